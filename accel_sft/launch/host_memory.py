@@ -25,37 +25,37 @@ def describe() -> str:
         if limit < now.total:  # without a limit, cgroup v1 names a number larger than any memory
             words += f", {used / 2**30:.1f} of the container's {limit / 2**30:.1f} GiB used"
     # the maximum, since a cgroup's count includes its children's
-    kills = max((_field(folder / "memory.events", "oom_kill") for folder in _folders()), default=0)
+    kills = max((field(folder / "memory.events", "oom_kill") for folder in cgroups()), default=0)
     return f"{words}, processes OOM-killed so far: {kills}" if kills else words
 
 
 def _containers() -> Iterator[tuple[int, int]]:
     """Yield limit and use (page cache not counted), in bytes, of each cgroup of this process that limits memory."""
-    for folder in _folders():
+    for folder in cgroups():
         for limit, usage, kept in (
             ("memory.max", "memory.current", ("inactive_file", "active_file")),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
         ):
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
                 most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
-                yield most, used - sum(_field(folder / "memory.stat", name) for name in kept)
+                yield most, used - sum(field(folder / "memory.stat", name) for name in kept)
 
 
-def _folders() -> Iterator[Path]:
-    """Yield the folders of the cgroups (v1 or v2) that this process's memory counts in, innermost first."""
+def cgroups(controller: str = "memory") -> Iterator[Path]:
+    """Yield the folders of the cgroups (v1 or v2) that limit this process's memory, or its `cpu`, innermost first."""
     root = SYSTEM / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
         for line in (SYSTEM / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers not in ("", "memory"):
+            if controllers and controller not in controllers.split(","):
                 continue
-            base = root / "memory" if controllers else root
+            base = root / controllers
             own = base / path.strip("/")
             # in a container the path may be that on the host, and only the root exists: folders that do not are skipped
             yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(base) and folder.is_dir())
 
 
-def _field(file: Path, name: str) -> int:
+def field(file: Path, name: str) -> int:
     """Return the value of `name` in a file whose lines are a name and a value; 0 if the file or the name is missing."""
     with contextlib.suppress(OSError):
         for line in file.read_text().splitlines():

@@ -22,7 +22,7 @@ _MUCH = 0.2
 """Share of a window's time from which on an activity counts as a cause."""
 _SMALL_TOKENS = 4096
 """A forward of fewer tokens may take longer to launch than to run."""
-_PAUSE_SECONDS = 0.05
+PAUSE_SECONDS = 0.05
 _PERCENT = SYSTEM_FIELDS.index("gpu_percent")
 
 
@@ -68,7 +68,7 @@ class IdleWatch:
             return None
         self._steps += 1
         ranks = range(len(system))
-        if seconds.get(PAUSE, 0.0) > _PAUSE_SECONDS or self._steps <= WARMUP_STEPS:
+        if seconds.get(PAUSE, 0.0) > PAUSE_SECONDS or self._steps <= WARMUP_STEPS:
             self._stale.update(ranks)
         for rank in ranks:
             new, before = system[rank], self._latest.get(rank)

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import torch
 
+from accel_sft.launch.machine_state import CoreClock, GpuState, cpu_clock, gpu_state, open_gpu
+
 GIB = 2**30
 
 SYSTEM_FIELDS = (
@@ -25,9 +27,20 @@ SYSTEM_FIELDS = (
     "gpu_memory_gib",  # in use on the whole device, by every process
     "gpu_energy_joules",  # taken by the whole device since this process began to read it
     "wait_seconds",  # spent by this rank in the exchange at the end of steps, since its start
+    "busy_cores",  # that ran any process; this and the next four are read on the first rank of a machine only
+    "idle_cores",  # of those that this process may use
+    "stolen_cores",  # by a hypervisor
+    "held_cores",  # by a container's CPU quota
+    "cpu_clock_share",  # of the highest clock of the core that the process runs on
+    "gpu_clock_mhz",
+    "gpu_clock_share",  # of its highest
+    "gpu_slowed_by",  # bits of `machine_state.GpuState.reasons`
+    "gpu_others_gib",  # memory of other processes
 )
 """Meaning of each place in `SystemSampler.sample()`."""
 ENERGY, WAIT = SYSTEM_FIELDS.index("gpu_energy_joules"), SYSTEM_FIELDS.index("wait_seconds")
+_CLOCK_EVERY = 10
+"""Samples from one reading of a CPU's clock to the next, as it may take ten milliseconds."""
 
 
 class SystemSampler:
@@ -42,6 +55,8 @@ class SystemSampler:
         self._nvml: Any = None
         self._seen, self._joules_before = 0, 0.0
         self.waited = 0.0  # the tracker adds to it
+        self._cores = CoreClock() if os.environ.get("LOCAL_RANK", "0") == "0" else None
+        self._clock = math.nan
         self.problem: str | None = None
         """Why there are no GPU readings (any more) although there is a GPU."""
         if device.type == "cuda":
@@ -49,16 +64,7 @@ class SystemSampler:
 
     def _open_nvml(self, device: torch.device) -> None:
         try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            # CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's: only the UUID names the same one.
-            uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-").removeprefix("MIG-")
-            try:
-                handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            except pynvml.NVMLError:
-                handle = pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
-            self._nvml = pynvml, handle
+            self._nvml = open_gpu(str(torch.cuda.get_device_properties(device).uuid))
             self._joules_before = self._joules()
         except Exception as error:  # noqa: BLE001 - a driver without NVML must not stop a training run
             self.problem = f"no GPU curves: NVML says {error}"
@@ -75,8 +81,20 @@ class SystemSampler:
                 psutil.virtual_memory().used / GIB,
                 *self._gpu(),
                 self.waited,
+                *self._state(),
             ]
         return self._latest
+
+    def _state(self) -> list[float]:
+        """What may slow the machine down, from `busy_cores` on."""
+        cores: Sequence[float] = [math.nan] * 4
+        if self._cores:
+            cores = self._cores.since()
+            if self._latest[0] % _CLOCK_EVERY == 0:
+                now, highest, _ = cpu_clock()
+                self._clock = now / highest
+        gpu = gpu_state(*self._nvml) if self._nvml else GpuState()
+        return [*cores, self._clock, gpu.mhz, gpu.mhz / gpu.highest_mhz, gpu.reasons, gpu.others_gib]
 
     def _gpu(self) -> tuple[float, float, float]:
         if self._nvml is None:

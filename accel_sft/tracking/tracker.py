@@ -14,7 +14,8 @@ from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.terminal import columns
 from accel_sft.io.text import markdown_table, shown
 from accel_sft.tracking import profiler, spans
-from accel_sft.tracking.idle import IdleWatch
+from accel_sft.tracking.disturbed import KEY, MachineWatch
+from accel_sft.tracking.idle import PAUSE_SECONDS, IdleWatch
 from accel_sft.tracking.metrics_file import MetricsFile, read_lines
 from accel_sft.tracking.phase_peaks import PhasePeaks
 from accel_sft.tracking.progress_bar import ProgressBar
@@ -28,7 +29,7 @@ from accel_sft.tracking.system import (
     host_memory_gib,
     seconds_since_start,
 )
-from accel_sft.tracking.time_spent import COMMUNICATION, TimeSpent
+from accel_sft.tracking.time_spent import COMMUNICATION, PAUSE, TimeSpent
 
 _CURVES = {
     "tokens_per_second": "throughput/tokens_per_second",
@@ -69,7 +70,7 @@ class Tracker(contextlib.AbstractContextManager):
         names = tracker_names(config.tracker)
         self.accelerator, self.run_dir, self.config, self.main_metric = accelerator, run_dir, config, main_metric
         self._system = SystemSampler(accelerator.device)
-        self.usage, self._idle = Usage(), IdleWatch(offloaded, images)
+        self.usage, self._idle, self._machine = Usage(), IdleWatch(offloaded, images), MachineWatch()
         self._joules_before = 0.0  # what this run's earlier starts took
         self._time = TimeSpent()
         self._recorded: list[dict[str, Any]] = []  # this rank's phases
@@ -152,6 +153,9 @@ class Tracker(contextlib.AbstractContextManager):
                 for field, value in zip(SYSTEM_FIELDS[1:], numbers[1:], strict=True):
                     if not math.isnan(value):
                         curves[f"system/rank{rank}/{field}"] = value
+        readings = [dict(zip(SYSTEM_FIELDS, numbers, strict=True)) for numbers in system]
+        if (marked := self._machine.step(seconds.get(PAUSE, 0.0) > PAUSE_SECONDS, readings)) is not None:
+            record[KEY] = marked
         if energy := self.energy():
             record["energy_joules"] = energy["joules"]
         self._metrics.append(record)

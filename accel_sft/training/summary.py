@@ -18,6 +18,7 @@ from accel_sft.launch.describe import shown_folder, started_by
 from accel_sft.launch.recordable import command_line, recordable, versions
 from accel_sft.models.compiled import compile_seconds
 from accel_sft.tracking import run_report as report
+from accel_sft.tracking.disturbed import sentences, stretches
 from accel_sft.tracking.metrics_file import mean_mfu, read_lines
 from accel_sft.tracking.model_card import model_card
 from accel_sft.tracking.time_spent import time_sentence
@@ -80,11 +81,13 @@ def publish(
     log after it. On rank 0 only."""
     config, task = prepared.assembly.config, prepared.assembly.task
     speed = {}
+    lines = read_lines(run_dir.metrics)
     if state.seconds:
         each = state.tokens / state.seconds / prepared.launch.world_size
         speed = {"tokens_per_second_per_device": each}
-    if mfu := mean_mfu(read_lines(run_dir.metrics)):
+    if mfu := mean_mfu(lines):
         speed["mfu"] = mfu
+    disturbed = sentences(stretches(line for line in lines if "loss" in line))
     result = {
         "status": "complete",
         "task": task_name,
@@ -94,6 +97,7 @@ def publish(
         "train_seconds": state.seconds,
         "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
         **speed,
+        **({"disturbed": disturbed} if disturbed else {}),
         **({"compile_seconds": compile_seconds()} if config.compile else {}),
         "best": {"step": state.best_step, task.main_metric: state.best},
         "weights": _compared(config.init_from or config.model, f"final/, of step {state.step}"),
@@ -122,11 +126,12 @@ def publish(
     commands = [f"accel-sft {command}" for command in commands]
     if "tensorboard" in config.tracker:
         commands.append(f"tensorboard --logdir {folder}")
-    lines = [f"on rank 0 {time_sentence(measured['time_spent'])}"] if "time_spent" in measured else []
-    lines += [
+    told = [f"on rank 0 {time_sentence(measured['time_spent'])}"] if "time_spent" in measured else []
+    told += [f"the machine was not itself: {'; '.join(disturbed)}"] if disturbed else []
+    told += [
         f"{run_dir}: weights in {' and '.join(folders)}, numbers in report.md",
         f"next: {'; '.join(commands)}",
     ]
     if left_out := result["steps_left_out"]:
-        lines.insert(0, f"{left_out} of {state.step} steps were not finite and left out: {run_dir.nonfinite}")
-    return lines
+        told.insert(0, f"{left_out} of {state.step} steps were not finite and left out: {run_dir.nonfinite}")
+    return told

@@ -546,6 +546,43 @@ def test_a_difference_below_the_spread_is_called_undecided_and_one_round_unknown
     assert record["cells"][0]["spread"]["tokens_per_second"] is None
 
 
+def test_a_round_in_which_the_machine_was_not_itself_is_marked_and_its_times_do_not_count(tmp_path):
+    cells = [("z0", "32", (1000, 1010, 500), 10.0, LOSSES), ("z2", "32", (400, 410, 420), 10.0, LOSSES)]
+    record = made_record(tmp_path, cells)
+    assert not any("not itself" in line for line in record["findings"])
+    assert "*" not in printed(record)
+    first, second = record["cells"]
+    first["runs"][2]["disturbed"] = ["steps 2 to 9: other processes took 1.4 of 2 cores"]
+    for run in second["runs"]:
+        run["disturbed"] = ["steps 3 to 9: rank 0's GPU ran at 1,200 of 1,980 MHz (power cap)"]
+    summarise(record, tmp_path)
+    record["findings"] = findings(record)
+    assert first["median"]["tokens_per_second"] == pytest.approx(1005)
+    assert first["spread"]["tokens_per_second"] == pytest.approx(10 / 1005)
+    assert second["median"]["tokens_per_second"] == pytest.approx(410)
+    assert len({id(run) for run in first["runs"]}) == 3  # none is dropped
+    told = "\n".join(record["findings"])
+    assert (
+        "* z0, micro-batch-size 32, round 3: the machine was not itself, its times do not count "
+        "(steps 2 to 9: other processes took 1.4 of 2 cores)." in told
+    )
+    assert "* z2, micro-batch-size 32, round 1: the machine was not itself, its times count, as no round of " in told
+    assert "| 3 of 3, round 3 disturbed |" in markdown(record)
+    assert "z0 *" in printed(record)
+    assert list(csv.DictReader(io.StringIO(as_csv(record))))[2]["disturbed"].startswith("steps 2 to 9")
+    write_record(tmp_path, {**record, "schema": 1})
+    assert read_comparison(tmp_path, "stages").cells[0].reason == "round 3 disturbed"
+    first["runs"][1]["disturbed"] = ["steps 2 to 9: other processes took 1.0 of 2 cores"]
+    summarise(record, tmp_path)
+    assert any("A cell has one undisturbed round only" in line for line in findings(record))
+
+
+def printed(record):
+    text = io.StringIO()
+    Console(file=text, width=120).print(terminal_table(record))
+    return text.getvalue()
+
+
 def made_sweep(tmp_path, cells, varied=("learning_rate", "lora_r", "seed"), **more):
     """A record of a sweep: of each cell learning rate, rank, seed, metric (None: it failed) and validation loss."""
     record = {"task": "math", "varied": [*varied], "main_metric": "accuracy", "command": "compare", **more}

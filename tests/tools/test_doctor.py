@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import math
 import os
 import re
 import resource
@@ -15,17 +16,32 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import psutil
 import pytest
+from fake_nvml import Nvml
 from fake_plugins import accel_sft, install, only_plugins_of
 from places import SUPPORT
 
 from accel_sft import UserError
-from accel_sft.launch import host_memory
+from accel_sft.launch import host_memory, machine_state
+from accel_sft.launch.machine_state import Cores
 from accel_sft.launch.shipped import FOLDER
-from accel_sft.tools.doctor import devices, driver, folders, host, launch_table, operators, packages, ranks, torch_facts
+from accel_sft.tools.doctor import (
+    condition,
+    devices,
+    driver,
+    folders,
+    host,
+    launch_table,
+    operators,
+    packages,
+    ranks,
+    torch_facts,
+    torch_script,
+)
 from accel_sft.tools.doctor.check import Check, Finding, ok, problem, warning, worst
 from accel_sft.tools.doctor.command import doctor
 from accel_sft.tools.doctor.launch_table import LaunchRow
@@ -162,6 +178,55 @@ def test_a_container_s_share_of_the_cores_is_what_counts(container, monkeypatch)
     container("cpu.max", "100000 100000\n")
     (found,) = host.cores(machine())
     assert found.what.startswith("1 usable of 64 logical (")
+
+
+def test_other_work_on_the_cores_is_told_with_whose_it_is(container, tmp_path, monkeypatch):
+    assert list(condition.other_work(machine())) == []  # no /proc/stat
+    monkeypatch.setattr(host_memory, "SYSTEM", Path("/"))
+    monkeypatch.setattr(condition, "SECONDS", 0.5)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        found = next(iter(condition.other_work(machine())))
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert found.level == "warning"
+    assert re.match(r"other processes take \d+\.\d of \d+ cores, load \d+\.\d: \w+", found.what)
+
+
+@pytest.mark.parametrize(
+    ("cores", "told"),
+    [
+        (Cores(0.1, 1.9, 0.0, 0.0), ["ok"]),
+        (Cores(1.0, 1.0, 0.0, 0.0), ["warning"]),
+        (Cores(0.1, 1.6, 0.3, 0.0), ["ok", "warning"]),
+    ],
+)
+def test_what_daemons_take_is_no_warning_and_steal_is(monkeypatch, cores, told):
+    monkeypatch.setattr(condition, "SECONDS", 0.0001)
+    monkeypatch.setattr(condition.time, "process_time", lambda: 0.0)
+    monkeypatch.setattr(condition.CoreClock, "since", lambda self: cores)
+    assert levels(condition.other_work(machine())) == told
+
+
+@pytest.mark.parametrize(("mhz", "level"), [(3600, "ok"), (900, "warning"), (None, None)])
+def test_a_core_at_work_whose_clock_stays_low_is_told(monkeypatch, mhz, level):
+    monkeypatch.setattr(condition, "cpu_clock", lambda: (mhz, 3800.0, "powersave") if mhz else (math.nan, math.nan, ""))
+    found = list(condition.clock(machine()))
+    assert levels(found) == ([level] if level else [])
+    assert not mhz or found[0].what == f"{mhz:,} of 3,800 MHz at work, governor powersave"
+
+
+def test_a_cpu_quota_that_runs_out_is_told(container):
+    assert list(condition.quota(machine())) == []
+    for out, level in ((20, "ok"), (400, "warning")):
+        container("cpu.stat", f"usage_usec 5\nnr_periods 1000\nnr_throttled {out}\n")
+        (found,) = condition.quota(machine())
+        assert (found.level, found.what) == (
+            level,
+            f"the container's CPU quota ran out in {out / 10:.0f}% of its periods so far",
+        )
 
 
 def test_few_open_files_are_a_warning():
@@ -438,6 +503,76 @@ def test_gpus_that_torch_cannot_use_are_a_problem_unless_hidden(programs, monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert list(devices.cuda(machine(**GPUS | facts))) == []
     assert "hidden from torch" in list(devices.gpus(machine(**GPUS | facts)))[-1].what
+
+
+COPIES = {"to pinned": 25.0, "from pinned": 26.0, "to pageable": 11.0, "from pageable": 9.0}
+WELL = {"busy_percent": 0, "mhz": 1755, "highest_mhz": 1980, "reasons": 0, "others_gib": 0.0, "celsius": 61}
+WELL |= {"slow_celsius": 90, "watts": 700, "usual_watts": 700, "link": 31.5, "full_link": 31.5}
+
+
+@pytest.mark.parametrize(
+    ("ill", "what", "mend"),
+    [
+        ({"mhz": 1200, "reasons": 0x4}, "GPU 1 computes at 1,200 of 1,980 MHz: power cap", "nvidia-smi -pl"),
+        ({"mhz": 900, "reasons": 0x60, "celsius": 91}, "GPU 1 computes at 900 of 1,980 MHz: heat", "look at its fans"),
+        ({"mhz": 900, "reasons": 0x88}, "GPU 1 computes at 900 of 1,980 MHz: slowdown by hardware", "nvidia-smi -q"),
+        ({"mhz": 900, "reasons": 0x2}, "GPU 1 computes at 900 of 1,980 MHz: clocks set by a person", "nvidia-smi -rgc"),
+        ({"celsius": 88}, "GPU 1 is at 88 °C after a second, and slows down at 90", "look at its fans"),
+        ({"watts": 400}, "GPU 1 may take 400 W, not its usual 700", "nvidia-smi -pl"),
+        ({"busy_percent": 85}, "GPU 1 is used by other processes, in 85% of the time", "nvidia-smi shows"),
+        ({"others_gib": 3.2}, "GPU 1 is used by other processes, in 0% of the time, with 3.2 GiB", "nvidia-smi shows"),
+    ],
+)
+def test_a_gpu_that_is_not_itself_is_told_with_the_mend(ill, what, mend):
+    calm = "nothing slows down {} of 2 at work: 1,755 MHz, 61 °C"
+    (well,) = condition.gpu_states(machine(**GPUS, gpus={"0": WELL, "1": WELL}))
+    assert (well.level, well.what) == ("ok", calm.format(2))
+    found, rest = condition.gpu_states(machine(**GPUS, gpus={"0": WELL, "1": WELL | ill}))
+    assert (found.level, found.what, found.mend.startswith(mend)) == ("warning", what, True)
+    assert rest.what == calm.format(1)
+
+
+def test_without_nvml_nothing_is_told_of_gpus_but_their_copies():
+    assert list(condition.gpu_states(machine())) == list(condition.copies(machine())) == []
+    (told,) = condition.copies(machine(**GPUS, gpus={"0": COPIES}))
+    assert list(condition.gpu_states(machine(**GPUS, gpus={"0": COPIES}))) == []
+    assert told.what == (
+        "to GPU 25 GB/s pinned, from GPU 26 GB/s pinned, to GPU 11 GB/s pageable, from GPU 9 GB/s pageable"
+    )
+
+
+def test_a_link_that_is_slower_than_it_could_be_is_told():
+    fast, slow = COPIES | WELL, COPIES | WELL | {"to pinned": 6.1, "link": 7.9}
+    told, found = condition.copies(machine(**GPUS, gpus={"0": fast, "1": slow}))
+    assert told.what.startswith("to GPU 6.1 to 25 GB/s pinned, from GPU 26 GB/s pinned")
+    assert found.what == "GPU 1: 6.1 GB/s from or to pinned memory, of 32 that its link could carry; it runs at 8"
+    assert found.mend == "look at slot, cable and BIOS"
+    _, found = condition.copies(machine(**GPUS, gpus={"0": slow | {"link": 31.5}}))
+    assert found.mend.startswith("look for other work")
+    assert levels(condition.copies(machine(**GPUS, gpus={"0": fast}))) == ["ok"]
+
+
+def test_copies_are_timed_and_a_gpu_s_state_is_read_while_it_computes(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch_script, "COPIED", 1 << 20)
+    speeds = torch_script._copies(torch, "cpu", ["pageable"])
+    assert [*speeds] == ["to pageable", "from pageable"]
+    assert all(0.01 < speed < 1000 for speed in speeds.values())
+
+    nvml, worked = Nvml(CurrentClocksEventReasons=0x40, ClockInfo=900, CurrPcieLinkWidth=4), []
+    named = types.SimpleNamespace(get_device_properties=lambda index: types.SimpleNamespace(uuid="GPU-7"))
+    monkeypatch.setattr(machine_state, "open_gpu", lambda uuid: (nvml, uuid))
+    monkeypatch.setattr(torch_script.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(torch_script, "_product", lambda *about: worked.append(about))
+    monkeypatch.setattr("pynvml.NVMLError", Nvml.NVMLError)
+    state = torch_script._state(types.SimpleNamespace(cuda=named, float32="float32"), 0)
+    assert worked
+    expected = WELL | {"mhz": 900, "reasons": 0x40, "link": 15.744, "full_link": 62.976}
+    assert state == pytest.approx(expected)
+    for answer in nvml.answers:
+        nvml.answers[answer] = None
+    assert torch_script._state(types.SimpleNamespace(cuda=named, float32="float32"), 0) == {}
 
 
 def test_an_nvcc_of_another_cuda_is_a_warning(programs, tmp_path):

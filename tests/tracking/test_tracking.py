@@ -168,7 +168,8 @@ def test_curves_are_read_back_from_the_run_folder_itself(tracked):
 
 def test_system_curves_of_each_rank_have_only_new_samples(tracked):
     tracker = tracked()
-    first, second = [1.0, 50.0, 0.5, 4.0, *[math.nan] * 4], [2.0, 60.0, 0.5, 4.0, *[math.nan] * 4]
+    rest = [math.nan] * (len(SYSTEM_FIELDS) - 4)
+    first, second = [1.0, 50.0, 0.5, 4.0, *rest], [2.0, 60.0, 0.5, 4.0, *rest]
     tracker.step(record(1), [first, first])
     tracker.step(record(2), [first, second])
     tracker.close()
@@ -178,7 +179,7 @@ def test_system_curves_of_each_rank_have_only_new_samples(tracked):
 
 
 def reading(number, joules, percent=90.0):
-    return [float(number), 50.0, 0.5, 4.0, percent, 1.0, joules, 0.0]
+    return [float(number), 50.0, 0.5, 4.0, percent, 1.0, joules, 0.0, *[math.nan] * (len(SYSTEM_FIELDS) - 8)]
 
 
 def test_the_runs_energy_stands_in_each_line_and_goes_on_from_there_after_a_resume(tracked):
@@ -193,6 +194,23 @@ def test_the_runs_energy_stands_in_each_line_and_goes_on_from_there_after_a_resu
     assert resumed.watched()["energy"] == {"joules": 380.0, "gpus": 2}
     resumed.close()
     assert points(resumed, "throughput/energy_joules") == [(1, 300.0), (2, 350.0), (3, 380.0)]
+
+
+def test_what_slows_the_machine_down_stands_in_the_line_of_the_step_that_read_it(tracked):
+    tracker = tracked()
+    quiet = dict(zip(SYSTEM_FIELDS, reading(1, 1.0), strict=True)) | {"cpu_percent": 60.0}
+    quiet |= {"busy_cores": 0.6, "idle_cores": 1.4, "stolen_cores": 0.0, "held_cores": 0.0}
+    taken = quiet | {"busy_cores": 2.0, "idle_cores": 0.0}
+    for step, (read, number) in enumerate([(taken, 1), (taken, 2), (taken, 2), (quiet, 3)], start=1):
+        tracker.step(record(step), [[*(read | {"sample": float(number)}).values()]])
+    tracker.close()
+    assert [line.get("machine") for line in lines(tracker)] == [
+        None,  # the first reading is of the start
+        {"other processes took # of 2 cores": 1.4},
+        None,  # less than a second later
+        {},
+    ]
+    assert points(tracker, "system/rank0/busy_cores") == [(1, 2.0), (2, 2.0), (4, 0.6)]
 
 
 def test_a_gpu_that_idles_is_told_above_the_bar_by_what_the_process_did(tracked, capsys):
@@ -428,7 +446,11 @@ def test_the_machine_is_sampled_at_most_once_in_an_interval():
     second = sampler.sample()
     assert (first[0], second[0]) == (1, 2)
     assert len(first) == len(second) == len(SYSTEM_FIELDS)
-    assert all(math.isnan(value) for value in second[4:-1])
+    read = dict(zip(SYSTEM_FIELDS, second, strict=True))
+    assert all(math.isnan(read[field]) for field in SYSTEM_FIELDS if field.startswith("gpu_"))
+    assert read["busy_cores"] + read["idle_cores"] + read["stolen_cores"] == pytest.approx(
+        len(os.sched_getaffinity(0)), abs=0.01
+    )
     assert second[2] == pytest.approx(host_memory_gib()["now"], abs=0.1)
 
 
@@ -457,8 +479,11 @@ class Driver:
     def nvmlDeviceGetSamples(self, handle, kind, since):
         raise RuntimeError("Not Supported")
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
-        raise RuntimeError("Not Supported")
+    nvmlDeviceGetTotalEnergyConsumption = nvmlDeviceGetUtilizationRates
+    nvmlDeviceGetClockInfo = nvmlDeviceGetMaxClockInfo = lambda self, handle, kind: self.nvmlDeviceGetUtilizationRates(
+        0
+    )
+    NVML_CLOCK_SM = 1
 
 
 def test_a_gpu_that_cannot_be_read_any_more_is_told_once(tracked, capsys):

@@ -7,6 +7,7 @@ import time
 import types
 
 import pytest
+from fake_nvml import Nvml
 
 from accel_sft.tracking.idle import WARMUP_STEPS, IdleWatch
 from accel_sft.tracking.profiler import traced_steps
@@ -192,15 +193,13 @@ def test_the_report_has_energy_and_time_where_they_are_known():
     assert "energy" not in render_report({"steps": 3}, [], [])
 
 
-class Meter:
+class Meter(Nvml):
     """NVML of a GPU that keeps samples of its use, and counts its energy, as pynvml gives them."""
 
     NVML_GPU_UTILIZATION_SAMPLES = 1
 
-    class NVMLError(Exception):
-        pass
-
     def __init__(self):
+        super().__init__()
         self.samples, self.millijoules = [], 5_000_000
 
     def nvmlDeviceGetMemoryInfo(self, handle):

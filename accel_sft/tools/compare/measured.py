@@ -12,6 +12,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.files import mapping, read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
+from accel_sft.tracking import disturbed
 from accel_sft.tracking.metrics_file import mean_mfu, read_lines
 from accel_sft.tracking.run_report import is_number
 from accel_sft.tracking.time_spent import BATCHES
@@ -35,6 +36,13 @@ NUMBERS = {
 """Numbers of a run's record, with their titles in tables. A cell (all runs with the same settings) has the median and
 the spread of each over its runs."""
 
+TIMES = {key for key in NUMBERS if "step" in key or "tokens" in key} | {
+    "mfu",
+    "seconds",
+    "device_percent",
+    "cpu_percent",
+}
+"""Those of them that depend on what else the machine does."""
 _END_BYTES = 4096
 """Bytes read from the end of metrics.jsonl to find the newest step."""
 
@@ -65,6 +73,7 @@ def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
         "memory": _memory(result) or None,
         "phases": _phases(result),
         "batch_share": _batch_share(result),
+        "disturbed": _disturbed(steps[discard_steps:]),
         "data_sha256": record.get("data_sha256"),
         "environment": {
             **{key: launch.get(key) for key in ("device", "precision", "threads_per_process", "communication")},
@@ -117,6 +126,12 @@ def _speed(counted: Sequence[Mapping[str, Any]], processes: float | None) -> dic
         "tokens_per_second_per_device": speed / processes if speed and processes else None,
         "mfu": mean_mfu(counted),
     }
+
+
+def _disturbed(counted: Sequence[Mapping[str, Any]]) -> list[str]:
+    """In which of the counted steps the machine was not itself; [] if they are too few to matter."""
+    found = disturbed.stretches(counted)
+    return disturbed.sentences(found) if disturbed.share(counted, found) >= disturbed.MUCH else []
 
 
 def _phases(result: Mapping[str, Any]) -> list[dict[str, Any]]:

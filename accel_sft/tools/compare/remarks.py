@@ -18,7 +18,16 @@ def remarks(record: Mapping[str, Any]) -> list[str]:
     """One sentence for each remark."""
     cells = record["cells"]
     of_memory = [*_predictions(cells), *_batches(cells)]
-    return [*of_memory, *_failures(cells), *_loss(cells), *_batch(cells), *_surroundings(record)]
+    return [*_disturbed(cells), *of_memory, *_failures(cells), *_loss(cells), *_batch(cells), *_surroundings(record)]
+
+
+def _disturbed(cells: Sequence[Cell]) -> Iterator[str]:
+    """Say in which rounds the machine was not itself, and whether their times count."""
+    for cell in cells:
+        count = len(cell["disturbed"]) == len(completed(cell))
+        for number, what in cell["disturbed"].items():
+            result = "its times count, as no round of this cell was undisturbed" if count else "its times do not count"
+            yield f"* {cell['name']}, round {number}: the machine was not itself, {result} ({'; '.join(what)})."
 
 
 def _predictions(cells: Sequence[Cell]) -> Iterator[str]:

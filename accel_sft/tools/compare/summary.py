@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_sft.api.changes import LAYOUT
 from accel_sft.io.run_dir import RunDir
-from accel_sft.tools.compare.measured import NUMBERS, training_lines
+from accel_sft.tools.compare.measured import NUMBERS, TIMES, training_lines
 from accel_sft.tools.compare.outcome import COMPLETE, NOT_RUN
 from accel_sft.tracking.run_report import is_number
 
@@ -18,13 +18,19 @@ _VOLATILE = ("load_before", "free_host_memory_before_gib")
 
 
 def summarise(record: dict[str, Any], folder: Path) -> None:
-    """Add to each cell the summary of its runs, and to the record the differences between cells and between runs."""
+    """Add to each cell the summary of its runs, and to the record the differences between cells and between runs.
+
+    Times are those of rounds in which the machine was itself, unless a cell has no such round.
+    """
     cells = record["cells"]
     for cell in cells:
         runs, done = cell["runs"], completed(cell)
         last = runs[-1] if runs else {"status": NOT_RUN, "reason": ""}
         cell["status"], cell["reason"] = (COMPLETE, "") if done else (last["status"], last["reason"])
-        numbers = {key: [run[key] for run in done if is_number(run.get(key))] for key in NUMBERS}
+        cell["disturbed"] = {run["round"]: run["disturbed"] for run in done if run.get("disturbed")}
+        calm = [run for run in done if run["round"] not in cell["disturbed"]] or done
+        counted = {key: calm if key in TIMES else done for key in NUMBERS}
+        numbers = {key: [run[key] for run in runs if is_number(run.get(key))] for key, runs in counted.items()}
         cell["median"] = {key: statistics.median(found) if found else None for key, found in numbers.items()}
         cell["spread"] = {key: _spread(found) for key, found in numbers.items()}
     best = max(filter(None, (cell["median"]["tokens_per_second"] for cell in cells)), default=None)

@@ -53,6 +53,7 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
         table.add_column("")
     for cell in cells:
         row = [Text(str(cell["settings"].get(name, "-"))) for name in names]
+        row[0].append(" *" if cell["disturbed"] else "")
         if cell["status"] != COMPLETE:
             table.add_row(*row, Text(cell["status"]))
             continue
@@ -77,6 +78,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     for cell in cells:
         told = cell["status"] if cell["status"] == COMPLETE else f"{cell['status']}: {cell['reason']}"
         runs = f"{len(completed(cell))} of {len(cell['runs'])}"
+        runs += "".join(f", round {number} disturbed" for number in cell["disturbed"])
         ratio = "" if cell["ratio_to_best"] is None else f"{cell['ratio_to_best']:.2f}"
         rows.append([cell["name"], told, runs, ratio, *(_with_spread(cell, key) for key in keys)])
     header = ["cell", "status", "completed runs", "tokens/s relative to the best", *titles]
@@ -106,11 +108,11 @@ def as_csv(record: Mapping[str, Any]) -> str:
     plain = ["round", "status", "reason", "steps", *NUMBERS]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["cell", *names, *plain, "load_before", "folder"])
+    writer.writerow(["cell", *names, *plain, "load_before", "disturbed", "folder"])
     for cell in record["cells"]:
         for run in cell["runs"]:
             given = [cell["settings"].get(name, "") for name in names]
-            about = [run["environment"].get("load_before"), run["folder"]]
+            about = [run["environment"].get("load_before"), "; ".join(run.get("disturbed") or []), run["folder"]]
             writer.writerow([cell["name"], *given, *(run.get(key) for key in plain), *about])
     return text.getvalue()
 

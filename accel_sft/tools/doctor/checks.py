@@ -1,11 +1,14 @@
 """All checks of `accel-sft doctor`, in the order in which they are made and shown."""
 
-from accel_sft.tools.doctor import devices, folders, host, operators, packages, ranks
+from accel_sft.tools.doctor import condition, devices, folders, host, operators, packages, ranks
 from accel_sft.tools.doctor.check import Check
 
 CHECKS = (
     Check("Machine", "variables", host.environment),
     Check("Machine", "cores", host.cores),
+    Check("Machine", "other work", condition.other_work, "watching the cores for a second"),
+    Check("Machine", "CPU clock", condition.clock),
+    Check("Machine", "CPU quota", condition.quota),
     Check("Machine", "memory", host.memory),
     Check("Machine", "disk", folders.disk),
     Check("Machine", "clock", folders.clock),
@@ -15,6 +18,8 @@ CHECKS = (
     Check("Software", "hub", packages.hub, "asking the hub"),
     Check("Software", "imports", packages.imports, "asking torch and DeepSpeed"),
     Check("Device", "GPU", devices.gpus, "asking the driver"),
+    Check("Device", "GPU state", condition.gpu_states),
+    Check("Device", "copies", condition.copies),
     Check("Device", "CUDA", devices.cuda),
     Check("Device", "bf16", devices.bf16),
     Check("DeepSpeed's operators", "compiler", operators.compiler),

@@ -24,6 +24,7 @@ class TorchFacts:
         device_failures: why a GPU cannot compute, by its index; a GPU that can is not listed.
         cuda_complaint: torch's warning if it finds no GPU.
         bf16_speedup: a matrix product's measured time in float32 divided by that in bf16; None if not measured.
+        gpus: what `torch_script` measured of each GPU, by its index; what was not measured is missing.
         operators: by the name of a DeepSpeed operator its `library` file, whether that is `compiled`, the `failure` to
             load it ("" without one), and findings about its `locks`.
         fault: why the process failed; empty if it did not.
@@ -38,6 +39,7 @@ class TorchFacts:
     cuda_complaint: str = ""
     bf16_native: bool = True
     bf16_speedup: float | None = None
+    gpus: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     operators: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     fault: str = ""
 

@@ -3,11 +3,14 @@
 A broken driver or library may crash or hang the process that uses it; the lines printed before that still count.
 """
 
+import contextlib
+import functools
 import json
 import os
 import sys
 import time
 import warnings
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +18,11 @@ from accel_sft.api.errors import first_line
 from accel_sft.tools.doctor.torch_facts import LIBRARIES
 
 ROUNDS = 5
-"""Timed rounds of the matrix products; the fastest counts."""
+"""Timed rounds of the matrix products and copies; the fastest counts."""
+COPIED = 1 << 28
+"""Bytes of a copy between host and GPU: it takes some ten milliseconds."""
+LANE = 0.123
+"""GB/s of a lane of PCIe, to be doubled with each generation: 0.985 in the third, 3.94 in the fifth."""
 
 
 def tell(**facts: Any) -> None:
@@ -66,6 +73,9 @@ def _devices(torch: Any) -> None:
     tell(device_failures=failures)
     if failures or cuda != count:
         return
+    tell(step="measure each GPU")
+    for index in range(cuda):
+        tell(gpus={str(index): _state(torch, index) | _copies(torch, f"cuda:{index}")})
     tell(step="compare bf16 with float32")
     native = computes_bf16(torch.device("cuda:0" if cuda else "cpu"))[0]
     device, size = ("cuda:0", 4096) if cuda else ("cpu", 1024)
@@ -80,12 +90,61 @@ def _devices(torch: Any) -> None:
 def _product(torch: Any, dtype: Any, device: str, size: int) -> float:
     """Seconds for the product of two square matrices."""
     matrix = torch.full((size, size), 0.5, dtype=dtype, device=device)
+    return _seconds(torch, device, lambda: matrix @ matrix)
+
+
+def _seconds(torch: Any, device: str, work: Callable[[], Any]) -> float:
     wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     wait()
     began = time.perf_counter()
-    matrix @ matrix
+    work()
     wait()
     return time.perf_counter() - began
+
+
+def _state(torch: Any, index: int) -> dict[str, float]:
+    """What NVML says of a GPU at work: fields of `GpuState`, and what `condition` reads; what is unknown is missing."""
+    import pynvml
+
+    from accel_sft.launch.machine_state import gpu_state, open_gpu, power_limits
+
+    found: dict[str, float] = {}
+
+    def ask(names: str, question: Callable[[], Iterable[float]]) -> None:
+        with contextlib.suppress(pynvml.NVMLError):
+            found.update(zip(names.split(), question(), strict=True))
+
+    try:
+        nvml, handle = open_gpu(str(torch.cuda.get_device_properties(index).uuid))
+    except pynvml.NVMLError:
+        return found
+    time.sleep(1.0)  # the use is that of up to a second, in which nothing of this process may have run
+    ask("busy_percent", lambda: [nvml.nvmlDeviceGetUtilizationRates(handle).gpu])
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        _product(torch, torch.float32, f"cuda:{index}", 4096)
+    found |= {name: value for name, value in gpu_state(nvml, handle)._asdict().items() if value == value}  # not NaN
+    ask("celsius", lambda: [nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)])
+    slow = nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+    ask("slow_celsius", lambda: [nvml.nvmlDeviceGetTemperatureThreshold(handle, slow)])
+    ask("watts usual_watts", lambda: power_limits(nvml, handle))
+    now = nvml.nvmlDeviceGetCurrPcieLinkGeneration, nvml.nvmlDeviceGetCurrPcieLinkWidth
+    could = nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth
+    ask("link", lambda: [LANE * 2 ** now[0](handle) * now[1](handle)])
+    ask("full_link", lambda: [LANE * 2 ** could[0](handle) * could[1](handle)])
+    return found
+
+
+def _copies(torch: Any, device: str, kinds: Sequence[str] = ("pinned", "pageable")) -> dict[str, float]:
+    """GB/s to and from the device by kind of host memory; loaders and offload use pinned memory."""
+    found = {}
+    there = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    for kind in kinds:
+        here = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=kind == "pinned")
+        for way, to, source in (("to", there, here), ("from", here, there)):
+            times = [_seconds(torch, device, functools.partial(to.copy_, source)) for _ in range(1 + ROUNDS)]
+            found[f"{way} {kind}"] = COPIED / min(times[1:]) / 1e9  # the first warms up
+    return found
 
 
 def _operators() -> None:

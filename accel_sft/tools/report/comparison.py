@@ -90,12 +90,17 @@ def _cell(name: str, cell: dict[str, Any], rounds: list[dict[str, Any]]) -> Reco
     return RecordedCell(
         name=name,
         statuses=statuses or [str(cell.get("status") or "not run")],
-        reason=str(cell.get("reason") or "") or (reasons[0] if reasons else ""),
+        reason=str(cell.get("reason") or "") or (reasons[0] if reasons else "") or _disturbed(cell),
         rounds=len(rounds),
         median=_numbers(cell.get("median")),
         spread=_numbers(cell.get("spread")),
         step_seconds=[second for run in rounds for second in _list(run.get("step_seconds")) if is_number(second)],
     )
+
+
+def _disturbed(cell: dict[str, Any]) -> str:
+    """Which rounds were measured while the machine was not itself; the findings say by what."""
+    return "; ".join(f"round {number} disturbed" for number in mapping(cell.get("disturbed")))
 
 
 def _run(path: Path, comparison: str, cell: str, number: int, run: dict[str, Any]) -> Run:

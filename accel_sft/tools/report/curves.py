@@ -29,6 +29,8 @@ MEASURED = {
     "cpu_percent": ("CPU of each rank", "CPU use (% of one core)", "ranks"),
     "gpu_memory_gib": ("GPU memory of each rank's device", "memory in use by all (GiB)", "ranks"),
     "wait_seconds": ("Waiting of each rank", "seconds in the exchange at the end of steps", "ranks"),
+    "busy_cores": ("Cores in use", "cores that run any process", "ranks"),
+    "gpu_clock_mhz": ("Clock of each rank's GPU", "MHz", "ranks"),
     "gpu_percent": ("GPU use of each rank's device", "time with a kernel running (%)", "ranks"),
 }
 """Title, unit and group of a chart by the key of what it shows; charts of the task's metrics have no entry."""

@@ -11,6 +11,7 @@ from accel_sft.io.files import expanded, mapping, read_json, read_text
 from accel_sft.io.lock import is_locked
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import one_line
+from accel_sft.tracking.disturbed import sentences, stretches
 from accel_sft.tracking.run_report import is_number
 
 COMPARISON = "comparison.json"
@@ -52,6 +53,11 @@ class Run:
         if is_number(self.result.get("steps")):
             return self.result["steps"]
         return self.steps[-1]["step"] if self.steps else None
+
+    @property
+    def disturbed(self) -> list[str]:
+        """In which steps the machine was not itself, and by what."""
+        return sentences(stretches(self.steps))
 
     def section(self, *keys: str) -> dict[str, Any]:
         """A mapping inside result.json; empty if it is not there."""

@@ -1,0 +1,155 @@
+"""Reads what slows a machine down: others on its cores and GPUs, steal, quotas, throttled clocks. NaN is unknown."""
+
+import contextlib
+import math
+import os
+import time
+from typing import Any, NamedTuple
+
+from accel_sft.launch import host_memory
+
+
+class Cores(NamedTuple):
+    """What the cores that this process may use did meanwhile, in cores.
+
+    Attributes:
+        busy: ran processes, whosever; interrupts do not count.
+        idle: ran nothing.
+        stolen: were wanted while a hypervisor ran other machines on them (steal).
+        held: were wanted while a container's CPU quota was used up.
+    """
+
+    busy: float
+    idle: float
+    stolen: float
+    held: float
+
+
+class CoreClock:
+    """Measures `Cores` from one call to the next."""
+
+    def __init__(self) -> None:
+        self._before = _core_seconds()
+
+    def since(self) -> Cores:
+        """What the cores did since the last call; all NaN without Linux's /proc/stat, or before its next tick."""
+        now = _core_seconds()
+        wall, *parts, held = (new - old for new, old in zip(now, self._before, strict=True))
+        if not sum(parts) > 0:  # NaN, too
+            return Cores(math.nan, math.nan, math.nan, math.nan)
+        self._before = now
+        each = len(os.sched_getaffinity(0)) / sum(parts)
+        busy, idle, stolen = (part * each for part in parts)
+        return Cores(busy, idle, stolen, held / wall)
+
+
+def _core_seconds() -> list[float]:
+    """The time, and the seconds that this process's cores were busy, idle, stolen and held until then: see proc(5)."""
+    try:
+        lines = (host_memory.SYSTEM / "proc/stat").read_text().splitlines()
+    except OSError:
+        return [math.nan] * 5
+    mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    counts = [line.split() for line in lines if line.startswith("cpu")]
+    ticks = [[int(count) for count in counted[1:9]] for counted in counts if counted[0] in mine]
+    if not ticks:  # a container whose cores have other numbers there
+        return [math.nan] * 5
+    user, nice, system, idle, waiting, _, _, stolen = (sum(column) for column in zip(*ticks, strict=True))
+    stats = [folder / "cpu.stat" for folder in host_memory.cgroups("cpu")]  # in versions 2 and 1 of cgroups:
+    held = (
+        host_memory.field(file, "throttled_usec") / 1e6 + host_memory.field(file, "throttled_time") / 1e9
+        for file in stats
+    )
+    counted = (count / os.sysconf("SC_CLK_TCK") for count in (user + nice + system, idle + waiting, stolen))
+    return [time.monotonic(), *counted, max(held, default=0.0)]
+
+
+def cpu_clock() -> tuple[float, float, str]:
+    """The MHz of the core that this process runs on, its highest, and its governor; NaN in most virtual machines.
+
+    With kernels before 5.18 it may take ten milliseconds.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        core = (host_memory.SYSTEM / "proc/self/stat").read_text().rpartition(")")[2].split()[36]  # processor: proc(5)
+        folder = host_memory.SYSTEM / f"sys/devices/system/cpu/cpu{core}/cpufreq"
+        now, highest = (int((folder / f"{name}_freq").read_text()) / 1000 for name in ("scaling_cur", "cpuinfo_max"))
+        return now, highest, (folder / "scaling_governor").read_text().strip()
+    return math.nan, math.nan, ""
+
+
+_POWER_CAP = 0x4
+REASONS = {_POWER_CAP: "power cap", 0x12: "clocks set by a person", 0x60: "heat", 0x88: "slowdown by hardware"}
+"""Why a GPU's clock is low, by bits of nvmlClocksEventReason* in nvml.h."""
+FULL_POWER, _FULL_CLOCK = 0.98, 0.9
+"""Shares of a GPU's default power limit (both are rounded to watts), and of its highest clock (rounds of a measurement
+on a quiet machine differ by as much), from which on nothing counts as slowing it down."""
+
+
+class GpuState(NamedTuple):
+    """A GPU's clock and what keeps it from a higher one.
+
+    Attributes:
+        mhz, highest_mhz: the clock of its multiprocessors.
+        reasons: the bits of REASONS that count. A power cap at the card's default limit does not: at full load most
+            GPUs always run into it, and their clock is then what it usually is.
+        others_gib: memory of other processes, this launch's other ranks aside; 0 where the driver does not list this
+            process, as in containers, since it is unknown then whose the listed ones are.
+    """
+
+    mhz: float = math.nan
+    highest_mhz: float = math.nan
+    reasons: float = math.nan
+    others_gib: float = math.nan
+
+
+def gpu_state(nvml: Any, handle: Any) -> GpuState:
+    """Read a GPU by the module `pynvml`; all NaN if the driver does not know, as of a MIG slice."""
+    try:
+        clocks = nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo
+        mhz, highest = (clock(handle, nvml.NVML_CLOCK_SM) for clock in clocks)
+        reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle) if mhz < _FULL_CLOCK * highest else 0
+        if reasons & _POWER_CAP:
+            limit, usual = power_limits(nvml, handle)
+            reasons -= _POWER_CAP if limit >= FULL_POWER * usual else 0
+        used = {each.pid: each.usedGpuMemory or 0 for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    except nvml.NVMLError:
+        return GpuState()
+    others = [pid for pid in used if os.getpid() in used and not _is_ours(pid)]
+    return GpuState(mhz, highest, reasons & sum(REASONS), sum(used[pid] for pid in others) / 2**30)
+
+
+def power_limits(nvml: Any, handle: Any) -> tuple[float, float]:
+    """A GPU's power limit and its default one, in watts."""
+    asked = nvml.nvmlDeviceGetPowerManagementLimit, nvml.nvmlDeviceGetPowerManagementDefaultLimit
+    limit, usual = (ask(handle) / 1000 for ask in asked)
+    return limit, usual
+
+
+def _is_ours(pid: int) -> bool:
+    """Whether a process is this one, or was started by the same launcher."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return pid == os.getpid() or psutil.Process(pid).ppid() == os.getppid()
+    return False
+
+
+def slowed_by(reasons: float) -> str:
+    """Words for `GpuState.reasons`; "" if nothing slows the GPU down, or that is unknown."""
+    return "" if math.isnan(reasons) else ", ".join(word for bits, word in REASONS.items() if int(reasons) & bits)
+
+
+def open_gpu(uuid: str) -> tuple[Any, Any]:
+    """Return the module `pynvml` and its handle of a GPU, named by torch's UUID: NVML knows no CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        pynvml.NVMLError: there is no driver, or it does not know the GPU.
+    """
+    import pynvml
+
+    pynvml.nvmlInit()
+    name = uuid.removeprefix("GPU-").removeprefix("MIG-")
+    try:
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{name}")
+    except pynvml.NVMLError:
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{name}")

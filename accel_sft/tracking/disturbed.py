@@ -1,0 +1,136 @@
+"""Finds steps in which the machine was not itself: others took its cores, or a GPU was throttled. No torch.
+
+Rank 0 marks readings while a run lasts, in metrics.jsonl; reports and comparisons make stretches of steps of them.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from accel_sft.launch.machine_state import slowed_by
+from accel_sft.tracking.run_report import is_number
+
+KEY = "machine"
+"""In a training line of metrics.jsonl, if its readings are new: their marks."""
+LOST = 0.1
+"""Share of the cores that were wanted, at least of one, from which on their loss is marked. Daemons take less, and over
+a second the kernel's ticks of 10 ms are wrong by less."""
+_FREE = 0.1
+"""Share of idle cores from which on other processes are not marked: a run that wants more cores has them."""
+SLOW_CLOCK = 0.4
+"""Share of its highest clock below which a CPU at work is marked. With all cores in AVX-512 servers still have 0.45
+(Xeon 8180: 1.7 of 3.8 GHz); what is lower is held back by heat, power or a governor."""
+OTHERS_GIB = 1.0
+"""Memory of other processes on a GPU from which on it is marked: a context without work has up to 0.6 GiB."""
+_LEAST_READINGS = 3
+"""Marked readings, one a second, that make a stretch: clocks dip and daemons wake up for a moment."""
+_LEAST_SHARE = 0.01
+"""Share of the time of all steps that a stretch has at least: a shorter one does not matter."""
+MUCH = 0.1
+"""Share of the steps' time from which on a run's speed is not the machine's: at half the speed it takes 10% longer,
+about as much as rounds on a quiet machine differ."""
+_SHOWN = 5
+
+
+def marks(system: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What is out of the ordinary in the readings of all ranks (by `system.SYSTEM_FIELDS`): its number by a sentence
+    that has # in the number's place."""
+    found = {}
+    hosts = [rank for rank, read in enumerate(system) if not math.isnan(read["busy_cores"])]
+    for first, end in itertools.pairwise([*hosts, len(system)]):  # the first rank of each machine reads its cores
+        read, where = system[first], f" of rank {first}'s machine" if first else ""
+        busy, idle, stolen, held = (read[f"{name}_cores"] for name in ("busy", "idle", "stolen", "held"))
+        ours, cores = sum(rank["cpu_percent"] for rank in system[first:end]) / 100, busy + idle + stolen
+        for what, lost, wanted in (
+            ("other processes took", busy - ours if idle < _FREE * cores else 0.0, cores),
+            ("a hypervisor took for other machines (steal)", stolen, busy + stolen),
+            ("a container's CPU quota held back", held, ours + held),
+        ):
+            if lost >= LOST * max(wanted, 1.0):
+                found[f"{what} # of {cores:.0f} cores{where}"] = lost
+        if read["cpu_clock_share"] < SLOW_CLOCK and busy > cores / 2:
+            found[f"the CPU{where} ran at #% of its highest clock"] = 100 * read["cpu_clock_share"]
+    for rank, read in enumerate(system):
+        if (why := slowed_by(read["gpu_slowed_by"])) and read["gpu_clock_share"] > 0:
+            highest = read["gpu_clock_mhz"] / read["gpu_clock_share"]
+            found[f"rank {rank}'s GPU ran at # of {highest:,.0f} MHz ({why})"] = read["gpu_clock_mhz"]
+        if read["gpu_others_gib"] >= OTHERS_GIB:
+            found[f"other processes had # GiB of rank {rank}'s GPU"] = read["gpu_others_gib"]
+    return found
+
+
+def in_words(mark: str, number: float) -> str:
+    """A mark's sentence with its number."""
+    return mark.replace("#", f"{number:,.0f}" if number >= 10 else f"{number:.1f}")
+
+
+class MachineWatch:
+    """Marks new readings but those that cover a start, an evaluation or a checkpoint, which have processes of ours."""
+
+    def __init__(self) -> None:
+        self._number, self._stale = 0.0, True
+
+    def step(self, paused: bool, system: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+        """The marks of a step's readings, or None if no new ones count.
+
+        Args:
+            paused: whether anything but steps was done since the step before.
+        """
+        self._stale = self._stale or paused
+        if not system or system[0]["sample"] == self._number:
+            return None
+        stale, self._number, self._stale = self._stale, system[0]["sample"], False
+        return None if stale else marks(system)
+
+
+@dataclasses.dataclass
+class Stretch:
+    """Steps whose readings have the same mark: from `first` to `last`, with the `seconds` that they took."""
+
+    mark: str
+    first: int
+    last: int
+    seconds: float
+    numbers: list[float]
+
+    def __str__(self) -> str:
+        return f"steps {self.first} to {self.last}: {in_words(self.mark, sum(self.numbers) / len(self.numbers))}"
+
+
+def stretches(lines: Iterable[Mapping[str, Any]]) -> list[Stretch]:
+    """The stretches that matter, by a run's training lines. A single reading without the mark does not end one."""
+    found: list[Stretch] = []
+    running: dict[str, tuple[Stretch, int]] = {}  # by mark, with the readings since it was last seen
+    total, passed, before = 0.0, 0.0, 0  # passed: seconds since the reading of the step `before`
+    for line in lines:
+        seconds = line["seconds"] if is_number(line.get("seconds")) else 0.0
+        total, passed = total + seconds, passed + seconds
+        if not isinstance(read := line.get(KEY), dict):
+            continue
+        running = {mark: (stretch, ago + 1) for mark, (stretch, ago) in running.items() if ago < 2}
+        for mark, number in ((mark, number) for mark, number in read.items() if is_number(number)):
+            if mark not in running:
+                found.append(Stretch(mark, before + 1 if before else line["step"], 0, 0.0, []))
+            stretch = running[mark][0] if mark in running else found[-1]
+            stretch.last, stretch.seconds = line["step"], stretch.seconds + passed
+            stretch.numbers.append(number)
+            running[mark] = stretch, 0
+        passed, before = 0.0, line["step"]
+    least = _LEAST_SHARE * total
+    return [each for each in found if len(each.numbers) >= _LEAST_READINGS and each.seconds >= least]
+
+
+def sentences(found: Sequence[Stretch]) -> list[str]:
+    """The longest stretches in words, in the order of their steps, and how many more there are."""
+    longest = sorted(found, key=lambda each: -each.seconds)[:_SHOWN]
+    more = [f"{len(found) - _SHOWN} shorter stretches more"] if len(found) > _SHOWN else []
+    return [str(each) for each in found if each in longest] + more
+
+
+def share(lines: Sequence[Mapping[str, Any]], found: Sequence[Stretch]) -> float:
+    """The share of these training lines' time that lies in the stretches."""
+    times = {line["step"]: line["seconds"] for line in lines if is_number(line.get("seconds"))}
+    inside = [seconds for step, seconds in times.items() if any(each.first <= step <= each.last for each in found)]
+    return sum(inside) / sum(times.values()) if sum(times.values()) > 0 else 0.0

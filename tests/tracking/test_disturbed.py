@@ -1,0 +1,252 @@
+"""Steps in which the machine was not itself are marked, with what changed; on a quiet machine nothing is."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from fake_nvml import Nvml
+
+from accel_sft.io.run_dir import RunDir
+from accel_sft.launch import host_memory, machine_state
+from accel_sft.launch.machine_state import CoreClock, cpu_clock, gpu_state, slowed_by
+from accel_sft.tools.compare.measured import measure
+from accel_sft.tracking.disturbed import KEY, MachineWatch, in_words, marks, sentences, share, stretches
+from accel_sft.tracking.run_report import render_report
+from accel_sft.tracking.system import SYSTEM_FIELDS, SystemSampler
+
+OTHERS = "other processes took # of 2 cores"
+NOTHING = dict.fromkeys(SYSTEM_FIELDS, math.nan)
+QUIET = NOTHING | {"cpu_percent": 190.0, "busy_cores": 1.95, "idle_cores": 0.05, "stolen_cores": 0.0, "held_cores": 0.0}
+GPU = {"gpu_clock_mhz": 1200.0, "gpu_clock_share": 1200 / 1980, "gpu_slowed_by": 0.0, "gpu_others_gib": 0.0}
+
+
+# --- what is read ---
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    """`system(path, text)` writes a file of /proc or /sys."""
+    monkeypatch.setattr(host_memory, "SYSTEM", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 3})
+
+    def write(path, text):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    write("proc/self/cgroup", "0::/\n")
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    return write
+
+
+def ticks(of_core_0, of_core_3):
+    rest = "9 9 9 9 9 9 9 9 9 9\n"  # those of cores that this process may not use do not count
+    return f"cpu  {rest}cpu0 {of_core_0}\ncpu1 {rest}cpu2 {rest}cpu3 {of_core_3}\ncpu30 {rest}intr 1 2 3\n"
+
+
+def test_the_cores_that_a_process_may_use_are_divided_into_busy_idle_and_stolen(system):
+    assert all(map(math.isnan, CoreClock().since()))  # no /proc/stat, as on macOS
+    system("proc/stat", ticks("0 0 0 0 0 0 0 0 0 0", "100 0 0 0 0 0 0 0 0 0"))
+    clock = CoreClock()
+    assert all(map(math.isnan, clock.since()))  # not a tick has passed
+    system("proc/stat", ticks("50 10 20 0 20 7 7 0 0 0", "100 0 0 60 0 0 0 40 0 0"))
+    assert clock.since()[:3] == pytest.approx((0.8, 0.8, 0.4))
+    system("proc/stat", "cpu0 1 1 1 1 1 1 1 1 1 1\n")
+    assert clock.since()[0] != 0  # a counter of its own, which went back: no reading
+    system("proc/stat", "cpu9 1 1 1 1 1 1 1 1 1 1\n")
+    assert all(map(math.isnan, CoreClock().since()))
+
+
+@pytest.mark.parametrize(
+    ("groups", "folder", "line"),
+    [("0::/\n", "", "throttled_usec"), ("3:cpu,cpuacct:/\n", "cpu,cpuacct/", "throttled_time")],
+)
+def test_what_a_cpu_quota_holds_back_is_counted_in_both_versions_of_control_groups(
+    system, monkeypatch, groups, folder, line
+):
+    now = iter([10.0, 12.0])
+    monkeypatch.setattr(machine_state.time, "monotonic", lambda: next(now))
+    unit = 1_000_000 if line == "throttled_usec" else 1_000_000_000
+    system("proc/self/cgroup", groups)
+    system(f"sys/fs/cgroup/{folder}cpu.stat", f"nr_periods 5\n{line} {unit}\n")
+    system("proc/stat", ticks("0 0 0 0 0 0 0 0 0 0", "0 0 0 0 0 0 0 0 0 0"))
+    clock = CoreClock()
+    system(f"sys/fs/cgroup/{folder}cpu.stat", f"nr_periods 9\n{line} {2 * unit}\n")
+    system("proc/stat", ticks("100 0 0 0 0 0 0 0 0 0", "100 0 0 0 0 0 0 0 0 0"))
+    assert clock.since() == pytest.approx((2.0, 0.0, 0.0, 0.5))
+
+
+def test_the_clock_is_that_of_the_core_that_the_process_is_on(system):
+    assert math.isnan(cpu_clock()[0])
+    system("proc/self/stat", "7 (a) b) R " + " ".join(["0"] * 35) + " 5 0 0\n")
+    assert math.isnan(cpu_clock()[0])  # a virtual machine
+    for name, text in (
+        ("scaling_cur_freq", "800000"),
+        ("cpuinfo_max_freq", "3800000"),
+        ("scaling_governor", "powersave\n"),
+    ):
+        system(f"sys/devices/system/cpu/cpu5/cpufreq/{name}", text)
+    assert cpu_clock() == (800.0, 3800.0, "powersave")
+
+
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        ({}, ""),
+        ({"CurrentClocksEventReasons": 0x4}, ""),  # every GPU at full load runs into its usual limit
+        ({"CurrentClocksEventReasons": 0x4, "PowerManagementLimit": 400_000}, "power cap"),
+        ({"CurrentClocksEventReasons": 0x4 | 0x20}, "heat"),
+        ({"CurrentClocksEventReasons": 0x48}, "heat, slowdown by hardware"),
+        ({"CurrentClocksEventReasons": 0x2}, "clocks set by a person"),
+        ({"CurrentClocksEventReasons": 0x1}, ""),  # it has nothing to do
+        ({"CurrentClocksEventReasons": 0x20, "ClockInfo": 1900}, ""),
+        ({"CurrentClocksEventReasons": None}, ""),
+    ],
+)
+def test_a_gpu_is_slowed_down_by_what_counts_and_by_nothing_else(answers, why):
+    state = gpu_state(Nvml(**answers), None)
+    assert slowed_by(state.reasons) == why
+    assert math.isnan(state.mhz) == (answers == {"CurrentClocksEventReasons": None})
+
+
+def test_memory_of_others_on_a_gpu_is_known_where_the_driver_lists_this_process():
+    sibling = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        listed = {os.getpid(): 2**30, 2**22 + 1: 3 * 2**30, 2**22 + 2: None}
+        assert gpu_state(Nvml(ComputeRunningProcesses=listed), None).others_gib == 3.0
+        del listed[os.getpid()]
+        assert gpu_state(Nvml(ComputeRunningProcesses=listed), None).others_gib == 0.0  # numbers of another namespace
+        code = f"""
+import os, sys
+from fake_nvml import Nvml
+from accel_sft.launch.machine_state import gpu_state
+print(gpu_state(Nvml(ComputeRunningProcesses={{os.getpid(): 1, {sibling.pid}: 2**31}}), None).others_gib)
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert done.stdout == "0.0\n", done.stderr  # another rank, which the same launcher started
+    finally:
+        sibling.communicate(b"")
+
+
+# --- what is marked ---
+
+
+def test_nothing_is_marked_on_a_quiet_machine():
+    quiet = (
+        QUIET,
+        NOTHING,  # not on Linux
+        QUIET | GPU | {"cpu_clock_share": 0.45},  # all cores in AVX-512; a power cap at the usual limit does not count
+        QUIET | {"cpu_percent": 1.0, "busy_cores": 0.01, "idle_cores": 1.99, "cpu_clock_share": 0.2},  # idle cores rest
+        QUIET
+        | {"cpu_percent": 100.0, "busy_cores": 9.0, "idle_cores": 7.0},  # others on cores that the run leaves idle
+        QUIET | {"cpu_percent": 185.0, "stolen_cores": 0.1, "held_cores": 0.1, "gpu_others_gib": 0.6},
+    )
+    assert [marks([each]) for each in quiet] == [{}] * len(quiet)
+    assert marks([QUIET | {"cpu_percent": 95.0}, NOTHING | {"cpu_percent": 95.0}]) == {}  # two ranks share the cores
+
+
+@pytest.mark.parametrize(
+    ("read", "told"),
+    [
+        ({"cpu_percent": 60.0}, "other processes took 1.4 of 2 cores"),
+        (
+            {"stolen_cores": 0.4, "busy_cores": 1.6, "cpu_percent": 160.0},
+            "a hypervisor took for other machines (steal) 0.4 of 2 cores",
+        ),
+        ({"held_cores": 0.5}, "a container's CPU quota held back 0.5 of 2 cores"),
+        ({"cpu_clock_share": 0.21}, "the CPU ran at 21% of its highest clock"),
+        (GPU | {"gpu_slowed_by": 4.0}, "rank 0's GPU ran at 1,200 of 1,980 MHz (power cap)"),
+        (GPU | {"gpu_others_gib": 3.25}, "other processes had 3.2 GiB of rank 0's GPU"),
+    ],
+)
+def test_what_slows_a_machine_down_is_marked_in_words(read, told):
+    assert [in_words(*mark) for mark in marks([QUIET | read]).items()] == [told]
+    (there,) = marks([QUIET, NOTHING | {"cpu_percent": 0.0}, QUIET | read])  # on a second machine
+    assert "rank 2's" in there
+
+
+def test_readings_that_cover_a_start_or_a_pause_do_not_count():
+    watch, taken = MachineWatch(), QUIET | {"cpu_percent": 60.0}
+    told = []
+    for step, paused in enumerate([False, False, False, True, False, False]):
+        told.append(watch.step(paused, [taken | {"sample": float(step // 2 + 1)}]))
+    assert told[:2] == [None, None]  # the start
+    assert [*told[2]] == [OTHERS]
+    assert told[3:] == [None, None, None]  # the pause in the fourth step is in the reading of the fifth
+    assert watch.step(False, []) is None
+
+
+# --- stretches of steps ---
+
+
+def lines_of(readings, seconds=1.0):
+    """Training lines from what is read in their steps: cores taken, 0 for nothing, None without a reading."""
+    found = []
+    for step, taken in enumerate(readings, 1):
+        line = {"step": step, "loss": 1.0, "seconds": seconds, "tokens": 64}
+        found.append(line if taken is None else line | {KEY: {OTHERS: taken} if taken else {}})
+    return found
+
+
+def test_stretches_are_told_by_steps_and_means():
+    lines = lines_of([*[0] * 119, None, *[1.2, None, 1.6] * 20, 1.4, *[0] * 100])
+    (found,) = stretches(lines)
+    assert str(found) == "steps 120 to 181: other processes took 1.4 of 2 cores"
+    assert share(lines, [found]) == pytest.approx(62 / len(lines))
+    (one,) = stretches(lines_of([0, 1.0, 1.0, 0, 1.0, 0, 0, 1.0]))
+    assert (one.first, one.last) == (2, 5)  # one reading in between is no end, two are
+
+
+def test_short_and_single_readings_make_no_stretch():
+    assert stretches(lines_of([0, 1.0, 1.0, 0, 0, 1.0, 0])) == []
+    assert stretches(lines_of([*[1.0] * 3, *[0] * 400])) == []
+    assert share([], []) == 0.0
+    many = stretches(lines_of([*[1.0] * 4, 0, 0, *[1.0] * 5, 0, 0] * 4))
+    assert len(sentences(many)) == 6
+    assert sentences(many)[-1] == "3 shorter stretches more"
+    assert sum("steps" in line for line in sentences(many)) == 5
+
+
+def test_lines_that_were_changed_by_hand_are_no_readings():
+    odd = [None, 5, "a", [1], {"a#": None, "b": "1", "c": [], "d": True}]
+    assert stretches([{"step": 1, KEY: each} for each in odd]) == []
+    assert stretches([{"step": step, "seconds": "a", KEY: {"#": 1.0}} for step in range(4)])[0].seconds == 0.0
+
+
+def test_the_report_and_a_comparison_name_the_steps(tmp_path):
+    page = render_report({"steps": 9, "disturbed": ["steps 3 to 9: a", "steps 4 to 5: b"]}, [], [])
+    assert "The machine was not itself in a part of the training:\n\n- steps 3 to 9: a\n- steps 4 to 5: b\n" in page
+    assert "not itself" not in render_report({"steps": 9}, [], [])
+    for name, taken, first in (("much", 8, 33), ("little", 3, 38)):
+        (tmp_path / name).mkdir()
+        lines = lines_of([*[0] * (40 - taken), *[1.0] * taken])
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        told = measure(RunDir(tmp_path / name), 3)["disturbed"]
+        assert told == ([f"steps {first} to 40: other processes took 1.0 of 2 cores"] if taken == 8 else [])
+
+
+def test_a_busy_process_beside_the_sampler_is_marked():
+    beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        sampler, readings = SystemSampler(torch.device("cpu"), seconds_between=0.3), []
+        while len(readings) < 4:
+            latest = sampler.sample()
+            readings += [dict(zip(SYSTEM_FIELDS, latest, strict=True))] if latest[0] > len(readings) else []
+    finally:
+        for process in beside:
+            process.kill()
+            process.wait()
+    for read in readings[1:]:
+        taken = [number for mark, number in marks([read]).items() if mark.startswith("other processes took #")]
+        assert taken, read
+        assert taken[0] > 0.3
