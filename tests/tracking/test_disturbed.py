@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from fake_nvml import Nvml
+from fake_plugins import accel_sft
 
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory, machine_state
@@ -124,6 +125,7 @@ def test_memory_of_others_on_a_gpu_is_known_where_the_driver_lists_this_process(
         code = f"""
 import os, sys
 from fake_nvml import Nvml
+from fake_plugins import accel_sft
 from accel_sft.launch.machine_state import gpu_state
 print(gpu_state(Nvml(ComputeRunningProcesses={{os.getpid(): 1, {sibling.pid}: 2**31}}), None).others_gib)
 """
@@ -250,3 +252,21 @@ def test_a_busy_process_beside_the_sampler_is_marked():
         taken = [number for mark, number in marks([read]).items() if mark.startswith("other processes took #")]
         assert taken, read
         assert taken[0] > 0.3
+
+
+@pytest.mark.long
+def test_a_run_beside_a_busy_process_says_so_at_its_end_and_in_its_files(tmp_path):
+    beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        options = ("--max-steps", "40", "--eval-every", "off", "--save-every", "off", "--output-dir", "run")
+        done = accel_sft("math", *options, env={"ACCEL_SFT_TASKS": "math"}, cwd=tmp_path)
+    finally:
+        for process in beside:
+            process.kill()
+            process.wait()
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("the machine was not itself: steps ")]
+    assert "other processes took" in line
+    result, report = (json.loads((tmp_path / "run/result.json").read_text()), (tmp_path / "run/report.md").read_text())
+    assert all(f"- {told}" in report for told in result["disturbed"])
+    assert measure(RunDir(tmp_path / "run"), 3)["disturbed"]

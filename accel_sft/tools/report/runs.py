@@ -56,7 +56,7 @@ class Run:
 
     @property
     def disturbed(self) -> list[str]:
-        """In which steps the machine was not itself, and by what."""
+        """The steps in which the machine was not itself, and by what."""
         return sentences(stretches(self.steps))
 
     def section(self, *keys: str) -> dict[str, Any]:
