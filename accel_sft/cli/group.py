@@ -25,6 +25,7 @@ from accel_sft.commands.merge import merge
 from accel_sft.commands.new_task import new_task
 from accel_sft.commands.push import push
 from accel_sft.commands.tasks import tasks
+from accel_sft.io.run_dir import RunDir
 from accel_sft.resilience.task_import import load_task
 from accel_sft.tools.doctor.command import doctor
 from accel_sft.tools.report.command import report
@@ -77,6 +78,9 @@ class TaskGroup(click.Group):
         if cmd_name not in summaries:
             if ctx.resilient_parsing or cmd_name.startswith("-"):
                 return None
+            if self.tool.compares and RunDir(Path(cmd_name)).record.is_file():
+                see = "to see some together: accel-sft report RUN ..."
+                ctx.fail(f"{cmd_name} is a run, and compare makes runs of its own; {see}")
             near = registry.suggestion(cmd_name, [*registry.names(), *self.commands])
             ctx.fail(f"no task or tool {cmd_name!r}{near}; `accel-sft tasks` lists the tasks that are installed here")
         known = not ctx.resilient_parsing or (cmd_name in registry.SHIPPED and cmd_name in registry.names())

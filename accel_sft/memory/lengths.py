@@ -25,6 +25,7 @@ class Lengths:
         longest_supervised: maximum number of supervised tokens in one example.
         mean, mean_supervised: the same two, as means over all examples.
         source: what the numbers were taken from, in words.
+        vocabulary: rows of the embedding of `tiny`, which is built from the data; 0 if unknown.
     """
 
     longest: int
@@ -32,21 +33,26 @@ class Lengths:
     mean: float
     mean_supervised: float
     source: str
+    vocabulary: int = 0
 
 
-def keep(task: Task, config: TrainConfig, lengths: Any, supervised: Any, mean: Callable[[Any], float]) -> None:
+def keep(
+    task: Task, config: TrainConfig, lengths: Any, supervised: Any, mean: Callable[[Any], float], vocabulary: int = 0
+) -> None:
     """Keep the lengths of a run's examples, in place of those that an earlier run kept under the same settings. A cache
     that cannot be written is ignored: nothing depends on it.
 
     Args:
         lengths, supervised: numbers of tokens, and of supervised tokens, of each training example, as arrays.
         mean: returns the mean of such an array over the examples as they are trained on.
+        vocabulary: as in `Lengths`.
     """
     about = {
         "longest": int(lengths.max()),
         "longest_supervised": int(supervised.max()),
         "mean": mean(lengths),
         "mean_supervised": mean(supervised),
+        "vocabulary": vocabulary,
     }
     key = _key(task, config)
     with contextlib.suppress(OSError):

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -30,12 +31,13 @@ from accel_sft.launch.collectives import by_each_rank, decided_by_main
 from accel_sft.launch.environment import device_count
 from accel_sft.launch.info import Launch
 from accel_sft.memory import lengths
+from accel_sft.memory.model_config import read_config
 from accel_sft.models.adapter_start import keep
 from accel_sft.models.liger import liger
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
 from accel_sft.models.processor import load_processor
 from accel_sft.models.quantized import bitsandbytes
-from accel_sft.models.source import Source, find_source
+from accel_sft.models.source import Source, find_source, is_tiny
 from accel_sft.models.tiny import build_tiny, texts_of
 from accel_sft.rows.reading import MAX_PROBLEMS
 from accel_sft.rows.rows import with_places
@@ -211,7 +213,8 @@ def prepare_data(
         if not run_dir.base.exists() or not run_dir.has_trained():  # a fresh start must not use an earlier tokenizer
             with replacing(accelerator, run_dir.base) as partial:
                 decided_by_main(accelerator, lambda: build_tiny(partial, texts_of(task, train_examples), config.seed))
-    assembly = Assembly(accelerator, task, config, find_source(model, init_from=config.init_from))
+    source = find_source(model, init_from=config.init_from)
+    assembly = Assembly(accelerator, task, config, source)
     limited = first_examples(train_examples, config.train_limit)
     train = assembly.encode(limited, "train")
     validation = assembly.encode(validation_examples, "validation")
@@ -219,7 +222,9 @@ def prepare_data(
         _refuse_forged_turns(train, validation)
     plan = plan_steps(train, config)
     if accelerator.is_main_process and len(train.kept):
-        lengths.keep(task, config, plan.lengths, plan.supervised, plan.mean)
+        tiny = is_tiny(config.model, init_from=config.init_from)
+        vocabulary = read_config(Path(source.weights))["vocab_size"] if tiny else 0
+        lengths.keep(task, config, plan.lengths, plan.supervised, plan.mean, vocabulary)
     return Prepared(launch, assembly, train, validation, plan, len(train_examples) - len(limited))
 
 

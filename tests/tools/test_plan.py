@@ -31,7 +31,7 @@ from accel_sft.memory.model_config import on_meta_device, read_shape, stored_par
 from accel_sft.memory.shape import GROUPS
 from accel_sft.memory.states import Placed, least_bytes, placed
 from accel_sft.models.adapters import new_adapter
-from accel_sft.models.tiny import build_tiny
+from accel_sft.models.tiny import TINY_VOCABULARY, build_tiny
 from accel_sft.tools.plan import plans, table
 from accel_sft.tools.plan.machine import GIB, PlannedMachine, machine
 from accel_sft.tools.plan.speed import Speed, speed
@@ -634,6 +634,9 @@ def test_a_run_records_predicted_beside_measured_and_leaves_its_lengths(tmp_path
         assert 0.5 < pair["predicted_gib"] / pair["measured_gib"] < 2  # this process was forked, and shares much
     assert "## Memory by phase, predicted and measured" in (tmp_path / "run/report.md").read_text()
     planned = accel_sft("plan", "math", "--gpus", "0")
+    built = json.loads((tmp_path / "run/base/config.json").read_text())["vocab_size"]
+    assert built < TINY_VOCABULARY  # the most that plan can assume before a run here
+    assert f"qwen2, {stored_parameters(tmp_path / 'run/base'):,} parameters" in planned.output
     assert "of the data as it was tokenized here" in planned.output.replace("\n         ", " ")
 
 

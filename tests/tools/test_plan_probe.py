@@ -45,6 +45,13 @@ def test_a_probe_that_fails_is_an_answer(alone, tmp_path):
     assert late.failure == "time limit: not done after 0.0166667 minutes"
 
 
+def test_a_probe_for_another_machine_is_refused_before_the_table():
+    done = accel_sft("plan", "math", "--gpus", "64", "--gpu-memory", "24", "--probe")
+    assert done.status == 1
+    (line,) = done.output.splitlines()
+    assert line.startswith("Error: --probe: the plan is for 64 GPUs of 24 GiB, ")
+
+
 def test_a_failure_does_not_fit():
     assert Estimate(method="probe", device={}, host={}).fits(1, 1)
     assert not Estimate(method="probe", device={}, host={}, failure="out of memory").fits(None, None)

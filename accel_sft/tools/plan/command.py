@@ -41,11 +41,13 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     """
     asked, config = config, resolved(config)
     assert config.global_batch_size is not None  # resolved
-    content, name, folder = model_config(config)
+    here = machine(config.gpus, config.gpu_memory, config.host_memory)
+    if config.probe and (this := machine(None, None, None)).gpus != here.gpus:
+        raise UserError(f"--probe: the plan is for {here.describe()}; this machine: {this.describe()}")
+    lengths = read(task, config)
+    content, name, folder = model_config(config, lengths.vocabulary)
     shape, stored = read_shape(content, name, folder), stored_bytes(content)
     only = matching(content, name, config.train_only)
-    here = machine(config.gpus, config.gpu_memory, config.host_memory)
-    lengths = read(task, config)
     plans, jobs = [], {}
     for name, file in launch_files(config.launch):
         launch = launch_of(file, here)
@@ -63,7 +65,7 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     found = {}
     for each in chosen:
         probed = dataclasses.replace(asked, **each.more, dry_run=False, resume="off", patience=None)
-        found[each.name] = probed_beside(each, here, [task_name, *_given(probed, task)])
+        found[each.name] = probed_beside(each, [task_name, *_given(probed, task)])
     if config.json:
         as_json = table.as_json(plans, shape, here, lengths, best, why, command)
         answered = {name: [dataclasses.asdict(each) for each in of_launch] for name, of_launch in found.items()}
@@ -75,32 +77,29 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     raise SystemExit(0 if best and not failed else 1)
 
 
-def probed_beside(plan: Plan, here: PlannedMachine, words: list[str]) -> list[Estimate]:
+def probed_beside(plan: Plan, words: list[str]) -> list[Estimate]:
     """Return two estimates of a plan's memory: the closed form's and the probe's.
 
     Args:
         words: the task and the run's options, as words of a command line.
-    Raises:
-        UserError: the plan is for another machine than this one.
     """
     assert plan.job is not None
     assert plan.estimate is not None
     from accel_sft.tools.plan.probe import probe
 
-    this = machine(None, None, None)
-    if this.gpus != here.gpus:
-        raise UserError(f"--probe: the plan is for {here.describe()}; this machine: {this.describe()}")
     return [plan.estimate, probe(plan.job, plan.file, words)]
 
 
-def model_config(config: PlanConfig) -> tuple[dict[str, Any], str, Path | None]:
+def model_config(config: PlanConfig, vocabulary: int = 0) -> tuple[dict[str, Any], str, Path | None]:
     """The content of the model's config.json, its name for errors, and its folder if it has one.
 
+    Args:
+        vocabulary: that of `tiny` with this data, or 0 for the largest that it has without many characters.
     Raises:
         UserError: the model does not exist.
     """
     if is_tiny(config.model, init_from=config.init_from):
-        shape = {"model_type": "qwen2", "vocab_size": TINY_VOCABULARY, **TINY_SHAPE, "dtype": "float32"}
+        shape = {"model_type": "qwen2", "vocab_size": vocabulary or TINY_VOCABULARY, **TINY_SHAPE, "dtype": "float32"}
         return shape, "tiny", None
     source = find_source(config.model, init_from=config.init_from)
     folder = Path(source.weights)
