@@ -86,20 +86,15 @@ on a quiet machine differ by as much), from which on nothing counts as slowing i
 
 
 class GpuState(NamedTuple):
-    """A GPU's clock and what keeps it from a higher one.
+    """The clock of a GPU's multiprocessors, and the bits of REASONS that keep it from a higher one.
 
-    Attributes:
-        mhz, highest_mhz: the clock of its multiprocessors.
-        reasons: the bits of REASONS that count. A power cap at the card's default limit does not: at full load most
-            GPUs always run into it, and their clock is then what it usually is.
-        others_gib: memory of other processes, this launch's other ranks aside; 0 where the driver does not list this
-            process, as in containers, since it is unknown then whose the listed ones are.
+    A power cap at the card's default limit is none: at full load most GPUs always run into it, and their clock is then
+    what it usually is.
     """
 
     mhz: float = math.nan
     highest_mhz: float = math.nan
     reasons: float = math.nan
-    others_gib: float = math.nan
 
 
 def gpu_state(nvml: Any, handle: Any) -> GpuState:
@@ -111,11 +106,9 @@ def gpu_state(nvml: Any, handle: Any) -> GpuState:
         if reasons & _POWER_CAP:
             limit, usual = power_limits(nvml, handle)
             reasons -= _POWER_CAP if limit >= FULL_POWER * usual else 0
-        used = {each.pid: each.usedGpuMemory or 0 for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
     except nvml.NVMLError:
         return GpuState()
-    others = [pid for pid in used if os.getpid() in used and not _is_ours(pid)]
-    return GpuState(mhz, highest, reasons & sum(REASONS), sum(used[pid] for pid in others) / 2**30)
+    return GpuState(mhz, highest, reasons & sum(REASONS)) if highest else GpuState()
 
 
 def power_limits(nvml: Any, handle: Any) -> tuple[float, float]:
@@ -125,13 +118,23 @@ def power_limits(nvml: Any, handle: Any) -> tuple[float, float]:
     return limit, usual
 
 
-def _is_ours(pid: int) -> bool:
-    """Whether a process is this one, or was started by the same launcher."""
+def others_gib(nvml: Any, handle: Any) -> float:
+    """Memory that processes of others have on a GPU; NaN if the driver does not list this process, as in containers:
+    it is unknown then whose the listed ones are."""
     import psutil
 
-    with contextlib.suppress(psutil.Error):
-        return pid == os.getpid() or psutil.Process(pid).ppid() == os.getppid()
-    return False
+    try:
+        used = {each.pid: each.usedGpuMemory or 0 for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    except nvml.NVMLError:
+        return math.nan
+    if os.getpid() not in used:
+        return math.nan
+    ours = {os.getpid(), os.getppid()} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {os.getpid()}
+    for pid in [*used]:
+        with contextlib.suppress(psutil.Error):
+            if ours & {pid, *(each.pid for each in psutil.Process(pid).parents())}:
+                del used[pid]
+    return sum(used.values()) / 2**30
 
 
 def slowed_by(reasons: float) -> str:

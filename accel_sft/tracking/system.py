@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from accel_sft.launch.machine_state import CoreClock, GpuState, cpu_clock, gpu_state, open_gpu
+from accel_sft.launch.machine_state import CoreClock, GpuState, cpu_clock, gpu_state, open_gpu, others_gib
 
 GIB = 2**30
 
@@ -27,20 +27,20 @@ SYSTEM_FIELDS = (
     "gpu_memory_gib",  # in use on the whole device, by every process
     "gpu_energy_joules",  # taken by the whole device since this process began to read it
     "wait_seconds",  # spent by this rank in the exchange at the end of steps, since its start
-    "busy_cores",  # that ran any process; this and the next four are read on the first rank of a machine only
+    "busy_cores",  # that ran any process; this and the next three are read on the first rank of a machine only
     "idle_cores",  # of those that this process may use
     "stolen_cores",  # by a hypervisor
     "held_cores",  # by a container's CPU quota
-    "cpu_clock_share",  # of the highest clock of the core that the process runs on
     "gpu_clock_mhz",
     "gpu_clock_share",  # of its highest
     "gpu_slowed_by",  # bits of `machine_state.GpuState.reasons`
-    "gpu_others_gib",  # memory of other processes
+    "cpu_clock_share",  # of the highest clock of the core that the process runs on
+    "gpu_others_gib",  # memory of others' processes
 )
 """Meaning of each place in `SystemSampler.sample()`."""
 ENERGY, WAIT = SYSTEM_FIELDS.index("gpu_energy_joules"), SYSTEM_FIELDS.index("wait_seconds")
-_CLOCK_EVERY = 10
-"""Samples from one reading of a CPU's clock to the next, as it may take ten milliseconds."""
+_SLOW_EVERY = 10
+"""Samples from one reading of the CPU's clock and the GPU's processes to the next: each may take ten milliseconds."""
 
 
 class SystemSampler:
@@ -56,7 +56,7 @@ class SystemSampler:
         self._seen, self._joules_before = 0, 0.0
         self.waited = 0.0  # the tracker adds to it
         self._cores = CoreClock() if os.environ.get("LOCAL_RANK", "0") == "0" else None
-        self._clock = math.nan
+        self._slow = [math.nan, math.nan]
         self.problem: str | None = None
         """Why there are no GPU readings (any more) although there is a GPU."""
         if device.type == "cuda":
@@ -87,14 +87,12 @@ class SystemSampler:
 
     def _state(self) -> list[float]:
         """What may slow the machine down, from `busy_cores` on."""
-        cores: Sequence[float] = [math.nan] * 4
-        if self._cores:
-            cores = self._cores.since()
-            if self._latest[0] % _CLOCK_EVERY == 0:
-                now, highest, _ = cpu_clock()
-                self._clock = now / highest
+        cores: Sequence[float] = self._cores.since() if self._cores else [math.nan] * 4
+        if self._latest[0] % _SLOW_EVERY == 0:
+            now, highest, _ = cpu_clock()
+            self._slow = [now / highest, others_gib(*self._nvml) if self._nvml else math.nan]
         gpu = gpu_state(*self._nvml) if self._nvml else GpuState()
-        return [*cores, self._clock, gpu.mhz, gpu.mhz / gpu.highest_mhz, gpu.reasons, gpu.others_gib]
+        return [*cores, gpu.mhz, gpu.mhz / gpu.highest_mhz, gpu.reasons, *self._slow]
 
     def _gpu(self) -> tuple[float, float, float]:
         if self._nvml is None:

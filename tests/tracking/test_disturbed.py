@@ -15,7 +15,7 @@ from fake_plugins import accel_sft
 
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory, machine_state
-from accel_sft.launch.machine_state import CoreClock, cpu_clock, gpu_state, slowed_by
+from accel_sft.launch.machine_state import CoreClock, cpu_clock, gpu_state, others_gib, slowed_by
 from accel_sft.tools.compare.measured import measure
 from accel_sft.tracking.disturbed import KEY, MachineWatch, in_words, marks, sentences, share, stretches
 from accel_sft.tracking.run_report import render_report
@@ -119,23 +119,23 @@ def test_memory_of_others_on_a_gpu_is_known_where_the_driver_lists_this_process(
     sibling = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         listed = {os.getpid(): 2**30, 2**22 + 1: 3 * 2**30, 2**22 + 2: None}
-        assert gpu_state(Nvml(ComputeRunningProcesses=listed), None).others_gib == 3.0
+        assert others_gib(Nvml(ComputeRunningProcesses=listed), None) == 3.0
         del listed[os.getpid()]
-        assert gpu_state(Nvml(ComputeRunningProcesses=listed), None).others_gib == 0.0  # numbers of another namespace
+        assert math.isnan(others_gib(Nvml(ComputeRunningProcesses=listed), None))  # numbers of another namespace
+        assert math.isnan(others_gib(Nvml(ComputeRunningProcesses=None), None))
+        mine = {os.getpid(): 1, sibling.pid: 2**31}  # as of vLLM, which this process starts
+        assert others_gib(Nvml(ComputeRunningProcesses=mine), None) == 0.0
         code = f"""
-import os, sys
+import os
 from fake_nvml import Nvml
-from fake_plugins import accel_sft
-from accel_sft.launch.machine_state import gpu_state
-print(gpu_state(Nvml(ComputeRunningProcesses={{os.getpid(): 1, {sibling.pid}: 2**31}}), None).others_gib)
+from accel_sft.launch.machine_state import others_gib
+print(others_gib(Nvml(ComputeRunningProcesses={{os.getpid(): 1, {sibling.pid}: 2**31}}), None))
 """
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        assert done.stdout == "0.0\n", done.stderr  # another rank, which the same launcher started
+        for ranks, gib in (("2", 0.0), ("1", 2.0)):
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "WORLD_SIZE": ranks}
+            command = [sys.executable, "-c", code]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+            assert done.stdout == f"{gib}\n", done.stderr  # of several ranks another, which the same launcher started
     finally:
         sibling.communicate(b"")
 

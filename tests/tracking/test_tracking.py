@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from fake_nvml import Nvml
 from rich.cells import cell_len
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -461,29 +462,20 @@ def test_a_gpu_that_cannot_be_read_costs_only_its_curves():
     assert math.isnan(sampler.sample()[4])
 
 
-class Driver:
-    """NVML as of a MIG slice: it knows the memory in use, and neither utilisation nor energy, until it fails."""
+class Driver(Nvml):
+    """NVML as of a MIG slice: it knows the memory in use, and neither utilisation, clock nor energy, until it fails."""
 
-    NVMLError = RuntimeError
     NVML_GPU_UTILIZATION_SAMPLES = 1
     failed = False
 
+    def __init__(self):
+        super().__init__()
+        self.answers = dict.fromkeys([*self.answers, "Samples", "TotalEnergyConsumption"])
+
     def nvmlDeviceGetMemoryInfo(self, handle):
         if self.failed:
-            raise RuntimeError("Driver/library version mismatch")
+            raise self.NVMLError("Driver/library version mismatch")
         return types.SimpleNamespace(used=2**30)
-
-    def nvmlDeviceGetUtilizationRates(self, handle):
-        raise RuntimeError("Not Supported")
-
-    def nvmlDeviceGetSamples(self, handle, kind, since):
-        raise RuntimeError("Not Supported")
-
-    nvmlDeviceGetTotalEnergyConsumption = nvmlDeviceGetUtilizationRates
-    nvmlDeviceGetClockInfo = nvmlDeviceGetMaxClockInfo = lambda self, handle, kind: self.nvmlDeviceGetUtilizationRates(
-        0
-    )
-    NVML_CLOCK_SM = 1
 
 
 def test_a_gpu_that_cannot_be_read_any_more_is_told_once(tracked, capsys):

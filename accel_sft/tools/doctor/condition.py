@@ -20,6 +20,7 @@ _NEAR = 5
 _SLOW_LINK = 0.5
 """Share of what its link could carry below which copies from pinned memory are slow; 0.8 to 0.9 is usual."""
 _FACTS = ("mhz", "celsius", "slow_celsius", "watts", "usual_watts", "busy_percent", "link", "full_link")
+_WAYS = ("from pinned", "to pinned", "from pageable", "to pageable")
 _MENDS = {
     "power cap": "nvidia-smi -pl raises its power limit",
     "clocks set by a person": "nvidia-smi -rgc and nvidia-smi -rac take the setting back",
@@ -86,10 +87,9 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     """Report each GPU's clock at work, its bandwidth to the host, on which offload depends, and what slows it down."""
     for index, gpu in machine.torch.gpus.items():
         mhz, celsius, slow, watts, usual, busy, link, full = (gpu.get(name, math.nan) for name in _FACTS)
-        pinned, pageable = ([gpu[f"{way} {kind}"] for way in ("to", "from")] for kind in ("pinned", "pageable"))
-        speeds = [" and ".join(f"{speed:.3g}" for speed in each) for each in (pinned, pageable)]
-        clock = "" if math.isnan(mhz) else f"{mhz:,.0f} MHz at work, {celsius:.0f} °C; "
-        yield ok(f"GPU {index}: {clock}GB/s to it and from it: {speeds[0]} pinned, {speeds[1]} pageable")
+        told = [] if math.isnan(mhz) else [f"{mhz:,.0f} MHz at work, {celsius:.0f} °C"]
+        told += [f"{gpu[way]:.3g} GB/s {way} memory" for way in _WAYS if way in gpu]
+        yield ok(f"GPU {index}: {', '.join(told) or 'not measured'}")
         why = slowed_by(gpu.get("reasons", math.nan))
         for word, mend in _MENDS.items():
             if word in why:
@@ -102,8 +102,8 @@ def gpus(machine: Machine) -> Iterator[Finding]:
         if busy >= 100 * LOST or others >= OTHERS_GIB:
             what = f"GPU {index} is used by other processes: {busy:.0f}% of the time, {others:.1f} GiB"
             yield warning(what, "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES chooses other GPUs")
-        if min(pinned) < _SLOW_LINK * full:
-            what = f"GPU {index} copies {min(pinned):.1f} GB/s of {full:.0f} that its link could carry"
+        if (slowest := min(gpu.get(way, math.inf) for way in _WAYS[:2])) < _SLOW_LINK * full:
+            what = f"GPU {index} copies {slowest:.1f} GB/s of {full:.0f} that its link could carry"
             mend = "look for other work on host memory; numactl keeps a process to the GPU's socket"
             slot = f"the link runs at {link:.0f}: look at slot, cable and BIOS"
             yield warning(what, slot if link < full else mend)

@@ -6,6 +6,7 @@ A broken driver or library may crash or hang the process that uses it; the lines
 import contextlib
 import functools
 import json
+import math
 import os
 import sys
 import time
@@ -21,6 +22,8 @@ ROUNDS = 5
 """Timed rounds of the matrix products and copies; the fastest counts."""
 COPIED = 1 << 28
 """Bytes of a copy between host and GPU: it takes some ten milliseconds."""
+LOOK = 1.0
+"""Seconds in which a GPU does nothing, before NVML tells how much others use it, and in which it then works."""
 LANE = 0.123
 """GB/s of a lane of PCIe, to be doubled with each generation: 0.985 in the third, 3.94 in the fifth."""
 
@@ -75,7 +78,11 @@ def _devices(torch: Any) -> None:
         return
     tell(step="measure each GPU")
     for index in range(cuda):
-        tell(gpus={str(index): _state(torch, index) | _copies(torch, f"cuda:{index}")})
+        found: dict[str, float] = {}
+        for measure in (_state, _copies):
+            with contextlib.suppress(RuntimeError):  # its memory is full, which the check of GPUs tells
+                found |= measure(torch, f"cuda:{index}")
+        tell(gpus={str(index): found})
     tell(step="compare bf16 with float32")
     native = computes_bf16(torch.device("cuda:0" if cuda else "cpu"))[0]
     device, size = ("cuda:0", 4096) if cuda else ("cpu", 1024)
@@ -102,11 +109,11 @@ def _seconds(torch: Any, device: str, work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def _state(torch: Any, index: int) -> dict[str, float]:
+def _state(torch: Any, device: str) -> dict[str, float]:
     """What NVML says of a GPU at work: fields of `GpuState`, and what `condition` reads; what is unknown is missing."""
     import pynvml
 
-    from accel_sft.launch.machine_state import gpu_state, open_gpu, power_limits
+    from accel_sft.launch.machine_state import gpu_state, open_gpu, others_gib, power_limits
 
     found: dict[str, float] = {}
 
@@ -115,15 +122,16 @@ def _state(torch: Any, index: int) -> dict[str, float]:
             found.update(zip(names.split(), question(), strict=True))
 
     try:
-        nvml, handle = open_gpu(str(torch.cuda.get_device_properties(index).uuid))
+        nvml, handle = open_gpu(str(torch.cuda.get_device_properties(device).uuid))
     except pynvml.NVMLError:
         return found
-    time.sleep(1.0)  # the use is that of up to a second, in which nothing of this process may have run
+    time.sleep(LOOK)  # in this time, of which the use is told, nothing of this process may have run
     ask("busy_percent", lambda: [nvml.nvmlDeviceGetUtilizationRates(handle).gpu])
-    until = time.monotonic() + 1.0
+    until = time.monotonic() + LOOK
     while time.monotonic() < until:
-        _product(torch, torch.float32, f"cuda:{index}", 4096)
-    found |= {name: value for name, value in gpu_state(nvml, handle)._asdict().items() if value == value}  # not NaN
+        _product(torch, torch.float32, device, 4096)
+    read = gpu_state(nvml, handle)._asdict() | {"others_gib": others_gib(nvml, handle)}
+    found |= {name: value for name, value in read.items() if not math.isnan(value)}
     ask("celsius", lambda: [nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)])
     slow = nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
     ask("slow_celsius", lambda: [nvml.nvmlDeviceGetTemperatureThreshold(handle, slow)])
@@ -136,12 +144,12 @@ def _state(torch: Any, index: int) -> dict[str, float]:
 
 
 def _copies(torch: Any, device: str, kinds: Sequence[str] = ("pinned", "pageable")) -> dict[str, float]:
-    """GB/s to and from the device by kind of host memory; loaders and offload use pinned memory."""
+    """GB/s from host memory of each kind to the device, and back; loaders and offload use pinned memory."""
     found = {}
     there = torch.empty(COPIED, dtype=torch.uint8, device=device)
     for kind in kinds:
         here = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=kind == "pinned")
-        for way, to, source in (("to", there, here), ("from", here, there)):
+        for way, to, source in (("from", there, here), ("to", here, there)):
             times = [_seconds(torch, device, functools.partial(to.copy_, source)) for _ in range(1 + ROUNDS)]
             found[f"{way} {kind}"] = COPIED / min(times[1:]) / 1e9  # the first warms up
     return found
