@@ -563,10 +563,10 @@ def test_a_round_in_which_the_machine_was_not_itself_is_marked_and_its_times_do_
     assert len({id(run) for run in first["runs"]}) == 3  # none is dropped
     told = "\n".join(record["findings"])
     assert (
-        "* z0, micro-batch-size 32, round 3: the machine was not itself, its times do not count "
+        "z0, micro-batch-size 32, round 3 (*): the machine was not itself, its times do not count "
         "(steps 2 to 9: other processes took 1.4 of 2 cores)." in told
     )
-    assert "* z2, micro-batch-size 32, round 1: the machine was not itself, its times count, as no round of " in told
+    assert "z2, micro-batch-size 32, round 1 (*): the machine was not itself, its times count, as no round of " in told
     assert "| 3 of 3, round 3 disturbed |" in markdown(record)
     assert "z0 *" in printed(record)
     assert list(csv.DictReader(io.StringIO(as_csv(record))))[2]["disturbed"].startswith("steps 2 to 9")
@@ -574,7 +574,7 @@ def test_a_round_in_which_the_machine_was_not_itself_is_marked_and_its_times_do_
     assert read_comparison(tmp_path, "stages").cells[0].reason == "round 3 disturbed"
     first["runs"][1]["disturbed"] = ["steps 2 to 9: other processes took 1.0 of 2 cores"]
     summarise(record, tmp_path)
-    assert any("A cell has one undisturbed round only" in line for line in findings(record))
+    assert any("A cell has only one round that counts, so" in line for line in findings(record))
 
 
 def printed(record):

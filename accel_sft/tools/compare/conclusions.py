@@ -66,7 +66,8 @@ def _fastest(best: Cell, measured: Sequence[Cell]) -> Iterator[str]:
     else:
         yield f"{best['name']} is the fastest: {speed}."
     if any(decided(best, cell) is None for cell in others):
-        once = "has one undisturbed round only" if any(cell["disturbed"] for cell in measured) else "ran only once"
+        others_too = any(cell["spread"][SPEED] is None and len(cell["runs"]) > 1 for cell in measured)
+        once = "has only one round that counts" if others_too else "ran only once"
         yield f"A cell {once}, so it is not known whether such differences repeat; --repeat 3 tells."
 
 

@@ -36,12 +36,7 @@ NUMBERS = {
 """Numbers of a run's record, with their titles in tables. A cell (all runs with the same settings) has the median and
 the spread of each over its runs."""
 
-TIMES = {key for key in NUMBERS if "step" in key or "tokens" in key} | {
-    "mfu",
-    "seconds",
-    "device_percent",
-    "cpu_percent",
-}
+TIMES = {key for key in NUMBERS if not key.endswith(("_gib", "_after"))}
 """Those of them that depend on what else the machine does."""
 _END_BYTES = 4096
 """Bytes read from the end of metrics.jsonl to find the newest step."""

@@ -27,7 +27,7 @@ def _disturbed(cells: Sequence[Cell]) -> Iterator[str]:
         count = len(cell["disturbed"]) == len(completed(cell))
         for number, what in cell["disturbed"].items():
             result = "its times count, as no round of this cell was undisturbed" if count else "its times do not count"
-            yield f"* {cell['name']}, round {number}: the machine was not itself, {result} ({'; '.join(what)})."
+            yield f"{cell['name']}, round {number} (*): the machine was not itself, {result} ({'; '.join(what)})."
 
 
 def _predictions(cells: Sequence[Cell]) -> Iterator[str]:

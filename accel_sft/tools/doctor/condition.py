@@ -74,10 +74,9 @@ def clock(machine: Machine) -> Iterator[Finding]:
 
 def quota(machine: Machine) -> Iterator[Finding]:
     """Report how often the container's CPU quota ran out; nothing without one."""
-    stats = [folder / "cpu.stat" for folder in host_memory.cgroups("cpu")]
-    for file in stats:
-        if periods := host_memory.field(file, "nr_periods"):
-            out = host_memory.field(file, "nr_throttled")
+    for folder in host_memory.cgroups("cpu"):
+        periods, out = (host_memory.field(folder / "cpu.stat", f"nr_{name}") for name in ("periods", "throttled"))
+        if periods:
             words = f"the container's CPU quota ran out in {out / periods:.0%} of its periods so far"
             mend = "raise it (--cpus of docker, limits.cpu of Kubernetes), or set none"
             yield warning(words, mend) if out >= LOST * periods else ok(words)
