@@ -57,7 +57,7 @@ class Run:
     @property
     def disturbed(self) -> list[str]:
         """The steps in which the machine was not itself, and by what."""
-        return sentences(stretches(self.steps))
+        return [one_line(each, 200) for each in sentences(stretches(self.steps))]
 
     def section(self, *keys: str) -> dict[str, Any]:
         """A mapping inside result.json; empty if it is not there."""
