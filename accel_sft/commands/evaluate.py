@@ -32,6 +32,7 @@ from accel_sft.launch.start import start
 from accel_sft.models.source import Source, began_with, find_source
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.watchdog import Watchdog
+from accel_sft.tracking import resampled
 from accel_sft.tracking import run_report as report
 from accel_sft.tracking.system import peak_memory_gib, reset_peak_memory
 from accel_sft.training.prepare import Assembly
@@ -109,9 +110,10 @@ def _publish(
         "before": before.metrics,
         "after": after.metrics,
     }
+    run_dir = RunDir(Path(config.output_dir)) if config.output_dir else None
+    resampled.add_intervals(result, task, before.samples, after.samples, run_dir)
     report.print_report(result, before.samples, after.samples, console=Console(highlight=False))
-    if config.output_dir:
-        run_dir = RunDir(Path(config.output_dir))
+    if run_dir:
         run_dir.write_result(result)
         report.write_report(run_dir, result, before.samples, after.samples)
         if config.base:

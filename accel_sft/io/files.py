@@ -10,7 +10,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from accel_sft.api.errors import UserError
 from accel_sft.io.manifest import sync
@@ -216,3 +216,8 @@ def read_json(path: Path) -> Any:
 def mapping(value: Any) -> dict[str, Any]:
     """Return `value` if it is a dict, else an empty one: it may come from a damaged file, or someone else's."""
     return value if isinstance(value, dict) else {}
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether `value` is a float or an integer of at most 63 bits: JSON may hold integers too large for a float."""
+    return isinstance(value, float) or (type(value) is int and value.bit_length() < 64)

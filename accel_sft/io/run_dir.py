@@ -36,6 +36,8 @@ class RunDir:
     """A copy of the DeepSpeed JSON that the launch file named."""
     result = _inside("result.json")
     """The run's status and, once complete, its summary."""
+    resamples = _inside("resamples.json")
+    """The main metric on resamples of the examples, for tests against other runs; absent if it is a mean of scores."""
     report = _inside("report.md")
     metrics = _inside("metrics.jsonl")
     nonfinite = _inside("nonfinite.jsonl")

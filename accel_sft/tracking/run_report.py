@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from rich import box
 from rich.cells import cell_len
@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.io.files import write_atomically
+from accel_sft.io.files import is_number, mapping, write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import markdown_cell, markdown_table, one_line, shown
+from accel_sft.tracking.significance import span, verdict, words_for
 from accel_sft.tracking.time_spent import time_sentence
 
 SHOWN_SAMPLES = 20
@@ -47,6 +48,10 @@ _NARROW = 24
 """Least width in cells of the column of prompts; in a narrower one longer prompts cannot be read."""
 _MARK = 5
 """Width in cells of the mark that says whether an answer is right."""
+_CHANGE = 23
+_ONE_LINE = 120
+"""Least width in cells of a console that has intervals beside their numbers, else below them."""
+_BRACKETS = re.compile(r" \(([^)]*)\)$")
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 """Control characters, of which an untrained model's answers are full: escaped, they would fill the table."""
 
@@ -54,26 +59,51 @@ Samples = Sequence[Mapping[str, Any]]
 """{"index", "prompt", "expected", "generated", "scores"} of each answer of an evaluation."""
 
 
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether `value` is a float or an integer of at most 63 bits: JSON may hold integers too large for a float."""
-    return isinstance(value, float) or (type(value) is int and value.bit_length() < 64)
-
-
-def comparison_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+def comparison_rows(
+    before: Mapping[str, Any], after: Mapping[str, Any], result: Mapping[str, Any] | None = None
+) -> list[tuple[str, str, str, str]]:
     """(what, base, tuned, change) for every number of two flat evaluations: the task's metrics, loss, then costs.
 
-    The change is a difference. Costs have no change, because both models were measured in one process, at different
-    moments of it, and its memory holds more than a model. A number that one side lacks is an empty cell there.
+    The change is what a paired test found, or else a difference. Costs have no change, because both models were
+    measured in one process, at different moments of it, and its memory holds more than a model. A number that one side
+    lacks is an empty cell there.
+
+    Args:
+        result: has the `intervals` of these evaluations and `main_metric`, of which alone it is known which is better.
     """
     keys = [key for key in dict.fromkeys([*after, *before]) if is_number(after.get(key, before.get(key)))]
     keys.sort(key=lambda key: ([*COSTS].index(key) + 2) if key in COSTS else key == "eval_loss")
+    known = mapping((result or {}).get("intervals"))
     rows = []
     for key in keys:
         old, new = before.get(key), after.get(key)
         change = f"{new - old:+.3g}" if is_number(old) and is_number(new) and key not in COSTS else ""
+        words = words_for(known.get("higher_is_better") if result and key == result.get("main_metric") else None)
+        change = verdict(mapping(mapping(known.get("change")).get(key)), words) or change
         label = "validation loss" if key == "eval_loss" else COSTS.get(key, key)
-        rows.append((label, shown(old), shown(new), change))
+        base, tuned = shown(old) + _bracket(known, "before", key), shown(new) + _bracket(known, "after", key)
+        rows.append((label, base, tuned, change))
     return rows
+
+
+def _bracket(intervals: Mapping[str, Any], side: str, key: str) -> str:
+    found = mapping(intervals.get(side)).get(key)
+    if not (isinstance(found, list) and len(found) == 2 and all(map(is_number, found)) and found[0] < found[1]):
+        return ""
+    return f" ({span(found[0], found[1])})"
+
+
+def about_intervals(result: Mapping[str, Any]) -> str:
+    """Say what the brackets in `comparison_rows` are, and why a metric has none; "" without intervals."""
+    known, count = mapping(result.get("intervals")), mapping(result.get("intervals")).get("examples")
+    without: dict[str, list[str]] = {}
+    for key, reason in mapping(known.get("without")).items():
+        without.setdefault(str(reason), []).append(key)
+    reasons = "; ".join(f"{', '.join(keys)} ({reason})" for reason, keys in without.items())
+    told = f"Intervals are of 95%, over {count:,} examples." if is_number(count) else ""
+    if known.get("change"):
+        told += " A change is a paired test on the same examples, at 5%."
+    return told + (f" Without an interval: {reasons}." if reasons else "")
 
 
 def render_report(
@@ -168,13 +198,18 @@ def print_report(result: Mapping[str, Any], before_samples: Samples, after_sampl
     """Print base beside tuned and the first answers, as wide as the console."""
     before = result.get("before") or {}
     sides = ["base", "tuned"] if before else ["model"]  # `evaluate` without a base has one side
-    table = Table("", box=box.SIMPLE_HEAD, title=" and ".join(sides), title_justify="left")
-    for name in (*sides, "change") if before else sides:
+    table = Table(box=box.SIMPLE_HEAD, title=" and ".join(sides), title_justify="left", padding=(0, 1, 0, 0))
+    table.add_column("", overflow="fold")
+    for name in sides:
         table.add_column(name, justify="right", no_wrap=True)
-    for label, base, tuned, change in comparison_rows(before, result.get("after") or {}):
-        table.add_row(*map(Text, (label, base, tuned, change) if before else (label, tuned)))
+    if before:
+        table.add_column("change", min_width=_CHANGE, overflow="fold")
+    for row in comparison_rows(before, result.get("after") or {}, result):
+        shown_row = row if console.width >= _ONE_LINE else [row[0], *(_BRACKETS.sub(r"\n\1", cell) for cell in row[1:])]
+        table.add_row(*map(Text, shown_row if before else (shown_row[0], shown_row[2])))
     if table.row_count:  # nothing was evaluated with --eval-every off
-        console.print(table, Text(compared_weights(result)))
+        for text in filter(None, (table, compared_weights(result), about_intervals(result))):
+            console.print(text, markup=False)
     rows = _side_by_side(before_samples, after_samples)
     if not rows:
         return
@@ -254,9 +289,10 @@ def _error(pair: Mapping[str, float]) -> str:
 
 def comparison_table(result: Mapping[str, Any]) -> str:
     """A markdown table of `comparison_rows`; a line below it says which weights were compared."""
-    rows = comparison_rows(result.get("before") or {}, result.get("after") or {})
+    rows = comparison_rows(result.get("before") or {}, result.get("after") or {}, result)
     table = markdown_table(["", "base", "tuned", "change"], rows)
-    return f"{table}\n\n{markdown_cell(compared_weights(result))}".rstrip()
+    below = [markdown_cell(text) for text in (compared_weights(result), about_intervals(result)) if text]
+    return "\n\n".join([table, *below])
 
 
 def compared_weights(result: Mapping[str, Any]) -> str:

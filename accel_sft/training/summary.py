@@ -17,6 +17,7 @@ from accel_sft.io.terminal import columns, terminal
 from accel_sft.launch.describe import shown_folder, started_by
 from accel_sft.launch.recordable import command_line, recordable, versions
 from accel_sft.models.compiled import compile_seconds
+from accel_sft.tracking import resampled
 from accel_sft.tracking import run_report as report
 from accel_sft.tracking.disturbed import sentences, stretches
 from accel_sft.tracking.metrics_file import mean_mfu, read_lines
@@ -108,6 +109,7 @@ def publish(
         **measured,
     }
     before, after = (run_dir.read_samples(step) for step in (0, state.evaluated_step))
+    resampled.add_intervals(result, task, before, after, run_dir)
     report.write_report(run_dir, result, before, after)
     run_dir.write_result(result)
     report.print_report(result, before, after, console=Console(file=terminal(), highlight=False, width=columns()))

@@ -1,0 +1,190 @@
+"""Tells a better metric from noise: 95% intervals over examples, and paired tests of answers to the same examples.
+
+numpy and scipy are imported inside the functions: only reports need them, and they take half a second to load.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accel_sft.io.files import is_number
+
+LEVEL = 0.05
+"""Probability of calling a difference between equal models one; intervals cover 1 - LEVEL."""
+POWER = 0.8
+"""Probability with which as many examples as `needed` says show a difference as large as the one that was seen."""
+_MOST_NEEDED = 1_000_000
+_SAME = 1e-12
+"""Differences up to this are of rounding."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A metric of one evaluation, with what its noise is known from.
+
+    Attributes:
+        examples: (index, prompt) of each example; metrics are paired only where these are equal.
+        each: the score of each example, if the metric is their mean; else None.
+        resampled: the metric on resamples of the examples, which are the same resamples for all metrics of as many
+            examples; empty with fewer than two examples.
+    """
+
+    value: float
+    examples: Sequence[Any]
+    each: Sequence[float] | None
+    resampled: Sequence[float]
+
+    def interval(self) -> tuple[float, float] | None:
+        """The 95% interval: Wilson's for a rate, whose scores are all 0 or 1; else of the resamples (percentiles).
+        None if the resamples do not differ, as they then tell nothing of the noise."""
+        from scipy.stats import binomtest
+
+        if self.each is not None and _is_rate(self.each):
+            found = binomtest(round(sum(self.each)), len(self.each)).proportion_ci(1 - LEVEL, "wilson")
+            return float(found.low), float(found.high)
+        return _percentiles(self.resampled)
+
+
+def average(of_seeds: Sequence[Measured]) -> Measured | None:
+    """The mean of a metric over runs that differ in their seed only; None if their examples differ."""
+    first, many = of_seeds[0], len(of_seeds)
+    if many == 1:
+        return first
+    if any(other.examples != first.examples for other in of_seeds):
+        return None
+    columns = [one.each for one in of_seeds if one.each is not None]
+    each = [sum(column) / many for column in zip(*columns, strict=True)] if len(columns) == many else None
+    resampled = [sum(column) / many for column in zip(*(one.resampled for one in of_seeds), strict=False)]
+    return Measured(sum(one.value for one in of_seeds) / many, first.examples, each, resampled)
+
+
+def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
+    """Test whether a metric differs between two evaluations of the same examples; None if the examples differ.
+
+    Returns:
+        `difference`, `after` less `before`; `low` and `high`, its 95% interval, None if resamples do not differ; `p`,
+        the probability of as large a difference between equal models; `standard_error` and `examples`.
+        If answers are right or wrong, `p` is of McNemar's test in its mid-p form (Fagerland and others, 2013; the exact
+        one calls too little a difference), and the interval is Newcombe's (1998, method 10), which combines Wilson's;
+        else both are of the paired bootstrap.
+    """
+    import numpy as np
+    from scipy.stats import binom, binomtest, t
+
+    count = len(before.examples)
+    if before.examples != after.examples or count < 2:
+        return None
+    difference = after.value - before.value
+    reach: tuple[float, float] | None
+    rates = [one.each for one in (before, after) if one.each is not None and _is_rate(one.each)]
+    if len(rates) == 2:
+        changes = np.subtract(rates[1], rates[0])
+        error, reach = float(changes.std()) / math.sqrt(count), _newcombe(before, after)
+        gained, lost = int((changes > 0).sum()), int((changes < 0).sum())
+        fewer, changed = min(gained, lost), gained + lost
+        p = 2 * binom.cdf(fewer, changed, 0.5) - binom.pmf(fewer, changed, 0.5)
+    elif before.resampled and after.resampled:
+        resampled = [b - a for a, b in zip(before.resampled, after.resampled, strict=False)]
+        error, reach = float(np.std(resampled)), _percentiles(resampled)
+        if error > _SAME:
+            p = 2 * t.sf(abs(difference) / error, count - 1)
+        else:  # each example changed alike: a sign test
+            p = binomtest(count, count).pvalue if abs(difference) > _SAME else 1.0
+    else:
+        return None
+    return {
+        "difference": difference,
+        **dict(zip(("low", "high"), reach or (None, None), strict=True)),
+        "p": float(p),
+        "standard_error": error,
+        "examples": count,
+    }
+
+
+def needed(change: Mapping[str, float], level: float = LEVEL) -> int | None:
+    """How many examples would show a difference as large as this one, with probability POWER; None if too many."""
+    from scipy.stats import norm
+
+    size = abs(change["difference"])
+    if not size or not change["standard_error"]:
+        return None
+    ratio = (norm.isf(level / 2) + norm.ppf(POWER)) * change["standard_error"] / size
+    count = change["examples"] * ratio**2
+    if count > _MOST_NEEDED:
+        return None
+    digits = 10 ** max(0, math.floor(math.log10(count)) - 1)
+    return math.ceil(count / digits) * digits
+
+
+def holm(values: Sequence[float], family: int) -> list[float]:
+    """Each of these p-values corrected by Holm (1979), as some of a family of so many tests."""
+    adjusted, largest = [0.0] * len(values), 0.0
+    for rank, place in enumerate(sorted(range(len(values)), key=lambda place: values[place])):
+        largest = max(largest, min(1.0, values[place] * (family - rank)))
+        adjusted[place] = largest
+    return adjusted
+
+
+def verdict(change: Mapping[str, Any], words: tuple[str, str], level: float = LEVEL) -> str:
+    """What `paired` found, in words: "better (+0.021, 0.008 to 0.034)"; "" if it is damaged.
+
+    Args:
+        words: for a larger and for a smaller number.
+        level: what p is held to; with a correction for many tests, less than LEVEL.
+    """
+    if not all(is_number(change.get(key)) for key in ("difference", "p", "standard_error", "examples")):
+        return ""
+    difference, count = change["difference"], f"{change['examples']:,} examples"
+    if change["p"] >= level:
+        if not difference and not change["standard_error"]:
+            return "the same"
+        more = needed(change, level)
+        return f"no difference that {count} can show" + (f"; {more:,} would" if more else "")
+    low, high = change.get("low"), change.get("high")
+    word = words[0] if difference > 0 else words[1]
+    if not (is_number(low) and is_number(high) and low < high):
+        return f"{word} ({difference:+.3g})"
+    return f"{word} ({difference:+.{_decimals(low, high)}f}, {span(low, high)})"
+
+
+def words_for(higher_is_better: bool | None) -> tuple[str, str]:
+    """The words for a larger and for a smaller number; None if it is not known which is better."""
+    return {None: ("higher", "lower"), True: ("better", "worse"), False: ("worse", "better")}[higher_is_better]
+
+
+def span(low: float, high: float) -> str:
+    """An interval as text, to two digits of its width."""
+    decimals = _decimals(low, high)
+    return f"{low:.{decimals}f} to {high:.{decimals}f}"
+
+
+def _decimals(low: float, high: float) -> int:
+    return min(12, max(0, 1 - math.floor(math.log10(high - low)))) if high > low else 3
+
+
+def _is_rate(scores: Sequence[float]) -> bool:
+    return {*scores} <= {0.0, 1.0}
+
+
+def _newcombe(before: Measured, after: Measured) -> tuple[float, float]:
+    import numpy as np
+
+    (low_a, high_a), (low_b, high_b) = before.interval() or (0.0, 1.0), after.interval() or (0.0, 1.0)
+    a, b = before.value, after.value
+    same = {0.0, 1.0} & {a, b}
+    together = 0.0 if same else float(np.corrcoef(before.each or (), after.each or ())[0, 1])
+
+    def reach(one: float, other: float) -> float:
+        return math.sqrt(max(0.0, one**2 - 2 * together * one * other + other**2))
+
+    return b - a - reach(b - low_b, high_a - a), b - a + reach(high_b - b, a - low_a)
+
+
+def _percentiles(numbers: Sequence[float]) -> tuple[float, float] | None:
+    import numpy as np
+
+    if len(numbers) == 0:
+        return None
+    low, high = np.quantile(numbers, (LEVEL / 2, 1 - LEVEL / 2)).tolist()
+    return (low, high) if high - low > _SAME else None
