@@ -78,7 +78,8 @@ def comparison_rows(
     for key in keys:
         old, new = before.get(key), after.get(key)
         change = f"{new - old:+.3g}" if is_number(old) and is_number(new) and key not in COSTS else ""
-        words = words_for(known.get("higher_is_better") if result and key == result.get("main_metric") else None)
+        main = key == (result or {}).get("main_metric")
+        words = words_for(known.get("higher_is_better") is not False if main else None)
         change = verdict(mapping(mapping(known.get("change")).get(key)), words) or change
         label = "validation loss" if key == "eval_loss" else COSTS.get(key, key)
         base, tuned = shown(old) + _bracket(known, "before", key), shown(new) + _bracket(known, "after", key)

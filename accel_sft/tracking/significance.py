@@ -47,10 +47,10 @@ class Measured:
 
 
 def average(of_seeds: Sequence[Measured]) -> Measured | None:
-    """The mean of a metric over runs that differ in their seed only; None if their examples differ."""
+    """The mean of a metric over runs that differ in their seed only; None if their examples differ, or without runs."""
+    if len(of_seeds) < 2:
+        return next(iter(of_seeds), None)
     first, many = of_seeds[0], len(of_seeds)
-    if many == 1:
-        return first
     if any(other.examples != first.examples for other in of_seeds):
         return None
     columns = [one.each for one in of_seeds if one.each is not None]
@@ -111,36 +111,43 @@ def needed(change: Mapping[str, float], level: float = LEVEL) -> int | None:
         return None
     ratio = (norm.isf(level / 2) + norm.ppf(POWER)) * change["standard_error"] / size
     count = change["examples"] * ratio**2
-    if count > _MOST_NEEDED:
+    if not 0 < count <= _MOST_NEEDED:
         return None
     digits = 10 ** max(0, math.floor(math.log10(count)) - 1)
     return math.ceil(count / digits) * digits
 
 
-def holm(values: Sequence[float], family: int) -> list[float]:
-    """Each of these p-values corrected by Holm (1979), as some of a family of so many tests."""
-    adjusted, largest = [0.0] * len(values), 0.0
-    for rank, place in enumerate(sorted(range(len(values)), key=lambda place: values[place])):
-        largest = max(largest, min(1.0, values[place] * (family - rank)))
-        adjusted[place] = largest
-    return adjusted
+def against_best(measured: Mapping[str, Measured], best: str) -> dict[str, dict[str, Any] | None]:
+    """Test every other metric against the best one: what `paired` returns, with the `level` that its `p` is held to.
+
+    The best is chosen by the same numbers, so this is a choice among all pairs: levels are Holm's (1979) over as many
+    tests as there are pairs.
+    """
+    found = {name: paired(measured[best], one) for name, one in measured.items() if name != best}
+    left, level, failed = len(measured) * (len(measured) - 1) // 2, LEVEL, False
+    for change in sorted(filter(None, found.values()), key=lambda change: change["p"]):
+        level = level if failed else LEVEL / left
+        failed = failed or change["p"] >= level
+        left -= 1
+        change["level"] = level
+    return found
 
 
-def verdict(change: Mapping[str, Any], words: tuple[str, str], level: float = LEVEL) -> str:
-    """What `paired` found, in words: "better (+0.021, 0.008 to 0.034)"; "" if it is damaged.
+def verdict(change: Mapping[str, Any], words: tuple[str, str]) -> str:
+    """What `paired` or `against_best` found, in words: "better (+0.021, 0.008 to 0.034)"; "" if it is damaged.
 
     Args:
         words: for a larger and for a smaller number.
-        level: what p is held to; with a correction for many tests, less than LEVEL.
     """
-    if not all(is_number(change.get(key)) for key in ("difference", "p", "standard_error", "examples")):
+    level, numbers = change.get("level", LEVEL), ("difference", "p", "standard_error", "examples")
+    if not (is_number(level) and all(is_number(change.get(key)) for key in numbers)):
         return ""
-    difference, count = change["difference"], f"{change['examples']:,} examples"
+    difference = change["difference"]
     if change["p"] >= level:
         if not difference and not change["standard_error"]:
             return "the same"
         more = needed(change, level)
-        return f"no difference that {count} can show" + (f"; {more:,} would" if more else "")
+        return f"no difference that {change['examples']:,} examples can show" + (f"; {more:,} would" if more else "")
     low, high = change.get("low"), change.get("high")
     word = words[0] if difference > 0 else words[1]
     if not (is_number(low) and is_number(high) and low < high):
@@ -160,7 +167,7 @@ def span(low: float, high: float) -> str:
 
 
 def _decimals(low: float, high: float) -> int:
-    return min(12, max(0, 1 - math.floor(math.log10(high - low)))) if high > low else 3
+    return min(12, max(0, 1 - math.floor(math.log10(high - low)))) if 0 < high - low < math.inf else 3
 
 
 def _is_rate(scores: Sequence[float]) -> bool:

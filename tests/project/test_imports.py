@@ -86,7 +86,7 @@ NO_TORCH = (
     "accel_sft.launch.environment",
     "accel_sft.io.terminal",
 )
-HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "numpy", "pyarrow"}
+HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "numpy", "pyarrow", "scipy"}
 
 
 def modules():

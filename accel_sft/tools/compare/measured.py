@@ -30,6 +30,8 @@ NUMBERS = {
     "peak_host_memory_gib": "peak host memory, largest rank (GiB)",
     "host_memory_all_ranks_gib": "host memory, all ranks (GiB)",
     "metric_after": "metric after training",
+    "metric_low": "its 95% interval: from",
+    "metric_high": "to",
     "eval_loss_after": "validation loss after training",
     "seconds": "launch to end (s)",
 }
@@ -63,6 +65,7 @@ def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
         "peak_host_memory_gib": _number(result.get("peak_host_memory_gib")),
         "host_memory_all_ranks_gib": sum(_of(ranks, "peak", "process_memory_gib")) if ranks else None,
         "metric_after": _number(after.get(str(result.get("main_metric")))),
+        **_interval(result),
         "eval_loss_after": _number(after.get("eval_loss")),
         "batching": result.get("batching"),
         "memory": _memory(result) or None,
@@ -127,6 +130,12 @@ def _disturbed(counted: Sequence[Mapping[str, Any]]) -> list[str]:
     """The counted steps in which the machine was not itself, in words; [] if they are too few to matter."""
     found = disturbed.stretches(counted)
     return disturbed.sentences(found) if disturbed.share(counted, found) >= disturbed.MUCH else []
+
+
+def _interval(result: Mapping[str, Any]) -> dict[str, Any]:
+    found = mapping(mapping(result.get("intervals")).get("after")).get(str(result.get("main_metric")))
+    low, high = found if isinstance(found, list) and len(found) == 2 else (None, None)
+    return {"metric_low": _number(low), "metric_high": _number(high)}
 
 
 def _phases(result: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from accel_sft.tools.compare.measured import last_step, measure, surroundings
 from accel_sft.tools.compare.outcome import outcome, waited_for
 from accel_sft.tools.compare.record import write_record
 from accel_sft.tools.compare.summary import completed, summarise
+from accel_sft.tools.compare.sweep import paired_settings
 from accel_sft.tools.compare.tables import as_csv, markdown, terminal_table
 
 
@@ -132,6 +133,7 @@ def _run_cell(record: dict[str, Any], folder: Path, cell: Cell, number: int, sta
 
 def _update(record: dict[str, Any], folder: Path) -> None:
     summarise(record, folder)
+    record["paired"] = paired_settings(record, folder)
     record["findings"] = findings(record)
     write_record(folder, record)
     write_atomically(folder / "comparison.md", markdown(record))

@@ -3,14 +3,19 @@
 import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from accel_sft.api.config import TrainConfig
+from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import shown
 from accel_sft.tools.compare.cells import flag_of
+from accel_sft.tools.compare.measured import read_object
 from accel_sft.tools.compare.outcome import COMPLETE
-from accel_sft.tools.compare.summary import EXECUTION
+from accel_sft.tools.compare.summary import EXECUTION, completed
+from accel_sft.tracking.resampled import read_measured
 from accel_sft.tracking.run_report import is_number
+from accel_sft.tracking.significance import Measured, against_best, average, verdict, words_for
 
 SEED = "seed"
 _COST_NOTHING = frozenset(
@@ -36,6 +41,7 @@ class SweptSetting:
 
     name: str
     values: Mapping[str, Any]
+    cells: Sequence[Mapping[str, Any]]
     metrics: Sequence[float]
     seeds: int
     loss: float | None
@@ -85,12 +91,30 @@ def ranked(record: Mapping[str, Any]) -> list[SweptSetting]:
         setting = SweptSetting(
             name=name,
             values={option: cells[0]["settings"].get(option) for option in swept(record)},
+            cells=cells,
             metrics=[cell["median"]["metric_after"] for cell in cells],
             seeds=len({str(cell["settings"].get(SEED)) for cell in cells}),
             loss=statistics.median(losses) if losses else None,
         )
         settings.append(setting)
     return sorted(settings, key=lambda setting: _rank(record, setting.metric, setting.loss))
+
+
+def paired_settings(record: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any] | None]:
+    """Each setting but the best, by name, tested against the best on the same examples, its runs with several seeds
+    together (`against_best`); None if there is no such test, as the examples differ or their scores are not known.
+    Empty if this is no sweep."""
+    settings = ranked(record) if swept(record) else []
+    known: dict[str, Measured] = {}
+    for setting in settings:
+        of_seeds = {str(cell["settings"].get(SEED)): completed(cell)[0] for cell in setting.cells}
+        folders = [RunDir(folder / run["folder"]) for run in of_seeds.values()]
+        found = [read_measured(run_dir, read_object(run_dir.result)) for run_dir in folders]
+        together = average([one for one in found if one])
+        if together and None not in found:
+            known[setting.name] = together
+    tests = against_best(known, settings[0].name) if settings and settings[0].name in known else {}
+    return {setting.name: tests.get(setting.name) for setting in settings[1:]}
 
 
 def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
@@ -105,23 +129,31 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
         return
     best, others = settings[0], settings[1:]
     tied = [other for other in others if other.metric == best.metric]
-    close = [other for other in others if other not in tied and _undecided(best, other)]
+    tests = {name: test for name, test in record.get("paired", {}).items() if test}
+    close = [other for other in others if other not in tied and _undecided(best, other, tests.get(other.name))]
     spreads = [setting.spread for setting in settings if setting.spread is not None]
     if close:
         which = " and ".join(each.name for each in (best, *tied, *close))
-        behind, largest = max(abs(best.metric - other.metric) for other in close), max(spreads)
+        behind = max(abs(best.metric - other.metric) for other in close)
+        noise = f"seeds of one setting by up to {shown(max(spreads))}" if spreads else "no paired test tells them apart"
         yield (
             f"Undecided which is the best by {metric} after training: {which}. They differ by {shown(behind)} at most, "
-            f"and seeds of one setting by up to {shown(largest)}."
+            f"and {noise}."
         )
     elif tied:
         which = "all settings" if len(tied) == len(others) else "; ".join(each.name for each in (best, *tied))
         yield f"A tie: {which} have the same {metric} after training, {_told(best)}.{_by_loss(best, tied)}"
     else:
         yield f"{best.name} is the best by {metric} after training: {_told(best)}{_and_loss(best)}."
-    each = "; ".join(f"{setting.name}: {_told(setting)}{_and_loss(setting)}" for setting in settings[:_LISTED])
+    words = words_for(record.get("higher_is_better", True))
+    against = {name: f", {verdict(test, words)}" for name, test in tests.items()}
+    listed = [f"{one.name}: {_told(one)}{_and_loss(one)}{against.get(one.name, '')}" for one in settings[:_LISTED]]
     rest = f"; and {len(settings) - _LISTED} more" if len(settings) > _LISTED else ""
-    yield f"By {metric}, the best first: {each}{rest}."
+    yield f"By {metric}, the best first: {'; '.join(listed)}{rest}."
+    if tests:
+        yield f"Each is tested against the best on the same examples, corrected for {len(settings)} settings (Holm)."
+    if tests and len(tests) < len(others):
+        yield "Some settings are not tested against the best: their examples differ, or their answers are not there."
     if len(spreads) < len(settings):
         yield (
             "A setting was trained with one seed only, so it is not known whether such differences repeat, and another "
@@ -157,9 +189,11 @@ def _by_loss(best: SweptSetting, tied: Sequence[SweptSetting]) -> str:
     return f" {best.name} has the lowest validation loss, {shown(best.loss)} against {shown(min(losses))}."
 
 
-def _undecided(best: SweptSetting, other: SweptSetting) -> bool:
+def _undecided(best: SweptSetting, other: SweptSetting, test: Mapping[str, Any] | None) -> bool:
+    """Whether other seeds or other examples may turn the order of two settings round."""
     spreads = [setting.spread for setting in (best, other) if setting.spread is not None]
-    return bool(spreads) and abs(best.metric - other.metric) <= max(spreads)
+    by_seeds = bool(spreads) and abs(best.metric - other.metric) <= max(spreads)
+    return by_seeds or (test is not None and test["p"] >= test["level"])
 
 
 def _ends(best: SweptSetting, settings: Sequence[SweptSetting], as_good: Sequence[SweptSetting]) -> Iterator[str]:

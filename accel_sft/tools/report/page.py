@@ -18,6 +18,7 @@ from accel_sft.io.text import one_line, shown
 from accel_sft.tools.report import answers, chart_groups, curves, memory, settings, specs
 from accel_sft.tools.report.comparison import Comparison
 from accel_sft.tools.report.events import system_readings
+from accel_sft.tools.report.paired import paired_runs
 from accel_sft.tools.report.runs import Run
 from accel_sft.tracking.metrics_file import mean_mfu
 from accel_sft.tracking.run_report import comparison_rows, is_number, sources_text
@@ -69,6 +70,7 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
         "groups": groups,
         "rows": [_row(run) for run in every],
         "scores": {**scores, "rows": scores["rows"][:MOST_ROWS]},
+        "ranked": paired_runs(every),
         "settings": {**chosen, **{kind: chosen[kind][:MOST_ROWS] for kind in ("differing", "common")}},
         "predicted": memory.predicted_and_measured(every),
         "policy": _policy(parts["scripts"]),
@@ -167,7 +169,7 @@ def _scores(every: Sequence[Run]) -> dict[str, Any]:
         before, after = run.section("before"), run.section("after")
         if not after and run.evaluations:
             before, after = ({k: n for k, n in run.evaluations[place].items() if k != "step"} for place in (0, -1))
-        if lines := comparison_rows(before, after):
+        if lines := comparison_rows(before, after, run.result):
             found[run.name] = {one_line(label, 80): (base, tuned, change) for label, base, tuned, change in lines}
     labels = dict.fromkeys(label for lines in found.values() for label in lines)
     rows = [(label, [lines.get(label, ("", "", "")) for lines in found.values()]) for label in labels]

@@ -1,0 +1,119 @@
+"""Simulates how often intervals cover the truth, and how often paired tests call a difference one.
+
+python benchmarks/significance.py; two minutes on a core, no GPU. Seeds are fixed, so every run prints the same.
+"""
+
+import math
+
+import numpy as np
+from scipy.stats import binom, binomtest
+
+from accel_sft.tracking.resampled import measured
+from accel_sft.tracking.significance import LEVEL, Measured, needed, paired
+
+DRAWS = 1000
+
+
+def rate(right: np.ndarray) -> Measured:
+    """A rate whose examples were answered so."""
+    scores = right.astype(float).tolist()
+    return Measured(sum(scores) / len(scores), range(len(scores)), scores, ())
+
+
+def wilson(count: int, truth: float, draws: int = DRAWS) -> tuple[float, float]:
+    """The share of intervals that cover the truth: of this many draws, and of all draws by their probabilities."""
+    random = np.random.default_rng([count, round(100 * truth)])
+    covers = {}
+    for right in range(count + 1):
+        found = binomtest(right, count).proportion_ci(1 - LEVEL, "wilson")
+        covers[right] = found.low <= truth <= found.high
+    drawn = []
+    for _ in range(draws):
+        low, high = rate(random.random(count) < truth).interval() or (math.nan, math.nan)
+        drawn.append(low <= truth <= high)
+    exact = sum(binom.pmf(right, count, truth) for right, covered in covers.items() if covered)
+    return sum(drawn) / draws, float(exact)
+
+
+def answers(random: np.random.Generator, count: int, worse: float, better: float) -> tuple[Measured, Measured]:
+    """Two models of which half of the examples are right; these shares of all change from right to wrong and back."""
+    before, chance = random.random(count) < 0.5, random.random(count)
+    after = np.where(before, chance >= 2 * worse, chance < 2 * better)
+    return rate(before), rate(after)
+
+
+def micro_f1(scores) -> dict[str, float]:
+    right, wrong, missed = (sum(score[key] for score in scores) for key in ("tp", "fp", "fn"))
+    return {"f1": 2 * right / (2 * right + wrong + missed)}
+
+
+def entities(random: np.random.Generator, count: int, recalls: tuple[float, ...]) -> list[Measured]:
+    """The micro-F1 of models that find this share of one to six entities an example, harder examples less of it."""
+    gold, ease = random.integers(1, 7, count), random.beta(4, 4, count) * 2
+    found = []
+    for recall in recalls:
+        right, wrong = random.binomial(gold, np.clip(recall * ease, 0, 1)), random.poisson(0.3, count)
+        columns = zip(right.tolist(), wrong.tolist(), (gold - right).tolist(), strict=True)
+        scores = [dict(zip(("tp", "fp", "fn"), column, strict=True)) for column in columns]
+        samples = [{"index": index, "prompt": "", "scores": each} for index, each in enumerate(scores)]
+        found.append(measured(micro_f1(scores), samples, micro_f1)[0]["f1"])
+    return found
+
+
+def true_f1(recall: float) -> float:
+    """micro-F1 over so many examples that its noise is 0.0002."""
+    random, count = np.random.default_rng(1), 4_000_000
+    gold, ease = random.integers(1, 7, count), random.beta(4, 4, count) * 2
+    right, wrong = random.binomial(gold, np.clip(recall * ease, 0, 1)).sum(), random.poisson(0.3, count).sum()
+    return float(2 * right / (right + wrong + gold.sum()))
+
+
+def of_f1(count: int, recall: float, draws: int = DRAWS) -> float:
+    """The share of bootstrap intervals of micro-F1 that cover the truth."""
+    random, truth = np.random.default_rng([count, round(100 * recall)]), true_f1(recall)
+    spans = [entities(random, count, (recall,))[0].interval() or (math.nan, math.nan) for _ in range(draws)]
+    return sum(low <= truth <= high for low, high in spans) / draws
+
+
+def called(pairs, truth: float) -> tuple[float, float]:
+    """Of pairs of measured models, the share called different, and of intervals that cover the true difference."""
+    changes = [paired(*pair) for pair in pairs]
+    covered = [change["low"] <= truth <= change["high"] for change in changes]
+    return sum(change["p"] < LEVEL for change in changes) / len(changes), sum(covered) / len(covered)
+
+
+def main() -> None:
+    print("| interval | examples | truth | covered in 1,000 draws | over all draws |\n|---|---|---|---|---|")
+    for count in (200, 1000):
+        for truth in (0.2, 0.5, 0.8, 0.95):
+            drawn, exact = wilson(count, truth)
+            print(f"| rate, Wilson | {count:,} | {truth} | {drawn:.1%} | {exact:.1%} |", flush=True)
+    for count, recall in ((200, 0.5), (200, 0.8), (1000, 0.5)):
+        print(f"| micro-F1, bootstrap | {count:,} | {true_f1(recall):.3f} | {of_f1(count, recall):.1%} | |", flush=True)
+    print(
+        "\n| paired test | examples | true difference | called different | its interval covers |\n|---|---|---|---|---|"
+    )
+    random = np.random.default_rng(0)
+    for count, worse, better in ((200, 0.1, 0.1), (200, 0.05, 0.05), (1000, 0.1, 0.1)):
+        shares = called([answers(random, count, worse, better) for _ in range(DRAWS)], 0.0)
+        print(f"| rates | {count:,} | 0 | {shares[0]:.1%} | {shares[1]:.1%} |", flush=True)
+    for worse, better in ((0.05, 0.08), (0.1, 0.13), (0.05, 0.15), (0.02, 0.12)):
+        truth = better - worse
+        error = math.sqrt((worse + better - truth**2) / 200)
+        count = needed({"difference": truth, "standard_error": error, "examples": 200}) or 0
+        shares = called([answers(random, count, worse, better) for _ in range(DRAWS)], truth)
+        print(
+            f"| rates, as many as `needed` | {count:,} | {truth:+.2f} | {shares[0]:.1%} | {shares[1]:.1%} |", flush=True
+        )
+    for count, recalls in ((200, (0.6, 0.6)), (200, (0.6, 0.63))):
+        truth = true_f1(recalls[1]) - true_f1(recalls[0])
+        if truth:
+            errors = [paired(*entities(random, count, recalls))["standard_error"] for _ in range(20)]
+            count = needed({"difference": truth, "standard_error": sum(errors) / 20, "examples": count}) or 0
+        shares = called((entities(random, count, recalls) for _ in range(DRAWS)), truth)
+        what = "micro-F1, as many as `needed`" if truth else "micro-F1"
+        print(f"| {what} | {count:,} | {truth:+.3f} | {shares[0]:.1%} | {shares[1]:.1%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Intervals cover the truth as often as they say, and so do paired tests err; what has no interval says why."""
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+import significance as simulated
+from accel_sft.io.files import write_json_lines
+from accel_sft.io.run_dir import RunDir
+from accel_sft.tools.report.paired import paired_runs
+from accel_sft.tools.report.runs import Run
+from accel_sft.tracking import resampled
+from accel_sft.tracking.resampled import add_intervals, measured, read_measured
+from accel_sft.tracking.run_report import print_report, render_report
+from accel_sft.tracking.significance import against_best, average, needed, paired, verdict, words_for
+
+WORDS = words_for(True)
+
+
+def answers(key, scores):
+    each = [score if isinstance(score, dict) else {key: score} for score in scores]
+    texts = {"expected": "e", "generated": "g"}
+    return [{"index": place, "prompt": f"{place}?", **texts, "scores": score} for place, score in enumerate(each)]
+
+
+def rate(wrong, right, lost=0, gained=0):
+    """A rate over examples of which `lost` and `gained` are others than those of `rate(wrong, right)`."""
+    scores = [1.0] * gained + [0.0] * (wrong - gained) + [0.0] * lost + [1.0] * (right - lost)
+    value = sum(scores) / len(scores)
+    return measured({"accuracy": value}, answers("accuracy", scores), None)[0]["accuracy"]
+
+
+class Micro:
+    """A task with a rate and micro-F1."""
+
+    main_metric, higher_is_better = "f1", True
+
+    @staticmethod
+    def aggregate(scores):
+        return {**simulated.micro_f1(scores), "right": sum(score["right"] for score in scores) / len(scores)}
+
+
+def micro_answers(seed, recall, count=60):
+    random, scores = np.random.default_rng(seed), []
+    for _ in range(count):
+        found = int(random.binomial(4, recall))
+        scores.append({"tp": found, "fp": int(random.poisson(0.3)), "fn": 4 - found, "right": int(found == 4)})
+    return answers("", scores)
+
+
+def evaluated(before, after, task=Micro, run_dir=None):
+    result = {"task": "t", "main_metric": task.main_metric, "status": "complete"}
+    for side, samples in (("before", before), ("after", after)):
+        result[side] = {**task.aggregate([sample["scores"] for sample in samples]), "eval_loss": 1.0}
+    add_intervals(result, task, before, after, run_dir)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("lost", "gained", "told"),
+    [
+        (5, 25, "better (+0.10, 0.05 to 0.15)"),
+        (25, 5, "worse (-0.10, -0.15 to -0.05)"),
+        (12, 18, "no difference that 200 examples can show; 1,400 would"),
+        (9, 9, "no difference that 200 examples can show"),
+        (0, 0, "the same"),
+    ],
+)
+def test_what_a_paired_test_found_is_told_in_words(lost, gained, told):
+    assert verdict(paired(rate(100, 100), rate(100, 100, lost, gained)), WORDS) == told
+
+
+def test_which_way_is_better_is_the_tasks_and_unknown_for_other_metrics():
+    change = paired(rate(100, 100), rate(100, 100, 5, 25))
+    assert verdict(change, words_for(False)).startswith("worse (+0.10,")
+    assert verdict(change, words_for(None)).startswith("higher (+0.10,")
+
+
+def test_right_and_wrong_answers_are_tested_by_mcnemar_in_its_mid_p_form():
+    assert paired(rate(100, 100), rate(100, 100, 0, 6))["p"] == pytest.approx(0.5**6)
+    assert paired(rate(100, 100), rate(100, 100, 1, 6))["p"] == pytest.approx(2 * 0.5**7 + 7 * 0.5**7)
+
+
+def test_an_interval_is_none_of_a_point_where_every_answer_changed():
+    change = paired(rate(50, 0), rate(50, 0, 0, 50))
+    assert change["low"] < 0.95
+    assert change["high"] == 1.0
+    low, high = rate(0, 50).interval()
+    assert 0.9 < low < 0.95
+    assert high == pytest.approx(1.0)
+
+
+def test_other_examples_are_not_paired():
+    one, other = rate(5, 5), rate(5, 6)
+    assert paired(one, other) is None
+    asked = measured({"accuracy": 0.5}, [{**each, "prompt": "other"} for each in answers("accuracy", [0, 1])], None)
+    assert paired(rate(1, 1), asked[0]["accuracy"]) is None
+    assert average([one, other]) is None
+
+
+def test_levels_are_corrected_for_every_pair_of_settings():
+    """Holm: of four settings there are six pairs; a test behind one that fails is held to the same level."""
+    settings = {"a": rate(100, 100, 0, 30), "b": rate(100, 100), "c": rate(100, 100, 0, 20), "d": rate(100, 100, 0, 24)}
+    tests = against_best(settings, "a")
+    assert [round(0.05 / tests[name]["level"]) for name in ("b", "c", "d")] == [6, 5, 4]
+    assert verdict(tests["b"], WORDS).startswith("worse (-0.150")
+    assert paired(settings["a"], settings["d"])["p"] < 0.05  # without a correction it would be a difference
+    assert tests["d"]["p"] > tests["d"]["level"]
+    assert needed(tests["d"], tests["d"]["level"]) > needed(tests["d"])
+
+
+def test_the_interval_of_micro_f1_is_of_the_tasks_own_aggregate_and_always_the_same():
+    before, after = micro_answers(1, 0.5), micro_answers(2, 0.8)
+    result = evaluated(before, after)
+    told = result["intervals"]
+    assert told == evaluated(before, after)["intervals"]
+    low, high = told["after"]["f1"]
+    assert low < result["after"]["f1"] < high
+    assert 0.04 < high - low < 0.15
+    assert told["change"]["f1"]["p"] < 1e-6
+    assert set(told["after"]) == {"f1", "right"}  # the loss has no scores of examples
+
+
+def oddity(name):
+    def of(scores):
+        if name == "fails" and not any(score["x"] == 0 for score in scores):
+            raise ZeroDivisionError
+        some = [score["x"] for score in scores if score["x"] < 0.1]
+        vanishing = {"odd": sum(some) / len(some)} if some else {}
+        odd = {"nan": {"odd": vanishing.get("odd", math.nan)}, "count": {"odd": len(scores) / 3}, "vanishes": vanishing}
+        return {"main": max(score["x"] for score in scores), **odd.get(name, {"odd": sum(map(id, [0])) * 0 + 7.5})}
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("fails", "aggregate() fails on resampled examples (ZeroDivisionError)"),
+        ("vanishes", "it is not defined on every resample of the examples"),
+        ("nan", "it is not defined on every resample of the examples"),
+        ("count", "it depends on the number of examples"),
+    ],
+)
+def test_a_metric_that_cannot_be_resampled_says_why_and_fails_nothing(name, reason):
+    samples = answers("x", [place / 20 for place in range(20)])
+    aggregate = oddity(name)
+    found, without = measured(aggregate([sample["scores"] for sample in samples]), samples, aggregate)
+    assert without["odd"] == reason
+    assert ("main" in found) == (name != "fails")
+
+
+def test_an_aggregate_that_is_slow_is_given_up_and_one_of_other_answers_is_not_believed(monkeypatch):
+    samples = micro_answers(1, 0.5)
+    values = Micro.aggregate([sample["scores"] for sample in samples])
+    _, without = measured({**values, "f1": values["f1"] + 0.1}, samples, Micro.aggregate)
+    assert without == {"f1": "aggregate() of the answers that were kept gives another number"}
+    monkeypatch.setattr(resampled, "_LONGEST_SECONDS", -1.0)
+    found, without = measured(values, samples, Micro.aggregate)
+    assert without == {"f1": "aggregate() is too slow to resample within -1 s"}
+    assert found.keys() == {"right"}
+
+
+def test_one_example_and_none_have_what_can_be_known_of_them():
+    one = evaluated(micro_answers(1, 0.5, 1), micro_answers(2, 0.5, 1))["intervals"]
+    assert one["without"] == {"f1": "one example"}
+    assert one["change"] == {}
+    result = {"before": None, "after": None}
+    add_intervals(result, Micro, [], [], None)
+    assert "intervals" not in result
+
+
+def test_report_and_terminal_have_the_interval_of_each_metric_and_what_the_test_found():
+    before, after = micro_answers(1, 0.5, 200), micro_answers(2, 0.52, 200)
+    result = evaluated(before, after)
+    page = render_report(result, before, after)
+    assert "| validation loss | 1 | 1 | +0 |" in page
+    assert "Intervals are of 95%, over 200 examples. A change is a paired test on the same examples, at 5%." in page
+    assert page.count("examples can show") + page.count("better (") + page.count("higher (") == 2
+    told = verdict(result["intervals"]["change"]["f1"], WORDS)
+    for width in (80, 120):
+        shown = io.StringIO()
+        print_report(result, before, after, console=Console(file=shown, width=width))
+        assert max(map(cell_len, shown.getvalue().splitlines())) <= width
+        words = " ".join(shown.getvalue().split("f1", 1)[1].split())
+        for word in told.replace("(", "").replace(")", "").split():
+            assert word in words, word
+
+
+@pytest.mark.parametrize("damage", [5, {"after": {"f1": [1, None]}, "change": {"f1": {"p": "x"}}}, {"change": [1]}])
+def test_intervals_of_no_form_are_left_out(damage):
+    samples = micro_answers(1, 0.5)
+    result = {**evaluated(samples, samples), "intervals": damage}
+    assert "+0 |" in render_report(result, samples, samples)
+
+
+def run_in(folder, seed, recall):
+    folder.mkdir()
+    run_dir, samples = RunDir(folder), micro_answers(seed, recall, 200)
+    result = evaluated(samples, samples, run_dir=run_dir)
+    run_dir.samples.mkdir()
+    write_json_lines(run_dir.answers(4), samples)
+    run_dir.write_result(result)
+    return Run(
+        name=folder.name, series="", folder=run_dir, status="complete", result=json.loads(run_dir.result.read_text())
+    )
+
+
+def test_runs_are_tested_against_the_best_without_their_task(tmp_path):
+    runs = [run_in(tmp_path / name, *about) for name, about in {"a": (1, 0.5), "b": (2, 0.7), "c": (3, 0.69)}.items()]
+    (group,) = paired_runs(runs)
+    (best, _, told), (second, number, alike), (third, _, worse) = group["rows"]
+    assert (best, second, third, told) == ("b", "c", "a", "the best of these")
+    assert alike.startswith("no difference that 200 examples can show")
+    assert worse.startswith("worse (-0.")
+    assert " to " in number
+    assert paired_runs(runs[:1]) == []
+    write_json_lines(runs[0].folder.answers(4), micro_answers(1, 0.5, 100))
+    assert paired_runs(runs)[0]["rows"][2][2] == "not tested: other examples, or too few"
+    runs[1].folder.resamples.write_text('{"metric": "f1"}')
+    assert read_measured(runs[1].folder, runs[1].result) is None
+    assert [name for name, *_ in paired_runs(runs)[0]["rows"]] == ["c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("count", "truth"),
+    [
+        pytest.param(n, p, marks=[] if (n, p) == (200, 0.5) else pytest.mark.long)
+        for n in (200, 1000)
+        for p in (0.2, 0.5, 0.8, 0.95)
+    ],
+)
+def test_intervals_of_rates_cover_the_truth_in_95_of_100_draws(count, truth):
+    drawn, exact = simulated.wilson(count, truth)
+    assert 0.93 <= exact <= 0.97
+    assert abs(drawn - exact) < 4 * math.sqrt(exact * (1 - exact) / simulated.DRAWS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recall", [0.5, 0.8])
+def test_intervals_of_micro_f1_cover_the_truth_in_95_of_100_draws(recall):
+    assert 0.93 <= simulated.of_f1(200, recall) <= 0.97
+
+
+@pytest.mark.long
+def test_paired_tests_call_equal_models_different_no_more_often_than_they_say():
+    random = np.random.default_rng(0)
+    assert simulated.called([simulated.answers(random, 200, 0.1, 0.1) for _ in range(1000)], 0)[0] < 0.07
+    assert simulated.called((simulated.entities(random, 200, (0.6, 0.6)) for _ in range(500)), 0)[0] < 0.08
+
+
+@pytest.mark.long
+def test_as_many_examples_as_would_show_a_difference_do_in_four_of_five_draws():
+    random, truth = np.random.default_rng(0), 0.03
+    change = {"difference": truth, "standard_error": math.sqrt((0.13 - truth**2) / 200), "examples": 200}
+    pairs = [simulated.answers(random, needed(change), 0.05, 0.08) for _ in range(1000)]
+    assert 0.75 < simulated.called(pairs, truth)[0] < 0.87
