@@ -24,6 +24,7 @@ from rich.console import Console
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
+from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.tools.compare import launching, rounds
 from accel_sft.tools.compare.cells import Cell, product, values
@@ -35,6 +36,7 @@ from accel_sft.tools.compare.outcome import outcome, waited_for
 from accel_sft.tools.compare.record import open_record, write_record
 from accel_sft.tools.compare.rounds import _resuming, _signals_interrupt
 from accel_sft.tools.compare.summary import summarise
+from accel_sft.tools.compare.sweep import paired_settings
 from accel_sft.tools.compare.tables import as_csv, markdown, terminal_table
 from accel_sft.tools.report.comparison import read_comparison
 from accel_sft.tools.report.page import render
@@ -680,3 +682,52 @@ def test_every_rendering_takes_a_cell_without_numbers(tmp_path):
     assert terminal_table(record).row_count == 2
     assert "| z1 | not run" in markdown(record)
     assert len(as_csv(record).splitlines()) == 3
+
+
+def answered(tmp_path, record, right):
+    """Give each cell's run answers of which so many of 100 are right, as a run leaves them, and write the findings."""
+    for number, (cell, count) in enumerate(zip(record["cells"], right, strict=True)):
+        run_dir = RunDir(tmp_path / str(number))
+        run_dir.samples.mkdir()
+        scores = [float((place * 7 + number) % 100 < count) for place in range(100)]
+        samples = [
+            {"index": place, "prompt": str(place), "scores": {"accuracy": score}} for place, score in enumerate(scores)
+        ]
+        write_json_lines(run_dir.answers(2), samples)
+        after = {"accuracy": sum(scores) / 100, "eval_loss": 0.1}
+        intervals = {"after": {"accuracy": [after["accuracy"] - 0.1, after["accuracy"] + 0.1]}}
+        run_dir.write_result({"after": after, "main_metric": "accuracy", "intervals": intervals})
+        cell["runs"][0] |= measure(run_dir, 0)
+    summarise(record, tmp_path)
+    record["paired"] = paired_settings(record, tmp_path)
+    record["findings"] = findings(record)
+    return record
+
+
+def test_a_difference_that_other_examples_may_turn_round_is_undecided(tmp_path):
+    cells = [(rate, 8, 1, 0.5, 0.1) for rate in (1e-4, 3e-4, 1e-3)]
+    record = answered(tmp_path, made_sweep(tmp_path, cells), (62, 60, 20))
+    told = record["findings"]
+    assert told[0] == (
+        "Undecided which is the best by accuracy after training: learning-rate 0.0001, lora-r 8 and learning-rate "
+        "0.0003, lora-r 8. They differ by 0.02 at most, and no paired test tells them apart."
+    )
+    assert "learning-rate 0.0001, lora-r 8: 0.62 (95%: 0.52 to 0.72), validation loss 0.1;" in told[1]
+    assert re.search(r"0.0003, lora-r 8: [^;]*, no difference that 100 examples can show; [\d,]+ would; ", told[1])
+    assert re.search(r"0.001, lora-r 8: [^;]*, worse \(-0.42, -0.\d\d to -0.\d\d\)\.", told[1])
+    assert told[2] == "Each is tested against the best on the same examples, corrected for 3 settings (Holm)."
+    assert record["cells"][0]["runs"][0]["metric_low"] == pytest.approx(0.52)
+    assert "its 95% interval: from" in markdown(record)
+
+
+def test_seeds_of_a_setting_are_tested_together_and_other_examples_not_at_all(tmp_path):
+    cells = [(rate, 8, seed, 0.5, 0.1) for rate in (1e-4, 3e-4) for seed in (1, 2)]
+    record = answered(tmp_path, made_sweep(tmp_path, cells), (90, 88, 50, 54))
+    assert record["paired"]["learning-rate 0.0003, lora-r 8"]["difference"] == pytest.approx(-0.37)
+    assert record["findings"][0].startswith("learning-rate 0.0001, lora-r 8 is the best by accuracy after training")
+    samples = [{"index": place, "prompt": "another", "scores": {"accuracy": 1.0}} for place in range(100)]
+    for number in (2, 3):
+        write_json_lines(RunDir(tmp_path / str(number)).answers(2), samples)
+        path = tmp_path / str(number) / "result.json"
+        path.write_text(json.dumps({"after": {"accuracy": 1.0, "eval_loss": 0.1}, "main_metric": "accuracy"}))
+    assert paired_settings(record, tmp_path) == {"learning-rate 0.0003, lora-r 8": None}

@@ -15,7 +15,7 @@ from accel_sft.tools.compare.outcome import COMPLETE
 from accel_sft.tools.compare.summary import EXECUTION, completed
 from accel_sft.tracking.resampled import read_measured
 from accel_sft.tracking.run_report import is_number
-from accel_sft.tracking.significance import Measured, against_best, average, verdict, words_for
+from accel_sft.tracking.significance import Measured, against_best, average, span, verdict, words_for
 
 SEED = "seed"
 _COST_NOTHING = frozenset(
@@ -171,7 +171,8 @@ def _rank(record: Mapping[str, Any], metric: float, loss: float | None) -> tuple
 
 def _told(setting: SweptSetting) -> str:
     if len(setting.metrics) == 1:
-        return shown(setting.metric)
+        low, high = (setting.cells[0]["median"].get(key) for key in ("metric_low", "metric_high"))
+        return shown(setting.metric) + (f" (95%: {span(low, high)})" if is_number(low) and is_number(high) else "")
     what = f"{setting.seeds} seeds" if setting.seeds > 1 else f"{len(setting.metrics)} cells"
     if min(setting.metrics) == max(setting.metrics):
         return f"{shown(setting.metric)} (in all {what})"

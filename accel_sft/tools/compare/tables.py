@@ -14,7 +14,6 @@ from accel_sft.tools.compare.measured import NUMBERS
 from accel_sft.tools.compare.outcome import COMPLETE
 from accel_sft.tools.compare.summary import completed
 from accel_sft.tools.compare.sweep import costs_alike, in_order, swept
-from accel_sft.tracking.significance import span
 
 _TITLES = {
     "median_step_seconds": "s/step",
@@ -41,7 +40,6 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     columns = [key for key in titles if any(cell["median"][key] is not None for cell in cells)]
     names = record["varied"] or ["launch"]
-    intervals = swept(record) and any(cell["median"].get("metric_low") is not None for cell in cells)
     for name in names:
         table.add_column(name.replace("_", " "), overflow="fold")
     for key in columns:
@@ -51,8 +49,6 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
             table.add_column("spread", justify="right")
         if key == "tokens_per_second":
             table.add_column("of best", justify="right")
-        if key == "metric_after" and intervals:
-            table.add_column("95%", justify="right")
     if not columns:
         table.add_column("")
     for cell in cells:
@@ -67,9 +63,6 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
                 row.append(Text(percent(cell["spread"][key])))
             if key == "tokens_per_second":
                 row.append(Text("-" if cell["ratio_to_best"] is None else f"{cell['ratio_to_best']:.2f}"))
-            if key == "metric_after" and intervals:
-                low, high = (cell["median"].get(key) for key in ("metric_low", "metric_high"))
-                row.append(Text("-" if low is None or high is None else span(low, high)))
         table.add_row(*row)
     return table
 
