@@ -6,6 +6,7 @@ numpy and scipy are imported inside the functions, as in `significance`.
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -107,7 +108,7 @@ def measured(
     examples, scores = examples_of(samples), [sample["scores"] for sample in samples]
     found, rest = {}, {}
     for key, value in metrics.items():
-        if not is_number(value):
+        if not is_number(value) or not math.isfinite(value):
             continue
         if (each := scores_of(samples, key, value)) is not None:
             found[key] = Measured(value, examples, each, _means(each))
@@ -184,17 +185,19 @@ def _aggregates(
 def _resample(count: int, resamples: int, statistics: Callable[[Any], Any]) -> list[list[float]]:
     """Each statistic on every resample of `count` examples, which depend on `count` alone; empty below two examples."""
     import numpy as np
-    from scipy.stats import bootstrap
+    from scipy.stats import DegenerateDataWarning, bootstrap
 
     if count < 2:
         return []
-    found = bootstrap(
-        (np.arange(count),),
-        lambda indices, axis: np.asarray(statistics(indices)),
-        n_resamples=resamples,
-        batch=max(1, _MOST_INDICES // count),
-        vectorized=True,
-        method="percentile",
-        rng=0,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateDataWarning)  # NaN is looked for by the caller
+        found = bootstrap(
+            (np.arange(count),),
+            lambda indices, axis: np.asarray(statistics(indices)),
+            n_resamples=resamples,
+            batch=max(1, _MOST_INDICES // count),
+            vectorized=True,
+            method="percentile",
+            rng=0,
+        )
     return found.bootstrap_distribution.tolist()

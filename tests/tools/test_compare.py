@@ -710,7 +710,7 @@ def test_a_difference_that_other_examples_may_turn_round_is_undecided(tmp_path):
     told = record["findings"]
     assert told[0] == (
         "Undecided which is the best by accuracy after training: learning-rate 0.0001, lora-r 8 and learning-rate "
-        "0.0003, lora-r 8. They differ by 0.02 at most, and no paired test tells them apart."
+        "0.0003, lora-r 8. They differ by 0.02 at most, and no test on the same examples tells them apart."
     )
     assert "learning-rate 0.0001, lora-r 8: 0.62 (95%: 0.52 to 0.72), validation loss 0.1;" in told[1]
     assert re.search(r"0.0003, lora-r 8: [^;]*, no difference that 100 examples can show; [\d,]+ would; ", told[1])

@@ -135,7 +135,9 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
     if close:
         which = " and ".join(each.name for each in (best, *tied, *close))
         behind = max(abs(best.metric - other.metric) for other in close)
-        noise = f"seeds of one setting by up to {shown(max(spreads))}" if spreads else "no paired test tells them apart"
+        noise = "no test on the same examples tells them apart"
+        if spreads and behind <= max(spreads):
+            noise = f"seeds of one setting by up to {shown(max(spreads))}"
         yield (
             f"Undecided which is the best by {metric} after training: {which}. They differ by {shown(behind)} at most, "
             f"and {noise}."
