@@ -47,27 +47,18 @@ def add_intervals(
     """
     if not after:
         return
+    intervals: dict[str, Any] = {"examples": len(after), "higher_is_better": task.higher_is_better}
     sides: dict[str, dict[str, Measured]] = {}
     without: dict[str, str] = {}
-    for side, samples in (("before", before), ("after", after)):
+    for side, name, samples in (("before", "base", before), ("after", "tuned", after)):
         numbers = {key: value for key, value in (result[side] or {}).items() if key not in ("eval_loss", *COSTS)}
         sides[side], reasons = measured(numbers, samples, task.aggregate)
-        without |= reasons
-    changes = {}
-    for key in sides["before"].keys() & sides["after"].keys():
-        if change := paired(sides["before"][key], sides["after"][key]):
-            changes[key] = {**change, "examples_needed": needed(change)}
-    of_sides = {
-        side: {key: list(found) for key, one in of_side.items() if (found := one.interval())}
-        for side, of_side in sides.items()
-    }
-    result["intervals"] = {
-        "examples": len(after),
-        "higher_is_better": task.higher_is_better,
-        **of_sides,
-        "change": changes,
-        "without": without,
-    }
+        spans = {key: one.interval() for key, one in sides[side].items()}
+        intervals[side] = {key: list(span) for key, span in spans.items() if span}
+        without |= {key: f"{name}: the same on every resample" for key, span in spans.items() if not span} | reasons
+    tests = {key: paired(old, sides["after"][key]) for key, old in sides["before"].items() if key in sides["after"]}
+    intervals["change"] = {key: {**test, "examples_needed": needed(test)} for key, test in tests.items() if test}
+    result["intervals"] = {**intervals, "without": without}
     main = sides["after"].get(task.main_metric)
     if run_dir and main and main.each is None:
         kept = {"metric": task.main_metric, "value": main.value, "resamples": main.resampled}
