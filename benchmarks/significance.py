@@ -1,6 +1,6 @@
 """Simulates how often intervals cover the truth, and how often paired tests call a difference one.
 
-python benchmarks/significance.py; two minutes on a core, no GPU. Seeds are fixed, so every run prints the same.
+python benchmarks/significance.py; minutes on a core, no GPU. Seeds are fixed, so every run prints the same.
 """
 
 import math
@@ -10,6 +10,7 @@ from scipy.stats import binom, binomtest
 
 from accel_sft.tracking.resampled import measured
 from accel_sft.tracking.significance import LEVEL, Measured, needed, paired
+from smoke import parse, parser
 
 DRAWS = 1000
 
@@ -82,37 +83,41 @@ def called(pairs, truth: float) -> tuple[float, float]:
     return sum(change["p"] < LEVEL for change in changes) / len(changes), sum(covered) / len(covered)
 
 
+def row(what: str, count: int, truth: float | str, covered: float, exact: str = "", different: str = "") -> None:
+    print(f"| {what} | {count:,} | {truth} | {covered:.1%} | {exact} | {different} |", flush=True)
+
+
 def main() -> None:
-    print("| interval | examples | truth | covered in 1,000 draws | over all draws |\n|---|---|---|---|---|")
+    known = parser(__doc__)
+    known.add_argument("--draws", type=int, help=f"Draws of examples for each row; default: {DRAWS}.")
+    draws = parse(known, draws=4).draws or DRAWS
+    print(
+        "| | examples | truth | intervals that cover it | of all draws | called different |\n|---|---|---|---|---|---|"
+    )
     for count in (200, 1000):
         for truth in (0.2, 0.5, 0.8, 0.95):
-            drawn, exact = wilson(count, truth)
-            print(f"| rate, Wilson | {count:,} | {truth} | {drawn:.1%} | {exact:.1%} |", flush=True)
+            drawn, exact = wilson(count, truth, draws)
+            row("rate, Wilson", count, truth, drawn, f"{exact:.1%}")
     for count, recall in ((200, 0.5), (200, 0.8), (1000, 0.5)):
-        print(f"| micro-F1, bootstrap | {count:,} | {true_f1(recall):.3f} | {of_f1(count, recall):.1%} | |", flush=True)
-    print(
-        "\n| paired test | examples | true difference | called different | its interval covers |\n|---|---|---|---|---|"
-    )
+        row("micro-F1, bootstrap", count, f"{true_f1(recall):.3f}", of_f1(count, recall, draws))
     random = np.random.default_rng(0)
     for count, worse, better in ((200, 0.1, 0.1), (200, 0.05, 0.05), (1000, 0.1, 0.1)):
-        shares = called([answers(random, count, worse, better) for _ in range(DRAWS)], 0.0)
-        print(f"| rates | {count:,} | 0 | {shares[0]:.1%} | {shares[1]:.1%} |", flush=True)
+        different, covered = called([answers(random, count, worse, better) for _ in range(draws)], 0.0)
+        row("difference of rates", count, 0, covered, "", f"{different:.1%}")
     for worse, better in ((0.05, 0.08), (0.1, 0.13), (0.05, 0.15), (0.02, 0.12)):
         truth = better - worse
         error = math.sqrt((worse + better - truth**2) / 200)
         count = needed({"difference": truth, "standard_error": error, "examples": 200}) or 0
-        shares = called([answers(random, count, worse, better) for _ in range(DRAWS)], truth)
-        print(
-            f"| rates, as many as `needed` | {count:,} | {truth:+.2f} | {shares[0]:.1%} | {shares[1]:.1%} |", flush=True
-        )
+        different, covered = called([answers(random, count, worse, better) for _ in range(draws)], truth)
+        row("rates, as many examples as are needed", count, f"{truth:+.2f}", covered, "", f"{different:.1%}")
     for count, recalls in ((200, (0.6, 0.6)), (200, (0.6, 0.63))):
-        truth = true_f1(recalls[1]) - true_f1(recalls[0])
+        truth, what = true_f1(recalls[1]) - true_f1(recalls[0]), "difference of micro-F1"
         if truth:
             errors = [paired(*entities(random, count, recalls))["standard_error"] for _ in range(20)]
-            count = needed({"difference": truth, "standard_error": sum(errors) / 20, "examples": count}) or 0
-        shares = called((entities(random, count, recalls) for _ in range(DRAWS)), truth)
-        what = "micro-F1, as many as `needed`" if truth else "micro-F1"
-        print(f"| {what} | {count:,} | {truth:+.3f} | {shares[0]:.1%} | {shares[1]:.1%} |", flush=True)
+            change = {"difference": truth, "standard_error": sum(errors) / len(errors), "examples": count}
+            count, what = needed(change) or 0, "micro-F1, as many examples as are needed"
+        different, covered = called((entities(random, count, recalls) for _ in range(draws)), truth)
+        row(what, count, f"{truth:+.3f}", covered, "", f"{different:.1%}")
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def number(cell: str) -> float:
         ("gpu.py", "tokens/s", {"0.5B full"}),
         ("plan_accuracy.py", "measured", {"20 million"}),
         ("plan_simulation.py", "forward: simulated", {"0.5B"}),
+        pytest.param(*("significance.py", "intervals that cover it", {"rate, Wilson"}), marks=pytest.mark.long),
         pytest.param(*("gpu_rehearsal.py", "host waits", {"ddp"}), marks=pytest.mark.long),
     ],
 )
