@@ -38,7 +38,8 @@ class Evaluation:
     Attributes:
         metrics: the task's metrics, `eval_loss`, and generation's seconds, speed and peak memory; `eval_loss` alone if
             that is the main metric.
-        samples: index, prompt, expected, generated and scores of each example; empty if none was answered.
+        samples: index, prompt, expected, generated and scores of each example, and its `source` where metrics are given
+            by source; empty if none was answered.
     """
 
     metrics: dict[str, float]
@@ -206,6 +207,7 @@ class Evaluator:
             "generated": text,
             "scores": scored(self.task, self.examples, encoded.index, text),
             "tokens": len(answer),
+            **({"source": self.source_of[encoded.index]} if self.source_of else {}),
         }
 
 

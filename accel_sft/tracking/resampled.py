@@ -51,7 +51,9 @@ def add_intervals(
     sides: dict[str, dict[str, Measured]] = {}
     without: dict[str, str] = {}
     for side, name, samples in (("before", "base", before), ("after", "tuned", after)):
-        numbers = {key: value for key, value in (result[side] or {}).items() if key not in ("eval_loss", *COSTS)}
+        numbers = {
+            key: n for key, n in (result[side] or {}).items() if key not in COSTS and key.split("/")[0] != "eval_loss"
+        }
         sides[side], reasons = measured(numbers, samples, task.aggregate)
         spans = {key: one.interval() for key, one in sides[side].items()}
         intervals[side] = {key: list(span) for key, span in spans.items() if span}
@@ -92,10 +94,24 @@ def measured(
     """Each metric of an evaluation, and for those that cannot be resampled the reason.
 
     Args:
-        metrics: the task's metrics of these answers.
+        metrics: the task's metrics of these answers; those of a `source` as `accuracy/a.jsonl`.
         samples: all answers of the evaluation, with `index`, `prompt` and `scores`.
         aggregate: the task's.
     """
+    ends = {f"/{name}": name for name in dict.fromkeys(sample.get("source") for sample in samples) if name}
+    whole = {key: value for key, value in metrics.items() if not key.endswith((*ends,))}
+    found, without = _measured(whole, samples, aggregate)
+    for end, name in ends.items():
+        some = {key.removesuffix(end): value for key, value in metrics.items() if key.endswith(end)}
+        mine, reasons = _measured(some, [each for each in samples if each.get("source") == name], aggregate)
+        found |= {key + end: one for key, one in mine.items()}
+        without |= {key + end: reason for key, reason in reasons.items()}
+    return found, without
+
+
+def _measured(
+    metrics: Mapping[str, Any], samples: Sequence[dict[str, Any]], aggregate: Aggregate
+) -> tuple[dict[str, Measured], dict[str, str]]:
     examples, scores = examples_of(samples), [sample["scores"] for sample in samples]
     found, rest = {}, {}
     for key, value in metrics.items():

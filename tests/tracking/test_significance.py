@@ -126,6 +126,21 @@ def test_the_interval_of_micro_f1_is_of_the_tasks_own_aggregate_and_always_the_s
     assert set(told["after"]) == {"f1", "right"}  # the loss has no scores of examples
 
 
+def test_metrics_by_source_are_of_the_answers_of_that_source():
+    samples = [{**each, "source": "ab"[place % 3 > 0] + ".jsonl"} for place, each in enumerate(micro_answers(1, 0.5))]
+    result = {"before": {}, "main_metric": "f1", "after": {"eval_loss": 1.0, "eval_loss/a.jsonl": 1.0}}
+    parts = {end: [each for each in samples if end[1:] in ("", each["source"])] for end in ("", "/a.jsonl", "/b.jsonl")}
+    for end, part in parts.items():
+        metrics = Micro.aggregate([sample["scores"] for sample in part])
+        result["after"] |= {key + end: value for key, value in metrics.items()}
+    add_intervals(result, Micro, [], samples, None)
+    told = result["intervals"]
+    assert told["without"] == {}
+    assert told["after"].keys() == {key + end for key in ("f1", "right") for end in parts}
+    widths = [told["after"]["f1" + end][1] - told["after"]["f1" + end][0] for end in parts]
+    assert widths[0] < widths[2] < widths[1]  # of 60, 40 and 20 examples
+
+
 def oddity(name):
     def of(scores):
         if name == "fails" and not any(score["x"] == 0 for score in scores):
