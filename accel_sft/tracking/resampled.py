@@ -72,7 +72,7 @@ def read_measured(run_dir: RunDir, result: Mapping[str, Any]) -> Measured | None
     main = str(result.get("main_metric"))
     value, paths = mapping(result.get("after")).get(main), [run_dir.answers_of("tuned"), *run_dir.all_answers()[::-1]]
     path = next((path for path in paths if path.exists()), None)
-    if path is None or not is_number(value):
+    if path is None or not is_number(value) or not math.isfinite(value):
         return None
     try:
         samples = [mapping(json.loads(line)) for line in read_text(path).split("\n") if line]
