@@ -13,7 +13,7 @@ from accel_sft.batching.collate import Batch
 from accel_sft.batching.device_memory import out_of_memory
 from accel_sft.batching.forward_layouts import LAYOUTS, Layout
 from accel_sft.batching.layouts import Batching
-from accel_sft.batching.loss import available_heads, nll
+from accel_sft.batching.loss import available_heads, nll, nll_sum
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
 from accel_sft.launch.collectives import any_rank, first_reason
@@ -77,7 +77,7 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
             dropout = _dropout(unwrapped, _is_random(model, some, rounding))
         model.eval()
         alone = [
-            sum(nll(model, trial.batch(way, [row])).sum().item() for row in rows)
+            sum(nll_sum(model, trial.batch(way, [row])).item() for row in rows)
             for way, rows in zip((whole, lean), row_sets, strict=True)
         ]
         for name in asked:

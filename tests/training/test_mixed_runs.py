@@ -53,6 +53,7 @@ def test_a_mixed_run_is_told_by_source(launched, job):
     assert sum(rows.values()) == 32
     assert float(told[3]) == pytest.approx(rows["a.jsonl"] / 2 / rows["b.jsonl"], abs=0.05001)
     assert "turns of a weight between 0 and 1" in output
+    assert "its loss is not that of single rows" not in output
     for name, source in zip(NAMES, result["sources"], strict=True):
         seen = {key: sum(line[f"{key}/{name}"] for line in lines) for key in ("rows", "tokens")}
         assert (source["rows_seen"], source["tokens_seen"]) == (seen["rows"], seen["tokens"])
