@@ -6,7 +6,7 @@
 #   bash recipes/series-c.sh
 #   MODEL=Qwen/Qwen2.5-1.5B-Instruct bash recipes/series-c.sh
 #
-# AdaLoRA needs each step's gradients, which DeepSpeed frees: its cells at stages 2 and 3 say so, and are not run.
+# AdaLoRA reads whole weights and gradients in each step; at stages 2 and 3 they are gathered for it.
 # Also read: LAUNCH (launch files, commas between), STEPS, ROUNDS, DISCARD (steps not counted), OUT (the folder; the same
 # one goes on where it was interrupted). More options of `accel-sft compare` may follow.
 set -euo pipefail

@@ -27,13 +27,7 @@ ADAPTERS: dict[str, AdapterType] = {
     "lora": AdapterType(
         saved_settings={"r": "lora_r", **_SAVED, **_VARIANTS, "target_parameters": "lora_target_parameters"}
     ),
-    "adalora": AdapterType(
-        saved_settings={"target_r": "lora_r", **_SAVED},
-        launch_problems={
-            "DEEPSPEED": "it chooses ranks by each step's gradients, which DeepSpeed frees before they can be read; "
-            "launch with accelerate_configs/ddp.yaml, or choose --adapter lora"
-        },
-    ),
+    "adalora": AdapterType(saved_settings={"target_r": "lora_r", **_SAVED}),
 }
 """Adapter types by name, which is peft's name of the type in lower case."""
 

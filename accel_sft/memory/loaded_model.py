@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.launch.info import Launch
 from accel_sft.memory.closed_form import CHECKPOINT_BYTES, CUDA_BYTES, FILE_BYTES
-from accel_sft.memory.states import FLOAT32, MASTER, MOMENTS
+from accel_sft.memory.states import FLOAT32, IMPORTANCES, MASTER, MOMENTS, WHOLE
 
 
 def first_update_bytes(accelerator: Accelerator, model: torch.nn.Module, *, moments: bool) -> int:
@@ -32,6 +32,9 @@ def first_update_bytes(accelerator: Accelerator, model: torch.nn.Module, *, mome
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine: Any = model if accelerator.state.deepspeed_plugin else None
     total: int = (CUDA_BYTES if accelerator.device.type == "cuda" else 0) + _largest_gradients(model)
+    if _is_adalora(model):
+        each = (0 if moments else IMPORTANCES) + (WHOLE if engine or accelerator.is_fsdp2 else 0)
+        total += sum(trained_sizes(model)) * each
     if engine is None:
         for parameter in trained:
             # only what this rank holds: FSDP's parameters have the whole shape
@@ -134,7 +137,7 @@ def forward_bytes(
 
 def checkpoint_bytes(model: Any) -> int:
     """Return how many bytes a checkpoint of this model takes on the disk, of all ranks together, at most."""
-    return sum(trained_sizes(model)) * CHECKPOINT_BYTES
+    return sum(trained_sizes(model)) * (CHECKPOINT_BYTES + (IMPORTANCES if _is_adalora(model) else 0))
 
 
 def least_host_bytes(model: Any, launch: Launch, *, on_cpu: bool, optimizer: str) -> float:
@@ -164,3 +167,7 @@ def least_host_bytes(model: Any, launch: Launch, *, on_cpu: bool, optimizer: str
 def trained_sizes(model: Any) -> list[int]:
     """Number of elements of each trained parameter, counted whole where ranks hold shards."""
     return [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad]
+
+
+def _is_adalora(model: Any) -> bool:
+    return any(".lora_E." in name for name, _ in model.named_parameters())

@@ -14,6 +14,9 @@ from accel_sft.memory.job import Job
 
 MASTER, MOMENTS, FLOAT32 = 4, 8, 4
 """Bytes per trained parameter: its float32 copy, AdamW's two moments, and its gradient as AdamW takes it."""
+IMPORTANCES, WHOLE = 12, 8
+"""Bytes per weight of AdaLoRA's adapter, all on each rank: the three numbers that peft keeps to choose ranks by, and
+after each update of sharded states a whole copy of the weight and of its gradient (training/whole.py)."""
 _TRAINERS_BUCKET, _ZERO_BUCKET = 2e8, 5e8
 """Elements exchanged at once: what launch/accelerator.py sets for stages 1 and 2, and DeepSpeed's default."""
 _MAX_LIVE, _PREFETCH, _SUB_GROUP = 1e9, 5e7, 1e9
@@ -29,7 +32,7 @@ class Placed:
     Attributes:
         weights: the weights that forwards compute with, or a shard of them.
         master: float32 copies of the trained weights.
-        moments: AdamW's moments, from the first step on.
+        moments: AdamW's moments, from the first step on, and what AdaLoRA knows of its weights.
         held: gradients that outlive the update (DDP's buckets, offloaded partitions).
         gradients: gradients of one step at the end of its last backward, besides `held`.
         in_flight: the largest tensor's gradient, before it is moved to where gradients are kept.
@@ -58,10 +61,15 @@ class Placed:
 def placed(job: Job) -> tuple[Placed, Placed]:
     """Return what a rank keeps on its device, and what in host memory; on a CPU the two are one memory."""
     if job.launch.backend == "fsdp":
-        return _fsdp(job)
-    if job.launch.backend != "deepspeed":
-        return _data_parallel(job), Placed()
-    return {0: _stage_0, 1: _stages_1_and_2, 2: _stages_1_and_2, 3: _stage_3}[job.launch.stage](job)
+        device, host = _fsdp(job)
+    elif job.launch.backend != "deepspeed":
+        device, host = _data_parallel(job), Placed()
+    else:
+        device, host = {0: _stage_0, 1: _stages_1_and_2, 2: _stages_1_and_2, 3: _stage_3}[job.launch.stage](job)
+    if job.adapter == "adalora":
+        device.moments += IMPORTANCES * job.trained
+        device.update += WHOLE * job.trained if job.launch.backend in ("deepspeed", "fsdp") else 0
+    return device, host
 
 
 def least_bytes(job: Job) -> tuple[float, float]:

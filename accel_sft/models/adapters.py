@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,15 +35,27 @@ class Adapter:
         """Return the PeftConfig of a new adapter; `common` are arguments that the PeftConfigs of all types take."""
         raise NotImplementedError
 
-    def after_step(self, model: Any, step: int) -> None:
-        """Called after optimizer step `step` (from 0), before its gradients are cleared."""
+    def reads(self, model: Any, step: int) -> tuple[str, bool] | None:
+        """Return which trained weights `after_step` reads or changes, as a part of their names, and whether it reads
+        their gradients; None if it is not to be called. Where weights are sharded, these are gathered for it."""
+        return None
+
+    def after_step(self, model: Any, step: int, weights: Mapping[str, torch.Tensor]) -> Collection[str]:
+        """Called after optimizer step `step` (from 0), unless its gradient was not finite, with equal tensors on all
+        ranks. Returns the names of those that it changed in place.
+
+        Args:
+            weights: the weights by name, as the step left them: those that the optimizer updates (float32 where
+                forwards compute with rounded ones). Each is whole, and `grad` is its clipped gradient.
+        """
+        return ()
 
     def extra_state(self, model: Any) -> ExtraState:
         """Return what a checkpoint must hold besides weights and optimizer state."""
         return {}
 
-    def set_extra_state(self, model: Any, state: ExtraState) -> None:
-        """Put back what `extra_state` gave."""
+    def set_extra_state(self, model: Any, state: ExtraState, device: torch.device) -> None:
+        """Put back what `extra_state` gave. `device` is where `after_step` gets its weights."""
 
 
 class Lora(Adapter):
@@ -73,8 +86,37 @@ class AdaLora(Adapter):
             **common,
         )
 
-    def after_step(self, model: Any, step: int) -> None:
-        model.base_model.update_and_allocate(step)
+    def reads(self, model: Any, step: int) -> tuple[str, bool] | None:
+        """All of them until ranks are final, as long as importance grows with gradients; then the singular values,
+        which stay masked."""
+        config, allocator = self._allocation(model)
+        final = config.total_step - config.tfinal
+        return ("lora_", step < final) if step <= final or allocator.ipt else ("lora_E", False)
+
+    def after_step(self, model: Any, step: int, weights: Mapping[str, torch.Tensor]) -> Collection[str]:
+        """Let peft's allocator see `weights` in place of the model's own, of which this rank may have parts only."""
+        from peft import AdaLoraModel
+
+        base = model.base_model
+        config, allocator = self._allocation(model)
+        final = config.total_step - config.tfinal
+        if step > final and allocator.ipt:  # the step that was to make ranks final was left out: they are due now
+            step = final
+        prefix = "base_model.model."  # of the model's names; the allocator's begin behind it
+        named = {name.removeprefix(prefix): weight for name, weight in weights.items()}
+        seen: Any = SimpleNamespace(
+            model=SimpleNamespace(named_parameters=named.items),
+            peft_config=base.peft_config,
+            trainable_adapter_name=base.trainable_adapter_name,
+            rankallocator=allocator,
+        )
+        AdaLoraModel.update_and_allocate(seen, step)
+        masks = step >= final or allocator.budget_schedule(step)[1]
+        return [name for name in weights if masks and "lora_E" in name]
+
+    def _allocation(self, model: Any) -> tuple[Any, Any]:
+        base = model.base_model
+        return base.peft_config[base.trainable_adapter_name], base.rankallocator
 
     def extra_state(self, model: Any) -> ExtraState:
         """Return the allocator's importances, and which ranks were kept."""
@@ -85,8 +127,8 @@ class AdaLora(Adapter):
             "rank_pattern": {name: torch.tensor(pattern) for name, pattern in kept.items()},
         }
 
-    def set_extra_state(self, model: Any, state: ExtraState) -> None:
-        allocator, device = model.base_model.rankallocator, next(model.parameters()).device
+    def set_extra_state(self, model: Any, state: ExtraState, device: torch.device) -> None:
+        allocator = model.base_model.rankallocator
         for kind in self.KINDS:
             setattr(allocator, kind, {name: tensor.to(device) for name, tensor in state.get(kind, {}).items()})
         if kept := state.get("rank_pattern"):

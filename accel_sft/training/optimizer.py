@@ -18,6 +18,7 @@ from accel_sft.models.quantized import bitsandbytes
 from accel_sft.tracking.spans import span
 from accel_sft.tracking.time_spent import BACKWARD, OPTIMIZER
 from accel_sft.training.muon import MuonWithAdamW, within_blocks
+from accel_sft.training.whole import Whole
 
 
 def new_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
@@ -102,22 +103,32 @@ class Stepper:
         Where the norm is NaN or infinite, the weights stay as they were. DeepSpeed's own optimizers skip such a step
         by themselves.
         """
+        reads, whole, clipped = self.adapter.reads(self.adapted, step), None, 1.0
+        if reads:
+            whole = Whole(self.accelerator, self.model, self.optimizer, *reads)
         if self.engine is not None:
             norm = self._unmanaged_norm()
             if norm is not None and not math.isfinite(norm):
                 self.engine.zero_grad()
                 return norm
+            if whole:
+                whole.keep_gradients()
             self.engine.step()
-            managed = self.engine.get_global_grad_norm()
-            return float(managed if managed is not None else math.nan if norm is None else norm)
-        # read once, before the update: to read it afterwards, the host would wait for the update too
-        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or math.inf))
-        finite = math.isfinite(norm)
-        if finite or self.accelerator.scaler is not None:  # a loss scaler checks by itself, and adapts its scale
-            self.optimizer.step()
-        if finite:
-            self.adapter.after_step(self.adapted, step)
-        self._clear_gradients()
+            managed, updated = self.engine.get_global_grad_norm(), self.engine.was_step_applied()
+            norm = float(managed if managed is not None else math.nan if norm is None else norm)
+            clipped = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm else 1.0  # as all backends do
+        else:
+            # read once, before the update: to read it afterwards, the host would wait for the update too
+            norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or math.inf))
+            updated = math.isfinite(norm)
+            if whole and updated:
+                whole.keep_gradients()
+            if updated or self.accelerator.scaler is not None:  # a loss scaler checks by itself, and adapts its scale
+                self.optimizer.step()
+        if whole and updated:
+            whole.put_back(self.adapter.after_step(self.adapted, step, whole.weights(clipped)))
+        if self.engine is None:
+            self._clear_gradients()
         return norm
 
     @property

@@ -98,7 +98,8 @@ class Trainer:
         saved, here = {}, parallelism(accelerator)
         if path:
             saved = checkpoint.load(accelerator, self.model, self.optimizer, path)
-            self.stepper.adapter.set_extra_state(self.stepper.adapted, shards.read_extra(path))
+            extra = shards.read_extra(path)
+            self.stepper.adapter.set_extra_state(self.stepper.adapted, extra, accelerator.device)
             self.state = TrainState.of(saved, path)
         self.train_step = self.new_train_step(saved["batching"] if saved.get("layout") == here else None)
         if path:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from models import make_tiny
-from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from accel_sft import UserError
@@ -51,11 +52,10 @@ def test_each_type_stands_in_both_registries_and_among_the_choices():
     assert choices == ("none", *ADAPTERS)
 
 
-def test_a_backend_that_cannot_train_a_type_is_named_with_what_to_do():
-    adalora = TrainConfig(adapter="adalora")
-    assert launch_problem(adalora, "DEEPSPEED", 2).startswith("--adapter adalora: it chooses ranks by")
-    for name, backend in (("adalora", "MULTI_GPU"), ("lora", "DEEPSPEED"), ("none", "NO")):
-        assert launch_problem(TrainConfig(adapter=name), backend, 3) is None
+def test_every_type_is_trained_under_every_backend():
+    for name in ("none", *ADAPTERS):
+        for backend in ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP"):
+            assert launch_problem(TrainConfig(adapter=name), backend, 3) is None
 
 
 def test_under_autocast_no_layer_casts_its_input_for_the_adapter(base):
@@ -98,8 +98,14 @@ class IA3(Adapter):
     def config(self, settings, total_steps, common):
         return IA3Config(task_type=common["task_type"], target_modules=["k_proj", "down_proj"], feedforward_modules=[])
 
-    def after_step(self, model, step):
+    def reads(self, model, step):
+        return "k_proj.ia3_l", True
+
+    def after_step(self, model, step, weights):
+        assert weights
+        assert all("k_proj.ia3_l" in name and weight.grad.any() for name, weight in weights.items())
         self.steps.append(step)
+        return ()
 
 
 def test_an_entry_in_each_registry_is_all_that_a_new_type_needs(base, monkeypatch):
@@ -176,12 +182,34 @@ def test_what_adalora_knows_of_its_directions_comes_back_from_a_checkpoint(base,
     fresh = adapted(base, AdaLoraConfig(**ADALORA, **LORA))
     optimizer = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad], lr=0.01)
     checkpoint.load(accelerator, fresh, optimizer, path)
-    adapter_of(fresh).set_extra_state(fresh, shards.read_extra(path))
+    adapter_of(fresh).set_extra_state(fresh, shards.read_extra(path), accelerator.device)
     after = adapter_of(fresh).extra_state(fresh)
     assert before.keys() == after.keys()
     for kind, tensors in before.items():
         assert tensors.keys() == after[kind].keys()
         assert all(torch.equal(tensor, after[kind][name]) for name, tensor in tensors.items())
+
+
+def test_ranks_are_final_a_step_late_where_its_gradient_was_not_finite_and_the_export_has_them_alone(base, tmp_path):
+    few = {"init_r": 4, "target_r": 2, "total_step": 8, "tinit": 1, "tfinal": 3, "deltaT": 9}  # final in step 5 alone
+    model, ids = adapted(base, AdaLoraConfig(**few, **LORA)), torch.tensor([[1, 2, 3, 4]])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    stepper, kept = Stepper(Accelerator(cpu=True), model, optimizer, 1.0), []
+    for step in range(8):
+        stepper.backward(model(ids, labels=ids).loss * (float("nan") if step == 5 else 1))
+        stepper.update(step)
+        pattern = model.peft_config["default"].rank_pattern or {}
+        kept.append(sum(map(sum, pattern.values())))
+    matrices = len(pattern)
+    assert kept == [0] * 6 + [2 * matrices] * 2
+    with torch.no_grad():
+        expected = model.eval()(ids).logits
+        model.save_pretrained(tmp_path)
+        saved = load_file(tmp_path / "adapter_model.safetensors")
+        assert sum(len(tensor) for name, tensor in saved.items() if "lora_E" in name) == 2 * matrices
+        again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path).eval()
+        torch.testing.assert_close(again(ids).logits, expected, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(expected, AutoModelForCausalLM.from_pretrained(base)(ids).logits, atol=1e-2)
 
 
 def test_merging_counts_the_containers_limit(base, tmp_path, monkeypatch):

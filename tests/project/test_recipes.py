@@ -64,18 +64,17 @@ def b(tmp_path):
 
 
 def c(tmp_path):
-    """It is told which adapter goes with ZeRO, and the memory of each phase."""
+    """There is a cell for each adapter and launch, and the memory of each phase is told."""
     _, found = run("series-c", tmp_path / "c")
     ((folder, record),) = found.items()
     assert ended(record) == {
         "single, adapter lora": "complete",
         "single, adapter adalora": "complete",
         "z2, adapter lora": "complete",
-        "z2, adapter adalora": "failed",
+        "z2, adapter adalora": "complete",
         "z3, adapter lora": "complete",
-        "z3, adapter adalora": "failed",
+        "z3, adapter adalora": "complete",
     }
-    assert "which DeepSpeed frees" in record["cells"][3]["reason"]
     assert "| single, adapter lora | sharded |" in (folder / "comparison.md").read_text()
 
 

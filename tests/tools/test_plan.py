@@ -485,10 +485,16 @@ def test_a_faster_link_makes_what_is_sent_matter_less():
     assert ratios[0] > ratios[1] > 1
 
 
-def test_adalora_under_deepspeed_is_a_problem_not_a_prediction():
-    found = plan_of("z2", PlannedMachine(2, 80 * GIB, 500 * GIB), adapter="adalora")
-    assert not found.fits
-    assert "DeepSpeed frees" in found.problem
+@pytest.mark.parametrize(("name", "whole"), [("ddp", 0), ("z2", 8), ("z3_offload", 8), ("fsdp2", 8)])
+def test_adalora_keeps_three_numbers_for_each_weight_of_the_adapter_on_every_rank(name, whole):
+    jobs = [job_of(QWEN_14B, name, ranks, adapter="adalora") for ranks in (2, 8)]
+    plain = [dataclasses.replace(job, adapter="lora", lora_r=job.lora_r * 3 // 2 + 1) for job in jobs]
+    for ours, lora in zip(jobs, plain, strict=True):
+        assert ours.trained == pytest.approx(lora.trained, rel=1e-3)
+        (device, host), (as_lora, its_host) = placed(ours), placed(lora)
+        assert device.moments - as_lora.moments == pytest.approx(12 * ours.trained, rel=0.01)
+        assert device.update - as_lora.update == pytest.approx(whole * ours.trained, rel=0.01)
+        assert host.moments == pytest.approx(its_host.moments, rel=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -448,27 +448,6 @@ def test_dry_run_stops_before_anything_is_made(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_adapter_that_finds_its_ranks_itself_trains_without_deepspeed_only(launched, tmp_path):
-    job = (*JOB, "--adapter", "adalora", "--save-every", "1", "--keep-checkpoints", "9", "--eval-every", "off")
-    run = launched("adalora", *job)
-    whole = load_file(run.run_dir / "final" / "adapter_model.safetensors")
-    for step in (2, 5):  # amid the steps in which it looks for them, and after
-        resumed = accel_sft(*job, "--resume", "auto", run_dir=stopped(run, tmp_path / str(step), step))
-        assert resumed.status == 0, resumed.output
-        again = load_file(tmp_path / str(step) / "final" / "adapter_model.safetensors")
-        assert all(torch.equal(whole[name], again[name]) for name in whole)
-        kept, kept_again = (
-            json.loads((folder / "final" / "adapter_config.json").read_text())["rank_pattern"]
-            for folder in (run.run_dir, tmp_path / str(step))
-        )
-        assert kept
-        assert kept == kept_again
-    refused = accel_sft(*JOB, "--adapter", "adalora", yaml="z2", run_dir=tmp_path / "run")
-    assert refused.status == 1
-    assert "--adapter adalora: " in refused.output
-    assert "ddp.yaml" in refused.output
-
-
 @pytest.mark.parametrize("name", ["z2", pytest.param("z3", marks=pytest.mark.long)])
 def test_train_only_has_one_loss_curve_and_leaves_the_other_weights_on_every_launch(launched, name):
     job = (*JOB, *ONCE, "--train-only", "layers.1.|norm")

@@ -1,0 +1,122 @@
+"""AdaLoRA keeps what one process keeps under every launch, on all ranks alike, and a resumed run goes on choosing."""
+
+from __future__ import annotations
+
+import json
+
+import fsdp2_on_cpu
+import pytest
+import torch
+from conftest import accel_sft, stopped
+from fsdp2_job import FP32
+from peft import PeftModel
+from places import SUPPORT
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+STEPS, FIRST, FINAL = 20, 10, 14
+"""Number of steps, and the steps, from 0, that allocate ranks: in FINAL for good."""
+JOB = ("math", "--max-steps", str(STEPS), "--save-every", "3", "--global-batch-size", "4", "--eval-every", "off")
+JOB += ("--train-examples", "60", "--validation-examples", "4", "--seed", "7", "--micro-batch-size", "2")
+JOB += ("--adapter", "adalora", "--lora-r", "4", "--learning-rate", "0.01", "--max-grad-norm", "0.3")
+JOB += ("--keep-checkpoints", "9")
+SEEN = {"module": "adalora_ranks", "environment": {"PYTHONPATH": str(SUPPORT)}, **FP32}
+LAYOUTS = ["ddp", "z0", "z1", "z2_offload", "z3", "z3_offload"]
+LAYOUTS += ["fsdp2", "fsdp2_offload"] if fsdp2_on_cpu.RUNS_HERE else []
+IDS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
+
+
+def sharing(yaml):
+    return {"yaml": yaml, **SEEN}
+
+
+@pytest.fixture
+def alone(launched):
+    """The run on one process, under the launcher: its lines are what all others are held to."""
+    single = {"launcher": (*FP32["launcher"], "--num_processes", "1")}
+    return launched("adalora alone", *JOB, **(sharing("ddp") | single))
+
+
+def chosen(run_dir):
+    """What all ranks saw and chose, which must be the same: a list of (step, digest, ranks kept)."""
+    every = [
+        [json.loads(line) for line in file.read_text().splitlines()] for file in sorted(run_dir.glob("kept-rank-*"))
+    ]
+    assert all(each == every[0] for each in every)
+    return every[0]
+
+
+def weights(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def logits(folder):
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("yaml", ["z2", *(pytest.param(yaml, marks=pytest.mark.long) for yaml in LAYOUTS)])
+def test_all_ranks_choose_what_one_process_chooses_and_learn_the_same(launched, alone, yaml):
+    run = launched(f"adalora {yaml}", *JOB, **sharing(yaml))
+    assert len([*run.run_dir.glob("kept-rank-*")]) == 2
+    ours, theirs = chosen(run.run_dir), chosen(alone.run_dir)
+    assert [(line["step"], line["kept"]) for line in ours] == [(line["step"], line["kept"]) for line in theirs]
+    assert [line["step"] for line in theirs] == list(range(STEPS))
+    allocated = [sum(map(sum, theirs[step]["kept"].values())) for step in (FIRST - 1, FIRST, FINAL, STEPS - 1)]
+    assert allocated[0] == 0 < allocated[2] < allocated[1]
+    assert allocated[2] == allocated[3] == 4 * len(theirs[-1]["kept"])
+    lines, expected = run.lines(), alone.lines()
+    assert sum(line["grad_norm"] > 0.3 for line in expected) > 5  # gradients are clipped in some steps, by more or less
+    for one, other in zip(lines, expected, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-4)
+    found, wanted = weights(run.run_dir / "final"), weights(alone.run_dir / "final")
+    assert {name: tensor.shape for name, tensor in found.items()} == {n: tensor.shape for n, tensor in wanted.items()}
+    torch.testing.assert_close(logits(run.run_dir / "final"), logits(alone.run_dir / "final"), rtol=1e-3, atol=1e-3)
+
+
+def test_one_process_goes_on_to_the_same_bits_amid_its_allocations_and_after(alone, tmp_path):
+    for step in (FIRST + 2, FINAL + 1):
+        goes_on_to_the_same_bits(alone, tmp_path / str(step), step)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("yaml", ["z2", *LAYOUTS])
+def test_ranks_go_on_to_the_same_bits(launched, tmp_path, yaml):
+    goes_on_to_the_same_bits(launched(f"adalora {yaml}", *JOB, **sharing(yaml)), tmp_path / "run", FIRST + 2)
+
+
+def goes_on_to_the_same_bits(whole, folder, step):
+    stopped(whole, folder, step)
+    again = accel_sft(*JOB, "--resume", "auto", run_dir=folder, environment=SEEN["environment"], **whole.options)
+    assert again.status == 0, again.output
+    assert chosen(folder)[STEPS:] == chosen(whole.run_dir)[step:]
+    ours, theirs = weights(folder / "final"), weights(whole.run_dir / "final")
+    assert ours.keys() == theirs.keys()
+    assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("one", "other"), [("z2", "z3"), ("z3", "z0"), ("z3_offload", "ddp"), ("ddp", "fsdp2")])
+def test_another_launch_goes_on_with_the_same_choices(launched, tmp_path, one, other):
+    if other == "fsdp2" and other not in LAYOUTS:
+        pytest.skip("this torch's FSDP2 does not run on CPUs")
+    whole, step = launched(f"adalora {one}", *JOB, **sharing(one)), FIRST + 2
+    again = accel_sft(*JOB, "--resume", "auto", run_dir=stopped(whole, tmp_path / "run", step), **sharing(other))
+    assert again.status == 0, again.output
+    assert [line["kept"] for line in chosen(again.run_dir)[STEPS:]] == [
+        line["kept"] for line in chosen(whole.run_dir)[step:]
+    ]
+    for mine, line in zip(again.lines()[step:], whole.lines()[step:], strict=True):
+        assert mine["loss"] == pytest.approx(line["loss"], rel=2e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("yaml", ["z0", "z1", "z2", "z2_offload", "z3", "z3_offload"])
+def test_in_bf16_what_was_masked_stays_masked_in_both_copies_of_the_weights(launched, tmp_path, yaml):
+    run = launched(f"adalora bf16 {yaml}", *JOB, **(sharing(yaml) | {"launcher": ("--mixed_precision", "bf16")}))
+    kept = chosen(run.run_dir)[-1]["kept"]  # each rank has compared both copies (adalora_ranks.py)
+    assert sum(map(sum, kept.values())) == 4 * len(kept)
+    assert torch.isfinite(logits(run.run_dir / "final")).all()
