@@ -198,9 +198,11 @@ def _adapter_weights(accelerator: Accelerator, model: Any) -> dict[str, torch.Te
     return weights
 
 
-def _gathered(parameter: torch.nn.Parameter) -> Any:
+def _gathered(parameter: Any) -> Any:
     if not hasattr(parameter, "ds_id"):
         return contextlib.nullcontext()
     import deepspeed
 
+    if parameter.ds_status == deepspeed.zero.partition_parameters.ZeroParamStatus.AVAILABLE:
+        return contextlib.nullcontext()  # a small one, which must stay gathered: the next forward counts on it
     return deepspeed.zero.GatheredParameters([parameter])

@@ -69,7 +69,7 @@ def create_accelerator(
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
             group["backend"] = "gloo"
             spare_unused_operator()
-        plugin = DeepSpeedPlugin()
+        plugin = DeepSpeedPlugin(hf_ds_config=str(launch.json_file) if launch.json_file else None)
         _write_deepspeed_config(plugin.deepspeed_config, launch, config.max_grad_norm, devices)
     # gradients are views of DDP's communication buckets: a copy beside the buckets would take 4 bytes a parameter
     handlers = [InitProcessGroupKwargs(**group), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
@@ -177,14 +177,35 @@ def prepare_model(
         group["lr"] = rate
     if type(optimizer.optimizer).__name__ in ("FP16_UnfusedOptimizer", "FP16_Optimizer"):
         optimizer.optimizer.optimizer.state.clear()
+    _gather_with_their_modules(model)
     verify_engine(accelerator, launch, model, max_grad_norm)
     return model, optimizer
+
+
+def _gather_with_their_modules(model: torch.nn.Module) -> None:
+    """Have ZeRO-3 gather what a module keeps in a ParameterDict, as AdaLoRA's layers do, for that module's forward.
+
+    DeepSpeed would only see the access, and would then gather at other places than in the step that it recorded.
+    """
+    dicts = [
+        (module, child)
+        for module in model.modules()
+        for child in module.children()
+        if isinstance(child, torch.nn.ParameterDict)
+    ]
+    for module, parameter in ((module, each) for module, held in dicts for each in held.parameters()):
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            deepspeed.zero.register_external_parameter(module, parameter)
 
 
 def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:
     """Prepare a model that is not trained, so that ZeRO-3 or FSDP shards its weights over the ranks."""
     if not accelerator.is_fsdp2:
-        return accelerator.prepare(model)
+        model = accelerator.prepare(model)
+        _gather_with_their_modules(model)
+        return model
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))  # FSDP2 needs an optimizer
     return model
 

@@ -10,7 +10,7 @@ import torch
 from conftest import accel_sft, stopped
 from fsdp2_job import FP32
 from peft import PeftModel
-from places import SUPPORT
+from places import CONFIGS, SUPPORT
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -120,3 +120,20 @@ def test_in_bf16_what_was_masked_stays_masked_in_both_copies_of_the_weights(laun
     kept = chosen(run.run_dir)[-1]["kept"]  # each rank has compared both copies (adalora_ranks.py)
     assert sum(map(sum, kept.values())) == 4 * len(kept)
     assert torch.isfinite(logits(run.run_dir / "final")).all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stays_gathered", [0, 100_000])
+def test_zero_3_trains_on_after_evaluations_and_exports_whatever_stays_gathered(alone, tmp_path, stays_gathered):
+    zero = {"stage": 3, "stage3_param_persistence_threshold": stays_gathered}
+    zero["stage3_gather_16bit_weights_on_model_save"] = True
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
+    launch = (CONFIGS / "z3_twin_flow.yaml").read_text().replace("z3_twin_flow.json", "ds.json")
+    (tmp_path / "launch.yaml").write_text(launch)
+    job = (*JOB, "--eval-every", "5", "--max-new-tokens", "4")
+    run = accel_sft(*job, run_dir=tmp_path / "run", **sharing(str(tmp_path / "launch")))
+    assert run.status == 0, run.output
+    assert len(run.lines("eval_loss")) == 5
+    for one, other in zip(run.lines(), alone.lines(), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
+    assert chosen(run.run_dir)[-1]["kept"] == chosen(alone.run_dir)[-1]["kept"]
