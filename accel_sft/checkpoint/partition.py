@@ -141,7 +141,10 @@ def _of_stage_3(accelerator: Accelerator, zero: Any, names: dict[int, str], writ
             start = size * accelerator.process_index
             if (real := min(size, parameter.ds_numel - start)) > 0:
                 spans.append(Span(names[id(parameter)], start, offset, real))
-        yield Partition(zero.fp32_partitioned_groups_flat[number], spans, zero.optimizer)
+        # under Twin-Flow sub-groups that stay on the device are stepped by a torch AdamW beside the host's
+        beside = zero.offload_optimizer and zero.subgroup_to_device[number] != "cpu"
+        optimizer = zero.backup_optimizer if beside else zero.optimizer
+        yield Partition(zero.fp32_partitioned_groups_flat[number], spans, optimizer)
         if writing:
             zero._reassign_or_swap_out_partitioned_parameters(number)
         if on_disk and writing:

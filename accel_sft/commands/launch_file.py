@@ -4,7 +4,7 @@ import click
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.registry import suggestion
-from accel_sft.launch.shipped import shipped
+from accel_sft.launch.shipped import FOLDER, shipped
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -17,6 +17,8 @@ def launch_file(name: str | None) -> None:
     """Print a launch file, or list them: accel-sft launch-file z2 > z2.yaml
 
     Then: accelerate launch --config_file z2.yaml -m accel_sft TASK
+
+    A DeepSpeed JSON that a launch file names is printed by its own name, as z3_twin_flow.json; keep it beside the file.
     """
     files = shipped()
     if name is None:
@@ -25,6 +27,7 @@ def launch_file(name: str | None) -> None:
             purpose = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
             click.echo(f"{stem:<{width}}  {purpose}")
         return
+    files |= {path.name: path for path in FOLDER.glob("*.json")}
     stem = name.removesuffix(".yaml")
     if stem not in files:
         near = suggestion(stem, files) or f"; choose one of {', '.join(files)}"

@@ -235,6 +235,13 @@ def _zero(config: TrainConfig, launch: Launch, where: str) -> Iterator[Finding]:
     if (launch.json.get("zero_optimization") or {}).get("zenflow"):
         what = f"{where}: zenflow applies a part of each gradient some steps late: a step is no longer of its own rows"
         yield error(what, "remove it; offload_optimizer alone keeps every step exact")
+    if launch.offload_ratio != 1:
+        place = f"{where}: offload_optimizer ratio"
+        if not 0 <= launch.offload_ratio <= 1:
+            yield error(f"{place} is no number from 0 to 1", "the share of the optimizer that is on the host, as 0.5")
+        elif launch.stage < 3 or launch.offload("optimizer") != "cpu":
+            what = f"{place} {launch.offload_ratio:g}: only stage 3 with device cpu offloads a part"
+            yield error(what, "remove it, or see accelerate_configs/z3_twin_flow.json")
     for what, least in (("optimizer", 1), ("param", 3)):
         device = launch.offload(what)
         needed = {"none": 0, "cpu": least, "nvme": 3}.get(device)

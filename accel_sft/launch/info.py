@@ -1,6 +1,7 @@
 """`Launch`: backend, ZeRO stage, offload, precision and ranks, as this rank sees them."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,15 @@ class Launch:
         if self.json_file:
             return str((self.zero.get(f"offload_{what}") or {}).get("device", "none"))
         return self._deepspeed_variable(f"OFFLOAD_{what.upper()}_DEVICE", "none")
+
+    @property
+    def offload_ratio(self) -> float:
+        """Share of the sub-groups whose optimizer states are offloaded if any are (DeepSpeed's Twin-Flow); 1: all."""
+        ratio = (self.zero.get("offload_optimizer") or {}).get("ratio", 1.0) if self.backend == "deepspeed" else 1.0
+        try:
+            return float(ratio)
+        except (TypeError, ValueError):
+            return math.nan
 
     def nvme_path(self, what: str) -> Path:
         """The folder for `optimizer` or `param` under NVMe offload. It is taken from the command line, the yaml or the

@@ -69,7 +69,10 @@ def read_launch(
     named = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if named and environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
         json_file = Path(named)
+        beside = Path(config_file or "").parent / named
         try:
+            if not (folder / json_file).exists() and (folder / beside).is_file():
+                json_file = beside  # so the shipped pair is found from every folder
             loaded = json.loads(read_text(folder / json_file))
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"deepspeed_config_file {one_line(named)}: cannot be read as JSON: {error}") from None

@@ -53,6 +53,10 @@ def first_update_bytes(accelerator: Accelerator, model: torch.nn.Module, *, mome
     if not engine.zero_use_cpu_optimizer():
         copied = MASTER if stage or computes < 4 else 0
         total += (copied + (0 if moments else MOMENTS)) * (part if stage else elements)
+    elif not moments and getattr(engine.optimizer, "backup_optimizer", None):  # Twin-Flow's part stays on the device
+        zero = engine.optimizer
+        of_groups = enumerate(zero.fp32_partitioned_groups_flat)
+        total += MOMENTS * sum(part.numel() for at, part in of_groups if zero.subgroup_to_device[at] != "cpu")
     if stage in (1, 2):
         total += (1 + bool(engine.zero_overlap_comm())) * engine.zero_reduce_bucket_size() * computes
     return total
@@ -156,7 +160,7 @@ def least_host_bytes(model: Any, launch: Launch, *, on_cpu: bool, optimizer: str
     states, moments = 0.0, OPTIMIZERS[optimizer].matrix_bytes  # the least
     if launch.offload("optimizer") == "cpu":
         copy = 0 if launch.backend == "fsdp" else MASTER  # FSDP steps the weights themselves, which are there already
-        states = sum(sizes) * share * (moments + copy + FLOAT32)
+        states = sum(sizes) * share * (moments + copy + FLOAT32) * (1 if on_cpu else launch.offload_ratio)
     elif on_cpu and launch.offload("optimizer") == "none":
         states = sum(sizes) * share * (moments + (MASTER if launch.backend == "deepspeed" else 0))
     largest = max(sizes) * (share if launch.shards_weights else 1 / launch.local_world_size)

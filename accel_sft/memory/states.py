@@ -7,6 +7,7 @@ for stages 0 and 1; each function below says what differs here, and why.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -175,11 +176,27 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
         device = device.plus(Placed(**states, update=(job.sums_bytes + cast) * sub_group))
         device.sharding = FLOAT32 * share
     elif optimizer == "cpu":
-        host = host.plus(Placed(**states, gradients=FLOAT32 * share, sharding=FLOAT32 * share))
+        stays = _stays(job, share)
+        off = share - stays
+        host = host.plus(Placed(master=MASTER * off, moments=MOMENTS * off, held=job.sums_bytes * share))
+        host.gradients = host.sharding = FLOAT32 * off
+        device = device.plus(Placed(master=MASTER * stays, moments=MOMENTS * stays, held=FLOAT32 * stays))
+        device.update = FLOAT32 * min(stays, sub_group)  # torch's AdamW keeps a square root of a sub-group at once
     else:
         largest = 4 * (MASTER + MOMENTS + FLOAT32) * sub_group / 4
         host = host.plus(Placed(held=job.sums_bytes * share, buffers=largest))
     return device, host
+
+
+def _stays(job: Job, share: float) -> float:
+    """Elements of a rank's part that Twin-Flow steps on the device: the first sub-groups, as many whole ones as `ratio`
+    leaves there. Vectors, without weight decay, are a group of their own, which comes last. Where a CPU is the device,
+    the host's Adam steps everything."""
+    if job.on_cpu:
+        return 0.0
+    size = _zero(job, "sub_group_size", _SUB_GROUP)
+    groups = math.ceil(share / size) + (not job.is_frozen)
+    return min(int((1 - job.launch.offload_ratio) * groups) * size, share)
 
 
 def live_parameters(job: Job) -> float:

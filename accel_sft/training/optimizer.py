@@ -70,7 +70,9 @@ class Stepper:
         self.adapter = adapter_of(self.adapted)
 
     def set_learning_rate(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
+        # DeepSpeed's Twin-Flow copies the first group for its second optimizer, and never updates that copy's rate
+        second = getattr(getattr(self.engine, "optimizer", None), "backup_optimizer", None)
+        for group in (*self.optimizer.param_groups, *(second.param_groups if second else ())):
             group["lr"] = rate
 
     def boundary(self, last: bool) -> contextlib.AbstractContextManager:

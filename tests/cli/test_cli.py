@@ -628,6 +628,8 @@ def test_any_language_prints_under_any_locale(site, env):
 def test_a_launch_file_is_printed_as_it_is(run):
     assert run("launch-file", "z2").stdout == (CONFIGS / "z2.yaml").read_text(encoding="utf-8")
     assert run("launch-file", "z2.yaml").stdout == run("launch-file", "z2").stdout
+    json_file = CONFIGS / "z3_twin_flow.json"
+    assert run("launch-file", json_file.name).stdout == json_file.read_text(encoding="utf-8")
 
 
 def test_launch_files_are_listed_with_their_purpose(run):

@@ -10,7 +10,7 @@ from conftest import AS_COUNTED, accel_sft
 from places import SUPPORT
 
 pytestmark = pytest.mark.timeout(900)
-LAYOUTS = ["ddp", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload"]
+LAYOUTS = ["ddp", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload", "z3_twin_flow"]
 LAYOUTS += ["fsdp2", "fsdp2_offload"] if fsdp2_on_cpu.RUNS_HERE else []
 
 
@@ -25,6 +25,11 @@ def found(folder, *layouts, **options):
 @pytest.fixture(scope="module")
 def everywhere(tmp_path_factory):
     return found(tmp_path_factory.mktemp("layouts"), *LAYOUTS)
+
+
+def test_twin_flow_has_states_in_both_of_its_optimizers(everywhere):
+    assert everywhere["z3_twin_flow no"]["optimizers"] == ["AdamW", "DeepSpeedCPUAdam"]
+    assert everywhere["z3_offload no"]["optimizers"] == ["DeepSpeedCPUAdam"]
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -92,7 +97,9 @@ def test_a_step_without_room_on_one_rank_is_repeated_by_all_with_the_same_losses
 
 
 @AS_COUNTED
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "offload" not in name])  # which is in host memory
+@pytest.mark.parametrize(
+    "name", [n for n in LAYOUTS if "offload" not in n and "twin" not in n]
+)  # not the host's memory
 def test_what_is_reserved_before_the_first_step_is_what_the_first_two_take(everywhere, name):
     memory = everywhere[f"{name} memory"]
     for what in memory.keys() - {"reserved"}:

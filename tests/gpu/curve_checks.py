@@ -20,9 +20,11 @@ LAUNCHES = {  # value, expected seconds: DeepSpeed compiles an operator for thos
     "z3_sp": (3, 45),
     "z2_offload": (5, 150),
     "z3_offload": (1, 60),
+    "z3_twin_flow": (1, 60),
     "z3_nvme": (1, 180),
 }
-OPERATORS = {"z2_offload": ("cpu_adam",), "z3_offload": ("cpu_adam",), "z3_nvme": ("cpu_adam", "async_io")}
+OPERATORS = dict.fromkeys(("z2_offload", "z3_offload", "z3_twin_flow"), ("cpu_adam",))
+OPERATORS["z3_nvme"] = ("cpu_adam", "async_io")
 
 
 @check("ddp", "the README's job under ddp learns its task", value=20, seconds=90)

@@ -162,6 +162,7 @@ def test_shipped_yaml_loads_and_is_clean(path, built):
         ("z2_offload", "deepspeed", 2, "cpu", "none"),
         ("z3", "deepspeed", 3, "none", "none"),
         ("z3_offload", "deepspeed", 3, "cpu", "cpu"),
+        ("z3_twin_flow", "deepspeed", 3, "cpu", "none"),
         ("z3_nvme", "deepspeed", 3, "nvme", "nvme"),
         ("multinode_z3", "deepspeed", 3, "none", "none"),
         ("z3_sp", "deepspeed", 3, "none", "none"),
@@ -448,6 +449,18 @@ FIRES = {
     "JSON typo": (Z2, JSON | {"gradient_cliping": 1.0}, 0, "did you mean gradient_clipping?"),
     "JSON fp16 and bf16": (Z2, JSON | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, 0, "both enabled"),
     "JSON optimizer": (Z2, JSON | {"optimizer": {"type": "AdamW"}}, 0, "--learning-rate"),
+    "JSON ratio in words": (
+        Z2,
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": "half"}}},
+        0,
+        "offload_optimizer ratio is no number from 0 to 1",
+    ),
+    "JSON ratio at stage 2": (
+        Z2,
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
+        0,
+        "offload_optimizer ratio 0.3: only stage 3 with device cpu offloads a part",
+    ),
     "JSON zenflow": (
         Z2,
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}}},
@@ -1059,3 +1072,17 @@ def test_a_precision_that_is_none_is_refused():
         str(finding)
         == "mixed_precision evil (ACCELERATE_MIXED_PRECISION) is unknown: --mixed_precision bf16, fp16 or no"
     )
+
+
+@pytest.mark.parametrize("named", ["ds.json", "more/ds.json"])
+def test_a_json_is_found_beside_the_launch_file_unless_the_current_folder_has_one(tmp_path, monkeypatch, named):
+    (tmp_path / "files" / "more").mkdir(parents=True)
+    (tmp_path / "here" / "more").mkdir(parents=True)
+    file = written(tmp_path / "files", Z2 | {"deepspeed_config": {"deepspeed_config_file": named}})
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserError, match=rf"deepspeed_config_file {named}: cannot be read"):
+        launch_of_yaml(file)
+    (tmp_path / "files" / named).write_text('{"zero_optimization": {"stage": 1}}')
+    assert launch_of_yaml(file).stage == 1
+    (tmp_path / "here" / named).write_text('{"zero_optimization": {"stage": 2}}')
+    assert launch_of_yaml(file).stage == 2

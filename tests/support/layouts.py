@@ -34,6 +34,7 @@ import fsdp2_on_cpu
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from fake_memory import Device
 from rank_environment import environment_of_a_rank
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -226,12 +227,26 @@ def beside_the_buckets(folder: Path) -> int:
     return sum(size for at, size in held[0].items() if at not in held[1])
 
 
+def as_on_a_gpu() -> None:
+    """From now on, Twin-Flow has a device beside the host, to which DeepSpeed gives no other name than "cpu"."""
+    make_states = DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states
+
+    def placed(zero: DeepSpeedZeroOptimizer_Stage3) -> None:
+        groups = len(zero.fp16_groups)
+        for at in range(int((1 - zero.partial_offload) * groups)) if zero.offload_optimizer else ():
+            zero.subgroup_to_device[at] = "cpu:0"
+        make_states(zero)
+
+    DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states = placed
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def main(folder: Path, layouts: list[str]) -> None:
     fsdp2_on_cpu.allow()
+    as_on_a_gpu()
     # DeepSpeed asks for the processor's name for every optimizer on the host, which starts a process each time
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     found = {}
@@ -254,6 +269,8 @@ def main(folder: Path, layouts: list[str]) -> None:
             again.load(path)
             assert again.steps(STOP, STEPS) == losses[STOP:], f"{yaml} {precision}: other losses"
             record = {"losses": losses, "whole": whole, "resumed": again.digest()}
+            parts = partitions(job.accelerator, job.model, job.optimizer)
+            record["optimizers"] = sorted({type(each.optimizer).__name__ for each in parts if each.state})
             found[f"{yaml} {precision}"] = {**record, **{how: again.spoiled(how) for how in ("loss", "gradient")}}
     written = {}
     for yaml in layouts:

@@ -609,7 +609,10 @@ def test_an_operator_that_cannot_be_loaded_is_a_problem_for_those_that_need_it()
     ill = machine(operators={**machine().torch.operators, "cpu_adam": state(failure="ImportError: undefined symbol")})
     found = [finding for finding in operators.operators(ill) if finding.level == "problem"]
     assert [finding.mend for finding in found] == ["rm -r /ext/cpu_adam, then accel-sft doctor --build"]
-    assert "cpu_adam (for z2_offload, z3_nvme, z3_offload) is compiled, and cannot be loaded" in found[0].what
+    assert (
+        "cpu_adam (for z2_offload, z3_nvme, z3_offload, z3_twin_flow) is compiled, and cannot be loaded"
+        in found[0].what
+    )
     working = {row.file for row in map(rows_of(ill), SHIPPED) if row.works}
     assert working & {"z2", "z2_offload", "z3_offload"} == {"z2"}
 
@@ -632,7 +635,7 @@ def test_a_compiler_that_is_too_old_stops_offload_and_nothing_else(programs, mon
     assert found[0].mend == "GCC 9 or newer is needed; name it in CXX"
     assert next(operators.compiler(poor)).what.startswith("g++ 8.5.0, ninja ")
     table = {row.file: row for row in map(rows_of(poor), SHIPPED)}
-    offloading = {"z2_offload", "z3_offload", "z3_nvme"}
+    offloading = {"z2_offload", "z3_offload", "z3_nvme", "z3_twin_flow"}
     assert not any(table[file].works for file in offloading)
     assert {"ddp", "z0", "z1", "z2", "z3"} <= {file for file, row in table.items() if row.works}
     assert table["z2_offload"].why == f"{old} is GCC 8"

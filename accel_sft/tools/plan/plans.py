@@ -17,7 +17,7 @@ from accel_sft.tools.plan.machine import PlannedMachine
 from accel_sft.tools.plan.speed import Speed, speed
 
 SIMPLEST_FIRST: tuple[str, ...] = ("ddp", "fsdp2", "z0", "z1", "z2", "z3", "hsdp", "z2_offload", "fsdp2_offload")
-SIMPLEST_FIRST += ("z3_offload", "z3_nvme", "multinode_z3", "z3_sp")
+SIMPLEST_FIRST += ("z3_twin_flow", "z3_offload", "z3_nvme", "multinode_z3", "z3_sp")
 """Shipped launch files, the simplest first; among equally fast ones the first is recommended."""
 ALIKE = 0.15
 """Relative difference in step time up to which the model of speed cannot tell two launch files apart."""

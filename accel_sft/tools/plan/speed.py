@@ -73,7 +73,7 @@ def speed(job: Job, step_tokens: float, gpu: str = "", row_tokens: float = 0.0) 
     if disk or not job.on_cpu:
         host = _host_bytes(job, forwards)
     if launch.offload("optimizer") != "none" and not job.on_cpu:
-        update = job.trained / launch.shard_ranks / HOST_UPDATES
+        update = launch.offload_ratio * job.trained / launch.shard_ranks / HOST_UPDATES
     compute, exposed = flops * (step_tokens + forwards * FORWARD_TOKENS) / rate, sent / link * (1 - HIDDEN_SHARE)
     return Speed(sent, host, compute + exposed + host / (DISK if disk else host_link) + update, forwards)
 
