@@ -529,6 +529,19 @@ def test_findings_name_the_fastest_the_leanest_and_what_offload_costs(tmp_path):
     assert record["cells"][1]["spread"]["tokens_per_second"] == pytest.approx(10 / 805)
 
 
+def test_a_stage_that_saves_nothing_is_explained_by_the_phases(tmp_path):
+    cells = [("z2", "32", (1000, 1010), 10.0, LOSSES), ("z3", "32", (800, 810), 10.5, LOSSES)]
+    record = made_record(tmp_path, cells)
+    for cell, ready in zip(record["cells"], (6.0, 4.0), strict=True):
+        for run in cell["runs"]:
+            run["phases"] = [{"phase": "ready", "device_allocated_gib": ready, "process_memory_gib": 1.0}]
+    told = "\n".join(findings(record))
+    assert "needs 10.5 GiB, z2, micro-batch-size 32 10 (before the first step it holds 2 GiB less" in told
+    assert "GiB less, and from then on it takes 2.5 GiB more: weights that are gathered" in told
+    record["cells"][0]["launch"] |= {"backend": "plain", "zero_stage": None}  # no ZeRO at all is below every stage
+    assert "z3, micro-batch-size 32 needs 10.5 GiB" in "\n".join(findings(record)).partition("did not save")[2]
+
+
 def test_a_difference_below_the_spread_is_called_undecided_and_one_round_unknown(tmp_path):
     cells = [("z0", "32", (1000, 1100), 10.0, LOSSES), ("z1", "32", (990, 1090), 10.0, LOSSES)]
     record = made_record(tmp_path, cells)

@@ -123,18 +123,49 @@ def _stages(measured: Sequence[Cell]) -> Iterator[str]:
     vain = []
     for cell in measured:
         lower = [other for other in measured if _is_stage_below(other, cell) and other["median"][key]]
-        below = max(lower, key=lambda other: other["launch"]["zero_stage"], default=None)
+        below = max(lower, key=_stage, default=None)
         needed = cell["median"][key]
         if below and needed and needed >= below["median"][key] * (1 - _SAME_MEMORY):
-            vain.append(f"{cell['name']} needs {shown(needed)} GiB, {below['name']} {shown(below['median'][key])}")
+            vain.append(
+                f"{cell['name']} needs {shown(needed)} GiB, {below['name']} {shown(below['median'][key])}"
+                f"{_why_in_vain(cell, below, key)}"
+            )
     if vain:
         yield f"A higher ZeRO stage did not save {what} here: {'; '.join(vain)}."
 
 
+def _why_in_vain(cell: Cell, below: Cell, key: str) -> str:
+    """Say what a stage saves before the first step and takes in steps, from the phases of first completed runs."""
+    held = "device_allocated_gib" if key == "peak_device_memory_gib" else "process_memory_gib"
+    found = []
+    for each in (cell, below):
+        run = next((run for run in each["runs"] if run["status"] == COMPLETE), None)
+        ready = next((p.get(held) for p in reversed(run["phases"]) if p["phase"] == "ready"), None) if run else None
+        if run is None or ready is None or not run.get(key):
+            return ""
+        found.append((ready, run[key] - ready))
+    (ready, steps), (ready_below, steps_below) = found
+    held_more, taken_more = ready - ready_below, steps - steps_below
+    before = f"{abs(held_more):.2g} GiB {'more' if held_more > 0 else 'less'}"
+    then = f"{abs(taken_more):.2g} GiB {'more' if taken_more > 0 else 'less'}"
+    in_steps = taken_more > held_more
+    why = "weights that are gathered, and buffers to exchange them" if in_steps else "its engine has copies of its own"
+    return f" (before the first step it holds {before}, and from then on it takes {then}: {why})"
+
+
 def _is_stage_below(other: Cell, cell: Cell) -> bool:
+    """Whether two cells differ in their launch alone: `other` has a lower ZeRO stage or none, and no offload."""
     launches = cell["launch"], other["launch"]
-    plain = all(launch["backend"] == "deepspeed" and {*launch["offload"].values()} == {"none"} for launch in launches)
-    return plain and launches[1]["zero_stage"] < launches[0]["zero_stage"] and _alike(cell, other, "launch")
+    sharded_alike = launches[0]["backend"] == "deepspeed" and launches[1]["backend"] != "fsdp"
+    plain = {*launches[1]["offload"].values()} <= {"none"} and launches[0]["processes"] == launches[1]["processes"]
+    # `single` is told no number of processes
+    one, two = ({"settings": {**each["settings"], "num_processes": None}} for each in (cell, other))
+    return sharded_alike and plain and _stage(other) < _stage(cell) and _alike(one, two, "launch")
+
+
+def _stage(cell: Cell) -> int:
+    """The cell's ZeRO stage; 0 without ZeRO."""
+    return cell["launch"]["zero_stage"] or 0
 
 
 def _options(measured: Sequence[Cell], varied: Sequence[str]) -> Iterator[str]:
