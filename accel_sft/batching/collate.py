@@ -181,27 +181,36 @@ def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int) -> PrefixedRows:
     return PrefixedRows(prefix, longest, cut, placed, segments, behind, seen)
 
 
-def padded(rows: Sequence[Encoded], pad_token_id: int) -> Batch:
+def padded(rows: Sequence[Encoded], pad_token_id: int, blank: Encoded | None = None) -> Batch:
     """A forward of rows one below the other, padded at the right.
 
     Targets are found by position, so a pad token that equals the end-of-turn token is never supervised. Images are read
     only here, just before their forward. The model computes positions by itself.
+
+    Args:
+        blank: a blank image, put behind the shortest row's last token, where no token that predicts anything sees it;
+            the forward is then connected to the layers that read images, with a gradient of zero.
     """
-    shape = (len(rows), max(len(row.input_ids) for row in rows))
+    ids, images = [row.input_ids for row in rows], [row.images for row in rows]
+    if blank:
+        at = min(range(len(rows)), key=lambda number: len(ids[number]))
+        ids[at], images[at] = ids[at] + blank.input_ids, blank.images
+    shape = (len(ids), max(map(len, ids)))
     input_ids, attention_mask = np.full(shape, pad_token_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     keep, targets, weights = np.zeros(shape, dtype=bool), [], []
+    for number, tokens in enumerate(ids):
+        input_ids[number, : len(tokens)] = tokens
+        attention_mask[number, : len(tokens)] = 1
     for number, row in enumerate(rows):
-        length = len(row.input_ids)
-        input_ids[number, :length] = row.input_ids
-        attention_mask[number, :length] = 1
         for span, counts in row.weighted:
             keep[number, span.start - 1 : span.stop - 1] = True
             targets += row.input_ids[span.start : span.stop]
             weights += [counts] * len(span)
+    if not targets:  # the rows are a blank image alone: one logit connects the loss, which is zero, to the weights
+        keep[0, 0] = True
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-    images = [row.images for row in rows]
     if pictured := next(filter(None, images), None):
-        inputs |= pictured.origin.inputs.tensors([row.input_ids for row in rows], images, shape)
+        inputs |= pictured.origin.inputs.tensors(ids, images, shape)
     return _tensors(inputs, keep, None, np.asarray(targets, np.int64), np.asarray(weights, np.float32))
 
 

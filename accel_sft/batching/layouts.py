@@ -130,11 +130,21 @@ class Batching:
             for forwards in self.divide(examples, world_size)
         )
 
-    def batch(self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
-        """Return the tensors of one forward; without examples, those of `collate.empty`."""
-        assert self.layout == "padded" or not any(row.images for row in examples), "rows with images are padded"
+    def batch(
+        self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device, blank: Encoded | None = None
+    ) -> Batch:
+        """Return the tensors of one forward; without examples, those of `collate.empty`.
+
+        Args:
+            blank: `blank_image.blank_row`, if a forward without images shall call the layers that read images too.
+        """
+        pictured = any(row.images for row in examples)
+        assert self.layout == "padded" or not (pictured or blank), "rows with images are padded"
         with device:
-            batch = self.way.collate(examples, pad_token_id) if examples else collate.empty(pad_token_id)
+            if blank and not pictured:
+                batch = collate.padded(examples or [blank], pad_token_id, blank if examples else None)
+            else:
+                batch = self.way.collate(examples, pad_token_id) if examples else collate.empty(pad_token_id)
         return dataclasses.replace(batch, head=self.head, most_logits=self.most_logits)
 
 

@@ -24,6 +24,7 @@ class Trial:
     Attributes:
         train: whether the run trains: a backward then follows each forward, and dropout is on.
         moments: whether AdamW's moments are allocated already, as in a resumed run.
+        blank: as `Batching.batch` takes it.
     """
 
     accelerator: Accelerator
@@ -33,6 +34,7 @@ class Trial:
     pad_token_id: int
     train: bool = True
     moments: bool = False
+    blank: Encoded | None = None
 
     @property
     def in_float32(self) -> bool:
@@ -41,7 +43,7 @@ class Trial:
 
     def batch(self, batching: Batching, rows: Sequence[Encoded]) -> Batch:
         """Return the tensors of one forward of these rows, on this rank's device."""
-        return batching.batch(rows, self.pad_token_id, self.accelerator.device)
+        return batching.batch(rows, self.pad_token_id, self.accelerator.device, self.blank)
 
     def spread(self) -> Sequence[Encoded]:
         """Return examples evenly spread over the data, as many as a step has."""

@@ -4,20 +4,28 @@ import bisect
 import dataclasses
 import fnmatch
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
-from accel_sft.api.errors import first_line
+from accel_sft.api.errors import UserError, first_line
 from accel_sft.batching.collate import Batch
-from accel_sft.batching.device_memory import out_of_memory
+from accel_sft.batching.device_memory import forwards_alone, out_of_memory
 from accel_sft.batching.forward_layouts import LAYOUTS, Layout
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import available_heads, nll, nll_sum
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
 from accel_sft.launch.collectives import any_rank, first_reason
-from accel_sft.models.architecture import REFUSALS, arguments, attentions, limited_layers
+from accel_sft.models.architecture import (
+    REFUSALS,
+    arguments,
+    attentions,
+    beyond_text,
+    limited_layers,
+    without_adapter,
+)
 from accel_sft.models.prefix_attention import install
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
@@ -48,6 +56,8 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
     Returns:
         batchings without a limit of tokens, at least one; `layout: reason` for each layout that is not exact; and where
         the model has dropout in training, None if it has none.
+    Raises:
+        UserError: ranks would wait for each other's images for ever.
     """
     config, model, accelerator = trial.config, trial.model, trial.accelerator
     unwrapped = accelerator.unwrap_model(model)
@@ -76,6 +86,8 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
             some = trial.batch(lean, enough(trial.examples))
             dropout = _dropout(unwrapped, _is_random(model, some, rounding))
         model.eval()
+        if trial.blank and not forwards_alone(accelerator):
+            _refuse_image_by_image(trial, lean, row_sets)
         alone = [
             sum(nll_sum(model, trial.batch(way, [row])).item() for row in rows)
             for way, rows in zip((whole, lean), row_sets, strict=True)
@@ -118,6 +130,30 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
                 reasons.append(f"{name}: {reason}")
     model.train(was_training)
     return found or [whole], reasons, dropout
+
+
+def _refuse_image_by_image(trial: Trial, batching: Batching, row_sets: Sequence[Sequence[Encoded]]) -> None:
+    """Raise UserError if the layers that read images are called more often for more images. Where ranks gather weights
+    together, a rank with more images than another would wait for ever."""
+    base = without_adapter(trial.accelerator.unwrap_model(trial.model))
+    calls: Counter[str] = Counter()
+    owners = {name.rpartition(".")[0] for name in beyond_text(base)}
+    hooks = [
+        base.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+        for name in sorted(owners)
+    ]
+    found = []
+    for rows in ([], *row_sets):
+        calls.clear()
+        nll(trial.model, trial.batch(batching, rows))
+        found.append(dict(calls))
+    for hook in hooks:
+        hook.remove()
+    if any(each != found[0] for each in found):
+        raise UserError(
+            f"{type(base).__name__} reads images one after the other, so that under ZeRO-3 and FSDP ranks with other "
+            "numbers of images would wait for ever; launch with accelerate_configs/z2.yaml or ddp.yaml"
+        )
 
 
 def _layouts_for(

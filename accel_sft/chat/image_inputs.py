@@ -37,10 +37,10 @@ class RowImages:
     index: int
     count: int
     digest: bytes
-    source: ImageSource | None = dataclasses.field(default=None, compare=False, repr=False)
+    source: ImageSource | GivenImages | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
-    def origin(self) -> ImageSource:
+    def origin(self) -> ImageSource | GivenImages:
         """`source`, which the images of a row that was read back always have."""
         assert self.source
         return self.source
@@ -89,16 +89,23 @@ class ImageInputs:
         Raises:
             UserError: the template does not write one placeholder for each image, or an image cannot be used.
         """
-        place, pictures = self.processor.image_token, chat.images
-        if (places := text.prompt.count(place)) != len(pictures) or place in text.rest:
+        return text._replace(prompt=self.prompt(chat.images, text.prompt, where, text.rest))
+
+    def prompt(self, pictures: Sequence[Picture], text: str, where: str, rest: str = "") -> str:
+        """Return a prompt's text as `expanded` does; `rest` is what follows it.
+
+        Raises:
+            UserError: as `expanded`.
+        """
+        place = self.processor.image_token
+        if (places := text.count(place)) != len(pictures) or place in rest:
             raise UserError(
                 f"{where}: the chat template makes {places} placeholders ({place}) of {len(pictures)} images; no text "
                 "may have one, and the template must write one for each image"
             )
         written = [self._placeholders(picture, where) for picture in pictures]
-        before, *behind = text.prompt.split(place)
-        prompt = before + "".join(tokens + then for tokens, then in zip(written, behind, strict=True))
-        return text._replace(prompt=prompt)
+        before, *behind = text.split(place)
+        return before + "".join(tokens + then for tokens, then in zip(written, behind, strict=True))
 
     def _placeholders(self, picture: Picture, where: str) -> str:
         """Return an image's placeholders. They must depend only on the image's size; `tensors` checks their number."""
@@ -130,16 +137,7 @@ class ImageInputs:
             UserError: an image is gone or was changed, or a row's images make another number of tokens than it has.
         """
         pictured = [of_row for of_row in images if of_row]
-        pictures = [of_row.origin.pictures(of_row) for of_row in pictured]
-        texts = [self.processor.image_token * len(each) for each in pictures]
-        opened = [[picture.opened() for picture in each] for each in pictures]
-        try:
-            made = self.processor(
-                text=texts, images=opened, add_special_tokens=False, padding=True, return_tensors="pt"
-            )
-        except Exception as error:
-            named = ", ".join(of_row.origin.of(of_row) for of_row in pictured)
-            raise UserError(f"{named}: {_refusal(error)}") from error
+        made = self._made(pictured)
         types = self._types(ids)
         of_rows = [sum(kinds) for of_row, kinds in zip(images, types, strict=True) if of_row]
         of_images = [sum(kinds) for kinds in self._types(made["input_ids"].tolist())]
@@ -155,6 +153,27 @@ class ImageInputs:
             elif name not in _OF_TOKENS:
                 inputs[name] = value.numpy()
         return inputs
+
+    def ids(self, images: RowImages) -> list[int]:
+        """The tokens that the processor makes of a row's images alone.
+
+        Raises:
+            UserError: an image is gone or was changed, or cannot be used.
+        """
+        ids: list[int] = self._made([images])["input_ids"][0].tolist()
+        return ids
+
+    def _made(self, pictured: Sequence[RowImages]) -> Any:
+        pictures = [of_row.origin.pictures(of_row) for of_row in pictured]
+        texts = [self.processor.image_token * len(each) for each in pictures]
+        opened = [[picture.opened() for picture in each] for each in pictures]
+        try:
+            return self.processor(
+                text=texts, images=opened, add_special_tokens=False, padding=True, return_tensors="pt"
+            )
+        except Exception as error:
+            named = ", ".join(of_row.origin.of(of_row) for of_row in pictured)
+            raise UserError(f"{named}: {_refusal(error)}") from error
 
     def _types(self, ids: Sequence[list[int]]) -> list[list[int]]:
         """For each token, 1 if it is an image's, else 0."""
@@ -199,3 +218,20 @@ class ImageSource:
         chat = conversation(self.task, self.examples, self.split, images.index)
         chat = chat._replace(images=chat.images[: images.count])
         return chat.images, self.inputs.row(images.index, chat)
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenImages:
+    """Gives images that are in no split: those of a prompt, or a blank one."""
+
+    inputs: ImageInputs
+    given: tuple[Picture, ...]
+    name: str
+
+    def of(self, images: RowImages) -> str:
+        """The images' name in messages."""
+        return self.name
+
+    def pictures(self, images: RowImages) -> tuple[Picture, ...]:
+        """The images."""
+        return self.given

@@ -7,6 +7,7 @@ from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.conversation import Conversation, Turns
 from accel_sft.chat.form import ANSWER, Form, Forms
 from accel_sft.chat.image_parts import parted
+from accel_sft.chat.pictures import Picture
 from accel_sft.chat.template import ChatTemplate
 from accel_sft.chat.thinking import divided
 
@@ -58,14 +59,17 @@ class Rendering:
         if line not in self.notes:
             self.notes.append(line)
 
-    def prompt(self, turns: Turns) -> str:
+    def prompt(self, turns: Turns, images: Sequence[Picture] = ()) -> str:
         """The prompt of a conversation whose answer is unknown, as guarded text for `control.ids`.
 
+        Args:
+            images: the images of the turns, in the order of their marks.
         Raises:
             UserError: the template rejects the messages, or fails.
         """
         form = self.form(turns, "prompt")
-        return self.template.text(form.given(self.control.turns(turns)), "prompt", prompt=True) + form.prompt_end
+        given = parted(form.given(self.control.turns(turns)), images)
+        return self.template.text(given, "prompt", prompt=True) + form.prompt_end
 
     def examples(self, chats: Sequence[Conversation], split: str) -> list[Rendered]:
         """Each conversation's prompt and the answer that is learnt after it, as guarded texts for `control.ids`.

@@ -161,7 +161,8 @@ def evaluate(accelerator: Accelerator, launch: Launch, task: Task, config: Train
     prepared = shard_for_evaluation(accelerator, loaded) if shards else loaded.to(accelerator.device)
     load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
     some = encoding.kept.some()
-    trial = Trial(accelerator, prepared, config, some, assembly.tokenizer.pad_token_id, train=False)
+    pad, blank = assembly.tokenizer.pad_token_id, assembly.blank
+    trial = Trial(accelerator, prepared, config, some, pad, train=False, blank=blank)
     batching, _ = choose_batching(trial)
     prepared.eval()
     evaluator = assembly.evaluator(prepared, encoding, sharded=shards)

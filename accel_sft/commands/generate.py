@@ -27,6 +27,7 @@ For example:
 @click.argument("model", type=click.Path(), metavar="RUN_OR_MODEL")
 @click.argument("prompt", required=False)
 @click.option("--file", **_FILE, help="Prompts: a line of text each, or JSONL with `messages` or `prompt`.")
+@click.option("--image", **_FILE, multiple=True, help="An image of PROMPT, before it or at its <image>; repeatable.")
 @click.option("--output", **_FILE, help="The answers to those of --file, as JSONL; a new file.")
 @click.option("--interactive", is_flag=True, help="Talk to the model; answers appear as they are generated.")
 @click.option("--base", metavar="MODEL", help="Answer with this model too; auto: what the run began with.")
@@ -67,6 +68,8 @@ def _problems(options: dict[str, Any]) -> list[str]:
     found = []
     if len(asked) != 1:
         found.append("give one of these: a PROMPT, --file FILE, or --interactive")
+    if options["image"] and options["prompt"] is None:
+        found.append("--image goes with a PROMPT; rows of --file have a column `images`, or parts of type image")
     if options["prompt"] is not None and not options["prompt"].strip():
         found.append("PROMPT: empty; write what is to be answered")
     if bool(options["file"]) != bool(options["output"]):
@@ -94,10 +97,10 @@ def _run(model: str, options: dict[str, Any]) -> None:
     import torch
     from accelerate.utils.memory import clear_device_cache
 
-    from accel_sft.evaluation.answerer import Answerer, expected_of
+    from accel_sft.evaluation.answerer import Answerer
     from accel_sft.evaluation.dialogue import talk
     from accel_sft.evaluation.left_padded import Sampling
-    from accel_sft.evaluation.prompts import read_prompts, with_system
+    from accel_sft.evaluation.prompts import prompt_with, read_prompts
     from accel_sft.io import terminal
     from accel_sft.io.run_dir import RunDir
     from accel_sft.io.text import printable
@@ -112,9 +115,8 @@ def _run(model: str, options: dict[str, Any]) -> None:
     if options["file"]:
         chats, names = read_prompts(options["file"], system)
     else:
-        chats, names = [with_system([{"role": "user", "content": options["prompt"] or ""}], system)], ["PROMPT"]
-        if expected := expected_of(chats[0]):
-            raise UserError(f"PROMPT: expected {expected}")
+        chats, names = [prompt_with(options["prompt"] or "", options["image"], system)], ["PROMPT"]
+    images = [chat.images for chat in chats]
     most = config.max_new_tokens or LONGEST_ANSWER
     sides, told = {}, {}
     with terminal.quiet(None, config.debug, shown_on=2) as out:
@@ -124,13 +126,13 @@ def _run(model: str, options: dict[str, Any]) -> None:
         accelerator, _ = create_accelerator(config, read_launch(), began_with=began_with)
         for side, source in _sources(folder, record, options["base"]).items():
             print(terminal.wrapped(f"{side:<5}  {source.adapter or source.weights}", 7), file=out)
-            answerer = Answerer(accelerator, config, source, sampling)
+            answerer = Answerer(accelerator, config, source, sampling, images=any(images))
             torch.manual_seed(options["seed"])
             if options["interactive"]:
                 sides[side] = answerer
                 continue
             with terminal.waiting(f"answering {len(chats):,} prompts" if len(chats) > 1 else "answering"):
-                told[side] = answerer.answers(chats, most, names)
+                told[side] = answerer.answers([chat.turns for chat in chats], most, names, images)
             for note in answerer.notes:
                 print(terminal.wrapped(printable(note)), file=out)
             del answerer  # the next model may need its memory
@@ -197,9 +199,9 @@ def _write(output: str, chats: list[Any], told: dict[str, list[Any]], most: int)
     from accel_sft.io.files import expanded, write_json_lines
 
     rows = []
-    for at, turns in enumerate(chats):
+    for at, chat in enumerate(chats):
         *before, last = (answers[at] for answers in told.values())
-        row = {"messages": turns, "generated": last.text, "tokens": last.tokens, "ended": last.ended}
+        row = {"messages": chat.messages(), "generated": last.text, "tokens": last.tokens, "ended": last.ended}
         rows.append({**row, **({"base": before[0].text} if before else {})})
     try:
         write_json_lines(expanded(output, "--output"), rows)

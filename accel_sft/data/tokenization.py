@@ -124,8 +124,8 @@ class SplitEncoder:
     def _sees_the_same(self, encoding: StoredEncoding) -> bool:
         """Whether all images in this rank's share of the rows are unchanged: a file may change and keep its name."""
         ranks, place = len(self.team.here), self.team.rank - self.team.first
-        pictured = encoding.kept.with_images(place, ranks)
-        return all(row.images.origin.is_as_before(row.images) for row in pictured if row.images)
+        source, pictured = encoding.kept.source, encoding.kept.with_images(place, ranks)
+        return all(source.is_as_before(row.images) for row in pictured if source and row.images)
 
     def _opened(self, folder: Path, about: dict[str, Any], examples: Sequence[Any], split: str) -> StoredEncoding:
         encodings = []

@@ -1,6 +1,7 @@
 """Answers conversations that belong to no task, with a model, its tokenizer and its template, used as in training."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,12 +14,18 @@ from accel_sft.api.errors import UserError
 from accel_sft.chat.answer_text import AnswerText
 from accel_sft.chat.conversation import Turns, no_text
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
+from accel_sft.chat.image_inputs import GivenImages, ImageInputs, RowImages
+from accel_sft.chat.pictures import Picture
 from accel_sft.chat.rendering import Rendering
 from accel_sft.evaluation.generate import Generator
+from accel_sft.evaluation.image_answers import ImageGenerator
 from accel_sft.evaluation.left_padded import GREEDY, Sampling
 from accel_sft.models.load import load_model, load_tokenizer
 from accel_sft.models.pretrained import text_settings, vocabulary_problem
+from accel_sft.models.processor import load_processor
 from accel_sft.models.source import Source
+
+Pictures = tuple[Picture, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +50,19 @@ class Answerer:
 
     Args:
         config: `thinking`, `template_date`, `control_tokens`, `eval_batch_size`, and the settings for loading weights.
+        images: whether conversations may have images.
     Raises:
         UserError: the model cannot be loaded, or has no chat template.
     """
 
     def __init__(
-        self, accelerator: Accelerator, config: TrainConfig, source: Source, sampling: Sampling = GREEDY
+        self,
+        accelerator: Accelerator,
+        config: TrainConfig,
+        source: Source,
+        sampling: Sampling = GREEDY,
+        *,
+        images: bool = False,
     ) -> None:
         self.name = source.adapter or source.weights
         self.tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
@@ -56,8 +70,12 @@ class Answerer:
         self.answer_text = AnswerText(self.rendering)
         self.weights = source.weights
         self.settings = text_settings(source.weights, trust_remote_code=config.trust_remote_code)
-        precision = accelerator.mixed_precision
-        model = load_model(source, config, precision=precision, deepspeed=False, largest_id=self.tokenizer.pad_token_id)
+        load = functools.partial(load_processor, source, model=self.name, trust_remote_code=config.trust_remote_code)
+        self.images = ImageInputs(load)
+        if images:
+            _ = self.images.processor  # says at once if the model reads no images
+        how: dict[str, Any] = {"precision": accelerator.mixed_precision, "deepspeed": False, "images": images}
+        model = load_model(source, config, largest_id=self.tokenizer.pad_token_id, **how)
         self.model = model.to(accelerator.device).eval()
         self.ends = end_of_turn_ids(self.tokenizer, self.model.generation_config)
         self.generator = Generator(accelerator, self.tokenizer, self.model, config.eval_batch_size, sampling=sampling)
@@ -66,14 +84,17 @@ class Answerer:
     def notes(self) -> list[str]:
         return self.rendering.notes
 
-    def encode(self, turns: Turns, max_new_tokens: int, index: int = 0) -> Encoded:
+    def encode(self, turns: Turns, max_new_tokens: int, index: int = 0, images: Pictures = ()) -> Encoded:
         """Return a conversation as the tokens of its prompt, tokenized as in training, and one end-of-turn token.
 
+        Args:
+            images: the images of the turns, in the order of their marks.
         Raises:
             UserError: the template rejects the conversation; or its prompt has no tokens, has tokens that the model
                 does not know, or leaves no room for `max_new_tokens` in the model's context.
         """
-        (ids,) = self.rendering.control.ids([self.rendering.prompt(turns)])
+        text = self.rendering.prompt(turns, images)
+        (ids,) = self.rendering.control.ids([self.images.prompt(images, text, "prompt") if images else text])
         if not ids:
             raise UserError("prompt: the chat template writes nothing of it")
         if problem := vocabulary_problem(self.weights, self.settings, max(ids)):
@@ -84,12 +105,20 @@ class Answerer:
                 f"prompt: {len(ids):,} tokens and --max-new-tokens {max_new_tokens:,} are more than the {longest:,} "
                 "that the model reads; shorten it, or lower --max-new-tokens"
             )
-        return Encoded(index, [*ids, min(self.ends)], len(ids))
+        given = RowImages(index, len(images), b"", GivenImages(self.images, images, "prompt")) if images else None
+        return Encoded(index, [*ids, min(self.ends)], len(ids), images=given)
 
-    def answers(self, chats: Sequence[Turns], max_new_tokens: int, names: Sequence[str] = ()) -> list[Answer]:
+    def answers(
+        self,
+        chats: Sequence[Turns],
+        max_new_tokens: int,
+        names: Sequence[str] = (),
+        images: Sequence[Pictures] = (),
+    ) -> list[Answer]:
         """An answer to each conversation, in their order.
 
         Args:
+            images: the images of each conversation; empty if none has any.
             names: names of the conversations, with which errors about them begin.
         Raises:
             UserError: as `encode`, with a line for each conversation's problem.
@@ -97,13 +126,13 @@ class Answerer:
         encoded, problems = [], []
         for index, turns in enumerate(chats):
             try:
-                encoded.append(self.encode(turns, max_new_tokens, index))
+                encoded.append(self.encode(turns, max_new_tokens, index, images[index] if images else ()))
             except UserError as error:
                 problems += [f"{names[index]}: {line}" if names else line for line in error.problems]
         if problems:
             raise UserError(*problems)
         with torch.no_grad():
-            generated = self.generator(encoded, max_new_tokens)
+            generated = ImageGenerator(self.generator)(encoded, max_new_tokens)
         found = {example.index: self._answer(chats[example.index], ids) for example, ids in generated.answers}
         return [found[index] for index in range(len(chats))]
 

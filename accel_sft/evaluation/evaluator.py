@@ -87,6 +87,7 @@ class Evaluator:
         backend: what generates the answers.
         max_new_tokens: maximum number of tokens of an answer without `--max-new-tokens`; None: as many as the longest
             expected answer has, its end-of-turn token included.
+        blank: as `Batching.batch` takes it, for the validation loss.
     """
 
     accelerator: Accelerator
@@ -97,6 +98,7 @@ class Evaluator:
     config: TrainConfig
     backend: AnswerBackend
     max_new_tokens: int | None = None
+    blank: Encoded | None = None
     answered: Sequence[Encoded] = dataclasses.field(init=False)
     source_of: dict[int, str] = dataclasses.field(init=False)
 
@@ -138,7 +140,8 @@ class Evaluator:
         sums: list[float] = []  # of losses and of weights, of each source
 
         def nll(rows: list[Encoded]) -> list[float]:
-            return [nll_sum(model, batching.batch(rows, self.tokenizer.pad_token_id, self.accelerator.device)).item()]
+            pad, device = self.tokenizer.pad_token_id, self.accelerator.device
+            return [nll_sum(model, batching.batch(rows, pad, device, self.blank)).item()]
 
         with torch.no_grad(), _out_of_memory_explained("--max-length, or in training --micro-batch-size"):
             names = [*dict.fromkeys(self.source_of.values())] or [""]

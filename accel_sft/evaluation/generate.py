@@ -63,6 +63,7 @@ class Generator:
         self.accelerator, self.tokenizer, self.sampling = accelerator, tokenizer, sampling
         self.model: Any = accelerator.unwrap_model(model)
         self.batch_size, self.between, self.log, self.sharded = batch_size, between, log, sharded
+        self.synced = sharded and accelerator.num_processes > 1
         self.message = ""
 
     def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
@@ -119,7 +120,9 @@ class Generator:
         def answer(prompts: list[list[int]]) -> list[list[int]]:
             if self.plain:
                 pad = self.tokenizer.pad_token_id
-                return generate(self.model, prompts, max_new_tokens, ends, pad, device, self.sampling)
+                return generate(
+                    self.model, prompts, max_new_tokens, ends, pad, device, self.sampling, synced=self.synced
+                )
             own, forwards = [prompt[prefix:] for prompt in prompts], min(_forwards(ranks, prefix), len(prompts))
             return decoder.answers(own, max_new_tokens, ends, forwards=forwards, anyone=anyone)
 

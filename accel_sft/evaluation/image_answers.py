@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -38,12 +39,15 @@ class ImageGenerator:
         self._told = True
         accelerator.wait_for_everyone()
         started = time.perf_counter()
-        answers = []
+        answers: list[tuple[Encoded, list[int]]] = []
         with self.generator.ready():
             for ranks in divide(pictured, accelerator.num_processes, 1):
                 self.generator.between()
                 rows = ranks[accelerator.process_index]
-                answers += [(row, self._answer(row, max_new_tokens)) for row in rows]
+                # with sharded weights, a rank without rows left must take part: it answers any row
+                also = next(filter(None, ranks))[:1] if self.generator.sharded and not rows else []
+                told = [self._answer(row, max_new_tokens) for row in rows or also]
+                answers += zip(rows, told, strict=False)
         seconds = before.seconds + time.perf_counter() - started
         return Generated([*before.answers, *answers], seconds, peak_memory_gib(accelerator.device))
 
@@ -55,4 +59,5 @@ class ImageGenerator:
         more = {name: torch.as_tensor(array, device=device) for name, array in inputs.items()}
         tokenizer = self.generator.tokenizer
         ends = end_of_turn_ids(tokenizer, model.generation_config)
-        return generate(model, [prompt], max_new_tokens, ends, tokenizer.pad_token_id, device, more=more)[0]
+        how: dict[str, Any] = {"sampling": self.generator.sampling, "more": more, "synced": self.generator.synced}
+        return generate(model, [prompt], max_new_tokens, ends, tokenizer.pad_token_id, device, **how)[0]

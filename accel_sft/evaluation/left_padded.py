@@ -51,15 +51,18 @@ def generate(
     sampling: Sampling = GREEDY,
     streamer: Any = None,
     more: Mapping[str, torch.Tensor] | None = None,
+    synced: bool = False,
 ) -> list[list[int]]:
     """The answers to the prompts, each up to and including the first of `ends`.
 
     Args:
         streamer: transformers' BaseStreamer, which gets a single prompt's tokens, then each token of its answer.
         more: the model's inputs besides tokens and mask.
+        synced: whether ranks hold parts of the weights, so that all go on until the last has its answers. Transformers
+            sees that of ZeRO-3 alone.
     """
     longest = max(map(len, prompts))
-    output = _output(model, prompts, max_new_tokens, ends, pad_token_id, device, sampling, streamer, more)
+    output = _output(model, prompts, max_new_tokens, ends, pad_token_id, device, sampling, streamer, more, synced)
     answers = []
     for ids in output.sequences[:, longest:].tolist():
         stop = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
@@ -102,6 +105,7 @@ def _output(
     sampling: Sampling = GREEDY,
     streamer: Any = None,
     more: Mapping[str, torch.Tensor] | None = None,
+    synced: bool = False,
 ) -> Any:
     longest = max(map(len, prompts))
     rows = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
@@ -110,6 +114,7 @@ def _output(
         input_ids=torch.tensor(rows, device=device),
         attention_mask=torch.tensor(mask, device=device),
         streamer=streamer,
+        synced_gpus=synced or None,
         **(more or {}),
         generation_config=GenerationConfig(  # overrides the sampling and penalties of the model's config
             **sampling.settings(),

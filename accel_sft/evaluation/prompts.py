@@ -1,20 +1,43 @@
-"""Reads a file of prompts that belong to no task: one per line of text, or rows with messages or a prompt."""
+"""Reads prompts that belong to no task, with their images: one per line of text, or rows with messages or a prompt."""
 
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_sft.api.errors import UserError
 from accel_sft.chat.conversation import Turns
+from accel_sft.chat.image_parts import parted, read_parts
+from accel_sft.chat.pictures import Picture
 from accel_sft.evaluation.answerer import expected_of
 from accel_sft.rows.json_stream import RowProblem
 from accel_sft.rows.rows import read_rows
 
+_COLUMNS = ("images", "image")
+_IMAGE = "<image>"
 
-def read_prompts(file: str, system: str | None) -> tuple[list[Turns], list[str]]:
+
+class Prompt(NamedTuple):
+    """A conversation to be answered: turns whose contents are texts with a mark for each image, and the images."""
+
+    turns: Turns
+    images: tuple[Picture, ...] = ()
+
+    def messages(self) -> Turns:
+        """The turns as they are written to files: contents with images are lists of parts, with the images' paths."""
+        turns, paths = parted(self.turns, self.images), iter([picture.given for picture in self.images])
+        for part in (part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]):
+            if part["type"] == "image" and isinstance(path := next(paths), str):
+                part["image"] = path
+        return turns
+
+
+def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]]:
     """The conversations of a file, and where each stands in it.
 
     A `.json` or `.jsonl` file has rows with `messages`, a conversation whose last turn is to be answered, or `prompt`,
-    text. Any other file has a prompt on each line that is not blank.
+    text. Images are parts of a content, or in a column `images` or `image` beside `<image>` in the texts; relative
+    paths begin at the file's folder. Any other file has a prompt on each line that is not blank.
 
     Args:
         system: the system message of conversations that have none of their own.
@@ -23,7 +46,10 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Turns], list[str]]
     """
     if Path(file).suffix in (".json", ".jsonl"):
         rows = read_rows(file, _parse)
-        return [with_system(row, system) for row in rows], [str(place) for place in rows.places(range(len(rows)))]
+        names = [str(place) for place in rows.places(range(len(rows)))]
+        folder = os.path.dirname(os.path.abspath(file))
+        prompts = [_pictured(*row, folder, where) for row, where in zip(rows, names, strict=True)]
+        return [prompt._replace(turns=with_system(prompt.turns, system)) for prompt in prompts], names
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
@@ -32,8 +58,21 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Turns], list[str]]
     asked = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not asked:
         raise UserError(f"--file {file}: no prompt in it; write one on each line")
-    chats = [with_system([{"role": "user", "content": line}], system) for _, line in asked]
+    chats = [Prompt(with_system([{"role": "user", "content": line}], system)) for _, line in asked]
     return chats, [f"{file}:{number}" for number, _ in asked]
+
+
+def prompt_with(text: str, paths: Sequence[str], system: str | None) -> Prompt:
+    """A prompt with images: at the marks `<image>` in its text, else before the text.
+
+    Raises:
+        UserError: it cannot be answered, or an image does not exist.
+    """
+    turns: Turns = [{"role": "user", "content": text}]
+    if expected := expected_of(turns):
+        raise UserError(f"PROMPT: expected {expected}")
+    found = _pictured(turns, list(paths), "", "PROMPT")
+    return found._replace(turns=with_system(found.turns, system))
 
 
 def with_system(turns: Turns, system: str | None) -> Turns:
@@ -43,11 +82,78 @@ def with_system(turns: Turns, system: str | None) -> Turns:
     return [{"role": "system", "content": system}, *turns]
 
 
-def _parse(row: dict[str, Any]) -> Turns:
+def _parse(row: dict[str, Any]) -> tuple[Turns, list[Any]]:
+    """The turns of a row, with contents as they are given, and the images of its column."""
+    column: Any = next((row[name] for name in _COLUMNS if row.get(name) is not None), [])
+    images = column if isinstance(column, list) else [column]
     if "messages" in row:
-        if expected := expected_of(row["messages"]):
+        given = row["messages"]
+        turns = [_without_parts(turn) for turn in given] if isinstance(given, list) else given
+        if expected := expected_of(turns):
             raise RowProblem("messages", expected)
-        return [{"role": turn["role"], "content": turn["content"]} for turn in row["messages"]]
+        return [{"role": turn["role"], "content": turn["content"]} for turn in given], images
     if not isinstance(row.get("prompt"), str):
         raise RowProblem("prompt", "text, or `messages` instead")
-    return [{"role": "user", "content": row["prompt"]}]
+    return [{"role": "user", "content": row["prompt"]}], images
+
+
+def _without_parts(turn: Any) -> Any:
+    """A turn whose content, if that is a list of parts, is the text of these."""
+    content = turn.get("content") if isinstance(turn, dict) else None
+    if not isinstance(content, list):
+        return turn
+    return {**turn, "content": "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))}
+
+
+def _pictured(turns: Turns, column: list[Any], folder: str, where: str) -> Prompt:
+    """The turns with a mark for each image, and the images.
+
+    Args:
+        column: images for parts without a path and for each `<image>` in a text; if there is neither, they stand before
+            the first question. Without a column, `<image>` is a word.
+        folder: the folder that relative paths begin at.
+    Raises:
+        UserError: there are more or fewer images than places for them, or an image does not exist.
+    """
+    left = iter(column)
+    contents = [_as_parts(turn["content"], where, split=bool(column)) for turn in turns]
+    places = [part for parts in contents for part in parts if part.get("type") == "image" and len(part) == 1]
+    if column and not places:
+        first = next((at for at, turn in enumerate(turns) if turn["role"] == "user"), 0)
+        places = [{"type": "image"} for _ in column]
+        contents[first] = [*places, *contents[first]]
+    if len(places) != len(column):
+        raise UserError(f"{where}: expected an image for each of {len(places)} {_IMAGE}, got {len(column)}")
+    images: list[Picture] = []
+    found: Turns = []
+    for turn, parts in zip(turns, contents, strict=True):
+        text, pictures = read_parts([_placed(part, left, folder) for part in parts], where)
+        found.append({**turn, "content": text})
+        images += pictures
+    return Prompt(found, tuple(Picture(picture.given, number) for number, picture in enumerate(images, 1)))
+
+
+def _as_parts(content: Any, where: str, *, split: bool) -> list[Any]:
+    """A content as a list of parts; with `split`, each `<image>` in a text becomes a part of its own."""
+    if isinstance(content, list):
+        return content
+    first, *others = content.split(_IMAGE) if split else [content]
+    parts: list[Any] = [{"type": "text", "text": first}]
+    for text in others:
+        parts += [{"type": "image"}, {"type": "text", "text": text}]
+    return parts
+
+
+def _placed(part: Any, left: Iterator[Any], folder: str) -> Any:
+    """A part with its image: the next one of the column if it has none; a relative path begins at the folder."""
+    if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
+        return part
+    if len(part) == 1:
+        part = {**part, "image": next(left)}
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: placed(inner) for key, inner in value.items()}
+        return os.path.join(folder, value) if isinstance(value, str) and ":" not in value[:10] else value
+
+    return {key: value if key in ("type", "base64") else placed(value) for key, value in part.items()}

@@ -168,6 +168,7 @@ def prepare_model(
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
+    _name_blocks(accelerator, model)
     with compiling(launch):
         model, optimizer = ulysses.prepare(accelerator, model, optimizer)
     if accelerator.distributed_type.value.startswith("MULTI_"):
@@ -206,8 +207,17 @@ def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:
         model = accelerator.prepare(model)
         _gather_with_their_modules(model)
         return model
+    _name_blocks(accelerator, model)
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))  # FSDP2 needs an optimizer
     return model
+
+
+def _name_blocks(accelerator: Accelerator, model: Any) -> None:
+    """Tell Accelerate which blocks FSDP shards one by one, unless the launch does: it refuses a model that names
+    classes which only other models of its family have, as Gemma 3's parts do."""
+    if accelerator.is_fsdp2 and (plugin := accelerator.state.fsdp_plugin).transformer_cls_names_to_wrap is None:
+        classes = {type(module).__name__ for module in model.modules()}
+        plugin.transformer_cls_names_to_wrap = sorted(classes & {*(getattr(model, "_no_split_modules", None) or ())})
 
 
 def verify_engine(accelerator: Accelerator, launch: Launch, model: Any, max_grad_norm: float) -> None:

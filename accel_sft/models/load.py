@@ -102,7 +102,7 @@ def load_model(
     elif config.adapter != "none" and train:
         torch.manual_seed(config.seed)  # the same new adapter on every rank and at every ZeRO stage
         model = new_adapter(model, config, total_steps, log, adapter_start, images=images)
-    freeze_beyond_text(model, log, images=images)
+    freeze_beyond_text(model, log, images=images, pattern=config.train_only if train else None)
     if train and config.train_only is not None:
         freeze_others(model, config.train_only, log)
     if train and precision != "no" and not deepspeed:

@@ -142,9 +142,17 @@ def _named(keys: list[str]) -> str:
     return f"{', '.join(keys[:_NAMED])}{', ...' if len(keys) > _NAMED else ''}"
 
 
-def freeze_beyond_text(model: torch.nn.Module, log: Callable[[str], None], *, images: bool = False) -> None:
-    """Freeze the parameters that no text reaches. Images pass through them as they are."""
+def freeze_beyond_text(
+    model: torch.nn.Module, log: Callable[[str], None], *, images: bool = False, pattern: str | None = None
+) -> None:
+    """Freeze the parameters that no text reaches. Images pass through them as they are.
+
+    Args:
+        pattern: a regular expression; with `images`, parameters whose names it finds a match in are left as they are.
+    """
     beyond = {name: weights for name, weights in beyond_text(model).items() if weights.requires_grad}
+    if images and pattern is not None:
+        beyond = {name: weights for name, weights in beyond.items() if not re.search(pattern, name)}
     for weights in beyond.values():
         weights.requires_grad_(False)
     if beyond:

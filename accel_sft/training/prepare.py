@@ -18,7 +18,9 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.api.task import Task
 from accel_sft.batching.device_memory import forwards_alone
+from accel_sft.chat.blank_image import blank_row
 from accel_sft.chat.conversation import first_examples, read_split
+from accel_sft.chat.encoded import Encoded
 from accel_sft.checkpoint.checkpoint import replacing
 from accel_sft.data.mixing import check_sources, in_words, rows_by_source
 from accel_sft.data.step_plan import StepPlan
@@ -30,9 +32,11 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
 from accel_sft.launch.environment import device_count
 from accel_sft.launch.info import Launch
+from accel_sft.launch.ulysses import sequence_ranks
 from accel_sft.memory import lengths
 from accel_sft.memory.model_config import read_config
 from accel_sft.models.adapter_start import keep
+from accel_sft.models.architecture import beyond_text
 from accel_sft.models.liger import liger
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
 from accel_sft.models.processor import load_processor
@@ -42,9 +46,9 @@ from accel_sft.models.tiny import build_tiny, texts_of
 from accel_sft.rows.reading import MAX_PROBLEMS
 from accel_sft.rows.rows import with_places
 
-_IMAGES_NOT_SHARDED = (
-    "the data has images, and ZeRO-3 and FSDP share out the layers that read them: a rank whose forward has no image "
-    "would keep the others waiting for ever; launch with accelerate_configs/z2.yaml or ddp.yaml"
+_IMAGES_IN_PARTS = (
+    "the data has images, and sequence parallelism gives each rank a part of a row's tokens, so that an image's would "
+    "be cut apart; launch with accelerate_configs/z3.yaml or fsdp2.yaml"
 )
 _COMPARED = 8
 """Number of validation examples whose system messages are compared."""
@@ -54,6 +58,7 @@ class Assembly:
     """What training and `evaluate` both make from the settings; all ranks make it together.
 
     It holds no model: whoever loads one decides when it is freed. `encode` turns a split's examples into tokens.
+    `blank`, once a model is loaded, is what `Batching.batch` takes.
 
     Raises:
         UserError: the tokenizer or its chat template cannot be used.
@@ -65,6 +70,7 @@ class Assembly:
         rules = encoding_rules(self.tokenizer, source, config)
         load = functools.partial(load_processor, source, model=config.model, trust_remote_code=config.trust_remote_code)
         self.encode = SplitEncoder(accelerator, self.tokenizer, task, rules, load)
+        self.blank: Encoded | None = None
 
     def load_model(
         self, *encodings: StoredEncoding, total_steps: int = 0, run_dir: RunDir | None = None, **more: Any
@@ -73,8 +79,8 @@ class Assembly:
         accelerate yet. If an adapter begins as a part of its base's weights, its initial values are kept in `run_dir`,
         and read from there when the run is resumed."""
         images = any(len(encoding.kept.pictured) for encoding in encodings)
-        if images and not forwards_alone(self.accelerator):
-            raise UserError(_IMAGES_NOT_SHARDED)
+        if images and sequence_ranks(self.accelerator) > 1:
+            raise UserError(_IMAGES_IN_PARTS)
         if images:
             for encoding in encodings:
                 self._check_texts(encoding)
@@ -91,6 +97,11 @@ class Assembly:
             images=images,
             **more,
         )
+        trained = any(weights.requires_grad for weights in beyond_text(model).values())
+        if images and (trained or not forwards_alone(self.accelerator)):
+            # otherwise ranks would wait for the weights of what reads images, or for its gradients; and AdamW, which
+            # passes over weights without a gradient, would update them in other steps than ranks do together
+            self.blank = blank_row(self.encode.images)
         if run_dir and not begun:
             file = run_dir.adapter_start
             decided_by_main(self.accelerator, lambda: keep(model, file) if splits else file.unlink(missing_ok=True))
@@ -110,7 +121,15 @@ class Assembly:
         config, tokenizer = self.config, self.tokenizer
         backend = answer_backend(self.accelerator, config, tokenizer, model, self.source, **more)
         return Evaluator(
-            self.accelerator, tokenizer, self.task, split.examples, split.kept, config, backend, max_new_tokens
+            self.accelerator,
+            tokenizer,
+            self.task,
+            split.examples,
+            split.kept,
+            config,
+            backend,
+            max_new_tokens,
+            self.blank,
         )
 
 

@@ -45,14 +45,20 @@ class TrainStep:
     attention copies where it has no kernels that do without (`Layout.copied`).
 
     After an out-of-memory the forwards are smaller. If the step cannot be repeated, a file in `run_dir` keeps the
-    smaller limit for a resumed run.
+    smaller limit for a resumed run. Forwards take `blank` as `Batching.batch` does.
     """
 
     def __init__(
-        self, stepper: Stepper, batching: Batching, pad_token_id: int, run_dir: RunDir, log: Callable[[str], None]
+        self,
+        stepper: Stepper,
+        batching: Batching,
+        pad_token_id: int,
+        run_dir: RunDir,
+        log: Callable[[str], None],
+        blank: Encoded | None = None,
     ) -> None:
         self.stepper = stepper
-        self.pad_token_id = pad_token_id
+        self.pad_token_id, self.blank = pad_token_id, blank
         self.run_dir = run_dir
         self.log = log
         self.batching = batching
@@ -140,7 +146,7 @@ class TrainStep:
         its own, so that nothing keeps the tensors of a failed forward."""
         try:
             with span(BATCHES):
-                batch = self.batching.batch(rows, self.pad_token_id, self.stepper.accelerator.device)
+                batch = self.batching.batch(rows, self.pad_token_id, self.stepper.accelerator.device, self.blank)
                 batch = self.group.part(batch, self.pad_token_id)
             with span(FORWARD):
                 return nll_sum(self.stepper.model, batch)

@@ -123,16 +123,16 @@ class Trainer:
         if before is None and self.config.resume != "off":
             before = choice.read(self.accelerator, self.run_dir, job)
         kept = choice.restored(before, self.batching_asked)
-        pad_token_id = self.prepared.assembly.tokenizer.pad_token_id
+        pad_token_id, blank = self.prepared.assembly.tokenizer.pad_token_id, self.prepared.assembly.blank
         some, moments = self.train_examples.some(), self.state.step > 0
-        trial = Trial(self.accelerator, self.model, self.config, some, pad_token_id, moments=moments)
+        trial = Trial(self.accelerator, self.model, self.config, some, pad_token_id, moments=moments, blank=blank)
         if self.config.use_liger_kernel:
             self.tracker.log(use_liger_kernels(trial))
         # the validation loss is computed in the same layout
         batching, message = choose_batching(trial, before=kept, also=self.prepared.validation.kept.extremes())
         self.tracker.log(message)
         choice.write(self.accelerator, self.run_dir, self.batching_asked, batching, job)
-        return TrainStep(self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log)
+        return TrainStep(self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log, blank)
 
     def train(self) -> None:
         """Evaluate the untrained model, then train to the end. A signal saves a checkpoint before it ends the run.

@@ -125,12 +125,12 @@ def test_prompts_are_lines_or_rows_and_bad_ones_are_named(tmp_path):
     lines.write_text("5=\n\n  6= \n")
     system = {"role": "system", "content": "Sum."}
     assert read_prompts(str(lines), "Sum.") == (
-        [[system, {"role": "user", "content": asked}] for asked in ("5=", "6=")],
+        [([system, {"role": "user", "content": asked}], ()) for asked in ("5=", "6=")],
         [f"{lines}:1", f"{lines}:3"],
     )
     own = [{"role": "system", "content": "Own."}, *QUESTION]
     rows.write_text(json.dumps({"messages": own}) + "\n" + json.dumps({"prompt": "7="}))
-    assert read_prompts(str(rows), "Sum.")[0] == [own, [system, {"role": "user", "content": "7="}]]
+    assert read_prompts(str(rows), "Sum.")[0] == [(own, ()), ([system, {"role": "user", "content": "7="}], ())]
     answered = [*QUESTION, {"role": "assistant", "content": "3"}]
     rows.write_text("".join(json.dumps(row) + "\n" for row in ({"messages": answered}, {"messages": 3}, {})))
     with pytest.raises(UserError) as failed:

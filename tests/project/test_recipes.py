@@ -78,6 +78,16 @@ def c(tmp_path):
     assert "| single, adapter lora | sharded |" in (folder / "comparison.md").read_text()
 
 
+def c_with_images(tmp_path):
+    """The same on rows with images, with stage 3's weights on the host."""
+    _, found = run("series-c", tmp_path / "c", IMAGES="1")
+    ((folder, record),) = found.items()
+    assert ended(record)["single, adapter adalora"] == "complete"
+    assert {ended(record)[f"{name}, adapter lora"] for name in ("single", "z2", "z3_offload")} == {"complete"}
+    text = (folder / "comparison.md").read_text()
+    assert all(f"| z3_offload, adapter lora | {phase} |" in text for phase in ("model", "sharded", "ready"))
+
+
 def d(tmp_path):
     """It is told what making batches takes, and a trace of each cell is there to look at."""
     _, found = run("series-d", tmp_path / "d", STEPS="6")
@@ -89,7 +99,10 @@ def d(tmp_path):
         assert any("Reading rows and making batches takes" in line for line in record["findings"])
 
 
-@pytest.mark.parametrize("holds", [a, *(pytest.param(series, marks=pytest.mark.long) for series in (stages, b, c, d))])
+LONG = [pytest.param(series, marks=pytest.mark.long) for series in (stages, b, c, c_with_images, d)]
+
+
+@pytest.mark.parametrize("holds", [a, *LONG])
 def test_a_series_runs_to_its_tables(holds, tmp_path):
     holds(tmp_path)
 
@@ -99,8 +112,7 @@ def test_a_recipe_names_itself_and_the_variables_that_it_reads(path):
     text = path.read_text()
     about = text.partition("\nset -euo pipefail")[0]
     assert f"bash recipes/{path.name}" in about
-    read = {
-        name for name in ("LAUNCH", "STEPS", "ROUNDS", "DISCARD", "OUT", "TASKS", "MODEL") if f"${{{name}:-" in text
-    }
+    names = ("LAUNCH", "STEPS", "ROUNDS", "DISCARD", "OUT", "TASKS", "MODEL", "IMAGES", "EDGE")
+    read = {name for name in names if f"${{{name}:-" in text}
     assert sorted(name for name in read if name not in about) == []
     assert subprocess.run(["bash", "-n", str(path)]).returncode == 0

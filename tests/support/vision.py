@@ -117,6 +117,7 @@ class Colours(Sums):
 
     folder: str | None = option(None, help="Images are written there and given by path; without: PIL images.")
     text_too: bool = option(True, help="Whether every fifth example has no image.")
+    one_in: int = option(1, help="Of so many examples, one may have images.")
 
     def dataset(self, split):
         return list(range(0, 20) if split == "train" else range(20, 27))
@@ -126,7 +127,7 @@ class Colours(Sums):
         asked = [{"type": "text", "text": "Which colours are " if len(names) > 1 else "What is "}]
         parts = [part for name in names for part in (self.part(example, name), {"type": "text", "text": " this?"})]
         system = {"role": "system", "content": "You see."}
-        if self.text_too and example % 5 == 3:
+        if (self.text_too and example % 5 == 3) or example % self.one_in:
             return [system, {"role": "user", "content": f"What is this {names[0]} {example}?"}]
         return [system, {"role": "user", "content": [*asked, *parts]}]
 

@@ -1,0 +1,210 @@
+"""Rows with images where ranks share out the layers that read images: ZeRO-3 and FSDP2."""
+
+from __future__ import annotations
+
+import json
+
+import fsdp2_on_cpu
+import pytest
+import torch
+import vision
+from accelerate import Accelerator
+from conftest import accel_sft, stopped
+from fsdp2_job import FP32, SHARDED
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from accel_sft import UserError
+from accel_sft.api.config import TrainConfig
+from accel_sft.batching import verify
+from accel_sft.batching.layouts import Batching
+from accel_sft.batching.loss import nll_sum
+from accel_sft.batching.trial import Trial
+from accel_sft.chat.blank_image import blank_row
+from accel_sft.chat.encoded import Encoded
+from accel_sft.chat.image_inputs import ImageInputs
+from accel_sft.models.processor import load_processor
+from accel_sft.models.source import find_source
+
+TASK = f"{vision.__file__}:Colours"
+JOB = ("--global-batch-size", "4", "--micro-batch-size", "1", "--max-new-tokens", "6", "--learning-rate", "0.01")
+JOB += ("--max-steps", "5", "--eval-every", "5", "--save-every", "2", "--keep-checkpoints", "3", "--dtype", "float32")
+ONE_PICTURED = ("--one-in", "20")
+LAUNCHES = {yaml: {"yaml": yaml, **FP32} for yaml in ("ddp", "z2", "z3", "z3_offload")} | {"fsdp2": SHARDED}
+LAUNCHES["hsdp"] = SHARDED | {"yaml": "hsdp", "launcher": ("--num_processes", "4", *FP32["launcher"])}
+skipped = pytest.mark.skipif(not fsdp2_on_cpu.RUNS_HERE, reason="this torch's FSDP2 does not run on CPUs")
+FAMILIES = [pytest.param(name, marks=pytest.mark.long) for name in vision.FAMILIES if name != "qwen2_vl"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """`made(family)`: the folder of a model, made once."""
+    folders = {}
+
+    def folder(family="qwen2_vl"):
+        if family not in folders:
+            folders[family] = vision.make(tmp_path_factory.mktemp(family) / "model", family)
+        return folders[family]
+
+    return folder
+
+
+@pytest.fixture
+def trained(launched, made):
+    """`trained(layout, *options)`: a run of that layout (None: one process), made once."""
+
+    def run(layout, *options, family="qwen2_vl"):
+        name = " ".join(["images", family, layout or "one", *options])
+        return launched(name, TASK, *JOB, *options, "--model", str(made(family)), **LAUNCHES.get(layout, {}))
+
+    return run
+
+
+def assert_same_curve(ours, theirs):
+    assert len(ours.lines()) == len(theirs.lines())
+    for one, other in zip(ours.lines(), theirs.lines(), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-5)
+    for one, other in zip(ours.lines("eval_loss"), theirs.lines("eval_loss"), strict=True):
+        assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=2e-5)
+        assert one["right"] == other["right"]
+    answers = [(run.run_dir / "samples" / "step-000005.jsonl").read_text() for run in (ours, theirs)]
+    assert [json.loads(line)["generated"] for line in answers[0].splitlines()] == [
+        json.loads(line)["generated"] for line in answers[1].splitlines()
+    ]
+
+
+# of twenty rows one has an image: in four steps no rank has one, in one step a single rank
+@pytest.mark.parametrize(
+    "layout",
+    ["z3", *(pytest.param(name, marks=[pytest.mark.long, skipped]) for name in ("fsdp2", "hsdp"))],
+)
+def test_ranks_without_an_image_keep_nobody_waiting_and_change_no_loss(trained, layout):
+    assert_same_curve(trained(layout, *ONE_PICTURED), trained(None, *ONE_PICTURED))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["z2", "z3", "z3_offload", pytest.param("fsdp2", marks=skipped)])
+@pytest.mark.parametrize("family", ["qwen2_vl", *FAMILIES])
+def test_every_layout_draws_the_curve_of_one_process(trained, layout, family):
+    if family != "qwen2_vl" and layout in ("z2", "z3_offload"):
+        pytest.skip("what differs between families is seen where their layers are shared out")
+    assert_same_curve(trained(layout, family=family), trained(None, family=family))
+
+
+# in four of five steps no rank has an image: the tower's gradients are zero, and no rank waits for them
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "ddp",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("z2", "z3")),
+        pytest.param("fsdp2", marks=[pytest.mark.long, skipped]),
+    ],
+)
+def test_parts_of_what_reads_images_are_trained_by_name(trained, made, layout):
+    options = (*ONE_PICTURED, "--train-only", r"visual\.merger|layers\.1\.")
+    one = trained(None, *options)
+    assert "visual.merger" in one.output
+    before, after = (load_file(folder / "model.safetensors") for folder in (made(), one.run_dir / "final"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "visual.merger" in name or "layers.1." in name}
+    assert_same_curve(trained(layout, *options), one)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["z3", pytest.param("fsdp2", marks=skipped)])
+def test_an_adapter_with_recomputed_activations_draws_the_curve_of_one_process(trained, layout):
+    options = ("--adapter", "lora", "--lora-dropout", "0", "--gradient-checkpointing")
+    assert_same_curve(trained(layout, *options), trained(None, *options))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["z3", pytest.param("fsdp2", marks=skipped)])
+def test_a_resumed_run_ends_with_the_same_bits_and_the_export_is_loaded_by_transformers(trained, tmp_path, layout):
+    whole = trained(layout)
+    again = stopped(whole, tmp_path / "run", 2)
+    went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=again, **LAUNCHES[layout])
+    assert went_on.status == 0, went_on.output[-4000:]
+    one, other = (load_file(folder / "final" / "model.safetensors") for folder in (whole.run_dir, again))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    loaded = AutoModelForImageTextToText.from_pretrained(again / "final", dtype=torch.float32).state_dict()
+    assert all(weight.equal(loaded[name]) for name, weight in loaded.items())
+    evaluated = accel_sft("evaluate", TASK, "--model", str(again), run_dir=tmp_path / "evaluation", **LAUNCHES[layout])
+    assert evaluated.status == 0, evaluated.output[-4000:]
+    found = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
+    own = whole.result()["after"]
+    assert found["eval_loss"] == pytest.approx(own["eval_loss"], rel=2e-5)
+    assert found["right"] == own["right"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("first", "then"), [("z3", "z2"), ("z2", "z3"), pytest.param("z3", "fsdp2", marks=skipped)])
+def test_a_run_goes_on_under_another_layout(trained, tmp_path, first, then):
+    whole = trained(first)
+    again = stopped(whole, tmp_path / "run", 2)
+    went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=again, **LAUNCHES[then])
+    assert went_on.status == 0, went_on.output[-4000:]
+    assert_same_curve(went_on, whole)
+
+
+def test_sequence_parallelism_refuses_images(made, tmp_path):
+    refused = accel_sft(TASK, *JOB, "--model", str(made()), run_dir=tmp_path / "run", yaml="z3_sp", **FP32)
+    assert refused.status == 1
+    assert "sequence parallelism gives each rank a part of a row's tokens" in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", *FAMILIES])
+@pytest.mark.parametrize("head", ["labelled", "pieces", "everywhere"])
+def test_a_blank_image_reaches_every_weight_and_changes_neither_loss_nor_gradient(made, family, head):
+    folder = made(family)
+    inputs = ImageInputs(lambda: load_processor(find_source(str(folder)), model=str(folder), trust_remote_code=False))
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    blank, cpu = blank_row(inputs), torch.device("cpu")
+    rows = [Encoded(index, [3 + (7 * index + at) % 60 for at in range(9 - 2 * index)], 3) for index in range(2)]
+    ways = Batching("padded", 512, head=head)
+
+    def gradients(rows, blank):
+        model.zero_grad()
+        loss = nll_sum(model, ways.batch(rows, 0, cpu, blank))
+        loss.backward()
+        return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    loss, plain = gradients(rows, None)
+    with_blank, found = gradients(rows, blank)
+    assert with_blank.item() == pytest.approx(loss.item(), rel=1e-6)
+    eyes = [name for name in found if plain[name] is None]
+    assert eyes
+    for name, gradient in found.items():
+        if name in eyes:
+            assert not gradient.any(), name
+        else:
+            assert (gradient - plain[name]).norm() <= 1e-5 * plain[name].norm(), name
+    none, of_nothing = gradients([], blank)
+    assert none.item() == 0
+    assert all(gradient is not None and not gradient.any() for gradient in of_nothing.values())
+
+
+def test_a_model_that_reads_images_one_after_the_other_is_refused_where_ranks_would_wait(made, monkeypatch):
+    folder = made()
+    inputs = ImageInputs(lambda: load_processor(find_source(str(folder)), model=str(folder), trust_remote_code=False))
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    blank = blank_row(inputs)
+    pictured = [
+        blank._replace(index=index, input_ids=[*blank.input_ids, *range(5, 8 + index)], prompt_length=18)
+        for index in range(3)
+    ]
+    config = TrainConfig(dtype="float32").resolved({})
+    trial = Trial(Accelerator(cpu=True), model, config, pictured, 0, blank=blank)
+    monkeypatch.setattr(verify, "forwards_alone", lambda accelerator: False)
+    assert verify.exact_batchings(trial, ())[0][0].layout == "padded"
+    whole = type(model.model).get_image_features
+
+    def one_by_one(self, pixel_values, image_grid_thw, **more):
+        pixels = pixel_values.split(image_grid_thw.prod(-1).tolist())
+        each = [whole(self, of_one, image_grid_thw[at : at + 1], **more) for at, of_one in enumerate(pixels)]
+        each[0].pooler_output = tuple(part for one in each for part in one.pooler_output)
+        return each[0]
+
+    monkeypatch.setattr(type(model.model), "get_image_features", one_by_one)
+    with pytest.raises(UserError, match="reads images one after the other"):
+        verify.exact_batchings(trial, ())
