@@ -6,6 +6,12 @@ from typing import Any
 from accel_sft.api.adapters import ADAPTERS
 from accel_sft.api.optimizers import OPTIMIZERS
 
+TENSOR_PARALLEL = "TENSOR_PARALLEL"
+"""Stands for the backend's name where each matrix is cut over the ranks."""
+_CUT = "it takes whole matrices, which tensor parallelism has cut; launch with accelerate_configs/ddp.yaml"
+CUT_ADAPTER = (
+    "peft 0.21 fails on the cut matrices of tensor parallelism; launch with accelerate_configs/z2.yaml or z3.yaml"
+)
 _SHARDED = "which ZeRO-3 has sharded by then; launch stage 2 or less"
 _SETTINGS: dict[tuple[str, Any], Mapping[str, str]] = {
     ("use_dora", True): {"DEEPSPEED 3": f"each forward reads whole weights of the base, {_SHARDED}"},
@@ -19,7 +25,10 @@ _SETTINGS: dict[tuple[str, Any], Mapping[str, str]] = {
         "DEEPSPEED 3": f"bitsandbytes computes with whole weights in 4 bits, {_SHARDED}",
         "FSDP": "its weights in 4 bits are no shards to compute with; launch with accelerate_configs/ddp.yaml or "
         "z2.yaml",
+        TENSOR_PARALLEL: _CUT,
     },
+    ("compile", True): {TENSOR_PARALLEL: "ranks exchange within each layer; launch with accelerate_configs/fsdp2.yaml"},
+    ("use_liger_kernel", True): {TENSOR_PARALLEL: _CUT},
 }
 """Maps (setting, value) to backends (accelerate's name, perhaps with a ZeRO stage) and to why they cannot train so.
 The value True stands for any value that switches the setting on."""
@@ -30,14 +39,19 @@ def launch_problem(settings: Any, backend: str, stage: int = 0) -> str | None:
 
     Args:
         settings: a `TrainConfig`, or a `Job` of the plan.
-        backend: accelerate's name of the backend.
+        backend: accelerate's name of the backend, or TENSOR_PARALLEL.
         stage: the ZeRO stage, under DeepSpeed.
     """
     kinds: dict[tuple[str, Any], Mapping[str, str]] = dict(_SETTINGS)
-    kinds |= {("adapter", name): kind.launch_problems for name, kind in ADAPTERS.items()}
-    kinds |= {("optimizer", name): kind.launch_problems for name, kind in OPTIMIZERS.items()}
+    kinds |= {
+        ("adapter", name): {TENSOR_PARALLEL: CUT_ADAPTER, **kind.launch_problems} for name, kind in ADAPTERS.items()
+    }
+    for name, optimizer in OPTIMIZERS.items():
+        others = {} if name == "adamw" else {TENSOR_PARALLEL: _CUT}
+        kinds["optimizer", name] = others | dict(optimizer.launch_problems)
     for (name, value), problems in kinds.items():
-        found = bool(getattr(settings, name)) if value is True else getattr(settings, name)
+        found = getattr(settings, name, None)  # a Job has only what memory and speed depend on
+        found = bool(found) if value is True else found
         if found == value and (why := problems.get(backend) or problems.get(f"{backend} {stage}")):
             flag = f"--{name.replace('_', '-')}"
             return f"{flag}: {why}" if value is True else f"{flag} {value}: {why}"

@@ -23,6 +23,7 @@ from accel_sft.chat.encoded import Encoded
 from accel_sft.launch.collectives import largest_of_ranks
 from accel_sft.launch.describe import device_name, parallelism
 from accel_sft.launch.recordable import versions
+from accel_sft.launch.tensor_parallel import row_groups
 from accel_sft.launch.ulysses import sequence_ranks
 
 UNTIMED = {"cpu"}
@@ -135,7 +136,7 @@ def least_work(trial: Trial, candidates: Sequence[Batching]) -> Batching:
 
 
 def _work(trial: Trial, batching: Batching) -> float:
-    some, ranks = trial.spread(), trial.accelerator.num_processes
+    some, ranks = trial.spread(), row_groups(trial.accelerator)[0]
     base = trial.accelerator.unwrap_model(trial.model).config.get_text_config(decoder=True)
     width = getattr(base, "hidden_size", None) or USUAL_WIDTH
     on_cpu = trial.accelerator.device.type == "cpu"

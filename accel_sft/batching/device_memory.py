@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from accel_sft.io.terminal import terminal, wrapped
+from accel_sft.launch.tensor_parallel import tensor_ranks
 from accel_sft.launch.ulysses import sequence_ranks
 
 Row = TypeVar("Row")
@@ -54,9 +55,9 @@ def in_halves(work: Callable[[list[Row]], list[Result]], rows: list[Row], *, alo
 
 
 def forwards_alone(accelerator: Accelerator) -> bool:
-    """Whether a rank's forward needs no other rank. Under ZeRO-3 and FSDP ranks gather weights from each other, and
-    under sequence parallelism they share a row's tokens."""
-    if sequence_ranks(accelerator) > 1:
+    """Whether a rank's forward needs no other rank. Under ZeRO-3 and FSDP ranks gather weights from each other,
+    under sequence parallelism they share a row's tokens, and under tensor parallelism each matrix."""
+    if sequence_ranks(accelerator) > 1 or tensor_ranks(accelerator) > 1:
         return False
     if plugin := accelerator.state.deepspeed_plugin:
         return plugin.zero_stage < 3

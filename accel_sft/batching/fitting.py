@@ -16,6 +16,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
 from accel_sft.launch.collectives import all_ranks, largest_of_ranks
+from accel_sft.launch.tensor_parallel import row_groups
 from accel_sft.memory.activations import LOGIT
 from accel_sft.memory.job import MOST_LOGITS, ROOMY_LOGITS
 from accel_sft.memory.loaded_model import forward_bytes, head_size
@@ -56,12 +57,12 @@ def within_memory(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int])
     fitting = []
     by_length = sorted(trial.examples, key=lambda example: -len(example.input_ids))
     step = trial.config.global_batch_size or len(by_length)
-    longest_first = by_length[: math.ceil(step / trial.accelerator.num_processes)]
+    longest_first = by_length[: math.ceil(step / row_groups(trial.accelerator)[0])]
     for batching in exact:
         for tokens in sizes:
             sized = dataclasses.replace(batching, tokens=tokens)
             rows = longest_first[: _most_rows(sized, longest_first)]
-            usual = sized.divide(trial.spread(), trial.accelerator.num_processes)
+            usual = sized.divide(trial.spread(), row_groups(trial.accelerator)[0])
             most = max(rows, *itertools.chain(*usual), key=sized.way.tokens_in)
             if not all_ranks(_fits(trial, sized, most)):
                 break
@@ -98,7 +99,7 @@ def _expected_bytes(trial: Trial, batching: Batching) -> float:
     size = head_size(model.config.get_text_config(decoder=True))
     copied = 0, 0
     if not kernels_for(trial.accelerator.device.type, dtype, size, prefix=batching.layout == "shared"):
-        forwards = itertools.chain(*batching.divide(trial.spread(), trial.accelerator.num_processes))
+        forwards = itertools.chain(*batching.divide(trial.spread(), row_groups(trial.accelerator)[0]))
         copied = max(map(batching.way.copied, forwards), key=sum, default=copied)
     return forward_bytes(
         model,

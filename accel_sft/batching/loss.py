@@ -131,7 +131,9 @@ def available_heads(model: torch.nn.Module, device: torch.device) -> list[str]:
     """The heads that the model's forward and this device can take, best first."""
     if "logits_to_keep" not in arguments(model):
         return ["everywhere"]
-    return [name for name in HEADS if name != "fused" or fused_kernel(device)]
+    # under tensor parallelism the kernel would take a part of the vocabulary for all of it
+    cut = (getattr(_unwrapped(model), "_tp_size", None) or 1) > 1
+    return [name for name in HEADS if name != "fused" or (fused_kernel(device) and not cut)]
 
 
 def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

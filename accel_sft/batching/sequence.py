@@ -14,6 +14,7 @@ from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.collectives import gather_numbers
+from accel_sft.launch.tensor_parallel import row_groups
 from accel_sft.launch.ulysses import sequence_ranks, shared_rows
 from accel_sft.models.architecture import limited_layers
 
@@ -24,7 +25,8 @@ class SequenceGroup:
 
     Attributes:
         ranks, rank: number of ranks in the group, and this rank's place among them.
-        groups, group: number of groups, each with rows of its own, and the index of this one.
+        groups, group: number of groups, each with rows of its own, and the index of this one. Under tensor parallelism
+            all ranks that share the matrices have one index.
     """
 
     ranks: int
@@ -36,8 +38,9 @@ class SequenceGroup:
     def of(cls, accelerator: Accelerator) -> "SequenceGroup":
         """This rank's group; as in DeepSpeed, a group has consecutive ranks."""
         ranks = sequence_ranks(accelerator)
-        group, rank = divmod(accelerator.process_index, ranks)
-        return cls(ranks, rank, accelerator.num_processes // ranks, group)
+        groups, place = row_groups(accelerator)
+        group, rank = divmod(place, ranks)
+        return cls(ranks, rank, groups // ranks, group)
 
     def part(self, batch: Batch, pad_token_id: int) -> Batch:
         """This rank's part of a padded forward of one row. All ranks' parts have the same length; one may have no

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.text import printable
 from accel_sft.launch.describe import parallelism
+from accel_sft.launch.tensor_parallel import tensor_ranks
 
 
 @contextlib.contextmanager
@@ -159,7 +160,7 @@ def export(
 ) -> None:
     """Write all weights for plain transformers, or an adapter alone for peft, with tokenizer and model card.
 
-    Under ZeRO-3 and FSDP the weights that are written are gathered from all ranks.
+    Under ZeRO-3, FSDP and tensor parallelism the weights that are written are gathered from all ranks.
 
     Args:
         beside: files that are copied into the folder, too.
@@ -168,7 +169,11 @@ def export(
     """
     unwrapped = accelerator.unwrap_model(model)
     adapter = hasattr(unwrapped, "peft_config")
-    weights = _adapter_weights(accelerator, unwrapped) if adapter else accelerator.get_state_dict(model)
+    if adapter or tensor_ranks(accelerator) > 1:
+        named = unwrapped.named_parameters() if adapter else unwrapped.state_dict(keep_vars=True).items()
+        weights = _whole_weights(accelerator, ((name, p) for name, p in named if p.requires_grad or not adapter))
+    else:
+        weights = accelerator.get_state_dict(model)
     first_names: dict[int, str] = {}
     for name, parameter in unwrapped.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
@@ -185,16 +190,16 @@ def export(
                 shutil.copyfile(file, partial / file.name)
 
 
-def _adapter_weights(accelerator: Accelerator, model: Any) -> dict[str, torch.Tensor]:
+def _whole_weights(accelerator: Accelerator, named: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return these weights by name on rank 0, gathered from all ranks one after the other; {} on the others."""
     weights = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            heartbeat()
-            with _gathered(parameter):
-                # FSDP's gather is a collective: every rank calls it
-                whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-                if accelerator.is_main_process:
-                    weights[name] = whole.detach().to("cpu", copy=True)
+    for name, parameter in named:
+        heartbeat()
+        with _gathered(parameter):
+            # the gather is a collective: every rank calls it
+            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            if accelerator.is_main_process:
+                weights[name] = whole.detach().to("cpu", copy=True)
     return weights
 
 

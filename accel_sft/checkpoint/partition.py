@@ -1,5 +1,7 @@
-"""Finds which slice of each parameter and of its Adam state this rank owns, under ZeRO 0-3, DDP and FSDP."""
+"""Finds which slice of each parameter and of its Adam state this rank owns, under ZeRO 0-3, DDP, FSDP and tensor
+parallelism."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -81,8 +83,8 @@ def partitions(accelerator: Accelerator, model: Any, optimizer: Any, writing: bo
 def _of_parameters(
     accelerator: Accelerator, optimizer: Any, names: dict[int, str], writing: bool
 ) -> Iterator[Partition]:
-    """A torch optimizer updates the parameters themselves, whole or as FSDP's shards of their first dimension; in half
-    precision DeepSpeed's stage 0 updates a float32 copy of each."""
+    """A torch optimizer updates the parameters themselves, whole, as FSDP's shards of their first dimension, or as a
+    part under tensor parallelism (`by_rows`); in half precision DeepSpeed's stage 0 updates a float32 copy of each."""
     inner = getattr(optimizer, "optimizer", optimizer)
     parameters = stepped = [p for group in inner.param_groups for p in group["params"]]
     if hasattr(optimizer, "fp32_groups"):
@@ -90,22 +92,24 @@ def _of_parameters(
         stepped = [p for group in optimizer.fp32_groups for p in group]
     for number, (parameter, tensor) in enumerate(zip(parameters, stepped, strict=True)):
         sharded = hasattr(parameter, "placements")
-        span = Span(names[id(parameter)], _first_element(parameter) if sharded else 0, 0, flat(tensor).numel())
+        start, size = _rows_of(parameter) if sharded else (0, tensor.numel())
+        span = Span(names[id(parameter)], start, 0, size)
         written = (
             _of_first_copy(parameter) if sharded else number % accelerator.num_processes == accelerator.process_index
         )
-        yield Partition(tensor, [span] if span.size else [], inner, written)
+        # a rank without a row takes part where ranks exchange columns for rows
+        yield Partition(tensor, [span] if span.size or not _has_rows(tensor) else [], inner, written)
         if writing and tensor is not parameter:
             parameter.data.copy_(tensor.data)
 
 
-def _first_element(parameter: Any) -> int:
-    """Where this rank's shard begins in the flattened parameter."""
+def _rows_of(parameter: Any) -> tuple[int, int]:
+    """Where this rank's rows begin in the flattened parameter, and how many elements they have."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape = parameter.shape
-    _, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-    return int(offsets[0] * (parameter.numel() // max(shape[0], 1)))
+    local, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, _in_rows(parameter))
+    return int(offsets[0] * (parameter.numel() // max(shape[0], 1))), math.prod(local)
 
 
 def _of_first_copy(parameter: Any) -> bool:
@@ -155,7 +159,24 @@ def _of_stage_3(accelerator: Accelerator, zero: Any, names: dict[int, str], writ
         zero._post_step(set())
 
 
+def _in_rows(tensor: Any) -> list[Any]:
+    """The placements under which each rank has whole rows of a tensor that is cut."""
+    from torch.distributed.tensor import Shard
+
+    return [placement if placement.is_replicate() else Shard(0) for placement in tensor.placements]
+
+
+def _has_rows(tensor: Any) -> bool:
+    return not hasattr(tensor, "placements") or list(tensor.placements) == _in_rows(tensor)
+
+
+def by_rows(tensor: Any) -> Any:
+    """Return the tensor itself, or if each rank has columns of it, a copy of which each rank has rows: the elements
+    that a rank saves lie together in the flattened parameter. Then it is a collective."""
+    return tensor if _has_rows(tensor) else tensor.detach().redistribute(placements=_in_rows(tensor))
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a tensor, flattened."""
+    """This rank's elements of a tensor that it has rows of, flattened."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.detach().view(-1)

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from accel_sft.api.errors import UserError
-from accel_sft.checkpoint.partition import IN_8_BITS, MOMENTS, MUON, SCALES, Span, flat, partitions
+from accel_sft.checkpoint.partition import IN_8_BITS, MOMENTS, MUON, SCALES, Span, by_rows, flat, partitions
 from accel_sft.io import manifest
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.text import LONGEST_ERROR, one_line
@@ -49,7 +49,7 @@ def write(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path, ex
         for span in partition.spans if partition.written else []:
             moments = {key: partition.state[key] for key in partition.kinds if key in partition.state}
             for kind, tensor in {"weights": partition.tensor, **moments}.items():
-                part = flat(tensor)[span.offset : span.offset + span.size]
+                part = flat(by_rows(tensor))[span.offset : span.offset + span.size]
                 # a copy, because `part` may be swapped in from NVMe only for a moment, or be on a GPU
                 parts[_key(kind, span)] = part.to("cpu", copy=True)
                 size += part.nbytes
@@ -163,16 +163,19 @@ class _Stored:
                     "checkpoint, or start a new run"
                 ) from None
 
-    def copy(self, kind: str, span: Span, into: torch.Tensor) -> None:
+    def copy(self, kind: str, span: Span, into: Any) -> None:
         """Copy the span's elements of this kind to the span's place in the tensor `into`."""
         heartbeat()
-        target, found = flat(into)[span.offset : span.offset + span.size], 0
+        rows = by_rows(into)
+        target, found = flat(rows)[span.offset : span.offset + span.size], 0
         for start, (size, file, key) in self.places.get((kind, span.name), {}).items():
             begin, end = max(start, span.start), min(start + size, span.start + span.size)
             if begin < end:
                 part = file.get_slice(key)[begin - start : end - start]
                 target[begin - span.start : end - span.start].copy_(part)
                 found += end - begin
+        if rows is not into:
+            into.detach().copy_(rows.redistribute(placements=into.placements))
         if found != span.size:
             raise UserError(
                 f"{self.folder}: {kind} of {found:,} of {span.size:,} elements of {span.name} are there: the "

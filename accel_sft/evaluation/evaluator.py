@@ -27,6 +27,7 @@ from accel_sft.evaluation.vllm import VllmBackend
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, gather_numbers, largest
+from accel_sft.launch.tensor_parallel import row_groups
 from accel_sft.models.source import Source
 from accel_sft.tracking.system import reset_peak_memory
 
@@ -136,7 +137,7 @@ class Evaluator:
             UserError: out of device memory.
         """
         reset_peak_memory(self.accelerator.device)
-        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        ranks, rank = row_groups(self.accelerator)  # ranks that compute the same rows count them alike in all sums
         sums: list[float] = []  # of losses and of weights, of each source
 
         def nll(rows: list[Encoded]) -> list[float]:

@@ -19,6 +19,7 @@ from accel_sft.evaluation.decoder import Decoder
 from accel_sft.evaluation.left_padded import GREEDY, Sampling, generate, nats_apart, padding_changes
 from accel_sft.io.prefix import common_length
 from accel_sft.launch.collectives import any_rank, first_reason
+from accel_sft.launch.tensor_parallel import row_groups, tensor_ranks
 from accel_sft.models.adapters import merged, reason_unmergeable
 from accel_sft.models.architecture import REFUSALS, arguments, attentions, limited_layers
 from accel_sft.tracking.system import peak_memory_gib
@@ -126,15 +127,17 @@ class Generator:
             own, forwards = [prompt[prefix:] for prompt in prompts], min(_forwards(ranks, prefix), len(prompts))
             return decoder.answers(own, max_new_tokens, ends, forwards=forwards, anyone=anyone)
 
-        for ranks in divide(examples, self.accelerator.num_processes, most, equal_lengths=bool(self.unpadded)):
+        groups, group = row_groups(self.accelerator)
+        for ranks in divide(examples, groups, most, equal_lengths=bool(self.unpadded)):
             self.between()
-            rows = ranks[self.accelerator.process_index]
+            rows = ranks[group]
             if not (rows or self.sharded):
                 continue
             # with sharded weights, a rank without rows left must take part: it answers any row
             prompts = [row.input_ids[: row.prompt_length] for row in rows or next(filter(None, ranks))[:1]]
             answered += zip(rows, in_halves(answer, prompts, alone=not self.sharded), strict=False)
-        return answered
+        # ranks that share matrices have all answered the same rows: the first of them hands the answers in
+        return answered if self.accelerator.process_index % tensor_ranks(self.accelerator) == 0 else []
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[str | None]:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d, register_rendezvous_handler
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io.terminal import terminal, wrapped
-from accel_sft.launch import ulysses
+from accel_sft.launch import tensor_parallel, ulysses
 from accel_sft.launch.deepspeed_ops import audit_compilation, compiling, spare_unused_operator
 from accel_sft.launch.environment import WITHOUT_CUDNN, device_count, threads_per_process
 from accel_sft.launch.info import Launch
@@ -79,13 +79,16 @@ def create_accelerator(
     if plugin and launch.sums_in_float32:
         types = plugin.deepspeed_config.get("data_types") or {}  # a JSON may name others of them alone
         plugin.deepspeed_config["data_types"] = {**types, "grad_accum_dtype": "fp32"}
+    dimensions = parallelism_config(launch, train=train)
     accelerator = Accelerator(
         mixed_precision=launch.precision[0],
         deepspeed_plugin=plugin,
         cpu=cpu,
         kwargs_handlers=handlers,
-        parallelism_config=parallelism_config(launch, train=train),
+        parallelism_config=ParallelismConfig(tp_size=1) if launch.tensor_ranks > 1 else dimensions,
     )
+    if launch.tensor_ranks > 1:  # only now, for accelerate 1.15 refuses them on CPUs
+        accelerator.state.parallelism_config = dimensions
     if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy):
         # precision is reduced for computing, but not for the output (each token's loss) and for averaging gradients
         policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
@@ -170,7 +173,8 @@ def prepare_model(
         group["lr"] = 0.0
     _name_blocks(accelerator, model)
     with compiling(launch):
-        model, optimizer = ulysses.prepare(accelerator, model, optimizer)
+        way = tensor_parallel if launch.tensor_ranks > 1 else ulysses
+        model, optimizer = way.prepare(accelerator, model, optimizer)
     if accelerator.distributed_type.value.startswith("MULTI_"):
         # buffers (rotary position angles) are equal on all ranks; to broadcast them, ranks would wait in each forward
         model.broadcast_buffers = False
@@ -202,7 +206,10 @@ def _gather_with_their_modules(model: torch.nn.Module) -> None:
 
 
 def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:
-    """Prepare a model that is not trained, so that ZeRO-3 or FSDP shards its weights over the ranks."""
+    """Prepare a model that is not trained, so that ZeRO-3 or FSDP shards its weights over the ranks; tensor parallelism
+    has done that as it was loaded."""
+    if tensor_parallel.tensor_ranks(accelerator) > 1:
+        return tensor_parallel.prepare(accelerator, model)
     if not accelerator.is_fsdp2:
         model = accelerator.prepare(model)
         _gather_with_their_modules(model)

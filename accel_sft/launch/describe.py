@@ -17,6 +17,7 @@ from accel_sft.launch.environment import usable_cores
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import launcher_command, torchrun_command
 from accel_sft.launch.recordable import recordable, versions, without_secrets
+from accel_sft.launch.tensor_parallel import tensor_ranks
 from accel_sft.launch.ulysses import sequence_ranks
 
 
@@ -26,6 +27,8 @@ def describe(accelerator: Accelerator, launch: Launch, max_grad_norm: float) -> 
     places = [(what, launch.offload(what)) for what in ("optimizer", "param")]
     offload = "".join(f", {what} to {place}" for what, place in places if place != "none")
     backends = {"plain": "one process", "ddp": "data parallel (ddp)", "fsdp": "FSDP"}
+    if launch.tensor_ranks > 1:
+        backends["ddp"] = "tensor parallel"
     return [
         ("yaml", str(launch.config_file or "none")),
         *([("DeepSpeed JSON", str(launch.json_file))] if launch.json_file else []),
@@ -49,6 +52,8 @@ def _rounding(launch: Launch) -> Iterator[tuple[str, str]]:
 
 def _groups(launch: Launch) -> str:
     """How ranks are grouped, in words; "" if all ranks form one group."""
+    if launch.tensor_ranks > 1:
+        return f", each matrix shared by {launch.tensor_ranks} ranks"
     if launch.sequence_ranks > 1:
         return f", rows shared by {launch.sequence_ranks} ranks"
     copies = launch.world_size // launch.shard_ranks if launch.backend == "fsdp" else 1
@@ -114,12 +119,14 @@ def shown_folder(folder: Path) -> str:
 def parallelism(accelerator: Accelerator) -> dict[str, Any]:
     """How this launch divides the run between processes, and in which precision it computes."""
     plugin, sequence = accelerator.state.deepspeed_plugin, sequence_ranks(accelerator)
+    tensor = tensor_ranks(accelerator)
     return {
         "ranks": accelerator.num_processes,
         "backend": accelerator.distributed_type.value,
         "zero_stage": plugin.zero_stage if plugin else None,
         "precision": accelerator.mixed_precision,
         **({"ranks_of_a_row": sequence} if sequence > 1 else {}),
+        **({"ranks_of_a_matrix": tensor} if tensor > 1 else {}),
     }
 
 
@@ -127,5 +134,7 @@ def differences(before: dict[str, Any], here: dict[str, Any]) -> list[str]:
     """The differences between two results of `parallelism`, in words."""
     words = {None: "none", "NO": "one process", "DEEPSPEED": "DeepSpeed", "zero_stage": "ZeRO stage"}
     words |= {"MULTI_CPU": "data parallel", "MULTI_GPU": "data parallel"}
-    different = [(key, before.get(key), now) for key, now in here.items() if before.get(key) != now]
+    words |= {"ranks_of_a_row": "ranks of a row", "ranks_of_a_matrix": "ranks of a matrix"}
+    keys = [key for key in {**before, **here} if before.get(key) != here.get(key)]
+    different = [(key, before.get(key), here.get(key)) for key in keys]
     return [f"{words.get(key, key)} {words.get(then, then)}, now {words.get(now, now)}" for key, then, now in different]

@@ -72,8 +72,9 @@ class Launch:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether no rank holds the whole model: under ZeRO-3 and FSDP a forward gathers each layer's weights."""
-        return self.backend == "fsdp" or self.stage == 3
+        """Whether no rank holds the whole model: under ZeRO-3 and FSDP a forward gathers each layer's weights; under
+        tensor parallelism each rank computes with its part of them."""
+        return self.backend == "fsdp" or self.stage == 3 or self.tensor_ranks > 1
 
     @property
     def sums_in_float32(self) -> bool:
@@ -139,6 +140,11 @@ class Launch:
     def sequence_ranks(self) -> int:
         """Number of ranks that share the tokens of each row; 1 without sequence parallelism."""
         return self.parallelism.get("sp", 1) if self.backend == "deepspeed" else 1
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Number of ranks that share each matrix and compute the same rows; 1 without tensor parallelism."""
+        return self.parallelism.get("tp", 1) if self.backend == "ddp" else 1
 
     @property
     def gathers_16bit_weights(self) -> bool:

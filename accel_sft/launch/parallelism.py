@@ -1,4 +1,4 @@
-"""Accelerate's `parallelism_config`: runs HSDP and sequence parallelism, and refuses the other dimensions.
+"""Accelerate's `parallelism_config`: runs HSDP, sequence and tensor parallelism, and refuses context parallelism.
 
 No torch at import.
 """
@@ -21,10 +21,6 @@ KEYS = """
     parallelism_config_sp_size parallelism_config_tp_size
 """
 """Keys of the yaml's section `parallelism_config`, as accelerate 1.15 reads them: the prefix is part of each key."""
-_REFUSED = {
-    "tp": ("tensor parallelism", "fsdp2.yaml or z3.yaml share every weight out over the ranks, too"),
-    "cp": ("context parallelism", "z3_sp.yaml shares out the tokens of each row (sequence parallelism)"),
-}
 
 
 def audit_parallelism(launch: Launch, where: str, *, batching: str, micro_batch_size: str) -> Iterator[Finding]:
@@ -33,14 +29,16 @@ def audit_parallelism(launch: Launch, where: str, *, batching: str, micro_batch_
     if named and not sizes:
         what = f"--{named[0]} would be ignored in silence: {where} has no parallelism_config"
         yield error(what, "write it there; accelerate_configs/hsdp.yaml and z3_sp.yaml are examples")
-    for name, (what, mend) in _REFUSED.items():
-        if (size := sizes.get(name, 1)) > 1:
-            yield error(f"{where}: parallelism_config_{name}_size {size}: {what} is not supported", mend)
+    if (size := sizes.get("cp", 1)) > 1:
+        what = f"{where}: parallelism_config_cp_size {size}: context parallelism is not supported"
+        yield error(what, "z3_sp.yaml shares out the tokens of each row (sequence parallelism)")
     size = (launch.json.get("tensor_parallel") or {}).get("autotp_size") or 0
     if size not in (0, 1):
-        what, mend = _REFUSED["tp"]
-        yield error(f"{launch.json_file}: autotp_size {size}: {what} is not supported", mend)
-    if sizes.get("sp", 1) > 1:
+        what = f"{launch.json_file}: autotp_size {size}: DeepSpeed's tensor parallelism is not supported"
+        yield error(what, "accelerate_configs/tp.yaml runs transformers' own")
+    if sizes.get("tp", 1) > 1:
+        yield from _tensor(launch, where)
+    elif sizes.get("sp", 1) > 1:
         yield from _sequence(launch, where, batching=batching, micro_batch_size=micro_batch_size)
     elif launch.backend == "fsdp":
         yield from _fsdp(launch, where)
@@ -64,9 +62,17 @@ def parallelism_config(launch: Launch, *, train: bool) -> ParallelismConfig | No
         return None
     if launch.backend == "fsdp":
         return ParallelismConfig(dp_shard_size=launch.shard_ranks)
+    if launch.tensor_ranks > 1:
+        return ParallelismConfig(tp_size=launch.tensor_ranks)
     sequence = launch.sequence_ranks if train else 1
     shard = launch.world_size // sequence if sequence > 1 else 1
     return ParallelismConfig(dp_replicate_size=1, dp_shard_size=shard, tp_size=1, cp_size=1, sp_size=sequence)
+
+
+def sized(launch: Launch, processes: int) -> tuple[str, ...]:
+    """The launcher's flags that start this launch file with another number of processes."""
+    tensor = launch.parallelism.get("tp", 1) > 1  # all processes share each matrix
+    return "--num_processes", f"{processes}", *(("--parallelism_config_tp_size", f"{processes}") if tensor else ())
 
 
 def _fsdp(launch: Launch, where: str) -> Iterator[Finding]:
@@ -81,6 +87,22 @@ def _fsdp(launch: Launch, where: str) -> Iterator[Finding]:
     elif shard not in (1, launch.shard_ranks):
         what = f"{where}: parallelism_config_dp_shard_size {shard}, where {processes} make it {launch.shard_ranks}"
         yield error(what, "remove it: it follows from --num_processes")
+
+
+def _tensor(launch: Launch, where: str) -> Iterator[Finding]:
+    ranks, sizes = launch.parallelism["tp"], launch.parallelism
+    size = f"{where}: parallelism_config_tp_size {ranks}"
+    if launch.backend in ("deepspeed", "fsdp"):
+        name = {"deepspeed": f"ZeRO stage {launch.stage}", "fsdp": "FSDP"}[launch.backend]
+        mend = "accelerate_configs/tp.yaml has it alone; z3.yaml and fsdp2.yaml share out every weight without it"
+        yield error(f"{size}: tensor parallelism beside {name} is not supported", mend)
+    elif any(sizes[name] > 1 for name in ("dp_replicate", "dp_shard", "sp")) or ranks != launch.world_size:
+        processes = f"{launch.world_size} process{'es' * (launch.world_size > 1)}"
+        what = f"{size}, and {processes}: tensor parallelism beside data parallelism is not supported"
+        yield error(what, " ".join(sized(launch, max(launch.world_size, 2))) + ", and no other size")
+    if launch.precision[0] == "fp16":
+        what = f"{where}: float16 under tensor parallelism: each rank would see other overflows"
+        yield error(what, "--mixed_precision bf16 or no")
 
 
 def _sequence(launch: Launch, where: str, *, batching: str, micro_batch_size: str) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from accelerate import Accelerator
 
 from accel_sft.api.config import EVAL, MODEL, TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.api.launch_limits import launch_problem
+from accel_sft.api.launch_limits import TENSOR_PARALLEL, launch_problem
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.io.terminal import quiet, wrapped
@@ -43,7 +43,8 @@ def start(
     refuse(findings)
     with quiet(None, config.debug) as terminal:
         accelerator, launch = create_accelerator(config, launch, train=train, began_with=began_with)
-        if problem := launch_problem(config, accelerator.distributed_type.value, launch.stage):
+        backend = TENSOR_PARALLEL if launch.tensor_ranks > 1 else accelerator.distributed_type.value
+        if problem := launch_problem(config, backend, launch.stage):
             raise UserError(problem)
         if launch.machines > 1:
             findings += compare_machines()

@@ -151,7 +151,7 @@ def peak_bytes(job: Job) -> dict[str, float]:
     shape, t, e, frozen = job.shape, job.tokens, job.computes_bytes, job.is_frozen
     cast = job.autocast and not frozen
     stream = t * shape.hidden_size * (4 if cast else e)
-    head_weights = shape.vocab_size * shape.hidden_size
+    head_weights = shape.vocab_size * shape.hidden_size / job.launch.tensor_ranks
     held = 0 if frozen or not shape.tied else (4 if cast else e) * head_weights  # a tied head's gradient
     inside = e * sum(block.count * block.parameters for block in shape.blocks) if cast else 0  # copies by autocast
     casts = {"forward": inside, "backward": inside}

@@ -33,9 +33,10 @@ def estimate(job: Job) -> Estimate:
     Raises:
         UserError: the adapter's target modules are not in the model.
     """
-    forward = peak_bytes(job)
+    part = dataclasses.replace(job, shape=job.shape.cut(job.launch.tensor_ranks))
+    forward = peak_bytes(part)
     if job.on_cpu:
-        forward = {"activations": forward_bytes(job), "logits": logits_bytes(job)}
+        forward = {"activations": forward_bytes(part), "logits": logits_bytes(part)}
     found = assemble(job, placed(job), forward)
     return dataclasses.replace(found, notes=tuple(_unknown(job)))
 
@@ -149,14 +150,14 @@ def loading_bytes(job: Job) -> float:
     every rank converts all of them, unless ZeRO-3 shards them as they are read.
     """
     converts = job.loaded_bytes != job.stored_bytes and job.launch.stage < 3
-    return weights_bytes(job) if converts else 0.0
+    return weights_bytes(job) / job.launch.tensor_ranks if converts else 0.0
 
 
 def _generating_bytes(job: Job) -> float:
     """Return the bytes of the KV cache of all answers generated at once, and of their next tokens' logits."""
     shape, e = job.shape, job.computes_bytes
     length = job.eval_tokens or max(job.tokens // max(job.rows, 1), 1)
-    cache = 2 * shape.layers * shape.key_value_heads * shape.head_dim * e * length
+    cache = 2 * shape.layers * shape.key_value_heads * shape.head_dim * e * length / job.launch.tensor_ranks
     return job.eval_rows * (cache + shape.vocab_size * (4 + e))
 
 

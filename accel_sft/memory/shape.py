@@ -175,6 +175,22 @@ class ModelShape:
         on += self._parameters(target_parameters)
         return sum(count * ranks * rank * (matrix.inputs + matrix.outputs + extra) for count, ranks, matrix in on)
 
+    def cut(self, ranks: int) -> "ModelShape":
+        """The shape of one rank's part under tensor parallelism: the inner widths of attention and feed-forward are
+        divided; hidden states, norms and the vocabulary's logits are whole."""
+
+        def part(matrix: Matrix) -> Matrix:
+            into = matrix.inputs == self.hidden_size and matrix.outputs > 1
+            inputs, outputs = (1, ranks) if into else (ranks, 1)
+            return dataclasses.replace(matrix, inputs=matrix.inputs // inputs, outputs=matrix.outputs // outputs)
+
+        blocks = tuple(
+            dataclasses.replace(block, matrices=tuple(m if m.name == "gate" else part(m) for m in block.matrices))
+            for block in self.blocks
+        )
+        heads, others = self.heads // ranks, self.key_value_heads // ranks
+        return dataclasses.replace(self, blocks=blocks, heads=heads, key_value_heads=others)
+
     def lengths(self, target_modules: str = ALL_LINEAR, modules_to_save: str | None = None) -> int:
         """Number of magnitudes that DoRA trains: one for each row of the adapted matrices."""
         saved = set(names_of(modules_to_save))

@@ -87,14 +87,16 @@ def weights_bytes(job: Job) -> float:
 
 
 def _data_parallel(job: Job) -> Placed:
-    """DDP, or one process: autocast casts float32 weights in each forward, and DDP's buckets hold the gradients."""
-    trained, several = job.trained, job.ranks > 1
+    """DDP, or one process: autocast casts float32 weights in each forward, and DDP's buckets hold the gradients. Under
+    tensor parallelism a rank has its part of all (norms, which are whole, are left out), and no buckets."""
+    cut = job.launch.tensor_ranks
+    trained, several = job.trained / cut, job.ranks > 1 and cut == 1
     each = FLOAT32 if job.is_frozen else job.loaded_bytes
     cast = job.computes_bytes * trained if job.autocast and each == 4 else 0
     gradients = each * trained
     return Placed(
-        weights=weights_bytes(job),
-        moments=job.moments_bytes(each),
+        weights=weights_bytes(job) / cut,
+        moments=job.moments_bytes(each) / cut,
         held=gradients if several else 0,
         gradients=0 if several else gradients,
         gathered=cast,

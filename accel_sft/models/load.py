@@ -8,6 +8,7 @@ import torch
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
+from accel_sft.api.launch_limits import CUT_ADAPTER
 from accel_sft.chat.encoded import Rules, end_of_turn_ids
 from accel_sft.io.files import read_json
 from accel_sft.launch.environment import device_count
@@ -16,6 +17,7 @@ from accel_sft.models.compiled import compile_blocks
 from accel_sft.models.pretrained import OR_NONE, freeze_beyond_text, freeze_others, pretrained
 from accel_sft.models.saved_adapter import is_of_whole, saved_adapter
 from accel_sft.models.source import Source, errors_explained
+from accel_sft.models.tensor_plan import sum_gradients_once
 
 
 def load_tokenizer(source: Source, *, trust_remote_code: bool) -> Any:
@@ -69,6 +71,7 @@ def load_model(
     log: Callable[[str], None] = lambda line: None,
     adapter_start: Path | None = None,
     images: bool = False,
+    tensor_ranks: int = 1,
 ) -> Any:
     """Return the model, ready for Accelerator.prepare: weights in the right type, adapter in place.
 
@@ -80,10 +83,13 @@ def load_model(
         log: called with lines about what is not loaded or not trained.
         adapter_start: the file of the adapter's first values, if it began as a part of its base's weights.
         images: whether the model is to read images.
+        tensor_ranks: number of ranks that share each matrix; each then loads its part.
     Raises:
         UserError: the model cannot be loaded, its files lack weights, or the adapter's settings do not fit it.
     """
     train = total_steps > 0
+    if source.adapter and tensor_ranks > 1:
+        raise UserError(f"--model {source.adapter}: {CUT_ADAPTER}; or merge the adapter first (accel-sft merge)")
     attention = config.attn_implementation or ""
     if attention == "flex_attention" and train and not device_count():
         raise UserError("--attn-implementation flex_attention: it has no backward on a CPU; leave it out, or use sdpa")
@@ -95,7 +101,16 @@ def load_model(
         reduced = deepspeed or config.adapter != "none" or not train
         dtype = _dtype(dtype=config.dtype, precision=precision if reduced else "no")
         whole = images or bool(source.adapter and is_of_whole(source.adapter))
-        model = pretrained(source.weights, config, dtype, largest_id=largest_id, train=train, log=log, images=whole)
+        model = pretrained(
+            source.weights,
+            config,
+            dtype,
+            largest_id=largest_id,
+            train=train,
+            log=log,
+            images=whole,
+            tensor_ranks=tensor_ranks,
+        )
     if source.adapter:
         with errors_explained(source.adapter):
             model = saved_adapter(model, source.adapter, config, train=train)
@@ -105,6 +120,8 @@ def load_model(
     freeze_beyond_text(model, log, images=images, pattern=config.train_only if train else None)
     if train and config.train_only is not None:
         freeze_others(model, config.train_only, log)
+    if train and tensor_ranks > 1:
+        sum_gradients_once(model)
     if train and precision != "no" and not deepspeed:
         leave_casts_to_autocast(model)
     if train and config.gradient_checkpointing:

@@ -15,6 +15,7 @@ from accel_sft.models.architecture import beyond_text, parts_of, without_adapter
 from accel_sft.models.quantized import in_4bit, keep_as_trained
 from accel_sft.models.source import errors_explained
 from accel_sft.models.targets import READ_IMAGES
+from accel_sft.models.tensor_plan import check_plan, cut_over
 
 _NAMED = 4
 _DEQUANTIZED = ("mxfp4", "fp8", "compressed-tensors")
@@ -33,11 +34,13 @@ def pretrained(
     train: bool,
     log: Callable[[str], None],
     images: bool = False,
+    tensor_ranks: int = 1,
 ) -> Any:
     """The model of a folder or a hub id, without an adapter.
 
     Args:
         images: whether the model is to read images; else its language model alone is enough.
+        tensor_ranks: number of ranks that share each matrix.
     Raises:
         UserError: it has no embedding for the largest token id; its files lack weights, or have them in another shape.
     """
@@ -48,9 +51,12 @@ def pretrained(
     if problem := vocabulary_problem(name, text, largest_id):
         raise UserError(problem)
     quantized = getattr(settings, "quantization_config", None)
+    kind = class_of(settings, images=images)
+    if tensor_ranks > 1:
+        check_plan(name, settings, kind, tensor_ranks, images=images)
     if train and isinstance(quantized, dict) and quantized.get("quant_method") in _DEQUANTIZED:
         quantized["dequantize"] = True
-    model, found = class_of(settings, images=images).from_pretrained(
+    model, found = kind.from_pretrained(
         name,
         config=settings,
         dtype=dtype,
@@ -59,6 +65,7 @@ def pretrained(
         ignore_mismatched_sizes=True,  # `_refuse_incomplete` names these weights
         trust_remote_code=config.trust_remote_code,
         **(in_4bit(name, settings, dtype) if config.load_in_4bit else {}),
+        **(cut_over(tensor_ranks) if tensor_ranks > 1 else {}),
     )
     if config.load_in_4bit:
         keep_as_trained(model)

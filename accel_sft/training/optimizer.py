@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.batching.device_memory import forwards_alone
+from accel_sft.launch.tensor_parallel import row_groups
 from accel_sft.launch.ulysses import sequence_ranks
 from accel_sft.models.adapters import adapter_of
 from accel_sft.models.quantized import bitsandbytes
@@ -33,7 +34,12 @@ def new_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Op
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) >= 2]
     vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) < 2]
-    decays = (matrices, config.weight_decay), (vectors, 0.0)
+    decays = [
+        # torch's fused AdamW takes no group of whole and cut tensors, as tensor parallelism makes them
+        ([p for p in params if hasattr(p, "placements") is cut], decay)
+        for params, decay in ((matrices, config.weight_decay), (vectors, 0.0))
+        for cut in (True, False)
+    ]
     # no empty group: DeepSpeed rejects one
     groups: list[Any] = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
     adam: dict[str, Any] = {
@@ -142,7 +148,7 @@ class Stepper:
         gradients. (With `allreduce` at stage 3, which the audit refuses, the divisor would depend on a parameter's
         size.)
         """
-        ranks = self.accelerator.num_processes
+        ranks, _ = row_groups(self.accelerator)  # under tensor parallelism each rank has the whole gradient of its part
         stage = self.engine.zero_optimization_stage() if self.engine is not None else 0
         return ranks if stage == 3 else ranks // sequence_ranks(self.accelerator)
 

@@ -32,6 +32,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
 from accel_sft.launch.environment import device_count
 from accel_sft.launch.info import Launch
+from accel_sft.launch.tensor_parallel import tensor_ranks
 from accel_sft.launch.ulysses import sequence_ranks
 from accel_sft.memory import lengths
 from accel_sft.memory.model_config import read_config
@@ -95,6 +96,7 @@ class Assembly:
             largest_id=max(self.tokenizer.pad_token_id, *(encoding.kept.largest_id() for encoding in encodings)),
             adapter_start=begun if splits else None,
             images=images,
+            tensor_ranks=tensor_ranks(self.accelerator),
             **more,
         )
         trained = any(weights.requires_grad for weights in beyond_text(model).values())

@@ -18,6 +18,7 @@ from accel_sft.io.files import read_json, write_atomically
 from accel_sft.io.heartbeat import exchange
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import gather_numbers
+from accel_sft.launch.tensor_parallel import tensor_ranks
 from accel_sft.launch.ulysses import shared_rows
 from accel_sft.tracking.spans import span
 from accel_sft.tracking.time_spent import BATCHES, COMMUNICATION, FORWARD
@@ -112,7 +113,8 @@ class TrainStep:
                     oom = self._about(rows)
                 del nll, loss
             share += value
-        return share / loss_weight, oom
+        # ranks that compute the same rows each hand in their part of the loss
+        return share / (loss_weight * tensor_ranks(accelerator)), oom
 
     def retry_smaller(self, oom: OutOfMemory, step: int) -> None:
         """Discard the gradients, and halve the forwards of this and later steps; the mathematics stays the same."""

@@ -20,6 +20,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.accelerator import prepare_model
 from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ranks
 from accel_sft.launch.describe import differences, parallelism, resume_command
+from accel_sft.launch.tensor_parallel import row_groups
 from accel_sft.models.load import parameter_counts
 from accel_sft.models.pretrained import auto_class, processor_files
 from accel_sft.resilience.anomalies import Anomalies
@@ -151,6 +152,7 @@ class Trainer:
     def loop(self, profiler: Any) -> None:
         """Make optimizer steps until the plan ends, patience runs out, or a signal comes."""
         plan, stepper, state, config = self.plan, self.stepper, self.state, self.config
+        masks = row_groups(self.accelerator)[1]  # ranks that compute the same rows draw the same dropout masks
         phase = "first_step"  # AdamW's moments are made in it
         gc.collect()  # what is unreachable by now, such as tensors of a failed trial, would be frozen too
         gc.freeze()  # what has been made so far stays: the garbage collector would go through it in the middle of steps
@@ -163,7 +165,7 @@ class Trainer:
             loss_weight = plan.loss_weights[rows].sum().item()  # the number of tokens unless turns have weights
             rate = learning_rate(state.step, plan.total_steps, config)
             stepper.set_learning_rate(rate)
-            torch.manual_seed(plan.seed_of(state.step, self.accelerator.process_index))  # dropout masks
+            torch.manual_seed(plan.seed_of(state.step, masks))
             with span(BATCHES):
                 examples = self.train_examples.take(rows.tolist())
             share, oom = self.train_step.forward_backward(examples, loss_weight, state.step + 1)

@@ -18,6 +18,7 @@ LAUNCHES = {  # value, expected seconds: DeepSpeed compiles an operator for thos
     "fsdp2_offload": (2, 45),
     "hsdp": (3, 40),
     "z3_sp": (3, 45),
+    "tp": (3, 40),
     "z2_offload": (5, 150),
     "z3_offload": (1, 60),
     "z3_twin_flow": (1, 60),
@@ -45,8 +46,11 @@ def draws_the_curve(machine: Machine, yaml: str) -> str:
         raise NotTried(f"two groups of two or more: needs 4 GPUs, or 6, or 8; --gpus is {machine.processes}")
     if yaml == "z3_sp" and machine.processes % 2:
         raise NotTried(f"two ranks share a row: needs an even number of GPUs; --gpus is {machine.processes}")
+    if yaml == "tp" and machine.processes not in (2, 4):
+        raise NotTried(f"the model's 4 heads are cut over 2 or 4 GPUs; --gpus is {machine.processes}")
     needs_operators(machine, *OPERATORS.get(yaml, ()))
-    run = machine.train(f"launch {yaml}", yaml, *machine.short(), launcher=FLOAT32)
+    size = ("--parallelism_config_tp_size", str(machine.processes)) if yaml == "tp" else ()
+    run = machine.train(f"launch {yaml}", yaml, *machine.short(), launcher=(*FLOAT32, *size))
     return agree(ddp_float32(machine), [run], 2e-5)
 
 
@@ -56,7 +60,7 @@ for _yaml, (_value, _seconds) in LAUNCHES.items():
         f"{_yaml} on all processes draws the curve of ddp on one in float32, to 2e-5",
         value=_value,
         seconds=_seconds,
-        least=2 if _yaml in ("ddp", "hsdp", "z3_sp") else 1,
+        least=2 if _yaml in ("ddp", "hsdp", "z3_sp", "tp") else 1,
     )(lambda machine, yaml=_yaml: draws_the_curve(machine, yaml))
 
 

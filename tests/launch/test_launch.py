@@ -166,6 +166,7 @@ def test_shipped_yaml_loads_and_is_clean(path, built):
         ("z3_nvme", "deepspeed", 3, "nvme", "nvme"),
         ("multinode_z3", "deepspeed", 3, "none", "none"),
         ("z3_sp", "deepspeed", 3, "none", "none"),
+        ("tp", "ddp", 0, "none", "none"),
     ],
 )
 def test_shipped_yaml_is_what_its_name_says(name, backend, stage, optimizer, param):
@@ -179,6 +180,8 @@ def test_shipped_yaml_is_what_its_name_says(name, backend, stage, optimizer, par
     assert (launch.offload("optimizer"), launch.offload("param")) == (optimizer, param)
     assert launch.shard_ranks == 2
     assert launch.sequence_ranks == (2 if name == "z3_sp" else 1)
+    assert launch.tensor_ranks == (2 if name == "tp" else 1)
+    assert launch.shards_weights == (name == "tp" or stage == 3 or backend == "fsdp")
 
 
 GROUPS = {"parallelism_config_dp_replicate_size": 2}
@@ -188,6 +191,7 @@ HSDP = DDP | {
     "parallelism_config": GROUPS,
     "num_processes": 4,
 }
+TP = {"parallelism_config_tp_size": 2}
 SP = Z2 | {"parallelism_config": {"parallelism_config_sp_size": 2}}
 VARIANTS = {
     "flags of DeepSpeed": (Z2, ["--zero_stage", "3", "--gradient_clipping", "1", "--zero3_save_16bit_model", "True"]),
@@ -408,13 +412,32 @@ FIRES = {
         0,
         "tp_size is unknown, and would be ignored in silence: did you mean parallelism_config_tp_size?",
     ),
-    "tensor parallelism": (
-        HSDP | {"parallelism_config": {"parallelism_config_tp_size": 2}},
+    "tensor parallelism beside FSDP": (
+        HSDP | {"parallelism_config": TP},
         {},
         4,
-        "tp_size 2: tensor parallelism is not supported: fsdp2.yaml or z3.yaml share every weight",
+        "tp_size 2: tensor parallelism beside FSDP is not supported: accelerate_configs/tp.yaml has it alone",
     ),
-    "tensor parallelism by DeepSpeed": (Z2, JSON | {"tensor_parallel": {"autotp_size": 2}}, 0, "tensor parallelism is"),
+    "tensor parallelism beside ZeRO": (Z2 | {"parallelism_config": TP}, {}, 0, "beside ZeRO stage 2 is not supported"),
+    "tensor parallelism beside data parallelism": (
+        DDP | {"parallelism_config": TP, "num_processes": 4},
+        {},
+        4,
+        "tp_size 2, and 4 processes: tensor parallelism beside data parallelism is not supported: --num_processes 4 "
+        "--parallelism_config_tp_size 4, and no other size",
+    ),
+    "float16 under tensor parallelism": (
+        DDP | {"parallelism_config": TP, "mixed_precision": "fp16"},
+        {},
+        2,
+        "float16 under tensor parallelism: each rank would see other overflows: --mixed_precision bf16 or no",
+    ),
+    "tensor parallelism by DeepSpeed": (
+        Z2,
+        JSON | {"tensor_parallel": {"autotp_size": 2}},
+        0,
+        "autotp_size 2: DeepSpeed's tensor parallelism is not supported: accelerate_configs/tp.yaml",
+    ),
     "context parallelism": (
         HSDP | {"parallelism_config": {"parallelism_config_cp_size": 2}},
         {},

@@ -19,6 +19,7 @@ LAYOUTS = {
     "z3": {"yaml": "z3", "launcher": FP32, "real": True},
     "z2_offload": {"yaml": "z2_offload", "launcher": FP32},
     "z3_sp": {"yaml": "z3_sp", "launcher": FP32},
+    "tp": {"yaml": "tp", "launcher": FP32},
     "torchrun": {"torchrun": ("--standalone", "--nproc_per_node", "2")},
     "z2 alone": {"yaml": "z2", "launcher": (*FP32, "--num_processes", "1")},
 }
@@ -28,7 +29,7 @@ FLAGS = {"plain with recomputed activations": ("--gradient-checkpointing",)}
 
 def layout(launched, name):
     """Launch the reference job under a layout, with the layout's micro-batch size in MICRO or the automatic one."""
-    arguments = (*JOB, "--save-every", "3") if name in ("plain", "z2", "z3") else (*JOB, *ONCE)
+    arguments = (*JOB, "--save-every", "3") if name in ("plain", "z2", "z3", "tp") else (*JOB, *ONCE)
     arguments += ("--micro-batch-size", MICRO.get(name, "auto"), *FLAGS.get(name, ()))
     return launched(name, *arguments, **LAYOUTS[name])
 

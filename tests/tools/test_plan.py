@@ -309,6 +309,7 @@ def test_states_of_the_stages():
         "z3": (9, 0),  # and gradients in float32
         "multinode_z3": (9, 0),
         "z3_sp": (9, 0),
+        "tp": (6, 0),  # as fsdp2: float32 weights and moments, of which each rank has half
         "z2_offload": (2, 9),
         "z3_offload": (0, 9),
         "z3_twin_flow": (9.1, 3.9),  # 5 of 9 sub-groups stay on the device

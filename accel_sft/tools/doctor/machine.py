@@ -11,6 +11,7 @@ from pathlib import Path
 from accel_sft.api.errors import UserError
 from accel_sft.launch.deepspeed_ops import operators
 from accel_sft.launch.info import Launch
+from accel_sft.launch.parallelism import sized
 from accel_sft.launch.read import launch_of_yaml
 from accel_sft.tools.doctor import torch_facts
 from accel_sft.tools.doctor.driver import Driver, ask_driver
@@ -63,7 +64,7 @@ class Machine:
         """The launcher's flag that starts one process for each GPU; empty if the file does so, or without GPUs."""
         asked = launch_of_yaml(file)
         wanted = self.devices * asked.machines
-        return ("--num_processes", str(wanted)) if self.devices and wanted != asked.world_size else ()
+        return sized(asked, wanted) if self.devices and wanted != asked.world_size else ()
 
     def users(self, operator: str) -> list[str]:
         """The names, without suffix, of the launch files that need an operator."""

@@ -14,6 +14,7 @@ from accel_sft.api.registry import suggestion
 from accel_sft.api.task import Task
 from accel_sft.evaluation.scoring import EVAL_LOSS
 from accel_sft.launch.info import Launch
+from accel_sft.launch.parallelism import sized
 from accel_sft.launch.shipped import FOLDER, shipped
 from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import AS_CONFIGURED, Job
@@ -51,7 +52,7 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     plans, jobs = [], {}
     for name, file in launch_files(config.launch):
         launch = launch_of(file, here)
-        step_tokens = config.global_batch_size * lengths.mean / launch.world_size
+        step_tokens = config.global_batch_size * lengths.mean * launch.tensor_ranks / launch.world_size
         jobs[name] = job = job_of(config, task, shape, stored, launch, here, lengths, step_tokens, only)
         plans.append(plan(name, file, job, here, step_tokens, lengths.mean))
     best, why = recommended(plans)
@@ -182,7 +183,7 @@ def command_of(task_name: str, task: Task, asked: PlanConfig, best: Plan, here: 
     is_shipped = best.file.parent == FOLDER
     words = ["accelerate", "launch", "--config_file", f"{best.name}.yaml" if is_shipped else str(best.file)]
     if here.gpus:
-        words += ["--num_processes", str(best.job.ranks)]
+        words += sized(best.job.launch, best.job.ranks)
     words += ["-m", "accel_sft", task_name, *_given(dataclasses.replace(asked, **best.more), task)]
     fetch = f"accel-sft launch-file {best.name} > {best.name}.yaml\n" if is_shipped else ""
     return fetch + shlex.join(words)

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.launch_limits import launch_problem
+from accel_sft.api.launch_limits import TENSOR_PARALLEL, launch_problem
 from accel_sft.launch.info import Launch
-from accel_sft.launch.parallelism import audit_parallelism
+from accel_sft.launch.parallelism import audit_parallelism, sized
 from accel_sft.launch.precision import expected
 from accel_sft.launch.read import launch_of_yaml
 from accel_sft.memory.closed_form import estimate
@@ -17,7 +17,7 @@ from accel_sft.tools.plan.machine import PlannedMachine
 from accel_sft.tools.plan.speed import Speed, speed
 
 SIMPLEST_FIRST: tuple[str, ...] = ("ddp", "fsdp2", "z0", "z1", "z2", "z3", "hsdp", "z2_offload", "fsdp2_offload")
-SIMPLEST_FIRST += ("z3_twin_flow", "z3_offload", "z3_nvme", "multinode_z3", "z3_sp")
+SIMPLEST_FIRST += ("z3_twin_flow", "z3_offload", "z3_nvme", "multinode_z3", "tp", "z3_sp")
 """Shipped launch files, the simplest first; among equally fast ones the first is recommended."""
 ALIKE = 0.15
 """Relative difference in step time up to which the model of speed cannot tell two launch files apart."""
@@ -82,7 +82,7 @@ def launch_of(file: Path, machine: PlannedMachine) -> Launch:
     """
     launch = launch_of_yaml(file)
     if machine.gpus:
-        launch = launch_of_yaml(file, "--num_processes", str(machine.gpus * max(launch.machines, 1)))
+        launch = launch_of_yaml(file, *sized(launch, machine.gpus * max(launch.machines, 1)))
     return expected(launch, machine.bf16)
 
 
@@ -237,4 +237,5 @@ def _problem(job: Job, machine: PlannedMachine) -> str:
         return refused.what.removeprefix("the file: ")
     if job.launch.sequence_ranks > 1:
         return "memory under sequence parallelism is not predicted"
-    return launch_problem(job, _ACCELERATES_NAMES.get(backend, "NO"), job.launch.stage) or ""
+    name = TENSOR_PARALLEL if job.launch.tensor_ranks > 1 else _ACCELERATES_NAMES.get(backend, "NO")
+    return launch_problem(job, name, job.launch.stage) or ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.io.run_dir import RunDir
+from accel_sft.launch.parallelism import sized
 from accel_sft.memory.closed_form import CUDA_BYTES
 from accel_sft.memory.estimate import PHASES, Estimate
 from accel_sft.memory.job import Job
@@ -34,7 +35,7 @@ def probe(job: Job, file: Path, words: Sequence[str], limit_seconds: float = LIM
         words: the task and the run's options, as words of a command line.
     """
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
-    command += ["--num_processes", str(job.ranks), "--main_process_port", "0", "-m", "accel_sft", *words]
+    command += [*sized(job.launch, job.ranks), "--main_process_port", "0", "-m", "accel_sft", *words]
     for name, value in _FEW_STEPS.items():
         command += [f"--{name}", value]
     with tempfile.TemporaryDirectory(prefix="accel-sft-probe-") as folder:

@@ -62,6 +62,7 @@ def speed(job: Job, step_tokens: float, gpu: str = "", row_tokens: float = 0.0) 
     flops = model_flops(job).total(1, learnt, row_tokens / 2)  # of a token
     if job.gradient_checkpointing:
         flops += model_flops(dataclasses.replace(job, adapter="none")).total(1, 0, row_tokens / 2) / 3
+    flops /= launch.tensor_ranks
     rate = (getattr(device, job.precision, None) or device.fp32) * 1e12 * REACHED * (COMPILED if job.compile else 1)
     link, host_link = device.link * 1e9, device.host_link * 1e9
     if job.on_cpu:
@@ -89,6 +90,8 @@ def _sent_bytes(job: Job, forwards: int) -> float:
         shard, copies = launch.shard_ranks, n // launch.shard_ranks
         gathered = (shard - 1) / shard * forwards * (2 * e * job.parameters + 4 * trained)
         return gathered + 2 * (copies - 1) / copies * forwards * 4 * trained / shard
+    if launch.tensor_ranks > 1:  # hidden states after attention and feed-forward, and their gradients before them
+        return 2 * once * 4 * job.shape.layers * e * job.shape.hidden_size * job.tokens * forwards
     if backend != "deepspeed":
         return 2 * once * 4 * trained
     if stage == 0:

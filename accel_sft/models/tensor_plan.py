@@ -1,0 +1,79 @@
+"""Checks that transformers' own plan cuts a model exactly over the ranks of tensor parallelism, and mends one style."""
+
+from typing import Any
+
+import torch
+
+from accel_sft.api.errors import UserError
+
+_SUMMED = "replicated_with_grad_allreduce"
+_EXACT = """
+    colwise colwise_gather_output colwise_rep embedding_rowwise moe_tp_experts packed_colwise
+    replicated_with_grad_allreduce rowwise rowwise_rep rowwise_split_input
+"""
+"""Styles of transformers 5.23's plans whose loss and gradients are one process's
+(tests/launch/test_tensor_parallel.py)."""
+_INSTEAD = "train with accelerate_configs/z3.yaml, which shares out any model's weights"
+
+
+def check_plan(name: str, settings: Any, kind: Any, ranks: int, *, images: bool) -> None:
+    """Raise UserError unless the model can be cut over this many ranks; call it before its weights are loaded.
+
+    Args:
+        settings: the model's configuration.
+        kind: the auto class that loads it.
+    """
+    text = settings.get_text_config(decoder=True)
+    of_class = getattr(kind._model_mapping.get(type(settings), None), "_tp_plan", None) or {}
+    plan, problem = dict(getattr(text, "base_model_tp_plan", None) or {}), None
+    heads = {"num_attention_heads": "attention heads", "num_key_value_heads": "heads of keys and values"}
+    counts = {what: getattr(text, key, None) for key, what in heads.items()}
+    uneven = [f"{count} {what}" for what, count in counts.items() if isinstance(count, int) and count % ranks]
+    if images:
+        problem = "the data has images, and plans cut language models only"
+    elif not plan:
+        problem = "transformers has no plan (base_model_tp_plan) for it"
+    elif unknown := sorted({*plan.values(), *of_class.values()} - {*_EXACT.split()}):
+        problem = f"its plan has styles that are not known to be exact here ({', '.join(unknown)})"
+    elif uneven:
+        problem = f"its {' and '.join(uneven)} cannot be divided among {ranks} ranks"
+    elif getattr(settings, "quantization_config", None):
+        problem = "its weights are quantized"
+    if problem:
+        raise UserError(f"--model {name}: tensor parallelism cannot cut it, {problem}; {_INSTEAD}")
+
+
+def cut_over(ranks: int) -> dict[str, Any]:
+    """Return the arguments of from_pretrained by which each rank loads its part, by the model's plan."""
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=ranks)}
+
+
+def sum_gradients_once(model: Any) -> None:
+    """Have ranks sum each backward's gradient of weights that every rank has whole but uses for its own heads only.
+
+    transformers 5.23 sums what has been accumulated, so that after a second backward the first one's gradient counts
+    once per rank.
+    """
+    for name, style in (model.tp_plan or {}).items():
+        if style != _SUMMED:
+            continue
+        for path, module in model.named_modules():
+            if _generic(path).endswith(name) and module.__dict__.pop("forward", None):
+                group = model._device_mesh.get_group("tp")
+                for parameter in module.parameters(recurse=False):
+                    if parameter.requires_grad:
+                        parameter.register_hook(lambda gradient, group=group: _summed(gradient, group))
+
+
+def _summed(gradient: torch.Tensor, group: Any) -> torch.Tensor:
+    total = gradient.clone()
+    torch.distributed.all_reduce(total, group=group)
+    return total
+
+
+def _generic(path: str) -> str:
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+    return replace_layer_number_by_wildcard(path)

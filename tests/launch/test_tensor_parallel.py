@@ -1,0 +1,183 @@
+"""Tensor parallelism: what is refused before weights are loaded, families' plans, and runs stopped and gone on with."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from conftest import accel_sft, stopped
+from fsdp2_job import weights
+from places import SUPPORT
+from reference_job import FP32, JOB, layout, same_curve
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.api.launch_limits import TENSOR_PARALLEL, launch_problem
+from accel_sft.models.load import load_model
+from accel_sft.models.source import Source
+from accel_sft.models.tensor_plan import check_plan
+
+SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}
+FAMILIES = {
+    "Qwen2Config": {"tie_word_embeddings": True},
+    "LlamaConfig": {"attention_bias": True, "mlp_bias": True},
+    "Qwen3Config": {"head_dim": 8},
+    "Gemma2Config": {"head_dim": 8},
+    "Gemma3TextConfig": {"head_dim": 8},
+    "Phi3Config": {"pad_token_id": 0, "eos_token_id": 1},
+    "Olmo2Config": {"eos_token_id": 1},
+    "MixtralConfig": {"num_local_experts": 4},
+    "Qwen3MoeConfig": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+}
+
+
+def settings(name="Qwen2Config", **more):
+    return getattr(transformers, name)(**{**SHAPE, **FAMILIES.get(name, {}), **more})
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory):
+    """What two ranks found of each family; see tensor_families.py."""
+    root = tmp_path_factory.mktemp("families")
+    for name in FAMILIES:
+        torch.manual_seed(1)
+        transformers.AutoModelForCausalLM.from_config(settings(name)).save_pretrained(root / name)
+    here = {"PYTHONPATH": str(SUPPORT)}
+    done = accel_sft(str(root), yaml="tp", launcher=FP32, module="tensor_families", environment=here)
+    assert done.status == 0, done.output[-6000:]
+    return json.loads((root / "found.json").read_text())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_gradients_and_norm_are_one_processs_and_a_checkpoint_restores_every_bit(cut, name):
+    found = cut[name]
+    assert found["parts"]
+    assert found["loss"] < 1e-6
+    assert found["gradient"] < 1e-4  # weights that all ranks have whole, q_norm, over two forwards too
+    assert found["norm"] < 1e-5
+    assert found["restored"]
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "images", "why"),
+    [
+        (transformers.GPT2Config(), 2, False, "transformers has no plan"),
+        (settings(), 3, False, "its 4 attention heads and 2 heads of keys and values cannot be divided among 3 ranks"),
+        (settings(), 4, False, "its 2 heads of keys and values cannot be divided among 4 ranks"),
+        (settings(), 2, True, "the data has images"),
+        (settings(quantization_config={"quant_method": "fp8"}), 2, False, "its weights are quantized"),
+        (settings(base_model_tp_plan={"layers": "of_tomorrow"}), 2, False, "not known to be exact here (of_tomorrow)"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused_before_its_weights_are_loaded(config, ranks, images, why):
+    with pytest.raises(UserError, match=re.escape(why)) as raised:
+        check_plan("m", config, transformers.AutoModelForCausalLM, ranks, images=images)
+    (line,) = raised.value.problems
+    assert line.startswith("--model m: tensor parallelism cannot cut it, ")
+    assert line.endswith("train with accelerate_configs/z3.yaml, which shares out any model's weights")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_whose_plans_are_exact_are_not_refused(name):
+    check_plan("m", settings(name), transformers.AutoModelForCausalLM, 2, images=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ({"adapter": "lora"}, "--adapter lora: peft 0.21 fails on the cut matrices of tensor parallelism; launch with"),
+        ({"adapter": "adalora"}, "--adapter adalora: peft 0.21 fails"),
+        ({"optimizer": "muon"}, "--optimizer muon: it takes whole matrices"),
+        ({"optimizer": "adamw-8bit"}, "--optimizer adamw-8bit: it takes whole matrices"),
+        ({"load_in_4bit": True, "adapter": "lora"}, "--load-in-4bit: it takes whole matrices"),
+        ({"compile": True}, "--compile: ranks exchange within each layer"),
+        ({"use_liger_kernel": True}, "--use-liger-kernel: it takes whole matrices"),
+        ({}, None),
+    ],
+)
+def test_settings_that_need_whole_matrices_are_refused(option, line):
+    problem = launch_problem(TrainConfig(**option), TENSOR_PARALLEL)
+    assert problem is None if line is None else problem.startswith(line)
+
+
+def test_a_saved_adapter_is_refused():
+    with pytest.raises(UserError, match=r"--model a: peft 0.21 fails .* or merge the adapter first"):
+        load_model(Source("w", "t", "a"), TrainConfig(), precision="no", deepspeed=False, tensor_ranks=2)
+
+
+def test_ranks_that_share_matrices_answer_and_export_as_one_process_does(launched):
+    ours, theirs = layout(launched, "tp"), layout(launched, "plain")
+    assert "tensor parallel, each matrix shared by 2 ranks" in ours.output
+    for one, other in zip(ours.lines("eval_loss"), theirs.lines("eval_loss"), strict=True):
+        assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=2e-5)
+        assert one["accuracy"] == other["accuracy"]
+    told = [[row["generated"] for row in map(json.loads, sample.open())] for sample in samples(ours)]
+    assert told == [[row["generated"] for row in map(json.loads, sample.open())] for sample in samples(theirs)]
+    exported, expected = weights(ours.run_dir / "final"), weights(theirs.run_dir / "final")
+    assert exported.keys() == expected.keys()  # tied weights once
+    for name, weight in exported.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=2e-4)
+    assert "distributed_config" not in (ours.run_dir / "final" / "config.json").read_text()
+
+
+def samples(run):
+    return sorted((run.run_dir / "samples").glob("*.jsonl"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("then", ["tp", "ddp", "z2"])
+def test_a_stopped_run_goes_on_and_under_other_launches_too(launched, tmp_path, then):
+    whole = layout(launched, "tp")
+    folder = stopped(whole, tmp_path / "run", 3)
+    went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder, yaml=then, launcher=FP32)
+    assert went_on.status == 0, went_on.output
+    same_curve(whole.lines(), went_on.lines())
+    ours, theirs = weights(folder / "final"), weights(whole.run_dir / "final")
+    if then == "tp":
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    else:
+        assert "ranks of a matrix 2, now none" in went_on.output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("before", ["plain", "z2"])
+def test_a_run_of_another_launch_goes_on_under_tensor_parallelism(launched, tmp_path, before):
+    whole = layout(launched, before)
+    folder = stopped(whole, tmp_path / "run", 3)
+    went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder, yaml="tp", launcher=FP32)
+    assert went_on.status == 0, went_on.output
+    same_curve(whole.lines(), went_on.lines())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [("--gradient-checkpointing",), ("--train-only", "q_proj|o_proj")])
+def test_recomputed_activations_and_matrices_alone_draw_one_processs_curve(launched, options):
+    arguments = (*JOB, *options, "--eval-every", "off", "--save-every", "off")
+    ours = launched(f"tp {options}", *arguments, yaml="tp", launcher=FP32)
+    same_curve(launched(f"one process {options}", *arguments).lines(), ours.lines())
+
+
+@pytest.mark.long
+def test_evaluate_gives_the_runs_own_numbers(launched, tmp_path):
+    whole = layout(launched, "tp")
+    arguments = ("evaluate", "math", "--model", str(whole.run_dir))
+    done = accel_sft(*arguments, run_dir=tmp_path / "evaluation", yaml="tp", launcher=FP32)
+    assert done.status == 0, done.output
+    found, own = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"], whole.result()["after"]
+    assert found["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
+    assert found["accuracy"] == own["accuracy"]
+
+
+@pytest.mark.long
+def test_bf16_learns_the_same(launched):
+    bf16 = ("--mixed_precision", "bf16")
+    arguments = (*JOB, "--eval-every", "off", "--save-every", "off", "--max-steps", "3")
+    ours = launched("tp bf16", *arguments, yaml="tp", launcher=bf16)
+    theirs = launched("ddp bf16", *arguments, yaml="ddp", launcher=(*bf16, "--num_processes", "1"))
+    for one, other in zip(ours.lines(), theirs.lines(), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-2)
