@@ -317,6 +317,23 @@ def test_states_of_the_stages():
     }
 
 
+def test_tensor_parallelism_divides_states_and_inner_widths_but_neither_hidden_states_nor_logits():
+    cut, whole = (plans.estimate(job_of(QWEN_14B, name)).device["step"] for name in ("tp", "ddp"))
+    assert cut["weights"] == whole["weights"] / 2
+    assert cut["optimizer"] == whole["optimizer"] / 2
+    assert 0.5 * whole["activations"] < cut["activations"] < 0.9 * whole["activations"]
+    shape = count(QWEN_14B)
+    assert shape.cut(1) == shape
+    assert shape.cut(2).parameters - shape.embeddings - shape.head == pytest.approx(
+        (shape.parameters - shape.embeddings - shape.head) / 2, rel=1e-3
+    )
+
+
+def test_on_more_gpus_the_size_of_the_group_goes_with_the_number_of_processes():
+    machine = PlannedMachine(gpus=4, gpu_bytes=24 * GIB, host_bytes=64 * GIB)
+    assert plans.launch_of(CONFIGS / "tp.yaml", machine).tensor_ranks == 4
+
+
 def test_an_adapter_s_base_is_frozen_and_small_in_every_state():
     full, lora = (job_of(QWEN_14B, "z0", adapter=adapter) for adapter in ("none", "lora"))
     assert least_bytes(lora)[0] == pytest.approx(2 * lora.shape.parameters, rel=0.03)

@@ -13,6 +13,7 @@ from typing import Any
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting
 from accel_sft.launch.launcher import PRECISION
+from accel_sft.launch.parallelism import sized
 from accel_sft.launch.precision import expected, this_machine_computes_bf16
 from accel_sft.launch.read import launch_of_yaml
 from accel_sft.launch.recordable import masked_words, recordable
@@ -152,6 +153,7 @@ def _read(file: Path | None, chosen: Mapping[str, str], flags: Sequence[str]) ->
         environment = {PRECISION: precision} if precision else {}
         return {"launch": facts, "launcher": (sys.executable,), "environment": environment, "fingerprint": ""}
     launch = expected(launch_of_yaml(file, *flags), this_machine_computes_bf16())
+    flags = (*flags, *sized(launch, launch.world_size)[2:])  # under tensor parallelism all processes share each matrix
     if launch.machines > 1:
         raise UserError(
             f"--launch {chosen['launch']}: it is of {launch.machines} machines; compare starts launches here"
