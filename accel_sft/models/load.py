@@ -17,7 +17,6 @@ from accel_sft.models.compiled import compile_blocks
 from accel_sft.models.pretrained import OR_NONE, freeze_beyond_text, freeze_others, pretrained
 from accel_sft.models.saved_adapter import is_of_whole, saved_adapter
 from accel_sft.models.source import Source, errors_explained
-from accel_sft.models.tensor_plan import sum_gradients_once
 
 
 def load_tokenizer(source: Source, *, trust_remote_code: bool) -> Any:
@@ -120,8 +119,6 @@ def load_model(
     freeze_beyond_text(model, log, images=images, pattern=config.train_only if train else None)
     if train and config.train_only is not None:
         freeze_others(model, config.train_only, log)
-    if train and tensor_ranks > 1:
-        sum_gradients_once(model)
     if train and precision != "no" and not deepspeed:
         leave_casts_to_autocast(model)
     if train and config.gradient_checkpointing:

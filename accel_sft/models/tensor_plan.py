@@ -1,18 +1,15 @@
-"""Checks that transformers' own plan cuts a model exactly over the ranks of tensor parallelism, and mends one style."""
+"""Checks that transformers' own plan cuts a model exactly over the ranks of tensor parallelism."""
 
 from typing import Any
 
-import torch
-
 from accel_sft.api.errors import UserError
 
-_SUMMED = "replicated_with_grad_allreduce"
 _EXACT = """
-    colwise colwise_gather_output colwise_rep embedding_rowwise moe_tp_experts packed_colwise
-    replicated_with_grad_allreduce rowwise rowwise_rep rowwise_split_input
+    colwise colwise_gather_output colwise_rep embedding_rowwise rowwise rowwise_rep rowwise_split_input
 """
 """Styles of transformers 5.23's plans whose loss and gradients are one process's
-(tests/launch/test_tensor_parallel.py)."""
+(tests/launch/test_tensor_parallel.py). Not among them: `replicated_with_grad_allreduce`, which after a step's second
+backward counts the first gradient once per rank."""
 _INSTEAD = "train with accelerate_configs/z3.yaml, which shares out any model's weights"
 
 
@@ -48,32 +45,3 @@ def cut_over(ranks: int) -> dict[str, Any]:
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_size=ranks)}
-
-
-def sum_gradients_once(model: Any) -> None:
-    """Have ranks sum each backward's gradient of weights that every rank has whole but uses for its own heads only.
-
-    transformers 5.23 sums what has been accumulated, so that after a second backward the first one's gradient counts
-    once per rank.
-    """
-    for name, style in (model.tp_plan or {}).items():
-        if style != _SUMMED:
-            continue
-        for path, module in model.named_modules():
-            if _generic(path).endswith(name) and module.__dict__.pop("forward", None):
-                group = model._device_mesh.get_group("tp")
-                for parameter in module.parameters(recurse=False):
-                    if parameter.requires_grad:
-                        parameter.register_hook(lambda gradient, group=group: _summed(gradient, group))
-
-
-def _summed(gradient: torch.Tensor, group: Any) -> torch.Tensor:
-    total = gradient.clone()
-    torch.distributed.all_reduce(total, group=group)
-    return total
-
-
-def _generic(path: str) -> str:
-    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
-
-    return replace_layer_number_by_wildcard(path)

@@ -25,13 +25,9 @@ SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 FAMILIES = {
     "Qwen2Config": {"tie_word_embeddings": True},
     "LlamaConfig": {"attention_bias": True, "mlp_bias": True},
-    "Qwen3Config": {"head_dim": 8},
     "Gemma2Config": {"head_dim": 8},
-    "Gemma3TextConfig": {"head_dim": 8},
     "Phi3Config": {"pad_token_id": 0, "eos_token_id": 1},
     "Olmo2Config": {"eos_token_id": 1},
-    "MixtralConfig": {"num_local_experts": 4},
-    "Qwen3MoeConfig": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
 }
 
 
@@ -58,7 +54,7 @@ def test_loss_gradients_and_norm_are_one_processs_and_a_checkpoint_restores_ever
     found = cut[name]
     assert found["parts"]
     assert found["loss"] < 1e-6
-    assert found["gradient"] < 1e-4  # weights that all ranks have whole, q_norm, over two forwards too
+    assert found["gradient"] < 1e-4  # over two forwards
     assert found["norm"] < 1e-5
     assert found["restored"]
 
@@ -72,6 +68,8 @@ def test_loss_gradients_and_norm_are_one_processs_and_a_checkpoint_restores_ever
         (settings(), 2, True, "the data has images"),
         (settings(quantization_config={"quant_method": "fp8"}), 2, False, "its weights are quantized"),
         (settings(base_model_tp_plan={"layers": "of_tomorrow"}), 2, False, "not known to be exact here (of_tomorrow)"),
+        (settings("Qwen3Config"), 2, False, "not known to be exact here (replicated_with_grad_allreduce)"),
+        (settings("MixtralConfig"), 2, False, "not known to be exact here (moe_tp_experts, packed_colwise)"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_before_its_weights_are_loaded(config, ranks, images, why):

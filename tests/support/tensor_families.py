@@ -18,7 +18,6 @@ from accel_sft.checkpoint import shards
 from accel_sft.io import manifest
 from accel_sft.launch import tensor_parallel
 from accel_sft.models.pretrained import pretrained
-from accel_sft.models.tensor_plan import sum_gradients_once
 from accel_sft.resilience.exit import leave_together
 from accel_sft.training.optimizer import Stepper, new_optimizer
 
@@ -49,7 +48,6 @@ def of(folder):
     model = pretrained(
         str(folder), config, torch.float32, largest_id=90, train=True, log=lambda line: None, tensor_ranks=2
     )
-    sum_gradients_once(model)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = new_optimizer(model, config)
     model, optimizer = tensor_parallel.prepare(accelerator, model, optimizer)
