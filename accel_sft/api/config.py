@@ -64,6 +64,11 @@ class TrainConfig:
         False, basic=True, help="The base's linear layers in 4 bits (QLoRA), by bitsandbytes."
     )
 
+    chat_template: str | None = _data(
+        None,
+        basic=True,
+        help="chatml, a Jinja file, or the model whose template to take: for one without, or in place of its own.",
+    )
     train_limit: str | None = _data(None, help="Train on the first N examples only, or on a first share, such as 10%.")
     mix: str | None = _data(None, help="Shares of the rows of each --train-file, in their order, such as 3,1.")
     max_length: int | None = _data(None, basic=True, min=2, help="Tokens per example; longer ones are reported.")

@@ -97,8 +97,8 @@ class AnswerTokens:
         if spelled and not self._closers[tail]:
             self.rendering.note(
                 f'warning: the chat template ends answers with "{spelled}", which is no token of this tokenizer: '
-                f"{len(self._tokens(spelled))} tokens of plain text are learnt before {self.tokenizer.eos_token}; take "
-                "the instruction model's tokenizer, or a chat_template that ends answers with eos_token"
+                f"{len(self._tokens(spelled))} tokens of plain text are learnt before {self.tokenizer.eos_token}; make "
+                "it one with --chat-template (chatml, a Jinja file, or the model whose template to take)"
             )
 
     def _check_control(self, where: str, text: Rendered, whole: list[int]) -> None:

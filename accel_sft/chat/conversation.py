@@ -33,7 +33,7 @@ class Conversation(NamedTuple):
     """What is asked and the answer to it.
 
     Attributes:
-        turns: all that precedes the answer; at least one.
+        turns: all that precedes the answer; none: the answer is raw text, of which every token is learnt.
         answer: the assistant's turn that is learnt, and generated at an evaluation.
         learnt: indices in `turns` of earlier answers that are learnt too.
         tools: schemas for the chat template.
@@ -170,9 +170,7 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
     if isinstance(target, list):
         found = _with_turns(turns, target, where, images)._replace(tools=tools or None)
     else:
-        if not turns:
-            raise UserError(f"{where}: messages() gave '[]', expected {_EXPECTED}")
-        if turns[-1]["role"] == "assistant":
+        if turns and turns[-1]["role"] == "assistant":
             raise UserError(f"{where}: messages() ends with an assistant turn; the answer belongs in target()")
         answer = {"role": "assistant", "content": unmarked(target, f"{where}: target()")}
         found = Conversation(turns, answer, tools=tools or None)

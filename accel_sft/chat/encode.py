@@ -1,10 +1,13 @@
-"""Turns a task's examples into rows of token ids, step by step; leaves out, cuts or refuses what is too long."""
+"""Turns a task's examples into rows of token ids, step by step; leaves out, cuts or refuses what is too long. Raw text,
+which no chat template writes, becomes windows."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 from accel_sft.api.task import Task
@@ -61,6 +64,46 @@ class _Encoder:
 
     def encoded(self, part: Part) -> Encoding:
         """Return the rows of some examples, and the indices of examples that were left out or cut."""
+        raw = [(index, chat) for index, chat in part if not chat.turns]
+        found = self._of_chats([each for each in part if each[1].turns] if raw else part)
+        kept = list(found.kept)
+        for index, chat in raw:
+            rows = self._windows(index, chat.target)
+            if not rows:
+                found.left_out[EMPTY_ANSWER if not chat.target.strip() else NOTHING_TO_LEARN].append(index)
+            if len(rows) > 1:
+                found.windowed.append(index)
+            kept += rows
+        if raw:
+            found.kept = sorted(kept, key=attrgetter("index"))
+            for indices in found.left_out.values():
+                indices.sort()
+        return found
+
+    def _windows(self, index: int, text: str) -> list[Encoded]:
+        """Return a text and the tokenizer's eos as rows of at most `--max-length` tokens. Each row begins with the last
+        token of the one before, so that each token but the text's first is learnt once; [] if there is none."""
+        (guarded,) = self.rendering.control.turns([{"role": "text", "content": text}])
+        (ids,) = self.rendering.control.ids([guarded["content"]])
+        if not text.strip() or not ids:
+            return []
+        begin, most = self._begin, self.rules.max_length
+        self.rendering.note(
+            f"raw text: every token and {self.tokens.tokenizer.eos_token} behind it are learnt"
+            + ("" if begin else "; nothing stands before a text's first token, so that one is not")
+        )
+        ids = [*begin, *ids, self.tokens.tokenizer.eos_token_id]
+        starts = range(0, len(ids) - 1, most - 1)
+        return [Encoded(index, ids[at : at + most], 1 if at else max(len(begin), 1)) for at in starts]
+
+    @functools.cached_property
+    def _begin(self) -> list[int]:
+        """What the tokenizer puts before a text by itself: its bos, or nothing."""
+        whole, (plain,) = self.tokens.tokenizer("a")["input_ids"], self.rendering.control.ids(["a"])
+        at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+        return list(whole[:at])
+
+    def _of_chats(self, part: Part) -> Encoding:
         cuts, most = self.rules.truncation == "right", self.rules.max_length
         far_too_long = {index for index, chat in part if not cuts and self.tokens.exceeds(chat, most)}
         part = [(index, chat) for index, chat in part if index not in far_too_long]

@@ -24,8 +24,9 @@ class Encoded(NamedTuple):
     If the task gives several turns to learn, `earlier` has begin and end of each answer in the prompt; these carry loss
     too. If the template writes earlier answers differently once other turns follow, the example becomes several rows
     with the same index, in order. The last id is the end-of-turn token unless the example was cut (`--truncation
-    right`). `images` are the images whose placeholders are among the ids. `weights` has what each answer's loss counts,
-    above 0 and up to 1; it is empty where every answer of the example counts 1.
+    right`). Raw text becomes windows, rows that overlap by one token. `images` are the images whose placeholders are
+    among the ids. `weights` has what each answer's loss counts, above 0 and up to 1; it is empty where every answer of
+    the example counts 1.
     """
 
     index: int  # type: ignore[assignment]  # in place of a tuple's method
@@ -94,6 +95,7 @@ class Encoding:
     """The usable examples of a split, and the indices of those left out, by reason.
 
     Attributes:
+        windowed: indices of raw texts that make several rows.
         control_tokens: indices of kept examples with control tokens in their texts: in "answers" if one would end an
             answer, else in "texts".
         notes: lines about where the tokens come from.
@@ -104,6 +106,7 @@ class Encoding:
     kept: Sequence[Encoded] = dataclasses.field(default_factory=list)
     left_out: dict[str, list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     cut: list[int] = dataclasses.field(default_factory=list)
+    windowed: list[int] = dataclasses.field(default_factory=list)
     control_tokens: dict[str, list[int]] = dataclasses.field(default_factory=lambda: {"answers": [], "texts": []})
     notes: list[str] = dataclasses.field(default_factory=list)
     examples: Sequence[Any] = ()
@@ -124,6 +127,7 @@ class Encoding:
         for reason, indices in other.left_out.items():
             self.left_out[reason] += indices
         self.cut += other.cut
+        self.windowed += other.windowed
         for where, indices in other.control_tokens.items():
             self.control_tokens[where] += indices
 

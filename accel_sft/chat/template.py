@@ -34,6 +34,14 @@ _ARGUMENTS = {"of": "a call"}
 _CALL: dict[str, Any] = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": _ARGUMENTS}}
 
 
+def no_template(name: str) -> str:
+    """The line for a model whose tokenizer has no chat template."""
+    return (
+        f"--model {name}: its tokenizer has no chat template; give it one with --chat-template chatml (or a Jinja "
+        "file, or the model whose template to take), or use an instruction-tuned model"
+    )
+
+
 class Rejected(UserError):
     """A chat template rejects messages, or fails on them; in another form it may take them."""
 
@@ -50,8 +58,10 @@ class ChatTemplate:
 
     def __init__(self, control: ControlTokens, thinking: str, day: str | None) -> None:
         self._control = control
+        self.source = ""
         try:
-            self.source = dated(control.tokenizer.get_chat_template(), day)
+            if control.tokenizer.chat_template is not None:
+                self.source = dated(control.tokenizer.get_chat_template(), day)
         except ValueError as error:  # the tokenizer has several named templates and no default
             raise UserError(f"the model's chat template cannot be chosen: {one_line(str(error))}") from error
         on = {"off": False, "keep": True}.get(thinking)
@@ -69,7 +79,7 @@ class ChatTemplate:
             prompt: also write what begins the answer (the generation prompt).
         Raises:
             Rejected: the template rejects the messages, or fails on them.
-            UserError: the template does not finish.
+            UserError: there is no template, or it does not finish.
         """
         found: list[str] = []
         for offered, group in itertools.groupby(zip(chats, tools, strict=True), key=itemgetter(1)):
@@ -81,6 +91,8 @@ class ChatTemplate:
         return found
 
     def _written(self, chats: Sequence[Turns], given: dict[str, Any], split: str, prompt: bool) -> list[str]:
+        if not self.source:  # raw text alone needs none
+            raise UserError(no_template(self._control.tokenizer.name_or_path))
         roles = "/".join(turn["role"] for turn in chats[0])
         mend = "change the task's messages() or the model"
         try:

@@ -39,7 +39,8 @@ def run(task: Task, out: str) -> None:
 
 
 def chat_row(chat: Conversation, folder: Path) -> dict[str, Any]:
-    """A conversation as a row of a chat file: its turns in order, and the schemas of its tools if it has any.
+    """A conversation as a row of a chat file: its turns in order, and the schemas of its tools if it has any; or raw
+    text.
 
     An assistant's turn that carries no loss has `"weight": 0`; one whose loss counts less than 1 has its weight.
 
@@ -48,6 +49,8 @@ def chat_row(chat: Conversation, folder: Path) -> dict[str, Any]:
     Raises:
         UserError: an image is not one that training accepts; a row may name any file of this machine as an image.
     """
+    if not chat.turns:
+        return {"text": chat.target}
     paths = iter([_copied(picture, folder) for picture in chat.images])
     weights = dict(zip((*chat.learnt, len(chat.turns)), chat.weights or itertools.repeat(1.0), strict=False))
     turns = (*(_with_images(turn, paths) for turn in parted(chat.turns, chat.images)), chat.answer)

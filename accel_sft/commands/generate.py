@@ -32,6 +32,7 @@ For example:
 @click.option("--interactive", is_flag=True, help="Talk to the model; answers appear as they are generated.")
 @click.option("--base", metavar="MODEL", help="Answer with this model too; auto: what the run began with.")
 @click.option("--system", metavar="TEXT", help="System message; default: the run's own. An empty one: none.")
+@click.option("--chat-template", metavar="TEMPLATE", help="chatml, a Jinja file, or the model whose template to take.")
 @click.option("--thinking", metavar="off|template|keep", help="As in training; default: the run's own, else template.")
 @click.option("--control-tokens", metavar="text|tokens", help="As in training; default: the run's own, else text.")
 @click.option("--template-date", metavar="DAY", help="YYYY-MM-DD told to templates; default: the run's, else today.")
@@ -160,7 +161,7 @@ def _as_trained(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any
     from accel_sft.io.run_dir import RunDir
 
     of_runs = "thinking", "template_date", "control_tokens", "max_new_tokens"
-    names = *of_runs, "eval_batch_size", "dtype", "trust_remote_code", "debug"
+    names = *of_runs, "chat_template", "eval_batch_size", "dtype", "trust_remote_code", "debug"
     given = {name: options[name] for name in names if options[name] is not None}
     folder, record = RunDir.weights_in(model), RunDir.record_around(model)
     config = EvaluateConfig(model=folder, **given)
@@ -184,13 +185,13 @@ def _system_of(record: dict[str, Any] | None) -> str | None:
 
 def _sources(folder: str, record: dict[str, Any] | None, base: str | None) -> dict[str, Any]:
     """Return the sources of the models to load, by side ("base" comes first, if asked for)."""
-    from accel_sft.models.source import began_with, find_source
+    from accel_sft.models.source import as_it_began, began_with, find_source
 
     source = find_source(folder)
     if not base:
         return {"model": source}
     if base == "auto":
-        base = began_with(source, record)
+        return {"base": as_it_began(find_source(began_with(source, record)), source, record), "tuned": source}
     return {"base": find_source(base), "tuned": source}
 
 

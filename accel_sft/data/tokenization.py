@@ -23,7 +23,7 @@ from accel_sft.launch.collectives import Team
 from accel_sft.rows.rows import with_places
 
 KIND, FILE = "tokens", "tokens.arrow"
-_NOTED = "left_out", "cut", "control_tokens"
+_NOTED = "left_out", "cut", "windowed", "control_tokens"
 """Fields of an Encoding that are kept beside its tokens."""
 _COMPARED = 32
 """Maximum number of examples that every start tokenizes again, to compare the tokens with the cached ones."""
@@ -97,7 +97,12 @@ class SplitEncoder:
         encoding.notes += self.rendering.notes[self._told :]
         self._told = len(self.rendering.notes)
         rows, examples = len(encoding.kept), encoding.kept.examples
-        if rows > examples:
+        if encoding.windowed:
+            encoding.notes.append(
+                f"{encoding.split}: of the texts, {len(encoding.windowed):,} are longer than --max-length; they become "
+                "windows that overlap by one token, so that each token is learnt once"
+            )
+        elif rows > examples:
             encoding.notes.append(
                 f"{encoding.split}: {examples:,} examples make {rows:,} rows: the chat template writes an answer "
                 "otherwise once other turns follow, so answers that no one row has as they are generated have rows of "

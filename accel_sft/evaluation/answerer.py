@@ -20,8 +20,9 @@ from accel_sft.chat.rendering import Rendering
 from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.image_answers import ImageGenerator
 from accel_sft.evaluation.left_padded import GREEDY, Sampling
+from accel_sft.models.chat_template import GivenTemplate
 from accel_sft.models.load import load_model, load_tokenizer
-from accel_sft.models.pretrained import text_settings, vocabulary_problem
+from accel_sft.models.pretrained import vocabulary_problem
 from accel_sft.models.processor import load_processor
 from accel_sft.models.source import Source
 
@@ -65,17 +66,19 @@ class Answerer:
         images: bool = False,
     ) -> None:
         self.name = source.adapter or source.weights
-        self.tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
+        given = GivenTemplate(config.chat_template, config.trust_remote_code) if config.chat_template else None
+        self.tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code, given=given)
         self.rendering = Rendering(self.tokenizer, config.thinking, config.template_date, config.control_tokens)
         self.answer_text = AnswerText(self.rendering)
         self.weights = source.weights
-        self.settings = text_settings(source.weights, trust_remote_code=config.trust_remote_code)
         load = functools.partial(load_processor, source, model=self.name, trust_remote_code=config.trust_remote_code)
         self.images = ImageInputs(load)
         if images:
             _ = self.images.processor  # says at once if the model reads no images
         how: dict[str, Any] = {"precision": accelerator.mixed_precision, "deepspeed": False, "images": images}
-        model = load_model(source, config, largest_id=self.tokenizer.pad_token_id, **how)
+        known = {"largest_id": self.tokenizer.pad_token_id, "tokenizer": self.tokenizer}
+        model = load_model(source, config, **how, **known)
+        self.settings = model.config.get_text_config(decoder=True)
         self.model = model.to(accelerator.device).eval()
         self.ends = end_of_turn_ids(self.tokenizer, self.model.generation_config)
         self.generator = Generator(accelerator, self.tokenizer, self.model, config.eval_batch_size, sampling=sampling)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from accel_sft.chat.rendering import Rendering
 from accel_sft.evaluation.backend import AnswerBackend
 from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.image_answers import ImageGenerator
-from accel_sft.evaluation.scoring import EVAL_LOSS, aggregated, scored
+from accel_sft.evaluation.scoring import EVAL_LOSS, PERPLEXITY, UNANSWERED, aggregated, scored
 from accel_sft.evaluation.vllm import VllmBackend
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.terminal import terminal, wrapped
@@ -31,14 +32,17 @@ from accel_sft.launch.tensor_parallel import row_groups
 from accel_sft.models.source import Source
 from accel_sft.tracking.system import reset_peak_memory
 
+_LARGEST_EXPONENT = 700
+"""exp of more is infinite."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """The result of one evaluation. Every rank has the same one.
 
     Attributes:
-        metrics: the task's metrics, `eval_loss`, and generation's seconds, speed and peak memory; `eval_loss` alone if
-            that is the main metric.
+        metrics: the task's metrics, `eval_loss`, and generation's seconds, speed and peak memory; that of the loss
+            alone if it is the main metric, or its perplexity is.
         samples: index, prompt, expected, generated and scores of each example, and its `source` where metrics are given
             by source; empty if none was answered.
     """
@@ -160,7 +164,7 @@ class Evaluator:
 
     def score_answers(self, losses: dict[str, float]) -> Evaluation:
         """Generate a greedy answer to each example, score it on the rank that generated it, and give every rank all
-        samples. No answers are generated if the task's main metric is the loss.
+        samples. No answers are generated if the task's main metric is the loss or its perplexity.
 
         Args:
             losses: what `loss` returned.
@@ -168,8 +172,10 @@ class Evaluator:
         Raises:
             UserError: out of device memory; or the task's score() or aggregate() returned something unusable.
         """
-        if self.task.main_metric == EVAL_LOSS:
-            return Evaluation(losses, [])
+        if self.task.main_metric in UNANSWERED:
+            loss = losses[EVAL_LOSS]
+            perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
+            return Evaluation(losses | ({PERPLEXITY: perplexity} if self.task.main_metric == PERPLEXITY else {}), [])
         longest_answer = max(row.answer_tokens for row in self.answered)
         most = self.config.max_new_tokens or self.max_new_tokens or longest_answer
         with torch.no_grad(), _out_of_memory_explained("--eval-batch-size or --max-new-tokens"):

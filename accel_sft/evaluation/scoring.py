@@ -14,7 +14,10 @@ from accel_sft.rows.rows import example_name
 from accel_sft.tracking.run_report import COSTS
 
 EVAL_LOSS = "eval_loss"
-"""The main metric of a task whose answers are neither generated nor scored."""
+PERPLEXITY = "perplexity"
+"""exp(eval_loss)."""
+UNANSWERED = (EVAL_LOSS, PERPLEXITY)
+"""Main metrics of tasks whose answers are neither generated nor scored."""
 _TRIED = 8
 """Number of validation examples whose own targets are scored before anything is loaded."""
 
@@ -28,7 +31,7 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
         UserError: as `scored` and `aggregated`. An aggregate() that fails on so few scores is accepted: some metrics
             need more scores.
     """
-    if task.main_metric == EVAL_LOSS:
+    if task.main_metric in UNANSWERED:
         return
     chats = {index: conversation(task, examples, "validation", index) for index in range(min(len(examples), _TRIED))}
     # the chat template decides how a tool call is written

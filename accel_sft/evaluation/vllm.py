@@ -128,14 +128,22 @@ def find_python() -> str:
     )
 
 
+_ROWS = {"trainable_token_indices": "embeddings of new tokens"}
+
+
 def check(source: Source) -> None:
     """Raise UserError if vLLM cannot serve the adapter, or `$ACCEL_SFT_VLLM_OPTIONS` is not a JSON object."""
     _options()
-    for key, what in {"use_dora": "DoRA", "modules_to_save": "modules trained in full"}.items():
+    for key, what in {"use_dora": "DoRA", "modules_to_save": "modules trained in full", **_ROWS}.items():
         if source.adapter and _adapter(source.adapter).get(key):
             raise UserError(
                 f"--generate-with vllm: vLLM cannot serve {what}, which {source.adapter} has; leave this option out"
             )
+    if source.grown and not source.adapter:
+        raise UserError(
+            f"--generate-with vllm: it reads {source.weights} as they are stored, without embeddings of tokens that "
+            "--chat-template added; leave this option out"
+        )
     if source.adapter and (kind := _adapter(source.adapter)["peft_type"]) != "LORA":
         raise UserError(
             f"--generate-with vllm: vLLM serves only LoRA, but {source.adapter} is {kind}; leave this option out"

@@ -12,7 +12,8 @@ from accel_sft.api.task import Task
 from accel_sft.io import cache
 
 _KIND = "lengths"
-_DECIDE = ("model", "init_from", "max_length", "truncation", "thinking", "control_tokens", "train_limit", "mix")
+_DECIDE: tuple[str, ...] = ("model", "init_from", "max_length", "truncation", "thinking", "control_tokens")
+_DECIDE += ("train_limit", "mix", "chat_template")
 """Settings that decide how long examples are."""
 
 

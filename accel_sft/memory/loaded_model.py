@@ -117,7 +117,7 @@ def forward_bytes(
     layers = max(getattr(config, "num_hidden_layers", 1), 1)
     chosen = getattr(config, "num_experts_per_tok", None) or 1
     ends = model.get_input_embeddings(), model.get_output_embeddings()
-    outside = {id(getattr(part, "weight", None)) for part in ends}
+    outside = {id(parameter) for part in ends if part is not None for parameter in part.parameters()}
     numbers = 0.0
     weights = 0.0
     for parameter in model.parameters():

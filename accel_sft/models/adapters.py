@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.launch import host_memory
 from accel_sft.models.adapter_start import split
+from accel_sft.models.new_tokens import rows_made, trained_beside, use_rows
 from accel_sft.models.targets import ALL_LINEAR, besides, left_out, targets
 
 SPARE = 2
@@ -159,12 +160,14 @@ def new_adapter(
     start: Path | None = None,
     *,
     images: bool = False,
+    new_tokens: Sequence[int] = (),
 ) -> Any:
     """The model with a new adapter of the type that `--adapter` names; `log` gets a line on layers without an adapter.
 
     Args:
         start: the file that `adapter_start.keep` wrote, for an adapter that began as a part of the base's weights.
         images: whether the model is to read images.
+        new_tokens: ids of tokens whose rows in embedding and head are trained with the adapter, and saved with it.
     Raises:
         UserError: the settings name a module or parameter that the model does not have, or that peft does not adapt.
     """
@@ -177,15 +180,18 @@ def new_adapter(
         "lora_dropout": settings.lora_dropout,
         **targets(model, names=names, saved=saved),
         **besides(model, names=names, saved=saved, parameters=names_of(settings.lora_target_parameters)),
+        **trained_beside(model, new_tokens, [*names, *saved]),
     }
     try:
-        adapted = get_peft_model(model, TYPES[settings.adapter].config(settings, total_steps, common))
+        with rows_made(model) if new_tokens else contextlib.nullcontext():
+            adapted = get_peft_model(model, TYPES[settings.adapter].config(settings, total_steps, common))
     except ValueError as error:
         named = ", ".join(filter(None, (settings.lora_target_modules, settings.lora_target_parameters)))
         why = first_line(error)
         raise UserError(
             f"--lora-target-modules {named}: peft does not adapt all of these ({why}); name others"
         ) from error
+    use_rows(adapted)
     if settings.lora_init in SPLITS:
         split(adapted, settings.lora_init, start)
     if common["target_modules"] == ALL_LINEAR and (without := left_out(adapted, images=images)):

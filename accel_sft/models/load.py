@@ -1,6 +1,6 @@
 """Loads weights and tokenizer of a `Source`: in the right type, with the adapter in place, for Accelerator.prepare."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,25 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.launch_limits import CUT_ADAPTER
 from accel_sft.chat.encoded import Rules, end_of_turn_ids
-from accel_sft.io.files import read_json
+from accel_sft.chat.template import no_template
 from accel_sft.launch.environment import device_count
 from accel_sft.models.adapters import leave_casts_to_autocast, new_adapter
+from accel_sft.models.chat_template import GivenTemplate, template_of
 from accel_sft.models.compiled import compile_blocks
+from accel_sft.models.new_tokens import know_tokens
 from accel_sft.models.pretrained import OR_NONE, freeze_beyond_text, freeze_others, pretrained
 from accel_sft.models.saved_adapter import is_of_whole, saved_adapter
 from accel_sft.models.source import Source, errors_explained
 
 
-def load_tokenizer(source: Source, *, trust_remote_code: bool) -> Any:
+def load_tokenizer(
+    source: Source, *, trust_remote_code: bool, given: GivenTemplate | None = None, templated: bool = True
+) -> Any:
     """The tokenizer, with a pad token (its eos token if it has no pad token of its own).
 
+    Args:
+        given: the chat template to give it.
+        templated: whether it must have a chat template; raw text needs none.
     Raises:
         UserError: it cannot be loaded, or has no vocabulary, chat template or eos token.
     """
@@ -29,14 +36,12 @@ def load_tokenizer(source: Source, *, trust_remote_code: bool) -> Any:
 
     with errors_explained(source.tokenizer):
         tokenizer = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=trust_remote_code)
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = _processor_template(source.tokenizer)
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"--model {source.tokenizer}: its tokenizer has no chat template; use an instruction-tuned model, "
-            "or save the tokenizer with a chat_template of yours"
-        )
-    if not isinstance(tokenizer.chat_template, (str, dict)):
+    if given:
+        given.give(tokenizer)
+    tokenizer.chat_template = template_of(tokenizer, source.tokenizer)
+    if tokenizer.chat_template is None and templated:
+        raise UserError(no_template(source.tokenizer))
+    if tokenizer.chat_template is not None and not isinstance(tokenizer.chat_template, (str, dict)):
         kind = type(tokenizer.chat_template).__name__
         raise UserError(f"--model {source.tokenizer}: its chat template is {kind}, expected text; mend the tokenizer")
     if tokenizer.eos_token_id is None:
@@ -46,17 +51,6 @@ def load_tokenizer(source: Source, *, trust_remote_code: bool) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _processor_template(name: str) -> str | None:
-    """The template in chat_template.json, where processors used to keep theirs and tokenizers do not look."""
-    from transformers.utils import cached_file
-
-    with errors_explained(name):
-        path = cached_file(name, "chat_template.json", _raise_exceptions_for_missing_entries=False)
-    content = read_json(Path(path)) if path else None
-    found = content.get("chat_template") if isinstance(content, dict) else None
-    return found if isinstance(found, str) else None
 
 
 def load_model(
@@ -71,6 +65,8 @@ def load_model(
     adapter_start: Path | None = None,
     images: bool = False,
     tensor_ranks: int = 1,
+    tokenizer: Any = None,
+    new_tokens: Sequence[int] = (),
 ) -> Any:
     """Return the model, ready for Accelerator.prepare: weights in the right type, adapter in place.
 
@@ -83,6 +79,8 @@ def load_model(
         adapter_start: the file of the adapter's first values, if it began as a part of its base's weights.
         images: whether the model is to read images.
         tensor_ranks: number of ranks that share each matrix; each then loads its part.
+        tokenizer: the tokenizer whose tokens the model is to know, if `--chat-template` or an adapter adds some.
+        new_tokens: ids that `--chat-template` added to it: a new adapter trains their embeddings.
     Raises:
         UserError: the model cannot be loaded, its files lack weights, or the adapter's settings do not fit it.
     """
@@ -100,22 +98,30 @@ def load_model(
         reduced = deepspeed or config.adapter != "none" or not train
         dtype = _dtype(dtype=config.dtype, precision=precision if reduced else "no")
         whole = images or bool(source.adapter and is_of_whole(source.adapter))
+        grown = tokenizer is not None and (source.grown or config.chat_template is not None)
         model = pretrained(
             source.weights,
             config,
             dtype,
-            largest_id=largest_id,
+            largest_id=0 if grown else largest_id,
             train=train,
             log=log,
             images=whole,
             tensor_ranks=tensor_ranks,
         )
+    if grown:
+        know_tokens(model, tokenizer, config.seed if source.rows_seed is None else source.rows_seed, log)
     if source.adapter:
+        if new_tokens and config.adapter != "none":
+            raise UserError(
+                f"--chat-template: {len(new_tokens)} of its tokens are new to the adapter {source.adapter}, which has "
+                "no rows for them; merge it first (accel-sft merge), or start a new adapter from --model"
+            )
         with errors_explained(source.adapter):
             model = saved_adapter(model, source.adapter, config, train=train)
     elif config.adapter != "none" and train:
         torch.manual_seed(config.seed)  # the same new adapter on every rank and at every ZeRO stage
-        model = new_adapter(model, config, total_steps, log, adapter_start, images=images)
+        model = new_adapter(model, config, total_steps, log, adapter_start, images=images, new_tokens=new_tokens)
     freeze_beyond_text(model, log, images=images, pattern=config.train_only if train else None)
     if train and config.train_only is not None:
         freeze_others(model, config.train_only, log)

@@ -59,7 +59,7 @@ def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_cod
     if source.adapter is None:
         raise UserError(f"{source.weights}: full weights, no adapter: there is nothing to merge; use them as they are")
     config = TrainConfig(dtype="float32", trust_remote_code=trust_remote_code)
-    adapted = load_model(source, config, precision="no", deepspeed=False).eval()
+    adapted = load_model(source, config, precision="no", deepspeed=False, tokenizer=tokenizer).eval()
     base = without_adapter(adapted)
     stored = _stored_dtype(source, trust_remote_code)
     if getattr(base.config, "quantization_config", None):

@@ -11,6 +11,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io.files import read_json
 from accel_sft.models.adapters import is_mergeable, type_of
+from accel_sft.models.new_tokens import rows_made, use_rows
 
 
 def saved_adapter(model: Any, folder: str, settings: TrainConfig, *, train: bool) -> Any:
@@ -51,7 +52,10 @@ def _with_adapter(model: Any, folder: str, train: bool) -> Any:
 
     with warnings.catch_warnings():  # missing weights would start like those of a new adapter
         warnings.filterwarnings("error", "Found missing adapter keys")
-        return PeftModel.from_pretrained(model, folder, is_trainable=train)
+        with rows_made(model):
+            adapted = PeftModel.from_pretrained(model, folder, is_trainable=train)
+    use_rows(adapted)
+    return adapted
 
 
 def _check_shape(folder: str, settings: TrainConfig) -> None:

@@ -19,16 +19,25 @@ from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.models.tiny import TINY_DEFAULTS
 
 Settings = TypeVar("Settings", bound=TrainConfig)
+_CARRY_ROWS = ("trainable_token_indices", "modules_to_save")
+"""Keys of adapter_config.json by which an adapter may carry embeddings of tokens that its base lacks."""
 _SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What to load: full weights with their tokenizer, and the adapter on them, if any."""
+    """What to load: full weights with their tokenizer, and the adapter on them, if any.
+
+    Attributes:
+        grown: whether the weights get embeddings for tokens that only this tokenizer has.
+        rows_seed: the seed of these embeddings; None: that of the settings.
+    """
 
     weights: str
     tokenizer: str
     adapter: str | None = None
+    grown: bool = False
+    rows_seed: int | None = None
 
 
 def find_source(model: str, *, init_from: str | None = None) -> Source:
@@ -57,7 +66,7 @@ def find_source(model: str, *, init_from: str | None = None) -> Source:
             base = str(beside)
         elif Path(base).is_absolute() and not Path(base).exists():
             raise UserError(f"{folder}: its base {base} is gone; put it back, or name it in adapter_config.json")
-        return Source(base, str(folder), str(folder))
+        return Source(base, str(folder), str(folder), any(adapter.get(key) for key in _CARRY_ROWS))
     if name and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(f"{name}: no config.json or adapter_config.json in this folder; it is not a saved model")
@@ -91,6 +100,13 @@ def began_with(source: Source, record: Mapping[str, Any] | None) -> str:
     if isinstance(began, str):
         return began
     raise UserError(f"--base auto: {source.weights} is of no run, and no adapter; name its base")
+
+
+def as_it_began(base: Source, tuned: Source, record: Mapping[str, Any] | None) -> Source:
+    """`base`, with the tokenizer of the tuned weights if their run gave that another chat template."""
+    if not record or not record["config"].get("chat_template"):
+        return base
+    return dataclasses.replace(base, tokenizer=tuned.tokenizer, grown=True, rows_seed=record["config"].get("seed"))
 
 
 def weights_identity(source: Source) -> str | None:

@@ -1,4 +1,4 @@
-"""Reads files by their suffix (JSON, CSV and Parquet, compressed or not), and yields their values with places.
+"""Reads files by their suffix (JSON, CSV, Parquet and text, compressed or not), and yields their values with places.
 
 Each data format has a reader in READERS, each compression an opener in COMPRESSIONS. pyarrow is imported only for files
 that need it; for the others the standard library is enough.
@@ -12,6 +12,7 @@ import decimal
 import io
 import json
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from accel_sft.api.errors import UserError
-from accel_sft.rows.json_stream import Located, located
+from accel_sft.rows.json_stream import MAX_ROW_BYTES, Located, located
 
 Reader = Callable[[BinaryIO, str], Iterator[Located]]
 """Takes a seekable stream and the file's name in messages, and yields the values as `located` does."""
@@ -61,8 +62,8 @@ def format_of(path: Path) -> Format:
 
 
 def is_data_file(path: Path) -> bool:
-    """Whether a file in a folder counts as a data file: its suffix is in READERS."""
-    return format_of(path).suffix != ""
+    """Whether a file in a folder counts as a data file: its suffix is in READERS, and it is no text."""
+    return format_of(path).suffix not in ("", *TEXTS)
 
 
 def decompress(stream: BinaryIO, format: Format, name: str, target: BinaryIO) -> None:
@@ -212,6 +213,30 @@ def _as_json(value: Any) -> Any:
     return {"bytes": len(value)} if isinstance(value, bytes) else {"unknown": type(value).__name__}
 
 
+def _document(stream: BinaryIO, name: str) -> Iterator[Located]:
+    """Yield a text file as one row, {"text": ...}; one with rows of JSON in it is read as those.
+
+    Raises:
+        UserError: the file is no UTF-8, or larger than a row may be.
+    """
+    stream.seek(0)
+    content = stream.read(MAX_ROW_BYTES + 1)
+    if _ROWS_OF_JSON.match(content):
+        yield from located(stream, name)
+        return
+    if len(content) > MAX_ROW_BYTES:
+        raise UserError(f"{name}: more than {MAX_ROW_BYTES >> 20} MiB in one text; divide it into several files")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise UserError(f"{name}:{line}: not UTF-8; save the file as UTF-8") from None
+    yield row_as_json({"text": text}, 1)
+
+
+_ROWS_OF_JSON = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*"')
+TEXTS = (".txt", ".md")
+"""Suffixes of texts. In a folder they may be about the data."""
 READERS: dict[str, Reader] = {
     ".json": located,
     ".jsonl": located,
@@ -219,4 +244,6 @@ READERS: dict[str, Reader] = {
     ".csv": _comma_separated,
     ".tsv": _tab_separated,
     ".parquet": _parquet,
+    ".txt": _document,
+    ".md": _document,
 }

@@ -38,7 +38,7 @@ _ANNOUNCED_BYTES = 64 << 20
 _KIND, _PLACES, _TEXT = "rows", "places.bin", "rows.jsonl"
 _FORM = 2
 """Version of a cache entry's form; it changes when older entries can no longer be read."""
-_EXPECTED = "a JSON, JSONL, CSV or Parquet file"
+_EXPECTED = "a JSON, JSONL, CSV, Parquet or text file"
 _NO_ROWS = "a JSON array of objects or one JSON object per line"
 Parse = Callable[[dict[str, Any]], Any]
 About = tuple[str, Format, str | None, str]

@@ -187,7 +187,8 @@ def read_rows(path: str | Path, parse: Callable[..., Row | ParsedRow], *, with_f
 
     Args:
         path: a .parquet, .csv or .tsv file; any other is a JSON array of objects or JSON Lines, told apart by content.
-            If .gz, .bz2, .xz or .zst follows, it is decompressed. Text is UTF-8 (a byte-order mark is accepted). In a
+            A .txt or .md file is one row, {"text": ...}. If .gz, .bz2, .xz or .zst follows, it is decompressed. Text is
+            UTF-8 (a byte-order mark is accepted). In a
             folder and its subfolders, the files with these suffixes or .json, .jsonl, .ndjson are read in the order of
             their names. ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT that is no path is a data set of the
             Hugging Face hub, read by the library `datasets`. Several names, joined by commas, are read in this order.

@@ -142,7 +142,7 @@ class TaskConformance:
     def _answered(self) -> tuple[Sequence[Any], list[tuple[int, str]]]:
         """Return the validation examples, and index and target of the checked ones whose answer is text, not a call."""
         examples = self._dataset("validation")
-        if self.task.main_metric == "eval_loss":
+        if self.task.main_metric in ("eval_loss", "perplexity"):
             return examples, []
         chats = {index: self._conversation(examples, "validation", index) for index in self._indices(examples)}
         return examples, [(index, chat.target) for index, chat in chats.items() if not chat.calls]

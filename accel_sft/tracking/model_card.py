@@ -34,7 +34,8 @@ def model_card(
     Args:
         base_model: hub id, folder or `tiny`; only a hub id is named in the metadata, which takes nothing else.
         model_class: the class of transformers that loads the whole model.
-        messages: one prompt as it is given to the chat template, system message included; images are parts.
+        messages: one prompt as it is given to the chat template, system message included; images are parts. None: the
+            model was trained on raw text.
         template_arguments: the template's own variables.
         prompt_end: text that follows the template's text in prompts.
         answer_end: text that follows answers, such as a mark that is no token.
@@ -59,7 +60,7 @@ def model_card(
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
         f"# {markdown_cell(task)}\n\n{what} for the task `{task}` with accel_sft.",
-        "## Usage\n\nWith the messages it was trained on, system message included if there is one:\n\n"
+        f"## Usage\n\n{_ASKED if messages else 'It goes on with a text:'}\n\n"
         + _usage(messages, template_arguments, prompt_end, answer_end, adapter, model_class, max_new_tokens),
         "## Before and after\n\n" + comparison_table(result),
         "## Data\n\n" + markdown_table(["", ""], list(data.items())),
@@ -71,6 +72,7 @@ def model_card(
     return str(ModelCard("\n\n".join(parts) + "\n"))
 
 
+_ASKED = "With the messages it was trained on, system message included if there is one:"
 _MERGED = (
     (r"library_name: peft", "library_name: transformers"),
     (r"^A (\w+) adapter of (`.*?`), trained for", r"\2, fine-tuned with a \1 adapter that is merged, for"),
@@ -133,6 +135,8 @@ def _usage(
         ]
     else:
         asked.append('inputs.pop("token_type_ids", None)')
+    if not messages:
+        asked = ['inputs = tokenizer("Once", return_tensors="pt")', 'inputs.pop("token_type_ids", None)']
     lines = [
         *imports,
         f"from transformers import Auto{reader.title()}",
@@ -141,7 +145,7 @@ def _usage(
         'folder = "."  # this one',
         *base,
         f"model, {reader} = {load}, Auto{reader.title()}.from_pretrained(folder)",
-        f"messages = {json.dumps(list(messages), ensure_ascii=False, indent=4)}",
+        *([f"messages = {json.dumps(list(messages), ensure_ascii=False, indent=4)}"] if messages else []),
         *asked,
         f"output = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False)",
         f'answer = {reader}.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)',

@@ -1,6 +1,7 @@
 """Claims a run's folder by its lock, and keeps the record of settings and data that a resumed run must match."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import secrets
@@ -149,7 +150,9 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
         UserError: a resumed run's settings or data differ from what the folder records, one line each.
     """
     assembly = prepared.assembly
+    template = assembly.tokenizer.chat_template if assembly.config.chat_template is not None else None
     record = {
+        "chat_template": template and hashlib.sha256(template.encode()).hexdigest(),
         "task": task_name,
         "config": assembly.config.as_dict(),
         "task_options": _options(assembly.task),
@@ -183,6 +186,9 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
     cls, cls_now = file.get("class"), file_now.get("class")
     if before["task"] == now["task"] and cls != cls_now:
         different.append(f"task: the run was started with {shown(str(cls))} of {now['task']}, not {cls_now}")
+    if not different and before.get("chat_template") != now["chat_template"]:
+        name = now["config"]["chat_template"]
+        different.append(f"--chat-template {shown(str(name))}: the template is another than the run was started with")
     if not different and before.get("data_sha256") != now["data_sha256"]:
         files = _files_changed(before.get("data_files") or {}, now.get("data_files") or {})
         different.append(f"the data is not what the run was started with{files and f' ({files})'}")

@@ -38,6 +38,7 @@ from accel_sft.memory import lengths
 from accel_sft.memory.model_config import read_config
 from accel_sft.models.adapter_start import keep
 from accel_sft.models.architecture import beyond_text
+from accel_sft.models.chat_template import GivenTemplate
 from accel_sft.models.liger import liger
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
 from accel_sft.models.processor import load_processor
@@ -67,9 +68,12 @@ class Assembly:
 
     def __init__(self, accelerator: Accelerator, task: Task, config: TrainConfig, source: Source) -> None:
         self.accelerator, self.task, self.config, self.source = accelerator, task, config, source
-        self.tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
+        trusted = config.trust_remote_code
+        self.template = GivenTemplate(config.chat_template, trusted) if config.chat_template is not None else None
+        # raw text needs no template; with conversations the first of them is refused
+        self.tokenizer = load_tokenizer(source, trust_remote_code=trusted, given=self.template, templated=False)
         rules = encoding_rules(self.tokenizer, source, config)
-        load = functools.partial(load_processor, source, model=config.model, trust_remote_code=config.trust_remote_code)
+        load = functools.partial(load_processor, source, model=config.model, trust_remote_code=trusted)
         self.encode = SplitEncoder(accelerator, self.tokenizer, task, rules, load)
         self.blank: Encoded | None = None
 
@@ -97,6 +101,8 @@ class Assembly:
             adapter_start=begun if splits else None,
             images=images,
             tensor_ranks=tensor_ranks(self.accelerator),
+            tokenizer=self.tokenizer,
+            new_tokens=self.template.new_tokens if self.template else (),
             **more,
         )
         trained = any(weights.requires_grad for weights in beyond_text(model).values())
@@ -162,6 +168,7 @@ class Prepared:
         merged = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
         return [
             *([merged] if self.assembly.source.adapter and config.adapter == "none" else []),
+            *(self.assembly.template.lines if self.assembly.template else []),
             *train.lines(),
             *validation.lines(),
             *([limit_line] if self.beyond_limit else []),

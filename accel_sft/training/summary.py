@@ -11,6 +11,7 @@ from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record
 from accel_sft.chat.conversation import conversation
+from accel_sft.chat.form import Form
 from accel_sft.chat.image_parts import parted
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import columns, terminal
@@ -37,7 +38,7 @@ def card(
     """
     config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
     chat = conversation(task, prepared.validation.examples, "validation", prepared.validation.kept[0].index)
-    form = rendering.form(chat.turns, "validation", chat.tools)
+    form = rendering.form(chat.turns, "validation", chat.tools) if chat.turns else Form()
     return model_card(
         base_model=config.init_from or config.model,
         task=task_name,
@@ -123,7 +124,8 @@ def publish(
     file = file_record(type(task))
     named = f"{shown_folder(Path(file['path']))}:{file['class']}" if file else task_name
     data = " --same-data" if _files(task) else ""
-    commands = [f"report {folder}", f"generate {folder} PROMPT"]
+    answers = prepared.assembly.tokenizer.chat_template is not None  # without one, nobody can ask it anything
+    commands = [f"report {folder}", *([f"generate {folder} PROMPT"] if answers else [])]
     commands.append(f"evaluate {shlex.quote(named)} --model {folder}{data}")
     commands = [f"accel-sft {command}" for command in commands]
     if "tensorboard" in config.tracker:

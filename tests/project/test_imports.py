@@ -241,7 +241,7 @@ def test_rows_that_are_not_there_are_refused_without_torch(tmp_path, command):
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
         f"Error: --train-file {tmp_path}/row.jsonl: cannot be read (No such file or directory); give an existing one: "
-        f"a JSON, JSONL, CSV or Parquet file; did you mean {tmp_path}/rows.jsonl?\n"
+        f"a JSON, JSONL, CSV, Parquet or text file; did you mean {tmp_path}/rows.jsonl?\n"
     )
 
 

@@ -147,7 +147,7 @@ def test_rows_may_come_through_a_pipe(tmp_path):
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null"])
 def test_a_device_is_refused(path):
-    with pytest.raises(UserError, match=f"{path}: a device, not a file; give a JSON, JSONL, CSV or Parquet file"):
+    with pytest.raises(UserError, match=f"{path}: a device, not a file; give a JSON, JSONL, CSV, Parquet or text file"):
         read_rows(path, answer)
 
 

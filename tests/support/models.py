@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
 from accel_sft import Task
 from accel_sft.chat.encode import encode_parts
 from accel_sft.chat.encoded import Encoding, Rules
@@ -48,3 +52,27 @@ def encode(tokenizer, task, examples, split, *, eos_ids, max_length, truncation,
     whole.notes += rendering.notes
     whole.check(len(examples), rules)
     return whole
+
+
+def make_base(folder: Path, *, tied: bool = True, bos: bool = False, spare: int = 0) -> Path:
+    """A pretrained model as they come: no chat template, one control token, `spare` rows above its vocabulary."""
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", *(["<s>"] if bos else [])]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=special, show_progress=False),
+    )
+    if bos:
+        words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=special[0], bos_token="<s>" if bos else None)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    ends = {"vocab_size": len(tokenizer) + spare, "tie_word_embeddings": tied, "bos_token_id": None, "eos_token_id": 0}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**shape, **heads, **ends)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import random
 
@@ -273,7 +274,11 @@ def test_a_system_prompt_is_for_rows_without_one(rows):
 
 
 MALFORMED = {
-    "no form": ({"words": "x"}, None, "columns messages or conversations, prompt and completion, or instruction"),
+    "no form": (
+        {"words": "x"},
+        None,
+        "columns messages or conversations, prompt and completion, instruction and output, or text",
+    ),
     "not a list": ({"messages": 3}, "messages", "a list of messages, got int"),
     "an empty list": ({"messages": []}, "messages", "a list of messages, got an empty list"),
     "not JSON": ({"messages": "[{"}, "messages", "a list of messages, or JSON of one"),
@@ -759,8 +764,56 @@ def test_without_rows_held_out_all_are_trained_on_and_some_evaluated(tmp_path):
     assert len(task.dataset("validation")) == 2
 
 
-@pytest.mark.parametrize(("name", "text"), [("rows.jsonl", '{"text": "Once."}'), ("book.txt", "Once upon a time.")])
-def test_raw_text_is_refused_with_what_to_do(tmp_path, name, text):
-    (tmp_path / name).write_text(text + "\n")
-    with pytest.raises(UserError, match=r"raw text is not trained on.* as prompt and completion"):
+def texts(folder, *documents, name="rows.jsonl"):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return str(folder / name)
+
+
+def test_raw_text_is_a_row_without_a_prompt_and_scored_by_perplexity(tmp_path):
+    task = Chat(train_file=texts(tmp_path, *(f"Once {n}." for n in range(30)), " "))
+    train, validation = task.dataset("train"), task.dataset("validation")
+    assert (len(train), len(validation)) == (28, 2)
+    assert any(note == "30 rows read as raw text (column text)" for note in train.notes)
+    assert any("left out: the text is empty" in note for note in train.notes)
+    assert [task.messages(row) for row in train] == [[]] * 28
+    assert {task.target(row) for row in (*train, *validation)} == {f"Once {n}." for n in range(30)}
+    assert (task.main_metric, task.higher_is_better) == ("perplexity", False)
+    assert any("scored by its perplexity" in note for note in validation.notes)
+    assert Chat(train_file=task.train_file, metric="loss").dataset("validation") == validation
+    with pytest.raises(UserError, match=r"--metric exact: raw text has no answer to compare"):
+        Chat(train_file=task.train_file, metric="exact").dataset("validation")
+    assert Chat(train_file="-", metric="perplexity").main_metric == "perplexity"
+
+
+def test_a_column_beside_raw_text_is_told_and_one_named_otherwise_found(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"body": "Once.", "label": 1}\n{"body": "Twice.", "label": 0}\n')
+    rows = Chat(train_file=str(tmp_path / "rows.jsonl"), columns="text=body").dataset("train")
+    assert "2 rows read as raw text (column body; not read: label)" in rows.notes
+
+
+@pytest.mark.parametrize("name", ["book.txt", "book.md", "book.txt.gz"])
+def test_a_text_file_is_one_document(tmp_path, name):
+    content = "\ufeffOnce upon a time.\r\n\n  And so on: é.\n".encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    task = Chat(train_file=str(tmp_path / name), held_out=0)
+    assert task.target(task.dataset("train")[0]) == content.decode("utf-8-sig")
+    assert len(task.dataset("validation")) == 1
+    with pytest.raises(UserError, match=r"it is a single row, .* --validation-file, or --held-out 0"):
         Chat(train_file=str(tmp_path / name)).dataset("train")
+
+
+def test_texts_of_a_folder_are_data_only_where_nothing_else_is(tmp_path):
+    for name, content in {"a.txt": "One.", "b.txt": "Two.", "README.md": "About it."}.items():
+        (tmp_path / name).write_text(content)
+    assert len(Chat(train_file=str(tmp_path), held_out=0).dataset("train")) == 2
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n')
+    assert [row.prompt[0]["content"] for row in Chat(train_file=str(tmp_path), held_out=0).dataset("train")] == [
+        "a",
+        "c",
+    ]
+    (tmp_path / "rows.txt").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n')
+    assert len(Chat(train_file=str(tmp_path / "rows.txt"), held_out=0).dataset("train")) == 2  # JSON under another name
+    (tmp_path / "latin.txt").write_bytes("One.\nTwö.".encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin.txt:2: not UTF-8"):
+        Chat(train_file=str(tmp_path / "latin.txt")).dataset("train")

@@ -137,11 +137,12 @@ class Audit:
         chosen = self.config.truncation
         encoding, indices = encode_split(assembly.encode, examples, texts.readable, split, self.found, chosen)
         self.encodings[split], self.indices[split] = encoding, indices
+        given = assembly.template.lines if assembly.template else []
         if encoding is None:
             return
-        self.notes += [note for note in encoding.notes if note not in self.notes]
+        self.notes += [note for note in (*given, *encoding.notes) if note not in self.notes]
         facts = tokens.token_facts(encoding.kept, tokenizer, assembly.encode.rules.eos_ids)
-        tokens.report_tokens(facts, split, indices, encoding.cut, tokenizer, self.found)
+        tokens.report_tokens(facts, split, indices, [*encoding.cut, *encoding.windowed], tokenizer, self.found)
         tokens.report_weights(encoding.kept, split, self.found)
         looked = tokens.report_labels(encoding.kept, split, indices, tokenizer.pad_token_id, self.found)
         rows = f"{looked:,} of {len(encoding.kept):,} rows"
@@ -175,7 +176,8 @@ class Audit:
         weights = assembly.source.weights
         text = text_settings(weights, trust_remote_code=self.config.trust_remote_code)
         largest = max([assembly.tokenizer.pad_token_id, *(each.kept.largest_id() for each in known.values())])
-        if problem := vocabulary_problem(weights, text, largest):
+        grown = self.config.chat_template or assembly.source.grown  # training enlarges the embeddings
+        if not grown and (problem := vocabulary_problem(weights, text, largest)):
             self.found.add("D601", "", detail=problem)
         positions = getattr(text, "max_position_embeddings", None) or float("inf")
         for split, each in known.items():

@@ -27,7 +27,7 @@ def quick_findings(
         for where, code in (("answers", "D209"), ("texts", "D208")):
             for index in encoding.control_tokens[where]:
                 found.add(code, split, index)
-        report_tokens(facts[split], split, same, encoding.cut, tokenizer, found)
+        report_tokens(facts[split], split, same, [*encoding.cut, *encoding.windowed], tokenizer, found)
     held_out, trained = facts["validation"].of_last_rows(), facts["train"].of_last_rows()
     for row in np.flatnonzero((first := first_with_same(held_out.rows)) < np.arange(len(first))):
         like = "validation", int(held_out.indices[first[row]])

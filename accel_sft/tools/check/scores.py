@@ -11,7 +11,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import conversation
 from accel_sft.chat.thinking import wanted
-from accel_sft.evaluation.scoring import EVAL_LOSS, scored
+from accel_sft.evaluation.scoring import UNANSWERED, scored
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.tools.check.findings import Findings
 from accel_sft.tools.check.texts import shortened, without_index
@@ -38,7 +38,7 @@ class OwnScores:
 
     def audit(self, split: str, usable: np.ndarray, found: Findings) -> None:
         """Score each usable example's expected answer, and report the answers that are not perfect."""
-        if self.task.main_metric == EVAL_LOSS:
+        if self.task.main_metric in UNANSWERED:
             self.unjudged = "the validation loss is the main metric"
             return
         grade = "error" if split == "validation" else "warning"  # training rows are not scored in training

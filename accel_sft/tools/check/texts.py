@@ -97,6 +97,7 @@ def read_texts(
         for code, detail in (*faults.items(), *special.faults(chat)):
             found.add(code, split, index, detail)
         prompt = "\x1e".join(f"{turn['role']}\x1f{turn['content']}{_calls(turn)}" for turn in chat.turns) + seen
+        prompt = prompt or chat.target  # raw text, of which no two contradict each other
         keys.add(split, index, chat.target)
         target = chat.target + _calls(chat.answer)
         loose = normalised(prompt)
@@ -116,7 +117,9 @@ def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
     for each in chat.each():
         target = each.target
         if not (target.strip() or each.calls):
-            faults.setdefault("D206", f"asked: {shortened(shown(each.turns[-1]['content']))}")
+            faults.setdefault("D206", f"asked: {shortened(shown(each.turns[-1]['content']))}" if each.turns else "")
+        elif not each.turns:
+            continue
         elif target != target.strip():
             faults.setdefault("D211", repr(shortened(target)))
         if keeps_thinking and target.strip() and divided(each)[0] is None:
@@ -147,12 +150,12 @@ def shortened(text: str, length: int = 48) -> str:
 
 
 def beginning_of(task: Task, examples: Sequence[Any], split: str, index: int) -> str:
-    """The beginning of an example's last prompt message; "" if the task fails on the example."""
+    """The beginning of an example's last prompt message, or of a raw text; "" if the task fails on the example."""
     try:
-        turns = conversation(task, examples, split, index).turns
+        chat = conversation(task, examples, split, index)
     except UserError:
         return ""
-    return shortened(shown(turns[-1]["content"]))
+    return shortened(shown([chat.answer, *chat.turns][-1]["content"]))
 
 
 def around(text: str, match: re.Match[str], length: int = 24) -> str:

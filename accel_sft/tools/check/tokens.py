@@ -89,6 +89,7 @@ def _facts_of(
     prompts, indices, offsets, ids, earlier_offsets, earlier = columns
     starts, lengths = offsets[:-1], np.diff(offsets)
     positions = np.arange(len(ids)) - np.repeat(starts, lengths)
+    prompts = np.where(prompts > 1, prompts, lengths)  # raw text has no prompt: rows are alike if they are equal
     # the sum of tokens times random factors, modulo 2**64, is a universal hash of rows of the same length
     weighed = (ids.astype(np.uint64) + np.uint64(1)) * factors[positions]
     rows = np.add.reduceat(weighed, starts)
@@ -109,7 +110,8 @@ def report_tokens(
 
     Args:
         indices: each encoded example's index in the split.
-        cut: indices of the encoded examples that were truncated, and lack the end of the turn for that reason.
+        cut: indices of the encoded examples that were truncated or cut into windows, and whose rows lack the end of the
+            turn for that reason.
     """
     unended = ~facts.ends & ~np.isin(facts.indices, np.array(cut, dtype=np.int64))
     faults = {"D304": unended, "D305": facts.bos_twice, "D306": facts.unknown}

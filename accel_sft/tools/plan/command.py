@@ -12,7 +12,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.registry import suggestion
 from accel_sft.api.task import Task
-from accel_sft.evaluation.scoring import EVAL_LOSS
+from accel_sft.evaluation.scoring import UNANSWERED
 from accel_sft.launch.info import Launch
 from accel_sft.launch.parallelism import sized
 from accel_sft.launch.shipped import FOLDER, shipped
@@ -155,7 +155,7 @@ def job_of(
     if not here.gpus and config.micro_batch_size == "auto":
         tokens = max(tokens, min(_CPU_TOKENS, round(step_tokens)))
         supervised = max(supervised, round(tokens * lengths.mean_supervised / lengths.mean))
-    generates = config.eval_every != "off" and task.main_metric != EVAL_LOSS
+    generates = config.eval_every != "off" and task.main_metric not in UNANSWERED
     answers = config.eval_batch_size or _EVAL_ROWS
     if config.eval_limit:
         answers = min(answers, math.ceil(config.eval_limit / launch.world_size))

@@ -1,4 +1,4 @@
-"""Recognises a row's published form by its columns: chat messages, prompt and completion, or Alpaca's."""
+"""Recognises a row's published form by its columns: chat messages, prompt and completion, Alpaca's, or raw text."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ COLUMNS = {
     "system": ("system",),
     "tools": ("tools", "functions"),
     "images": ("images", "image"),
+    "text": ("text",),
 }
 """Names by which the column of each kind is recognised; `--columns` gives a kind another name."""
-NO_RAW_TEXT = (
-    "raw text is not trained on, as only answers are learnt: write a question and its answer into each row, as prompt "
-    "and completion"
-)
-_FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"))
+RAW_TEXT = "raw text"
+_FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 _SAID = ("content", "tool_calls", "function_call")
 _SHOWN = 8
 
@@ -36,7 +34,7 @@ class RowTurns(NamedTuple):
     """A row as it was read.
 
     Attributes:
-        form: its form in words, with the names of its columns.
+        form: its form in words, with the names of its columns; raw text begins with RAW_TEXT, and is its only turn.
         turns: its turns, unchanged.
         system_text: the text of its system column, or "".
         tools: the schemas of its tools.
@@ -86,6 +84,10 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     if form is None:
         raise _unknown(row, named.values())
     first = column(form[0])
+    if form[0] == "text":
+        unread = ", ".join(key[:80] for key in row if key != first)
+        turns = [{"role": "assistant", "content": _text(row, first, needed=True)}]
+        return RowTurns(f"{RAW_TEXT} (column {first}{unread and f'; not read: {unread}'})", turns, "", None)
     system_text, tools = _text(row, column("system")), _tools(row, column("tools"))
     if form[0] == "messages":
         turns, is_sharegpt = read_turns(row[first], first)
@@ -121,11 +123,9 @@ def _unknown(row: Mapping[str, Any], named: Iterable[str]) -> RowProblem:
     there = ", ".join(key[:80] for key in list(row)[:_SHOWN]) or "none"
     if absent := [name for name in named if name not in row]:
         return RowProblem(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
-    if isinstance(row.get("text"), str):
-        return RowProblem("text", f"prompt and completion beside it; {NO_RAW_TEXT}")
     return RowProblem(
         None,
-        "columns messages or conversations, prompt and completion, or instruction and output, "
+        "columns messages or conversations, prompt and completion, instruction and output, or text, "
         f"got {there}; name others: --columns prompt=question,completion=answer",
     )
 

@@ -76,6 +76,10 @@ def matching(pattern: re.Pattern[str]) -> Callable[[str, str], dict[str, float]]
     return score
 
 
+UNANSWERED = ("loss", "perplexity")
+"""Names of the metrics for which no answer is generated."""
+
+
 def loss_only(expected: str, text: str) -> dict[str, float]:
     """No score: the validation loss decides."""
     return {}
@@ -88,6 +92,7 @@ METRICS = {
     "json": Metric("json_equal", json_equal),
     "regex": Metric("regex_match", exact),
     "loss": Metric("eval_loss", loss_only),
+    "perplexity": Metric("perplexity", loss_only),
 }
 
 

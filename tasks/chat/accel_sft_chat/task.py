@@ -8,10 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from accel_sft import ParsedRow, Task, UserError, option, read_rows
-from accel_sft_chat.columns import NO_RAW_TEXT, named_columns, read_row
+from accel_sft import ParsedRow, RowLeftOut, Task, UserError, option, read_rows
+from accel_sft_chat.columns import RAW_TEXT, named_columns, read_row
 from accel_sft_chat.images import as_parts
-from accel_sft_chat.metrics import METRICS, comparable, comparable_text, matching, without_thinking
+from accel_sft_chat.metrics import METRICS, UNANSWERED, comparable, comparable_text, matching, without_thinking
 from accel_sft_chat.turns import LEARN, Dialogue, dialogue
 
 _SHARE, _MOST = 0.05, 500
@@ -22,9 +22,13 @@ _ONE_WORD = (
     "answers are single words, and --metric f1 gives one with further words a part of the mark; --metric exact counts "
     "right answers alone"
 )
+_REMEMBERED = (
+    "{:,} rows are evaluated that are trained on too (--held-out 0): their scores say what is remembered, not what is "
+    "learnt"
+)
 _FILES = (
-    "JSON, JSONL, CSV or Parquet, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME); may "
-    "be repeated."
+    "JSON, JSONL, CSV, Parquet or text, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME); "
+    "may be repeated."
 )
 
 
@@ -49,13 +53,17 @@ class Chat(Task):
     )
     system_prompt: str | None = option(None, help="System prompt of rows without one.")
     learn: str = option("every", choices=LEARN, help="Turns of the assistant that carry loss; weight 0 never does.")
-    metric: str = option("f1", choices=tuple(METRICS), help="What answers are scored by; loss: no answer is generated.")
+    metric: str = option(
+        "f1",
+        choices=tuple(METRICS),
+        help="What answers are scored by; loss, perplexity: no answer is generated. Raw text: perplexity.",
+    )
     regex: str | None = option(None, help="For --metric regex: what it finds in the answer must equal the row's.")
 
     def __post_init__(self) -> None:
         if self.metric in METRICS:  # `problems` reports an unknown metric
             self.main_metric = METRICS[self.metric].key
-            self.higher_is_better = self.metric != "loss"
+            self.higher_is_better = self.metric not in UNANSWERED
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -92,13 +100,14 @@ class Chat(Task):
         if found := self.problems():
             raise UserError(*found)
         if split == "validation" and self.validation_file:
-            return self._with_advice(self._read(self.validation_file))
+            rows = self._read(self.validation_file)
+            return self._with_advice(rows, rows.notes)
         if not self.train_file:
             raise UserError("--train-file: needed to train")
         if self.validation_file:
             return self._read(self.train_file)
         train, validation = self._divided
-        return self._with_advice(validation) if split == "validation" else train
+        return self._with_advice(validation, train.notes) if split == "validation" else train
 
     def messages(self, example: Dialogue) -> list[dict[str, Any]]:
         return as_parts(example.prompt)
@@ -106,7 +115,7 @@ class Chat(Task):
     def target(self, example: Dialogue) -> str | list[dict[str, Any]]:
         """The answer's text, or the turns from the first to the last that is learnt."""
         plain = len(example.answered) == 1 and example.answer.keys() == {"role", "content"}
-        if plain and example.prompt[-1]["role"] != "assistant":
+        if not example.prompt or (plain and example.prompt[-1]["role"] != "assistant"):
             return example.answer["content"]
         return as_parts(example.answered)
 
@@ -123,26 +132,51 @@ class Chat(Task):
         calls = "tool_calls" in example.answer or example.tools
         return score(comparable(example.answer), comparable_text(text) if calls else text)
 
-    def _with_advice(self, rows: Any) -> Any:
-        """The rows to evaluate, with a note added if all answers are single words: --metric exact suits these."""
+    def _with_advice(self, rows: Any, notes: Sequence[str]) -> Any:
+        """The rows to evaluate, with a note added if all answers are single words: --metric exact suits these. Raw text
+        among them is scored by perplexity.
+
+        Args:
+            notes: those of the rows as they were read.
+        Raises:
+            UserError: --metric compares answers, and raw text has none.
+        """
+        raw = self.metric not in UNANSWERED and any(f"read as {RAW_TEXT}" in note for note in notes)
+        if raw and any(not row.prompt for row in rows):
+            return self._by_perplexity(rows)
         told = self.metric == "f1" and len(rows) >= _FEWEST
         short = told and all(len(comparable(row.answer).split()) == 1 for row in rows[:_LOOKED_AT])
         if short and _ONE_WORD not in rows.notes:
             rows.notes.append(_ONE_WORD)
         return rows
 
+    def _by_perplexity(self, rows: Any) -> Any:
+        if self.metric != "f1":  # not the default: somebody asked for it
+            raise UserError(
+                f"--metric {self.metric}: raw text has no answer to compare; leave it out, or --metric perplexity"
+            )
+        self.main_metric, self.higher_is_better = METRICS["perplexity"].key, False
+        line = "raw text is scored by its perplexity, the lower the better; no answer is generated"
+        if line not in rows.notes:
+            rows.notes.append(line)
+        return rows
+
     def _read(self, path: str) -> Any:
         how = named_columns(self.columns), self.learn, self.system_prompt
-        try:
-            return read_rows(path, functools.partial(parse_row, *how), with_folder=True)
-        except UserError as error:
-            texts = [name for name in path.split(",") if name.endswith((".txt", ".md"))]
-            raise UserError(*error.problems, *(f"{name}: {NO_RAW_TEXT}" for name in texts)) from None
+        return read_rows(path, functools.partial(parse_row, *how), with_folder=True)
 
     @functools.cached_property
     def _divided(self) -> tuple[Sequence[Dialogue], Sequence[Dialogue]]:
         """The rows to train on, and the rows held out."""
         rows = self._read(self.train_file)
+        if len(rows) == 1:
+            if self.held_out != 0:
+                raise UserError(
+                    f"{self.train_file}: it is a single row, so none can be held out; give --validation-file, or "
+                    "--held-out 0 to evaluate what is trained on"
+                )
+            rows.notes.append(_REMEMBERED.format(1))
+            return rows, rows
         if not self.held_out:
             wanted = min(round(_SHARE * len(rows)), _MOST)
         else:
@@ -153,10 +187,7 @@ class Chat(Task):
             )
         train, validation = rows.held_out(max(wanted, 1), self.data_seed)
         if self.held_out == 0:
-            validation.notes.append(
-                f"{len(validation):,} rows are evaluated that are trained on too (--held-out 0): their scores say what "
-                "is remembered, not what is learnt"
-            )
+            validation.notes.append(_REMEMBERED.format(len(validation)))
             return rows, validation
         validation.notes.append(
             f"{len(validation):,} of {len(rows):,} rows are held out of {self.train_file} to evaluate (--held-out, "
@@ -179,5 +210,9 @@ def parse_row(
         RowLeftOut: nothing in the row can be learnt.
     """
     read = read_row(row, columns, folder)
+    if read.form.startswith(RAW_TEXT):
+        if not read.turns[0]["content"].strip():
+            raise RowLeftOut("the text is empty")
+        return ParsedRow(Dialogue([], read.turns, None), "", (f"read as {read.form}", *read.notes))
     made, notes = dialogue(read.turns, read.system_text, read.tools, learn, system_prompt)
     return ParsedRow(made, made.question, (f"read as {read.form}", *read.notes, *notes))

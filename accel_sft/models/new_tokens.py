@@ -1,0 +1,142 @@
+"""Embeddings for tokens that a model's tokenizer has got: rows of their own, which an adapter trains and carries."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from accel_sft.api.errors import UserError
+from accel_sft.chat.encoded import end_of_turn_ids
+
+_SAMPLED = 8192
+"""Number of rows, spread over the vocabulary, of which new rows get the mean."""
+_SPREAD = 0.1
+"""Standard deviation of new rows around that mean, as a share of the old rows': enough to tell them apart, and too
+little to make one of them likely (Hewitt, 2021: the mean keeps the model's predictions)."""
+
+
+def know_tokens(model: Any, tokenizer: Any, seed: int, log: Callable[[str], None]) -> None:
+    """Give the model a row of its embedding and its head for each token of the tokenizer, and have generation, also by
+    plain transformers, stop at the tokenizer's eos.
+
+    New rows are a function of the seed and the old rows. A vocabulary that has room, such as a padded one, stays.
+
+    Raises:
+        UserError: there is no room, and tensor parallelism has cut the matrices.
+    """
+    size = max(tokenizer.get_vocab().values()) + 1
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    before = getattr(embedding.weight, "ds_shape", embedding.weight.shape)[0]
+    text = model.config.get_text_config(decoder=True)
+    if size > before:
+        if any(hasattr(part.weight, "placements") for part in (embedding, head) if part is not None):
+            raise UserError(
+                f"the tokenizer has {size:,} tokens, and the model's embeddings, which tensor parallelism has cut, have "
+                f"room for {before:,}; launch with accelerate_configs/z3.yaml"
+            )
+        tied = head is not None and head.weight is embedding.weight
+        embedding.weight, embedding.num_embeddings = _enlarged(embedding.weight, size, seed), size
+        if head is not None:
+            head.weight, head.out_features = embedding.weight if tied else _enlarged(head.weight, size, seed), size
+            if getattr(head, "bias", None) is not None:
+                head.bias = _enlarged(head.bias, size, seed)
+        text.vocab_size = size
+        if hasattr(model, "vocab_size"):
+            model.vocab_size = size
+        log(f"embeddings enlarged from {before:,} to {size:,} tokens")
+    ends = end_of_turn_ids(tokenizer, model.generation_config)
+    first = tokenizer.eos_token_id
+    model.generation_config.eos_token_id = [first, *sorted(ends - {first})]
+    text.eos_token_id = first
+
+
+def _enlarged(weight: torch.nn.Parameter, size: int, seed: int) -> torch.nn.Parameter:
+    """A matrix (V, H), or a vector (V,), with rows up to `size`. What ZeRO-3 had sharded is whole now; DeepSpeed shards
+    it as it starts, as it does an adapter."""
+    with _whole(weight):
+        old = weight.detach().clone()
+    some = old[:: -(-len(old) // _SAMPLED)].double()
+    noise = torch.randn(size - len(old), *old.shape[1:], generator=torch.Generator().manual_seed(seed)).to(some)
+    rows = some.mean(0) + _SPREAD * some.std(0) * noise
+    return torch.nn.Parameter(torch.cat([old, rows.to(old.dtype)]), requires_grad=weight.requires_grad)
+
+
+def _whole(*weights: Any) -> Any:
+    """Within this context, weights that ZeRO-3 has sharded are whole."""
+    sharded = [weight for weight in weights if hasattr(weight, "ds_id")]
+    if not sharded:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(sharded)
+
+
+def trained_beside(model: Any, tokens: Sequence[int], others: list[str]) -> dict[str, Any]:
+    """Return peft's argument that makes an adapter train the rows of these tokens, in the embedding and in the head.
+
+    Args:
+        others: modules that the adapter stands on or trains in full, by the user's options: they need no rows besides.
+    Raises:
+        UserError: peft cannot train rows of this model's head.
+    """
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    named = {name.rpartition(".")[2]: part for name, part in model.named_modules() if any(part is end for end in ends)}
+    rows = {name: list(tokens) for name in named if tokens and name not in others}
+    for name in rows:
+        if getattr(named[name], "bias", None) is not None or not hasattr(named[name], "weight"):
+            raise UserError(
+                f"--chat-template: its tokens are new to this model, and peft cannot train single rows of {name}, "
+                f"which has a bias; add --lora-modules-to-save {','.join(named)}"
+            )
+    return {"trainable_token_indices": rows} if rows else {}
+
+
+@contextlib.contextmanager
+def rows_made(model: Any) -> Iterator[None]:
+    """Within this context peft can put trained rows into `model`, also where ZeRO-3 has sharded embedding and head.
+
+    peft 0.21 gathers rows under ZeRO-3 on GPUs alone; here both matrices are whole, so that it takes rows as elsewhere.
+    """
+    from peft.tuners.trainable_tokens import layer
+
+    ends = [part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
+    asked, layer.check_deepspeed_zero3_enabled = layer.check_deepspeed_zero3_enabled, lambda: False
+    try:
+        with _whole(*{id(weight): weight for weight in ends}.values()):
+            yield
+    finally:
+        layer.check_deepspeed_zero3_enabled = asked
+
+
+def use_rows(adapted: Any) -> None:
+    """Have trained rows used beside the frozen matrix.
+
+    peft's own forward copies the whole matrix to put the rows into it, and reads it past the hooks by which ZeRO-3
+    gathers it. Here the layer below is called, and its output is replaced for these tokens: the same numbers.
+    """
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    for layer in adapted.modules():
+        if isinstance(layer, TrainableTokensLayer):
+            vars(layer)["forward_adapters"] = functools.partial(_forward, layer, {})
+
+
+def _forward(layer: Any, known: dict[Any, torch.Tensor], x: torch.Tensor, active: Any, *more: Any, **named: Any) -> Any:
+    """What a TrainableTokensLayer computes: embeddings (B, T, H) of token ids, or logits (..., V) of hidden states."""
+    if layer.disable_adapters or layer.merged or not active:
+        return type(layer).forward_adapters(layer, x, active, *more, **named)
+    base, (name,) = layer.base_layer, active
+    found = base(x, *more, **named)
+    if x.device not in known:  # made once: a copy to a GPU would wait in each forward
+        known[x.device] = torch.tensor(layer.token_indices[name], device=x.device)
+    ids, rows = known[x.device], layer.trainable_tokens_delta[name]
+    if isinstance(base, torch.nn.Linear):
+        return found.index_copy(-1, ids, functional.linear(x, rows.to(x.dtype)).to(found.dtype))
+    is_one = x[..., None] == ids
+    own = functional.embedding(is_one.int().argmax(-1), rows)
+    if (scale := layer._get_embed_scale()) is not None:
+        own = own * scale.to(own.dtype)
+    return torch.where(is_one.any(-1, keepdim=True), own.to(found.dtype), found)

@@ -1,0 +1,294 @@
+"""Models that come without a chat template: given one with its tokens, trained whole or by an adapter; raw text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import accel_sft, stopped
+from models import Sums, encode, make_base, make_tiny
+from peft import AutoPeftModelForCausalLM
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from reference_job import FP32, same_curve
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from accel_sft import UserError
+from accel_sft.api.config import TrainConfig
+from accel_sft.checkpoint import checkpoint
+from accel_sft.models.chat_template import GivenTemplate
+from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
+from accel_sft.models.merge import merge
+from accel_sft.models.source import find_source
+
+ASKED = [{"role": "user", "content": "12="}]
+STEPS = ("--max-steps", "6", "--global-batch-size", "8", "--max-length", "32", "--learning-rate", "0.01", "--seed", "3")
+STEPS += ("--save-every", "3")
+LONG, TIED = pytest.mark.long, ({"tied": True}, {"spare": 64})
+OTHER = "{% for m in messages %}<turn>{{ m.role }} {{ m.content }}</turn>{% endfor %}"
+"""A template of marks that nothing but their place shows to be control tokens."""
+
+
+def given(folder, template, **options):
+    template = GivenTemplate(str(template), False)
+    source = find_source(str(folder))
+    return load_tokenizer(source, trust_remote_code=False, given=template, **options), template, source
+
+
+def test_chatml_makes_its_marks_tokens_at_which_answers_end(tmp_path):
+    tokenizer, template, source = given(make_base(tmp_path / "base"), "chatml")
+    size = len(tokenizer) - 2
+    assert template.new_tokens == [size, size + 1]
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    ids = tokenizer.apply_chat_template(ASKED, tokenize=True, return_dict=True)["input_ids"]
+    assert (ids[0], ids.count(size + 1)) == (size, 1)
+    assert "<|im_start|>, <|im_end|>: tokens of the tokenizer from now on" in template.lines[0]
+    assert tokenizer.eos_token_id in encoding_rules(tokenizer, source, TrainConfig().resolved({})).eos_ids
+    tokenizer.save_pretrained(tmp_path / "base")  # as weights that were trained with it are saved
+    again, template, _ = given(tmp_path / "base", "chatml")
+    assert (template.new_tokens, len(again)) == ([], size + 2)
+    assert "has all its control tokens" in template.lines[0]
+
+
+def test_of_a_file_the_mark_that_ends_answers_becomes_a_token_and_of_a_model_its_special_ones(tmp_path):
+    base = make_base(tmp_path / "base")
+    (tmp_path / "other.jinja").write_text(OTHER)
+    tokenizer, _, _ = given(base, tmp_path / "other.jinja")
+    assert tokenizer.eos_token == "</turn>"
+    assert len(tokenizer("<turn>")["input_ids"]) > 1 == len(tokenizer("</turn>")["input_ids"])
+    tokenizer, template, _ = given(base, make_tiny(tmp_path / "tiny"))  # START is written by the template alone
+    assert tokenizer.convert_ids_to_tokens(template.new_tokens) == ["<|im_start|>", "<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for", "rejects these messages"),
+        ("{{ messages[0].content }}", "it writes no answer of an assistant"),
+        (None, "neither chatml nor a file, and as a model: .*cannot be loaded"),
+        ("base", "this model's tokenizer has no chat template"),
+    ],
+)
+def test_a_template_that_is_none_is_refused(tmp_path, template, said):
+    base, file = make_base(tmp_path / "base"), tmp_path / "template.jinja"
+    if template not in (None, "base"):
+        file.write_text(template)
+    with pytest.raises(UserError, match=rf"^--chat-template .*{said}"):
+        given(base, base if template == "base" else file)
+
+
+def adapter_with_rows(folder, **options):
+    """An adapter on a base model, with its new rows as training might leave them, and its tokenizer."""
+    tokenizer, template, source = given(folder, "chatml")
+    config = TrainConfig(adapter="lora", chat_template="chatml", **options).resolved({})
+    tokens = {"tokenizer": tokenizer, "new_tokens": template.new_tokens}
+    model = load_model(source, config, precision="no", deepspeed=False, total_steps=3, **tokens)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "trainable_tokens" in name or "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval(), tokenizer
+
+
+@pytest.mark.parametrize("ends", [{"tied": False}, *(pytest.param(ends, marks=LONG) for ends in TIED)])
+def test_an_adapter_carries_the_rows_of_new_tokens_into_plain_peft_and_merged_weights(tmp_path, ends):
+    model, tokenizer = adapter_with_rows(make_base(tmp_path / "base", **ends))
+    rows = {name: p for name, p in model.named_parameters() if "trainable_tokens" in name}
+    assert [tuple(p.shape) for p in rows.values()] == [(2, 32)] * (1 if ends.get("tied", True) else 2)
+    assert model.get_base_model().config.vocab_size == len(tokenizer) + max(ends.get("spare", 2) - 2, 0)
+    ids = tokenizer.apply_chat_template(ASKED, return_tensors="pt", return_dict=True)["input_ids"]
+    with torch.no_grad():
+        ours = model(input_ids=ids).logits
+        for layer in [layer for layer in model.modules() if isinstance(layer, TrainableTokensLayer)]:
+            del layer.forward_adapters
+        torch.testing.assert_close(model(input_ids=ids).logits, ours)  # peft's own forward
+    accelerator = Accelerator(cpu=True)
+    checkpoint.export(accelerator, model, tokenizer, tmp_path / "adapter", "")
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert not any("base_layer" in name or name.endswith("embed_tokens.weight") for name in saved)
+    plain = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    source = find_source(str(tmp_path / "adapter"))
+    reloaded = load_tokenizer(source, trust_remote_code=False)
+    assert reloaded.apply_chat_template(ASKED, return_tensors="pt", return_dict=True)["input_ids"].equal(ids)
+    summed = merge(source, reloaded, "float32", trust_remote_code=False).model
+    with torch.no_grad():
+        for other in (plain, summed):
+            torch.testing.assert_close(other(input_ids=ids).logits[..., : len(tokenizer)], ours[..., : len(tokenizer)])
+    assert summed.generation_config.eos_token_id == [tokenizer.eos_token_id, 0]
+
+
+def test_rows_of_an_embedding_that_the_user_trains_whole_are_not_trained_besides(tmp_path):
+    model, _ = adapter_with_rows(make_base(tmp_path / "base", tied=False), lora_modules_to_save="embed_tokens,lm_head")
+    assert not any("trainable_tokens" in name for name, _ in model.named_parameters())
+
+
+def test_new_rows_are_a_function_of_the_seed(tmp_path):
+    tokenizer, template, source = given(make_base(tmp_path / "base", tied=False), "chatml")
+
+    def ends(seed):
+        config = TrainConfig(chat_template="chatml", seed=seed).resolved({})
+        model = load_model(source, config, precision="no", deepspeed=False, total_steps=1, tokenizer=tokenizer)
+        return [part.weight[template.new_tokens].detach() for part in (model.model.embed_tokens, model.lm_head)]
+
+    torch.manual_seed(0)
+    first = ends(1)
+    torch.manual_seed(1)
+    assert all(map(torch.equal, first, ends(1)))
+    assert not torch.equal(first[0], ends(2)[0])
+    assert not torch.equal(first[0][0], first[0][1])
+
+
+class Documents(Sums):
+    """Raw text."""
+
+    def dataset(self, split):
+        return ["a", "12=", *("the answer is " * count for count in range(1, 30))]
+
+    def messages(self, example):
+        return []
+
+    def target(self, example):
+        return example
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("longest", [2, 7, 64])
+def test_each_token_of_a_raw_text_is_learnt_once_behind_the_one_before_it(tmp_path, bos, longest):
+    tokenizer = load_tokenizer(
+        find_source(str(make_base(tmp_path / "base", bos=bos))), trust_remote_code=False, templated=False
+    )
+    task = Documents()
+    documents = task.dataset("train")
+    result = encode(tokenizer, task, documents, "train", eos_ids=[0], max_length=longest, truncation="error")
+    assert not result.left_out
+    seen = dict.fromkeys(range(len(documents)), 0)
+    for index, rows in itertools.groupby(result.kept, key=lambda row: row.index):
+        whole = [*tokenizer(documents[index])["input_ids"], tokenizer.eos_token_id]
+        learnt = []
+        for number, row in enumerate(rows):
+            assert len(row.input_ids) <= longest
+            assert row.input_ids[0] == (whole[0] if number == 0 else learnt[-1])
+            learnt += [row.input_ids[at] for span in row.learnt for at in span]
+        seen[index] = number + 1
+        assert learnt == whole[1:]  # bos, or else the text's first token, has nothing before it
+    assert [index for index, count in seen.items() if count > 1] == result.windowed
+    assert any("nothing stands before" in note for note in result.notes) != bos
+
+
+def test_raw_text_is_read_as_characters_and_without_a_template_a_chat_is_refused(tmp_path):
+    source = find_source(str(make_base(tmp_path / "base")))
+    tokenizer = load_tokenizer(source, trust_remote_code=False, templated=False)
+    rules = {"eos_ids": [0], "max_length": 99, "truncation": "drop"}
+    (row,) = encode(tokenizer, Documents(), ["<|endoftext|>"], "train", **rules).kept
+    assert row.input_ids.count(0) == 1 < len(row.input_ids)
+    with pytest.raises(UserError, match=r"no chat template; give it one with --chat-template chatml"):
+        encode(tokenizer, Sums(), [24], "train", **rules)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base models")
+    for tied in (True, False):
+        make_base(folder / f"tied {tied}", tied=tied)
+    chats = [{"prompt": f"{n}=", "completion": f"{n} + {n}"} for n in range(40)]
+    same = [{"prompt": f"{n}=", "completion": "the answer"} for n in range(10, 20)]
+    texts = [{"text": f"the answer is {n} + {n} " * (1 + n % 4)} for n in range(40)]
+    for name, rows in {"chats": chats, "same": same, "texts": texts}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_the_perplexity_of_raw_text_is_that_of_plain_transformers(folder, tmp_path):
+    run = accel_sft(
+        *("chat", "--model", str(folder / "tied True"), "--train-file", str(folder / "texts.jsonl"), *STEPS),
+        *("--validation-file", str(folder / "texts.jsonl"), "--eval-limit", "9"),
+        run_dir=tmp_path / "run",
+    )
+    assert run.status == 0, run.output
+    assert "of the texts, " in run.output
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final").eval()
+    nll, count = 0.0, 0
+    for row in map(json.loads, (folder / "texts.jsonl").read_text().splitlines()[:9]):
+        ids = torch.tensor([*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id])
+        for at in range(0, len(ids) - 1, 31):
+            window = ids[at : at + 32]
+            with torch.no_grad():
+                nll += torch.nn.functional.cross_entropy(
+                    model(window[None]).logits[0, :-1], window[1:], reduction="sum"
+                )
+            count += len(window) - 1
+    assert run.result()["after"]["perplexity"] == pytest.approx(math.exp(nll / count), rel=1e-5)
+    assert run.result()["main_metric"] == "perplexity"
+    assert run.result()["best"]["perplexity"] == min(line["perplexity"] for line in run.lines("perplexity"))
+
+
+@LONG
+def test_a_base_model_learns_to_end_its_answers_and_plain_transformers_stops_there(folder, tmp_path):
+    run = accel_sft(
+        *("chat", "--model", str(folder / "tied False"), "--train-file", str(folder / "same.jsonl"), *STEPS),
+        *("--held-out", "0", "--chat-template", "chatml", "--max-steps", "40", "--max-new-tokens", "30"),
+        *("--eval-every", "40", "--save-every", "off"),
+        run_dir=tmp_path / "run",
+    )
+    assert run.status == 0, run.output
+    assert run.result()["after"]["token_f1"] == 1.0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    asked = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    said = model.generate(**asked, max_new_tokens=30, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    assert tokenizer.decode(said) == "the answer<|im_end|>"
+
+
+CELLS = [
+    pytest.param(tied, adapter, name, marks=() if (tied, adapter, name) == (False, "lora", "z2") else LONG)
+    for tied, adapter, name in itertools.product((False, True), ("lora", "none"), ("z2", "ddp", "z3"))
+]
+
+
+def cell(launched, folder, tied, adapter, name):
+    model = ("--model", str(folder / f"tied {tied}"), "--adapter", adapter, "--chat-template", "chatml")
+    options = {} if name == "plain" else {"yaml": name, "launcher": FP32, "real": name == "z3"}
+    arguments = ("chat", *model, "--train-file", str(folder / "chats.jsonl"), *STEPS, "--eval-every", "off")
+    return launched(f"base {tied} {adapter} {name}", *arguments, **options)
+
+
+@pytest.mark.parametrize(("tied", "adapter", "name"), CELLS)
+def test_a_base_models_curve_is_the_same_on_every_layout(launched, folder, tied, adapter, name):
+    plain, other = cell(launched, folder, tied, adapter, "plain"), cell(launched, folder, tied, adapter, name)
+    same_curve(plain.lines(), other.lines())
+
+
+@LONG
+@pytest.mark.parametrize(("adapter", "name"), [("lora", "plain"), ("lora", "z3"), ("none", "z2")])
+def test_a_run_with_new_tokens_resumes_to_the_same_bits_under_its_template_alone(
+    launched, folder, tmp_path, adapter, name
+):
+    whole = cell(launched, folder, False, adapter, name)
+    copy = stopped(whole, tmp_path / "run", 3)
+    other = accel_sft(*whole.arguments, "--chat-template", str(folder / "tied True"), "--resume", "auto", run_dir=copy)
+    assert other.status == 1
+    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=copy, **whole.options)
+    assert resumed.status == 0, resumed.output
+    file = "adapter_model.safetensors" if adapter == "lora" else "model.safetensors"
+    expected, found = (load_file(run / "final" / file) for run in (whole.run_dir, copy))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+@LONG
+def test_a_template_file_that_changed_is_refused_at_a_resume(folder, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(OTHER)
+    arguments = ("chat", "--model", str(folder / "tied True"), "--train-file", str(folder / "chats.jsonl"), *STEPS)
+    arguments += ("--eval-every", "off", "--chat-template", str(template))
+    run = accel_sft(*arguments, run_dir=tmp_path / "run")
+    assert run.status == 0, run.output
+    (tmp_path / "run" / "result.json").write_text('{"status": "running"}')
+    template.write_text(OTHER.replace("<turn>", "<turn> "))
+    again = accel_sft(*arguments, "--resume", "auto", run_dir=tmp_path / "run")
+    assert (again.status, "the template is another than the run was started with" in again.output) == (1, True)
