@@ -123,6 +123,12 @@ class TrainConfig:
     adam_beta1: float = _optim(0.9, min=0, max=0.9999, help="AdamW's first moment decay.")
     adam_beta2: float | None = _optim(None, min=0, max=0.9999, help="AdamW's second moment decay.")
     max_grad_norm: float = _optim(1.0, min=0, help="Clip the gradient to this norm; 0: never.")
+    ema_decay: float | None = _optim(
+        None,
+        min=1e-6,
+        max=1 - 1e-6,
+        help="Average the weights with this decay, such as 0.999; best/ and final/ hold it.",
+    )
     on_nonfinite: str = _optim(
         "stop",
         choices=("stop", "skip"),
@@ -178,6 +184,8 @@ class TrainConfig:
             found += _problems_of_mix(str(self.mix), limited=self.train_limit is not None)
         if self.train_only is not None:
             found += _problems_of_train_only(str(self.train_only), adapter=str(self.adapter))
+        if self.ema_decay is not None and self.adapter == "adalora":
+            found.append("--ema-decay: --adapter adalora sets ranks to zero in steps, which averages undo; choose lora")
         if self.use_liger_kernel and self.compile:
             found.append("--use-liger-kernel: --compile would fuse the same layers; leave one of the two out")
         if self.min_lr_ratio and self.lr_scheduler == "constant":

@@ -29,18 +29,24 @@ _SETTINGS: dict[tuple[str, Any], Mapping[str, str]] = {
     },
     ("compile", True): {TENSOR_PARALLEL: "ranks exchange within each layer; launch with accelerate_configs/fsdp2.yaml"},
     ("use_liger_kernel", True): {TENSOR_PARALLEL: _CUT},
+    ("ema_decay", True): {
+        "DEEPSPEED nvme": "every step would read the weights that are offloaded to the disk once more; offload them to "
+        "the host (accelerate_configs/z3_offload.yaml)",
+        TENSOR_PARALLEL: _CUT,
+    },
 }
-"""Maps (setting, value) to backends (accelerate's name, perhaps with a ZeRO stage) and to why they cannot train so.
+"""Maps (setting, value) to backends (accelerate's name, perhaps with a ZeRO stage or `nvme`) and to why they cannot.
 The value True stands for any value that switches the setting on."""
 
 
-def launch_problem(settings: Any, backend: str, stage: int = 0) -> str | None:
+def launch_problem(settings: Any, backend: str, stage: int = 0, offload: str = "none") -> str | None:
     """Return why this launch cannot train with these settings, in one line; None if it can.
 
     Args:
         settings: a `TrainConfig`, or a `Job` of the plan.
         backend: accelerate's name of the backend, or TENSOR_PARALLEL.
         stage: the ZeRO stage, under DeepSpeed.
+        offload: where the optimizer is offloaded to.
     """
     kinds: dict[tuple[str, Any], Mapping[str, str]] = dict(_SETTINGS)
     kinds |= {
@@ -52,7 +58,8 @@ def launch_problem(settings: Any, backend: str, stage: int = 0) -> str | None:
     for (name, value), problems in kinds.items():
         found = getattr(settings, name, None)  # a Job has only what memory and speed depend on
         found = bool(found) if value is True else found
-        if found == value and (why := problems.get(backend) or problems.get(f"{backend} {stage}")):
+        kinds_of_launch = (backend, f"{backend} {stage}", f"{backend} {offload}")
+        if found == value and (why := next(filter(None, map(problems.get, kinds_of_launch)), None)):
             flag = f"--{name.replace('_', '-')}"
             return f"{flag}: {why}" if value is True else f"{flag} {value}: {why}"
     return None

@@ -17,11 +17,11 @@ MOST_SPARE_BYTES = 64 << 20
 checkpoint a third of its size is enough, which is what exported weights take."""
 
 
-def check_disk(accelerator: Accelerator, model: Any, run_dir: RunDir) -> None:
-    """Raise UserError on every rank if a checkpoint of this model does not fit on the disk."""
+def check_disk(accelerator: Accelerator, model: Any, run_dir: RunDir, *, averaged: bool = False) -> None:
+    """Raise UserError on every rank if a checkpoint of this model (and of averages) does not fit on the disk."""
 
     def check() -> None:
-        size, free = checkpoint_bytes(model), shutil.disk_usage(run_dir.path).free
+        size, free = checkpoint_bytes(model, averaged=averaged), shutil.disk_usage(run_dir.path).free
         if free < size + (spare := min(size // 3, MOST_SPARE_BYTES)):
             raise UserError(
                 f"{run_dir}: a checkpoint takes {_shown(size)} and the files beside it {_shown(spare)}, and "
@@ -32,17 +32,21 @@ def check_disk(accelerator: Accelerator, model: Any, run_dir: RunDir) -> None:
     decided_by_main(accelerator, check)  # other machines may not see the folder yet
 
 
-def check_host_memory(accelerator: Accelerator, model: Any, launch: Launch, optimizer: str = "adamw") -> None:
+def check_host_memory(
+    accelerator: Accelerator, model: Any, launch: Launch, optimizer: str = "adamw", *, averaged: bool = False
+) -> None:
     """Check that host memory is enough for the least that this machine's ranks will put there (`least_host_bytes`).
     Call it before the optimizer has states.
 
     Args:
         optimizer: the value of `--optimizer`.
+        averaged: whether averages of the trained weights are kept (`--ema-decay`).
 
     Raises:
         UserError: on every rank, if some machine has too little.
     """
-    needed = least_host_bytes(model, launch, on_cpu=accelerator.device.type == "cpu", optimizer=optimizer)
+    on_cpu = accelerator.device.type == "cpu"
+    needed = least_host_bytes(model, launch, on_cpu=on_cpu, optimizer=optimizer, averaged=averaged)
 
     def check() -> None:
         if (free := host_memory.free_bytes()) < needed:

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
+from accel_sft.checkpoint.averages import Averages
 from accel_sft.checkpoint.capacity import check_disk
 from accel_sft.checkpoint.plain_lora import convert
 from accel_sft.io import manifest
@@ -63,18 +64,21 @@ def save(
     state: dict[str, Any],
     keep: int,
     extra: shards.Extra | None = None,
+    averages: Averages | None = None,
 ) -> Path:
     """Write the trained parameters, their Adam state and `state` as the step's checkpoint; keep the newest `keep`.
 
     Frozen weights are left out, since the run's source has them. There is no random state to save: a step's random
     state is made from the seed, the step and the rank. `state` is JSON-able and has the key `step`; `extra` are further
-    tensors that training needs, equal on all ranks.
+    tensors that training needs, equal on all ranks; `averages` are those of `--ema-decay`.
     """
     target = run_dir.checkpoint(state["step"])
-    check_disk(accelerator, model, run_dir)
+    check_disk(accelerator, model, run_dir, averaged=averages is not None)
     about = {**state, "layout": parallelism(accelerator), "loss_scale": shards.loss_scale(accelerator, model)}
+    if averages:
+        about["averaged_steps"] = averages.updates
     with replacing(accelerator, target) as partial:
-        shards.write(accelerator, model, optimizer, partial, extra)
+        shards.write(accelerator, model, optimizer, partial, extra, averages)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             manifest.write(partial, about)
@@ -127,8 +131,10 @@ def undo_after(run_dir: RunDir, step: int) -> list[Path]:
     return moved
 
 
-def load(accelerator: Accelerator, model: Any, optimizer: Any, path: Path) -> dict[str, Any]:
-    """Load weights and optimizer state, whatever parallelism wrote them; returns the `state` saved with them.
+def load(
+    accelerator: Accelerator, model: Any, optimizer: Any, path: Path, averages: Averages | None = None
+) -> dict[str, Any]:
+    """Load weights, optimizer state and `averages`, whatever parallelism wrote them; returns the `state` beside them.
 
     `shards.read_extra` reads the `extra` tensors.
 
@@ -144,7 +150,9 @@ def load(accelerator: Accelerator, model: Any, optimizer: Any, path: Path) -> di
             f"{path}: written under precision {before}, and this launch has {here}: the same steps would compute other "
             f"numbers; resume it with --mixed_precision {before}, or start a new run from its weights with --init-from"
         )
-    shards.read(accelerator, model, optimizer, path)
+    shards.read(accelerator, model, optimizer, path, averages)
+    if averages:
+        averages.updates = state["averaged_steps"]
     shards.set_loss_scale(accelerator, model, state["loss_scale"])
     return state
 

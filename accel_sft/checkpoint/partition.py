@@ -13,6 +13,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's states that have a value for each element of a parameter."""
 MUON, IN_8_BITS = ("momentum_buffer",), ("state1", "state2")
 """The same for Muon, and for bitsandbytes' 8-bit AdamW, whose states are float32 in tensors below 4,096 elements."""
+AVERAGE = "average"
+"""Name, in checkpoints, of the averages of `--ema-decay`."""
 SCALES = ("absmax1", "absmax2")
 """Scales of the 8-bit states. bitsandbytes keeps one scale per block, so a parameter is only saved as a whole."""
 
@@ -32,6 +34,7 @@ class Partition(NamedTuple):
     tensor: torch.Tensor
     spans: list[Span]
     optimizer: Any  # torch's AdamW, DeepSpeed's for host memory, bitsandbytes', or MuonWithAdamW
+    copied: bool = True  # whether forwards compute with copies of the tensor, and not with the tensor itself
     written: bool = True  # whether this rank saves it: a tensor that all ranks have whole is saved by one
 
     @property
@@ -98,7 +101,8 @@ def _of_parameters(
             _of_first_copy(parameter) if sharded else number % accelerator.num_processes == accelerator.process_index
         )
         # a rank without a row takes part where ranks exchange columns for rows
-        yield Partition(tensor, [span] if span.size or not _has_rows(tensor) else [], inner, written)
+        spans = [span] if span.size or not _has_rows(tensor) else []
+        yield Partition(tensor, spans, inner, tensor is not parameter, written)
         if writing and tensor is not parameter:
             parameter.data.copy_(tensor.data)
 

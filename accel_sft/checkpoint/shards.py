@@ -16,7 +16,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from accel_sft.api.errors import UserError
-from accel_sft.checkpoint.partition import IN_8_BITS, MOMENTS, MUON, SCALES, Span, by_rows, flat, partitions
+from accel_sft.checkpoint.averages import Averages
+from accel_sft.checkpoint.partition import AVERAGE, IN_8_BITS, MOMENTS, MUON, SCALES, Span, by_rows, flat, partitions
 from accel_sft.io import manifest
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.text import LONGEST_ERROR, one_line
@@ -30,7 +31,14 @@ Extra = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors that are neither a parameter nor optimizer state, and equal on all ranks: kind -> name -> tensor."""
 
 
-def write(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path, extra: Extra | None = None) -> None:
+def write(
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Any,
+    folder: Path,
+    extra: Extra | None = None,
+    averages: Averages | None = None,
+) -> None:
     """Write this rank's spans as files in `folder`; every rank calls it."""
     parts: dict[str, torch.Tensor] = {}
     count = size = 0
@@ -45,10 +53,11 @@ def write(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path, ex
             count, size = count + 1, 0
             parts.clear()
 
-    for partition in partitions(accelerator, model, optimizer):
+    for number, partition in enumerate(partitions(accelerator, model, optimizer)):
+        averaged = {AVERAGE: averages.tensors[number]} if averages else {}
         for span in partition.spans if partition.written else []:
             moments = {key: partition.state[key] for key in partition.kinds if key in partition.state}
-            for kind, tensor in {"weights": partition.tensor, **moments}.items():
+            for kind, tensor in {"weights": partition.tensor, **moments, **averaged}.items():
                 part = flat(by_rows(tensor))[span.offset : span.offset + span.size]
                 # a copy, because `part` may be swapped in from NVMe only for a moment, or be on a GPU
                 parts[_key(kind, span)] = part.to("cpu", copy=True)
@@ -66,17 +75,19 @@ def write(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path, ex
     put()
 
 
-def read(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path) -> None:
+def read(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path, averages: Averages | None = None) -> None:
     """Read what `write` wrote under any parallelism from `folder`, which has a manifest; every rank calls it.
 
     Raises:
         UserError: the files do not have all of this model's trained parameters.
     """
     stored, counted = _Stored(folder), set()
-    for partition in partitions(accelerator, model, optimizer, writing=True):
+    for number, partition in enumerate(partitions(accelerator, model, optimizer, writing=True)):
         steps = {span: stored.step(span) for span in partition.spans}
         for span in partition.spans:
             stored.copy("weights", span, partition.tensor)
+            if averages:
+                stored.copy(AVERAGE, span, averages.tensors[number])
         stepped = [span for span in partition.spans if steps[span] or stored.has(MUON[0], span)]
         if stepped:
             made = int(max(filter(None, steps.values()), default=0))
@@ -97,7 +108,7 @@ def read_extra(folder: Path) -> Extra:
     extra: dict[str, dict[str, torch.Tensor]] = {}
     stored = _Stored(folder)
     for kind, name in stored.places:
-        if kind not in ("weights", "step", *MOMENTS, *MUON, *IN_8_BITS, *SCALES):
+        if kind not in ("weights", "step", AVERAGE, *MOMENTS, *MUON, *IN_8_BITS, *SCALES):
             extra.setdefault(kind, {})[name] = stored.whole(kind, name)
     return extra
 

@@ -52,6 +52,8 @@ class RunDir:
     """The initial weights of an adapter that was initialized with a part of its base's weights."""
     best = _inside("best")
     final = _inside("final")
+    final_plain = _inside("final-plain")
+    """With `--ema-decay`, the last step's weights themselves; final/ has their averages."""
     profile = _inside("profile")
     logs = _inside("logs")
     samples = _inside("samples")

@@ -44,7 +44,7 @@ def start(
     with quiet(None, config.debug) as terminal:
         accelerator, launch = create_accelerator(config, launch, train=train, began_with=began_with)
         backend = TENSOR_PARALLEL if launch.tensor_ranks > 1 else accelerator.distributed_type.value
-        if problem := launch_problem(config, backend, launch.stage):
+        if problem := launch_problem(config, backend, launch.stage, launch.offload("optimizer")):
             raise UserError(problem)
         if launch.machines > 1:
             findings += compare_machines()

@@ -7,11 +7,12 @@ from accel_sft.memory.activations import forward_bytes, logits_bytes, peak_bytes
 from accel_sft.memory.cpu import on_cpu
 from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import Job
-from accel_sft.memory.states import FLOAT32, Placed, placed, weights_bytes
+from accel_sft.memory.states import AVERAGE, FLOAT32, Placed, placed, weights_bytes
 
 GIB = 2**30
 CHECKPOINT_BYTES = 12
-"""Maximum number of bytes per trained parameter in a checkpoint: the weight and AdamW's moments, in float32."""
+"""Maximum number of bytes per trained parameter in a checkpoint: the weight and AdamW's moments, in float32; with
+`--ema-decay` its average comes to it."""
 FILE_BYTES = 2**30
 """Bytes above which a checkpoint file gets no further tensor; about as many bytes are copied to host memory at once."""
 
@@ -71,7 +72,7 @@ def _resident(at: Placed, moments: bool) -> dict[str, float]:
     return {
         "weights": at.weights,
         "gradients": at.held,
-        "optimizer": at.master + (at.moments if moments else 0),
+        "optimizer": at.master + at.averages + (at.moments if moments else 0),
         "activations": 0.0,
         "logits": 0.0,
         "buffers": at.buffers,
@@ -114,10 +115,10 @@ def _on_gpu(job: Job, at: Placed, forward: Mapping[str, float]) -> dict[str, dic
     phases["first_step"], phases["step"] = step(False), step(True)
     after = _resident(at, True) | base
     if job.eval_rows:
-        phases["evaluate"] = _add(after, activations=_generating_bytes(job), buffers=at.gathered)
+        phases["evaluate"] = _add(after, activations=_generating_bytes(job), buffers=at.gathered + at.swapping)
     if job.saves:
         phases["save"] = after
-    phases["export"] = _add(after, buffers=at.gathered if job.launch.stage == 3 else 0.0)
+    phases["export"] = _add(after, buffers=at.swapping + (at.gathered if job.launch.stage == 3 else 0.0))
     return phases
 
 
@@ -135,11 +136,11 @@ def _beside_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
     }
     after = _resident(at, True) | base
     if job.eval_rows:
-        phases["evaluate"] = after
+        phases["evaluate"] = _add(after, buffers=at.swapping)
     if job.saves:
         phases["save"] = _add(after, buffers=_file_bytes(job))
     # rank 0 alone holds the exported weights; divided here, so that the sum over a machine's ranks is right
-    phases["export"] = _add(after, buffers=job.computes_bytes * _exported(job) / job.local_ranks)
+    phases["export"] = _add(after, buffers=at.swapping + job.computes_bytes * _exported(job) / job.local_ranks)
     return phases
 
 
@@ -163,7 +164,13 @@ def _generating_bytes(job: Job) -> float:
 
 def _file_bytes(job: Job) -> float:
     """Bytes of one checkpoint file, which is copied to host memory before it is written."""
-    return min(CHECKPOINT_BYTES * job.trained / job.ranks, FILE_BYTES + CHECKPOINT_BYTES * job.shape.largest_tensor)
+    each = checkpoint_bytes_each(job.ema_decay is not None)
+    return min(each * job.trained / job.ranks, FILE_BYTES + each * job.shape.largest_tensor)
+
+
+def checkpoint_bytes_each(averaged: bool) -> int:
+    """Bytes of a checkpoint per trained parameter, at most."""
+    return CHECKPOINT_BYTES + AVERAGE * averaged
 
 
 def _exported(job: Job) -> int:

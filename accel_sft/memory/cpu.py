@@ -74,13 +74,14 @@ def on_cpu(job: Job, at: Placed, forward: Mapping[str, float], checkpoint_bytes:
     elif backend == "ddp" and converts:
         replaced = job.stored_bytes * job.shape.parameters
     later, kept = start + GROWTH_BYTES, kept_bytes(job)
-    resident = {"weights": at.weights, "gradients": at.held, "optimizer": at.master + at.moments, "buffers": kept}
+    states = at.master + at.averages + at.moments
+    resident = {"weights": at.weights, "gradients": at.held, "optimizer": states, "buffers": kept}
     after = _phase(later, resident, {name: HEAP * size for name, size in forward.items()})
     gradients = at.gradients + at.in_flight
     step = _add(after, gradients=gradients, buffers=at.buffers + at.gathered)
     update = _add(after, gradients=gradients + at.update)
     most = max(step, update, key=lambda each: sum(each.values()))
-    before = {**resident, "optimizer": at.master + at.sharding, "buffers": replaced}
+    before = {**resident, "optimizer": at.master + at.averages + at.sharding, "buffers": replaced}
     phases = {
         "load": _phase(start, {"weights": loaded}),
         "shard": _phase(start, before),
@@ -88,10 +89,10 @@ def on_cpu(job: Job, at: Placed, forward: Mapping[str, float], checkpoint_bytes:
         "step": most,
     }
     if job.eval_rows:
-        phases["evaluate"] = _add(after, buffers=at.gathered)
+        phases["evaluate"] = _add(after, buffers=at.gathered + at.swapping)
     if job.saves:
         phases["save"] = _add(after, buffers=SAVED_ANEW * checkpoint_bytes)
-    phases["export"] = after
+    phases["export"] = _add(after, buffers=at.swapping)
     return phases
 
 

@@ -15,6 +15,7 @@ IN_4_BITS = 0.5 + (1 + 4 / 256) / 64
 of those scales."""
 AS_CONFIGURED: tuple[str, ...] = ("adapter", "lora_r", "lora_dropout", "use_dora", "lora_init", "lora_modules_to_save")
 AS_CONFIGURED += ("lora_target_parameters", "load_in_4bit", "optimizer", "dtype", "gradient_checkpointing", "compile")
+AS_CONFIGURED += ("ema_decay",)
 """Attributes of a job that have the name and the value of a setting."""
 MOST_LOGITS = 2**25
 """Maximum number of logits (tokens times vocabulary) that a head in pieces holds at once, unless a GPU has room for
@@ -35,7 +36,7 @@ class Job:
         dtype: the value of `--dtype`.
         stored_bytes: bytes of one element in the weight files.
         adapter, lora_r, lora_dropout, use_dora, lora_init, lora_modules_to_save, lora_target_parameters, load_in_4bit,
-            optimizer: the values of the options of these names.
+            optimizer, ema_decay: the values of the options of these names.
         target_modules: the value of `--lora-target-modules`.
         only: what `--train-only` trains: the number of elements in the blocks' matrices and of all others; None: it is
             not given. Activations are counted as if all weights were trained, which is the most.
@@ -70,6 +71,7 @@ class Job:
     load_in_4bit: bool = False
     only: tuple[int, int] | None = None
     optimizer: str = "adamw"
+    ema_decay: float | None = None
     gradient_checkpointing: bool = False
     compile: bool = False
     tokens: int = 2048

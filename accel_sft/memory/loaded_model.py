@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.launch.info import Launch
-from accel_sft.memory.closed_form import CHECKPOINT_BYTES, CUDA_BYTES, FILE_BYTES
-from accel_sft.memory.states import FLOAT32, IMPORTANCES, MASTER, MOMENTS, WHOLE
+from accel_sft.memory.closed_form import CUDA_BYTES, FILE_BYTES, checkpoint_bytes_each
+from accel_sft.memory.states import AVERAGE, FLOAT32, IMPORTANCES, MASTER, MOMENTS, WHOLE
 
 
 def first_update_bytes(accelerator: Accelerator, model: torch.nn.Module, *, moments: bool) -> int:
@@ -139,32 +139,34 @@ def forward_bytes(
     return itemsize * (tokens * numbers + seen + copies + weights / layers) + 12 * logits
 
 
-def checkpoint_bytes(model: Any) -> int:
+def checkpoint_bytes(model: Any, *, averaged: bool = False) -> int:
     """Return how many bytes a checkpoint of this model takes on the disk, of all ranks together, at most."""
-    return sum(trained_sizes(model)) * (CHECKPOINT_BYTES + (IMPORTANCES if _is_adalora(model) else 0))
+    return sum(trained_sizes(model)) * (checkpoint_bytes_each(averaged) + (IMPORTANCES if _is_adalora(model) else 0))
 
 
-def least_host_bytes(model: Any, launch: Launch, *, on_cpu: bool, optimizer: str) -> float:
+def least_host_bytes(model: Any, launch: Launch, *, on_cpu: bool, optimizer: str, averaged: bool = False) -> float:
     """Return how many bytes this machine's ranks will at least put into host memory.
 
     These are optimizer states, where they are offloaded or the device is a CPU, and the copy of one checkpoint file.
 
     Args:
         optimizer: the value of `--optimizer`.
+        averaged: whether averages of the trained weights are kept.
     """
     sizes = trained_sizes(model)
     if not sizes:
         return 0.0
     ranks = launch.shard_ranks if launch.backend == "fsdp" else launch.world_size
     share = 1 / ranks if launch.stage or launch.backend == "fsdp" else 1.0
-    states, moments = 0.0, OPTIMIZERS[optimizer].matrix_bytes  # the least
+    states, moments = 0.0, OPTIMIZERS[optimizer].matrix_bytes + AVERAGE * averaged  # the least
     if launch.offload("optimizer") == "cpu":
         copy = 0 if launch.backend == "fsdp" else MASTER  # FSDP steps the weights themselves, which are there already
         states = sum(sizes) * share * (moments + copy + FLOAT32) * (1 if on_cpu else launch.offload_ratio)
     elif on_cpu and launch.offload("optimizer") == "none":
         states = sum(sizes) * share * (moments + (MASTER if launch.backend == "deepspeed" else 0))
     largest = max(sizes) * (share if launch.shards_weights else 1 / launch.local_world_size)
-    file = min(sum(sizes) / launch.world_size * CHECKPOINT_BYTES, FILE_BYTES + largest * CHECKPOINT_BYTES)
+    each = checkpoint_bytes_each(averaged)
+    file = min(sum(sizes) / launch.world_size * each, FILE_BYTES + largest * each)
     return (states + file) * launch.local_world_size
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from accel_sft.memory.job import Job
 
-MASTER, MOMENTS, FLOAT32 = 4, 8, 4
-"""Bytes per trained parameter: its float32 copy, AdamW's two moments, and its gradient as AdamW takes it."""
+MASTER, MOMENTS, FLOAT32, AVERAGE = 4, 8, 4, 4
+"""Bytes per trained parameter: its float32 copy, AdamW's two moments, its gradient as AdamW takes it, and its average
+(`--ema-decay`)."""
 IMPORTANCES, WHOLE = 12, 8
 """Bytes per weight of AdaLoRA's adapter, all on each rank: the three numbers that peft keeps to choose ranks by, and
 after each update of sharded states a whole copy of the weight and of its gradient (training/whole.py)."""
@@ -34,6 +35,8 @@ class Placed:
         weights: the weights that forwards compute with, or a shard of them.
         master: float32 copies of the trained weights.
         moments: AdamW's moments, from the first step on, and what AdaLoRA knows of its weights.
+        averages: averages of the trained weights (`--ema-decay`).
+        swapping: what puts the averages into the model's place takes besides, in evaluations and exports.
         held: gradients that outlive the update (DDP's buckets, offloaded partitions).
         gradients: gradients of one step at the end of its last backward, besides `held`.
         in_flight: the largest tensor's gradient, before it is moved to where gradients are kept.
@@ -46,6 +49,8 @@ class Placed:
     weights: float = 0.0
     master: float = 0.0
     moments: float = 0.0
+    averages: float = 0.0
+    swapping: float = 0.0
     held: float = 0.0
     gradients: float = 0.0
     in_flight: float = 0.0
@@ -70,12 +75,25 @@ def placed(job: Job) -> tuple[Placed, Placed]:
     if job.adapter == "adalora":
         device.moments += IMPORTANCES * job.trained
         device.update += WHOLE * job.trained if job.launch.backend in ("deepspeed", "fsdp") else 0
+    if job.ema_decay is not None:
+        _add_averages(job, host if job.launch.offload("optimizer") != "none" else device)
     return device, host
+
+
+def _add_averages(job: Job, at: Placed) -> None:
+    """Averages are where the optimizer steps. Where it steps the forwards' own weights, these change places with the
+    averages, tensor by tensor; those that are not float32 are kept whole meanwhile."""
+    fsdp = job.launch.backend == "fsdp"
+    ranks = job.launch.shard_ranks if fsdp else job.ranks if job.launch.stage else 1
+    at.averages = AVERAGE * job.trained / ranks
+    if at.master == 0:
+        each = FLOAT32 if job.is_frozen or job.launch.backend == "deepspeed" else job.loaded_bytes
+        at.swapping = each * (min(job.shape.largest_tensor, job.trained) if each == FLOAT32 else job.trained) / ranks
 
 
 def least_bytes(job: Job) -> tuple[float, float]:
     """Return lower bounds of the bytes that a rank needs on its device and on the host: the model states alone."""
-    device, host = (each.weights + each.master + each.moments + each.held for each in placed(job))
+    device, host = (each.weights + each.master + each.moments + each.averages + each.held for each in placed(job))
     return device, host
 
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.batching.device_memory import forwards_alone
+from accel_sft.checkpoint.averages import Averages
 from accel_sft.launch.tensor_parallel import row_groups
 from accel_sft.launch.ulysses import sequence_ranks
 from accel_sft.models.adapters import adapter_of
@@ -64,9 +65,19 @@ class Stepper:
     Backends average gradients over ranks, so a micro-batch's loss must be sum(nll) * `averaged_over` / N, N being the
     supervised tokens of the whole step. Under DeepSpeed the engine clips, as launch/accelerator.py set it up; elsewhere
     `update` does.
+
+    Args:
+        ema_decay: the value of `--ema-decay`; each update that changes weights then updates `averages`.
     """
 
-    def __init__(self, accelerator: Accelerator, model: Any, optimizer: Any, max_grad_norm: float) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        optimizer: Any,
+        max_grad_norm: float,
+        ema_decay: float | None = None,
+    ) -> None:
         self.accelerator = accelerator
         self.model = model
         self.optimizer = optimizer
@@ -74,6 +85,7 @@ class Stepper:
         self.engine: Any = model if accelerator.distributed_type == DistributedType.DEEPSPEED else None
         self.adapted = accelerator.unwrap_model(model)
         self.adapter = adapter_of(self.adapted)
+        self.averages = Averages(accelerator, model, optimizer, ema_decay) if ema_decay is not None else None
 
     def set_learning_rate(self, rate: float) -> None:
         # DeepSpeed's Twin-Flow copies the first group for its second optimizer, and never updates that copy's rate
@@ -135,6 +147,8 @@ class Stepper:
                 self.optimizer.step()
         if whole and updated:
             whole.put_back(self.adapter.after_step(self.adapted, step, whole.weights(clipped)))
+        if self.averages and updated:
+            self.averages.update()
         if self.engine is None:
             self._clear_gradients()
         return norm

@@ -29,12 +29,18 @@ from accel_sft.training.state import TrainState
 
 
 def card(
-    task_name: str, prepared: Prepared, state: TrainState, model_class: str, energy: dict[str, float] | None
+    task_name: str,
+    prepared: Prepared,
+    state: TrainState,
+    model_class: str,
+    energy: dict[str, float] | None,
+    scored: str,
 ) -> str:
     """Return the model card (README.md) of this state's weights, which compares the newest evaluation with the first.
 
     Args:
         energy: what `Tracker.energy` returned.
+        scored: the words for the weights that were evaluated.
     """
     config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
     chat = conversation(task, prepared.validation.examples, "validation", prepared.validation.kept[0].index)
@@ -55,9 +61,7 @@ def card(
         result={  # time and memory of this process are of no interest elsewhere
             "before": {key: number for key, number in (state.before or {}).items() if key not in report.COSTS},
             "after": {key: number for key, number in (state.latest or {}).items() if key not in report.COSTS},
-            "weights": _compared(
-                f"{Path(config.init_from or config.model).name}", f"these weights, of step {state.step}"
-            ),
+            "weights": _compared(f"{Path(config.init_from or config.model).name}", f"{scored}, of step {state.step}"),
         },
         versions=versions(),
         energy=report.energy_text(energy),
@@ -120,6 +124,7 @@ def publish(
         for name, (step, score) in scores.items()
         if step
     ]
+    averaged = " (averages; final-plain/ has the last step's own)" if config.ema_decay is not None else ""
     folder = shlex.quote(shown_folder(run_dir.path))
     file = file_record(type(task))
     named = f"{shown_folder(Path(file['path']))}:{file['class']}" if file else task_name
@@ -133,7 +138,7 @@ def publish(
     told = [f"on rank 0 {time_sentence(measured['time_spent'])}"] if "time_spent" in measured else []
     told += [f"the machine was not itself: {'; '.join(disturbed)}"] if disturbed else []
     told += [
-        f"{run_dir}: weights in {' and '.join(folders)}, numbers in report.md",
+        f"{run_dir}: weights in {' and '.join(folders)}{averaged}, numbers in report.md",
         f"next: {'; '.join(commands)}",
     ]
     if left_out := result["steps_left_out"]:

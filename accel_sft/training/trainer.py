@@ -1,10 +1,11 @@
 """`Trainer`: the training loop, which evaluates, saves, resumes, and exports the best weights."""
 
+import contextlib
 import dataclasses
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,13 @@ class Trainer:
         log(f"{self.trained_parameters:,} of {parameters:,} parameters are trained")
         tracker.peaks.begin("shard")
         optimizer = new_optimizer(model, config)
-        check_host_memory(accelerator, model, prepared.launch, config.optimizer)
+        averaged = config.ema_decay is not None
+        check_host_memory(accelerator, model, prepared.launch, config.optimizer, averaged=averaged)
         self.model, self.optimizer = prepare_model(accelerator, prepared.launch, model, optimizer, config.max_grad_norm)
+        self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm, config.ema_decay)
+        self.averages = self.stepper.averages
         tracker.phase("sharded")
         tracker.peaks.begin(None)
-        self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm)
         self.evaluator = assembly.evaluator(
             self.model,
             validation,
@@ -98,7 +101,7 @@ class Trainer:
             self.tracker.log(line)
         saved, here = {}, parallelism(accelerator)
         if path:
-            saved = checkpoint.load(accelerator, self.model, self.optimizer, path)
+            saved = checkpoint.load(accelerator, self.model, self.optimizer, path, self.averages)
             extra = shards.read_extra(path)
             self.stepper.adapter.set_extra_state(self.stepper.adapted, extra, accelerator.device)
             self.state = TrainState.of(saved, path)
@@ -116,7 +119,7 @@ class Trainer:
         self.tracker.phases()
         self.saved_step = self.state.step
         if self.config.save_every != "off":
-            check_disk(accelerator, self.model, self.run_dir)
+            check_disk(accelerator, self.model, self.run_dir, averaged=self.averages is not None)
 
     def new_train_step(self, before: dict[str, Any] | None) -> TrainStep:
         """Make the train step, with the batching from before the stop unless another is asked for, and record it."""
@@ -203,7 +206,8 @@ class Trainer:
         state, config = self.state, self.config
         evaluated = state.step in (0, self.plan.total_steps) and config.eval_every != "off"
         if state.evaluated_step != state.step and (evaluated or self.plan.is_due(config.eval_every, state.step)):
-            self.evaluate()
+            with self.averaged():
+                self.evaluate()
         if self.saved_step != state.step and self.plan.is_due(config.save_every, state.step):
             self.save()
 
@@ -215,6 +219,23 @@ class Trainer:
     def between_answers(self) -> None:
         """Let a signal end an evaluation, on all ranks, before its next batch of answers."""
         self.stop_if(int(largest_of_ranks(self.signals.asked)))
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within this context the model has the averages of its weights, with `--ema-decay`; else nothing changes.
+
+        After an error nothing is put back: other ranks may not have it, and would not take part.
+        """
+        if self.averages is None:
+            yield
+            return
+        self.averages.put_in()
+        try:
+            yield
+        except Interruption:
+            self.averages.take_out()
+            raise
+        self.averages.take_out()
 
     def evaluate(self) -> None:
         """Evaluate the current weights; export them as best/ if the task's main metric improved."""
@@ -233,10 +254,11 @@ class Trainer:
         if state.update_best(metric, loss, self.task.higher_is_better):
             self.export(self.run_dir.best)
 
-    def export(self, target: Path) -> None:
-        """Write the current weights, with a model card, for plain transformers or peft."""
+    def export(self, target: Path, scored: str = "these weights") -> None:
+        """Write the current weights, with a model card, for plain transformers or peft; the card's scores are of the
+        weights that `scored` names."""
         self.tracker.peaks.begin("export")
-        card = summary.card(self.task_name, self.prepared, self.state, self.model_class, self.tracker.energy())
+        card = summary.card(self.task_name, self.prepared, self.state, self.model_class, self.tracker.energy(), scored)
         tokenizer, start = self.prepared.assembly.tokenizer, self.run_dir.adapter_start
         checkpoint.export(self.accelerator, self.model, tokenizer, target, card, self.beside, start)
 
@@ -248,12 +270,17 @@ class Trainer:
         self.tracker.flush()
         self.tracker.peaks.begin("save")
         extra, keep = self.stepper.adapter.extra_state(self.stepper.adapted), self.config.keep_checkpoints
-        checkpoint.save(self.accelerator, self.model, self.optimizer, self.run_dir, saved, keep, extra)
+        checkpoint.save(
+            self.accelerator, self.model, self.optimizer, self.run_dir, saved, keep, extra, averages=self.averages
+        )
         self.saved_step = self.state.step
 
     def finalize(self) -> None:
-        """Export final/, write result.json and report.md, and print the metrics before and after training."""
-        self.export(self.run_dir.final)
+        """Export final/ and final-plain/, write result.json and report.md, and print the metrics before and after."""
+        with self.averaged():
+            self.export(self.run_dir.final)
+        if self.averages:
+            self.export(self.run_dir.final_plain, "the averages of these weights (in final/)")
         measured = {
             **self.prediction.measured(self.tracker, self.train_step),
             "trained_parameters": self.trained_parameters,

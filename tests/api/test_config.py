@@ -114,6 +114,8 @@ def test_a_run_that_starts_from_a_tiny_one_is_tiny_too(tmp_path):
 def test_a_resume_may_change_the_layout_and_not_the_mathematics():
     before = TrainConfig().as_dict()
     assert changed(before, TrainConfig(micro_batch_size="4", log_every=3).as_dict()) == []
+    (line,) = changed(before, TrainConfig(ema_decay=0.9).as_dict())
+    assert line == "--ema-decay: the run was started with None, not 0.9"
     (line,) = changed(before, TrainConfig(seed=7).as_dict())
     assert line.startswith("--seed: the run was started with 42, not 7")
     assert {setting.name for setting in settings(TrainConfig)} >= LAYOUT

@@ -49,6 +49,17 @@ def test_a_resumed_run_in_half_precision_throughout_ends_with_the_same_bits(ever
 def test_what_one_layout_wrote_another_goes_on_from(everywhere, at):
     run = everywhere[f"{LAYOUTS[at - 1]} to {LAYOUTS[at]}"]
     assert run["got"] == pytest.approx(run["expected"], rel=1e-6)
+    assert run["averaged"] == pytest.approx(everywhere[LAYOUTS[at]]["averaged"], rel=1e-5, abs=1e-5)
+
+
+def test_averages_are_those_of_the_weights_after_each_step(everywhere):
+    found = everywhere["averages"]
+    assert found["got"] == pytest.approx(found["expected"], rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "ddp"])
+def test_averages_are_the_same(everywhere, name):
+    assert everywhere[name]["averaged"] == pytest.approx(everywhere["ddp"]["averaged"], rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["z2", "z3"])
@@ -62,7 +73,7 @@ def test_ddp_keeps_no_gradients_beside_its_buckets(everywhere):
 
 
 @pytest.mark.skipif("fsdp2" not in LAYOUTS, reason="this torch's FSDP2 does not run on CPUs")
-@pytest.mark.parametrize("what", ["gradients", "sharded", "losses", "averages"])
+@pytest.mark.parametrize("what", ["gradients", "sharded", "losses", "averages", "restored"])
 def test_fsdp_holds_shards_of_gradients_only_and_rounds_neither_losses_nor_averages(everywhere, what):
     assert everywhere["only under fsdp2"][what]
 

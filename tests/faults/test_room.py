@@ -29,6 +29,9 @@ def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1024, 1024)
     capacity.check_disk(accelerator, model, RunDir(tmp_path))
     size = 1024 * 1025 * 12  # of weights and AdamW's moments
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=(size + 1024 * 1025 * 4) * 4 // 3 - 1))
+    with pytest.raises(UserError, match=r"a checkpoint takes 16\.0 MiB"):
+        capacity.check_disk(accelerator, model, RunDir(tmp_path), averaged=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size * 4 // 3))
     capacity.check_disk(accelerator, model, RunDir(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size * 4 // 3 - 1))
@@ -37,22 +40,25 @@ def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
         capacity.check_disk(accelerator, model, RunDir(tmp_path))
 
 
+@pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize(
     ("yaml", "bytes_each"),
     # AdamW's moments 8, a copy of the weights 4, gradients 4; a checkpoint's files 12
     [("ddp", 2 * 8 + 12), ("z2", 8 + 4 + 12), ("z2_offload", 8 + 4 + 4 + 12), ("z3_nvme", 12)],
 )
-def test_states_that_host_memory_cannot_take_are_not_begun(yaml, bytes_each, monkeypatch):
+def test_states_that_host_memory_cannot_take_are_not_begun(yaml, bytes_each, averaged, monkeypatch):
+    if averaged:  # 4 bytes more in memory, and 4 in a checkpoint
+        bytes_each += {"ddp": 2 * 4, "z3_nvme": 0}.get(yaml, 4) + 4
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1000, 999)
     launch = launch_of_yaml(CONFIGS / f"{yaml}.yaml")
     monkeypatch.setattr(model, "bias", None)
     monkeypatch.setattr(host_memory, "free_bytes", lambda: bytes_each * 999_000)
-    capacity.check_host_memory(accelerator, model, launch)
+    capacity.check_host_memory(accelerator, model, launch, averaged=averaged)
     monkeypatch.setattr(host_memory, "free_bytes", lambda: bytes_each * 999_000 - 1)
     with pytest.raises(
         UserError, match=r"host memory: 2 processes on this machine need at least \d+.\d MiB for optimizer"
     ):
-        capacity.check_host_memory(accelerator, model, launch)
+        capacity.check_host_memory(accelerator, model, launch, averaged=averaged)
 
 
 def test_a_checkpoints_files_take_no_more_than_one_of_them_and_the_largest_parameter(monkeypatch):

@@ -2,10 +2,10 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml tests/support/layouts.py FOLDER LAYOUT ...
 
-Writes FOLDER/found.json. It has for each layout: the losses of an uninterrupted run; digests of its final state and of
-the final state of a run that was stopped and resumed; what happened in steps whose loss or gradient was made infinite
-on one rank; the losses of a run that resumes from another layout's checkpoint; and those of a run whose forwards run
-out of memory.
+Writes FOLDER/found.json. It has for each layout: the losses of an uninterrupted run, and what its averages of weights
+(`--ema-decay`) predict; digests of its final state and of the final state of a run that was stopped and resumed; what
+happened in steps whose loss or gradient was made infinite on one rank; the losses of a run that resumes from another
+layout's checkpoint; and those of a run whose forwards run out of memory.
 """
 
 # ruff: noqa: E402, the environment comes before torch
@@ -52,6 +52,7 @@ from accel_sft.launch.read import read_launch
 from accel_sft.training import step as training_step
 from accel_sft.training.optimizer import Stepper, new_optimizer
 
+DECAY = 0.6
 SETTINGS = ("ACCELERATE_", "FSDP_")
 STEPS, STOP = 5, 3
 ROWS = [Encoded(index, [3 + (7 * index + at) % 60 for at in range(6 + index % 3)], 2) for index in range(6)]
@@ -81,7 +82,8 @@ class Job:
         self.model, self.optimizer = accelerator.prepare_model(
             self.accelerator, launch, model.train(), new_optimizer(model, config), config.max_grad_norm
         )
-        self.stepper = Stepper(self.accelerator, self.model, self.optimizer, config.max_grad_norm)
+        self.stepper = Stepper(self.accelerator, self.model, self.optimizer, config.max_grad_norm, DECAY)
+        self.averages = self.stepper.averages
         self.folder = folder
         self.forwards_of(rows=2)
 
@@ -148,19 +150,39 @@ class Job:
         hook.remove()
 
     def save(self, run_dir: Path) -> Path:
-        return checkpoint.save(self.accelerator, self.model, self.optimizer, RunDir(run_dir), {"step": STOP}, 1)
+        return checkpoint.save(
+            self.accelerator, self.model, self.optimizer, RunDir(run_dir), {"step": STOP}, 1, averages=self.averages
+        )
 
     def load(self, path: Path) -> None:
-        checkpoint.load(self.accelerator, self.model, self.optimizer, path)
+        checkpoint.load(self.accelerator, self.model, self.optimizer, path, self.averages)
+
+    def averaged(self) -> list[float]:
+        """The loss of two rows with the averages in the weights' place, and numbers that tell each weight's average."""
+        self.averages.put_in()
+        batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
+        self.model.eval()
+        with torch.no_grad():
+            found = [training_step.nll_sum(self.model, batch).item(), *self.numbers()]
+        self.model.train()
+        self.averages.take_out()
+        return found
+
+    def numbers(self) -> list[float]:
+        weights = self.accelerator.get_state_dict(self.model) or {}
+        return [told(weights[name].float()) for name in sorted(weights)]
 
     def digest(self) -> str:
-        """SHA-256, on each rank, of the whole weights in their own precision and of the rank's optimizer state."""
+        """SHA-256, on each rank, of the whole weights in their own precision, and of the rank's optimizer state and
+        averages."""
         digest = hashlib.sha256()
         for _, weight in sorted((self.accelerator.get_state_dict(self.model) or {}).items()):
             digest.update(bits(weight))
         for held in partitions(self.accelerator, self.model, self.optimizer):
             for key in MOMENTS if MOMENTS[0] in held.state else ():
                 digest.update(bits(flat(held.state[key])))
+        for average in self.averages.tensors:
+            digest.update(bits(average))
         return " ".join(gather_object([digest.hexdigest()]))
 
 
@@ -180,8 +202,8 @@ def memory(yaml: str, precision: str, folder: Path) -> dict[str, int]:
 
 
 def under_fsdp2(folder: Path) -> dict[str, bool]:
-    """Whether gradients between micro-batches are this rank's shards, and whether losses and averaged gradients are
-    float32 in a bf16 run."""
+    """Whether gradients between micro-batches are this rank's shards, whether losses and averaged gradients are float32
+    in a bf16 run, and whether weights that an evaluation of averages left gathered are gathered anew."""
     reduced = Job("fsdp2", "bf16", 0.0, folder)
     batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
     losses = HEADS["pieces"](reduced.model, batch, most_logits=64)  # two tokens at a time, within the model
@@ -192,7 +214,19 @@ def under_fsdp2(folder: Path) -> dict[str, bool]:
         job.stepper.backward(training_step.nll_sum(job.model, batch))
     trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
     shards = sum(parameter.to_local().numel() for parameter in trained)
+    later = []
+    for averaged in (False, True):
+        kept = Job("fsdp2", "no", 0.0, folder)
+        kept.model.set_reshard_after_forward(False)  # what an evaluation gathers is there afterwards
+        kept.steps(0, 2)
+        if averaged:
+            kept.averages.put_in()
+            with torch.no_grad():
+                training_step.nll_sum(kept.model, batch)
+            kept.averages.take_out()
+        later.append(kept.steps(2, 4))
     return {
+        "restored": later[0] == later[1],
         "gradients": all(parameter.grad is not None for parameter in trained),
         "losses": not torch.equal(losses, losses.bfloat16().float()),
         "averages": averages == torch.float32,
@@ -240,6 +274,22 @@ def as_on_a_gpu() -> None:
     DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states = placed
 
 
+def averages_by_hand(folder: Path) -> dict[str, list[float]]:
+    """What `Job.averaged` tells of each weight, and the same of averages that are computed here."""
+    job = Job("ddp", "no", 0.0, folder)
+    averages = {name: weight.clone() for name, weight in job.accelerator.get_state_dict(job.model).items()}
+    for step in range(STEPS):
+        job.steps(step, step + 1)
+        decay = min(DECAY, (1 + step) / (10 + step))
+        for name, weight in job.accelerator.get_state_dict(job.model).items():
+            averages[name] = decay * averages[name] + (1 - decay) * weight
+    return {"got": job.averaged()[1:], "expected": [told(averages[name]) for name in sorted(averages)]}
+
+
+def told(weight: torch.Tensor) -> float:
+    return (weight.flatten() * torch.linspace(1, 2, weight.numel())).sum().item()
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
@@ -256,6 +306,7 @@ def main(folder: Path, layouts: list[str]) -> None:
             found[f"{yaml} norms"] = norms(yaml, folder)
     if "ddp" in layouts:
         found["beside the buckets"] = beside_the_buckets(folder)
+        found["averages"] = averages_by_hand(folder)
     for precision in ("no", "bf16", "bfloat16"):
         for yaml in layouts if precision != "bfloat16" else ["ddp"]:
             run_dir = folder / f"{yaml}-{precision}"
@@ -263,6 +314,7 @@ def main(folder: Path, layouts: list[str]) -> None:
             job = Job(yaml, precision, 0.2, run_dir)
             losses = job.steps(0, STOP)
             path = job.save(run_dir)
+            job.averaged()  # and the rest as if that had not been
             losses += job.steps(STOP, STEPS)
             whole = job.digest()
             again = Job(yaml, precision, 0.2, run_dir)
@@ -278,7 +330,7 @@ def main(folder: Path, layouts: list[str]) -> None:
         (folder / f"plain-{yaml}").mkdir(exist_ok=True)
         losses = job.steps(0, STOP)
         written[yaml] = job.save(folder / f"plain-{yaml}"), losses + job.steps(STOP, STEPS)
-        found[yaml] = {"losses": written[yaml][1]}
+        found[yaml] = {"losses": written[yaml][1], "averaged": job.averaged()}
         if job.stepper.forwards_alone:
             job.load(written[yaml][0])
             job.forwards_of(rows=3)
@@ -289,7 +341,8 @@ def main(folder: Path, layouts: list[str]) -> None:
         source = layouts[at - 1]  # each is written once and read once by another
         job = Job(yaml, "no", 0.0, folder)
         job.load(written[source][0])
-        found[f"{source} to {yaml}"] = {"expected": written[yaml][1][STOP:], "got": job.steps(STOP, STEPS)}
+        got = job.steps(STOP, STEPS)
+        found[f"{source} to {yaml}"] = {"expected": written[yaml][1][STOP:], "got": got, "averaged": job.averaged()}
     if "fsdp2" in layouts:
         found["only under fsdp2"] = under_fsdp2(folder)
     if job.accelerator.is_main_process:

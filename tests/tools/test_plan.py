@@ -711,6 +711,38 @@ def test_train_only_is_counted_by_its_names(models):
     assert planned(models, "--launch", "z2", "--train-only", "no_such").status == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "place", "share"),
+    [
+        *(
+            ("ddp", "device", 1),
+            ("z0", "device", 1),
+            ("z1", "device", 2),
+            ("z2", "device", 2),
+            ("z2_offload", "host", 2),
+        ),
+        *(("z2_offload", "host", 2), ("z3", "device", 2), ("z3_offload", "host", 2)),
+        *(("fsdp2", "device", 2), ("fsdp2_offload", "host", 2)),
+    ],
+)
+def test_averages_are_counted_where_the_optimizer_steps(name, place, share):
+    before, after = (closed_form.estimate(job_of(QWEN_05B, name, ema_decay=decay)) for decay in (None, 0.999))
+    for where in ("device", "host"):
+        for phase, parts in getattr(after, where).items():
+            held = 4 * 494_032_768 / share if where == place and phase != "load" else 0
+            assert parts["optimizer"] - getattr(before, where)[phase]["optimizer"] == pytest.approx(held)
+    own = name in ("ddp", "fsdp2", "fsdp2_offload")  # weights that the optimizer steps change places with averages
+    more = after.device["evaluate"]["buffers"] - before.device["evaluate"]["buffers"] if place == "device" else 0
+    assert (more > 0) == (own and place == "device")
+
+
+def test_averages_and_weights_on_a_disk_do_not_go_together(models):
+    done = planned(models, "--ema-decay", "0.999", "--launch", "z3_nvme")
+    assert "--ema-decay: every step would read the weights that are offloaded to the disk" in " ".join(
+        done.output.split()
+    )
+
+
 def test_the_page_of_zero_keys_says_what_plan_counts():
     page = (CONFIGS.parent / "docs" / "zero-keys.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| `([\w.]+)` \| \S+ \| (\S+) \| (\S+) \| (\S+) \|$", page, re.M)

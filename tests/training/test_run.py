@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import accel_sft, stopped
 from fake_plugins import install
 from reference_job import JOB, LAYOUTS, MICRO, ONCE, layout, same_curve
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from accel_sft import UserError
+from accel_sft.api.config import TrainConfig
+from accel_sft.checkpoint.averages import Averages
+from accel_sft.resilience.signals import Interruption
+from accel_sft.training.trainer import Trainer
 
 RESUMABLE = ("plain", "z2", "z3")
 
@@ -458,6 +468,63 @@ def test_train_only_has_one_loss_curve_and_leaves_the_other_weights_on_every_lau
     changed = {key for key in final if not torch.equal(base[key], final[key])}
     assert changed == {key for key in final if re.search("layers.1.|norm", key)}
     assert "--train-only trains model.layers." in " ".join(run.output.split())
+
+
+@pytest.mark.parametrize(
+    "name", ["z2", *(pytest.param(name, marks=pytest.mark.long) for name in ("z3", "ddp", "z2_offload"))]
+)
+@pytest.mark.parametrize("adapter", ["none", pytest.param("lora", marks=pytest.mark.long)])
+def test_averages_are_evaluated_and_exported_alike_on_every_launch(launched, tmp_path, name, adapter):
+    job = (*JOB, "--eval-every", "3", "--save-every", "3" if adapter == "lora" else "off", "--ema-decay", "0.9")
+    job += ("--adapter", adapter)
+    alone = launched(f"averages {adapter}", *job)
+    run = launched(f"averages {adapter} {name}", *job, "--micro-batch-size", MICRO.get(name, "2"), **LAYOUTS[name])
+    same_curve(alone.lines(), run.lines())
+    for here, there in zip(alone.lines("eval_loss"), run.lines("eval_loss"), strict=True):
+        assert there["eval_loss"] == pytest.approx(here["eval_loss"], rel=2e-5)
+    file = "model.safetensors" if adapter == "none" else "adapter_model.safetensors"
+    of_run = {part: load_file(run.run_dir / part / file) for part in ("final", "final-plain")}
+    for part, found in of_run.items():
+        for key, weight in load_file(alone.run_dir / part / file).items():
+            assert (weight - found[key]).norm() <= 1e-3 * weight.norm(), (part, key)
+    assert not all(torch.equal(of_run["final"][key], of_run["final-plain"][key]) for key in of_run["final"])
+    assert (
+        "tuned: the averages of these weights (in final/), of step 6"
+        in (run.run_dir / "final-plain" / "README.md").read_text()
+    )
+    assert "(averages; final-plain/ has the last step's own)" in " ".join(run.output.split())
+    if adapter == "lora":
+        resumed = accel_sft(
+            *run.arguments, "--resume", "auto", run_dir=stopped(run, tmp_path / "run", 3), **run.options
+        )
+        assert resumed.status == 0, resumed.output
+        for part, found in of_run.items():
+            again = load_file(tmp_path / "run" / part / file)
+            assert all(torch.equal(found[key], again[key]) for key in found)
+
+
+def test_a_signal_amid_an_evaluation_of_averages_restores_the_weights_and_an_error_does_not():
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 2)
+    before = model.weight.clone()
+    averages = Averages(accelerator, model, torch.optim.SGD(model.parameters()), 0.5)
+    model.weight.data += 1
+    trainer = SimpleNamespace(averages=averages)
+    with contextlib.suppress(Interruption), Trainer.averaged(trainer):
+        assert torch.equal(model.weight, before)
+        raise Interruption(signal.SIGTERM, 3, "go on")
+    assert torch.equal(model.weight, before + 1)
+    assert torch.equal(averages.tensors[0].view_as(before), before)
+    with pytest.raises(UserError), Trainer.averaged(trainer):
+        raise UserError("of one rank alone: to restore its part, it would wait for the others")
+    assert torch.equal(model.weight, before)
+
+
+def test_averages_that_a_setting_makes_useless_are_refused():
+    (line,) = TrainConfig(ema_decay=0.9, adapter="adalora").problems()
+    assert line.startswith("--ema-decay: --adapter adalora sets ranks to zero in steps")
+    for decay in (0.0, 1.0):
+        (line,) = TrainConfig(ema_decay=decay).problems()
+        assert line.startswith(f"--ema-decay {decay}: must be at ")
 
 
 def test_a_run_and_check_read_as_many_examples_as_train_limit_says(tmp_path):

@@ -141,7 +141,7 @@ def _update(record: dict[str, Any], folder: Path) -> None:
 
 
 def _delete_weights(run_dir: RunDir) -> None:
-    for path in (run_dir.final, run_dir.best, run_dir.base, run_dir.checkpoints):
+    for path in (run_dir.final, run_dir.final_plain, run_dir.best, run_dir.base, run_dir.checkpoints):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -238,4 +238,4 @@ def _problem(job: Job, machine: PlannedMachine) -> str:
     if job.launch.sequence_ranks > 1:
         return "memory under sequence parallelism is not predicted"
     name = TENSOR_PARALLEL if job.launch.tensor_ranks > 1 else _ACCELERATES_NAMES.get(backend, "NO")
-    return launch_problem(job, name, job.launch.stage) or ""
+    return launch_problem(job, name, job.launch.stage, job.launch.offload("optimizer")) or ""
