@@ -228,6 +228,9 @@ class EvaluateConfig(TrainConfig):
     base: str | None = _model(
         None, basic=True, help="Evaluate this model too, side by side; auto: what the run began with."
     )
+    offload: str | None = _eval(
+        None, basic=True, choices=("host", "disk"), help="Where weights are that have no room on the GPU."
+    )
     output_dir: str | None = _run(
         None, basic=True, help="A new folder for result.json, report.md and the answers; default: none is written."
     )

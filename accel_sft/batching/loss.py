@@ -112,8 +112,8 @@ def fused(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tenso
         kind = type(head)
         if issubclass(kind, FSDPModule):  # FSDP puts a class of its own above the head's
             kind = kind.__bases__[-1]
-        if kind is not torch.nn.Linear or head.bias is not None:
-            raise TypeError("the fused head is for a plain matrix")
+        if kind is not torch.nn.Linear or head.bias is not None or head.weight.is_meta:
+            raise TypeError("the fused head is for a plain matrix, there at all times")
         device, dtype = hidden.device, hidden.dtype
         if torch.is_autocast_enabled(device.type):  # autocast casts for products, not for this kernel
             dtype = torch.get_autocast_dtype(device.type)

@@ -57,7 +57,6 @@ class Averages:
             self._plain.append(plain)
         for master, own in masters:
             master.data = own
-        self._reshard()
 
     def take_out(self) -> None:
         """Have the model compute with its own weights again."""
@@ -69,15 +68,6 @@ class Averages:
                 if plain is average:
                     average.copy_(averaged)
         self._plain.clear()
-        self._reshard()
 
     def _partitions(self) -> Iterator[Partition]:
         return partitions(self.accelerator, self.model, self.optimizer, writing=True)
-
-    def _reshard(self) -> None:
-        """Free the weights that FSDP has left gathered after an evaluation's last forward: they are of the others."""
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()

@@ -73,6 +73,8 @@ class Partition(NamedTuple):
 
 def partitions(accelerator: Accelerator, model: Any, optimizer: Any, writing: bool = False) -> Iterator[Partition]:
     """Yield this rank's partitions. With `writing`, the caller's changes to each are copied to the model's weights."""
+    if accelerator.is_fsdp2:
+        _free_gathered(model)
     names = {id(p): name for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad}
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     if deepspeed and model.zero_optimization_stage() == 3:
@@ -105,6 +107,16 @@ def _of_parameters(
         yield Partition(tensor, spans, inner, tensor is not parameter, written)
         if writing and tensor is not parameter:
             parameter.data.copy_(tensor.data)
+
+
+def _free_gathered(model: Any) -> None:
+    """Free the weights that FSDP has left gathered after an evaluation (with `reshard_after_forward` off): meanwhile
+    they stand in the place of the shards that the optimizer updates."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _rows_of(parameter: Any) -> tuple[int, int]:

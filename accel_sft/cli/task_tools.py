@@ -152,7 +152,7 @@ TOOLS = {
         takes=_names(
             "model trust_remote_code dtype attn_implementation max_length eval_limit "
             "eval_batch_size max_new_tokens generate_with output_dir seed debug dry_run "
-            "hang_timeout base thinking template_date control_tokens chat_template"
+            "hang_timeout base offload thinking template_date control_tokens chat_template"
         ),
         own_options=_same_data_option,
         usual=_settings_of_the_run,

@@ -1,15 +1,17 @@
 """The command `evaluate`: scores a model, and the one that `--base` names, on a task's validation examples."""
 
 import dataclasses
+import functools
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from rich.console import Console
 
-from accel_sft.api.config import EvaluateConfig, TrainConfig
+from accel_sft.api.config import EvaluateConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import recorded_name
@@ -29,6 +31,7 @@ from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
 from accel_sft.launch.info import Launch
 from accel_sft.launch.precision import recorded
 from accel_sft.launch.start import start
+from accel_sft.models.offload import refuse
 from accel_sft.models.source import Source, as_it_began, began_with, find_source
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.watchdog import Watchdog
@@ -76,6 +79,12 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     with Watchdog(config.hang_timeout):
         # in another precision than the run's, the model may answer differently
         accelerator, launch = start(config, task, train=False, began_with=recorded(trained) if trained else None)
+        refuse(
+            config.offload,
+            ranks=launch.world_size,
+            quantized=config.load_in_4bit,
+            generate_with=config.generate_with,
+        )
         if config.generate_with == "vllm":
             decided_by_main(accelerator, vllm.find_python)
         if config.dry_run:
@@ -149,7 +158,9 @@ def _claim(folder: Path) -> None:
         raise UserError(f"--output-dir {folder}: cannot be used ({error.strerror})") from None
 
 
-def evaluate(accelerator: Accelerator, launch: Launch, task: Task, config: TrainConfig, source: Source) -> Evaluation:
+def evaluate(
+    accelerator: Accelerator, launch: Launch, task: Task, config: EvaluateConfig, source: Source
+) -> Evaluation:
     """Load a model, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank holds the whole model."""
     reset_peak_memory(accelerator.device)
     examples = read_split(task, "validation")
@@ -159,9 +170,13 @@ def evaluate(accelerator: Accelerator, launch: Launch, task: Task, config: Train
     if accelerator.is_main_process:
         for line in encoding.lines():
             print(line, file=terminal.terminal())
-    loaded = assembly.load_model(encoding)
-    shards = launch.shards_weights
-    prepared = shard_for_evaluation(accelerator, loaded) if shards else loaded.to(accelerator.device)
+    more: dict[str, Any] = {}
+    if config.offload:
+        more = {"offload": config.offload, "log": functools.partial(print, file=terminal.terminal())}
+    loaded = assembly.load_model(encoding, **more)
+    shards, prepared = launch.shards_weights, loaded
+    if not config.offload:
+        prepared = shard_for_evaluation(accelerator, loaded) if shards else loaded.to(accelerator.device)
     load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
     some = encoding.kept.some()
     pad, blank = assembly.tokenizer.pad_token_id, assembly.blank

@@ -44,6 +44,7 @@ For example:
 @click.option("--seed", type=int, default=42, show_default=True, help="Of the draws.")
 @click.option("--eval-batch-size", type=int, help="Prompts of a file answered at once; default: by their length.")
 @click.option("--dtype", metavar="auto|float32|bfloat16|float16", help="Of the weights; default: as the run computed.")
+@click.option("--offload", metavar="host|disk", help="Where weights are that have no room on the GPU.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 @click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")
 @click.pass_context
@@ -108,10 +109,12 @@ def _run(model: str, options: dict[str, Any]) -> None:
     from accel_sft.launch.accelerator import create_accelerator
     from accel_sft.launch.precision import recorded
     from accel_sft.launch.read import read_launch
+    from accel_sft.models.offload import refuse
 
     chosen = {name: options[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
     sampling = Sampling(**{name: value for name, value in chosen.items() if value is not None})
     config, record, folder = _as_trained(model, options)
+    refuse(config.offload, ranks=1, quantized=False)
     system = options["system"] if options["system"] is not None else _system_of(record)
     if options["file"]:
         chats, names = read_prompts(options["file"], system)
@@ -121,13 +124,18 @@ def _run(model: str, options: dict[str, Any]) -> None:
     most = config.max_new_tokens or LONGEST_ANSWER
     sides, told = {}, {}
     with terminal.quiet(None, config.debug, shown_on=2) as out:
-        for line in RunDir.choice_in(model):
+
+        def tell(line: str) -> None:
             print(terminal.wrapped(printable(line)), file=out)
+
+        for line in RunDir.choice_in(model):
+            tell(line)
         began_with = recorded(record) if record else None
         accelerator, _ = create_accelerator(config, read_launch(), began_with=began_with)
         for side, source in _sources(folder, record, options["base"]).items():
             print(terminal.wrapped(f"{side:<5}  {source.adapter or source.weights}", 7), file=out)
-            answerer = Answerer(accelerator, config, source, sampling, images=any(images))
+            offloaded: dict[str, Any] = {"offload": config.offload, "log": tell} if config.offload else {}
+            answerer = Answerer(accelerator, config, source, sampling, images=any(images), **offloaded)
             torch.manual_seed(options["seed"])
             if options["interactive"]:
                 sides[side] = answerer
@@ -135,7 +143,7 @@ def _run(model: str, options: dict[str, Any]) -> None:
             with terminal.waiting(f"answering {len(chats):,} prompts" if len(chats) > 1 else "answering"):
                 told[side] = answerer.answers([chat.turns for chat in chats], most, names, images)
             for note in answerer.notes:
-                print(terminal.wrapped(printable(note)), file=out)
+                tell(note)
             del answerer  # the next model may need its memory
             clear_device_cache(garbage_collection=True)
     if options["interactive"]:
@@ -161,7 +169,7 @@ def _as_trained(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any
     from accel_sft.io.run_dir import RunDir
 
     of_runs = "thinking", "template_date", "control_tokens", "max_new_tokens"
-    names = *of_runs, "chat_template", "eval_batch_size", "dtype", "trust_remote_code", "debug"
+    names = *of_runs, "chat_template", "eval_batch_size", "dtype", "offload", "trust_remote_code", "debug"
     given = {name: options[name] for name in names if options[name] is not None}
     folder, record = RunDir.weights_in(model), RunDir.record_around(model)
     config = EvaluateConfig(model=folder, **given)

@@ -50,6 +50,8 @@ class Answerer:
     `notes` has a line for each thing that is done beside what the chat template itself does.
 
     Args:
+        offload: where weights are that have no room on the GPU, "host" or "disk".
+        log: called with the lines that loading has to say.
         config: `thinking`, `template_date`, `control_tokens`, `eval_batch_size`, and the settings for loading weights.
         images: whether conversations may have images.
     Raises:
@@ -64,6 +66,8 @@ class Answerer:
         sampling: Sampling = GREEDY,
         *,
         images: bool = False,
+        offload: str | None = None,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.name = source.adapter or source.weights
         given = GivenTemplate(config.chat_template, config.trust_remote_code) if config.chat_template else None
@@ -77,9 +81,9 @@ class Answerer:
             _ = self.images.processor  # says at once if the model reads no images
         how: dict[str, Any] = {"precision": accelerator.mixed_precision, "deepspeed": False, "images": images}
         known = {"largest_id": self.tokenizer.pad_token_id, "tokenizer": self.tokenizer}
-        model = load_model(source, config, **how, **known)
+        model = load_model(source, config, offload=offload, log=log, **how, **known)
         self.settings = model.config.get_text_config(decoder=True)
-        self.model = model.to(accelerator.device).eval()
+        self.model = (model if offload else model.to(accelerator.device)).eval()
         self.ends = end_of_turn_ids(self.tokenizer, self.model.generation_config)
         self.generator = Generator(accelerator, self.tokenizer, self.model, config.eval_batch_size, sampling=sampling)
 

@@ -22,6 +22,7 @@ from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.launch.tensor_parallel import row_groups, tensor_ranks
 from accel_sft.models.adapters import merged, reason_unmergeable
 from accel_sft.models.architecture import REFUSALS, arguments, attentions, limited_layers
+from accel_sft.models.offload import is_offloaded
 from accel_sft.tracking.system import peak_memory_gib
 
 SHORTEST_PREFIX = 8
@@ -150,6 +151,8 @@ class Generator:
                 yield None
             elif self.sharded:
                 yield "the weights are shared out"
+            elif is_offloaded(model):
+                yield "the weights are offloaded"
             elif self.accelerator.mixed_precision != "no":
                 yield "its sum with the weights would be rounded"
             else:  # if memory is short on one rank, no rank merges, so that all ranks answer alike

@@ -141,11 +141,12 @@ def _write_deepspeed_config(resolved: dict[str, Any], launch: Launch, max_grad_n
         elif launch.json_file is None:
             zero[f"offload_{what}"]["pin_memory"] = bool(devices)
         if place == "nvme":
-            zero[f"offload_{what}"]["nvme_path"] = str(_swap_folder(launch.nvme_path(what)))
+            zero[f"offload_{what}"]["nvme_path"] = str(own_folder(launch.nvme_path(what)))
 
 
-def _swap_folder(root: Path) -> Path:
-    """Make a folder under `root` for this process alone, as runs must not share swap files; it is removed at exit."""
+def own_folder(root: Path) -> Path:
+    """Make a folder under `root` for this process alone, as runs must not share swap files; it is removed at exit, or
+    by a later process on this machine if this one is killed."""
     root.mkdir(parents=True, exist_ok=True)
     (root / ".gitignore").write_text("*\n")
     host = socket.gethostname()

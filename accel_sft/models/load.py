@@ -67,6 +67,7 @@ def load_model(
     tensor_ranks: int = 1,
     tokenizer: Any = None,
     new_tokens: Sequence[int] = (),
+    offload: str | None = None,
 ) -> Any:
     """Return the model, ready for Accelerator.prepare: weights in the right type, adapter in place.
 
@@ -81,6 +82,7 @@ def load_model(
         tensor_ranks: number of ranks that share each matrix; each then loads its part.
         tokenizer: the tokenizer whose tokens the model is to know, if `--chat-template` or an adapter adds some.
         new_tokens: ids that `--chat-template` added to it: a new adapter trains their embeddings.
+        offload: where weights are that have no room on the GPU, "host" or "disk"; for evaluation alone.
     Raises:
         UserError: the model cannot be loaded, its files lack weights, or the adapter's settings do not fit it.
     """
@@ -94,6 +96,11 @@ def load_model(
         raise UserError(f"--attn-implementation {attention}: its kernels need a GPU; leave it out, or use sdpa")
     if not (attention or config.trust_remote_code):
         _refuse_kernels(source.weights)
+    if source.adapter and offload:
+        raise UserError(
+            f"--offload: the adapter {source.adapter} stands on weights that would be elsewhere; merge it first "
+            "(accel-sft merge), and name the merged folder"
+        )
     with errors_explained(source.weights):
         reduced = deepspeed or config.adapter != "none" or not train
         dtype = _dtype(dtype=config.dtype, precision=precision if reduced else "no")
@@ -108,6 +115,7 @@ def load_model(
             log=log,
             images=whole,
             tensor_ranks=tensor_ranks,
+            offload=offload,
         )
     if grown:
         know_tokens(model, tokenizer, config.seed if source.rows_seed is None else source.rows_seed, log)

@@ -25,17 +25,19 @@ def know_tokens(model: Any, tokenizer: Any, seed: int, log: Callable[[str], None
     New rows are a function of the seed and the old rows. A vocabulary that has room, such as a padded one, stays.
 
     Raises:
-        UserError: there is no room, and tensor parallelism has cut the matrices.
+        UserError: there is no room, and the matrices are cut by tensor parallelism or offloaded.
     """
     size = max(tokenizer.get_vocab().values()) + 1
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     before = getattr(embedding.weight, "ds_shape", embedding.weight.shape)[0]
     text = model.config.get_text_config(decoder=True)
     if size > before:
-        if any(hasattr(part.weight, "placements") for part in (embedding, head) if part is not None):
+        parts = [part for part in (embedding, head) if part is not None]
+        if any(hasattr(part.weight, "placements") or part.weight.is_meta for part in parts):
             raise UserError(
-                f"the tokenizer has {size:,} tokens, and the model's embeddings, which tensor parallelism has cut, have "
-                f"room for {before:,}; launch with accelerate_configs/z3.yaml"
+                f"the tokenizer has {size:,} tokens and the model's embeddings have {before:,} rows, and none can be "
+                "added where tensor parallelism cuts them or --offload places them; launch with "
+                "accelerate_configs/z3.yaml, or name a merged model (accel-sft merge)"
             )
         tied = head is not None and head.weight is embedding.weight
         embedding.weight, embedding.num_embeddings = _enlarged(embedding.weight, size, seed), size

@@ -12,6 +12,7 @@ import torch
 from accel_sft.api.config import TrainConfig, no_match
 from accel_sft.api.errors import UserError
 from accel_sft.models.architecture import beyond_text, parts_of, without_adapter
+from accel_sft.models.offload import placement, placing
 from accel_sft.models.quantized import in_4bit, keep_as_trained
 from accel_sft.models.source import errors_explained
 from accel_sft.models.targets import READ_IMAGES
@@ -35,12 +36,14 @@ def pretrained(
     log: Callable[[str], None],
     images: bool = False,
     tensor_ranks: int = 1,
+    offload: str | None = None,
 ) -> Any:
     """The model of a folder or a hub id, without an adapter.
 
     Args:
         images: whether the model is to read images; else its language model alone is enough.
         tensor_ranks: number of ranks that share each matrix.
+        offload: where weights are that have no room on the GPU: "host" or "disk"; None: all are loaded.
     Raises:
         UserError: it has no embedding for the largest token id; its files lack weights, or have them in another shape.
     """
@@ -66,11 +69,14 @@ def pretrained(
         trust_remote_code=config.trust_remote_code,
         **(in_4bit(name, settings, dtype) if config.load_in_4bit else {}),
         **(cut_over(tensor_ranks) if tensor_ranks > 1 else {}),
+        **(placing(offload) if offload else {}),
     )
     if config.load_in_4bit:
         keep_as_trained(model)
         log("the base's linear layers are in 4 bits (NF4)")
     _refuse_incomplete(name, found)
+    if offload:
+        log(placement(model))
     if quantized and not hasattr(model.config, "quantization_config"):
         # what is left of the conversion would save dequantized weights under the names of quantized ones
         vars(model).pop("_weight_conversions", None)

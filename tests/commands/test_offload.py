@@ -1,0 +1,134 @@
+"""`--offload`: weights that stay on the disk, or on the host, until a layer needs them."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import accel_sft
+from models import make_tiny
+from peft import LoraConfig, get_peft_model
+from reference_job import layout
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from accel_sft import UserError
+from accel_sft.api.config import EvaluateConfig
+from accel_sft.evaluation.answerer import Answerer
+from accel_sft.launch.accelerator import own_folder
+from accel_sft.models import offload
+from accel_sft.models.source import find_source
+
+CHATS = [[{"role": "user", "content": f"{number}="}] for number in (31, 7, 20, 45)]
+IDS = torch.arange(3, 15)[None]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny model, and adapters on it whose weights are not those of a new one."""
+    folder = tmp_path_factory.mktemp("offload")
+    found = {"whole": make_tiny(folder / "whole")}
+    for name, more in (("adapter", {}),):
+        torch.manual_seed(1)
+        config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False, **more)
+        get_peft_model(AutoModelForCausalLM.from_pretrained(found["whole"]), config).save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(found["whole"]).save_pretrained(folder / name)
+        found[name] = folder / name
+    return found
+
+
+def answerer(folder, where, log=print):
+    config = EvaluateConfig(model=str(folder)).resolved({})
+    return Answerer(Accelerator(cpu=True), config, find_source(str(folder)), offload=where, log=log)
+
+
+@pytest.mark.parametrize("name", ["whole"])
+def test_answers_with_weights_on_the_disk_are_the_same(folders, name):
+    lines = []
+    plain, placed = answerer(folders[name], None), answerer(folders[name], "disk", lines.append)
+    assert lines == ["offloaded: of 4 blocks 4 on the disk"]
+    base = [parameter for key, parameter in placed.model.named_parameters() if "lora_" not in key]
+    assert all(parameter.is_meta for parameter in base)
+    with torch.no_grad():
+        assert torch.equal(plain.model(IDS).logits, placed.model(IDS).logits)
+    assert placed.answers(CHATS, 8) == plain.answers(CHATS, 8)
+    assert "transformers' generate" not in placed.generator.message  # but by the decoder, as without
+    said = []
+    placed.stream(CHATS[0], 8, said.append)
+    assert "".join(said) == plain.answers(CHATS[:1], 8)[0].text
+    assert all(parameter.is_meta for parameter in base)
+
+
+def test_an_adapter_is_to_be_merged_first(folders):
+    with pytest.raises(UserError, match="merge it first"):
+        answerer(folders["adapter"], "disk")
+
+
+def test_scores_with_weights_on_the_disk_are_the_runs_own(launched, tmp_path):
+    run = layout(launched, "plain")
+    done = accel_sft(
+        *("evaluate", "math", "--model", str(run.run_dir / "final"), "--offload", "disk", "--same-data"),
+        run_dir=tmp_path / "offloaded",
+    )
+    assert done.status == 0, done.output
+    assert "of 4 blocks 4 on the disk" in done.output
+    found, own = done.result()["after"], run.result()["after"]
+    for name in ("accuracy", "eval_loss"):
+        assert found[name] == pytest.approx(own[name], rel=1e-6)
+
+
+def test_where_a_model_is_placed_is_said_by_its_blocks(folders, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(folders["whole"])
+    places = {"model.embed_tokens": 0, "lm_head": 0, "model.norm": "disk", "model.rotary_emb": 0}
+    model.hf_device_map = {**places, "model.layers.0": 0, "model.layers.1": 0, "model.layers.2": "cpu"}
+    model.hf_device_map |= {"model.layers.3.mlp": "disk", "model.layers.3": "disk"}
+    said = "offloaded: of 4 blocks 2 on the GPU, 1 in host memory, 1 on the disk"
+    assert offload.placement(model) == said
+    monkeypatch.setattr(offload, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 2000))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(offload.host_memory, "free_bytes", lambda: 400)
+    assert offload.placing("host")["max_memory"] == {0: 750, "cpu": 300}
+    assert offload.placing("disk")["max_memory"] == {0: 750, "cpu": 0}
+
+
+@pytest.mark.parametrize(
+    ("where", "more", "said"),
+    [
+        ("host", {}, "--offload host: there is no GPU here"),
+        ("disk", {"ranks": 2}, "--offload: one process places the whole model"),
+        ("disk", {"quantized": True}, "--offload: weights in 4 bits cannot be offloaded"),
+        ("disk", {"generate_with": "vllm"}, "--offload: vLLM places weights itself"),
+        (None, {"ranks": 2, "quantized": True}, None),
+    ],
+)
+def test_what_cannot_be_offloaded_is_one_line(where, more, said):
+    asked = {"ranks": 1, "quantized": False, **more}
+    if said is None:
+        assert offload.refuse(where, **asked) is None
+        return
+    with pytest.raises(UserError, match=said) as refused:
+        offload.refuse(where, **asked)
+    assert len(refused.value.problems) == 1
+
+
+def test_what_a_killed_process_left_on_the_disk_is_removed_by_the_next(tmp_path):
+    left = tmp_path / f"{socket.gethostname()}-{2**22 + 1}"  # above the largest number of a process
+    left.mkdir()
+    mine = own_folder(tmp_path)
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [mine]
+
+
+@pytest.mark.long
+def test_ctrl_c_leaves_nothing_on_the_disk(folders, cache):
+    command = [sys.executable, "-m", "accel_sft", "generate", str(folders["whole"]), "--interactive"]
+    talk = subprocess.Popen([*command, "--offload", "disk"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert any("of 4 blocks 4 on the disk" in line for line in talk.stderr)
+    (mine,) = (path for path in (cache / "offload").iterdir() if path.name.endswith(f"-{talk.pid}"))
+    talk.send_signal(signal.SIGINT)
+    talk.wait(60)
+    assert not mine.exists()
