@@ -76,19 +76,21 @@ def placed(job: Job) -> tuple[Placed, Placed]:
         device.moments += IMPORTANCES * job.trained
         device.update += WHOLE * job.trained if job.launch.backend in ("deepspeed", "fsdp") else 0
     if job.ema_decay is not None:
-        _add_averages(job, host if job.launch.offload("optimizer") != "none" else device)
+        _add_averages(job, device, host)
     return device, host
 
 
-def _add_averages(job: Job, at: Placed) -> None:
-    """Averages are where the optimizer steps. Where it steps the forwards' own weights, these change places with the
-    averages, tensor by tensor; those that are not float32 are kept whole meanwhile."""
-    fsdp = job.launch.backend == "fsdp"
-    ranks = job.launch.shard_ranks if fsdp else job.ranks if job.launch.stage else 1
+def _add_averages(job: Job, device: Placed, host: Placed) -> None:
+    """Averages lie beside the float32 copies that the optimizer steps. Where it steps the forwards' own weights, these
+    change places with the averages, tensor by tensor; those that are not float32 are kept whole meanwhile."""
+    if device.master or host.master:
+        device.averages, host.averages = (AVERAGE * at.master / MASTER for at in (device, host))
+        return
+    at = host if job.launch.offload("optimizer") != "none" else device
+    ranks = job.launch.shard_ranks if job.launch.backend == "fsdp" else 1
     at.averages = AVERAGE * job.trained / ranks
-    if at.master == 0:
-        each = FLOAT32 if job.is_frozen or job.launch.backend == "deepspeed" else job.loaded_bytes
-        at.swapping = each * (min(job.shape.largest_tensor, job.trained) if each == FLOAT32 else job.trained) / ranks
+    each = FLOAT32 if job.is_frozen or job.launch.backend == "deepspeed" else job.loaded_bytes
+    at.swapping = each * (min(job.shape.largest_tensor, job.trained) if each == FLOAT32 else job.trained) / ranks
 
 
 def least_bytes(job: Job) -> tuple[float, float]:
