@@ -103,14 +103,18 @@ def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
 
 
 def needed(change: Mapping[str, float], level: float = LEVEL) -> int | None:
-    """How many examples would show a difference as large as this one, with probability POWER; None if too many."""
+    """How many examples would show a difference as large as this one, with probability POWER; None if too many.
+
+    By Connor (1987): between equal models the mean square of the examples' differences is all variance, so that few
+    examples, which did not show the difference, are never enough.
+    """
     from scipy.stats import norm
 
-    size = abs(change["difference"])
-    if not size or not change["standard_error"]:
+    size, variance = abs(change["difference"]), change["examples"] * change["standard_error"] ** 2
+    if not size or not variance:
         return None
-    ratio = (norm.isf(level / 2) + norm.ppf(POWER)) * change["standard_error"] / size
-    count = change["examples"] * ratio**2
+    ratio = norm.isf(level / 2) * math.sqrt(variance + size**2) + norm.ppf(POWER) * math.sqrt(variance)
+    count = (ratio / size) ** 2
     if not 0 < count <= _MOST_NEEDED:
         return None
     digits = 10 ** max(0, math.floor(math.log10(count)) - 1)
@@ -179,8 +183,10 @@ def _newcombe(before: Measured, after: Measured) -> tuple[float, float]:
 
     (low_a, high_a), (low_b, high_b) = before.interval() or (0.0, 1.0), after.interval() or (0.0, 1.0)
     a, b = before.value, after.value
-    same = {0.0, 1.0} & {a, b}
-    together = 0.0 if same else float(np.corrcoef(before.each or (), after.each or ())[0, 1])
+    both = float(np.mean(np.multiply(before.each or (), after.each or ()))) - a * b
+    both = max(both - 0.5 / len(before.examples), min(both, 0.0))  # the correction that method 10 adds to method 8
+    spread = math.sqrt(max(0.0, a * (1 - a) * b * (1 - b)))
+    together = both / spread if spread > _SAME else 0.0
 
     def reach(one: float, other: float) -> float:
         return math.sqrt(max(0.0, one**2 - 2 * together * one * other + other**2))

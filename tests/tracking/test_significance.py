@@ -95,6 +95,31 @@ def test_an_interval_is_none_of_a_point_where_every_answer_changed():
     assert high == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(
+    ("both", "before", "after", "neither", "low", "high"),
+    [(36, 2, 12, 0, 0.0569, 0.3404), (20, 2, 12, 16, 0.0562, 0.3292), (54, 0, 0, 0, -0.0664, 0.0664)],
+)
+def test_the_interval_of_a_difference_of_rates_is_newcombes(both, before, after, neither, low, high):
+    """His method 10 of 1998 is method 8 with a correction of the correlation, which the second table needs."""
+    change = paired(rate(after + neither, both + before), rate(after + neither, both + before, before, after))
+    assert (change["low"], change["high"]) == pytest.approx((low, high), abs=6e-5)
+
+
+def test_examples_that_did_not_show_a_difference_are_never_said_to_be_enough():
+    told = 0
+    for count in range(2, 13):
+        for lost in range(count + 1):
+            for gained in range(count + 1 - lost):
+                change = paired(rate(count - lost, lost), rate(count - lost, lost, lost, gained))
+                more = needed(change)
+                if change["p"] >= 0.05 and more:
+                    assert more > count, change
+                    told += 1
+    assert told > 100
+    few = {"difference": 4.0, "standard_error": 1.0, "examples": 3, "p": 0.057}  # of a bootstrap
+    assert needed(few) > 3
+
+
 def test_other_examples_are_not_paired():
     one, other = rate(5, 5), rate(5, 6)
     assert paired(one, other) is None
@@ -108,7 +133,7 @@ def test_levels_are_corrected_for_every_pair_of_settings():
     settings = {"a": rate(100, 100, 0, 30), "b": rate(100, 100), "c": rate(100, 100, 0, 20), "d": rate(100, 100, 0, 24)}
     tests = against_best(settings, "a")
     assert [round(0.05 / tests[name]["level"]) for name in ("b", "c", "d")] == [6, 5, 4]
-    assert verdict(tests["b"], WORDS).startswith("worse (-0.150")
+    assert verdict(tests["b"], WORDS).startswith("worse (-0.15,")
     assert paired(settings["a"], settings["d"])["p"] < 0.05  # without a correction it would be a difference
     assert tests["d"]["p"] > tests["d"]["level"]
     assert needed(tests["d"], tests["d"]["level"]) > needed(tests["d"])
