@@ -38,7 +38,7 @@ NUMBERS = {
 """Numbers of a run's record, with their titles in tables. A cell (all runs with the same settings) has the median and
 the spread of each over its runs."""
 
-TIMES = {key for key in NUMBERS if not key.endswith(("_gib", "_after"))}
+TIMES = {key for key in NUMBERS if not key.endswith(("_gib", "_after", "_low", "_high"))}
 """Those of them that depend on what else the machine does."""
 _END_BYTES = 4096
 """Bytes read from the end of metrics.jsonl to find the newest step."""
