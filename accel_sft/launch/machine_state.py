@@ -73,7 +73,8 @@ def cpu_clock() -> tuple[float, float, str]:
         core = (host_memory.SYSTEM / "proc/self/stat").read_text().rpartition(")")[2].split()[36]  # processor: proc(5)
         folder = host_memory.SYSTEM / f"sys/devices/system/cpu/cpu{core}/cpufreq"
         now, highest = (int((folder / f"{name}_freq").read_text()) / 1000 for name in ("scaling_cur", "cpuinfo_max"))
-        return now, highest, (folder / "scaling_governor").read_text().strip()
+        if highest > 0:  # some virtual machines have files that say 0
+            return now, highest, (folder / "scaling_governor").read_text().strip()
     return math.nan, math.nan, ""
 
 

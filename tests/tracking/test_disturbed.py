@@ -93,6 +93,8 @@ def test_the_clock_is_that_of_the_core_that_the_process_is_on(system):
     ):
         system(f"sys/devices/system/cpu/cpu5/cpufreq/{name}", text)
     assert cpu_clock() == (800.0, 3800.0, "powersave")
+    system("sys/devices/system/cpu/cpu5/cpufreq/cpuinfo_max_freq", "0\n")  # runs divide by it
+    assert math.isnan(cpu_clock()[1])
 
 
 @pytest.mark.parametrize(
