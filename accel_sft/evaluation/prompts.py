@@ -117,7 +117,8 @@ def _pictured(turns: Turns, column: list[Any], folder: str, where: str) -> Promp
     """
     left = iter(column)
     contents = [_as_parts(turn["content"], where, split=bool(column)) for turn in turns]
-    places = [part for parts in contents for part in parts if part.get("type") == "image" and len(part) == 1]
+    given = [part for parts in contents for part in parts if isinstance(part, dict)]  # `read_parts` names others
+    places = [part for part in given if part.get("type") == "image" and len(part) == 1]
     if column and not places:
         first = next((at for at, turn in enumerate(turns) if turn["role"] == "user"), 0)
         places = [{"type": "image"} for _ in column]

@@ -138,6 +138,9 @@ def test_prompts_are_lines_or_rows_and_bad_ones_are_named(tmp_path):
     for line, problem in enumerate(("a last turn of someone else", 'a list of {"role"', "field 'prompt'"), 1):
         assert f"rows.jsonl:{line}: " in failed.value.problems[line - 1]
         assert problem in failed.value.problems[line - 1]
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "1="}, "2="]}]}))
+    with pytest.raises(UserError, match=r"rows\.jsonl:1 gave the part '2='"):
+        read_prompts(str(rows), None)
     lines.write_text("\n")
     with pytest.raises(UserError, match="no prompt in it"):
         read_prompts(str(lines), None)
