@@ -99,14 +99,16 @@ def measured(
         aggregate: the task's.
     """
     ends = {f"/{name}": name for name in dict.fromkeys(sample.get("source") for sample in samples) if name}
-    whole = {key: value for key, value in metrics.items() if not key.endswith((*ends,))}
-    found, without = _measured(whole, samples, aggregate)
-    for end, name in ends.items():
-        some = {key.removesuffix(end): value for key, value in metrics.items() if key.endswith(end)}
-        mine, reasons = _measured(some, [each for each in samples if each.get("source") == name], aggregate)
+    found: dict[str, Measured] = {}
+    without: dict[str, str] = {}
+    left = dict(metrics)
+    for end in [*sorted(ends, key=len, reverse=True), ""]:  # the longest: sources may be a.jsonl and b/a.jsonl
+        some = {key.removesuffix(end): left.pop(key) for key in metrics if key in left and key.endswith(end)}
+        answers = [each for each in samples if each.get("source") == ends[end]] if end else samples
+        mine, reasons = _measured(some, answers, aggregate)
         found |= {key + end: one for key, one in mine.items()}
         without |= {key + end: reason for key, reason in reasons.items()}
-    return found, without
+    return {key: found[key] for key in metrics if key in found}, {k: without[k] for k in metrics if k in without}
 
 
 def _measured(

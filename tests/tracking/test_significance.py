@@ -166,6 +166,18 @@ def test_metrics_by_source_are_of_the_answers_of_that_source():
     assert widths[0] < widths[2] < widths[1]  # of 60, 40 and 20 examples
 
 
+def test_a_source_whose_name_ends_in_that_of_another_has_its_own_answers():
+    samples = [{**each, "source": ("a", "b/a")[place % 3 > 0]} for place, each in enumerate(micro_answers(1, 0.5))]
+    metrics = {}
+    for name in ("a", "b/a"):
+        values = Micro.aggregate([each["scores"] for each in samples if each["source"] == name])
+        metrics |= {f"{key}/{name}": value for key, value in values.items()}
+    found, without = measured(metrics, samples, Micro.aggregate)
+    assert without == {}
+    assert [(key, one.value) for key, one in found.items()] == [*metrics.items()]
+    assert len(found["f1/b/a"].examples) == 2 * len(found["f1/a"].examples)
+
+
 def oddity(name):
     def of(scores):
         if name == "fails" and not any(score["x"] == 0 for score in scores):
