@@ -163,7 +163,7 @@ TOOLS = {
         does="Measures this task's training under every combination of the values that are given, each a real "
         "launch.\n\nEvery option of the trainer and the task may have several values: --micro-batch-size 1,32, or the "
         "option once for each. Only the latter where a value may have commas itself: --lora-target-modules, --tracker, "
-        "--mix, and the task's text options. What stands behind -- is given to every run as it is.",
+        "--mix, --train-only, and the task's text options. What stands behind -- is given to every run as it is.",
         run=_compare,
         takes=_TRAINING - _names("output_dir resume dry_run debug"),
         lists=frozenset(),

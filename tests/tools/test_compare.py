@@ -24,11 +24,12 @@ from rich.console import Console
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
+from accel_sft.api.task import Task
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.tools.compare import launching, rounds
 from accel_sft.tools.compare.cells import Cell, product, values
-from accel_sft.tools.compare.command import _command
+from accel_sft.tools.compare.command import _command, _whole
 from accel_sft.tools.compare.conclusions import findings
 from accel_sft.tools.compare.launching import launch
 from accel_sft.tools.compare.measured import measure
@@ -336,6 +337,8 @@ def test_values_are_split_at_commas_but_where_they_hold_commas():
     assert values(SETTINGS["micro_batch_size"], ("1,32", "1", "auto")) == ["1", "32", "auto"]
     assert values(SETTINGS["learning_rate"], ("1e-4,0.0001,3e-4",)) == ["1e-4", "3e-4"]
     assert values(SETTINGS["lora_target_modules"], ("q,v", "k"), whole=True) == ["q,v", "k"]
+    whole = {"--lora-target-modules", "--mix", "--tracker", "--train-only"}
+    assert _whole(Task, {Task: []}) == whole  # --train-only 'layers\.\d{1,2}\.'
     assert values(SETTINGS["gradient_checkpointing"], ("on,off",)) == ["on", "off"]
     with pytest.raises(UserError, match="--seed 1,,2: a value between two commas is empty"):
         values(SETTINGS["seed"], ("1,,2",))
