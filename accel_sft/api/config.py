@@ -66,7 +66,6 @@ class TrainConfig:
 
     chat_template: str | None = _data(
         None,
-        basic=True,
         help="chatml, a Jinja file, or the model whose template to take: for one without, or in place of its own.",
     )
     train_limit: str | None = _data(None, help="Train on the first N examples only, or on a first share, such as 10%.")

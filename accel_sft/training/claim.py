@@ -186,7 +186,7 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
     cls, cls_now = file.get("class"), file_now.get("class")
     if before["task"] == now["task"] and cls != cls_now:
         different.append(f"task: the run was started with {shown(str(cls))} of {now['task']}, not {cls_now}")
-    if not different and before.get("chat_template") != now["chat_template"]:
+    if not different and before.get("chat_template") != now.get("chat_template"):
         name = now["config"]["chat_template"]
         different.append(f"--chat-template {shown(str(name))}: the template is another than the run was started with")
     if not different and before.get("data_sha256") != now["data_sha256"]:

@@ -21,7 +21,7 @@ LAUNCHES = {  # value, expected seconds: DeepSpeed compiles an operator for thos
     "tp": (3, 40),
     "z2_offload": (5, 150),
     "z3_offload": (1, 60),
-    "z3_twin_flow": (1, 60),
+    "z3_twin_flow": (1, 50),
     "z3_nvme": (1, 180),
 }
 OPERATORS = dict.fromkeys(("z2_offload", "z3_offload", "z3_twin_flow"), ("cpu_adam",))

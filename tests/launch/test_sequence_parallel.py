@@ -60,7 +60,7 @@ def test_a_forward_without_rows_has_parts_too():
 
 def alone(model, ranks=2):
     """A model on the first rank of a group whose others are missing."""
-    dimensions = SimpleNamespace(sp_size=ranks, sp_handler=SimpleNamespace())
+    dimensions = SimpleNamespace(sp_size=ranks, tp_size=1, sp_handler=SimpleNamespace())
     accelerator = SimpleNamespace(parallelism_config=dimensions, process_index=0, num_processes=ranks)
     accelerator.device, accelerator.mixed_precision = CPU, "no"
     accelerator.unwrap_model = lambda model: model

@@ -123,7 +123,8 @@ def test_an_installation_from_wheels_trains_in_an_empty_folder_with_its_own_laun
     tasks = run(installed / "accel-sft", "tasks", **user)
     assert all(name in tasks for name in ("chat", "math", "ner"))
     for path in LAUNCH_FILES.iterdir():
-        assert run(installed / "accel-sft", "launch-file", path.stem, **user) == path.read_text(encoding="utf-8")
+        name = path.stem if path.suffix == ".yaml" else path.name
+        assert run(installed / "accel-sft", "launch-file", name, **user) == path.read_text(encoding="utf-8")
     assert "Recommended" in run(installed / "accel-sft", "plan", "math", "--gpus", "2", "--gpu-memory", "24", **user)
     (work / "ddp.yaml").write_text(run(installed / "accel-sft", "launch-file", "ddp", **user))
     launch = (installed / "python", "-m", "accelerate.commands.launch", "--config_file", "ddp.yaml")

@@ -825,7 +825,7 @@ def test_the_exit_status_says_whether_there_is_a_problem(report):
     status, text = report(ok("fine"), warning("few", "more"))
     assert status == 0
     assert re.search(
-        r"^(10|11) of 14 launch files work here, on the CPU; no problems, 1 warning\.$", text, re.M
+        r"^(10|11) of 15 launch files work here, on the CPU; no problems, 1 warning\.$", text, re.M
     )  # libaio
     status, text = report(problem("none", "some"))
     assert (status, "1 problem, no warnings." in text) == (1, True)
@@ -836,7 +836,7 @@ def test_the_exit_status_says_whether_there_is_a_problem(report):
 def test_the_command_at_the_end_is_one_for_this_machine(report, tmp_path):
     (tmp_path / "mine.yaml").write_text((FOLDER / "ddp.yaml").read_text())
     _, text = report(arguments=[str(tmp_path / "mine.yaml")], **GPUS | {"device_count": 4})
-    assert " of 14 launch files work here, on 4 GPUs; no problems, no warnings." in text
+    assert " of 16 launch files work here, on 4 GPUs; no problems, no warnings." in text
     assert re.search(r"^  mine +yes  with --num_processes 4$", text, re.M)
     assert "accelerate launch --config_file ddp.yaml --num_processes 4 -m accel_sft math" in text
 
