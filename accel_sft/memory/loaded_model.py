@@ -157,7 +157,7 @@ def least_host_bytes(model: Any, launch: Launch, *, on_cpu: bool, optimizer: str
     if not sizes:
         return 0.0
     ranks = launch.shard_ranks if launch.backend == "fsdp" else launch.world_size
-    share = 1 / ranks if launch.stage or launch.backend == "fsdp" else 1.0
+    share = 1 / ranks if launch.stage or launch.shards_weights else 1.0
     states, moments = 0.0, OPTIMIZERS[optimizer].matrix_bytes + AVERAGE * averaged  # the least
     if launch.offload("optimizer") == "cpu":
         copy = 0 if launch.backend == "fsdp" else MASTER  # FSDP steps the weights themselves, which are there already

@@ -44,7 +44,7 @@ def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("yaml", "bytes_each"),
     # AdamW's moments 8, a copy of the weights 4, gradients 4; a checkpoint's files 12
-    [("ddp", 2 * 8 + 12), ("z2", 8 + 4 + 12), ("z2_offload", 8 + 4 + 4 + 12), ("z3_nvme", 12)],
+    [("ddp", 2 * 8 + 12), ("tp", 8 + 12), ("z2", 8 + 4 + 12), ("z2_offload", 8 + 4 + 4 + 12), ("z3_nvme", 12)],
 )
 def test_states_that_host_memory_cannot_take_are_not_begun(yaml, bytes_each, averaged, monkeypatch):
     if averaged:  # 4 bytes more in memory, and 4 in a checkpoint
