@@ -66,12 +66,12 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     if trained and trained["config"].get("load_in_4bit") and config.generate_with != "vllm":
         config = dataclasses.replace(config, load_in_4bit=True)
     sources = [find_source(RunDir.weights_in(config.model))]
-    if config.chat_template is not None:
-        sources = [dataclasses.replace(source, grown=True) for source in sources]
     if config.base:
         base = began_with(sources[0], trained) if config.base == "auto" else RunDir.weights_in(config.base)
         began = find_source(base)
         sources.insert(0, as_it_began(began, sources[0], trained) if config.base == "auto" else began)
+    if config.chat_template is not None:
+        sources = [dataclasses.replace(source, grown=True) for source in sources]
     sides = ("base", "tuned") if config.base else ("model",)
     named = {side: source.adapter or source.weights for side, source in zip(sides, sources, strict=True)}
     for source in sources if config.generate_with == "vllm" else ():

@@ -139,7 +139,7 @@ def check(source: Source) -> None:
             raise UserError(
                 f"--generate-with vllm: vLLM cannot serve {what}, which {source.adapter} has; leave this option out"
             )
-    if source.grown and not source.adapter:
+    if source.grown:
         raise UserError(
             f"--generate-with vllm: it reads {source.weights} as they are stored, without embeddings of tokens that "
             "--chat-template added; leave this option out"

@@ -211,6 +211,21 @@ def test_an_adapter_it_cannot_serve_is_refused_before_anything_is_loaded(tmp_pat
         evaluate_command.run("sums", Sums(), config)
 
 
+@pytest.mark.parametrize("served", ["adapter", "base"])
+def test_a_template_for_the_adapter_or_for_the_base_beside_it_is_refused_too(tmp_path, monkeypatch, served):
+    base, adapter = make_tiny(tmp_path / "base"), tmp_path / "adapter"
+    adapter.mkdir()
+    about = {"peft_type": "LORA", "base_model_name_or_path": str(base)}
+    (adapter / "adapter_config.json").write_text(json.dumps(about))
+    if served == "base":
+        check = vllm.check
+        monkeypatch.setattr(vllm, "check", lambda source: None if source.adapter else check(source))
+    more = {"base": str(base)} if served == "base" else {}
+    config = EvaluateConfig(model=str(adapter), generate_with="vllm", chat_template="chatml", **more)
+    with pytest.raises(UserError, match="without embeddings of tokens that --chat-template added"):
+        evaluate_command.run("sums", Sums(), config)
+
+
 def test_a_missing_vllm_s_message_says_how_to_get_it_before_anything_is_loaded(tmp_path):
     base = make_tiny(tmp_path / "base")
     arguments = ("evaluate", "math", "--model", str(base), "--generate-with", "vllm", "--dry-run")
