@@ -736,6 +736,15 @@ def test_averages_are_counted_where_the_optimizer_steps(name, place, share):
     assert (more > 0) == (own and place == "device")
 
 
+@pytest.mark.parametrize("ratio", ["half", 2])
+def test_a_ratio_of_the_optimizer_that_is_none_is_the_launchs_problem(ratio):
+    job = job_of(QWEN_05B, "z3_twin_flow")
+    zero = {**job.launch.zero, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    job = dataclasses.replace(job, launch=dataclasses.replace(job.launch, json={"zero_optimization": zero}))
+    found = plans.plan("z3_twin_flow", Path("z3.yaml"), job, PlannedMachine(2, 80 * GIB, 200 * GIB), 2048)
+    assert found.problem == "its offload_optimizer ratio is no number from 0 to 1"
+
+
 def test_averages_and_weights_on_a_disk_do_not_go_together(models):
     done = planned(models, "--ema-decay", "0.999", "--launch", "z3_nvme")
     assert "--ema-decay: every step would read the weights that are offloaded to the disk" in " ".join(

@@ -235,6 +235,8 @@ def _problem(job: Job, machine: PlannedMachine) -> str:
         return "FSDP needs GPUs"
     if refused := next(audit_parallelism(job.launch, "the file", batching="auto", micro_batch_size="auto"), None):
         return refused.what.removeprefix("the file: ")
+    if not 0 <= job.launch.offload_ratio <= 1:
+        return "its offload_optimizer ratio is no number from 0 to 1"
     if job.launch.sequence_ranks > 1:
         return "memory under sequence parallelism is not predicted"
     name = TENSOR_PARALLEL if job.launch.tensor_ranks > 1 else _ACCELERATES_NAMES.get(backend, "NO")
