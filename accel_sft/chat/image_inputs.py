@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,14 @@ class ImageInputs:
         ids: list[int] = self._made([images])["input_ids"][0].tolist()
         return ids
 
+    def pixels(self, images: RowImages) -> int:
+        """Number of pixel values that the processor makes of a row's images.
+
+        Raises:
+            UserError: as `ids`.
+        """
+        return pixels_in(self._made([images]))
+
     def _made(self, pictured: Sequence[RowImages]) -> Any:
         pictures = [of_row.origin.pictures(of_row) for of_row in pictured]
         texts = [self.processor.image_token * len(each) for each in pictures]
@@ -179,6 +188,11 @@ class ImageInputs:
         """For each token, 1 if it is an image's, else 0."""
         of_images = {*self.processor.image_token_ids}
         return [[int(token in of_images) for token in row] for row in ids]
+
+
+def pixels_in(inputs: Mapping[str, Any]) -> int:
+    """Number of the pixel values among a model's inputs."""
+    return math.prod(inputs["pixel_values"].shape) if "pixel_values" in inputs else 0
 
 
 def _refusal(error: Exception) -> str:

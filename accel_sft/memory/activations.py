@@ -12,6 +12,7 @@ within 1%, and tests/tools/test_plan.py counts again.
 
 from accel_sft.memory.job import Job
 from accel_sft.memory.shape import Block
+from accel_sft.memory.vision import tower_bytes
 
 _CAPPED = ("gemma2",)
 """Families with soft caps on scores and logits. transformers 5.23 has no fused attention for them: it keeps scores."""
@@ -109,7 +110,7 @@ def _copies(job: Job) -> float:
 
 
 def forward_bytes(job: Job) -> float:
-    """Bytes that all blocks keep at the end of the largest forward."""
+    """Bytes that all blocks keep at the end of the largest forward, and that a vision tower holds at once."""
     scores = _SCORE * _scores(job) + _copies(job)
     if not job.gradient_checkpointing:
         kept = sum(
@@ -124,7 +125,20 @@ def forward_bytes(job: Job) -> float:
         kept = job.tokens * e * job.shape.hidden_size * job.shape.layers + max(whole, default=0.0)
     if job.dense_mask:
         kept += job.computes_bytes * job.tokens**2
-    return kept
+    return kept + _tower(job)[1]  # what a frozen tower has freed, the language model hardly uses again
+
+
+def _tower(job: Job) -> tuple[float, float]:
+    """`tower_bytes` of the largest forward."""
+    return tower_bytes(
+        job.shape.family,
+        job.shape.tower,
+        job.pixels,
+        job.only[2] if job.only else 0,
+        itemsize=job.computes_bytes,
+        autocast=job.autocast and not job.is_frozen,
+        recomputed=job.gradient_checkpointing,
+    )
 
 
 def logits_bytes(job: Job) -> float:
@@ -145,9 +159,17 @@ def logits_bytes(job: Job) -> float:
 def peak_bytes(job: Job) -> dict[str, float]:
     """Bytes of `activations` and `logits` at the peak of the largest forward and backward.
 
-    The peak is the largest of four moments: in the head, in the last norm's backward, in a block's backward, and where
-    a tied head's gradient is added to the embedding's.
+    The peak is the largest of five moments: in the head, in the last norm's backward, in a block's backward, where a
+    tied head's gradient is added to the embedding's, and in a vision tower's forward, before the language model's.
     """
+    found, (of_tower, passing) = _in_text(job), _tower(job)
+    if passing > of_tower + sum(found.values()):
+        return {"activations": passing, "logits": 0.0}
+    return {**found, "activations": found["activations"] + of_tower}
+
+
+def _in_text(job: Job) -> dict[str, float]:
+    """`peak_bytes` of the language model alone."""
     shape, t, e, frozen = job.shape, job.tokens, job.computes_bytes, job.is_frozen
     cast = job.autocast and not frozen
     stream = t * shape.hidden_size * (4 if cast else e)

@@ -10,10 +10,13 @@ from collections.abc import Mapping
 
 from accel_sft.memory.job import Job
 from accel_sft.memory.states import Placed
+from accel_sft.memory.vision import PIXEL
 
 GIB = 2**30
 PROCESS_BYTES = {"deepspeed": 0.412 * GIB, "ddp": 0.387 * GIB}
 """Resident bytes of a rank before its model is loaded: Python, torch and the libraries, which ranks share in part."""
+IMAGES_BYTES = 0.1 * GIB
+"""Resident bytes that a processor of images adds to it, beside twice the pixel values of a forward."""
 GROWTH_BYTES = 0.12 * GIB
 """Bytes by which a rank grows until its first step has ended: imports, compiled code and caches."""
 HEAP = 1.3
@@ -65,7 +68,7 @@ def on_cpu(job: Job, at: Placed, forward: Mapping[str, float], checkpoint_bytes:
         checkpoint_bytes: bytes of one checkpoint file.
     """
     backend = "deepspeed" if job.launch.backend == "deepspeed" else "ddp"
-    start = PROCESS_BYTES[backend]
+    start = PROCESS_BYTES[backend] + (IMAGES_BYTES + 2 * PIXEL * job.pixels if job.pixels else 0)
     converts = job.loaded_bytes != job.stored_bytes
     loaded = (job.loaded_bytes + job.stored_bytes) * job.shape.parameters if converts else 0
     replaced = 0.0  # weights before they were flattened or sharded, and pages of files that are still mapped

@@ -5,11 +5,11 @@ The layers are those of transformers 5.23; tests/tools/test_plan.py builds each 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from accel_sft.memory.shape import Block, Matrix, ModelShape
+from accel_sft.memory.vision import tower
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,9 +103,11 @@ def count(config: Mapping[str, Any], stored: int | None = None) -> ModelShape | 
     except (KeyError, TypeError, ValueError):  # the caller asks transformers next, which says what is wrong
         return None
     if multimodal:
-        beyond = stored - shape.parameters if stored else _vision(config.get("vision_config") or {})
+        eyes = tower(config.get("vision_config") or {})
+        beyond = stored - shape.parameters if stored else eyes.parameters if eyes else 0
         source = "config.json" if stored else "config.json (its vision tower by a ViT's formula)"
-        shape = dataclasses.replace(shape, family=str(config.get("model_type")), other=max(beyond, 0), source=source)
+        name, other = str(config.get("model_type")), max(beyond, 0)
+        shape = dataclasses.replace(shape, family=name, other=other, source=source, tower=eyes)
     return shape
 
 
@@ -182,11 +184,3 @@ def _is_sparse(text: Mapping[str, Any], layer: int) -> bool:
 
 def _given(bias: bool | str, text: Mapping[str, Any]) -> bool:
     return bool(text.get(bias, False)) if isinstance(bias, str) else bias
-
-
-def _vision(vision: Mapping[str, Any]) -> int:
-    """Estimate a vision tower's number of parameters: attention and a feed-forward of two matrices in each block."""
-    width = int(vision.get("embed_dim") or vision.get("hidden_size") or 0)
-    depth = int(vision.get("depth") or vision.get("num_hidden_layers") or 0)
-    inner = int(vision.get("intermediate_size") or width * vision.get("mlp_ratio", 4))
-    return depth * (4 * math.prod((width, width)) + 2 * width * inner)

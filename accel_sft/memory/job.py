@@ -38,13 +38,15 @@ class Job:
         adapter, lora_r, lora_dropout, use_dora, lora_init, lora_modules_to_save, lora_target_parameters, load_in_4bit,
             optimizer, ema_decay: the values of the options of these names.
         target_modules: the value of `--lora-target-modules`.
-        only: what `--train-only` trains: the number of elements in the blocks' matrices and of all others; None: it is
-            not given. Activations are counted as if all weights were trained, which is the most.
+        only: what `--train-only` trains: the number of elements in the blocks' matrices and of all others, and of a
+            vision tower's blocks that keep activations; None: it is not given. Activations of the language model are
+            counted as if all its weights were trained, which is the most.
         compile: the value of `--compile`, on which only speed depends.
         gradient_checkpointing: whether blocks' activations are computed again in the backward.
         tokens: tokens in the largest forward of a rank, padding included.
         supervised_tokens: how many of these tokens have a loss; the logits have as many rows.
         rows: rows in that forward.
+        pixels: pixel values of its images, as the processor makes them.
         head: `labelled`, `everywhere`, `pieces` or `fused`, as in `batching.loss.HEADS`.
         most_logits: maximum number of logits that the head `pieces` holds at once.
         dense_mask: whether attention takes a mask of tokens by tokens, as the layouts `shared` and `packed` give sdpa.
@@ -69,7 +71,7 @@ class Job:
     lora_modules_to_save: str | None = None
     lora_target_parameters: str | None = None
     load_in_4bit: bool = False
-    only: tuple[int, int] | None = None
+    only: tuple[int, int, int] | None = None
     optimizer: str = "adamw"
     ema_decay: float | None = None
     gradient_checkpointing: bool = False
@@ -77,6 +79,7 @@ class Job:
     tokens: int = 2048
     supervised_tokens: int = 2048
     rows: int = 1
+    pixels: int = 0
     head: str = "pieces"
     most_logits: int = MOST_LOGITS
     dense_mask: bool = False

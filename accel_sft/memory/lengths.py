@@ -27,6 +27,7 @@ class Lengths:
         mean, mean_supervised: the same two, as means over all examples.
         source: what the numbers were taken from, in words.
         vocabulary: rows of the embedding of `tiny`, which is built from the data; 0 if unknown.
+        pixels: pixel values that the processor makes of the images of the row with most; None if unknown.
     """
 
     longest: int
@@ -35,10 +36,17 @@ class Lengths:
     mean_supervised: float
     source: str
     vocabulary: int = 0
+    pixels: int | None = None
 
 
 def keep(
-    task: Task, config: TrainConfig, lengths: Any, supervised: Any, mean: Callable[[Any], float], vocabulary: int = 0
+    task: Task,
+    config: TrainConfig,
+    lengths: Any,
+    supervised: Any,
+    mean: Callable[[Any], float],
+    vocabulary: int = 0,
+    pixels: int = 0,
 ) -> None:
     """Keep the lengths of a run's examples, in place of those that an earlier run kept under the same settings. A cache
     that cannot be written is ignored: nothing depends on it.
@@ -46,7 +54,7 @@ def keep(
     Args:
         lengths, supervised: numbers of tokens, and of supervised tokens, of each training example, as arrays.
         mean: returns the mean of such an array over the examples as they are trained on.
-        vocabulary: as in `Lengths`.
+        vocabulary, pixels: as in `Lengths`.
     """
     about = {
         "longest": int(lengths.max()),
@@ -54,6 +62,7 @@ def keep(
         "mean": mean(lengths),
         "mean_supervised": mean(supervised),
         "vocabulary": vocabulary,
+        "pixels": pixels,
     }
     key = _key(task, config)
     with contextlib.suppress(OSError):

@@ -13,6 +13,7 @@ from accel_sft.io.files import read_json
 from accel_sft.memory.families import count, text_config
 from accel_sft.memory.job import BYTES
 from accel_sft.memory.shape import Block, Matrix, ModelShape
+from accel_sft.memory.vision import tower
 
 _MOST_LAYERS, _MOST_WIDE = 10_000, 2**31
 _SIZES = {"num_hidden_layers": _MOST_LAYERS, "hidden_size": _MOST_WIDE, "vocab_size": _MOST_WIDE}
@@ -89,8 +90,9 @@ def on_meta_device(config: dict[str, Any], name: str) -> ModelShape:
     return _walked(_built(config, name))
 
 
-def matching(config: dict[str, Any], name: str, pattern: str | None) -> tuple[int, int] | None:
-    """Number of elements that `--train-only` trains: those in the blocks' matrices, and all others. None without it.
+def matching(config: dict[str, Any], name: str, pattern: str | None) -> tuple[int, int, int] | None:
+    """Number of elements that `--train-only` trains: those in the blocks' matrices, and all others; and the number of a
+    vision tower's blocks that a gradient goes through. None without it.
 
     Raises:
         UserError: it matches no parameter's name, or the model cannot be built.
@@ -103,7 +105,21 @@ def matching(config: dict[str, Any], name: str, pattern: str | None) -> tuple[in
     if not found:
         raise UserError(no_match(pattern, (key for key, _ in model.named_parameters())))
     matrices = sum(p.numel() for p in found if p.ndim == 2 and id(p) not in ends)
-    return matrices, sum(p.numel() for p in found) - matrices
+    return matrices, sum(p.numel() for p in found) - matrices, _kept_blocks(model, {id(p) for p in found})
+
+
+def _kept_blocks(model: Any, trained: set[int]) -> int:
+    """Number of a vision tower's blocks that keep activations: from the first with a trained parameter on, or from the
+    first of all where what comes before is trained."""
+    import torch
+
+    text = {id(p) for p in model.get_decoder().parameters()}
+    order = {id(p): at for at, p in enumerate(model.parameters()) if id(p) not in text}
+    first = min((at for key, at in order.items() if key in trained), default=len(order))
+    every = (each for each in model.modules() if isinstance(each, torch.nn.ModuleList) and len(each))
+    lists = [each for each in every if text.isdisjoint(map(id, each.parameters()))]
+    blocks = max(lists, key=len, default=())
+    return sum(any(order[id(p)] >= first for p in block.parameters()) for block in blocks)
 
 
 def _built(config: dict[str, Any], name: str) -> Any:
@@ -166,6 +182,7 @@ def _walked(model: Any) -> ModelShape:
         blocks=tuple(Block(count=n, matrices=b.matrices, vectors=b.vectors) for b, n in counted.items()),
         vectors=beside,
         other=sum(p.numel() for p in model.parameters() if id(p) not in inside),
+        tower=tower(eyes.to_dict()) if (eyes := getattr(model.config, "vision_config", None)) else None,
         source="the model built without memory by transformers",
     )
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from accel_sft.api.adapters import names_of
 from accel_sft.api.errors import UserError
+from accel_sft.memory.vision import Tower
 
 GROUPS = ("embeddings", "attention", "feed_forward", "experts", "norms", "head", "other")
 """Groups of a model's parameters. `other` are those that text does not reach (a vision tower's), which stay frozen."""
@@ -70,7 +71,8 @@ class ModelShape:
         tied: whether the head is the embedding itself.
         vectors: elements outside of the blocks that are in neither embedding nor head (the last norm, the head's bias).
         positions: rows of a learned embedding of positions; 0 without one.
-        other: parameters that text does not reach; always frozen.
+        other: parameters that text does not reach; frozen unless --train-only names them.
+        tower: what reads images; None without it, or if its sizes are not known.
         source: what the parameters were counted from, in words.
         moe: whether the model has experts.
     """
@@ -86,6 +88,7 @@ class ModelShape:
     vectors: int
     positions: int = 0
     other: int = 0
+    tower: Tower | None = None
     source: str = "config.json"
 
     @property

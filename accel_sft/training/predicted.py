@@ -71,7 +71,8 @@ class Prediction:
         """What the run took, for result.json; all ranks call it together.
 
         There are the largest peaks, each phase's peaks, and these beside the closed form's prediction for the largest
-        forward that was made (`forward`: its tokens, supervised tokens and rows). Trackers show the comparison, too.
+        forward that was made (`forward`: its tokens, supervised tokens, rows and pixels). Trackers show the comparison,
+        too.
         """
         peaks = largest(tracker.peaks.largest())
         by_phase = {phase: largest(found) for phase, found in tracker.peaks.by_phase.items()}
@@ -82,13 +83,14 @@ class Prediction:
                 tokens=tokens,
                 supervised_tokens=supervised_tokens,
                 rows=rows,
+                pixels=train_step.most_pixels,
                 head=train_step.batching.head,
                 most_logits=train_step.batching.most_logits or MOST_LOGITS,
                 copied_keys=copied_keys if train_step.batching.layout == "shared" else 0,
             )
             memory = _beside(estimate(job), by_phase)
         tracker.memory(memory)
-        forward = [tokens, supervised_tokens, rows]
+        forward = [tokens, supervised_tokens, rows, train_step.most_pixels]
         return {**peaks, "memory_by_phase": by_phase, "memory": memory, "forward": forward}
 
 

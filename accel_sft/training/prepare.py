@@ -252,8 +252,18 @@ def prepare_data(
     if accelerator.is_main_process and len(train.kept):
         tiny = is_tiny(config.model, init_from=config.init_from)
         vocabulary = read_config(Path(source.weights))["vocab_size"] if tiny else 0
-        lengths.keep(task, config, plan.lengths, plan.supervised, plan.mean, vocabulary)
+        pixels = _most_pixels(assembly, train)
+        lengths.keep(task, config, plan.lengths, plan.supervised, plan.mean, vocabulary, pixels)
     return Prepared(launch, assembly, train, validation, plan, len(train_examples) - len(limited))
+
+
+def _most_pixels(assembly: Assembly, train: StoredEncoding) -> int:
+    """Pixel values of the row whose images have the most tokens."""
+    if not len(train.kept.pictured):
+        return 0
+    images = assembly.encode.images
+    row = train.kept.most_of(images.processor.image_token_ids)
+    return images.pixels(row.images) if row.images else 0
 
 
 def _refuse_forged_turns(*encodings: StoredEncoding) -> None:

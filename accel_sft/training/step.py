@@ -14,6 +14,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.sequence import SequenceGroup
 from accel_sft.chat.encoded import Encoded
+from accel_sft.chat.image_inputs import pixels_in
 from accel_sft.io.files import read_json, write_atomically
 from accel_sft.io.heartbeat import exchange
 from accel_sft.io.run_dir import RunDir
@@ -43,7 +44,8 @@ class TrainStep:
     """Accumulates the gradients of a step's examples, grouped into forwards by `batching`.
 
     `largest_forward` has the tokens, supervised tokens and rows of the largest forward so far, and the keys that its
-    attention copies where it has no kernels that do without (`Layout.copied`).
+    attention copies where it has no kernels that do without (`Layout.copied`); `most_pixels` has the pixel values
+    of the forward with most.
 
     After an out-of-memory the forwards are smaller. If the step cannot be repeated, a file in `run_dir` keeps the
     smaller limit for a resumed run. Forwards take `blank` as `Batching.batch` does.
@@ -64,6 +66,7 @@ class TrainStep:
         self.log = log
         self.batching = batching
         self.largest_forward = (0, 0, 0, 0)
+        self.most_pixels = 0
         self._divided: list[list[list[Encoded]]] = []  # the last step's forwards, of every rank
         if most := _most_tokens(run_dir):
             self._limit(most if batching.rows else min(batching.tokens, most))
@@ -150,6 +153,7 @@ class TrainStep:
             with span(BATCHES):
                 batch = self.batching.batch(rows, self.pad_token_id, self.stepper.accelerator.device, self.blank)
                 batch = self.group.part(batch, self.pad_token_id)
+                self.most_pixels = max(self.most_pixels, pixels_in(batch.inputs))
             with span(FORWARD):
                 return nll_sum(self.stepper.model, batch)
         except RuntimeError as error:

@@ -56,6 +56,7 @@ def number(cell: str) -> float:
         ("startup.py", "no launcher, again", {"in all", "imports of the libraries", "layout trials"}),
         ("gpu.py", "tokens/s", {"0.5B full"}),
         ("plan_accuracy.py", "measured", {"20 million"}),
+        pytest.param(*("plan_vision.py", "measured", {"qwen2_vl"}), marks=pytest.mark.long),
         ("plan_simulation.py", "forward: simulated", {"0.5B"}),
         pytest.param(*("significance.py", "intervals that cover it", {"rate, Wilson"}), marks=pytest.mark.long),
         pytest.param(*("gpu_rehearsal.py", "host waits", {"ddp"}), marks=pytest.mark.long),

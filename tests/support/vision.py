@@ -69,8 +69,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make(folder: Path, family: str) -> Path:
-    """Write a model of this family with its processor: an image has 4 to 16 tokens, or 4 with Gemma."""
+def make(folder: Path, family: str, text: dict[str, Any] | None = None, eyes: dict[str, Any] | None = None) -> Path:
+    """Write a model of this family with its processor: an image has 4 to 16 tokens, or 4 with Gemma.
+
+    Args:
+        text, eyes: other sizes of the language model and of the vision tower; the processor then leaves images as large
+            as they are.
+    """
     gemma = family == "gemma3"
     named = _GEMMA if gemma else _QWEN
     tokenizer = train_tokenizer([*COLOURS, "You see.", "Which colours are", "What is this?", "It is and"] * 4)
@@ -78,37 +83,40 @@ def make(folder: Path, family: str) -> Path:
     tokenizer.chat_template = _TEMPLATE.replace(
         "IMAGE", named["boi_token"] if gemma else "<|vision_start|><|image_pad|><|vision_end|>"
     )
-    text, eyes = FAMILIES[family]
+    small, large = FAMILIES[family], bool(eyes)
+    text, eyes = {**_TEXT, **small[0], **(text or {})}, {**_EYES, **small[1], **(eyes or {})}
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
     if gemma:
         ids = {"boi_token_index": ids["boi_token_id"], "eoi_token_index": ids["eoi_token_id"], **ids}
-        ids["mm_tokens_per_image"] = 4
+        ids["mm_tokens_per_image"] = 64 if large else 4
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         family,
-        text_config={**_TEXT, **text, **special, "vocab_size": -len(tokenizer) // 64 * -64},
-        vision_config={**_EYES, **eyes},
+        text_config={**text, **special, "vocab_size": -len(tokenizer) // 64 * -64},
+        vision_config=eyes,
         tie_word_embeddings=gemma,
         **ids,
     )
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    write_processor(folder, family, named)
+    write_processor(folder, family, named, eyes if large else None)
     return folder
 
 
-def write_processor(folder: Path, family: str, named: dict[str, str]) -> None:
-    """Write the files from which AutoProcessor makes the family's processor."""
+def write_processor(folder: Path, family: str, named: dict[str, str], eyes: dict[str, Any] | None) -> None:
+    """Write the files from which AutoProcessor makes the family's processor; `eyes` are sizes of a larger tower."""
     if family == "gemma3":
-        Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, image_seq_length=4).save_pretrained(folder)
-        settings = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
+        edge, tokens = (eyes["image_size"], 64) if eyes else (16, 4)
+        Gemma3ImageProcessorPil(size={"height": edge, "width": edge}, image_seq_length=tokens).save_pretrained(folder)
+        settings = {"processor_class": "Gemma3Processor", "image_seq_length": tokens}
         (folder / "processor_config.json").write_text(json.dumps(settings))
         path = folder / "tokenizer_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | named))
     else:
-        edges = {"shortest_edge": 256, "longest_edge": 4096}
-        Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=edges).save_pretrained(folder)
+        edges = {"shortest_edge": 256, "longest_edge": 2**20 if eyes else 4096}
+        patch = eyes["patch_size"] if eyes else 4
+        Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, size=edges).save_pretrained(folder)
 
 
 @dataclass(kw_only=True)

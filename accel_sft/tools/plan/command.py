@@ -143,7 +143,7 @@ def job_of(
     here: PlannedMachine,
     lengths: Lengths,
     step_tokens: float,
-    only: tuple[int, int] | None = None,
+    only: tuple[int, int, int] | None = None,
 ) -> Job:
     """Return the job with the smallest forward that must fit.
 
@@ -170,6 +170,7 @@ def job_of(
         tokens=tokens,
         supervised_tokens=min(supervised, tokens),
         rows=rows,
+        pixels=(lengths.pixels or 0) * max(rows, tokens // max(lengths.longest, 1)),
         copied_keys=rows * lengths.longest if rows > 1 and config.batching in ("auto", "shared") else 0,
         eval_rows=answers if generates else 0,
         eval_tokens=lengths.longest,

@@ -60,7 +60,7 @@ def measured(job: Job, result: Mapping[str, Any]) -> Estimate:
         host[phase] = {MEASURED: GIB * peaks["peak_host_memory_gib"]} if peaks else {}
         if peaks.get("peak_device_memory_gib") is not None:
             device[phase] = {MEASURED: GIB * peaks["peak_device_memory_gib"], "overhead": CUDA_BYTES}
-    tokens, supervised, _ = result["forward"]
+    tokens, supervised, *_ = result["forward"]
     notes = [f"measured in two steps, whose largest forward had {tokens:,} tokens ({supervised:,} supervised)"]
     if device:
         notes.append("overhead, outside of torch's allocator, is the closed form's")

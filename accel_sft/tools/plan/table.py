@@ -46,6 +46,12 @@ def lines(
     computed = sorted({"float32" if job.precision == "no" else job.precision for job in asked.values()})
     yield _text(f"machine  {here.describe()}" + (f"; computes in {' or '.join(computed)}" if computed else ""))
     yield _text(f"lengths  the longest example has {lengths.longest:,} tokens: {lengths.source}")
+    if shape.other and lengths.pixels is None:
+        yield _text("images   not counted, as the data has not been tokenized here: start a run once, or --probe")
+    elif lengths.pixels and shape.tower and shape.tower.values:
+        yield _text(f"images   up to {lengths.pixels // shape.tower.values:,} patches in one example, of this data")
+    elif lengths.pixels:
+        yield _text("images   not counted beside their pixels: config.json does not name the vision tower's sizes")
     yield ""
     rows = [_HEAD, _UNITS, *(_row(each, here, _fastest(plans)) for each in plans)]
     if not here.gpus:

@@ -1,0 +1,60 @@
+"""What a vision tower takes by the closed form, against a real one's forward; and the row with most pixels."""
+
+import numpy as np
+import pytest
+import torch
+import vision
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForImageTextToText
+
+from accel_sft.memory.model_config import matching, read_config, read_shape
+from accel_sft.memory.vision import PIXEL, tower, tower_bytes
+
+EYES = {"embed_dim": 256, "hidden_size": 32, "mlp_ratio": 4, "depth": 3, "num_heads": 4, "patch_size": 14}
+PATCHES = 1024
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return vision.make(tmp_path_factory.mktemp("model"), "qwen2_vl", eyes=EYES)
+
+
+def really_allocated(folder, trained):
+    """Bytes that the tower's forward leaves, and its peak, as torch's allocator reports."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16).train().requires_grad_(trained)
+    pixels, grid = torch.zeros(PATCHES, 3 * 2 * 14**2), torch.tensor([[1, 32, 32]])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        found = model.get_image_features(pixels, grid)
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    assert found is not None
+    return sizes[-1], sizes.max()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_tower_takes_what_is_counted(folder, trained):
+    config = read_config(folder)
+    *_, blocks = matching(config, "model", "." if trained else "language_model")
+    assert blocks == (3 if trained else 0)
+    eyes, pixels = read_shape(config, "model").tower, PATCHES * 3 * 2 * 14**2
+    how = {"itemsize": 2, "autocast": False, "recomputed": False}
+    kept, most = (each - PIXEL * pixels for each in tower_bytes("qwen2_vl", eyes, pixels, blocks, **how))
+    really_kept, really_most = really_allocated(folder, trained)
+    assert most == pytest.approx(really_most, rel=0.1)
+    assert kept == (pytest.approx(really_kept, rel=0.1) if trained else 0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "blocks"), [(r"visual\.merger", 0), (r"visual\.blocks\.2\.", 1), (r"visual\.patch_embed", 3)]
+)
+def test_a_gradient_goes_through_the_blocks_behind_what_is_trained(folder, pattern, blocks):
+    assert matching(read_config(folder), "model", pattern)[2] == blocks
+
+
+def test_a_tower_s_sizes_have_several_names():
+    siglip = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "patch_size": 14}
+    assert (tower(siglip).inner, tower(siglip).values) == (4304, 588)
+    qwen = {"embed_dim": 1280, "hidden_size": 3584, "depth": 32, "in_chans": 3, "patch_size": 14}
+    assert (tower(qwen).width, tower(qwen).inner) == (1280, 5120)
+    assert tower({**qwen, "temporal_patch_size": 2}).values == 1176
+    assert tower({}) is None
