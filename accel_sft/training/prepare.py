@@ -249,10 +249,10 @@ def prepare_data(
     if not assembly.encode.rendering.control.as_text:
         _refuse_forged_turns(train, validation)
     plan = plan_steps(train, config)
+    pixels = decided_by_main(accelerator, lambda: _most_pixels(assembly, train))  # an image may be gone by now
     if accelerator.is_main_process and len(train.kept):
         tiny = is_tiny(config.model, init_from=config.init_from)
         vocabulary = read_config(Path(source.weights))["vocab_size"] if tiny else 0
-        pixels = _most_pixels(assembly, train)
         lengths.keep(task, config, plan.lengths, plan.supervised, plan.mean, vocabulary, pixels)
     return Prepared(launch, assembly, train, validation, plan, len(train_examples) - len(limited))
 
