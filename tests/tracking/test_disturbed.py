@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_nvml import Nvml
 from fake_plugins import accel_sft
+from matrix import matrix, run
 
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory, machine_state
@@ -239,7 +240,7 @@ def test_the_report_and_a_comparison_name_the_steps(tmp_path):
         assert told == ([f"steps {first} to 40: other processes took 1.0 of 2 cores"] if taken == 8 else [])
 
 
-def test_a_busy_process_beside_the_sampler_is_marked():
+def beside_the_sampler_is_marked():
     beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     try:
         sampler, readings = SystemSampler(torch.device("cpu"), seconds_between=0.3), []
@@ -256,8 +257,7 @@ def test_a_busy_process_beside_the_sampler_is_marked():
         assert taken[0] > 0.3
 
 
-@pytest.mark.long
-def test_a_run_beside_a_busy_process_says_so_at_its_end_and_in_its_files(tmp_path):
+def beside_a_run_is_told_at_its_end_and_in_its_files(tmp_path):
     beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     try:
         options = ("--max-steps", "40", "--eval-every", "off", "--save-every", "off", "--output-dir", "run")
@@ -272,3 +272,8 @@ def test_a_run_beside_a_busy_process_says_so_at_its_end_and_in_its_files(tmp_pat
     result, report = (json.loads((tmp_path / "run/result.json").read_text()), (tmp_path / "run/report.md").read_text())
     assert all(f"- {told}" in report for told in result["disturbed"])
     assert measure(RunDir(tmp_path / "run"), 3)["disturbed"]
+
+
+@matrix(beside_the_sampler_is_marked, beside_a_run_is_told_at_its_end_and_in_its_files)
+def test_a_busy_process(check, request):
+    run(check, request)

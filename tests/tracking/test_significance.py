@@ -3,9 +3,11 @@
 import io
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
+from matrix import matrix, run
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -279,36 +281,37 @@ def test_runs_are_tested_against_the_best_without_their_task(tmp_path):
     assert [name for name, *_ in paired_runs(runs)[0]["rows"]] == ["c", "a"]
 
 
-@pytest.mark.parametrize(
-    ("count", "truth"),
-    [
-        pytest.param(n, p, marks=[] if (n, p) == (200, 0.5) else pytest.mark.long)
-        for n in (200, 1000)
-        for p in (0.2, 0.5, 0.8, 0.95)
-    ],
-)
-def test_intervals_of_rates_cover_the_truth_in_95_of_100_draws(count, truth):
+def intervals_of_rates_cover_the_truth_in_95_of_100_draws(count, truth):
     drawn, exact = simulated.wilson(count, truth)
     assert 0.93 <= exact <= 0.97
     assert abs(drawn - exact) < 4 * math.sqrt(exact * (1 - exact) / simulated.DRAWS)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("recall", [0.5, 0.8])
-def test_intervals_of_micro_f1_cover_the_truth_in_95_of_100_draws(recall):
+def intervals_of_micro_f1_cover_the_truth_in_95_of_100_draws(recall):
     assert 0.93 <= simulated.of_f1(200, recall) <= 0.97
 
 
-@pytest.mark.long
-def test_paired_tests_call_equal_models_different_no_more_often_than_they_say():
+def paired_tests_call_equal_models_different_no_more_often_than_they_say():
     random = np.random.default_rng(0)
     assert simulated.called([simulated.answers(random, 200, 0.1, 0.1) for _ in range(1000)], 0)[0] < 0.07
     assert simulated.called((simulated.entities(random, 200, (0.6, 0.6)) for _ in range(500)), 0)[0] < 0.08
 
 
-@pytest.mark.long
-def test_as_many_examples_as_would_show_a_difference_do_in_four_of_five_draws():
+def as_many_examples_as_would_show_a_difference_do_in_four_of_five_draws():
     random, truth = np.random.default_rng(0), 0.03
     change = {"difference": truth, "standard_error": math.sqrt((0.13 - truth**2) / 200), "examples": 200}
     pairs = [simulated.answers(random, needed(change), 0.05, 0.08) for _ in range(1000)]
     assert 0.75 < simulated.called(pairs, truth)[0] < 0.87
+
+
+RATES = [(n, p) for n in (200, 1000) for p in (0.5, 0.2, 0.8, 0.95)]
+
+
+@matrix(
+    *[partial(intervals_of_rates_cover_the_truth_in_95_of_100_draws, count=n, truth=p) for n, p in RATES],
+    *[partial(intervals_of_micro_f1_cover_the_truth_in_95_of_100_draws, recall=recall) for recall in (0.5, 0.8)],
+    paired_tests_call_equal_models_different_no_more_often_than_they_say,
+    as_many_examples_as_would_show_a_difference_do_in_four_of_five_draws,
+)
+def test_where_the_truth_is_known(check, request):
+    run(check, request)

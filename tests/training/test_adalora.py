@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import fsdp2_on_cpu
 import pytest
 import torch
 from conftest import accel_sft, stopped
 from fsdp2_job import FP32
+from matrix import matrix, run
 from peft import PeftModel
 from places import CONFIGS, SUPPORT
 from safetensors.torch import load_file
@@ -57,8 +59,7 @@ def logits(folder):
         return model(IDS).logits
 
 
-@pytest.mark.parametrize("yaml", ["z2", *(pytest.param(yaml, marks=pytest.mark.long) for yaml in LAYOUTS)])
-def test_all_ranks_choose_what_one_process_chooses_and_learn_the_same(launched, alone, yaml):
+def choose_what_one_process_chooses_and_learn_the_same(launched, alone, yaml):
     run = launched(f"adalora {yaml}", *JOB, **sharing(yaml))
     assert len([*run.run_dir.glob("kept-rank-*")]) == 2
     ours, theirs = chosen(run.run_dir), chosen(alone.run_dir)
@@ -77,14 +78,12 @@ def test_all_ranks_choose_what_one_process_chooses_and_learn_the_same(launched, 
     torch.testing.assert_close(logits(run.run_dir / "final"), logits(alone.run_dir / "final"), rtol=1e-3, atol=1e-3)
 
 
-def test_one_process_goes_on_to_the_same_bits_amid_its_allocations_and_after(alone, tmp_path):
+def of_one_process_goes_on_to_the_same_bits_amid_its_allocations_and_after(alone, tmp_path):
     for step in (FIRST + 2, FINAL + 1):
         goes_on_to_the_same_bits(alone, tmp_path / str(step), step)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("yaml", ["z2", *LAYOUTS])
-def test_ranks_go_on_to_the_same_bits(launched, tmp_path, yaml):
+def of_ranks_goes_on_to_the_same_bits(launched, tmp_path, yaml):
     goes_on_to_the_same_bits(launched(f"adalora {yaml}", *JOB, **sharing(yaml)), tmp_path / "run", FIRST + 2)
 
 
@@ -98,9 +97,7 @@ def goes_on_to_the_same_bits(whole, folder, step):
     assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("one", "other"), [("z2", "z3"), ("z3", "z0"), ("z3_offload", "ddp"), ("ddp", "fsdp2")])
-def test_another_launch_goes_on_with_the_same_choices(launched, tmp_path, one, other):
+def goes_on_with_the_same_choices_under_another_launch(launched, tmp_path, one, other):
     if other == "fsdp2" and other not in LAYOUTS:
         pytest.skip("this torch's FSDP2 does not run on CPUs")
     whole, step = launched(f"adalora {one}", *JOB, **sharing(one)), FIRST + 2
@@ -113,18 +110,26 @@ def test_another_launch_goes_on_with_the_same_choices(launched, tmp_path, one, o
         assert mine["loss"] == pytest.approx(line["loss"], rel=2e-5)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("yaml", ["z0", "z1", "z2", "z2_offload", "z3", "z3_offload"])
-def test_in_bf16_what_was_masked_stays_masked_in_both_copies_of_the_weights(launched, tmp_path, yaml):
+LAUNCHES = ("z2", "z3"), ("z3", "z0"), ("z3_offload", "ddp"), ("ddp", "fsdp2")
+
+
+@matrix(
+    of_one_process_goes_on_to_the_same_bits_amid_its_allocations_and_after,
+    *[partial(of_ranks_goes_on_to_the_same_bits, yaml=yaml) for yaml in ("z2", *LAYOUTS)],
+    *[partial(goes_on_with_the_same_choices_under_another_launch, one=one, other=other) for one, other in LAUNCHES],
+)
+def test_a_stopped_run(check, request):
+    run(check, request)
+
+
+def keep_masked_in_bf16_what_was_masked_in_both_copies_of_the_weights(launched, tmp_path, yaml):
     run = launched(f"adalora bf16 {yaml}", *JOB, **(sharing(yaml) | {"launcher": ("--mixed_precision", "bf16")}))
     kept = chosen(run.run_dir)[-1]["kept"]  # each rank has compared both copies (adalora_ranks.py)
     assert sum(map(sum, kept.values())) == 4 * len(kept)
     assert torch.isfinite(logits(run.run_dir / "final")).all()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stays_gathered", [0, 100_000])
-def test_zero_3_trains_on_after_evaluations_and_exports_whatever_stays_gathered(alone, tmp_path, stays_gathered):
+def train_on_in_zero_3_after_evaluations_and_export_whatever_stays_gathered(alone, tmp_path, stays_gathered):
     zero = {"stage": 3, "stage3_param_persistence_threshold": stays_gathered}
     zero["stage3_gather_16bit_weights_on_model_save"] = True
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
@@ -137,3 +142,18 @@ def test_zero_3_trains_on_after_evaluations_and_exports_whatever_stays_gathered(
     for one, other in zip(run.lines(), alone.lines(), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
     assert chosen(run.run_dir)[-1]["kept"] == chosen(alone.run_dir)[-1]["kept"]
+
+
+ZERO = "z0", "z1", "z2", "z2_offload", "z3", "z3_offload"
+
+
+@matrix(
+    *[partial(choose_what_one_process_chooses_and_learn_the_same, yaml=yaml) for yaml in ("z2", *LAYOUTS)],
+    *[partial(keep_masked_in_bf16_what_was_masked_in_both_copies_of_the_weights, yaml=yaml) for yaml in ZERO],
+    *[
+        partial(train_on_in_zero_3_after_evaluations_and_export_whatever_stays_gathered, stays_gathered=count)
+        for count in (0, 100_000)
+    ],
+)
+def test_all_ranks(check, request):
+    run(check, request)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import accel_sft, stopped
+from matrix import matrix, run
 from reference_job import LAYOUTS, MICRO, ONCE, same_curve
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,7 +45,7 @@ def job(files):
     return (*job, "--max-new-tokens", "4", "--eval-every", "6", "--save-every", "3", "--seed", "5")
 
 
-def test_a_mixed_run_is_told_by_source(launched, job):
+def is_told_by_source(launched, job):
     run = launched("mixed", *job)
     lines, result, record = run.lines(), run.result(), json.loads((run.run_dir / "run.json").read_text())
     output, report = " ".join(run.output.split()), (run.run_dir / "report.md").read_text()
@@ -77,8 +79,7 @@ def test_a_mixed_run_is_told_by_source(launched, job):
     assert "Mixed 2 : 1: 32 rows of a.jsonl (" in page
 
 
-@pytest.mark.long
-def test_check_and_plan_take_the_command_of_a_mixed_run(launched, job):
+def has_a_command_that_check_and_plan_take(launched, job):
     run = launched("mixed", *job)
     checked = json.loads(accel_sft("check", *job, "--json", "--no-score").output)
     assert checked["steps"]["epochs"] == pytest.approx(run.lines()[-1]["epoch"])
@@ -95,8 +96,7 @@ def test_check_and_plan_take_the_command_of_a_mixed_run(launched, job):
     assert "as it was tokenized here last" in " ".join(planned.output.split())
 
 
-@pytest.mark.long
-def test_a_mixed_run_that_was_stopped_ends_with_the_same_bits(launched, job, tmp_path):
+def ends_with_the_same_bits_after_a_stop(launched, job, tmp_path):
     whole = launched("mixed", *job)
     resumed = accel_sft(*job, "--resume", "auto", run_dir=stopped(whole, tmp_path / "run", 3))
     assert resumed.status == 0, resumed.output
@@ -106,9 +106,7 @@ def test_a_mixed_run_that_was_stopped_ends_with_the_same_bits(launched, job, tmp
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["ddp", "z2", "z3"])
-def test_mixed_rows_of_weighed_turns_have_one_loss_curve_on_every_layout(launched, job, name):
+def has_one_loss_curve_on_every_layout(launched, job, name):
     alone = launched("mixed", *job)
     run = launched(f"mixed {name}", *job, "--micro-batch-size", MICRO[name], **LAYOUTS[name])
     same_curve(alone.lines(), run.lines())
@@ -117,8 +115,7 @@ def test_mixed_rows_of_weighed_turns_have_one_loss_curve_on_every_layout(launche
             assert ours[key] == pytest.approx(theirs[key], rel=2e-5)
 
 
-@pytest.mark.long
-def test_the_loss_of_weighed_turns_on_two_ranks_is_that_of_plain_transformers(launched, files):
+def has_on_two_ranks_the_loss_of_weighed_turns_of_plain_transformers(launched, files):
     job = ("chat", *files[2:], "--held-out", "0", "--max-steps", "1", "--global-batch-size", "8", *ONCE)
     run = launched("weighed ddp", *job, "--micro-batch-size", "3", **LAYOUTS["ddp"])
     tokenizer, model = (kind.from_pretrained(run.run_dir / "base") for kind in (AutoTokenizer, AutoModelForCausalLM))
@@ -136,3 +133,14 @@ def test_the_loss_of_weighed_turns_on_two_ranks_is_that_of_plain_transformers(la
     (line,) = run.lines()
     assert line["loss"] == pytest.approx(total / weights, rel=2e-5)
     assert line["supervised_tokens"] > weights
+
+
+@matrix(
+    is_told_by_source,
+    has_a_command_that_check_and_plan_take,
+    ends_with_the_same_bits_after_a_stop,
+    *[partial(has_one_loss_curve_on_every_layout, name=name) for name in ("ddp", "z2", "z3")],
+    has_on_two_ranks_the_loss_of_weighed_turns_of_plain_transformers,
+)
+def test_a_mixed_run(check, request):
+    run(check, request)
