@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import fsdp2_on_cpu
 import pytest
@@ -11,6 +12,7 @@ import vision
 from accelerate import Accelerator
 from conftest import accel_sft, stopped
 from fsdp2_job import FP32, SHARDED
+from matrix import matrix, run
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -32,7 +34,6 @@ JOB += ("--max-steps", "5", "--eval-every", "5", "--save-every", "2", "--keep-ch
 ONE_PICTURED = ("--one-in", "20")
 LAUNCHES = {yaml: {"yaml": yaml, **FP32} for yaml in ("ddp", "z2", "z3", "z3_offload")} | {"fsdp2": SHARDED}
 LAUNCHES["hsdp"] = SHARDED | {"yaml": "hsdp", "launcher": ("--num_processes", "4", *FP32["launcher"])}
-skipped = pytest.mark.skipif(not fsdp2_on_cpu.RUNS_HERE, reason="this torch's FSDP2 does not run on CPUs")
 FAMILIES = [pytest.param(name, marks=pytest.mark.long) for name in vision.FAMILIES if name != "qwen2_vl"]
 
 
@@ -60,6 +61,11 @@ def trained(launched, made):
     return run
 
 
+def skip_unless_it_runs_here(layout):
+    if layout in ("fsdp2", "hsdp") and not fsdp2_on_cpu.RUNS_HERE:
+        pytest.skip("this torch's FSDP2 does not run on CPUs")
+
+
 def assert_same_curve(ours, theirs):
     assert len(ours.lines()) == len(theirs.lines())
     for one, other in zip(ours.lines(), theirs.lines(), strict=True):
@@ -75,33 +81,21 @@ def assert_same_curve(ours, theirs):
 
 
 # of twenty rows one has an image: in four steps no rank has one, in one step a single rank
-@pytest.mark.parametrize(
-    "layout",
-    ["z3", *(pytest.param(name, marks=[pytest.mark.long, skipped]) for name in ("fsdp2", "hsdp"))],
-)
-def test_ranks_without_an_image_keep_nobody_waiting_and_change_no_loss(trained, layout):
+def ranks_without_an_image_keep_nobody_waiting_and_change_no_loss(trained, layout):
+    skip_unless_it_runs_here(layout)
     assert_same_curve(trained(layout, *ONE_PICTURED), trained(None, *ONE_PICTURED))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", ["z2", "z3", "z3_offload", pytest.param("fsdp2", marks=skipped)])
-@pytest.mark.parametrize("family", ["qwen2_vl", *FAMILIES])
-def test_every_layout_draws_the_curve_of_one_process(trained, layout, family):
+def every_layout_draws_the_curve_of_one_process(trained, layout, family):
+    skip_unless_it_runs_here(layout)
     if family != "qwen2_vl" and layout in ("z2", "z3_offload"):
         pytest.skip("what differs between families is seen where their layers are shared out")
     assert_same_curve(trained(layout, family=family), trained(None, family=family))
 
 
 # in four of five steps no rank has an image: the tower's gradients are zero, and no rank waits for them
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "ddp",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("z2", "z3")),
-        pytest.param("fsdp2", marks=[pytest.mark.long, skipped]),
-    ],
-)
-def test_parts_of_what_reads_images_are_trained_by_name(trained, made, layout):
+def parts_of_what_reads_images_are_trained_by_name(trained, made, layout):
+    skip_unless_it_runs_here(layout)
     options = (*ONE_PICTURED, "--train-only", r"visual\.merger|layers\.1\.")
     one = trained(None, *options)
     assert "visual.merger" in one.output
@@ -111,16 +105,14 @@ def test_parts_of_what_reads_images_are_trained_by_name(trained, made, layout):
     assert_same_curve(trained(layout, *options), one)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", ["z3", pytest.param("fsdp2", marks=skipped)])
-def test_an_adapter_with_recomputed_activations_draws_the_curve_of_one_process(trained, layout):
+def an_adapter_with_recomputed_activations_draws_the_curve_of_one_process(trained, layout):
+    skip_unless_it_runs_here(layout)
     options = ("--adapter", "lora", "--lora-dropout", "0", "--gradient-checkpointing")
     assert_same_curve(trained(layout, *options), trained(None, *options))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", ["z3", pytest.param("fsdp2", marks=skipped)])
-def test_a_resumed_run_ends_with_the_same_bits_and_the_export_is_loaded_by_transformers(trained, tmp_path, layout):
+def a_resumed_run_ends_with_the_same_bits_and_the_export_is_loaded_by_transformers(trained, tmp_path, layout):
+    skip_unless_it_runs_here(layout)
     whole = trained(layout)
     again = stopped(whole, tmp_path / "run", 2)
     went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=again, **LAUNCHES[layout])
@@ -137,14 +129,42 @@ def test_a_resumed_run_ends_with_the_same_bits_and_the_export_is_loaded_by_trans
     assert found["right"] == own["right"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("first", "then"), [("z3", "z2"), ("z2", "z3"), pytest.param("z3", "fsdp2", marks=skipped)])
-def test_a_run_goes_on_under_another_layout(trained, tmp_path, first, then):
+def a_run_goes_on_under_another_layout(trained, tmp_path, first, then):
+    skip_unless_it_runs_here(then)
     whole = trained(first)
     again = stopped(whole, tmp_path / "run", 2)
     went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=again, **LAUNCHES[then])
     assert went_on.status == 0, went_on.output[-4000:]
     assert_same_curve(went_on, whole)
+
+
+@matrix(
+    partial(ranks_without_an_image_keep_nobody_waiting_and_change_no_loss, layout="z3"),
+    *(
+        partial(ranks_without_an_image_keep_nobody_waiting_and_change_no_loss, layout=name)
+        for name in ("fsdp2", "hsdp")
+    ),
+    *(
+        partial(every_layout_draws_the_curve_of_one_process, family=family, layout=name)
+        for family in vision.FAMILIES
+        for name in ("z2", "z3", "z3_offload", "fsdp2")
+    ),
+    *(partial(parts_of_what_reads_images_are_trained_by_name, layout=name) for name in ("ddp", "z2", "z3", "fsdp2")),
+    *(
+        partial(check, layout=name)
+        for check in (
+            an_adapter_with_recomputed_activations_draws_the_curve_of_one_process,
+            a_resumed_run_ends_with_the_same_bits_and_the_export_is_loaded_by_transformers,
+        )
+        for name in ("z3", "fsdp2")
+    ),
+    *(
+        partial(a_run_goes_on_under_another_layout, first=first, then=then)
+        for first, then in (("z3", "z2"), ("z2", "z3"), ("z3", "fsdp2"))
+    ),
+)
+def test_images_under_sharded_launches(check, request):
+    run(check, request)
 
 
 def test_sequence_parallelism_refuses_images(made, tmp_path):

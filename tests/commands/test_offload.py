@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import accel_sft
+from matrix import matrix, run
 from models import make_tiny
 from peft import LoraConfig, get_peft_model
 from reference_job import layout
@@ -116,15 +117,14 @@ def test_what_cannot_be_offloaded_is_one_line(where, more, said):
     assert len(refused.value.problems) == 1
 
 
-def test_what_a_killed_process_left_on_the_disk_is_removed_by_the_next(tmp_path):
+def what_a_killed_process_left_on_the_disk_is_removed_by_the_next(tmp_path):
     left = tmp_path / f"{socket.gethostname()}-{2**22 + 1}"  # above the largest number of a process
     left.mkdir()
     mine = own_folder(tmp_path)
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == [mine]
 
 
-@pytest.mark.long
-def test_ctrl_c_leaves_nothing_on_the_disk(folders, cache):
+def ctrl_c_leaves_nothing_on_the_disk(folders, cache):
     command = [sys.executable, "-m", "accel_sft", "generate", str(folders["whole"]), "--interactive"]
     talk = subprocess.Popen([*command, "--offload", "disk"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert any("of 4 blocks 4 on the disk" in line for line in talk.stderr)
@@ -132,3 +132,8 @@ def test_ctrl_c_leaves_nothing_on_the_disk(folders, cache):
     talk.send_signal(signal.SIGINT)
     talk.wait(60)
     assert not mine.exists()
+
+
+@matrix(what_a_killed_process_left_on_the_disk_is_removed_by_the_next, ctrl_c_leaves_nothing_on_the_disk)
+def test_an_interrupted_process_keeps_no_disk(check, request):
+    run(check, request)

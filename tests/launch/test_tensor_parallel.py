@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
 import transformers
 from conftest import accel_sft, stopped
 from fsdp2_job import weights
+from matrix import matrix, run
 from places import SUPPORT
 from reference_job import FP32, JOB, layout, same_curve
 
@@ -48,9 +50,7 @@ def cut(tmp_path_factory):
     return json.loads((root / "found.json").read_text())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", FAMILIES)
-def test_loss_gradients_and_norm_are_one_processs_and_a_checkpoint_restores_every_bit(cut, name):
+def loss_gradients_and_norm_are_one_processs_and_a_checkpoint_restores_every_bit(cut, name):
     found = cut[name]
     assert found["parts"]
     assert found["loss"] < 1e-6
@@ -108,7 +108,7 @@ def test_a_saved_adapter_is_refused():
         load_model(Source("w", "t", "a"), TrainConfig(), precision="no", deepspeed=False, tensor_ranks=2)
 
 
-def test_ranks_that_share_matrices_answer_and_export_as_one_process_does(launched):
+def ranks_that_share_matrices_answer_and_export_as_one_process_does(launched):
     ours, theirs = layout(launched, "tp"), layout(launched, "plain")
     assert "tensor parallel, each matrix shared by 2 ranks" in ours.output
     for one, other in zip(ours.lines("eval_loss"), theirs.lines("eval_loss"), strict=True):
@@ -127,9 +127,7 @@ def samples(run):
     return sorted((run.run_dir / "samples").glob("*.jsonl"))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("then", ["tp", "ddp", "z2"])
-def test_a_stopped_run_goes_on_and_under_other_launches_too(launched, tmp_path, then):
+def a_stopped_run_goes_on_and_under_other_launches_too(launched, tmp_path, then):
     whole = layout(launched, "tp")
     folder = stopped(whole, tmp_path / "run", 3)
     went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder, yaml=then, launcher=FP32)
@@ -142,9 +140,7 @@ def test_a_stopped_run_goes_on_and_under_other_launches_too(launched, tmp_path, 
         assert "ranks of a matrix 2, now none" in went_on.output
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("before", ["plain", "z2"])
-def test_a_run_of_another_launch_goes_on_under_tensor_parallelism(launched, tmp_path, before):
+def a_run_of_another_launch_goes_on_under_tensor_parallelism(launched, tmp_path, before):
     whole = layout(launched, before)
     folder = stopped(whole, tmp_path / "run", 3)
     went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder, yaml="tp", launcher=FP32)
@@ -152,16 +148,13 @@ def test_a_run_of_another_launch_goes_on_under_tensor_parallelism(launched, tmp_
     same_curve(whole.lines(), went_on.lines())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("options", [("--gradient-checkpointing",), ("--train-only", "q_proj|o_proj")])
-def test_recomputed_activations_and_matrices_alone_draw_one_processs_curve(launched, options):
+def recomputed_activations_and_matrices_alone_draw_one_processs_curve(launched, options):
     arguments = (*JOB, *options, "--eval-every", "off", "--save-every", "off")
     ours = launched(f"tp {options}", *arguments, yaml="tp", launcher=FP32)
     same_curve(launched(f"one process {options}", *arguments).lines(), ours.lines())
 
 
-@pytest.mark.long
-def test_evaluate_gives_the_runs_own_numbers(launched, tmp_path):
+def evaluate_gives_the_runs_own_numbers(launched, tmp_path):
     whole = layout(launched, "tp")
     arguments = ("evaluate", "math", "--model", str(whole.run_dir))
     done = accel_sft(*arguments, run_dir=tmp_path / "evaluation", yaml="tp", launcher=FP32)
@@ -171,11 +164,29 @@ def test_evaluate_gives_the_runs_own_numbers(launched, tmp_path):
     assert found["accuracy"] == own["accuracy"]
 
 
-@pytest.mark.long
-def test_bf16_learns_the_same(launched):
+def bf16_learns_the_same(launched):
     bf16 = ("--mixed_precision", "bf16")
     arguments = (*JOB, "--eval-every", "off", "--save-every", "off", "--max-steps", "3")
     ours = launched("tp bf16", *arguments, yaml="tp", launcher=bf16)
     theirs = launched("ddp bf16", *arguments, yaml="ddp", launcher=(*bf16, "--num_processes", "1"))
     for one, other in zip(ours.lines(), theirs.lines(), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-2)
+
+
+@matrix(
+    ranks_that_share_matrices_answer_and_export_as_one_process_does,
+    *(
+        partial(loss_gradients_and_norm_are_one_processs_and_a_checkpoint_restores_every_bit, name=name)
+        for name in FAMILIES
+    ),
+    *(partial(a_stopped_run_goes_on_and_under_other_launches_too, then=yaml) for yaml in ("tp", "ddp", "z2")),
+    *(partial(a_run_of_another_launch_goes_on_under_tensor_parallelism, before=name) for name in ("plain", "z2")),
+    *(
+        partial(recomputed_activations_and_matrices_alone_draw_one_processs_curve, options=options)
+        for options in (("--gradient-checkpointing",), ("--train-only", "q_proj|o_proj"))
+    ),
+    evaluate_gives_the_runs_own_numbers,
+    bf16_learns_the_same,
+)
+def test_runs_whose_matrices_are_shared_by_ranks(check, request):
+    run(check, request)
