@@ -29,7 +29,7 @@ from accel_sft.models.processor import load_processor
 from accel_sft.models.source import find_source
 
 TASK = f"{vision.__file__}:Colours"
-JOB = ("--global-batch-size", "4", "--micro-batch-size", "1", "--max-new-tokens", "6", "--learning-rate", "0.01")
+JOB = ("--global-batch-size", "4", "--micro-batch-size", "1", "--max-new-tokens", "6", "--learning-rate", "0.003")
 JOB += ("--max-steps", "5", "--eval-every", "5", "--save-every", "2", "--keep-checkpoints", "3", "--dtype", "float32")
 ONE_PICTURED = ("--one-in", "20")
 LAUNCHES = {yaml: {"yaml": yaml, **FP32} for yaml in ("ddp", "z2", "z3", "z3_offload")} | {"fsdp2": SHARDED}

@@ -126,6 +126,19 @@ def test_rows_of_an_embedding_that_the_user_trains_whole_are_not_trained_besides
     assert not any("trainable_tokens" in name for name, _ in model.named_parameters())
 
 
+def test_weights_named_by_the_user_must_have_the_new_rows_among_them(tmp_path):
+    tokenizer, template, source = given(make_base(tmp_path / "base"), "chatml")
+
+    def load(named):
+        config = TrainConfig(chat_template="chatml", train_only=named).resolved({})
+        tokens = {"tokenizer": tokenizer, "new_tokens": template.new_tokens}
+        return load_model(source, config, precision="no", deepspeed=False, total_steps=1, **tokens)
+
+    with pytest.raises(UserError, match="--train-only mlp: --chat-template adds 2 tokens"):
+        load("mlp")
+    assert load("mlp|embed_tokens").model.embed_tokens.weight.requires_grad
+
+
 def test_new_rows_are_a_function_of_the_seed(tmp_path):
     tokenizer, template, source = given(make_base(tmp_path / "base", tied=False), "chatml")
 
