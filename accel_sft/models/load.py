@@ -135,8 +135,8 @@ def load_model(
         freeze_others(model, config.train_only, log)
         if new_tokens and not model.get_input_embeddings().weight.requires_grad:
             raise UserError(
-                f"--train-only {config.train_only}: --chat-template adds {len(new_tokens)} tokens, whose embeddings would "
-                "stay untrained; let it match the embedding too, such as embed_tokens"
+                f"--train-only {config.train_only}: --chat-template adds {len(new_tokens)} tokens, whose embeddings "
+                "would stay untrained; let it match the embedding too, such as embed_tokens"
             )
     if train and precision != "no" and not deepspeed:
         leave_casts_to_autocast(model)
