@@ -112,7 +112,7 @@ def predicted(work: Path, case: dict[str, Any]) -> dict[str, float]:
     make_model(folder, case["millions"])
     content = read_config(folder)
     file = ROOT / "accelerate_configs" / f"{case['launch']}.yaml"
-    tokens, supervised_tokens, rows = case["forward"]
+    tokens, supervised_tokens, rows, *_ = case["forward"]  # the pixels of images follow
     job = Job(
         shape=read_shape(content, str(folder), folder),
         launch=launch_of_yaml(file, "--num_processes", str(case["ranks"])),
