@@ -32,8 +32,9 @@ from accel_sft.resilience import watchdog
 from accel_sft.training.optimizer import new_optimizer
 
 TIMEOUT = 6
-PAST = 30
-"""Seconds after the timeout in which everything must be over."""
+PAST = 120
+"""Seconds after the timeout in which everything must be over, on a busy machine that still imports torch for other
+ranks; a collective that nobody watches waits for half an hour."""
 JOB = ("--max-steps", "400", "--global-batch-size", "4", "--validation-examples", "4", "--max-new-tokens", "4")
 JOB += ("--train-examples", "100", "--micro-batch-size", "2", "--save-every", "2", "--hang-timeout", str(TIMEOUT))
 STUCK = '''
@@ -98,7 +99,7 @@ def rank_below(launcher, rank):
     return None
 
 
-def train_and_stop_a_process(folder, port, when, imports):
+def train_and_stop_a_process(folder, port, when):
     """The launcher's exit status, the process id, what was printed, and the seconds from the stop to the end."""
     command = [str(Path(sysconfig.get_path("scripts"), "accelerate-launch")), "--mixed_precision", "no"]
     command += ["--config_file", str(CONFIGS / "ddp.yaml"), "--main_process_port", port]
@@ -119,7 +120,7 @@ def train_and_stop_a_process(folder, port, when, imports):
         last = rank_below(process.pid, 1)
         last.send_signal(signal.SIGSTOP)
         began = time.monotonic()
-        process.wait(TIMEOUT + PAST + imports)
+        process.wait(TIMEOUT + PAST)
         took = time.monotonic() - began
     finally:
         for each in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
@@ -144,8 +145,8 @@ def launches(tmp_path_factory):
         score=lambda folder: (folder, *train_stuck(folder, ports[0], "score", "z2")),
         dataset=lambda folder: (folder, *train_stuck(folder, ports[1], "dataset", "ddp")),
         evaluate=lambda folder: evaluate_stuck(folder, ports[2]),
-        steps=lambda folder: train_and_stop_a_process(folder, ports[3], "amid steps", 0),
-        start=lambda folder: train_and_stop_a_process(folder, ports[4], "as it starts", 60),
+        steps=lambda folder: train_and_stop_a_process(folder, ports[3], "amid steps"),
+        start=lambda folder: train_and_stop_a_process(folder, ports[4], "as it starts"),
     )
 
 
@@ -177,14 +178,14 @@ def test_an_evaluation_that_stands_still_shows_the_stack_at_the_terminal(launche
     assert said.count("in ponder File") == said.count("Timeout (0:00:05)!") == 1
 
 
-@pytest.mark.parametrize(("when", "imports"), [("steps", 0), ("start", 60)])
-def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(launches, when, imports):
+@pytest.mark.parametrize("when", ["steps", "start"])
+def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(launches, when):
     status, last, log, took = launches[when].result()
     said = " ".join(log.split())
     assert status == 1
     assert f"rank 1 does not respond (process {last}, which is stopped), last seen in" in said
     assert "rank 0" not in said.split("Error: nothing has moved")[1].split("stacks are in")[0]
-    assert TIMEOUT <= took < TIMEOUT + PAST + imports  # as it starts, the other one is still importing torch
+    assert TIMEOUT <= took < TIMEOUT + PAST
 
 
 AT_WORK = """
