@@ -78,9 +78,8 @@ def choose_what_one_process_chooses_and_learn_the_same(launched, alone, yaml):
     torch.testing.assert_close(logits(run.run_dir / "final"), logits(alone.run_dir / "final"), rtol=1e-3, atol=1e-3)
 
 
-def of_one_process_goes_on_to_the_same_bits_amid_its_allocations_and_after(alone, tmp_path):
-    for step in (FIRST + 2, FINAL + 1):
-        goes_on_to_the_same_bits(alone, tmp_path / str(step), step)
+def of_one_process_goes_on_to_the_same_bits_from(alone, tmp_path, step):
+    goes_on_to_the_same_bits(alone, tmp_path / "run", step)
 
 
 def of_ranks_goes_on_to_the_same_bits(launched, tmp_path, yaml):
@@ -114,7 +113,7 @@ LAUNCHES = ("z2", "z3"), ("z3", "z0"), ("z3_offload", "ddp"), ("ddp", "fsdp2")
 
 
 @matrix(
-    of_one_process_goes_on_to_the_same_bits_amid_its_allocations_and_after,
+    *[partial(of_one_process_goes_on_to_the_same_bits_from, step=step) for step in (FIRST + 2, FINAL + 1)],
     *[partial(of_ranks_goes_on_to_the_same_bits, yaml=yaml) for yaml in ("z2", *LAYOUTS)],
     *[partial(goes_on_with_the_same_choices_under_another_launch, one=one, other=other) for one, other in LAUNCHES],
 )
