@@ -64,7 +64,6 @@ def make(work: Path, case: dict[str, Any]) -> tuple[Path, Path]:
     eyes |= {"depth": case["depth"], "initializer_range": 0.02}
     if gemma:
         eyes |= {"num_hidden_layers": case["depth"], "num_attention_heads": width // 64, "image_size": case["size"][0]}
-        eyes |= {"vision_use_head": False}  # as Gemma 3 is published: its language model does not read the pooling head
     elif case["family"] == "qwen2_vl":
         eyes |= {"embed_dim": width, "hidden_size": TEXT["hidden_size"], "mlp_ratio": 4}
     else:

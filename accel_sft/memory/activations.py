@@ -110,7 +110,7 @@ def _copies(job: Job) -> float:
 
 
 def forward_bytes(job: Job) -> float:
-    """Bytes that all blocks keep at the end of the largest forward, and that a vision tower holds at once."""
+    """Bytes that all blocks keep at the end of the largest forward, those of a vision tower with them."""
     scores = _SCORE * _scores(job) + _copies(job)
     if not job.gradient_checkpointing:
         kept = sum(
@@ -125,7 +125,13 @@ def forward_bytes(job: Job) -> float:
         kept = job.tokens * e * job.shape.hidden_size * job.shape.layers + max(whole, default=0.0)
     if job.dense_mask:
         kept += job.computes_bytes * job.tokens**2
-    return kept + _tower(job)[1]  # what a frozen tower has freed, the language model hardly uses again
+    return kept + _tower(job)[0]
+
+
+def passing_bytes(job: Job) -> float:
+    """Bytes that a vision tower holds in the largest forward and has freed at its end, because it is frozen."""
+    kept, most = _tower(job)
+    return most - kept
 
 
 def _tower(job: Job) -> tuple[float, float]:

@@ -8,6 +8,7 @@ prints their error on the other cases.
 
 from collections.abc import Mapping
 
+from accel_sft.memory.activations import passing_bytes
 from accel_sft.memory.job import Job
 from accel_sft.memory.states import Placed
 from accel_sft.memory.vision import PIXEL
@@ -80,6 +81,7 @@ def on_cpu(job: Job, at: Placed, forward: Mapping[str, float], checkpoint_bytes:
     states = at.master + at.averages + at.moments
     resident = {"weights": at.weights, "gradients": at.held, "optimizer": states, "buffers": kept}
     after = _phase(later, resident, {name: HEAP * size for name, size in forward.items()})
+    after["activations"] += passing_bytes(job)  # without HEAP: it has no backward, nor does what follows use it again
     gradients = at.gradients + at.in_flight
     step = _add(after, gradients=gradients, buffers=at.buffers + at.gathered)
     update = _add(after, gradients=gradients + at.update)

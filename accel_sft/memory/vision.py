@@ -43,15 +43,13 @@ def tower(vision: Mapping[str, Any]) -> Tower | None:
     return Tower(width=width, inner=inner, depth=depth, values=colours * frames * first("patch_size") ** 2)
 
 
-_KEPT = {
-    "qwen2_vl": ((22, 6, 14), (26, 8, 32)),
-    "qwen2_5_vl": ((30, 8, 18), (36, 11, 36)),
-    "qwen3_vl": ((22, 4, 15), (26, 6, 35)),
-    "": ((16, 4, 7), (20, 6, 14)),
-}
+_KEPT = {"qwen2_vl": (22, 6, 14), "qwen2_5_vl": (30, 8, 18), "qwen3_vl": (22, 4, 15), "": (16, 4, 7)}
 """Bytes that a trained block keeps for each element of `width` and of `inner`, and what surrounds the blocks keeps for
-each of `width`, by family: in half precision, and by autocast from float32. The last line is SigLIP's and CLIP's; its
-second part was not counted and follows the others. Counted with torch's profiler at widths of 256 and 512."""
+each of `width`, by family, in half precision. The last line is SigLIP's and CLIP's. Counted with torch's profiler at
+widths of 256 and 512."""
+_FLOAT32_STREAM = 8
+"""Bytes for each element of `width` that a block of SigLIP or CLIP keeps besides where autocast computes from float32
+weights: positions, which are added in float32, make its residual stream float32. Qwen's stays in half precision."""
 _PASSING = {"qwen2_vl": 34, "qwen2_5_vl": 36, "qwen3_vl": 42}
 """Bytes for each element of `width` that a frozen tower holds at once, rotations in float32 mostly."""
 _ANGLES = 512
@@ -77,12 +75,14 @@ def tower_bytes(
     if eyes is None or not eyes.values:
         return held, held
     patches, double = pixels / eyes.values, 2 if itemsize == 4 else 1
-    of_width, of_inner, around = (double * each for each in _KEPT.get(family, _KEPT[""])[autocast])
+    of_width, of_inner, around = (double * each for each in _KEPT.get(family, _KEPT[""]))
+    if autocast and family not in _KEPT:
+        of_width += _FLOAT32_STREAM
     block = of_width * eyes.width + of_inner * eyes.inner
     kept = 0.0
     if blocks:
         whole = block + blocks * eyes.width * (4 if autocast else itemsize) if recomputed else blocks * block
-        kept = patches * (whole + around * eyes.width)
+        kept = patches * (whole + around * eyes.width) + (itemsize * eyes.parameters if autocast else 0)  # cast weights
     most = _PASSING[family] * eyes.width + _ANGLES if family in _PASSING else 8 * eyes.width + 4 * eyes.inner
     cast = 0 if autocast or itemsize == 4 else itemsize * eyes.values
     return held + kept, held + max(kept, patches * (double * most + cast))

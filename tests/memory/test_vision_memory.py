@@ -44,6 +44,37 @@ def test_a_tower_takes_what_is_counted(folder, trained):
     assert kept == (pytest.approx(really_kept, rel=0.1) if trained else 0)
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+def test_what_autocast_keeps_is_counted(tmp_path, family):
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "depth": 3,
+    }
+    eyes = EYES if family == "qwen2_vl" else {**sizes, "patch_size": 14, "image_size": 448, "vision_use_head": False}
+    folder = vision.make(tmp_path / "model", family, eyes=eyes)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    images = torch.zeros(PATCHES, 3 * 2 * 14**2), torch.tensor([[1, 32, 32]])
+    if family == "gemma3":
+        images = (torch.zeros(1, 3, 448, 448),)
+    saved = {}
+
+    def save(tensor):
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = 0 if storage.data_ptr() in parameters else storage.nbytes()
+        return tensor
+
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        found = model.get_image_features(*images)
+    assert found is not None
+    seen, pixels = read_shape(read_config(folder), "model").tower, images[0].numel()
+    kept, _ = tower_bytes(family, seen, pixels, 3, itemsize=2, autocast=True, recomputed=False)
+    assert kept - PIXEL * pixels == pytest.approx(sum(saved.values()), rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("pattern", "blocks"), [(r"visual\.merger", 0), (r"visual\.blocks\.2\.", 1), (r"visual\.patch_embed", 3)]
 )

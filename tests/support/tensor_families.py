@@ -44,7 +44,7 @@ def apart(found, expected):
 
 
 def of(folder):
-    config = TrainConfig(max_grad_norm=0.1)
+    config = TrainConfig(max_grad_norm=0.1).resolved({})
     model = pretrained(
         str(folder), config, torch.float32, largest_id=90, train=True, log=lambda line: None, tensor_ranks=2
     )

@@ -64,7 +64,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "gemma3": (
         {"query_pre_attn_scalar": 8, "sliding_window": 512, "tie_word_embeddings": True},
-        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16},
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16}
+        | {"vision_use_head": False},  # as Gemma 3 is published
     ),
 }
 

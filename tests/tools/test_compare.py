@@ -337,7 +337,8 @@ def test_values_are_split_at_commas_but_where_they_hold_commas():
     assert values(SETTINGS["micro_batch_size"], ("1,32", "1", "auto")) == ["1", "32", "auto"]
     assert values(SETTINGS["learning_rate"], ("1e-4,0.0001,3e-4",)) == ["1e-4", "3e-4"]
     assert values(SETTINGS["lora_target_modules"], ("q,v", "k"), whole=True) == ["q,v", "k"]
-    whole = {"--lora-target-modules", "--mix", "--tracker", "--train-only"}
+    whole = {"--lora-modules-to-save", "--lora-target-modules", "--lora-target-parameters"}
+    whole |= {"--mix", "--tracker", "--train-only"}
     assert _whole(Task, {Task: []}) == whole  # --train-only 'layers\.\d{1,2}\.'
     assert values(SETTINGS["gradient_checkpointing"], ("on,off",)) == ["on", "off"]
     with pytest.raises(UserError, match="--seed 1,,2: a value between two commas is empty"):

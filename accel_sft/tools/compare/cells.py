@@ -21,7 +21,9 @@ from accel_sft.launch.recordable import masked_words, recordable
 SINGLE = "single"
 """The value of --launch that stands for one process without a launcher."""
 PRECISIONS = ("no", "fp16", "bf16")
-OWN_COMMAS = frozenset({"lora_target_modules", "mix", "tracker", "train_only"})
+OWN_COMMAS = frozenset(
+    {"lora_modules_to_save", "lora_target_modules", "lora_target_parameters", "mix", "tracker", "train_only"}
+)
 """Trainer options whose values may contain commas, so they are not split at commas."""
 _LAUNCHER = ("launch", "num_processes", "mixed_precision")
 

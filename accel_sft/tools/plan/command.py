@@ -158,7 +158,7 @@ def job_of(
     generates = config.eval_every != "off" and task.main_metric not in UNANSWERED
     answers = config.eval_batch_size or _EVAL_ROWS
     if config.eval_limit:
-        answers = min(answers, math.ceil(config.eval_limit / launch.world_size))
+        answers = min(answers, math.ceil(config.eval_limit * launch.tensor_ranks / launch.world_size))
     return Job(
         shape=shape,
         launch=launch,
