@@ -243,7 +243,8 @@ def _block_backward(job: Job, block: Block) -> float:
     for group in ("feed_forward", "experts"):
         into = [m for m in block.matrices if m.group == group and m.inputs == hidden and m.name != "gate"]
         out = sum(m.active * m.outputs for m in into if m.outputs > 1)
-        wide = max(wide, out * (2 if job.is_frozen else 1))  # an adapter adds a gradient to that of its matrix
+        # where autocast casts it, an adapter's gradient is added to that of its matrix
+        wide = max(wide, out * (2 if job.is_frozen and job.autocast else 1))
         copied = max([copied, *(m.active * hidden for m in into if m.copies > 1)])
     stream = hidden * (4 if job.autocast and not job.is_frozen else e)
     scores = _SCORE_BACKWARD * _scores(job) - 2 * job.tokens * e * wide  # the feed-forward's part is freed by then
