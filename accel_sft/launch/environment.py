@@ -116,10 +116,10 @@ def device_count() -> int:
     """Return how many accelerators ranks can be spread over; 0 with Apple's (MPS), which has no collectives."""
     import torch
 
-    device = torch.accelerator.current_accelerator()  # None where torch is built for the CPU alone
-    if device is None or device.type == "mps" or not torch.accelerator.is_available():
+    if not torch.accelerator.is_available():  # asked first: without one, torch 2.6 has an error for the question below
         return 0
-    return torch.accelerator.device_count()
+    device = torch.accelerator.current_accelerator()
+    return torch.accelerator.device_count() if device is not None and device.type != "mps" else 0
 
 
 def usable_cores() -> int:
