@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from tokenizers import AddedToken
 
 from accel_sft.api.errors import UserError, first_line
@@ -13,6 +14,7 @@ from accel_sft.chat.rendering import Rendering
 from accel_sft.chat.template import MARK
 from accel_sft.io.files import expanded, read_json
 from accel_sft.io.run_dir import RunDir
+from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.models.source import errors_explained
 from accel_sft.models.tiny import CHAT_TEMPLATE
 
@@ -49,13 +51,15 @@ class GivenTemplate:
             UserError: the template cannot be read, or is none: it fails, or writes no answer.
         """
         tokenizer.chat_template, their_special = self._read()
+        if not tokenizer.chat_template.strip():
+            raise self._unusable("it is empty; name another")
         rendering = Rendering(tokenizer)
         try:
             form = rendering.form(_TURNS, "a conversation")
             written = rendering.template.text(form.with_answer(_TURNS, "!"), "a conversation", prompt=False)
             written += rendering.template.text(form.given(_TURNS), "a conversation", prompt=True)
         except UserError as error:
-            raise self._unusable(first_line(error)) from error
+            raise self._unusable(_failure(error)) from error
         if form.drops_answer:
             raise self._unusable("it writes no answer of an assistant; is it a chat template, in Jinja?")
         # a template may put a mark together of parts, such as '<|' + role + '|>': so what it writes is searched, too
@@ -117,6 +121,17 @@ class GivenTemplate:
 
     def _unusable(self, cause: str) -> UserError:
         return UserError(f"--chat-template {self.name}: {cause}")
+
+
+def _failure(error: UserError) -> str:
+    """Why a template fails, and where: the error of a rendering is of a model's own template, and a task's messages."""
+    cause = error.__cause__
+    if isinstance(cause, jinja2.TemplateSyntaxError):
+        return f"line {cause.lineno}: {one_line(cause.message or '', LONGEST_ERROR)}; mend it, or name another"
+    if cause is None:
+        return first_line(error)
+    told = str(cause) if isinstance(cause, jinja2.TemplateError) else f"{type(cause).__name__}: {cause}"
+    return f"it fails on a conversation: {one_line(told, LONGEST_ERROR)}; mend it, or name another"
 
 
 def template_of(tokenizer: Any, name: str) -> Any:

@@ -67,7 +67,10 @@ def test_of_a_file_the_mark_that_ends_answers_becomes_a_token_and_of_a_model_its
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for", "rejects these messages"),
+        ("\n{% for", "line 2: [^;]*; mend it, or name another$"),
+        ("{{ messages[0].content + 1 }}", "it fails on a conversation: TypeError: [^;]*; mend it, or name another$"),
+        ("{{ raise_exception('No.') }}", "it fails on a conversation: No\\.; mend it, or name another$"),
+        (" \n", "it is empty; name another$"),
         ("{{ messages[0].content }}", "it writes no answer of an assistant"),
         (None, "neither chatml nor a file, and as a model: .*cannot be loaded"),
         ("base", "this model's tokenizer has no chat template"),
