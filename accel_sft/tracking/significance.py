@@ -89,7 +89,8 @@ def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
         error, reach = float(np.std(resampled)), _percentiles(resampled)
         if error > _SAME:
             p = 2 * t.sf(abs(difference) / error, count - 1)
-        else:  # each example changed alike: a sign test
+        else:  # each example changed alike, to rounding: a sign test
+            error = 0.0
             p = binomtest(count, count).pvalue if abs(difference) > _SAME else 1.0
     else:
         return None
@@ -148,7 +149,7 @@ def verdict(change: Mapping[str, Any], words: tuple[str, str]) -> str:
         return ""
     difference = change["difference"]
     if change["p"] >= level:
-        if not difference and not change["standard_error"]:
+        if abs(difference) <= _SAME and not change["standard_error"]:
             return "the same"
         more = needed(change, level)
         return f"no difference that {change['examples']:,} examples can show" + (f"; {more:,} would" if more else "")

@@ -122,6 +122,16 @@ def test_examples_that_did_not_show_a_difference_are_never_said_to_be_enough():
     assert needed(few) > 3
 
 
+@pytest.mark.parametrize(("less", "told"), [(0.1, "no difference that 3 examples can show"), (0.0, "the same")])
+def test_examples_that_all_changed_alike_have_no_noise_but_that_of_rounding(less, told):
+    scores = [0.2, 0.7, 0.4]
+    before = [0.1 + 0.2 + score - 0.3 - less for score in scores]  # differs by rounding
+    after, before = (measured({"a": sum(of) / len(of)}, answers("a", of), None)[0]["a"] for of in (scores, before))
+    change = paired(before, after)
+    assert (change["standard_error"], change["low"], needed(change)) == (0.0, None, None)
+    assert verdict(change, WORDS) == told
+
+
 def test_other_examples_are_not_paired():
     one, other = rate(5, 5), rate(5, 6)
     assert paired(one, other) is None
