@@ -1,5 +1,6 @@
 """Loads weights and tokenizer of a `Source`: in the right type, with the adapter in place, for Accelerator.prepare."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from accel_sft.models.adapters import leave_casts_to_autocast, new_adapter
 from accel_sft.models.chat_template import GivenTemplate, template_of
 from accel_sft.models.compiled import compile_blocks
 from accel_sft.models.new_tokens import know_tokens
+from accel_sft.models.offload import room_explained
 from accel_sft.models.pretrained import OR_NONE, freeze_beyond_text, freeze_others, pretrained
 from accel_sft.models.saved_adapter import is_of_whole, saved_adapter
 from accel_sft.models.source import Source, errors_explained
@@ -101,7 +103,7 @@ def load_model(
             f"--offload: the adapter {source.adapter} stands on weights that would be elsewhere; merge it first "
             "(accel-sft merge), and name the merged folder"
         )
-    with errors_explained(source.weights):
+    with errors_explained(source.weights), room_explained() if offload else contextlib.nullcontext():
         reduced = deepspeed or config.adapter != "none" or not train
         dtype = _dtype(dtype=config.dtype, precision=precision if reduced else "no")
         whole = images or bool(source.adapter and is_of_whole(source.adapter))

@@ -3,20 +3,27 @@
 Accelerate's hooks bring each layer's weights to the device for the layer's forward, and drop them after it.
 """
 
+import contextlib
+import errno
 import re
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from accel_sft.api.errors import UserError
+from accel_sft.api.errors import UserError, first_line
 from accel_sft.io import cache
+from accel_sft.io.files import trouble_of_writing
 from accel_sft.launch import host_memory
 from accel_sft.launch.accelerator import own_folder
 from accel_sft.launch.environment import device_count
 
 SHARE = 0.75
 """Share of a GPU's free memory that weights get; the rest is for activations and the KV cache."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PLACES = {"cpu": "in host memory", "disk": "on the disk"}
 
 
@@ -45,13 +52,41 @@ def placing(where: str) -> dict[str, Any]:
 
     Files of safetensors stay where they are. Weights that must be converted as they are read, such as merged experts,
     are written to a folder of the cache that is removed when the process ends.
+
+    Raises:
+        UserError: the folder cannot be made.
     """
-    folder = {"offload_folder": str(own_folder(cache.folder() / "offload"))}
+    try:
+        folder = {"offload_folder": str(own_folder(_root()))}
+    except OSError as error:
+        raise UserError(
+            f"--offload: the folder {_root()} cannot be used ({error.strerror}); set ACCEL_SFT_CACHE to one that can"
+        ) from None
     if not device_count():
         return {"device_map": {"": "disk"}, **folder}
     free = int(SHARE * torch.cuda.mem_get_info()[0])
     host = int(SHARE * host_memory.free_bytes()) if where == "host" else 0
     return {"device_map": "auto", "max_memory": {torch.cuda.current_device(): free, "cpu": host}, **folder}
+
+
+@contextlib.contextmanager
+def room_explained() -> Iterator[None]:
+    """Turn a failure to write weights to the folder of `placing` into a UserError that names the folder."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        written = "serializ" in str(error) if isinstance(error, SafetensorError) else error.errno in _NO_ROOM
+        if not written:
+            raise
+        cause = trouble_of_writing(error, _root()) or first_line(error)
+        raise UserError(
+            f"--offload: weights that are converted as they are read cannot be written to {_root()}: {cause}, or set "
+            "ACCEL_SFT_CACHE to a folder of another disk"
+        ) from error
+
+
+def _root() -> Path:
+    return cache.folder() / "offload"
 
 
 def is_offloaded(model: Any) -> bool:

@@ -15,6 +15,7 @@ from matrix import matrix, run
 from models import make_tiny
 from peft import LoraConfig, get_peft_model
 from reference_job import layout
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
@@ -95,6 +96,24 @@ def test_where_a_model_is_placed_is_said_by_its_blocks(folders, monkeypatch):
     monkeypatch.setattr(offload.host_memory, "free_bytes", lambda: 400)
     assert offload.placing("host")["max_memory"] == {0: 750, "cpu": 300}
     assert offload.placing("disk")["max_memory"] == {0: 750, "cpu": 0}
+
+
+def test_a_folder_that_cannot_be_made_is_one_line_that_names_it(folders, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"^--offload: the folder \S*/file/offload cannot be used \(Not a directory\)"):
+        answerer(folders["whole"], "disk")
+
+
+def test_a_disk_without_room_for_converted_weights_is_one_line_that_names_the_folder(folders, monkeypatch):
+    def full(*_, **__):
+        offload.placing("disk")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("accel_sft.models.load.pretrained", full)
+    said = r"^--offload: weights that are converted .* written to \S*/offload: the disk is full; free space, or set ACC"
+    with pytest.raises(UserError, match=said):
+        answerer(folders["whole"], "disk")
 
 
 @pytest.mark.parametrize(
