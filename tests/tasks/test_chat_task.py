@@ -279,6 +279,12 @@ MALFORMED = {
         None,
         "columns messages or conversations, prompt and completion, instruction and output, or text",
     ),
+    "a null text": (
+        {"text": None, "id": 3},
+        None,
+        "columns messages or conversations, prompt and completion, instruction and output, or text, "
+        "got text (null), id; name others",
+    ),
     "not a list": ({"messages": 3}, "messages", "a list of messages, got int"),
     "an empty list": ({"messages": []}, "messages", "a list of messages, got an empty list"),
     "not JSON": ({"messages": "[{"}, "messages", "a list of messages, or JSON of one"),

@@ -120,7 +120,7 @@ def _recognised(
 
 
 def _unknown(row: Mapping[str, Any], named: Iterable[str]) -> RowProblem:
-    there = ", ".join(key[:80] for key in list(row)[:_SHOWN]) or "none"
+    there = ", ".join(key[:80] + " (null)" * (row[key] is None) for key in list(row)[:_SHOWN]) or "none"
     if absent := [name for name in named if name not in row]:
         return RowProblem(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
     return RowProblem(
