@@ -1,10 +1,14 @@
-"""What a checkpoint by parameter, in safetensors, costs beside the library's own state of the same run.
+"""What a checkpoint costs: written behind the steps, with training waiting for it, and as the library's own state.
 
     accelerate launch --config_file accelerate_configs/z2.yaml --mixed_precision no benchmarks/checkpoint.py --rounds 5
     python benchmarks/checkpoint.py --smoke
 
-Both are written to the same disk in turns, each file on the disk and hashed before it counts, as a run's checkpoint is.
+A cycle is a number of steps with one checkpoint after the first; its end waits for the checkpoint. Cycles without one,
+with one that training waits for, and with one in the background take turns. `stall` is how long the loop stands still
+for it, and `lost` by how much the cycle is longer than one without, slower steps included.
+
 The library's is `accelerator.save_state`: torch's or DeepSpeed's own files, bound to the layout they are written under.
+They are on the disk and hashed before it counts, as a run's checkpoint is.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import smoke
 from accel_sft.launch.environment import prepare_environment
 
 
-def main(rounds: int, hidden_size: int, layers: int) -> None:
+def main(rounds: int, hidden_size: int, layers: int, steps: int, tokens: int) -> None:
     prepare_environment()
 
     import torch
@@ -27,8 +31,9 @@ def main(rounds: int, hidden_size: int, layers: int) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from accel_sft.api.config import TrainConfig
-    from accel_sft.checkpoint import shards
+    from accel_sft.checkpoint.background import Checkpoints
     from accel_sft.io import manifest
+    from accel_sft.io.run_dir import RunDir
     from accel_sft.launch.accelerator import create_accelerator, prepare_model
     from accel_sft.launch.read import read_launch
     from accel_sft.training.optimizer import Stepper, new_optimizer
@@ -37,51 +42,92 @@ def main(rounds: int, hidden_size: int, layers: int) -> None:
     accelerator, launch = create_accelerator(config, read_launch())
     torch.manual_seed(0)
     shape = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size, "num_hidden_layers": layers}
-    model = Qwen2ForCausalLM(Qwen2Config(**shape, num_attention_heads=8, num_key_value_heads=8, vocab_size=32_000))
+    model = Qwen2ForCausalLM(Qwen2Config(**shape, num_attention_heads=8, num_key_value_heads=8, vocab_size=16_000))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     model, optimizer = prepare_model(accelerator, launch, model.train(), new_optimizer(model, config), 1.0)
     stepper = Stepper(accelerator, model, optimizer, 1.0)
-    ids = torch.arange(32, device=accelerator.device)[None]
-    with stepper.boundary(last=True):
-        stepper.backward(model(input_ids=ids, labels=ids).loss)
-    stepper.update(0)
-
+    ids = torch.arange(64, device=accelerator.device).expand(max(tokens // 64, 1), 64)
     main_process = accelerator.is_main_process
-    folder = Path(broadcast_object_list([tempfile.mkdtemp() if main_process else None])[0])
-
-    def seconds(write) -> tuple[float, int]:
-        if accelerator.is_main_process:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-        accelerator.wait_for_everyone()
-        started = time.perf_counter()
-        write(folder)
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            manifest.write(folder, {})
-        accelerator.wait_for_everyone()
-        return time.perf_counter() - started, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-    ways = {
-        "by parameter": lambda folder: shards.write(accelerator, model, optimizer, folder),
-        "save_state": lambda folder: accelerator.save_state(str(folder)),
+    folder = Path(broadcast_object_list([tempfile.mkdtemp(dir=".") if main_process else None])[0])
+    runs = {name: RunDir(folder / name) for name in ("waiting", "background")}
+    checkpoints = {
+        name: Checkpoints(accelerator, launch, model, optimizer, run, 1, log=accelerator.print)
+        for name, run in runs.items()
     }
-    took = {name: [] for name in ways}
+    if main_process:
+        for run in runs.values():
+            run.checkpoints.mkdir(parents=True)
+    made = 0
+
+    def step() -> None:
+        with stepper.boundary(last=True):
+            stepper.backward(model(input_ids=ids, labels=ids).loss)
+        stepper.update(made)
+
+    def cycle(name: str) -> tuple[float, float]:
+        """Seconds of a cycle, and of its checkpoint's call."""
+        nonlocal made
+        accelerator.wait_for_everyone()
+        began, stall = time.perf_counter(), 0.0
+        for number in range(steps):
+            step()
+            made += 1
+            if number == 0 and name in checkpoints:
+                saves = time.perf_counter()
+                checkpoints[name].save({"step": made}, wait=name == "waiting")
+                stall = time.perf_counter() - saves
+        if name in checkpoints:
+            checkpoints[name].finish()
+        accelerator.wait_for_everyone()
+        return time.perf_counter() - began, stall
+
+    def library() -> tuple[float, int]:
+        """Seconds and bytes of the library's state."""
+        state = folder / "state"
+        if main_process:
+            shutil.rmtree(state, ignore_errors=True)
+            state.mkdir()
+        accelerator.wait_for_everyone()
+        began = time.perf_counter()
+        accelerator.save_state(str(state))
+        accelerator.wait_for_everyone()
+        if main_process:
+            manifest.write(state, {})
+        accelerator.wait_for_everyone()
+        return time.perf_counter() - began, size_of(state)
+
+    took: dict[str, list[tuple[float, float]]] = {"none": [], "waiting": [], "background": []}
+    theirs = []
     for number in range(rounds + 1):
-        for name, write in ways.items():
-            second, size = seconds(write)
-            if number:  # the first round warms up
-                took[name].append((second, size))
+        for name, each in took.items():
+            each.append(cycle(name))
+        if number:  # the first round warms up
+            theirs.append(library())
+    first = took["background"][0][1]
+    cycles, stalls = ({name: [pair[at] for pair in each[1:]] for name, each in took.items()} for at in (0, 1))
+    middle = statistics.median
+    lost = {
+        name: middle(mine - without for mine, without in zip(cycles[name], cycles["none"], strict=True))
+        for name in checkpoints
+    }
     accelerator.print(
-        f"{parameters:,} parameters, {accelerator.num_processes} ranks, {accelerator.distributed_type.value}"
+        f"{parameters:,} parameters, {accelerator.num_processes} ranks, {accelerator.distributed_type.value}; a step "
+        f"{middle(cycles['none']) / steps:.2f} s, a cycle {steps} steps; the first background stall {first:.2f} s"
     )
-    accelerator.print("\n| way | median seconds | GiB |\n|---|---|---|")
-    for name, each in took.items():
-        accelerator.print(f"| {name} | {statistics.median(s for s, _ in each):.2f} | {each[0][1] / 2**30:.2f} |")
+    accelerator.print("\n| way | stall | lost | of the time lost by waiting | GiB |\n|---|---|---|---|---|")
+    for name, run in runs.items():
+        share = lost[name] / lost["waiting"]
+        told = f"{middle(stalls[name]):.2f} s | {lost[name]:.2f} s | {share:.0%} | {size_of(run.path) / 2**30:.2f}"
+        accelerator.print(f"| {name} | {told} |")
+    accelerator.print(f"| save_state | {middle(s for s, _ in theirs):.2f} s | | | {theirs[0][1] / 2**30:.2f} |")
     accelerator.wait_for_everyone()
     if main_process:
         shutil.rmtree(folder)
     accelerator.end_training()
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 if __name__ == "__main__":
@@ -89,5 +135,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden-size", type=int, default=640)
     parser.add_argument("--layers", type=int, default=10)
-    arguments = smoke.parse(parser, rounds=1, hidden_size=64, layers=2)
-    main(arguments.rounds, arguments.hidden_size, arguments.layers)
+    parser.add_argument("--steps", type=int, default=6, help="steps of a cycle: so many that a checkpoint is done")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a rank's step")
+    arguments = smoke.parse(parser, rounds=1, hidden_size=64, layers=2, steps=2, tokens=64)
+    main(arguments.rounds, arguments.hidden_size, arguments.layers, arguments.steps, arguments.tokens)

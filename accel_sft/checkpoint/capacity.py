@@ -60,5 +60,17 @@ def check_host_memory(
     Team(accelerator).firsts(check)
 
 
+def no_room_for_a_copy(model: Any, launch: Launch, *, averaged: bool = False) -> str | None:
+    """Say why this machine's ranks cannot keep a copy of what they write of a checkpoint; None if they can.
+
+    Beside the copy a third of its size stays free, which is what exported weights take.
+    """
+    ranks = launch.shard_ranks if launch.backend == "fsdp" else launch.world_size
+    size = checkpoint_bytes(model, averaged=averaged) * min(launch.local_world_size / ranks, 1.0)
+    if (free := host_memory.free_bytes()) >= size * 4 / 3:
+        return None
+    return f"host memory: a copy of what is saved takes {_shown(size)}, and {_shown(free)} are free"
+
+
 def _shown(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

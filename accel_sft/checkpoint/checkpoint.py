@@ -1,4 +1,4 @@
-"""Saves checkpoints, completely or not at all; finds the newest complete one and loads it; exports weights."""
+"""Finds the newest complete checkpoint and loads it; exports weights, completely or not at all."""
 
 import contextlib
 import shutil
@@ -12,10 +12,9 @@ from accelerate import Accelerator
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
 from accel_sft.checkpoint.averages import Averages
-from accel_sft.checkpoint.capacity import check_disk
 from accel_sft.checkpoint.plain_lora import convert
 from accel_sft.io import manifest
-from accel_sft.io.files import abandoned, begin_folder, put_in_place, write_atomically
+from accel_sft.io.files import abandoned, begin_folder, put_in_place
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.text import printable
@@ -54,43 +53,6 @@ def settle(run_dir: RunDir) -> None:
                 outgoing.rename(target)
         for partial in folder.glob(".*.partial"):
             shutil.rmtree(partial)
-
-
-def save(
-    accelerator: Accelerator,
-    model: Any,
-    optimizer: Any,
-    run_dir: RunDir,
-    state: dict[str, Any],
-    keep: int,
-    extra: shards.Extra | None = None,
-    averages: Averages | None = None,
-) -> Path:
-    """Write the trained parameters, their Adam state and `state` as the step's checkpoint; keep the newest `keep`.
-
-    Frozen weights are left out, since the run's source has them. There is no random state to save: a step's random
-    state is made from the seed, the step and the rank. `state` is JSON-able and has the key `step`; `extra` are further
-    tensors that training needs, equal on all ranks; `averages` are those of `--ema-decay`.
-    """
-    target = run_dir.checkpoint(state["step"])
-    check_disk(accelerator, model, run_dir, averaged=averages is not None)
-    about = {**state, "layout": parallelism(accelerator), "loss_scale": shards.loss_scale(accelerator, model)}
-    if averages:
-        about["averaged_steps"] = averages.updates
-    with replacing(accelerator, target) as partial:
-        shards.write(accelerator, model, optimizer, partial, extra, averages)
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            manifest.write(partial, about)
-    if accelerator.is_main_process:
-        write_atomically(run_dir.latest, target.name + "\n")
-        # Checkpoints of later steps do not count: they are damaged, or the run was resumed from an earlier one.
-        for old in [path for path in run_dir.all_checkpoints() if step_of(path) <= state["step"]][:-keep]:
-            if old.is_symlink() or not old.is_dir():  # a user put it on another disk
-                old.unlink()
-            else:
-                shutil.rmtree(old)
-    return target
 
 
 def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:

@@ -7,7 +7,8 @@ read back bit for bit (law 3).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,48 +32,78 @@ Extra = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors that are neither a parameter nor optimizer state, and equal on all ranks: kind -> name -> tensor."""
 
 
-def write(
+Piece = dict[str, torch.Tensor]
+"""What one file of a checkpoint has: tensors in host memory by key."""
+
+
+def copied(
     accelerator: Accelerator,
     model: Any,
     optimizer: Any,
-    folder: Path,
     extra: Extra | None = None,
     averages: Averages | None = None,
-) -> None:
-    """Write this rank's spans as files in `folder`; every rank calls it."""
-    parts: dict[str, torch.Tensor] = {}
-    count = size = 0
+    held: Piece | None = None,
+) -> Iterator[Piece]:
+    """Yield copies of this rank's spans, file by file; every rank consumes them to the end, in its main thread.
 
-    def put() -> None:
-        nonlocal count, size
-        from safetensors.torch import save_file
+    Args:
+        held: keeps the copies for the next call, which overwrites them: to copy into new memory takes several times as
+            long. The copies are whole once the last one has come. Without it, each piece has memory of its own.
+    """
+    piece: Piece = {}
+    size, on_gpu = 0, accelerator.device.type == "cuda"
 
-        heartbeat()
-        if parts:
-            save_file(parts, folder / f"rank-{accelerator.process_index:04d}-{count:03d}.safetensors")
-            count, size = count + 1, 0
-            parts.clear()
+    def copy(key: str, tensor: torch.Tensor) -> None:
+        nonlocal size
+        place = None if held is None else held.get(key)
+        if place is None:
+            pinned = held is not None and tensor.device.type == "cuda"
+            place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            if held is not None:
+                held[key] = place
+        piece[key] = place.copy_(tensor, non_blocking=held is not None)
+        size += tensor.nbytes
 
     for number, partition in enumerate(partitions(accelerator, model, optimizer)):
         averaged = {AVERAGE: averages.tensors[number]} if averages else {}
         for span in partition.spans if partition.written else []:
             moments = {key: partition.state[key] for key in partition.kinds if key in partition.state}
             for kind, tensor in {"weights": partition.tensor, **moments, **averaged}.items():
-                part = flat(by_rows(tensor))[span.offset : span.offset + span.size]
-                # a copy, because `part` may be swapped in from NVMe only for a moment, or be on a GPU
-                parts[_key(kind, span)] = part.to("cpu", copy=True)
-                size += part.nbytes
+                # `tensor` may be swapped in from NVMe only for a moment
+                copy(_key(kind, span), flat(by_rows(tensor))[span.offset : span.offset + span.size])
             for key in SCALES:
                 if key in partition.state:
-                    parts[_key(key, span)] = partition.state[key].to("cpu", copy=True)
+                    copy(_key(key, span), partition.state[key])
             if "step" in partition.state:
-                parts[_key("step", span)] = torch.tensor([float(partition.state["step"])], dtype=torch.float64)
+                copy(_key("step", span), torch.tensor([float(partition.state["step"])], dtype=torch.float64))
             if size >= FILE_BYTES:
-                put()
+                yield piece
+                piece, size = {}, 0
     if accelerator.is_main_process:
         for kind, tensors in (extra or {}).items():
-            parts.update({f"{kind}:0:{name}": tensor for name, tensor in tensors.items()})
-    put()
+            for name, tensor in tensors.items():
+                copy(f"{kind}:0:{name}", tensor)
+    if on_gpu:
+        torch.cuda.synchronize(accelerator.device)
+    if piece:
+        yield piece
+
+
+def write(pieces: Iterable[Piece], folder: Path, rank: int, *, threads: int) -> manifest.Files:
+    """Write each piece as a file of this rank, to the disk; returns the files' sizes and SHA-256.
+
+    While a piece is written, up to `threads` files before it are hashed.
+    """
+    from safetensors.torch import save_file
+
+    with ThreadPoolExecutor(threads) as hashing:
+        files: dict[str, Future[list[Any]]] = {}
+        for number, piece in enumerate(pieces):
+            heartbeat()
+            path = folder / f"rank-{rank:04d}-{number:03d}.safetensors"
+            save_file(piece, path)
+            files[path.name] = hashing.submit(manifest.written, path)
+        return {name: future.result() for name, future in files.items()}
 
 
 def read(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path, averages: Averages | None = None) -> None:

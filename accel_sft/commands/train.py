@@ -81,7 +81,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
                     tracker.log(line)
                 tracker.phase("data")
                 trainer = Trainer(run_dir, recorded_name(task_name), prepared, tracker, signals, on_step)
-                with heartbeats_only():
+                with heartbeats_only(), trainer.checkpoints:
                     trainer.resume()
                     write_run_record(run_dir, recorded_name(task_name), prepared, resumed=True)
                     trainer.train()

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from accel_sft.io.heartbeat import heartbeat
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 20
-_THREADS = 8
+THREADS = 8
 """Number of threads that hash files: hashing releases the GIL, and one core hashes slower than disks read."""
 
 
@@ -23,15 +24,24 @@ class Damaged(Exception):
     """Says how a folder differs from its manifest."""
 
 
-def write(folder: Path, about: dict[str, Any]) -> None:
+Files = Mapping[str, list[Any]]
+"""Size and SHA-256 of files, by their names in the folder."""
+
+
+def write(folder: Path, about: dict[str, Any], known: Files | None = None) -> None:
     """Write the manifest: `about` (JSON), and size and SHA-256 of every file below `folder`. Sync everything to disk.
+
+    Args:
+        known: files of which `written` has told that.
 
     Raises:
         OSError: a file cannot be written.
     """
-    names = [name for name in _names(folder) if name != MANIFEST]
-    with ThreadPoolExecutor(_THREADS) as threads:
-        files = dict(zip(names, threads.map(lambda name: _written(folder / name), names), strict=True))
+    names, found = [name for name in _names(folder) if name != MANIFEST], known or {}
+    with ThreadPoolExecutor(THREADS) as threads:
+        files = dict(
+            zip(names, threads.map(lambda name: found.get(name) or written(folder / name), names), strict=True)
+        )
     (folder / MANIFEST).write_text(_text({"files": files, "about": about}), encoding="utf-8")
     sync(folder / MANIFEST)
     for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
@@ -75,7 +85,7 @@ def verify(folder: Path) -> dict[str, Any]:
             raise Damaged(f"{name} is not a regular file")
         if there.st_size != size:
             raise Damaged(f"{name} has {there.st_size} bytes, {size} were written")
-    with ThreadPoolExecutor(_THREADS) as threads:
+    with ThreadPoolExecutor(THREADS) as threads:
         names, files = list(content["files"]), content["files"]
         digests = threads.map(lambda name: _digest(folder / name, files[name][0]), names)
         for name, digest in zip(names, digests, strict=True):
@@ -118,7 +128,8 @@ def _content(folder: Path) -> dict[str, Any]:
         raise Damaged(f"{MANIFEST} cannot be understood") from None
 
 
-def _written(path: Path) -> list[Any]:
+def written(path: Path) -> list[Any]:
+    """Sync a file to the disk; returns its size and SHA-256."""
     sync(path)
     size = path.stat().st_size
     return [size, _digest(path, size)]

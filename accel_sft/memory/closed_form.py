@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from accel_sft.memory.activations import forward_bytes, logits_bytes, peak_bytes
 from accel_sft.memory.cpu import on_cpu
-from accel_sft.memory.estimate import Estimate
+from accel_sft.memory.estimate import WITH_COPY, Estimate
 from accel_sft.memory.job import Job
 from accel_sft.memory.states import AVERAGE, FLOAT32, Placed, placed, weights_bytes
 
@@ -64,8 +64,12 @@ def assemble(job: Job, states: tuple[Placed, Placed], forward: Mapping[str, floa
     """
     device, host = states
     on_gpu = {} if job.on_cpu else _on_gpu(job, device, forward)
-    beside = on_cpu(job, device.plus(host), forward, _file_bytes(job)) if job.on_cpu else _beside_gpu(job, host)
-    return Estimate(method="closed form", device=on_gpu, host=beside, local_ranks=job.local_ranks)
+    copy = copied_bytes(job)
+    beside = on_cpu(job, device.plus(host), forward) if job.on_cpu else _beside_gpu(job, host)
+    for phase in beside.keys() & set(WITH_COPY):
+        beside[phase] = _add(beside[phase], buffers=copy)
+    spare = max(copy - _file_bytes(job), 0.0)
+    return Estimate(method="closed form", device=on_gpu, host=beside, spare_bytes=spare, local_ranks=job.local_ranks)
 
 
 def _resident(at: Placed, moments: bool) -> dict[str, float]:
@@ -138,7 +142,7 @@ def _beside_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
     if job.eval_rows:
         phases["evaluate"] = _add(after, buffers=at.swapping)
     if job.saves:
-        phases["save"] = _add(after, buffers=_file_bytes(job))
+        phases["save"] = after
     # rank 0 alone holds the exported weights; divided here, so that the sum over a machine's ranks is right
     phases["export"] = _add(after, buffers=at.swapping + job.computes_bytes * _exported(job) / job.local_ranks)
     return phases
@@ -166,6 +170,17 @@ def _file_bytes(job: Job) -> float:
     """Bytes of one checkpoint file, which is copied to host memory before it is written."""
     each = checkpoint_bytes_each(job.ema_decay is not None)
     return min(each * job.trained / job.ranks, FILE_BYTES + each * job.shape.largest_tensor)
+
+
+def copied_bytes(job: Job) -> float:
+    """Return the bytes of a rank's copy of what it writes of checkpoints, in host memory from the first one on."""
+    if not job.saves:
+        return 0.0
+    each, ranks = checkpoint_bytes_each(job.ema_decay is not None), job.ranks
+    if job.launch.backend == "fsdp":
+        ranks = job.launch.shard_ranks  # HSDP's first copy of the model writes all
+    largest = 0 if job.launch.stage or job.launch.shards_weights else min(job.shape.largest_tensor, job.trained)
+    return each * (largest + (job.trained - largest) / ranks)  # a tensor that all ranks have whole is written by one
 
 
 def checkpoint_bytes_each(averaged: bool) -> int:

@@ -46,8 +46,6 @@ are trained, KEPT_ADAPTER if they are frozen below an adapter. These are DDP's f
 in another order, weights before flattening or sharding, gathered and merged weights, and exchange buffers."""
 BEFORE_MOMENTS = 0.5
 """Share of AdamW's moments that reuses freed blocks in the first step: the moments are allocated after its backward."""
-SAVED_ANEW = 0.25
-"""Share of a checkpoint's copies that needs new memory, because no freed block fits."""
 
 
 def kept_bytes(job: Job) -> float:
@@ -60,13 +58,12 @@ def kept_bytes(job: Job) -> float:
     return constant_gib * GIB + each * job.shape.parameters
 
 
-def on_cpu(job: Job, at: Placed, forward: Mapping[str, float], checkpoint_bytes: float) -> dict[str, dict[str, float]]:
-    """Bytes by phase and component of a rank that trains on a CPU.
+def on_cpu(job: Job, at: Placed, forward: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Bytes by phase and component of a rank that trains on a CPU, without its copy of what checkpoints write.
 
     Args:
         at: model states, those of device and host added up, which are one memory here.
         forward: as in `closed_form.assemble`.
-        checkpoint_bytes: bytes of one checkpoint file.
     """
     backend = "deepspeed" if job.launch.backend == "deepspeed" else "ddp"
     start = PROCESS_BYTES[backend] + (IMAGES_BYTES + 2 * PIXEL * job.pixels if job.pixels else 0)
@@ -96,7 +93,7 @@ def on_cpu(job: Job, at: Placed, forward: Mapping[str, float], checkpoint_bytes:
     if job.eval_rows:
         phases["evaluate"] = _add(after, buffers=at.gathered + at.swapping)
     if job.saves:
-        phases["save"] = _add(after, buffers=SAVED_ANEW * checkpoint_bytes)
+        phases["save"] = after
     phases["export"] = _add(after, buffers=at.swapping)
     return phases
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 
 PHASES = ("load", "shard", "first_step", "step", "evaluate", "save", "export")
 """Phases of a run, in order. `first_step` is from the first forward to the first update; `step` is any later step."""
+WITH_COPY = ("step", "evaluate", "save", "export")
+"""Phases that host memory has a copy of the state in, for the checkpoint that is written behind them."""
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 """Parts of a rank's memory. `buffers`: communication buckets, gathered weights, copies for a disk or another device,
 freed memory that the heap keeps; `overhead`: the process, its libraries, the CUDA context, a GPU allocator's gaps."""
@@ -21,6 +23,8 @@ class Estimate:
         method: `closed form` (computed from the model's shape) or `probe` (measured in two steps of the run).
         device: memory of one rank's accelerator; {} where ranks train on the CPU.
         host: resident memory of one rank's process, the pages that it shares with other ranks included.
+        spare_bytes: what a rank does without in the phases WITH_COPY where host memory is short: training then waits
+            while checkpoints are written file by file.
         local_ranks: ranks on one machine, for `host_peak_bytes`.
         notes: what the numbers rest on, one sentence each.
         failure: why a probe measured nothing. The job then counts as one that does not fit.
@@ -29,6 +33,7 @@ class Estimate:
     method: str
     device: Memory
     host: Memory
+    spare_bytes: float = 0.0
     local_ranks: int = 1
     notes: tuple[str, ...] = ()
     failure: str = ""
@@ -56,7 +61,8 @@ class Estimate:
 
     def over(self, gpu_memory: float | None, host_memory: float | None) -> tuple[str, ...]:
         """Which of `device` and `host` has too little memory; a memory of None is not compared."""
-        pairs = ("device", self.device_peak_bytes, gpu_memory), ("host", self.host_peak_bytes, host_memory)
+        host = max((size - self.spare_bytes * (at in WITH_COPY) for at, size in totals(self.host).items()), default=0.0)
+        pairs = ("device", self.device_peak_bytes, gpu_memory), ("host", self.local_ranks * host, host_memory)
         return tuple(name for name, needed, there in pairs if there is not None and needed > there)
 
 

@@ -181,16 +181,23 @@ class TrainStep:
 
 @exchange()
 def reduce_step(
-    share: torch.Tensor, oom: OutOfMemory, signal: int, system: list[float]
-) -> tuple[float, OutOfMemory, int, list[list[float]]]:
-    """Reduce a step over ranks, with the same result on each: the summed loss, the smallest forward's
-    out-of-memory, a signal that any rank got, and all ranks' system readings."""
-    numbers = [share.item(), signal, *oom, *system]  # item() waits for this rank's GPU, but for no other rank
+    share: torch.Tensor, oom: OutOfMemory, signal: int, system: list[float], unwritten: bool = False
+) -> tuple[float, OutOfMemory, int, bool, list[list[float]]]:
+    """Reduce a step over ranks, with the same result on each: the summed loss, the smallest forward's out-of-memory, a
+    signal that any rank got, whether any could not write its checkpoint, and all ranks' system readings."""
+    numbers = [
+        share.item(),
+        signal,
+        *oom,
+        unwritten,
+        *system,
+    ]  # item() waits for this rank's GPU, but for no other rank
     with span(COMMUNICATION):
         every = gather_numbers(numbers)
     without = [OutOfMemory(*map(int, numbers[2:5])) for numbers in every if numbers[2]]
     loss, signal = sum(numbers[0] for numbers in every), int(max(numbers[1] for numbers in every))
-    return loss, min(without, default=OutOfMemory()), signal, [numbers[5:] for numbers in every]
+    unwritten = any(numbers[5] for numbers in every)
+    return loss, min(without, default=OutOfMemory()), signal, unwritten, [numbers[6:] for numbers in every]
 
 
 def _most_tokens(run_dir: RunDir) -> int | None:

@@ -16,6 +16,7 @@ from accel_sft.batching.autotune import choose_batching
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.checkpoint import checkpoint, shards
+from accel_sft.checkpoint.background import Checkpoints
 from accel_sft.checkpoint.capacity import check_disk, check_host_memory
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.accelerator import prepare_model
@@ -82,6 +83,8 @@ class Trainer:
         self.model, self.optimizer = prepare_model(accelerator, prepared.launch, model, optimizer, config.max_grad_norm)
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm, config.ema_decay)
         self.averages = self.stepper.averages
+        written = run_dir, config.keep_checkpoints, self.averages, log
+        self.checkpoints = Checkpoints(accelerator, prepared.launch, self.model, self.optimizer, *written)
         tracker.phase("sharded")
         tracker.peaks.begin(None)
         self.evaluator = assembly.evaluator(
@@ -149,7 +152,7 @@ class Trainer:
                 self.evaluate_and_save()  # also what a signal prevented in an earlier start
                 self.loop(profiler)
             except Interruption:
-                self.save()
+                self.save(wait=True)
                 raise
 
     def loop(self, profiler: Any) -> None:
@@ -173,7 +176,9 @@ class Trainer:
                 examples = self.train_examples.take(rows.tolist())
             share, oom = self.train_step.forward_backward(examples, loss_weight, state.step + 1)
             self.signals.exit_if_orphaned()
-            loss, oom, signal, system = reduce_step(share, oom, self.signals.asked, self.tracker.system())
+            loss, oom, signal, unwritten, system = reduce_step(
+                share, oom, self.signals.asked, self.tracker.system(), self.checkpoints.failed
+            )
             if oom.tokens:
                 self.train_step.retry_smaller(oom, state.step + 1)
                 taken()  # the step's time is that of its repetition
@@ -197,6 +202,8 @@ class Trainer:
             if self.on_step:
                 self.on_step(record, self.train_step.batching)
             profiler.step()
+            if unwritten:
+                self.checkpoints.finish()  # raises on all ranks what one of them met
             self.stop_if(signal)
             self.evaluate_and_save()
 
@@ -262,17 +269,14 @@ class Trainer:
         tokenizer, start = self.prepared.assembly.tokenizer, self.run_dir.adapter_start
         checkpoint.export(self.accelerator, self.model, tokenizer, target, card, self.beside, start)
 
-    def save(self) -> None:
-        """Write a checkpoint of this step, with the counters, metrics and batching so far."""
+    def save(self, wait: bool = False) -> None:
+        """Begin a checkpoint of this step, with counters, metrics and batching so far, or `wait` until it is whole."""
         batching = choice.recorded(self.batching_asked, self.train_step.batching)  # a resume uses it again (law 3)
         self.signals.exit_if_orphaned()
         saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}
         self.tracker.flush()
         self.tracker.peaks.begin("save")
-        extra, keep = self.stepper.adapter.extra_state(self.stepper.adapted), self.config.keep_checkpoints
-        checkpoint.save(
-            self.accelerator, self.model, self.optimizer, self.run_dir, saved, keep, extra, averages=self.averages
-        )
+        self.checkpoints.save(saved, self.stepper.adapter.extra_state(self.stepper.adapted), wait=wait)
         self.saved_step = self.state.step
 
     def finalize(self) -> None:
@@ -281,6 +285,7 @@ class Trainer:
             self.export(self.run_dir.final)
         if self.averages:
             self.export(self.run_dir.final_plain, "the averages of these weights (in final/)")
+        self.checkpoints.finish()
         measured = {
             **self.prediction.measured(self.tracker, self.train_step),
             "trained_parameters": self.trained_parameters,

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from checkpoints import saved, write
 from reference_job import layout
 from safetensors.torch import load_file, save_file
 
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
-from accel_sft.checkpoint.checkpoint import load, newest, save, settle
+from accel_sft.checkpoint.checkpoint import load, newest, settle
 from accel_sft.io import manifest
 from accel_sft.io.run_dir import RunDir
 
@@ -113,7 +114,7 @@ def test_a_file_that_the_manifest_does_not_name_is_damage_and_is_never_read(chec
 def test_elements_that_another_runs_file_would_bring_do_not_reach_the_weights(tmp_path):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    shards.write(accelerator, model, optimizer, tmp_path)
+    write(accelerator, model, optimizer, tmp_path)
     manifest.write(tmp_path, {})
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     stray = {key: tensor + 1 for path in manifest.files(tmp_path) for key, tensor in load_file(path).items()}
@@ -211,6 +212,6 @@ def test_what_others_put_beside_a_runs_files_harms_no_resume(checkpoints, tmp_pa
     run_dir.checkpoint(1).symlink_to(tmp_path / "elsewhere")
     run_dir.checkpoint(2).touch()
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 2)
-    save(accelerator, model, torch.optim.AdamW(model.parameters()), run_dir, {"step": 9}, keep=2)
+    saved(accelerator, model, torch.optim.AdamW(model.parameters()), run_dir, {"step": 9}, keep=2)
     assert [path.name for path in run_dir.all_checkpoints()] == ["step-000006", "step-000009"]
     assert (tmp_path / "elsewhere").is_dir()

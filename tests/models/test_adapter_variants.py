@@ -9,6 +9,7 @@ import fsdp2_on_cpu
 import pytest
 import torch
 from architectures import make
+from checkpoints import saved
 from conftest import accel_sft, stopped
 from fsdp2_job import FP32, SHARDED
 from models import make_tiny
@@ -123,7 +124,7 @@ def test_a_variant_learns_goes_on_to_the_same_bits_and_is_reloaded_on_the_base_a
     torch.testing.assert_close(whole.logits(), before, **quantized)  # untrained, it changes nothing
 
     whole.train(range(2))
-    path = checkpoint.save(accelerator, whole.model, whole.optimizer, run_dir, {"step": 2}, 1)
+    path = saved(accelerator, whole.model, whole.optimizer, run_dir, {"step": 2})
     whole.train(range(2, 4))
     again = Job(accelerator, source, **options, start=run_dir.adapter_start if "lora_init" in options else None)
     checkpoint.load(accelerator, again.model, again.optimizer, path)
@@ -155,7 +156,7 @@ def test_an_optimizer_of_all_weights_goes_on_to_the_same_bits(accelerator, base,
     needs(optimizer=optimizer)
     whole = Job(accelerator, base, optimizer=optimizer, learning_rate=0.01)
     whole.train(range(2))
-    path = checkpoint.save(accelerator, whole.model, whole.optimizer, RunDir(tmp_path), {"step": 2}, 1)
+    path = saved(accelerator, whole.model, whole.optimizer, RunDir(tmp_path), {"step": 2})
     whole.train(range(2, 4))
     again = Job(accelerator, base, optimizer=optimizer, learning_rate=0.01)
     checkpoint.load(accelerator, again.model, again.optimizer, path)

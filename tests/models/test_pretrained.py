@@ -11,6 +11,7 @@ import architectures
 import pytest
 import torch
 from accelerate import Accelerator
+from checkpoints import saved
 from conftest import accel_sft
 from models import make_tiny
 from peft import LoraConfig, get_peft_model
@@ -292,7 +293,7 @@ def test_train_only_changes_the_named_weights_alone_and_goes_on_to_the_same_bits
     whole, optimizer, stepper = begun()
     before = {name: p.detach().clone() for name, p in whole.named_parameters()}
     train(whole, stepper, range(2))
-    path = checkpoint.save(accelerator, whole, optimizer, RunDir(tmp_path), {"step": 2}, 1)
+    path = saved(accelerator, whole, optimizer, RunDir(tmp_path), {"step": 2})
     train(whole, stepper, range(2, 4))
     changed = {name for name, p in whole.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {name for name in before if re.search(pattern, name)}

@@ -20,6 +20,7 @@ import json
 import math
 import os
 import sys
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -44,7 +45,8 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import HEADS
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
-from accel_sft.checkpoint import checkpoint
+from accel_sft.checkpoint import checkpoint, shards
+from accel_sft.checkpoint.background import Checkpoints
 from accel_sft.checkpoint.partition import MOMENTS, flat, partitions
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import accelerator
@@ -71,7 +73,7 @@ class Job:
         AcceleratorState._reset_state(reset_partial_state=True)
         config = TrainConfig(adapter="none", adam_beta2=0.95).resolved({})
         launch = dataclasses.replace(read_launch(), variable=precision)  # the launcher of these ranks names none
-        self.accelerator, launch = accelerator.create_accelerator(config, launch)
+        self.accelerator, self.launch = accelerator.create_accelerator(config, launch)
         torch.manual_seed(0)
         shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 64}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": dropout}
@@ -80,7 +82,7 @@ class Job:
         if halves or (precision == "bf16" and os.environ.get("ACCELERATE_USE_DEEPSPEED")):
             model.to(torch.bfloat16)
         self.model, self.optimizer = accelerator.prepare_model(
-            self.accelerator, launch, model.train(), new_optimizer(model, config), config.max_grad_norm
+            self.accelerator, self.launch, model.train(), new_optimizer(model, config), config.max_grad_norm
         )
         self.stepper = Stepper(self.accelerator, self.model, self.optimizer, config.max_grad_norm, DECAY)
         self.averages = self.stepper.averages
@@ -150,9 +152,21 @@ class Job:
         hook.remove()
 
     def save(self, run_dir: Path) -> Path:
-        return checkpoint.save(
-            self.accelerator, self.model, self.optimizer, RunDir(run_dir), {"step": STOP}, 1, averages=self.averages
-        )
+        """Begin a checkpoint, of which nothing is written before `written` is called."""
+        where = self.launch, self.model, self.optimizer, RunDir(run_dir)
+        self.checkpoints, self.held = Checkpoints(self.accelerator, *where, 1, self.averages), threading.Event()
+        write = shards.write
+
+        def later(*arguments, **options):
+            self.held.wait()
+            return write(*arguments, **options)
+
+        with mock.patch.object(shards, "write", later):
+            return self.checkpoints.save({"step": STOP})
+
+    def written(self) -> None:
+        self.held.set()
+        self.checkpoints.finish()
 
     def load(self, path: Path) -> None:
         checkpoint.load(self.accelerator, self.model, self.optimizer, path, self.averages)
@@ -316,6 +330,8 @@ def main(folder: Path, layouts: list[str]) -> None:
             path = job.save(run_dir)
             job.averaged()  # and the rest as if that had not been
             losses += job.steps(STOP, STEPS)
+            assert not path.exists()
+            job.written()  # as it was then, although steps have gone on from there
             whole = job.digest()
             again = Job(yaml, precision, 0.2, run_dir)
             again.load(path)
@@ -330,6 +346,7 @@ def main(folder: Path, layouts: list[str]) -> None:
         (folder / f"plain-{yaml}").mkdir(exist_ok=True)
         losses = job.steps(0, STOP)
         written[yaml] = job.save(folder / f"plain-{yaml}"), losses + job.steps(STOP, STEPS)
+        job.written()
         found[yaml] = {"losses": written[yaml][1], "averaged": job.averaged()}
         if job.stepper.forwards_alone:
             job.load(written[yaml][0])

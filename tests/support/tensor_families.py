@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
+from checkpoints import write
 from transformers import AutoModelForCausalLM
 
 from accel_sft.api.config import TrainConfig
@@ -64,7 +65,7 @@ def of(folder):
     if accelerator.is_main_process:
         target.mkdir()
     accelerator.wait_for_everyone()
-    shards.write(accelerator, model, optimizer, target)
+    write(accelerator, model, optimizer, target)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         manifest.write(target, {})

@@ -187,7 +187,8 @@ def _notes(plans: Sequence[Plan], here: PlannedMachine) -> Iterator[str]:
     rows = f"{jobs[0].rows} longest examples" if jobs[0].rows > 1 else "the longest example"
     what = f"a forward of {jobs[0].tokens:,} tokens" + (f" ({rows})" if here.gpus else "")
     where = "one GPU" if here.gpus else "all ranks of this machine"
-    yield _text(f"memory   at its peak phase, with {what}; host: of all ranks of a machine; !: too little", 9)
+    host = "host: of all ranks of a machine, with their copy of a checkpoint, for which there need not be room"
+    yield _text(f"memory   at its peak phase, with {what}; {host}; !: too little", 9)
     yield _text("fits     in memory; accel-sft doctor says what else a launch file needs", 9)
     if any("gradient_checkpointing" in each.more for each in plans):
         yield _text("g        with --gradient-checkpointing", 9)

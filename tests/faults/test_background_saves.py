@@ -1,0 +1,188 @@
+"""Checkpoints are written behind the steps that follow: what a kill, a full disk, a signal or another save meets."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import accel_sft
+from places import CONFIGS, SUPPORT
+from reference_job import FP32, layout
+from safetensors.torch import load_file
+
+from accel_sft import UserError
+from accel_sft.api.config import TrainConfig
+from accel_sft.checkpoint import background, shards
+from accel_sft.checkpoint.background import Checkpoints
+from accel_sft.checkpoint.checkpoint import load, newest
+from accel_sft.io.run_dir import RunDir
+from accel_sft.launch import host_memory
+from accel_sft.launch.read import read_launch
+from accel_sft.training.optimizer import new_optimizer
+
+LONG = pytest.mark.long
+
+
+class Held:
+    """A small model, its checkpoints, and a hold on what writes their files."""
+
+    def __init__(self, folder, monkeypatch, log=print):
+        self.accelerator, self.model = Accelerator(cpu=True), torch.nn.Linear(30, 30)
+        self.optimizer = new_optimizer(self.model, TrainConfig().resolved({}))
+        self.run_dir, self.go_on = RunDir(folder), threading.Event()
+        self.checkpoints = Checkpoints(
+            self.accelerator, read_launch(), self.model, self.optimizer, self.run_dir, 2, log=log
+        )
+        self.write, self.fails = shards.write, False
+        monkeypatch.setattr(shards, "write", self.held)
+
+    def held(self, *arguments, **options):
+        if threading.current_thread() is not threading.main_thread():
+            assert self.go_on.wait(60)
+        if self.fails:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.write(*arguments, **options)
+
+    def step(self):
+        self.model(torch.ones(30)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self):
+        return self.model.weight.detach().clone()
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    return Held(tmp_path, monkeypatch)
+
+
+def test_steps_go_on_behind_a_checkpoint_which_has_the_weights_of_its_own_step(job):
+    job.step()
+    at_one = job.weights()
+    job.checkpoints.save({"step": 1})
+    job.step()
+    assert not torch.equal(job.weights(), at_one)
+    assert newest(job.run_dir, "auto") == (None, []), "it is not there before it is whole"
+    job.go_on.set()
+    job.checkpoints.finish()
+    path, _ = newest(job.run_dir, "auto")
+    assert load(job.accelerator, job.model, job.optimizer, path)["step"] == 1
+    assert torch.equal(job.weights(), at_one)
+
+
+def test_a_save_waits_for_the_one_before(job, monkeypatch):
+    begun, begin = [], background.begin_folder
+    finish = job.checkpoints.finish
+
+    def waits():
+        if begun:
+            job.go_on.set()  # the first one's files are written only now that the second save has come
+        finish()
+
+    def beginning(target):
+        begun.append((target.name, [path.name for path in job.run_dir.all_checkpoints()]))
+        begin(target)
+
+    monkeypatch.setattr(job.checkpoints, "finish", waits)
+    monkeypatch.setattr(background, "begin_folder", beginning)
+    for step in (1, 2):
+        job.step()
+        job.checkpoints.save({"step": step})
+    job.checkpoints.finish()
+    assert begun == [("step-000001", []), ("step-000002", ["step-000001"])]
+    assert [path.name for path in job.run_dir.all_checkpoints()] == ["step-000001", "step-000002"]
+
+
+def test_a_disk_that_is_full_is_known_at_the_next_step_and_ends_the_run_with_its_line(job):
+    job.go_on.set()
+    job.checkpoints.save({"step": 1})
+    job.checkpoints.finish()
+    job.fails = True
+    job.go_on.clear()
+    job.checkpoints.save({"step": 2})
+    assert not job.checkpoints.failed
+    job.go_on.set()
+    job.checkpoints._thread.join()
+    assert job.checkpoints.failed
+    for call in (job.checkpoints.finish, lambda: job.checkpoints.save({"step": 3})):
+        with pytest.raises(UserError, match=r"the disk is full; free space, then go on with --resume auto"):
+            call()
+    assert newest(job.run_dir, "auto") == (job.run_dir.checkpoint(1), [])
+
+
+def test_a_run_that_fails_lets_the_checkpoint_behind_it_become_whole(job):
+    def failing():
+        with job.checkpoints:
+            job.checkpoints.save({"step": 1})
+            job.go_on.set()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert newest(job.run_dir, "auto") == (job.run_dir.checkpoint(1), [])
+
+
+def test_without_room_for_a_copy_training_waits_and_says_so(tmp_path, monkeypatch):
+    said = []
+    job = Held(tmp_path, monkeypatch, log=said.append)
+    job.go_on.set()
+    needed = 12 * 930 * 4 // 3
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: needed - 1)
+    assert job.checkpoints.save({"step": 1}).is_dir()
+    assert job.checkpoints._held is None
+    told = "a copy of what is saved takes 0.0 MiB, and 0.0 MiB are free: training waits while checkpoints are written"
+    assert said == [f"host memory: {told}"]
+    job.checkpoints.save({"step": 2})
+    assert len(said) == 1
+    roomy = Held(tmp_path, monkeypatch, log=said.append)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: needed)
+    roomy.go_on.set()
+    roomy.checkpoints.save({"step": 3})
+    roomy.checkpoints.finish()
+    assert roomy.checkpoints._held
+    assert len(said) == 1
+
+
+def with_held_writes(what, run_dir, job, yaml=None):
+    """The job, saved after every second step; something happens to the checkpoint of step 4 behind step 5."""
+    command = [sys.executable]
+    if yaml:
+        command = [str(Path(sysconfig.get_path("scripts"), "accelerate-launch")), *FP32]
+        command += ["--config_file", str(CONFIGS / f"{yaml}.yaml"), "--main_process_port", "0"]
+    command += ["-m", "held_writes", what, "4", "5", *job, "--save-every", "2", "--output-dir", str(run_dir)]
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize("name", ["plain", pytest.param("z2", marks=LONG), pytest.param("z3", marks=LONG)])
+@pytest.mark.parametrize("what", ["kill", pytest.param("full", marks=LONG), pytest.param("SIGTERM", marks=LONG)])
+def test_a_run_whose_checkpoint_meets_this_behind_its_steps_goes_on_to_the_same_bits(launched, tmp_path, name, what):
+    whole, run_dir = layout(launched, name), tmp_path / "run"
+    ended = with_held_writes(what, run_dir, whole.arguments, whole.options["yaml"])
+    said = ended.stdout + ended.stderr
+    assert ended.returncode, said
+    found, _ = newest(RunDir(run_dir), "auto")
+    if what == "SIGTERM":
+        assert "stopped by SIGTERM after step" in said
+        assert (run_dir / "checkpoints" / "step-000004").is_dir()
+    else:
+        assert found.name == "step-000002"
+        assert (run_dir / "checkpoints" / ".step-000004.partial").is_dir()
+    if what == "full":
+        assert said.count(f"Error: {run_dir}: the disk is full; free space, then go on with --resume auto") == 1
+        assert "Traceback" not in said.split("Error: ")[0]
+    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=run_dir, **whole.options)
+    assert resumed.status == 0, resumed.output
+    assert f"resumed {found} at step {int(found.name[-6:])} of 6" in " ".join(resumed.output.split())
+    expected, got = (load_file(folder / "final" / "model.safetensors") for folder in (whole.run_dir, run_dir))
+    assert all(torch.equal(expected[key], got[key]) for key in expected)
+    assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]

@@ -1,0 +1,49 @@
+"""The command line, with a checkpoint at whose files something happens once steps have gone on behind it.
+
+    python -m held_writes kill|SIGTERM|full STEP AFTER math ...
+
+The files of the checkpoint of STEP are begun when metrics.jsonl has the step AFTER. Then the last rank is killed amid
+its files, gets the signal before them, or finds the disk full.
+"""
+
+# ruff: noqa: E402, the environment comes before torch
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+
+from stopping import steps_done, wait_for
+
+from accel_sft.launch.environment import prepare_environment
+
+prepare_environment()
+
+from accel_sft.__main__ import main
+from accel_sft.checkpoint import shards
+
+what, step, after = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+del sys.argv[1:4]
+write = shards.write
+
+
+def held(pieces, folder: Path, rank: int, **options):
+    if folder.name != f".step-{step:06d}.partial":
+        return write(pieces, folder, rank, **options)
+    wait_for(lambda: steps_done(folder.parents[1]) >= after)
+    last = rank == int(os.environ.get("WORLD_SIZE", "1")) - 1
+    if what == "full" and last:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if what == "SIGTERM" and last:
+        os.kill(os.getpid(), signal.SIGTERM)
+    files = write(pieces, folder, rank, **options)
+    if what == "kill" and last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return files
+
+
+shards.write = held
+main()
