@@ -48,7 +48,7 @@ def main(rounds: int, hidden_size: int, layers: int, steps: int, tokens: int) ->
     stepper = Stepper(accelerator, model, optimizer, 1.0)
     ids = torch.arange(64, device=accelerator.device).expand(max(tokens // 64, 1), 64)
     main_process = accelerator.is_main_process
-    folder = Path(broadcast_object_list([tempfile.mkdtemp(dir=".") if main_process else None])[0])
+    folder = Path(broadcast_object_list([tempfile.mkdtemp() if main_process else None])[0])
     runs = {name: RunDir(folder / name) for name in ("waiting", "background")}
     checkpoints = {
         name: Checkpoints(accelerator, launch, model, optimizer, run, 1, log=accelerator.print)

@@ -79,7 +79,7 @@ def run_case(work: Path, millions: int, launch: str, adapter: str, length: str, 
     make_model(model, millions)
     shapes.write(data, LENGTHS[length])
     shutil.rmtree(out, ignore_errors=True)
-    options = {"adapter": adapter, "max_steps": STEPS, "save_every": str(STEPS), "eval_every": str(STEPS)}
+    options = {"adapter": adapter, "max_steps": STEPS, "save_every": "1", "eval_every": str(STEPS)}
     options |= {"output_dir": str(out), "tracker": "none", "eval_limit": 4, "max_new_tokens": 4}
     settings = {"model": str(model), "rows": str(data), "batch": LENGTHS[length].batch, "options": options}
     file = ROOT / "accelerate_configs" / f"{launch}.yaml"

@@ -169,14 +169,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         rank has done so. Other ranks leave the sizes and SHA-256 of their files in the folder."""
         rank = self.accelerator.process_index
         with self._noting_errors():
-            if self._error:
-                return
-            files = {**files, **write(partial, rank)}
-            if rank:
-                write_atomically(partial / _record_of(rank), json.dumps(files))
-            else:
-                self._written.set()
-                self._publish(files, partial, target, about)
+            if not self._error:
+                files = {**files, **write(partial, rank)}
+                if rank:
+                    write_atomically(partial / _record_of(rank), json.dumps(files))
+                else:
+                    self._written.set()
+                    self._publish(files, partial, target, about)
         self._written.set()
 
     def _publish(self, files: manifest.Files, partial: Path, target: Path, about: dict[str, Any]) -> None:

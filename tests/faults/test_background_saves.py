@@ -119,6 +119,13 @@ def test_a_disk_that_is_full_is_known_at_the_next_step_and_ends_the_run_with_its
     assert newest(job.run_dir, "auto") == (job.run_dir.checkpoint(1), [])
 
 
+def test_a_disk_that_is_full_ends_a_save_that_training_waits_for(job):
+    job.fails = True
+    with pytest.raises(UserError, match="the disk is full"):
+        job.checkpoints.save({"step": 1}, wait=True)
+    assert newest(job.run_dir, "auto") == (None, [])
+
+
 def test_a_run_that_fails_lets_the_checkpoint_behind_it_become_whole(job):
     def failing():
         with job.checkpoints:

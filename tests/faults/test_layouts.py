@@ -62,6 +62,13 @@ def test_averages_are_the_same(everywhere, name):
     assert everywhere[name]["averaged"] == pytest.approx(everywhere["ddp"]["averaged"], rel=1e-5, abs=1e-5)
 
 
+def test_a_rank_that_cannot_write_its_part_of_a_checkpoint_ends_all_with_its_line(everywhere):
+    (failed, told, said, there), *others = everywhere["refused"]
+    assert (failed, told, there) == (False, True, False)
+    assert said.endswith(": the disk is full; free space, then go on with --resume auto")
+    assert others == [[True, True, said, False]]
+
+
 @pytest.mark.parametrize("name", ["z2", "z3"])
 def test_bf16_sums_the_gradients_of_a_steps_forwards_in_float32(everywhere, name):
     once, many = everywhere[f"{name} norms"]

@@ -47,7 +47,7 @@ def number(cell: str) -> float:
         pytest.param(*("batching.py", "s a step", {"the default", "shared 16"}), marks=pytest.mark.long),
         ("precision.py", "real tokens/s", {"fp32", "bf16, ZeRO-2"}),
         ("generation.py", "answers/s", {"accel_sft", "`generate`, 64 rows"}),
-        ("checkpoint.py", "GiB", {"by parameter", "save_state"}),
+        ("checkpoint.py", "GiB", {"waiting", "background", "save_state"}),
         pytest.param(*("memory.py", "USS median", {"2,000"}), marks=pytest.mark.long),
         pytest.param(
             *("overhead.py", "lines: median", {"a step", "forward", "backward", "optimizer", "**ours**", "- gather"}),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
@@ -41,6 +42,7 @@ from rank_environment import environment_of_a_rank
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import HEADS
 from accel_sft.batching.trial import Trial
@@ -151,18 +153,34 @@ class Job:
         yield
         hook.remove()
 
-    def save(self, run_dir: Path) -> Path:
-        """Begin a checkpoint, of which nothing is written before `written` is called."""
+    def save(self, run_dir: Path, error: OSError | None = None) -> Path:
+        """Begin a checkpoint, of which nothing is written before `written` is called; then comes the error."""
         where = self.launch, self.model, self.optimizer, RunDir(run_dir)
         self.checkpoints, self.held = Checkpoints(self.accelerator, *where, 1, self.averages), threading.Event()
         write = shards.write
 
         def later(*arguments, **options):
             self.held.wait()
+            if error:
+                raise error
             return write(*arguments, **options)
 
         with mock.patch.object(shards, "write", later):
             return self.checkpoints.save({"step": STOP})
+
+    def refused(self, run_dir: Path) -> list[object]:
+        """What each rank knows, and says, after the last one found the disk full."""
+        last = self.accelerator.process_index == self.accelerator.num_processes - 1
+        path = self.save(run_dir, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if last else None)
+        self.held.set()
+        self.checkpoints._written.wait()
+        none = torch.zeros(()), training_step.OutOfMemory(), 0, []
+        told, said = training_step.reduce_step(*none, self.checkpoints.failed)[3], "nothing"
+        try:
+            self.checkpoints.finish()
+        except UserError as error:
+            said = str(error)
+        return gather_object([[self.checkpoints.failed, told, said, path.exists()]])
 
     def written(self) -> None:
         self.held.set()
@@ -321,6 +339,8 @@ def main(folder: Path, layouts: list[str]) -> None:
     if "ddp" in layouts:
         found["beside the buckets"] = beside_the_buckets(folder)
         found["averages"] = averages_by_hand(folder)
+        (folder / "refused").mkdir()
+        found["refused"] = Job("ddp", "no", 0.0, folder).refused(folder / "refused")
     for precision in ("no", "bf16", "bfloat16"):
         for yaml in layouts if precision != "bfloat16" else ["ddp"]:
             run_dir = folder / f"{yaml}-{precision}"

@@ -23,7 +23,7 @@ from accel_sft.launch.precision import expected
 from accel_sft.launch.read import launch_of_yaml
 from accel_sft.memory import closed_form
 from accel_sft.memory.activations import block_bytes
-from accel_sft.memory.estimate import COMPONENTS, PHASES, totals
+from accel_sft.memory.estimate import COMPONENTS, PHASES, WITH_COPY, totals
 from accel_sft.memory.families import FAMILIES, count
 from accel_sft.memory.flops import Peaks, peaks
 from accel_sft.memory.job import Job
@@ -701,6 +701,19 @@ def test_an_estimate_says_which_memory_is_too_small():
     found = closed_form.estimate(job_of(QWEN_05B))
     assert found.fits(None, None)
     assert found.over(found.device_peak_bytes - 1, found.host_peak_bytes) == ("device",)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("z2", 2), ("fsdp2", 2), ("ddp", 1)])
+def test_the_copy_of_a_checkpoint_is_in_host_memory_from_the_first_one_on_and_does_not_decide_what_fits(name, ranks):
+    saving, never = (closed_form.estimate(job_of(QWEN_05B, name, saves=saves)) for saves in (True, False))
+    with_copy, without = (totals(each.host) for each in (saving, never))
+    more = {phase: with_copy[phase] - without[phase] for phase in without}
+    parameters, largest = 494_032_768, 151_936 * 896
+    copy = 12 * (parameters / 2 if ranks == 2 else largest + (parameters - largest) / 2)
+    assert more == {phase: pytest.approx(copy if phase in WITH_COPY else 0) for phase in without}
+    assert saving.device_peak_bytes == never.device_peak_bytes
+    larger = closed_form.estimate(job_of(QWEN_7B, name))
+    assert larger.fits(None, larger.host_peak_bytes / 2)
 
 
 def test_train_only_is_counted_by_its_names(models):
