@@ -21,6 +21,8 @@ from filelock import FileLock
 from packaging.version import Version
 from places import CONFIGS
 
+from accel_sft.models.tensor_plan import LOWEST_TORCH
+
 pytest_plugins = ["overdue"]
 collect_ignore = ["stored_runs"]  # the test of a stored task is run by the test of ours
 pytest.register_assert_rewrite("reference_job", "stopping", "parsers", "planted")
@@ -33,6 +35,9 @@ if "PYTEST_CURRENT_TEST" not in os.environ:  # a process that a test starts has 
 os.environ["TERM"] = "xterm-256color"
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two workers' threads would spin for the same cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+CUTS_WEIGHTS = pytest.mark.skipif(
+    Version(importlib.metadata.version("torch")) < Version(LOWEST_TORCH), reason="this torch cuts no weights over ranks"
+)
 AS_COUNTED = pytest.mark.skipif(
     Version(importlib.metadata.version("torch")) < Version("2.13"),
     reason="predicted memory was counted on torch 2.13; older ones keep more",

@@ -1,6 +1,9 @@
 """Checks that transformers' own plan cuts a model exactly over the ranks of tensor parallelism."""
 
+import importlib.metadata
 from typing import Any
+
+from packaging.version import Version
 
 from accel_sft.api.errors import UserError
 
@@ -10,6 +13,8 @@ _EXACT = """
 """Styles of transformers 5.23's plans whose loss and gradients are one process's
 (tests/launch/test_tensor_parallel.py). Not among them: `replicated_with_grad_allreduce`, which after a step's second
 backward counts the first gradient once per rank."""
+LOWEST_TORCH = "2.7"
+"""Lowest torch under which transformers cuts weights: its distribute_tensor() has `src_data_rank`."""
 _INSTEAD = "train with accelerate_configs/z3.yaml, which shares out any model's weights"
 
 
@@ -41,7 +46,13 @@ def check_plan(name: str, settings: Any, kind: Any, ranks: int, *, images: bool)
 
 
 def cut_over(ranks: int) -> dict[str, Any]:
-    """Return the arguments of from_pretrained by which each rank loads its part, by the model's plan."""
+    """Return the arguments of from_pretrained by which each rank loads its part, by the model's plan.
+
+    Raises:
+        UserError: the installed torch is too old for it.
+    """
+    if Version(found := importlib.metadata.version("torch")) < Version(LOWEST_TORCH):
+        raise UserError(f"tensor parallelism needs torch {LOWEST_TORCH} or newer, and {found} is installed; {_INSTEAD}")
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_size=ranks)}

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from conftest import accel_sft, stopped
+from conftest import CUTS_WEIGHTS, accel_sft, stopped
 from fsdp2_job import weights
 from matrix import matrix, run
 from places import SUPPORT
@@ -18,9 +18,10 @@ from reference_job import FP32, JOB, layout, same_curve
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.launch_limits import TENSOR_PARALLEL, launch_problem
+from accel_sft.models import tensor_plan
 from accel_sft.models.load import load_model
 from accel_sft.models.source import Source
-from accel_sft.models.tensor_plan import check_plan
+from accel_sft.models.tensor_plan import check_plan, cut_over
 
 SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}
@@ -108,6 +109,12 @@ def test_a_saved_adapter_is_refused():
         load_model(Source("w", "t", "a"), TrainConfig(), precision="no", deepspeed=False, tensor_ranks=2)
 
 
+def test_a_torch_that_cannot_cut_weights_is_refused(monkeypatch):
+    monkeypatch.setattr(tensor_plan, "LOWEST_TORCH", "99")
+    with pytest.raises(UserError, match=r"tensor parallelism needs torch 99 or newer, and .*z3.yaml"):
+        cut_over(2)
+
+
 def ranks_that_share_matrices_answer_and_export_as_one_process_does(launched):
     ours, theirs = layout(launched, "tp"), layout(launched, "plain")
     assert "tensor parallel, each matrix shared by 2 ranks" in ours.output
@@ -173,6 +180,7 @@ def bf16_learns_the_same(launched):
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-2)
 
 
+@CUTS_WEIGHTS
 @matrix(
     ranks_that_share_matrices_answer_and_export_as_one_process_does,
     *(

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from accelerate import Accelerator
+from conftest import AS_COUNTED
 from places import CONFIGS
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from varlen_on_cpu import varlen_on_cpu
@@ -60,6 +61,7 @@ def only_shapes(query, *args, **kwargs):
     return torch.zeros_like(query), torch.zeros(query.shape[1::-1]), nothing, nothing, nothing
 
 
+@AS_COUNTED
 @pytest.mark.parametrize("kernels", [None, "those of CPUs", "those of GPUs"])
 @pytest.mark.parametrize(("prefix", "own", "count"), SHAPES)
 def test_the_bytes_kept_for_the_backward_are_those_expected(model, prefix, own, count, kernels, monkeypatch):

@@ -7,17 +7,19 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import accel_sft
+from conftest import CUTS_WEIGHTS, accel_sft
 from fake_plugins import install
 from reference_job import FP32, JOB, LAYOUTS, ONCE, layout, same_curve
 
-IN_PROCESS = [pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "z2_offload")]
-"""Layouts whose curve tests/faults/test_layouts.py checks too."""
+MARKS = {
+    "tp": CUTS_WEIGHTS,
+    # tests/faults/test_layouts.py checks their curves too
+    "ddp": pytest.mark.long,
+    "z2_offload": pytest.mark.long,
+}
 
 
-@pytest.mark.parametrize(
-    "name", [*(name for name in LAYOUTS if name not in ("plain", "ddp", "z2_offload")), *IN_PROCESS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in LAYOUTS if name != "plain"])
 def test_every_layout_draws_the_same_curve(launched, name):
     same_curve(layout(launched, "plain").lines(), layout(launched, name).lines())
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from conftest import accel_sft
+from packaging.version import Version
 from reference_job import JOB, LAYOUTS, ONCE, same_curve
 
 import gpu_rehearsal
@@ -64,6 +65,8 @@ BY_MASK = {
 
 @pytest.fixture(scope="module")
 def quick():
+    if Version(torch.__version__) < Version("2.13"):
+        pytest.skip("fake_cuda.cpp is written for the headers of torch 2.13")
     return [*gpu_rehearsal.run(QUICK)]
 
 
