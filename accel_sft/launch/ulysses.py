@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accel_sft.api.errors import UserError, first_line
+from accel_sft.launch.deferred import without_scipy
+
+with without_scipy():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _shared: dict[str, Callable[..., Any]] = {}
 """DeepSpeed's attention over a group, by the name of the attention that it computes with."""

@@ -1,0 +1,41 @@
+"""What libraries import too early is imported when it is called, and then is the real thing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def printed_by(script: str) -> list[str]:
+    """The words that a script prints in a Python of its own, where nothing is imported yet."""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return result.stdout.split()
+
+
+def test_a_command_that_trains_imports_no_scipy_and_transformers_losses_still_call_it():
+    script = """
+import sys
+from accel_sft.commands import train
+print(*(name for name in sys.modules if name.partition(".")[0] == "scipy"), "imported")
+from transformers.loss import loss_for_object_detection
+print(loss_for_object_detection.linear_sum_assignment([[4, 1], [2, 8]])[1].tolist())
+import scipy.optimize
+print(scipy.optimize.linear_sum_assignment.__module__, scipy.optimize.minimize.__name__)
+"""
+    assert printed_by(script) == ["imported", "[1,", "0]", "scipy.optimize._lsap", "minimize"]
+
+
+def test_inside_other_names_are_the_real_module_s():
+    script = """
+import sys
+from accel_sft.launch.deferred import without_scipy
+with without_scipy():
+    from scipy.optimize import linear_sum_assignment
+    print("scipy" in sys.modules)
+    from scipy.optimize import minimize
+print(minimize.__module__, linear_sum_assignment([[4, 1], [2, 8]])[1].tolist() == [1, 0])
+with without_scipy():
+    from scipy.optimize import linear_sum_assignment
+print(linear_sum_assignment.__module__)
+"""
+    assert printed_by(script) == ["False", "scipy.optimize._minimize", "True", "scipy.optimize._lsap"]
