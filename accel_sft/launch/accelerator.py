@@ -21,6 +21,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch import tensor_parallel, ulysses
 from accel_sft.launch.deepspeed_ops import audit_compilation, compiling, spare_unused_operator
+from accel_sft.launch.deferred import compile_muon_later
 from accel_sft.launch.environment import WITHOUT_CUDNN, device_count, threads_per_process
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import restarts
@@ -69,6 +70,7 @@ def create_accelerator(
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
             group["backend"] = "gloo"
             spare_unused_operator()
+        compile_muon_later()
         plugin = DeepSpeedPlugin(hf_ds_config=str(launch.json_file) if launch.json_file else None)
         _write_deepspeed_config(plugin.deepspeed_config, launch, config.max_grad_norm, devices)
     # gradients are views of DDP's communication buckets: a copy beside the buckets would take 4 bytes a parameter

@@ -4,9 +4,10 @@ Each case is written down in docs/architecture.md, and holds for the versions th
 """
 
 import contextlib
+import functools
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -40,3 +41,27 @@ def without_scipy() -> Iterator[None]:
     finally:
         if sys.modules.get(name) is stand_in:
             del sys.modules[name]
+
+
+def compile_muon_later() -> None:
+    """Have DeepSpeed's Muon load torch's compiler when it first takes a step, not for every optimizer.
+
+    DeepSpeed 0.19 imports its Muon to see whether an optimizer is one, and its functions are decorated with
+    `torch.compile`.
+    """
+    from deepspeed.runtime import compiler
+
+    compiler.compile = lambda: _compiled_when_called
+
+
+def _compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    compiled = functools.cache(lambda: torch.compile(function))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # within another compiled function it becomes a part of that
+        return (function if torch.compiler.is_compiling() else compiled())(*args, **kwargs)
+
+    return call

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import torch
+
+from accel_sft.launch.deferred import compile_muon_later
+
 
 def printed_by(script: str) -> list[str]:
     """The words that a script prints in a Python of its own, where nothing is imported yet."""
@@ -39,3 +43,37 @@ with without_scipy():
 print(linear_sum_assignment.__module__)
 """
     assert printed_by(script) == ["False", "scipy.optimize._minimize", "True", "scipy.optimize._lsap"]
+
+
+def test_deepspeeds_muon_is_imported_without_torchs_code_generator_and_takes_its_steps():
+    script = """
+import os, sys
+os.environ["DS_ACCELERATOR"] = "cpu"
+from accel_sft.launch.deferred import compile_muon_later
+compile_muon_later()
+from deepspeed.runtime.zero.muon import original_muon
+print("torch._inductor.config" in sys.modules)
+import torch
+torch.compiler.set_stance("force_eager")
+print(torch.isfinite(original_muon.muon_update(torch.ones(4, 8), torch.zeros(4, 8))).all().item())
+print("torch._inductor.config" in sys.modules)
+"""
+    assert printed_by(script) == ["False", "True", "True"]
+
+
+def test_what_is_compiled_later_is_the_decorated_function_once_and_within_another_a_part_of_it(monkeypatch):
+    from deepspeed.runtime import compiler
+
+    monkeypatch.setattr(compiler, "compile", compiler.compile)  # put back at the end
+    compile_muon_later()
+    asked, really = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: asked.append(function) or function)
+
+    def double(value):
+        return 2 * value
+
+    later = compiler.compile()(double)
+    assert (asked, later.__name__) == ([], "double")
+    assert really(lambda value: later(value) + 1, backend="eager", fullgraph=True)(torch.ones(())) == 3
+    assert asked == []
+    assert (later(2), later(3), asked) == (4, 6, [double])
