@@ -2,28 +2,50 @@
 
     python benchmarks/speed.py --peers PYTHON [--llamafactory PYTHON] [--shape NAME ...] [--rounds 5] [--smoke]
 
-Contestants run in turns, a few optimizer steps each, in every round; medians over the rounds and their ratios are
-printed as a table. The tokens of a row are counted alike for all, the instruction included. All report the first step's
-loss, which must be the same: the same work is done.
+Trainers come and go, so that only two are in memory: accel_sft, another one, and this machine's best matrix product run
+in turns, a few optimizer steps each, in every round. Medians over the rounds are printed as a table, and medians of the
+ratios within a round. Other trainers are tried once with several numbers of rows a forward; the best one counts.
+
+The tokens of a row are counted alike for all, the instruction included. All report the first step's loss, which must be
+the same: the same work is done. Useful FLOPs are those that no trainer can save: a step's distinct tokens once (what
+rows share at their beginning is one token), the head where a token is learnt, and causal attention. Their number per
+second, as a share of the best product over the step's own shapes, says how much of the machine is used. The
+multiplications that a trainer really does are counted in a step of its warm-up.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import dataclasses
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import shapes
 import smoke
+from accel_sft.io.prefix import common_length
+from accel_sft.launch.info import Launch
+from accel_sft.launch.precision import cpu_flags, cpu_name
+from accel_sft.memory.flops import model_flops
+from accel_sft.memory.job import Job
+from accel_sft.memory.model_config import read_config, read_shape
 
 HERE = Path(__file__).parent
+BUSY = 0.1
+"""Spread of the peak between rounds, as a share of its median, above which the machine is said to be busy."""
+FORWARD = 4096
+"""Most tokens in a product whose speed is measured: the largest forward of accel_sft on a CPU."""
+ROWS = (4, 8, 16, 32)
+"""Rows a forward that other trainers are tried with."""
+WORD = 5
+"""Characters of a word, which is a token."""
 
 
 class Ended(Exception):
@@ -65,10 +87,13 @@ class Contestant:
             raise Ended(f"{self.name} ended: {told[-3000:]}")
         return json.loads(line)
 
-    def run(self, steps: int, tokens: int) -> None:
+    def run(self, steps: int, tokens: int) -> dict:
+        """Have it make so many steps, of `tokens` real tokens unless it has told another number; returns its answer."""
         self.process.stdin.write(f"{steps}\n")
         self.process.stdin.flush()
-        self.speeds.append(steps * self.facts.get("tokens_per_step", tokens) / self._answer()["seconds"])
+        answer = self._answer()
+        self.speeds.append(steps * self.facts.get("tokens_per_step", tokens) / answer["seconds"])
+        return answer
 
     def stop(self) -> None:
         self.process.stdin.close()
@@ -76,25 +101,24 @@ class Contestant:
 
 
 def field(args: argparse.Namespace, shape: shapes.Shape) -> list[tuple]:
-    """(name, python, script, settings) for every contestant."""
-    found = [("accel_sft", sys.executable, "ours.py", {})]
-    small = {"rows_per_forward": min(args.rows_per_forward, shape.batch)}
+    """(name, python, script, settings) for every other trainer; `rows_per_forward` is missing where it is tried."""
+    found: list[tuple] = []
     packs, longest = {"rows_per_forward": 1, "batch": 1}, max(512, shape.longest)
     grouped = {"train_sampling_strategy": "group_by_length"}
     if args.peers:
         packed = {"packing": True, "max_length": longest}
         found += [
-            ("Trainer, fixed padding", args.peers, "trainer.py", small),
-            ("TRL", args.peers, "trl_sft.py", small),
-            ("TRL, grouped by length", args.peers, "trl_sft.py", {**small, "options": grouped}),
+            ("Trainer, fixed padding", args.peers, "trainer.py", {}),
+            ("TRL", args.peers, "trl_sft.py", {}),
+            ("TRL, grouped by length", args.peers, "trl_sft.py", {"options": grouped}),
             ("TRL, packed", args.peers, "trl_sft.py", {**packs, "options": packed}),
         ]
     if args.llamafactory:
         # LLaMA-Factory pads packs to a multiple of 8, but not their positions
         script, packed = "llamafactory_sft.py", {"packing": True, "cutoff_len": -(-longest // 8) * 8}
         found += [
-            ("LLaMA-Factory", args.llamafactory, script, small),
-            ("LLaMA-Factory, grouped by length", args.llamafactory, script, {**small, "options": grouped}),
+            ("LLaMA-Factory", args.llamafactory, script, {}),
+            ("LLaMA-Factory, grouped by length", args.llamafactory, script, {"options": grouped}),
             ("LLaMA-Factory, packed", args.llamafactory, script, {**packs, "options": packed}),
             (
                 "LLaMA-Factory, neat_packing",
@@ -106,16 +130,144 @@ def field(args: argparse.Namespace, shape: shapes.Shape) -> list[tuple]:
     return found
 
 
-@contextlib.contextmanager
-def leaving_out(contestants: list[Contestant], name: str) -> Iterator[None]:
-    """While inside, a peer that ends by itself is reported and left out; if accel_sft ends, everything ends."""
-    try:
-        yield
-    except (Ended, BrokenPipeError) as error:
-        if name == "accel_sft":
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a step of a shape's rows needs, whoever trains on them.
+
+    Attributes:
+        tokens: real tokens, each row's own.
+        flops: useful FLOPs.
+        products: (tokens, inputs, outputs) of the step's matrix products.
+    """
+
+    tokens: int
+    supervised: int
+    distinct: int
+    flops: float
+    products: list[tuple[int, int, int]]
+
+
+def work_of(model: Path, rows: Path, tokens: int, supervised: int) -> Work:
+    texts = sorted(f"{row['instruction']}{row['question']}{row['answer']}" for row in json.loads(rows.read_text()))
+    lengths = [len(text) // WORD + 1 for text in texts]  # and the end-of-turn token
+    shared = [0, *(common_length(pair) // WORD for pair in itertools.pairwise(texts))]
+    distinct = sum(lengths) - sum(shared)
+    pairs = sum(length**2 - common**2 for length, common in zip(lengths, shared, strict=True)) / 2
+    shape = read_shape(read_config(model), str(model))
+    flops = model_flops(Job(shape=shape, launch=Launch({}, None, "", {}, None, {}, {}), device="cpu"))
+    sizes = {(matrix.inputs, matrix.outputs) for block in shape.blocks for matrix in block.matrices}
+    products = [(min(distinct, FORWARD), *each) for each in sorted(sizes)]
+    products.append((min(supervised, FORWARD), shape.hidden_size, shape.vocab_size))
+    return Work(tokens, supervised, distinct, flops.total(distinct, supervised, pairs), products)
+
+
+class Race:
+    """accel_sft and this machine's peak, against which other trainers run one at a time."""
+
+    def __init__(self, args: argparse.Namespace, shape: shapes.Shape, work: Work, common: dict[str, Any]) -> None:
+        self.args, self.shape, self.work = args, shape, work
+        self.common = {**common, "count": True}
+        precisions = ["float32", *(["bfloat16"] if cpu_flags() else [])]
+        peak = {"precisions": precisions, "products": work.products, "warmup_steps": 1}
+        try:
+            self.ours = Contestant("accel_sft", sys.executable, "ours.py", **self.common)
+            self.peak = Contestant("the peak", sys.executable, "peak.py", **common, **peak)
+        except Ended as error:
             raise SystemExit(str(error)) from None
-        contestants[:] = [contestant for contestant in contestants if contestant.name != name]
-        print(f"{name} is left out: {str(error).splitlines()[-1] if str(error) else 'it ended'}\n", flush=True)
+        self.peaks: list[dict[str, tuple[float, list[int]]]] = []
+        self.shares: dict[str, list[float]] = {}
+        self.lines: list[str] = []
+
+    def rounds(self, other: Contestant | None) -> None:
+        """Let accel_sft, the other one, and the peak run in turns."""
+        runners = [self.ours, *([other] if other else [])]
+        for _ in range(self.args.rounds):
+            for each in runners:
+                each.run(self.shape.steps, self.work.tokens)
+            self.peaks.append(self.peak.run(1, 1)["peaks"])
+            for each in runners:
+                useful = each.speeds[-1] * self.work.flops / self.work.tokens
+                self.shares.setdefault(each.name, []).append(useful / self.peaks[-1]["float32"][0])
+
+    def against(self, name: str, python: str, script: str, settings: dict[str, Any]) -> None:
+        """Run another trainer and keep its line of the table; one that ends by itself is reported and left out."""
+        try:
+            other = self._at_its_best(name, python, script, settings)
+            self.rounds(other)
+        except (Ended, BrokenPipeError) as error:
+            if self.ours.process.poll() is not None or self.peak.process.poll() is not None:
+                raise SystemExit(str(error)) from None
+            print(f"{name} is left out: {str(error).splitlines()[-1] if str(error) else 'it ended'}\n", flush=True)
+            return
+        self._line(other, self.ours.speeds[-len(other.speeds) :])
+        other.stop()
+
+    def _at_its_best(self, name: str, python: str, script: str, settings: dict[str, Any]) -> Contestant:
+        """Start a trainer with the number of rows a forward that is fastest in one turn."""
+        if "rows_per_forward" in settings:
+            return Contestant(name, python, script, **{**self.common, **settings})
+        sizes = sorted({min(size, self.shape.batch) for size in self.args.rows_per_forward or ROWS})
+        best: Contestant | None = None
+        for size in sizes:
+            told = f"{name} ({size} rows a forward)"
+            try:
+                tried = Contestant(told, python, script, **self.common, **settings, rows_per_forward=size)
+                tried.run(self.shape.steps, self.work.tokens)
+            except (Ended, BrokenPipeError) as error:
+                print(f"{told} is left out: {str(error).splitlines()[-1] if str(error) else 'it ended'}\n", flush=True)
+                continue
+            slower = tried
+            if best is None or tried.speeds[0] > best.speeds[0]:
+                best, slower = tried, best
+            if slower:
+                slower.stop()
+        if best is None:
+            raise Ended("with no number of rows a forward did it run")
+        best.speeds.clear()
+        return best
+
+    def _line(self, each: Contestant, ours: Sequence[float]) -> None:
+        """Add a line of the table; `ours` has accel_sft's speeds in the same rounds."""
+        work, speed = self.work, statistics.median(each.speeds)
+        ratio = statistics.median(one / other for one, other in zip(ours, each.speeds, strict=True))
+        done = [c.facts["flops"] / c.facts.get("tokens_per_step", work.tokens) for c in (each, self.ours)]
+        told = f" ({each.facts['batching']})" if "batching" in each.facts else ""
+        self.lines.append(
+            f"| {each.name}{told} | {speed:,.0f} | {speed * work.supervised / work.tokens:,.0f} "
+            f"| {speed * work.flops / work.tokens / 1e9:.1f} | {statistics.median(self.shares[each.name]):.0%} "
+            f"| {ratio:.2f}x | {done[0] / done[1]:.2f}x | {spread(each.speeds):.0%} "
+            f"| {each.facts.get('loss', float('nan')):.5f} |"
+        )
+
+    def end(self) -> None:
+        """Print the table, and stop what still runs."""
+        if not self.ours.speeds:
+            self.rounds(None)
+        self._line(self.ours, self.ours.speeds)
+        for precision in self.peaks[0]:
+            found = [each[precision] for each in self.peaks]
+            product = " x ".join(f"{size:,}" for size in max(found)[1])
+            reached = statistics.median(flops for flops, _ in found)
+            print(
+                f"Peak of matrix products in {precision}: {reached / 1e9:,.0f} GFLOP/s (at best {product}).", flush=True
+            )
+        varied = spread([each["float32"][0] for each in self.peaks])
+        print(
+            f"Useful: {self.work.flops / 1e9:.1f} GFLOPs a step, {self.work.distinct:,} distinct tokens; accel_sft "
+            f"computes {self.ours.facts['flops'] / 1e9:.1f}."
+        )
+        busy = "the machine is busy: compare ratios only" if varied > BUSY else "the machine is quiet"
+        print(f"The float32 peak varied by {varied:.0%} between rounds: {busy}.\n")
+        print("| trainer | real tokens/s | supervised/s | useful GFLOP/s | of the peak | accel_sft is |", end="")
+        print(" it multiplies | spread | first loss |\n|---|---|---|---|---|---|---|---|---|")
+        print("\n".join([self.lines[-1], *self.lines[:-1]]), flush=True)
+        self.ours.stop()
+        self.peak.stop()
+
+
+def spread(values: Sequence[float]) -> float:
+    """The largest value's distance from the smallest one, as a share of the median."""
+    return (max(values) - min(values)) / statistics.median(values)
 
 
 def main() -> None:
@@ -126,40 +278,27 @@ def main() -> None:
     parser.add_argument("--llamafactory", metavar="PYTHON", help="Likewise, with benchmarks/peers-llamafactory.txt.")
     parser.add_argument("--shape", action="append", choices=shapes.SHAPES)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows-per-forward", type=int, default=8, help="Of the other trainers.")
+    parser.add_argument(
+        "--rows-per-forward", type=int, action="append", help=f"To try the others with; may be repeated ({ROWS})."
+    )
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
-    args = smoke.parse(parser, shape=["series-a"], rounds=1, hidden=64, layers=2)
+    args = smoke.parse(parser, shape=["series-a"], rounds=1, rows_per_forward=[8], hidden=64, layers=2)
+    print(f"{cpu_name()}, {os.cpu_count()} threads")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shapes.make_model(folder / "model", args.hidden, args.layers)
         for chosen in args.shape or shapes.SHAPES:
-            shape = shapes.SHAPES[chosen]
-            tokens, supervised = shapes.write(folder / f"{chosen}.json", shape)
+            shape, rows = shapes.SHAPES[chosen], folder / f"{chosen}.json"
+            tokens, supervised = shapes.write(rows, shape)
             print(
                 f"\n## {chosen}: {shape.batch} rows a step, {tokens:,} tokens, {supervised:,} supervised\n", flush=True
             )
-            common = {"model": str(folder / "model"), "rows": str(folder / f"{chosen}.json"), "batch": shape.batch}
-            contestants = []
-            for label, python, script, settings in field(args, shape):
-                with leaving_out(contestants, label):
-                    contestants.append(Contestant(label, python, script, **{**common, **settings}))
-            for _ in range(args.rounds):
-                for contestant in list(contestants):
-                    with leaving_out(contestants, contestant.name):
-                        contestant.run(shape.steps, tokens)
-            print("| trainer | real tokens/s | supervised/s | accel_sft is | first loss |")
-            print("|---|---|---|---|---|")
-            best = statistics.median(contestants[0].speeds)
-            for contestant in contestants:
-                speed = statistics.median(contestant.speeds)
-                extra = f" ({contestant.facts['batching']})" if "batching" in contestant.facts else ""
-                print(
-                    f"| {contestant.name}{extra} | {speed:,.0f} | {speed * supervised / tokens:,.0f} "
-                    f"| {best / speed:.2f}x | {contestant.facts.get('loss', float('nan')):.5f} |",
-                    flush=True,
-                )
-                contestant.stop()
+            common = {"model": str(folder / "model"), "rows": str(rows), "batch": shape.batch}
+            race = Race(args, shape, work_of(folder / "model", rows, tokens, supervised), common)
+            for peer in field(args, shape):
+                race.against(*peer)
+            race.end()
 
 
 if __name__ == "__main__":

@@ -23,13 +23,16 @@ class Gate:
     """Holds a trainer between two optimizer steps.
 
     Args:
-        settings: `warmup_steps`; and either both `steps` and `answer`, or neither.
+        settings: `warmup_steps`; and either both `steps` and `answer`, or neither. With `count`, the first answer has
+            the FLOPs that the warm-up's last step computed, which is not its first.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.left, self.started = settings["warmup_steps"], time.perf_counter()
         self.steps, self.answer = settings.get("steps"), settings.get("answer")
         self.report: dict = {}
+        self.counting: Any = None
+        self.count = settings.get("count", False)
         # libraries print to standard output too; the driver reads a copy that only we write to
         self.out = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
@@ -41,8 +44,17 @@ class Gate:
     def boundary(self) -> None:
         """Call this after each optimizer step."""
         self.left -= 1
+        if self.count and self.left == 1:
+            from counted import Counted
+
+            self.count, self.counting = False, Counted()
+            self.counting.__enter__()
         if self.left:
             return
+        if self.counting:
+            self.counting.__exit__(None, None, None)
+            self.note(flops=self.counting.flops)
+            self.counting = None
         device = _device()
         if device:
             device.synchronize()

@@ -53,6 +53,9 @@ def number(cell: str) -> float:
             *("overhead.py", "lines: median", {"a step", "forward", "backward", "optimizer", "**ours**", "- gather"}),
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            *("kernels.py", "ms a step", {"matrix products", "attention", "optimizer", "ours"}), marks=pytest.mark.long
+        ),
         ("startup.py", "no launcher, again", {"in all", "imports of the libraries", "layout trials"}),
         ("gpu.py", "tokens/s", {"0.5B full"}),
         ("plan_accuracy.py", "measured", {"20 million"}),
@@ -76,6 +79,7 @@ def test_a_benchmark_prints_its_table(script, heading, rows, tmp_path):
         assert "never called" not in errors, errors
     if script == "speed.py" and peers:
         same = {row["trainer"]: number(row["first loss"]) for row in found if "packed" not in row["trainer"]}
+        assert all(number(row["it multiplies"]) >= 1 for row in found), output
         assert len(same) == 4, output
         assert max(same.values()) - min(same.values()) < 1e-4, same  # the same work is done
 
