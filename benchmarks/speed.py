@@ -44,6 +44,10 @@ FORWARD = 4096
 """Most tokens in a product whose speed is measured: the largest forward of accel_sft on a CPU."""
 ROWS = (4, 8, 16, 32)
 """Rows a forward that other trainers are tried with."""
+HEADINGS = """| trainer | real tokens/s | supervised/s | useful GFLOP/s | of the peak | accel_sft is | it multiplies \
+| spread | first loss |
+|---|---|---|---|---|---|---|---|---|"""
+"""The table's; a multiple of what accel_sft does is "accel_sft is" for speeds, "it multiplies" for FLOPs."""
 WORD = 5
 """Characters of a word, which is a token."""
 
@@ -176,7 +180,7 @@ class Race:
             raise SystemExit(str(error)) from None
         self.peaks: list[dict[str, tuple[float, list[int]]]] = []
         self.shares: dict[str, list[float]] = {}
-        self.lines: list[str] = []
+        print(HEADINGS, flush=True)
 
     def rounds(self, other: Contestant | None) -> None:
         """Let accel_sft, the other one, and the peak run in turns."""
@@ -190,14 +194,14 @@ class Race:
                 self.shares.setdefault(each.name, []).append(useful / self.peaks[-1]["float32"][0])
 
     def against(self, name: str, python: str, script: str, settings: dict[str, Any]) -> None:
-        """Run another trainer and keep its line of the table; one that ends by itself is reported and left out."""
+        """Run another trainer and print its line of the table; one that ends by itself is reported and left out."""
         try:
             other = self._at_its_best(name, python, script, settings)
             self.rounds(other)
         except (Ended, BrokenPipeError) as error:
             if self.ours.process.poll() is not None or self.peak.process.poll() is not None:
                 raise SystemExit(str(error)) from None
-            print(f"{name} is left out: {str(error).splitlines()[-1] if str(error) else 'it ended'}\n", flush=True)
+            left_out(name, error)
             return
         self._line(other, self.ours.speeds[-len(other.speeds) :])
         other.stop()
@@ -214,7 +218,7 @@ class Race:
                 tried = Contestant(told, python, script, **self.common, **settings, rows_per_forward=size)
                 tried.run(self.shape.steps, self.work.tokens)
             except (Ended, BrokenPipeError) as error:
-                print(f"{told} is left out: {str(error).splitlines()[-1] if str(error) else 'it ended'}\n", flush=True)
+                left_out(told, error)
                 continue
             slower = tried
             if best is None or tried.speeds[0] > best.speeds[0]:
@@ -227,42 +231,45 @@ class Race:
         return best
 
     def _line(self, each: Contestant, ours: Sequence[float]) -> None:
-        """Add a line of the table; `ours` has accel_sft's speeds in the same rounds."""
+        """Print a line of the table; `ours` has accel_sft's speeds in the same rounds."""
         work, speed = self.work, statistics.median(each.speeds)
         ratio = statistics.median(one / other for one, other in zip(ours, each.speeds, strict=True))
         done = [c.facts["flops"] / c.facts.get("tokens_per_step", work.tokens) for c in (each, self.ours)]
         told = f" ({each.facts['batching']})" if "batching" in each.facts else ""
-        self.lines.append(
+        print(
             f"| {each.name}{told} | {speed:,.0f} | {speed * work.supervised / work.tokens:,.0f} "
             f"| {speed * work.flops / work.tokens / 1e9:.1f} | {statistics.median(self.shares[each.name]):.0%} "
             f"| {ratio:.2f}x | {done[0] / done[1]:.2f}x | {spread(each.speeds):.0%} "
-            f"| {each.facts.get('loss', float('nan')):.5f} |"
+            f"| {each.facts.get('loss', float('nan')):.5f} |",
+            flush=True,
         )
 
     def end(self) -> None:
-        """Print the table, and stop what still runs."""
+        """Print accel_sft's own line, the peak and whether the machine was busy; stop what still runs."""
         if not self.ours.speeds:
             self.rounds(None)
         self._line(self.ours, self.ours.speeds)
+        print()
         for precision in self.peaks[0]:
             found = [each[precision] for each in self.peaks]
             product = " x ".join(f"{size:,}" for size in max(found)[1])
-            reached = statistics.median(flops for flops, _ in found)
-            print(
-                f"Peak of matrix products in {precision}: {reached / 1e9:,.0f} GFLOP/s (at best {product}).", flush=True
-            )
+            reached = statistics.median(flops for flops, _ in found) / 1e9
+            print(f"The peak of matrix products in {precision} is {reached:,.0f} GFLOP/s, at best {product}.")
         varied = spread([each["float32"][0] for each in self.peaks])
+        busy = "the machine is busy, compare ratios only" if varied > BUSY else "the machine is quiet"
         print(
-            f"Useful: {self.work.flops / 1e9:.1f} GFLOPs a step, {self.work.distinct:,} distinct tokens; accel_sft "
-            f"computes {self.ours.facts['flops'] / 1e9:.1f}."
+            f"{self.work.flops / 1e9:.1f} GFLOPs of a step are useful, {self.work.distinct:,} distinct tokens; "
+            f"accel_sft computes {self.ours.facts['flops'] / 1e9:.1f}.\n"
+            f"The float32 peak varied by {varied:.0%} between rounds: {busy}.",
+            flush=True,
         )
-        busy = "the machine is busy: compare ratios only" if varied > BUSY else "the machine is quiet"
-        print(f"The float32 peak varied by {varied:.0%} between rounds: {busy}.\n")
-        print("| trainer | real tokens/s | supervised/s | useful GFLOP/s | of the peak | accel_sft is |", end="")
-        print(" it multiplies | spread | first loss |\n|---|---|---|---|---|---|---|---|---|")
-        print("\n".join([self.lines[-1], *self.lines[:-1]]), flush=True)
         self.ours.stop()
         self.peak.stop()
+
+
+def left_out(name: str, error: Exception) -> None:
+    """Tell, beside the table, that a trainer ended by itself."""
+    print(f"{name} is left out: {(str(error).splitlines() or ['it ended'])[-1]}", file=sys.stderr, flush=True)
 
 
 def spread(values: Sequence[float]) -> float:
