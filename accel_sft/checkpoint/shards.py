@@ -102,6 +102,7 @@ def write(pieces: Iterable[Piece], folder: Path, rank: int, *, threads: int) -> 
             heartbeat()
             path = folder / f"rank-{rank:04d}-{number:03d}.safetensors"
             save_file(piece, path)
+            piece.clear()  # before the next one is copied: without `held`, two would be in memory at once
             files[path.name] = hashing.submit(manifest.written, path)
         return {name: future.result() for name, future in files.items()}
 
