@@ -72,7 +72,8 @@ def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence
         else:
             batching, why = chosen(trial, exact, dropout)
     size = f"{batching.rows} examples" if batching.rows else f"{batching.tokens:,} tokens"
-    line = f"batching {batching.layout} ({WHAT[batching.layout]}), up to {size} a forward{why}"
+    what = WHAT[batching.layout] + (", in a cache" if batching.attention == "cache" else "")
+    line = f"batching {batching.layout} ({what}), up to {size} a forward{why}"
     return batching, "; ".join([line, *(f"not {reason}" for reason in reasons)])
 
 

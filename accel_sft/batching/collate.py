@@ -34,6 +34,7 @@ class Batch:
             (E,) float32.
         head: name in `loss.HEADS` of the function that computes logits and loss.
         most_logits: maximum number of logits that the head `pieces` holds at once; None: MOST_LOGITS.
+        prefix: ids of tokens that stand before each row and are not among `input_ids`, (1, P); None if there are none.
     """
 
     inputs: dict[str, Any]
@@ -43,6 +44,7 @@ class Batch:
     weights: torch.Tensor
     head: str = "labelled"
     most_logits: int | None = None
+    prefix: torch.Tensor | None = None
 
 
 def empty(pad_token_id: int) -> Batch:
@@ -212,6 +214,21 @@ def padded(rows: Sequence[Encoded], pad_token_id: int, blank: Encoded | None = N
     if pictured := next(filter(None, images), None):
         inputs |= pictured.origin.inputs.tensors(ids, images, shape)
     return _tensors(inputs, keep, None, np.asarray(targets, np.int64), np.asarray(weights, np.float32))
+
+
+def behind_cache(rows: Sequence[Encoded], prefix: int, pad_token_id: int) -> Batch:
+    """A forward of the rows' own tokens, padded, behind `prefix` tokens that all share and that predict no target."""
+    own = [
+        row._replace(
+            input_ids=row.input_ids[prefix:],
+            prompt_length=row.prompt_length - prefix,
+            earlier=tuple((begin - prefix, end - prefix) for begin, end in row.earlier),
+        )
+        for row in rows
+    ]
+    batch = padded(own, pad_token_id)
+    (ids,) = _on_device(np.array([rows[0].input_ids[:prefix]]))
+    return dataclasses.replace(batch, inputs={**batch.inputs, "attention_mask": None}, prefix=ids)
 
 
 def _tensors(

@@ -98,7 +98,8 @@ def _expected_bytes(trial: Trial, batching: Batching) -> float:
     dtype = reduced.get(precision, next(trial.model.parameters()).dtype)
     size = head_size(model.config.get_text_config(decoder=True))
     copied = 0, 0
-    if not kernels_for(trial.accelerator.device.type, dtype, size, prefix=batching.layout == "shared"):
+    kernels = kernels_for(trial.accelerator.device.type, dtype, size, prefix=batching.layout == "shared")
+    if not kernels or batching.attention == "cache":
         forwards = itertools.chain(*batching.divide(trial.spread(), row_groups(trial.accelerator)[0]))
         copied = max(map(batching.way.copied, forwards), key=sum, default=copied)
     return forward_bytes(

@@ -39,7 +39,7 @@ class Layout(abc.ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.shares = name == "shared"
-        self.one_sequence = name != "padded"
+        self.one_sequence = not isinstance(self, Padded)
 
     def order(self, example: Encoded) -> tuple[Any, int]:
         """Sort key of a step's rows, before they are divided among forwards."""
@@ -151,7 +151,7 @@ class Padded(Layout):
     """Rows one below the other, padded at the right, as every model can take them."""
 
     attention, implementation = "mask", "*"
-    cpu_tokens = (1024, 4096)
+    cpu_tokens: tuple[int, ...] = (1024, 4096)
 
     def tokens_in(self, examples: Sequence[Encoded]) -> int:
         return len(examples) * _longest(examples)
@@ -172,10 +172,38 @@ class Causal(Padded):
         return batch
 
 
+class Behind(Causal):
+    """Rows padded at the right, each behind the one prefix of the forward, which the model has read into a cache: for
+    layers of any kind that can go on from it. Causality hides the padding."""
+
+    attention = "cache"
+    cpu_tokens = (512, *RowByRow.cpu_tokens)
+
+    def prefix(self, examples: Sequence[Encoded]) -> int:
+        """The common tokens before the one that predicts the first target: the prefix predicts none."""
+        if len(examples) < 2:
+            return 0
+        first = min(span.start for example in examples for span in example.learnt)
+        return min(common_length([example.input_ids for example in examples]), first - 1)
+
+    def tokens_in(self, examples: Sequence[Encoded]) -> int:
+        prefix = self.prefix(examples)
+        return prefix + len(examples) * (_longest(examples) - prefix)
+
+    def copied(self, examples: Sequence[Encoded]) -> tuple[int, int]:
+        return (0, len(examples) * _longest(examples)) if self.prefix(examples) else (0, 0)
+
+    def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
+        if not (prefix := self.prefix(examples)):
+            return super().collate(examples, pad_token_id)
+        return collate.behind_cache(examples, prefix, pad_token_id)
+
+
 LAYOUTS: tuple[Layout, ...] = (
     RowByRow("shared"),
     Tree("shared", "mask", "sdpa", collate.dense_mask),
     Tree("shared", "blocks", "flex_attention", collate.block_mask),
+    Behind("shared"),
     RowByRow("packed"),
     Tree("packed", "mask", "sdpa", collate.dense_mask),
     Tree("packed", "blocks", "flex_attention", collate.block_mask),

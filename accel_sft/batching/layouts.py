@@ -45,7 +45,8 @@ class Batching:
         attention: how attention separates rows in one sequence: `mask`, a dense mask (of padded rows: what is padding);
             `causal`, no mask (`padded` alone); `blocks`, the dense mask's blocks for FlexAttention; `varlen`, rows'
             bounds for FlashAttention (`packed` alone); `rows`, which runs them row by row behind the one prefix that
-            all rows of the forward share, in any order (`row_kernels.PrefixedRows`).
+            all rows of the forward share, in any order (`row_kernels.PrefixedRows`); `cache`, a batch of rows that go
+            on from the cache of their prefix (`prefix_cache.PrefixCache`; `shared` alone).
         head: where and how logits are computed, one of `loss.HEADS`.
         most_logits: maximum number of logits that the head `pieces` holds at once, chosen by a GPU's free memory; None:
             MOST_LOGITS.
@@ -103,10 +104,11 @@ class Batching:
             return alone
         lengths = [len(example.input_ids) for example in examples]
         own = [length - shared for length, shared in zip(lengths, way.common(examples), strict=True)]
+        prefix = way.prefix(examples)
         count = math.ceil(sum(own) / self.tokens)
         count += -(len(alone) + count) % world_size
         while True:
-            ends = _least_largest(lengths, own, count, self.tokens, way)
+            ends = _least_largest(lengths, own, count, self.tokens, None if way.one_sequence else prefix)
             if ends is not None:
                 groups = [examples[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
                 if count >= len(examples) or all(way.is_even(rows, self.tokens) for rows in groups):
@@ -148,7 +150,7 @@ class Batching:
         return dataclasses.replace(batch, head=self.head, most_logits=self.most_logits)
 
 
-def _least_largest(lengths: list[int], own: list[int], count: int, limit: int, way: Layout) -> list[int] | None:
+def _least_largest(lengths: list[int], own: list[int], count: int, limit: int, prefix: int | None) -> list[int] | None:
     """Return the ends of at most `count` groups of consecutive rows, the largest group being as small as can be; None
     if it would be above `limit`.
 
@@ -156,6 +158,7 @@ def _least_largest(lengths: list[int], own: list[int], count: int, limit: int, w
 
     Args:
         own: tokens of each row that the row before it does not have.
+        prefix: tokens that stand once before rows that are padded; None if rows are not padded.
     """
 
     def ends_within(allowed: int) -> list[int] | None:
@@ -163,7 +166,7 @@ def _least_largest(lengths: list[int], own: list[int], count: int, limit: int, w
         load = rows = longest = 0
         for at, (length, new) in enumerate(zip(lengths, own, strict=True)):
             # rows that are padded come with the longest first
-            more = load + new if way.one_sequence else longest * (rows + 1)
+            more = load + new if prefix is None else prefix + (longest - prefix) * (rows + 1)
             if rows and more <= allowed:
                 load, rows = more, rows + 1
                 continue

@@ -1,5 +1,6 @@
 """The causal-LM loss as a sum over tokens, and the LM heads; training/step.py divides by the step's tokens."""
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from accel_sft.batching.collate import Batch
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.memory.job import MOST_LOGITS
 from accel_sft.models.architecture import arguments
+from accel_sft.models.prefix_cache import behind_prefix, with_forward
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 """The output embeddings' own forward."""
@@ -77,12 +79,12 @@ def _plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, re
 
 def labelled(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
     """Each target's loss, with logits computed only where something is predicted."""
-    return _nll_of_kept(model(**batch.inputs, logits_to_keep=batch.keep, use_cache=False).logits, batch)
+    return _nll_of_kept(_logits(model, batch, logits_to_keep=batch.keep), batch)
 
 
 def everywhere(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
     """Each target's loss, with logits computed at every token: for a forward that takes no `logits_to_keep`."""
-    logits = model(**batch.inputs, use_cache=False).logits
+    logits = _logits(model, batch)
     return _nll_of_kept(logits[batch.keep] if batch.keep.ndim == 2 else logits[:, batch.keep], batch)
 
 
@@ -136,6 +138,13 @@ def available_heads(model: torch.nn.Module, device: torch.device) -> list[str]:
     return [name for name in HEADS if name != "fused" or (fused_kernel(device) and not cut)]
 
 
+def _logits(model: torch.nn.Module, batch: Batch, **kept: Any) -> torch.Tensor:
+    behind = contextlib.nullcontext() if batch.prefix is None else behind_prefix(_unwrapped(model), batch.prefix)
+    with behind:
+        logits: torch.Tensor = model(**batch.inputs, **kept, use_cache=False).logits
+    return logits
+
+
 def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.float(), targets, reduction="none")
 
@@ -157,20 +166,16 @@ def _in_the_head(
     still does.
     """
     head = _unwrapped(model).get_output_embeddings()
-    logits_of, own = head.forward, head.__dict__.get("forward")
+    logits_of = head.forward
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if not hidden.numel():  # of a prefix no logits are asked for
+            return logits_of(hidden)
         hidden = hidden.flatten(0, -2)  # (P, H)
         return nll_of(head, logits_of, hidden if batch.sources is None else hidden[batch.sources])[:, None]
 
-    head.forward = forward
-    try:
-        return model(**batch.inputs, logits_to_keep=batch.keep, use_cache=False).logits.flatten().float()
-    finally:
-        if own is None:
-            del head.forward
-        else:
-            head.forward = own
+    with with_forward(head, forward):
+        return _logits(model, batch, logits_to_keep=batch.keep).flatten().float()
 
 
 def _unwrapped(model: Any) -> Any:

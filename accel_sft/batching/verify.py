@@ -38,6 +38,9 @@ checked to the bit."""
 ROUNDING, REDUCED_ROUNDING, LOOKS = 1e-5, 1e-2, 3
 """Share of the largest loss by which a token's loss may differ between two equal forwards where nothing is random, in
 float32 and in reduced precision (a busy machine may round otherwise); and how often such forwards are compared."""
+GRADIENT, REDUCED_GRADIENT = 1e-2, 0.25
+"""Share by which loss and gradients behind a cache may differ from those of padded rows, in float32 and in reduced
+precision: a gradient that does not reach the prefix is missing whole."""
 NOISE = 4
 """Tolerance, as a multiple of the noise between identical forwards."""
 FEWEST_LOGITS = 1
@@ -93,11 +96,19 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
             for way, rows in zip((whole, lean), row_sets, strict=True)
         ]
         for name in asked:
-            if found and (name == "packed" or config.batching != "auto"):  # sharing includes packing
+            sequences = any(batching.way.one_sequence for batching in found)  # sharing includes packing
+            if found and (config.batching != "auto" or (name == "packed" and sequences)):
                 continue
-            layouts, reason = _layouts_for(unwrapped, name, longest, dropout)
+            layouts, reason = _layouts_for(trial, name, longest, dropout)
             exact: list[Batching] = []
             for layout in layouts:
+                before = reason
+                if layout.attention == "cache":
+                    if exact:  # a cache takes a sequence's place where there is none
+                        continue
+                    if cannot := _not_behind_a_cache(trial, layout, row_sets):
+                        reason = f"{before}; and behind a cache: {cannot}"
+                        continue
                 if layout.attention == "rows":
                     install(accelerator.device)
                 if layout.attention == "causal" and pictured:  # a mask may tell an image's tokens from a text's
@@ -119,12 +130,17 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
                         reason = "a change in one row changes another" if any(leaks) else None
                         if not reason and _ignores_positions(trial, plain, row_sets[-1]):
                             reason = "the model ignores the positions that it is given"
-                    elif not reason and layout.attention == "causal":
+                    elif not reason and layout.attention in ("causal", "cache"):
                         leaks = [_sees_padding(trial, plain, rows, rounding) for rows in row_sets]
                         reason = "what stands in padding changes a row" if any(leaks) else None
+                    if not reason and layout.attention == "cache":
+                        mine = [_goes_wrong_behind(trial, batching, rows) for rows in row_sets]
+                        reason = first_reason(next(filter(None, mine), None))
                     if not reason:
                         exact.append(batching)
                         break
+                if reason and layout.attention == "cache":
+                    reason = f"{before}; and behind a cache: {reason}"
             found += exact
             if not exact:
                 reasons.append(f"{name}: {reason}")
@@ -156,25 +172,29 @@ def _refuse_image_by_image(trial: Trial, batching: Batching, row_sets: Sequence[
         )
 
 
-def _layouts_for(
-    model: torch.nn.Module, name: str, longest: int, dropout: str | None
-) -> tuple[list[Layout], str | None]:
-    """The layouts of this name to try on the model; or none, and the reason, where its configuration shows one."""
+def _layouts_for(trial: Trial, name: str, longest: int, dropout: str | None) -> tuple[list[Layout], str | None]:
+    """The layouts of this name to try on the model, and the reason why there are none, or none in one sequence, where
+    its configuration shows one."""
+    model = trial.accelerator.unwrap_model(trial.model)
     implementation = str(getattr(model.config, "_attn_implementation", None))
-    named = [layout for layout in LAYOUTS if layout.name == name]
-    layouts = [layout for layout in named if fnmatch.fnmatchcase(implementation, layout.implementation)]
+    named = [
+        layout
+        for layout in LAYOUTS
+        if layout.name == name and fnmatch.fnmatchcase(implementation, layout.implementation)
+    ]
+    sequences = [layout for layout in named if layout.one_sequence]
     reason = None
-    if not layouts:
+    if not sequences and name != "padded":
         others = " and ".join(attentions(model, "sdpa", "flex_attention"))
         other = f"{others} can" if others else "the model has no other"
         reason = f"attention {implementation} cannot be told who sees whom; {other}"
-    elif layouts[0].one_sequence and "position_ids" not in arguments(model):
+    elif sequences and "position_ids" not in arguments(model):
         reason = "the model takes no positions"
-    elif layouts[0].one_sequence and (limited := limited_layers(model, longest)):
+    elif sequences and (limited := limited_layers(model, longest)):
         reason = f"the model has layers of another kind ({limited})"
-    elif layouts[0].shares and dropout:
-        reason = f"rows of a step would share their dropout ({dropout})"
-    return [] if reason else layouts, reason
+    if name == "shared" and dropout:
+        return [], reason or f"rows of a step would share their dropout ({dropout})"
+    return [layout for layout in named if not (reason and layout.one_sequence)], reason
 
 
 def _shortest(examples: Sequence[Encoded]) -> list[Encoded]:
@@ -253,6 +273,40 @@ def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Enco
     difference = abs(alone - (together * batch.weights).sum().item()) / batch.weights.sum().item()
     wrong = f"its loss is not that of single rows (off by {difference:.2g} nats a token)"
     return None if difference <= tolerance else wrong
+
+
+def _not_behind_a_cache(trial: Trial, layout: Layout, row_sets: Sequence[Sequence[Encoded]]) -> str | None:
+    """Say why rows are not tried behind a prefix's cache; None if they can be."""
+    if "past_key_values" not in arguments(trial.accelerator.unwrap_model(trial.model)):
+        return "the model takes none"
+    if not any(map(layout.prefix, row_sets)):
+        return "rows have nothing in common before what they learn"
+    if trial.config.compile:
+        return "--compile would compile the blocks anew for it"
+    if not forwards_alone(trial.accelerator):
+        return "its backward cannot be tried where ranks share the weights"
+    return None
+
+
+def _goes_wrong_behind(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> str | None:
+    """Say why rows cannot be trained behind a prefix's cache, or that loss or gradients of embedded tokens are not
+    those of padded rows; None if all is right. A layer may go on from a state that it has cut off from its backward."""
+    prefix = batching.way.prefix(rows)
+    if not prefix or not trial.train:
+        return None
+    try:
+        loss, gradients = trial.run(batching, rows)
+        expected, (whole,) = trial.run(Batching("padded", UNLIMITED, attention="causal", head=batching.head), rows)
+    except REFUSALS as error:
+        if out_of_memory(error):
+            raise
+        return f"the model does not take it back ({first_line(error)[:100]})"
+    each = whole[:, :prefix].sum(0, keepdim=True), whole[:, prefix:]
+    off = [((one - other).norm() / other.norm()).item() for one, other in zip(gradients, each, strict=True)]
+    off.append(abs(loss - expected) / abs(expected))
+    most = GRADIENT if trial.in_float32 else REDUCED_GRADIENT
+    wrong = f"its gradient is not that of padded rows (off by {max(off):.2g} of it)"
+    return None if all(share <= most for share in off) else wrong
 
 
 def _ignores_positions(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:

@@ -52,6 +52,7 @@ class Job:
         dense_mask: whether attention takes a mask of tokens by tokens, as the layouts `shared` and `packed` give sdpa.
         copied_keys: keys that rows behind a shared prefix see (each row the prefix and itself), of all rows together;
             attention may have to copy them, see `copies`; 0: there is no such prefix.
+        in_cache: whether rows go on from the cache of their prefix.
         eval_rows: answers generated at once during the run; 0: none are generated.
         eval_tokens: tokens of the longest of these answers with its prompt; 0: as many as a row of the forward has.
         saves: whether checkpoints are written.
@@ -84,6 +85,7 @@ class Job:
     most_logits: int = MOST_LOGITS
     dense_mask: bool = False
     copied_keys: int = 0
+    in_cache: bool = False
     eval_rows: int = 64
     eval_tokens: int = 0
     saves: bool = True
@@ -120,9 +122,10 @@ class Job:
     @property
     def copies(self) -> bool:
         """Whether attention copies a shared prefix for each row and each head: a GPU's FlashAttention does without, in
-        half precision and with heads of these sizes (models/cascade.py; a run probes it); so do CPUs."""
+        half precision and with heads of these sizes (models/cascade.py; a run probes it); so do CPUs. A cache is
+        always copied."""
         size = self.shape.head_dim
-        return not self.on_cpu and (self.computes_bytes > 2 or size % 8 > 0 or size > 256)
+        return self.in_cache or (not self.on_cpu and (self.computes_bytes > 2 or size % 8 > 0 or size > 256))
 
     @property
     def computes_bytes(self) -> int:

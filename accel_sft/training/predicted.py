@@ -87,6 +87,7 @@ class Prediction:
                 head=train_step.batching.head,
                 most_logits=train_step.batching.most_logits or MOST_LOGITS,
                 copied_keys=copied_keys if train_step.batching.layout == "shared" else 0,
+                in_cache=train_step.batching.attention == "cache",
             )
             memory = _beside(estimate(job), by_phase)
         tracker.memory(memory)

@@ -35,8 +35,6 @@ from transformers import (
     PhimoeForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -461,11 +459,12 @@ def test_dropout_is_not_shared_between_rows(model):
     assert "not shared: rows of a step would share their dropout (attention_dropout)" in told
 
 
-def test_attention_that_takes_no_mask_of_ours_gets_padded_rows(tmp_path):
+def test_attention_that_takes_no_mask_of_ours_has_rows_go_on_from_a_cache(tmp_path):
     folder = make_tiny(tmp_path / "model")
     eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     batching, told = chosen(eager)
-    assert batching.layout == "padded"
+    assert (batching.layout, batching.attention) == ("shared", "cache"), told
+    assert told.startswith("batching shared (one copy of what rows share, in a cache), up to ")
     assert "not packed: attention eager cannot be told who sees whom" in told
 
 
@@ -474,13 +473,13 @@ def small(kind, **settings):
     return kind(**{**common, "num_hidden_layers": 2, "num_key_value_heads": 2, **settings})
 
 
-def test_a_sliding_window_that_rows_do_not_reach_is_no_hindrance_and_one_they_reach_is():
+def test_rows_that_reach_a_sliding_window_go_on_from_a_cache_and_others_stand_in_a_sequence():
     layers = ["sliding_attention", "full_attention"]
-    for window, layout in ((512, "shared"), (16, "padded")):
+    for window, attention in ((512, "rows"), (16, "cache")):
         torch.manual_seed(0)
         config = small(Gemma3TextConfig, sliding_window=window, layer_types=layers)
         batching, told = chosen(Gemma3ForCausalLM(config), batching="shared")
-        assert batching.layout == layout, told
+        assert (batching.layout, batching.attention) == ("shared", attention), told
 
 
 @pytest.mark.parametrize("window", [16, 512])
@@ -489,16 +488,16 @@ def test_a_window_that_all_layers_have_is_seen_and_so_is_a_longer_row_that_is_on
     model = MistralForCausalLM(small(MistralConfig, sliding_window=window))
     short = [row for row in rows(64, instruction=4, longest=8) if len(row.input_ids) <= 16]
     (longer,) = rows(1, instruction=40, longest=8)
-    assert chosen(model, short, batching="shared")[0].layout == "shared"
+    assert chosen(model, short, batching="shared")[0].attention == "rows"
     batching, told = choose_batching(trial(model, short, batching="shared"), also=[longer])
-    assert batching.layout == ("padded" if window == 16 else "shared"), told
+    assert batching.attention == ("cache" if window == 16 else "rows"), told
 
 
 def test_a_window_that_the_configuration_does_not_tell_of_is_found_by_the_longest_row(monkeypatch):
     torch.manual_seed(0)
     model = MistralForCausalLM(small(MistralConfig, sliding_window=16, initializer_range=0.5))
     monkeypatch.setattr("accel_sft.batching.verify.limited_layers", lambda model, longest: None)
-    batching, told = chosen(model, rows(64, instruction=4, longest=40), batching="shared")
+    batching, told = chosen(model, rows(64, instruction=4, longest=40), batching="packed")
     assert batching.layout == "padded"
     assert "its loss is not that of single rows" in told
 
@@ -518,25 +517,6 @@ def test_experts_that_are_drawn_in_training_are_found_though_few_rows_show_it(se
     batching, told = chosen(model, batching="shared")
     assert batching.layout == "packed", told
     assert "would share their dropout (its forward is random in training)" in told
-
-
-def test_a_model_that_carries_a_state_along_gets_padded_rows():
-    torch.manual_seed(0)
-    config = small(
-        Qwen3NextConfig,
-        layer_types=["linear_attention", "full_attention"],
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-    )
-    batching, told = chosen(Qwen3NextForCausalLM(config))
-    assert batching.layout == "padded"
-    assert "layers of another kind (" in told
 
 
 def varlen_attention(module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, **kwargs):
@@ -564,8 +544,7 @@ def test_flash_attention_is_told_where_packed_rows_end(model, name):
     batching, told = chosen(flashing, batching="packed")
     assert (batching.layout, batching.attention) == ("packed", "varlen"), told
     batching, told = chosen(flashing, batching="shared")
-    assert batching.layout == "packed"
-    assert f"not shared: attention {name} cannot be told who sees whom" in told
+    assert (batching.layout, batching.attention) == ("shared", "cache"), told
     expected, gradients = loss_and_gradients(model, batching_of(WAYS[-1], 4096), rows())
     got, ours = loss_and_gradients(flashing, batching_of(("packed", "varlen"), 300), rows())
     assert got == pytest.approx(expected, rel=1e-6)

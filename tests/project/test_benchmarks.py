@@ -46,6 +46,7 @@ def number(cell: str) -> float:
         ("speed.py", "real tokens/s", {"accel_sft"}),
         pytest.param(*("batching.py", "s a step", {"the default", "shared 16"}), marks=pytest.mark.long),
         ("precision.py", "real tokens/s", {"fp32", "bf16, ZeRO-2"}),
+        pytest.param(*("hybrids.py", "times padded", {"lfm2"}), marks=pytest.mark.long),
         ("generation.py", "answers/s", {"accel_sft", "`generate`, 64 rows"}),
         ("checkpoint.py", "GiB", {"waiting", "background", "save_state"}),
         pytest.param(*("memory.py", "USS median", {"2,000"}), marks=pytest.mark.long),

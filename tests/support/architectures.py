@@ -59,7 +59,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # recurrent layers, alone and beside attention
     "qwen3_next": {"layer_types": HYBRID},
     "qwen3_5_text": {"layer_types": HYBRID},
-    **{name: {} for name in ("minimax", "lfm2", "mamba", "falcon_mamba")},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    **{name: {} for name in ("minimax", "mamba", "falcon_mamba")},
     "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_groups": 1},
     "bamba": {"attn_layer_indices": [1, 3]},

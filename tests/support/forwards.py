@@ -12,7 +12,14 @@ from accel_sft.batching.loss import nll_sum
 from accel_sft.chat.encoded import Encoded
 
 CPU = torch.device("cpu")
-WAYS = [("shared", "mask"), ("shared", "rows"), ("packed", "mask"), ("packed", "rows"), ("padded", "mask")]
+WAYS = [
+    ("shared", "mask"),
+    ("shared", "rows"),
+    ("shared", "cache"),
+    ("packed", "mask"),
+    ("packed", "rows"),
+    ("padded", "mask"),
+]
 
 
 def batching_of(way, tokens, rows=None, **rest):

@@ -1,0 +1,131 @@
+"""Rows that go on from one forward of their common prefix by its cache: for layers of any kind, and differentiable.
+
+Attention layers keep keys and values of the prefix, layers with a state keep the state. Rows get them by reference, so
+that one backward adds up all rows' gradients of the prefix, and goes through the prefix once.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.cache_utils import DynamicCache
+
+from accel_sft.models.architecture import arguments, without_adapter
+
+
+class PrefixCache(DynamicCache):
+    """A cache that looks the same to a layer however often the layer is computed.
+
+    transformers' own caches change under a forward, some of them in place: autograd could not go back through them, and
+    gradient checkpointing, which computes a layer again, would find them changed.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.layers: list[Any] = self.layers
+        self.read: list[Any] | None = [None] * len(self.layers)
+        """What each layer has kept of the prefix; None once it is read."""
+
+    def behind(self, rows: int) -> "PrefixCache":
+        """The cache from which `rows` rows go on, once the prefix is read."""
+        assert self.read is not None
+        kept = [_copy(layer or empty) for layer, empty in zip(self.read, self.layers, strict=True)]
+        self.read = None  # what is computed again in the backward is not kept
+        for layer in kept:
+            for name, value in vars(layer).items():
+                if isinstance(value, dict):
+                    setattr(layer, name, {key: _for_rows(each, rows) for key, each in value.items()})
+                else:
+                    setattr(layer, name, _for_rows(value, rows))
+        behind = copy.copy(self)
+        behind.layers = kept
+        return behind
+
+    def _changing(self, index: int) -> Any:
+        """A copy of a layer's cache, for a forward of the layer to change."""
+        if self.read is None:
+            return _copy(self.layers[index])
+        self.read[index] = self.read[index] or _copy(self.layers[index])
+        return self.read[index]
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return self._changing(layer_idx).update(key_states, value_states, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: Any, layer_idx: int) -> Any:
+        return self._changing(layer_idx).update_indexer(indexer_key_states)
+
+    def update_conv_state(
+        self, conv_states: Any, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Any:
+        """As the library's, which copies into a buffer: the inputs from where the convolution has to begin."""
+        layer, before = self._changing(layer_idx), self.layers[layer_idx]
+        size = conv_kernel_size or before.conv_kernel_size[state_idx] or conv_states.shape[-1]
+        if before.has_previous_state[state_idx]:
+            conv_states = torch.cat([before.conv_states[state_idx], conv_states], dim=-1)
+        else:
+            conv_states = functional.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
+        layer.conv_states[state_idx], layer.conv_kernel_size[state_idx] = conv_states[..., -size:], size
+        layer.is_conv_states_initialized[state_idx] = layer.has_previous_state[state_idx] = True
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **_: Any) -> Any:
+        layer = self._changing(layer_idx)
+        layer.recurrent_states[state_idx] = recurrent_states
+        layer.is_recurrent_states_initialized[state_idx] = True
+        return recurrent_states
+
+
+def _copy(layer: Any) -> Any:
+    copied = copy.copy(layer)
+    vars(copied).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
+    return copied
+
+
+def _for_rows(value: Any, rows: int) -> Any:
+    """A state of the prefix, (1, ...), as that of each row; anything else as it is."""
+    is_state = isinstance(value, torch.Tensor) and value.ndim > 1
+    return value.expand(rows, *value.shape[1:]) if is_state else value
+
+
+@contextlib.contextmanager
+def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within this context the module has another forward."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+@contextlib.contextmanager
+def behind_prefix(model: Any, prefix: torch.Tensor) -> Iterator[None]:
+    """Within this context a forward takes its rows to continue the prefix, whose ids are (1, P), and reads that first.
+
+    Both happen within one forward of the whole model, so that whatever wraps it (DDP, DeepSpeed, FSDP) sees one.
+
+    Args:
+        model: the model, an adapter's included, below DDP's or DeepSpeed's wrapper.
+    """
+    base = without_adapter(model)
+    own = base.forward
+    nothing = {"logits_to_keep": prefix.new_zeros(0)} if "logits_to_keep" in arguments(base) else {}
+    for layer in base.modules():
+        # transformers takes the cache from layers that are computed again, lest they change it twice
+        if getattr(layer, "gradient_checkpointing", False):
+            layer._can_checkpoint_with_cache = True
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        cache = PrefixCache(base.config)
+        own(input_ids=prefix, past_key_values=cache, use_cache=False, **nothing)
+        rows = kwargs["input_ids"].shape[0]
+        return own(*args, **{**kwargs, "past_key_values": cache.behind(rows)})
+
+    with with_forward(base, forward):
+        yield
