@@ -339,7 +339,7 @@ def main(folder: Path, layouts: list[str]) -> None:
     if "ddp" in layouts:
         found["beside the buckets"] = beside_the_buckets(folder)
         found["averages"] = averages_by_hand(folder)
-        (folder / "refused").mkdir()
+        (folder / "refused").mkdir(exist_ok=True)  # by both ranks
         found["refused"] = Job("ddp", "no", 0.0, folder).refused(folder / "refused")
     for precision in ("no", "bf16", "bfloat16"):
         for yaml in layouts if precision != "bfloat16" else ["ddp"]:
