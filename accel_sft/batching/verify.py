@@ -99,7 +99,7 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
             sequences = any(batching.way.one_sequence for batching in found)  # sharing includes packing
             if found and (config.batching != "auto" or (name == "packed" and sequences)):
                 continue
-            layouts, reason = _layouts_for(trial, name, longest, dropout)
+            layouts, reason = _layouts_for(unwrapped, name, longest, dropout)
             exact: list[Batching] = []
             for layout in layouts:
                 before = reason
@@ -172,10 +172,11 @@ def _refuse_image_by_image(trial: Trial, batching: Batching, row_sets: Sequence[
         )
 
 
-def _layouts_for(trial: Trial, name: str, longest: int, dropout: str | None) -> tuple[list[Layout], str | None]:
+def _layouts_for(
+    model: torch.nn.Module, name: str, longest: int, dropout: str | None
+) -> tuple[list[Layout], str | None]:
     """The layouts of this name to try on the model, and the reason why there are none, or none in one sequence, where
     its configuration shows one."""
-    model = trial.accelerator.unwrap_model(trial.model)
     implementation = str(getattr(model.config, "_attn_implementation", None))
     named = [
         layout

@@ -137,9 +137,8 @@ JOB = (
 JOB += ("--dtype", "float32", "--train-examples", "48", "--validation-examples", "4")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("adapter", ["none", "lora"])
-@pytest.mark.parametrize("yaml", ["ddp", "z2"])
+@pytest.mark.parametrize("yaml", [pytest.param(yaml, marks=pytest.mark.long) for yaml in ("ddp", "z2")])
 def test_ranks_make_the_steps_of_one_process_and_a_resumed_run_those_of_a_whole_one(yaml, adapter, tmp_path):
     model = architectures.make(tmp_path / "model", "lfm2")
     job = ("math", *JOB, "--model", str(model), "--adapter", adapter)

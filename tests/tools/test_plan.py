@@ -713,7 +713,7 @@ def test_the_copy_of_a_checkpoint_is_in_host_memory_from_the_first_one_on_and_do
     assert more == {phase: pytest.approx(copy if phase in WITH_COPY else 0) for phase in without}
     assert saving.device_peak_bytes == never.device_peak_bytes
     larger = closed_form.estimate(job_of(QWEN_7B, name))
-    assert larger.fits(None, larger.host_peak_bytes / 2)
+    assert larger.fits(None, 0.6 * larger.host_peak_bytes)  # which loading the weights takes under ddp and fsdp2
 
 
 def test_train_only_is_counted_by_its_names(models):
