@@ -172,7 +172,7 @@ class Causal(Padded):
         return batch
 
 
-class Behind(Causal):
+class Cached(Causal):
     """Rows padded at the right, each behind the one prefix of the forward, which the model has read into a cache: for
     layers of any kind that can go on from it. Causality hides the padding."""
 
@@ -203,7 +203,7 @@ LAYOUTS: tuple[Layout, ...] = (
     RowByRow("shared"),
     Tree("shared", "mask", "sdpa", collate.dense_mask),
     Tree("shared", "blocks", "flex_attention", collate.block_mask),
-    Behind("shared"),
+    Cached("shared"),
     RowByRow("packed"),
     Tree("packed", "mask", "sdpa", collate.dense_mask),
     Tree("packed", "blocks", "flex_attention", collate.block_mask),

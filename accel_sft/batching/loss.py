@@ -15,7 +15,7 @@ from accel_sft.batching.collate import Batch
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.memory.job import MOST_LOGITS
 from accel_sft.models.architecture import arguments
-from accel_sft.models.prefix_cache import behind_prefix, with_forward
+from accel_sft.models.prefix_cache import prefix_first, with_forward
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 """The output embeddings' own forward."""
@@ -139,7 +139,7 @@ def available_heads(model: torch.nn.Module, device: torch.device) -> list[str]:
 
 
 def _logits(model: torch.nn.Module, batch: Batch, **kept: Any) -> torch.Tensor:
-    behind = contextlib.nullcontext() if batch.prefix is None else behind_prefix(_unwrapped(model), batch.prefix)
+    behind = contextlib.nullcontext() if batch.prefix is None else prefix_first(_unwrapped(model), batch.prefix)
     with behind:
         logits: torch.Tensor = model(**batch.inputs, **kept, use_cache=False).logits
     return logits

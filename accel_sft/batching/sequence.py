@@ -8,10 +8,10 @@ from torch.nn import functional
 
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.batching.collate import Batch
+from accel_sft.batching.comparisons import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.trial import Trial
-from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.collectives import gather_numbers
 from accel_sft.launch.tensor_parallel import row_groups

@@ -9,17 +9,24 @@ from collections.abc import Sequence
 
 import torch
 
-from accel_sft.api.errors import UserError, first_line
-from accel_sft.batching.collate import Batch
-from accel_sft.batching.device_memory import forwards_alone, out_of_memory
+from accel_sft.api.errors import UserError
+from accel_sft.batching.comparisons import (
+    UNLIMITED,
+    differs,
+    goes_wrong_behind,
+    ignores_positions,
+    is_random,
+    see_each_other,
+    sees_padding,
+)
+from accel_sft.batching.device_memory import forwards_alone
 from accel_sft.batching.forward_layouts import LAYOUTS, Layout
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import available_heads, nll, nll_sum
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
-from accel_sft.launch.collectives import any_rank, first_reason
+from accel_sft.launch.collectives import first_reason
 from accel_sft.models.architecture import (
-    REFUSALS,
     arguments,
     attentions,
     beyond_text,
@@ -31,24 +38,8 @@ from accel_sft.models.prefix_attention import install
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
 RANDOM_TOKENS = 512
 """Number of tokens compared to find out if training is random: enough for experts drawn at random to differ."""
-TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
-"""Nats per token by which the loss may differ between layouts, in float32 and in reduced precision. Rows that see each
-other or stand at wrong positions differ by more, even in a random model; that rows do not see each other is also
-checked to the bit."""
-ROUNDING, REDUCED_ROUNDING, LOOKS = 1e-5, 1e-2, 3
-"""Share of the largest loss by which a token's loss may differ between two equal forwards where nothing is random, in
-float32 and in reduced precision (a busy machine may round otherwise); and how often such forwards are compared."""
-GRADIENT, REDUCED_GRADIENT = 1e-2, 0.25
-"""Share by which loss and gradients behind a cache may differ from those of padded rows, in float32 and in reduced
-precision: a gradient that does not reach the prefix is missing whole."""
-NOISE = 4
-"""Tolerance, as a multiple of the noise between identical forwards."""
-FEWEST_LOGITS = 1
-"""Maximum number of logits that the head `pieces` holds at once in a check, so that its pieces are the smallest."""
 IMAGES = "rows hold images, whose placeholders are alike where the images are not, and whose positions have two axes"
 """Reason, in messages, why rows with images are padded."""
-UNLIMITED = 2**31
-"""Maximum number of tokens in one forward until a limit is chosen."""
 
 
 def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batching], list[str], str | None]:
@@ -67,7 +58,6 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
     names = list(dict.fromkeys(layout.name for layout in LAYOUTS))
     asked = names if config.batching == "auto" else names[names.index(config.batching) :]
     heads = available_heads(unwrapped, accelerator.device)
-    tolerance, rounding = (TOLERANCE, ROUNDING) if trial.in_float32 else (REDUCED_TOLERANCE, REDUCED_ROUNDING)
     row_sets = _row_sets([*trial.examples, *also])
     longest = max(len(row.input_ids) for row in row_sets[-1])
     # the fallback: every model is trained with padded rows; if they differ from single ones, the model itself makes
@@ -87,7 +77,7 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
         model.train()
         if trial.train:
             some = trial.batch(lean, enough(trial.examples))
-            dropout = _dropout(unwrapped, _is_random(model, some, rounding))
+            dropout = _dropout(unwrapped, is_random(trial, some))
         model.eval()
         if trial.blank and not forwards_alone(accelerator):
             _refuse_image_by_image(trial, lean, row_sets)
@@ -102,40 +92,15 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
             layouts, reason = _layouts_for(unwrapped, name, longest, dropout)
             exact: list[Batching] = []
             for layout in layouts:
+                if _is_needless(layout, exact, pictured=pictured):
+                    continue
                 before = reason
-                if layout.attention == "cache":
-                    if exact:  # a cache takes a sequence's place where there is none
-                        continue
-                    if cannot := _not_behind_a_cache(trial, layout, row_sets):
-                        reason = f"{before}; and behind a cache: {cannot}"
-                        continue
+                reason = _not_behind_a_cache(trial, layout, row_sets) if layout.attention == "cache" else None
                 if layout.attention == "rows":
                     install(accelerator.device)
-                if layout.attention == "causal" and pictured:  # a mask may tell an image's tokens from a text's
-                    continue
-                if layout.attention == "mask" and "causal" in (batching.attention for batching in exact):
-                    continue  # the same with more work
-                for head in heads:
+                for head in () if reason else heads:
                     batching = Batching(name, UNLIMITED, attention=layout.attention, head=head)
-                    # ranks that came to different answers would run different forwards
-                    mine = [
-                        _differs(trial, batching, loss, rows, tolerance)
-                        for loss, rows in zip(alone, row_sets, strict=True)
-                    ]
-                    reason = first_reason(next(filter(None, mine), None))
-                    # no head mixes rows, but some add in no fixed order; the plain one repeats its bits
-                    plain = dataclasses.replace(batching, head=lean.head)
-                    if not reason and layout.one_sequence:
-                        leaks = [_see_each_other(trial, plain, rows, rounding) for rows in row_sets]
-                        reason = "a change in one row changes another" if any(leaks) else None
-                        if not reason and _ignores_positions(trial, plain, row_sets[-1]):
-                            reason = "the model ignores the positions that it is given"
-                    elif not reason and layout.attention in ("causal", "cache"):
-                        leaks = [_sees_padding(trial, plain, rows, rounding) for rows in row_sets]
-                        reason = "what stands in padding changes a row" if any(leaks) else None
-                    if not reason and layout.attention == "cache":
-                        mine = [_goes_wrong_behind(trial, batching, rows) for rows in row_sets]
-                        reason = first_reason(next(filter(None, mine), None))
+                    reason = _problem(trial, batching, alone, row_sets, lean.head)
                     if not reason:
                         exact.append(batching)
                         break
@@ -146,6 +111,42 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
                 reasons.append(f"{name}: {reason}")
     model.train(was_training)
     return found or [whole], reasons, dropout
+
+
+def _is_needless(layout: Layout, exact: Sequence[Batching], *, pictured: bool) -> bool:
+    """Whether a layout need not be tried, beside those of its name that are exact and with rows that have images."""
+    if layout.attention == "cache":  # which takes a sequence's place where there is none
+        return bool(exact)
+    if layout.attention == "causal":  # a mask may tell an image's tokens from a text's
+        return pictured
+    return layout.attention == "mask" and "causal" in (batching.attention for batching in exact)  # which is less work
+
+
+def _problem(
+    trial: Trial, batching: Batching, alone: Sequence[float], row_sets: Sequence[Sequence[Encoded]], head: str
+) -> str | None:
+    """Say why the model does not compute rows exactly in this batching; None if it does. All ranks say the same: with
+    different answers they would run different forwards.
+
+    Args:
+        alone: the sums of the losses of each set's rows as single rows.
+        head: the plain head. No head mixes rows, but some add in no fixed order; the plain one repeats its bits.
+    """
+    mine = [differs(trial, batching, loss, rows) for loss, rows in zip(alone, row_sets, strict=True)]
+    if reason := first_reason(next(filter(None, mine), None)):
+        return reason
+    plain = dataclasses.replace(batching, head=head)
+    if batching.way.one_sequence:
+        if any(see_each_other(trial, plain, rows) for rows in row_sets):
+            return "a change in one row changes another"
+        blind = ignores_positions(trial, plain, row_sets[-1])
+        return "the model ignores the positions that it is given" if blind else None
+    if batching.attention != "mask" and any(sees_padding(trial, plain, rows) for rows in row_sets):
+        return "what stands in padding changes a row"
+    if batching.attention == "cache":
+        mine = [goes_wrong_behind(trial, batching, rows) for rows in row_sets]
+        return first_reason(next(filter(None, mine), None))
+    return None
 
 
 def _refuse_image_by_image(trial: Trial, batching: Batching, row_sets: Sequence[Sequence[Encoded]]) -> None:
@@ -232,23 +233,6 @@ def _goes_on(row: Encoded, other: Encoded) -> bool:
     return len(row.input_ids) > length and row.input_ids[:length] == other.input_ids
 
 
-def _is_random(model: torch.nn.Module, batch: Batch, rounding: float) -> bool:
-    """Whether two forwards of the same rows differ in training on any rank, every time and by more than rounding."""
-    for _ in range(LOOKS):
-        first, again = nll(model, batch), nll(model, batch)
-        # ranks compare equally often, because their forwards may wait for each other
-        if not any_rank(not _farthest(first, again) <= rounding):
-            return False
-    return True
-
-
-def _farthest(first: torch.Tensor, again: torch.Tensor) -> float:
-    """The largest difference between two losses of a token, as a share of the largest loss; NaN if a loss is NaN."""
-    if not len(first):
-        return 0.0
-    return ((first - again).abs().max() / first.abs().max().clamp(min=1)).item()
-
-
 def _dropout(model: torch.nn.Module, is_random: bool) -> str | None:
     """The module or setting that has dropout, or a phrase where only the forward's randomness shows it; None without
     dropout. An adapter's dropout changes nothing before the first step, so randomness does not show it."""
@@ -259,21 +243,6 @@ def _dropout(model: torch.nn.Module, is_random: bool) -> str | None:
         if getattr(model.config, name, 0):
             return name
     return "its forward is random in training" if is_random else None
-
-
-def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Encoded], tolerance: float) -> str | None:
-    """Say why a few rows cannot be computed in this batching, or that their loss differs from `alone`, the sum of their
-    losses as single rows; None if all is right."""
-    batch = trial.batch(batching, rows)
-    try:
-        together = nll(trial.model, batch, FEWEST_LOGITS)
-    except REFUSALS as error:
-        if out_of_memory(error):  # which says nothing about what the model can take
-            raise
-        return f"the model does not take it ({first_line(error)[:100]})"
-    difference = abs(alone - (together * batch.weights).sum().item()) / batch.weights.sum().item()
-    wrong = f"its loss is not that of single rows (off by {difference:.2g} nats a token)"
-    return None if difference <= tolerance else wrong
 
 
 def _not_behind_a_cache(trial: Trial, layout: Layout, row_sets: Sequence[Sequence[Encoded]]) -> str | None:
@@ -287,69 +256,3 @@ def _not_behind_a_cache(trial: Trial, layout: Layout, row_sets: Sequence[Sequenc
     if not forwards_alone(trial.accelerator):
         return "its backward cannot be tried where ranks share the weights"
     return None
-
-
-def _goes_wrong_behind(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> str | None:
-    """Say why rows cannot be trained behind a prefix's cache, or that loss or gradients of embedded tokens are not
-    those of padded rows; None if all is right. A layer may go on from a state that it has cut off from its backward."""
-    prefix = batching.way.prefix(rows)
-    if not prefix or not trial.train:
-        return None
-    try:
-        loss, gradients = trial.run(batching, rows)
-        expected, (whole,) = trial.run(Batching("padded", UNLIMITED, attention="causal", head=batching.head), rows)
-    except REFUSALS as error:
-        if out_of_memory(error):
-            raise
-        return f"the model does not take it back ({first_line(error)[:100]})"
-    each = whole[:, :prefix].sum(0, keepdim=True), whole[:, prefix:]
-    off = [((one - other).norm() / other.norm()).item() for one, other in zip(gradients, each, strict=True)]
-    off.append(abs(loss - expected) / abs(expected))
-    most = GRADIENT if trial.in_float32 else REDUCED_GRADIENT
-    wrong = f"its gradient is not that of padded rows (off by {max(off):.2g} of it)"
-    return None if all(share <= most for share in off) else wrong
-
-
-def _ignores_positions(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:
-    """Whether halving the distances between tokens changes no bit of any loss, on any rank.
-
-    Such a model takes a row behind others to begin at its place in the sequence, not at position 0. Bits are compared
-    because in reduced precision positions may change a loss by less than rounding does.
-    """
-    batch = trial.batch(batching, rows)
-    closer = {**batch.inputs, "position_ids": batch.inputs["position_ids"] // 2}
-    here, there = (nll(trial.model, dataclasses.replace(batch, inputs=inputs)) for inputs in (batch.inputs, closer))
-    return not any_rank(not torch.equal(here, there))
-
-
-def _see_each_other(trial: Trial, batching: Batching, rows: Sequence[Encoded], rounding: float) -> bool:
-    """Whether changing the first row's last token changes a bit of a later row's loss, on any rank."""
-    batch, first = trial.batch(batching, rows), rows[0]
-    last = len(first.input_ids) - 1
-    ids = batch.inputs["input_ids"].clone()
-    ids[0, last] = next((token for token in first.input_ids if token != first.input_ids[-1]), 0)
-    changed = dataclasses.replace(batch, inputs={**batch.inputs, "input_ids": ids})
-    sources = slice(None) if batch.sources is None else batch.sources
-    return _changes(trial, batch, changed, batch.keep[sources] > last, rounding)
-
-
-def _sees_padding(trial: Trial, batching: Batching, rows: Sequence[Encoded], rounding: float) -> bool:
-    """Whether another token in place of padding changes a bit of a row's loss, on any rank."""
-    other = dataclasses.replace(trial, pad_token_id=int(trial.pad_token_id == 0))
-    return _changes(trial, trial.batch(batching, rows), other.batch(batching, rows), slice(None), rounding)
-
-
-def _changes(trial: Trial, batch: Batch, changed: Batch, where: torch.Tensor | slice, rounding: float) -> bool:
-    """Whether the losses in two forwards differ in a bit at `where`, on any rank.
-
-    On a busy machine even unchanged rows may differ from one forward to the next. A difference that appears every time
-    is therefore ignored if it is below rounding and at most NOISE times those differences.
-    """
-    unchanged: list[torch.Tensor] = []
-    for _ in range(LOOKS):
-        before, after = (nll(trial.model, each, FEWEST_LOGITS)[where] for each in (batch, changed))
-        unchanged.append(before)
-        if not any_rank(not torch.equal(before, after)):
-            return False
-    noise = max(_farthest(one, other) for one, other in itertools.pairwise(unchanged))
-    return any_rank(not _farthest(before, after) <= min(rounding, NOISE * noise))

@@ -11,8 +11,8 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft.api.errors import first_line
+from accel_sft.batching.comparisons import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.batching.device_memory import in_halves
-from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.decoder import Decoder

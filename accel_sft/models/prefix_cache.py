@@ -8,12 +8,17 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import functional
 from transformers.cache_utils import DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from accel_sft.models.architecture import arguments, without_adapter
+
+_KNOWN: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
+"""What `_takes_logits_to_keep` found out of each model, since a forward has no time to look again."""
 
 
 class PrefixCache(DynamicCache):
@@ -104,8 +109,20 @@ def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterat
             module.forward = own
 
 
+def _takes_logits_to_keep(base: Any) -> bool:
+    """Whether the model's forward can leave out logits. When it is first asked about a model, its layers are let keep
+    their cache where gradient checkpointing computes them again: transformers takes it from them, lest they change it
+    twice, which a `PrefixCache` does not allow."""
+    if base not in _KNOWN:
+        for layer in base.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer._can_checkpoint_with_cache = True
+        _KNOWN[base] = "logits_to_keep" in arguments(base)
+    return _KNOWN[base]
+
+
 @contextlib.contextmanager
-def behind_prefix(model: Any, prefix: torch.Tensor) -> Iterator[None]:
+def prefix_first(model: Any, prefix: torch.Tensor) -> Iterator[None]:
     """Within this context a forward takes its rows to continue the prefix, whose ids are (1, P), and reads that first.
 
     Both happen within one forward of the whole model, so that whatever wraps it (DDP, DeepSpeed, FSDP) sees one.
@@ -115,15 +132,11 @@ def behind_prefix(model: Any, prefix: torch.Tensor) -> Iterator[None]:
     """
     base = without_adapter(model)
     own = base.forward
-    nothing = {"logits_to_keep": prefix.new_zeros(0)} if "logits_to_keep" in arguments(base) else {}
-    for layer in base.modules():
-        # transformers takes the cache from layers that are computed again, lest they change it twice
-        if getattr(layer, "gradient_checkpointing", False):
-            layer._can_checkpoint_with_cache = True
+    no_logits = {"logits_to_keep": prefix.new_zeros(0)} if _takes_logits_to_keep(base) else {}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache = PrefixCache(base.config)
-        own(input_ids=prefix, past_key_values=cache, use_cache=False, **nothing)
+        own(input_ids=prefix, past_key_values=cache, use_cache=False, **no_logits)
         rows = kwargs["input_ids"].shape[0]
         return own(*args, **{**kwargs, "past_key_values": cache.behind(rows)})
 

@@ -185,13 +185,8 @@ def reduce_step(
 ) -> tuple[float, OutOfMemory, int, bool, list[list[float]]]:
     """Reduce a step over ranks, with the same result on each: the summed loss, the smallest forward's out-of-memory, a
     signal that any rank got, whether any could not write its checkpoint, and all ranks' system readings."""
-    numbers = [
-        share.item(),
-        signal,
-        *oom,
-        unwritten,
-        *system,
-    ]  # item() waits for this rank's GPU, but for no other rank
+    # item() waits for this rank's GPU, but for no other rank
+    numbers = [share.item(), signal, *oom, unwritten, *system]
     with span(COMMUNICATION):
         every = gather_numbers(numbers)
     without = [OutOfMemory(*map(int, numbers[2:5])) for numbers in every if numbers[2]]

@@ -44,12 +44,12 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.batching import autotune, choice, collate, loss
 from accel_sft.batching.autotune import choose_batching, fastest, least_work
+from accel_sft.batching.comparisons import UNLIMITED
 from accel_sft.batching.fitting import within_memory
 from accel_sft.batching.forward_layouts import LAYOUTS
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll, nll_sum
 from accel_sft.batching.trial import Trial
-from accel_sft.batching.verify import UNLIMITED
 from accel_sft.chat.encoded import Encoded
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import collectives
