@@ -96,10 +96,6 @@ class ModelShape:
         return sum(block.count for block in self.blocks)
 
     @property
-    def moe(self) -> bool:
-        return any(matrix.copies > 1 for block in self.blocks for matrix in block.matrices)
-
-    @property
     def embeddings(self) -> int:
         return (self.vocab_size + self.positions) * self.hidden_size
 
