@@ -34,8 +34,8 @@ from accel_sft.training.optimizer import new_optimizer
 
 TIMEOUT = 6
 PAST = 400
-"""Seconds after the timeout in which everything must be over. A collective that nobody watches waits for 1,800. How soon
-a watched run ends depends on the machine, which meanwhile imports torch for ten ranks: 144 s were seen on two cores."""
+"""Seconds after the timeout in which everything must be over. A collective that nobody watches waits for 1,800. How
+soon a watched run ends depends on the machine, which meanwhile imports torch for ten ranks: two cores took 144 s."""
 JOB = ("--max-steps", "400", "--global-batch-size", "4", "--validation-examples", "4", "--max-new-tokens", "4")
 JOB += ("--train-examples", "100", "--micro-batch-size", "2", "--save-every", "2", "--hang-timeout", str(TIMEOUT))
 STUCK = '''

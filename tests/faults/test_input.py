@@ -245,7 +245,7 @@ def test_a_value_that_holds_itself_a_million_times_is_refused_at_once(path):
     one_line_each(UserError(*problems))
     told = {line.split()[4].rstrip(":") for line in problems}
     assert told == {"unknown", "--seed", "--model", "expected"}
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 60
 
 
 # --- tasks that go wrong on one rank only ---
@@ -291,7 +291,7 @@ def test_nonsense_on_one_rank_is_one_line_and_ends_both(tmp_path, how, told):
     small = ("--max-steps", "2", "--train-examples", "40", "--validation-examples", "7", "--global-batch-size", "10")
     started = time.monotonic()
     run = accel_sft("lame", "--how", how, *small, yaml="ddp", run_dir=tmp_path / "run", environment=site)
-    assert time.monotonic() - started < 120
+    assert time.monotonic() - started < 400
     assert run.status == 1
     lines = [
         line for line in run.output.splitlines() if line.startswith("Error: ") and "after another rank" not in line
