@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,8 @@ HERE = Path(__file__).parent
 FIRST_STEP = str(HERE / "contestants" / "first_step.py")
 ZERO2 = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
 ZERO2 += [str(HERE.parent / "accelerate_configs" / "z2.yaml"), "--num_processes"]
+CPU = "CPU seconds of all its processes"
+TOTALS = ("in all", CPU)
 SMALL = ["--train-examples", "200", "--validation-examples", "10", "--batching", "padded"]
 LAUNCHES = {"no launcher": [sys.executable], "z2, one process": [*ZERO2, "1"], "z2, two processes": [*ZERO2, "2"]}
 
@@ -42,7 +45,7 @@ def start(
             environment["PYTHONPROFILEIMPORTTIME"] = "1"
             command.append("--debug")  # else standard error goes to the run's folder
         with log.open("wb") as file:
-            started = time.time()
+            started, used = time.time(), used_by_children()
             status = subprocess.run(command, stdout=file, stderr=file, env=environment, check=False).returncode
         said = log.read_text(errors="replace").splitlines()
         answer = Path(folder, "rank-0.json")
@@ -52,7 +55,14 @@ def start(
     if rank["uncalled"]:
         print(f"{command}: never called before the first step: {', '.join(rank['uncalled'])}", file=sys.stderr)
     before = {"launcher and interpreter": rank["began"] - started}
-    return {**before, **rank["parts"], "in all": rank["stepped"] - started}, said
+    counted = {"in all": rank["stepped"] - started, CPU: used_by_children() - used}
+    return {**before, **rank["parts"], **counted}, said
+
+
+def used_by_children() -> float:
+    """CPU seconds of all processes that this one has started and that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def first_and_second(name: str, options: list[str]) -> dict[str, dict[str, float]]:
@@ -92,10 +102,10 @@ def main() -> None:
         if number:
             runs.append(run)
     starts = list(runs[0])
-    phases = list(dict.fromkeys(phase for run in runs for name in starts for phase in run[name] if phase != "in all"))
+    phases = list(dict.fromkeys(phase for run in runs for name in starts for phase in run[name] if phase not in TOTALS))
     print("| seconds | " + " | ".join(starts) + " |")
     print("|---|" + "---|" * len(starts))
-    for phase in ["in all", *phases]:
+    for phase in [*TOTALS, *phases]:
         medians = [statistics.median(run[name].get(phase, 0.0) for run in runs) for name in starts]
         if max(medians) >= 0.005:
             print(f"| {phase} | " + " | ".join(f"{seconds:.2f}" for seconds in medians) + " |")

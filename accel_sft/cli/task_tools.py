@@ -76,14 +76,18 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _train(name: str, task: Task, config: TrainConfig) -> None:
-    from accel_sft.commands.train import run
+    from accel_sft.launch.environment import importing
 
+    with importing():
+        from accel_sft.commands.train import run
     run(name, task, config)
 
 
 def _evaluate(name: str, task: Task, config: EvaluateConfig) -> None:
-    from accel_sft.commands.evaluate import run
+    from accel_sft.launch.environment import importing
 
+    with importing():
+        from accel_sft.commands.evaluate import run
     run(name, task, config)
 
 

@@ -21,7 +21,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch import tensor_parallel, ulysses
 from accel_sft.launch.deepspeed_ops import audit_compilation, compiling, spare_unused_operator
-from accel_sft.launch.deferred import compile_muon_later
+from accel_sft.launch.deferred import compile_muon_later, deepspeed_where_it_trains
 from accel_sft.launch.environment import WITHOUT_CUDNN, device_count, threads_per_process
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import restarts
@@ -65,6 +65,7 @@ def create_accelerator(
         # that long, instead of the 600 s after which NCCL ends a rank, and names none
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = group["timeout"]
     plugin = None
+    deepspeed_where_it_trains()
     if launch.backend == "deepspeed":
         if not devices:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")

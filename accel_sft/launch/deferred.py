@@ -1,6 +1,7 @@
 """Puts off what libraries import for a function that a run here never calls, until it is called. No torch.
 
-Each case is written down in docs/architecture.md, and holds for the versions that pyproject.toml allows.
+Beside that, a list that transformers makes twice is made once. Each case is written down in docs/architecture.md, and
+holds for the versions that pyproject.toml allows.
 """
 
 import contextlib
@@ -8,12 +9,37 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 
 @contextlib.contextmanager
-def without_scipy() -> Iterator[None]:
+def lighter_transformers() -> Iterator[None]:
+    """Inside, transformers is imported without work that no run here needs; it takes a second longer otherwise."""
+    with _without_scipy():
+        _list_models_once()
+        yield
+
+
+def _list_models_once() -> None:
+    """Have transformers read the files of its models once, for the names in them.
+
+    As of 5.23 it does so for `transformers`, and again, for a quarter of a second, for `transformers.models`: it keeps
+    what it found by the argument, which is the folder first and then a file in it.
+    """
+    names: Any = importlib.import_module("transformers.utils.import_utils")
+    read = names.create_import_structure_from_path
+    if hasattr(read, "cache_info"):  # else there is nothing kept that could be found
+
+        def read_folder(path: Any) -> Any:
+            return read(Path(path).parent if Path(path).is_file() else path)
+
+        names.create_import_structure_from_path = read_folder
+
+
+@contextlib.contextmanager
+def _without_scipy() -> Iterator[None]:
     """Inside, transformers is imported without `scipy.optimize`, which takes a third of a second.
 
     As of 5.23 its losses for detecting objects take `linear_sum_assignment` from there, and every model imports all
@@ -41,6 +67,18 @@ def without_scipy() -> Iterator[None]:
     finally:
         if sys.modules.get(name) is stand_in:
             del sys.modules[name]
+
+
+def deepspeed_where_it_trains() -> None:
+    """Have accelerate look for DeepSpeed's engine around a model only where DeepSpeed was imported, as for a launch by
+    it.
+
+    accelerate 1.15 imports DeepSpeed, for a quarter of a second, whenever a model is unwrapped, and transformers
+    unwraps each model that it saves.
+    """
+    other: Any = importlib.import_module("accelerate.utils.other")
+    if hasattr(other, "is_deepspeed_available"):
+        other.is_deepspeed_available = lambda: "deepspeed" in sys.modules
 
 
 def compile_muon_later() -> None:

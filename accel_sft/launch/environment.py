@@ -7,6 +7,7 @@ import importlib.metadata
 import math
 import os
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 from packaging.version import Version
@@ -71,6 +72,20 @@ def prepare_environment(debug: bool = False) -> None:
         os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
     for name, value in ({} if debug else _QUIET).items():
         os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Inside, libraries are imported without garbage collections, and what they made is left out of all later ones.
+
+    Collections take 8% of the imports; DeepSpeed and the loop collect all objects some more times.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def _check_ranks() -> None:

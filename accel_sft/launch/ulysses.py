@@ -14,9 +14,9 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError, first_line
-from accel_sft.launch.deferred import without_scipy
+from accel_sft.launch.deferred import lighter_transformers
 
-with without_scipy():
+with lighter_transformers():
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _shared: dict[str, Callable[..., Any]] = {}

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from accel_sft.launch.deferred import without_scipy
+from accel_sft.launch.deferred import lighter_transformers
 from accel_sft.models import cascade as kernels
 from accel_sft.models.cascade import cascade, usable
 from accel_sft.models.row_kernels import PrefixedRows, cut_rows
 
-with without_scipy():
+with lighter_transformers():
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import AttentionInterface
 

@@ -35,14 +35,15 @@ class Ours:
 
     @staticmethod
     def libraries() -> None:
-        from accel_sft.commands import train  # noqa: F401
+        with importing():
+            from accel_sft.commands import train  # noqa: F401
 
 
 clock.time(Ours, Ours.command_line, "imports of the command line")
 clock.time(Ours, Ours.libraries, "imports of the libraries")
 Ours.command_line()
 
-from accel_sft.launch.environment import prepare_environment  # noqa: E402
+from accel_sft.launch.environment import importing, prepare_environment  # noqa: E402
 
 prepare_environment()  # as the command line does before torch is imported
 Ours.libraries()

@@ -32,17 +32,86 @@ print(scipy.optimize.linear_sum_assignment.__module__, scipy.optimize.minimize._
 def test_inside_other_names_are_the_real_module_s():
     script = """
 import sys
-from accel_sft.launch.deferred import without_scipy
-with without_scipy():
+from accel_sft.launch.deferred import lighter_transformers
+with lighter_transformers():
     from scipy.optimize import linear_sum_assignment
     print("scipy" in sys.modules)
     from scipy.optimize import minimize
 print(minimize.__module__, linear_sum_assignment([[4, 1], [2, 8]])[1].tolist() == [1, 0])
-with without_scipy():
+with lighter_transformers():
     from scipy.optimize import linear_sum_assignment
 print(linear_sum_assignment.__module__)
 """
     assert printed_by(script) == ["False", "scipy.optimize._minimize", "True", "scipy.optimize._lsap"]
+
+
+def test_transformers_reads_the_files_of_its_models_once_and_finds_the_same_names():
+    script = """
+from accel_sft.launch.deferred import lighter_transformers
+from transformers.utils import import_utils
+read = import_utils.create_import_structure_from_path
+folders = read.cache_info().misses
+with lighter_transformers():
+    from transformers import Qwen2Config, models
+print(folders > 100, read.cache_info().misses - folders < 5)  # a model's own folder is read again
+found = import_utils.define_import_structure(models.__file__)
+import_utils.create_import_structure_from_path = read
+print(found == import_utils.define_import_structure.__wrapped__(models.__file__), len(found[frozenset()]) > 100)
+"""
+    assert printed_by(script) == ["True", "True", "True", "True"]
+
+
+def test_a_model_is_unwrapped_without_importing_deepspeed_which_a_launch_by_it_has_imported():
+    script = """
+import os, sys
+os.environ["DS_ACCELERATOR"] = "cpu"
+import torch
+from accelerate.utils import extract_model_from_parallel
+from accel_sft.launch.deferred import deepspeed_where_it_trains
+deepspeed_where_it_trains()
+model = torch.nn.Linear(2, 2)
+print(extract_model_from_parallel(model) is model, "deepspeed" in sys.modules)
+from deepspeed import DeepSpeedEngine
+engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
+torch.nn.Module.__init__(engine)
+engine.module = model
+print(extract_model_from_parallel(engine) is model)
+"""
+    assert printed_by(script) == ["True", "False", "True"]
+
+
+def test_what_is_imported_is_left_out_of_collections_which_go_on_behind_it():
+    script = """
+import gc
+from accel_sft.launch.environment import importing
+try:
+    with importing():
+        print(gc.isenabled(), gc.get_freeze_count())
+        raise ImportError
+except ImportError:
+    print(gc.isenabled(), gc.get_freeze_count() > 1000)
+"""
+    assert printed_by(script) == ["False", "0", "True", "True"]
+
+
+def test_intervals_and_paired_tests_take_nothing_from_scipy_stats():
+    script = """
+import sys
+from accel_sft.tracking.resampled import measured
+from accel_sft.tracking.significance import needed, paired
+scores = [[{"right": n < k, "f1": n / (k + 9)} for n in range(9)] for k in (3, 4)]
+sides = [
+    measured(
+        {key: sum(one[key] for one in side) / 9 for key in side[0]},
+        [{"index": n, "prompt": "", "scores": one} for n, one in enumerate(side)],
+        None,
+    )[0]
+    for side in scores
+]
+print(all(sides[0][key].interval() and needed(paired(sides[0][key], sides[1][key])) for key in ("right", "f1")))
+print("scipy.special" in sys.modules, "scipy.stats" in sys.modules)
+"""
+    assert printed_by(script) == ["True", "True", "False"]
 
 
 def test_deepspeeds_muon_is_imported_without_torchs_code_generator_and_takes_its_steps():
@@ -50,6 +119,7 @@ def test_deepspeeds_muon_is_imported_without_torchs_code_generator_and_takes_its
 import os, sys
 os.environ["DS_ACCELERATOR"] = "cpu"
 from accel_sft.launch.deferred import compile_muon_later
+from accel_sft.launch.environment import importing
 compile_muon_later()
 from deepspeed.runtime.zero.muon import original_muon
 print("torch._inductor.config" in sys.modules)
