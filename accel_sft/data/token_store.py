@@ -199,14 +199,22 @@ def _columns(batch: Any) -> Columns:
     """The columns of a record batch, as views of the file."""
     ids, earlier = batch.column("input_ids"), batch.column("earlier")
     parts = batch.column("prompt_length"), batch.column("index"), ids.offsets, ids.values
-    return Columns(*(part.to_numpy() for part in (*parts, earlier.offsets, earlier.values)))
+    return Columns(*map(_view, (*parts, earlier.offsets, earlier.values)))
+
+
+def _view(array: Any) -> np.ndarray:
+    """Return a pyarrow array of numbers, none of them missing, as a view. `to_numpy` would import pandas for it."""
+    kind, count = np.dtype(str(array.type)), len(array)
+    if not count:
+        return np.empty(0, kind)  # it may have no buffer
+    return np.frombuffer(array.buffers()[1], kind, count, array.offset * kind.itemsize)
 
 
 def _images(batch: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of a record batch's rows with images, and a copy of their `images`, shape (indices, 5)."""
     column = batch.column("images")
-    values = column.values.to_numpy().reshape(-1, _IMAGES_INTS).copy()
-    return np.flatnonzero(np.diff(column.offsets.to_numpy())), values
+    values = _view(column.values).reshape(-1, _IMAGES_INTS).copy()
+    return np.flatnonzero(np.diff(_view(column.offsets))), values
 
 
 def _earlier_tokens(columns: Columns) -> np.ndarray:
@@ -218,7 +226,7 @@ def _earlier_tokens(columns: Columns) -> np.ndarray:
 def _weights(batch: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return a record batch's `weights` as views of the file: row k has `values[offsets[k] : offsets[k + 1]]`."""
     column = batch.column("weights")
-    return column.offsets.to_numpy(), column.values.to_numpy()
+    return _view(column.offsets), _view(column.values)
 
 
 def _loss_weights(columns: Columns, weights: tuple[np.ndarray, np.ndarray]) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Makes values fit for a record (valid in JSON, without secrets), and reads the libraries' versions. No torch."""
 
 import contextlib
+import functools
 import importlib.metadata
 import math
 import platform
@@ -94,6 +95,7 @@ def command_line(words: Sequence[str]) -> str:
     return shlex.join([Path(program).name, *rest])
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Installed versions of what decides a run's numbers: Python, this package and the libraries below it."""
     found = {"python": platform.python_version()}

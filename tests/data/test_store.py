@@ -601,3 +601,19 @@ def test_a_bad_example_in_the_second_ranks_share_ends_both_with_its_line(model, 
     (line,) = printed
     assert line.startswith("Error: train example 2990: the task failed: ValueError: bad (")
     assert "accel_sft_partly.py:" in line
+
+
+def test_kept_tokens_are_read_without_pandas(tmp_path):
+    rows = [Encoded(index, [5, 6, 7 + index], 1, (), None, (0.5,) * (index % 2)) for index in range(4)]
+    write_part(tmp_path / "part", [Encoding("train", rows[:2]), Encoding("train", rows[2:])], "train")
+    fingerprint = merge([tmp_path / "part"], tmp_path / FILE)
+    script = """
+import sys
+from pathlib import Path
+from accel_sft.data.token_store import TokenStore, fingerprint_of
+fingerprint = fingerprint_of(Path(sys.argv[1]))
+print(fingerprint, TokenStore(Path(sys.argv[1]), fingerprint)[3].input_ids[-1], "pandas" in sys.modules)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / FILE)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert told.split() == [fingerprint, "10", "False"]

@@ -267,9 +267,12 @@ def under_fsdp2(folder: Path) -> dict[str, bool]:
 
 
 def norms(yaml: str, folder: Path) -> list[float]:
-    """Norms of the same gradient in bf16: of one forward, and of the mean over 128 equal forwards."""
+    """Norms of the same gradient in bf16: of one forward, and of the mean over 16 equal forwards.
+
+    Summed in bf16, these are off by more than a thousandth.
+    """
     found = []
-    for forwards in (1, 128):
+    for forwards in (1, 16):
         job = Job(yaml, "bf16", 0.0, folder)
         batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
         for number in range(forwards):
