@@ -78,7 +78,7 @@ def deepspeed_where_it_trains() -> None:
     """
     other: Any = importlib.import_module("accelerate.utils.other")
     if hasattr(other, "is_deepspeed_available"):
-        other.is_deepspeed_available = lambda: "deepspeed" in sys.modules
+        other.is_deepspeed_available = lambda: sys.modules.get("deepspeed") is not None
 
 
 def compile_muon_later() -> None:

@@ -1,5 +1,6 @@
 """The command line: names from metadata, options from fields, all problems at once, and how a failure ends."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -69,7 +70,7 @@ def run(site, monkeypatch, capsys):
 
     for module in ("accel_sft.commands.train", "accel_sft.commands.evaluate"):
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(run=trainer))
-    environment = types.SimpleNamespace(prepare_environment=lambda debug: None)
+    environment = types.SimpleNamespace(prepare_environment=lambda debug: None, importing=contextlib.nullcontext)
     monkeypatch.setitem(sys.modules, "accel_sft.launch.environment", environment)
     install(site, "accel-sft-good", "good = accel_sft_good:Good")
 
