@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import json
 import os
@@ -42,6 +43,14 @@ AS_COUNTED = pytest.mark.skipif(
     Version(importlib.metadata.version("torch")) < Version("2.13"),
     reason="predicted memory was counted on torch 2.13; older ones keep more",
 )
+
+
+gc.disable()  # what test modules import stays: collections amid it would be a quarter of the collection of tests
+
+
+def pytest_collection_finish():
+    gc.enable()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -40,8 +40,7 @@ def test_what_macos_has_not_is_told_in_a_line(monkeypatch, file, kind):
 def test_one_process_trains_without_deepspeed(tmp_path):
     (tmp_path / "site").mkdir()
     site = without(tmp_path / "site", "deepspeed")
-    result = accel_sft(
-        "math", "--max-steps", "2", "--eval-limit", "8", "--output-dir", str(tmp_path / "run"), site=site
-    )
+    job = ("math", "--max-steps", "2", "--train-examples", "60", "--eval-limit", "8")
+    result = accel_sft(*job, "--output-dir", str(tmp_path / "run"), site=site)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()

@@ -8,8 +8,6 @@ from accel_sft.launch.environment import prepare_environment
 
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else DeepSpeed's search for GPUs would make them unusable in forks
 prepare_environment()
-from transformers import conversion_mapping  # noqa: E402
-
 for name in (
     *("accelerate.commands.launch", "torch.distributed.run", "accel_sft.commands.evaluate", "accel_sft.commands.train"),
     *("deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.stage_1_and_2", "peft", "torch.utils.tensorboard"),
@@ -20,6 +18,5 @@ for name in (
     *("transformers.models.qwen2.tokenization_qwen2", "transformers.models.llama.modeling_llama"),
 ):
     importlib.import_module(name)
-conversion_mapping.get_checkpoint_conversion_mapping("qwen2")  # compiles a thousand patterns
 gc.collect()
 gc.freeze()  # DeepSpeed runs gc for each optimizer; every fork would otherwise traverse all of this

@@ -315,7 +315,7 @@ def test_a_run_that_was_killed_before_its_record_may_be_resumed(tmp_path):
     folder = tmp_path / "run"
     (folder / "logs").mkdir(parents=True)
     (folder / "result.json").write_text('{"status": "running"}')
-    once = ("--eval-every", "off", "--max-steps", "1")
+    once = ("--train-examples", "60", "--eval-every", "off", "--max-steps", "1")
     refused = accel_sft("math", *once, run_dir=folder)
     assert refused.status == 1
     assert "not empty" in refused.output
