@@ -1,11 +1,11 @@
-"""`Checkpoints`: writes a run's checkpoints, each completely or not at all, behind the steps that follow."""
+"""`Checkpoints`: writes a run's checkpoints and best/, each completely or not at all, behind the steps that follow."""
 
 import contextlib
 import functools
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
 from accel_sft.checkpoint.averages import Averages
-from accel_sft.checkpoint.capacity import check_disk, no_room_for_a_copy
+from accel_sft.checkpoint.capacity import check_disk, no_room, no_room_for_a_copy
 from accel_sft.io import manifest
 from accel_sft.io.files import begin_folder, put_in_place, read_json, trouble_of_writing, write_atomically
 from accel_sft.io.run_dir import RunDir, step_of
@@ -35,7 +35,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     `save` copies this rank's part to host memory. A thread then writes the copy, hashes it and, on rank 0, publishes
     the checkpoint once every rank's files are on the disk; it takes part in no collective. The copy's memory is kept
     for the next checkpoint. Where host memory has no room for it, training waits while files are copied and written
-    one after the other; `log` is told so.
+    one after the other; `log` is told so. What is exported behind the steps is complete before any later checkpoint is:
+    a checkpoint knows the best step.
 
     Attributes:
         failed: whether this rank could not write; its next `finish` says why, on all ranks.
@@ -56,7 +57,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self.launch, self.run_dir, self.keep, self.log = launch, run_dir, keep, log
         self._held: dict[str, torch.Tensor] | None = None  # the copy; None before the first one, and without room
         self._has_room: bool | None = None  # not known before the first copy
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # it writes a checkpoint
+        self._export: threading.Thread | None = None  # it writes what is exported, on rank 0
         self._written = threading.Event()  # this rank's files are on the disk, or failed
         self._over = threading.Event()  # nobody waits for other ranks' files any more
         self._error: UserError | None = None
@@ -87,7 +89,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         Raises:
             UserError: the disk has no room for it, or the checkpoint before could not be written.
         """
-        self.finish()
+        self._finish_checkpoint()
         accelerator, averages = self.accelerator, self.averages
         target = self.run_dir.checkpoint(state["step"])
         check_disk(accelerator, self.model, self.run_dir, averaged=averages is not None)
@@ -110,23 +112,54 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         copy: list[shards.Piece] = []
         if self._held is None:
             with self._noting_errors():
-                files = shards.write(pieces, partial, accelerator.process_index, threads=manifest.THREADS)
+                files = shards.write(pieces, partial, accelerator.process_index)
         else:
             copy = list(pieces)
-        write = functools.partial(shards.write, copy, threads=manifest.THREADS if wait else 1)
+        write = functools.partial(shards.write, copy)
         arguments = write, files, partial, target, about
-        self._thread = threading.Thread(target=self._complete, args=arguments, name="checkpoint", daemon=True)
-        self._thread.start()
+        self._thread = _started(self._export, functools.partial(self._complete, *arguments))
         if wait or self._held is None:
             self.finish()
         return target
 
+    def has_room_for(self, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Whether host memory has room for a copy of the `weights` to export, which rank 0 has; all ranks call it."""
+        size = sum({id(tensor): tensor.nbytes for tensor in weights.values()}.values())
+        main = self.accelerator.is_main_process
+        reason = first_reason(no_room(size, "exported weights") if main else None)
+        if reason:
+            self.log(f"{reason}: training waits while they are written")
+        return reason is None
+
+    def export(self, write: Callable[[], None]) -> None:
+        """Have `write` make a folder complete behind the next steps; all ranks call it, after `finish_export`. On other
+        ranks than 0 it does nothing."""
+
+        def job() -> None:
+            with self._noting_errors():
+                if not self._error:
+                    write()
+
+        self._export = _started(self._thread, job)
+
+    def finish_export(self) -> None:
+        """Wait until this rank has written what is exported; an error is left to `finish`."""
+        if self._export is not None:
+            self._export.join()
+
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun is complete; all ranks call it.
+        """Wait until what was begun is complete; all ranks call it.
 
         Raises:
             UserError: on all ranks, if it could not be written on one.
         """
+        self._finish_checkpoint()
+        if self._export is not None:
+            self._export.join()
+            self._agree()
+            self._export = None
+
+    def _finish_checkpoint(self) -> None:
         if self._thread is None:
             return
         self._written.wait()
@@ -194,6 +227,19 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 old.unlink()
             else:
                 shutil.rmtree(old)
+
+
+def _started(before: threading.Thread | None, job: Callable[[], None]) -> threading.Thread:
+    """Begin a job behind the steps, once the one `before` it is done."""
+
+    def run() -> None:
+        if before is not None:
+            before.join()
+        job()
+
+    thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+    thread.start()
+    return thread
 
 
 def _record_of(rank: int) -> str:

@@ -61,15 +61,17 @@ def check_host_memory(
 
 
 def no_room_for_a_copy(model: Any, launch: Launch, *, averaged: bool = False) -> str | None:
-    """Say why this machine's ranks cannot keep a copy of what they write of a checkpoint; None if they can.
-
-    Beside the copy a third of its size stays free, which is what exported weights take.
-    """
+    """Say why this machine's ranks cannot keep a copy of what they write of a checkpoint; None if they can."""
     ranks = launch.shard_ranks if launch.backend == "fsdp" else launch.world_size
     size = checkpoint_bytes(model, averaged=averaged) * min(launch.local_world_size / ranks, 1.0)
+    return no_room(size, "what is saved")
+
+
+def no_room(size: float, what: str) -> str | None:
+    """Say why a copy of this size cannot be kept in host memory; None if it can, with a third of its size left free."""
     if (free := host_memory.free_bytes()) >= size * 4 / 3:
         return None
-    return f"host memory: a copy of what is saved takes {_shown(size)}, and {_shown(free)} are free"
+    return f"host memory: a copy of {what} takes {_shown(size)}, and {_shown(free)} are free"
 
 
 def _shown(size: float) -> str:

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
 from accel_sft.checkpoint.averages import Averages
+from accel_sft.checkpoint.background import Checkpoints
 from accel_sft.checkpoint.plain_lora import convert
 from accel_sft.io import manifest
 from accel_sft.io.files import abandoned, begin_folder, put_in_place
@@ -127,6 +128,7 @@ def export(
     card: str,
     beside: Sequence[Path] = (),
     start: Path | None = None,
+    behind: Checkpoints | None = None,
 ) -> None:
     """Write all weights for plain transformers, or an adapter alone for peft, with tokenizer and model card.
 
@@ -136,28 +138,60 @@ def export(
         beside: files that are copied into the folder, too.
         start: the file of the adapter's initial values, if the adapter began as a part of its base's weights. It is
             then exported as an adapter of the original weights.
+        behind: writes them behind the next steps, from a copy in host memory where there is room for one.
     """
+    if behind:
+        behind.finish_export()
     unwrapped = accelerator.unwrap_model(model)
     adapter = hasattr(unwrapped, "peft_config")
     if adapter or tensor_ranks(accelerator) > 1:
         named = unwrapped.named_parameters() if adapter else unwrapped.state_dict(keep_vars=True).items()
         weights = _whole_weights(accelerator, ((name, p) for name, p in named if p.requires_grad or not adapter))
     else:
-        weights = accelerator.get_state_dict(model)
+        weights = accelerator.get_state_dict(model) or {}  # None on other ranks under ZeRO-3
     first_names: dict[int, str] = {}
     for name, parameter in unwrapped.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
         if first != name and weights and first in weights and (adapter or name in weights):
             weights[name] = weights[first]  # of tied weights FSDP gathers a copy per name; peft looks for each name
+
+    def fill(partial: Path) -> None:
+        unwrapped.save_pretrained(str(partial), state_dict=weights)
+        if start and start.is_file():
+            convert(partial, start)
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        for file in beside:
+            shutil.copyfile(file, partial / file.name)
+
+    if behind and behind.has_room_for(weights):
+        partial = begin_folder(target) if accelerator.is_main_process else target
+        if accelerator.is_main_process:
+            _copy(weights)
+            tokenizer.save_pretrained(str(partial))  # here, since the next evaluation uses the tokenizer
+
+        def write() -> None:
+            if accelerator.is_main_process:
+                fill(partial)
+                put_in_place(partial, target)
+
+        behind.export(write)
+        return
     with replacing(accelerator, target) as partial:
         if accelerator.is_main_process:
-            unwrapped.save_pretrained(str(partial), state_dict=weights)
-            if start and start.is_file():
-                convert(partial, start)
+            fill(partial)
             tokenizer.save_pretrained(str(partial))
-            (partial / "README.md").write_text(card, encoding="utf-8")
-            for file in beside:
-                shutil.copyfile(file, partial / file.name)
+
+
+def _copy(weights: dict[str, torch.Tensor]) -> None:
+    """Put copies in host memory, which training does not change, in the weights' place; tied names still share one.
+
+    They are copied whatever the backend: on a CPU, ZeRO-3 gives its small weights themselves.
+    """
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in weights.items():
+        names_of.setdefault(id(tensor), []).append(name)
+    for names in names_of.values():
+        weights.update(dict.fromkeys(names, weights[names[0]].to("cpu", copy=True)))
 
 
 def _whole_weights(accelerator: Accelerator, named: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:

@@ -6,9 +6,10 @@ gathered, and a rank under another parallelism reads the elements that it owns. 
 read back bit for bit (law 3).
 """
 
+import json
 import math
+import struct
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.checkpoint.averages import Averages
 from accel_sft.checkpoint.partition import AVERAGE, IN_8_BITS, MOMENTS, MUON, SCALES, Span, by_rows, flat, partitions
 from accel_sft.io import manifest
+from accel_sft.io.hashed_file import write_hashed
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.memory.closed_form import FILE_BYTES
@@ -27,6 +29,9 @@ from accel_sft.memory.closed_form import FILE_BYTES
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of DeepSpeed's loss scaler that change during training."""
 
+TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
+TYPES |= {torch.int32: "I32", torch.uint8: "U8", torch.int8: "I8", torch.bool: "BOOL"}
+"""Names of element types in safetensors files."""
 
 Extra = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors that are neither a parameter nor optimizer state, and equal on all ranks: kind -> name -> tensor."""
@@ -89,22 +94,31 @@ def copied(
         yield piece
 
 
-def write(pieces: Iterable[Piece], folder: Path, rank: int, *, threads: int) -> manifest.Files:
-    """Write each piece as a file of this rank, to the disk; returns the files' sizes and SHA-256.
+def write(pieces: Iterable[Piece], folder: Path, rank: int) -> manifest.Files:
+    """Write each piece as a file of this rank, to the disk; returns the files' sizes and SHA-256."""
+    files = {}
+    for number, piece in enumerate(pieces):
+        name = f"rank-{rank:04d}-{number:03d}.safetensors"
+        files[name] = list(write_hashed(folder / name, _safetensors(piece)))
+        piece.clear()  # before the next one is copied: without `held`, two would be in memory at once
+    return files
 
-    While a piece is written, up to `threads` files before it are hashed.
+
+def _safetensors(piece: Piece) -> Iterator[memoryview]:
+    """Yield the bytes of a safetensors file, without copies; the library's own writer would hash nothing.
+
+    Tensors of larger elements come first, so that each is aligned, as the format asks.
     """
-    from safetensors.torch import save_file
-
-    with ThreadPoolExecutor(threads) as hashing:
-        files: dict[str, Future[list[Any]]] = {}
-        for number, piece in enumerate(pieces):
-            heartbeat()
-            path = folder / f"rank-{rank:04d}-{number:03d}.safetensors"
-            save_file(piece, path)
-            piece.clear()  # before the next one is copied: without `held`, two would be in memory at once
-            files[path.name] = hashing.submit(manifest.written, path)
-        return {name: future.result() for name, future in files.items()}
+    ordered = sorted(piece.items(), key=lambda item: -item[1].itemsize)
+    header, end = {}, 0
+    for key, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[key] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(struct.pack("<Q", len(text)) + text)
+    for _, tensor in ordered:
+        yield tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def read(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path, averages: Averages | None = None) -> None:

@@ -64,11 +64,11 @@ def assemble(job: Job, states: tuple[Placed, Placed], forward: Mapping[str, floa
     """
     device, host = states
     on_gpu = {} if job.on_cpu else _on_gpu(job, device, forward)
-    copy = copied_bytes(job)
+    copy, best = copied_bytes(job), exported_bytes(job) if job.eval_rows else 0.0  # best/
     beside = on_cpu(job, device.plus(host), forward) if job.on_cpu else _beside_gpu(job, host)
     for phase in beside.keys() & set(WITH_COPY):
-        beside[phase] = _add(beside[phase], buffers=copy)
-    spare = max(copy - _file_bytes(job), 0.0)
+        beside[phase] = _add(beside[phase], buffers=copy + best)
+    spare = max(copy - _file_bytes(job), 0.0) + best
     return Estimate(method="closed form", device=on_gpu, host=beside, spare_bytes=spare, local_ranks=job.local_ranks)
 
 
@@ -143,8 +143,7 @@ def _beside_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
         phases["evaluate"] = _add(after, buffers=at.swapping)
     if job.saves:
         phases["save"] = after
-    # rank 0 alone holds the exported weights; divided here, so that the sum over a machine's ranks is right
-    phases["export"] = _add(after, buffers=at.swapping + job.computes_bytes * _exported(job) / job.local_ranks)
+    phases["export"] = _add(after, buffers=at.swapping + (0.0 if job.eval_rows else exported_bytes(job)))
     return phases
 
 
@@ -183,14 +182,17 @@ def copied_bytes(job: Job) -> float:
     return each * (largest + (job.trained - largest) / ranks)  # a tensor that all ranks have whole is written by one
 
 
+def exported_bytes(job: Job) -> float:
+    """Return the bytes of a rank's copy of the weights that are exported; best/ is written from it behind the steps.
+
+    Rank 0 alone has it: it is divided here, so that the sum over a machine's ranks is right.
+    """
+    return job.loaded_bytes * (job.trained if job.is_frozen else job.shape.parameters) / job.local_ranks
+
+
 def checkpoint_bytes_each(averaged: bool) -> int:
     """Bytes of a checkpoint per trained parameter, at most."""
     return CHECKPOINT_BYTES + AVERAGE * averaged
-
-
-def _exported(job: Job) -> int:
-    """Number of weights that rank 0 writes as best/ and final/."""
-    return job.trained if job.is_frozen else job.shape.parameters
 
 
 def _add(to: dict[str, float], **more: float) -> dict[str, float]:

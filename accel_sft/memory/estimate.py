@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 PHASES = ("load", "shard", "first_step", "step", "evaluate", "save", "export")
 """Phases of a run, in order. `first_step` is from the first forward to the first update; `step` is any later step."""
 WITH_COPY = ("step", "evaluate", "save", "export")
-"""Phases that host memory has a copy of the state in, for the checkpoint that is written behind them."""
+"""Phases in which host memory has copies of the state and of the best weights, for what is written behind them."""
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 """Parts of a rank's memory. `buffers`: communication buckets, gathered weights, copies for a disk or another device,
 freed memory that the heap keeps; `overhead`: the process, its libraries, the CUDA context, a GPU allocator's gaps."""

@@ -259,15 +259,15 @@ class Trainer:
         if math.isnan(metric):
             self.tracker.log(f"step {state.step}: {self.task.main_metric} is NaN, which is never the best")
         if state.update_best(metric, loss, self.task.higher_is_better):
-            self.export(self.run_dir.best)
+            self.export(self.run_dir.best, behind=self.checkpoints)
 
-    def export(self, target: Path, scored: str = "these weights") -> None:
+    def export(self, target: Path, scored: str = "these weights", behind: Checkpoints | None = None) -> None:
         """Write the current weights, with a model card, for plain transformers or peft; the card's scores are of the
-        weights that `scored` names."""
+        weights that `scored` names. What is written `behind` the steps is there before the next checkpoint."""
         self.tracker.peaks.begin("export")
         card = summary.card(self.task_name, self.prepared, self.state, self.model_class, self.tracker.energy(), scored)
         tokenizer, start = self.prepared.assembly.tokenizer, self.run_dir.adapter_start
-        checkpoint.export(self.accelerator, self.model, tokenizer, target, card, self.beside, start)
+        checkpoint.export(self.accelerator, self.model, tokenizer, target, card, self.beside, start, behind)
 
     def save(self, wait: bool = False) -> None:
         """Begin a checkpoint of this step, with counters, metrics and batching so far, or `wait` until it is whole."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
 import sysconfig
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,12 +19,13 @@ from conftest import accel_sft
 from places import CONFIGS, SUPPORT
 from reference_job import FP32, layout
 from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import background, shards
 from accel_sft.checkpoint.background import Checkpoints
-from accel_sft.checkpoint.checkpoint import load, newest
+from accel_sft.checkpoint.checkpoint import export, load, newest
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
 from accel_sft.launch.read import read_launch
@@ -81,7 +84,7 @@ def test_steps_go_on_behind_a_checkpoint_which_has_the_weights_of_its_own_step(j
 
 def test_a_save_waits_for_the_one_before(job, monkeypatch):
     begun, begin = [], background.begin_folder
-    finish = job.checkpoints.finish
+    finish = job.checkpoints._finish_checkpoint
 
     def waits():
         if begun:
@@ -92,7 +95,7 @@ def test_a_save_waits_for_the_one_before(job, monkeypatch):
         begun.append((target.name, [path.name for path in job.run_dir.all_checkpoints()]))
         begin(target)
 
-    monkeypatch.setattr(job.checkpoints, "finish", waits)
+    monkeypatch.setattr(job.checkpoints, "_finish_checkpoint", waits)
     monkeypatch.setattr(background, "begin_folder", beginning)
     for step in (1, 2):
         job.step()
@@ -100,6 +103,63 @@ def test_a_save_waits_for_the_one_before(job, monkeypatch):
     job.checkpoints.finish()
     assert begun == [("step-000001", []), ("step-000002", ["step-000001"])]
     assert [path.name for path in job.run_dir.all_checkpoints()] == ["step-000001", "step-000002"]
+
+
+def test_weights_that_are_exported_are_there_before_a_checkpoint_that_knows_them(job):
+    go_on, seen = threading.Event(), []
+    job.go_on.set()
+    job.checkpoints.finish_export()
+    job.checkpoints.export(lambda: seen.append(go_on.wait(60) and newest(job.run_dir, "auto")))
+    job.checkpoints.save({"step": 1})
+    assert not job.checkpoints._written.wait(0.5)
+    go_on.set()
+    job.checkpoints.finish()
+    assert seen == [(None, [])]
+    assert newest(job.run_dir, "auto") == (job.run_dir.checkpoint(1), [])
+
+
+def test_a_disk_that_is_full_for_exported_weights_ends_the_run_with_its_line_and_without_a_checkpoint(job):
+    def full():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    job.go_on.set()
+    job.checkpoints.export(full)
+    job.checkpoints.save({"step": 1})
+    job.checkpoints.finish_export()
+    assert job.checkpoints.failed
+    with pytest.raises(UserError, match=r"the disk is full; free space, then go on with --resume auto"):
+        job.checkpoints.finish()
+    assert newest(job.run_dir, "auto") == (None, [])
+
+
+def small_model():
+    config = Qwen2Config(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    return Qwen2ForCausalLM(config), SimpleNamespace(save_pretrained=lambda folder: None)
+
+
+def test_weights_that_are_exported_behind_the_steps_are_those_of_their_own_step(job, tmp_path):
+    model, tokenizer = small_model()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    job.checkpoints.save({"step": 1})  # it is held, and what is exported after it waits
+    export(job.accelerator, model, tokenizer, tmp_path / "best", "card", behind=job.checkpoints)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    assert not (tmp_path / "best").exists()
+    job.go_on.set()
+    job.checkpoints.finish()
+    found = load_file(tmp_path / "best" / "model.safetensors")
+    assert all(torch.equal(found[name], weight) for name, weight in before.items())
+
+
+def test_without_room_for_a_copy_exported_weights_are_written_at_once(tmp_path, monkeypatch):
+    said = []
+    job = Held(tmp_path, monkeypatch, log=said.append)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 0)
+    export(job.accelerator, *small_model(), tmp_path / "best", "card", behind=job.checkpoints)
+    assert (tmp_path / "best" / "model.safetensors").is_file()
+    told = "a copy of exported weights takes 0.0 MiB, and 0.0 MiB are free: training waits while they are written"
+    assert said == [f"host memory: {told}"]
 
 
 def test_a_disk_that_is_full_is_known_at_the_next_step_and_ends_the_run_with_its_line(job):
@@ -160,7 +220,7 @@ def test_without_room_for_a_copy_training_waits_and_says_so(tmp_path, monkeypatc
 
 
 def with_held_writes(what, run_dir, job, yaml=None):
-    """The job, saved after every second step; something happens to the checkpoint of step 4 behind step 5."""
+    """The job, saved after every second step; something happens to the checkpoint or best/ of step 4 behind step 5."""
     command = [sys.executable]
     if yaml:
         command = [str(Path(sysconfig.get_path("scripts"), "accelerate-launch")), *FP32]
@@ -193,3 +253,28 @@ def test_a_run_whose_checkpoint_meets_this_behind_its_steps_goes_on_to_the_same_
     expected, got = (load_file(folder / "final" / "model.safetensors") for folder in (whole.run_dir, run_dir))
     assert all(torch.equal(expected[key], got[key]) for key in expected)
     assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
+
+
+@pytest.mark.parametrize("name", ["plain", pytest.param("z2", marks=LONG), pytest.param("z3", marks=LONG)])
+@pytest.mark.parametrize("what", ["best", pytest.param("full-best", marks=LONG)])
+def test_a_run_whose_best_weights_meet_this_behind_its_steps_has_those_before_and_goes_on(
+    launched, tmp_path, name, what
+):
+    whole, run_dir = layout(launched, name), tmp_path / "run"
+    job = (*whole.arguments, "--eval-every", "2")
+    ended = with_held_writes(what, run_dir, job, whole.options["yaml"])
+    said = ended.stdout + ended.stderr
+    assert ended.returncode, said
+    assert "of step 2" in (run_dir / "best" / "README.md").read_text()
+    load_file(run_dir / "best" / "model.safetensors")
+    found, _ = newest(RunDir(run_dir), "auto")
+    assert found.name == "step-000002", "step 4's would know a best step whose weights are not there"
+    if what == "full-best":
+        assert said.count(f"Error: {run_dir}: the disk is full; free space, then go on with --resume auto") == 1
+    resumed = accel_sft(*job, "--resume", "auto", run_dir=run_dir, **whole.options)
+    assert resumed.status == 0, resumed.output
+    best = json.loads((run_dir / "result.json").read_text())["best"]["step"]
+    assert f"of step {best}" in (run_dir / "best" / "README.md").read_text()
+    assert not (run_dir / ".best.partial").exists()
+    expected, got = (load_file(folder / "final" / "model.safetensors") for folder in (whole.run_dir, run_dir))
+    assert all(torch.equal(expected[key], got[key]) for key in expected)

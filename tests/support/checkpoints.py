@@ -28,4 +28,4 @@ def saved(
 def write(accelerator: Any, model: Any, optimizer: Any, folder: Path, averages: Averages | None = None) -> None:
     """Write this rank's files of a checkpoint into `folder`."""
     copied = shards.copied(accelerator, model, optimizer, None, averages)
-    shards.write(copied, folder, accelerator.process_index, threads=1)
+    shards.write(copied, folder, accelerator.process_index)
