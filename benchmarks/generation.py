@@ -1,12 +1,15 @@
 """Answers per second of accel_sft's evaluation and of plain transformers, on the same questions and the same model.
 
-    python benchmarks/generation.py [--shape NAME ...] [--questions 128] [--rounds 3] [--lora] [--smoke]
+    python benchmarks/generation.py [--shape NAME ...] [--questions 128] [--rounds 3] [--alone] [--lora]
+        [--unforeseen] [--smoke]
 
 All ways answer in turns in one process, in every round; medians over the rounds and their ratios are printed as a
 table. They must give the same tokens: the same work is done.
 
 Random weights hardly ever end a turn. Here the head is made, in place of the random one, so that an answer counts down
 from the question's last word and ends after zero: a question says how long its answer is. The rest is computed as ever.
+Rows are put in order by the lengths of expected answers, which are those that come; with `--unforeseen` they are those
+of other questions, as if the model had learnt nothing yet.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ SHAPES = {
     "series-a": shapes.SHAPES["series-a"],  # 20 + 8 + 18
     "long-instruction": shapes.SHAPES["long-instruction"],  # 300 + 30 + 20
     "mixed-answers": shapes.Shape(20, (5, 12), (2, 121), 0, 0, "log"),  # 20 + 8 + 2 to 120
+    "mixed-lengths": shapes.Shape(30, (5, 60), (4, 129), 0, 0, "log"),  # 30 + 5 to 59 + 4 to 128
 }
 EMBEDDINGS_TIMES = 10
 """Factor on the embeddings, so that the last word decides what comes next, whatever the random layers add to it."""
@@ -118,10 +122,21 @@ def contestants(model: torch.nn.Module, tokenizer: object, examples: list[Encode
     }
 
 
+def unforeseen(examples: list[Encoded]) -> list[Encoded]:
+    """The questions, each with the answer of another."""
+    drawn = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0)).tolist()
+    others = (examples[at].input_ids[examples[at].prompt_length :] for at in drawn)
+    return [
+        Encoded(own.index, [*own.input_ids[: own.prompt_length], *other], own.prompt_length)
+        for own, other in zip(examples, others, strict=True)
+    ]
+
+
 @torch.no_grad()
-def measure(ways: dict[str, Callable], examples: list[Encoded], rounds: int) -> dict[str, list[float]]:
+def measure(
+    ways: dict[str, Callable], examples: list[Encoded], expected: dict[int, list[int]], rounds: int
+) -> dict[str, list[float]]:
     """The seconds of every round, by the name of the way."""
-    expected = {example.index: example.input_ids[example.prompt_length :] for example in examples}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for answer in ways.values():
         answer(examples[:8])
@@ -141,6 +156,8 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lora", action="store_true", help="With an adapter of rank 8 on all linear layers.")
+    parser.add_argument("--unforeseen", action="store_true", help="The expected answers are those of other questions.")
+    parser.add_argument("--alone", action="store_true", help="Measure accel_sft alone.")
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     args = smoke.parse(parser, shape=["series-a"], questions=8, rounds=1, hidden=64, layers=2)
@@ -160,7 +177,11 @@ def main() -> None:
         prompts = sum(example.prompt_length for example in examples)
         answered = sum(example.supervised_tokens for example in examples)
         print(f"\n## {name}: {len(examples)} questions, {prompts:,} tokens of prompts, {answered:,} of answers\n")
-        seconds = measure(contestants(model, tokenizer, examples), examples, args.rounds)
+        expected = {example.index: example.input_ids[example.prompt_length :] for example in examples}
+        examples = unforeseen(examples) if args.unforeseen else examples
+        ways = contestants(model, tokenizer, examples)
+        ways = {"accel_sft": ways["accel_sft"]} if args.alone else ways
+        seconds = measure(ways, examples, expected, args.rounds)
         print("| way | answers/s | generated tokens/s | accel_sft is |\n|---|---|---|---|")
         ours = statistics.median(seconds["accel_sft"])
         for way, taken in seconds.items():

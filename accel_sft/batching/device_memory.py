@@ -35,21 +35,34 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
+def fits(work: Callable[[], None], rows: int, *, alone: bool) -> bool:
+    """Do the work, and return whether there was room; if not, it is to be done again with half as many rows at once.
+
+    Args:
+        alone: whether no other rank takes part in `work`; if one does, an out-of-memory is raised.
+    """
+    try:
+        work()
+        return True
+    except RuntimeError as error:
+        if not (alone and rows > 1 and out_of_memory(error)):
+            raise
+    # after the exception is gone, and with it the frames that hold the failed forward's tensors
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    print(wrapped(f"out of device memory with {rows} rows at once: they are computed in halves"), file=terminal())
+    return False
+
+
 def in_halves(work: Callable[[list[Row]], list[Result]], rows: list[Row], *, alone: bool) -> list[Result]:
     """Return what `work` makes of the rows, or, if that is out of device memory, of their halves one after the other.
 
     Args:
         alone: whether no other rank takes part in `work`; if one does, an out-of-memory is raised.
     """
-    try:
-        return work(rows)
-    except RuntimeError as error:
-        if not (alone and len(rows) > 1 and out_of_memory(error)):
-            raise
-    # after the exception is gone, and with it the frames that hold the failed forward's tensors
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    print(wrapped(f"out of device memory with {len(rows)} rows at once: they are computed in halves"), file=terminal())
+    results: list[Result] = []
+    if fits(lambda: results.extend(work(rows)), len(rows), alone=alone):
+        return results
     middle = len(rows) // 2
     return [*in_halves(work, rows[:middle], alone=alone), *in_halves(work, rows[middle:], alone=alone)]
 

@@ -1,180 +1,133 @@
-"""Decodes a batch greedily, with one KV cache for the rows' common prefix; rows that have ended leave the batch."""
+"""Decodes greedily, with one KV cache for the rows' common prefix; a row that ends leaves its place to the next."""
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch.nn.functional import pad
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from accel_sft.evaluation.live_rows import Attention, Group, Row, States
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.models.architecture import arguments
-from accel_sft.models.prefix_attention import Prefix, install
+from accel_sft.models.prefix_attention import install, sdpa_attention_forward
 
-GROWTH = 32
-"""Number of tokens by which the KV cache grows; growing it for every token would copy the whole cache every time."""
-DROPPED_AT = 8
-"""Ended rows are dropped once they are at least one in this many rows, as dropping copies the cache of all others."""
+READ_TOKENS = 1024
+"""Tokens of new rows' prompts that one forward reads, unless a single prompt has more."""
+ADMITTED_AT = 16
+"""New rows are read once one in this many places is free: each time, they make one more group."""
+MOST_GROUPS = 8
+"""Attention is computed by group: more of them have less padding, and more calls of small kernels."""
 
 
 class Decoder:
-    """Decodes rows whose common prefix the model has read once: call `start` with a batch, then `step` and `keep`.
+    """Decodes rows whose common prefix the model has read once.
 
-    Rows are padded at the left, so that all write the same column of the cache; no row attends to padding. The
-    model is called as a whole, so that ZeRO-3 and FSDP gather its weights, and as often on one rank as on any other
-    that calls the same methods.
+    A forward reads one sequence: the last token of each live row, and all tokens of the prompts of new rows. So no row
+    is padded, but in attention, and no row waits for others to end. The model is called as a whole, so that ZeRO-3 and
+    FSDP gather its weights, and as often on one rank as on any other that calls `forward` as often.
 
     Args:
-        model: must have sdpa attention, take `position_ids` and a plain KV cache, and be in eval mode.
+        model: must have sdpa attention, take `position_ids`, and be in eval mode.
         prefix: token ids that all rows begin with; may be empty.
     """
 
     def __init__(self, model: Any, prefix: Sequence[int], device: torch.device) -> None:
         install()
-        self.model, self.device, self.length = model, device, len(prefix)
-        self.shared: dict[str, Any] = {"use_cache": True}
-        if "logits_to_keep" in arguments(model):
-            self.shared["logits_to_keep"] = 1
+        self.model, self.device = model, device
+        self.keeps_logits = "logits_to_keep" in arguments(model)
+        self.length, self.before = 0, dict[int, States]()
+        self.groups: list[Group] = []
         if prefix:
-            cache = DynamicCache()
-            self.model(input_ids=torch.tensor([prefix], device=device), past_key_values=cache, **self.shared)
-            keys, values = ([as_attended(kept) for kept in of_layers] for of_layers in _kept(cache))
-            self.shared["prefix"] = Prefix(keys, values)
+            self.forward([Row(prefix)])
+            (read,), self.groups = self.groups, []
+            self.length = len(prefix)
+            for index, (keys, values) in read.layers.items():
+                self.before[index] = keys[:, :, : self.length], values[:, :, : self.length]
 
-    def start(self, rows: Sequence[Sequence[int]], forwards: int = 1) -> torch.Tensor:
-        """Read the rows' tokens after the prefix, at least one each; returns logits of the next token, (B, vocabulary).
+    @property
+    def live(self) -> list[Row]:
+        """The live rows, in the order of the logits."""
+        return [row for group in self.groups for row in group.rows]
 
-        Args:
-            forwards: number of forwards that the rows are divided among; the rows should be sorted by length.
+    def forward(self, new: Sequence[Row] = ()) -> torch.Tensor:
+        """Read the last token of each live row, and the prompts of new rows, which are live then; there must be a row.
+
+        Returns:
+            Logits of each live row's next token, (rows, vocabulary).
         """
-        parts = [[rows[at] for at in part] for part in np.array_split(np.arange(len(rows)), forwards)]
-        longest = max(map(len, rows))
-        lengths = torch.tensor([len(row) for row in rows], device=self.device)
-        columns = torch.arange(self.length + longest, device=self.device)
-        self.seen = (columns < self.length) | (columns >= self.length + longest - lengths[:, None])  # (B, P + T)
-        self.position = self.length + lengths[:, None]  # of each row's next token
-        read = [self._read(part) for part in parts]
-        layers = zip(*(cache.layers for _, cache in read), strict=True)
-        self.cache: Any = Cache(layers=[_Columns(of_parts, longest) for of_parts in layers])
-        return torch.cat([logits for logits, _ in read])
-
-    def _read(self, rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, DynamicCache]:
-        longest = max(map(len, rows))
-        ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=self.device)
-        padding = torch.tensor([longest - len(row) for row in rows], device=self.device)[:, None]
-        column = torch.arange(longest, device=self.device)
-        own = (column >= padding)[:, None] & (column <= column[:, None]) | (column == column[:, None])  # (B, T, T)
-        before = own.new_ones(len(rows), longest, self.length)
-        mask, cache = torch.cat([before, own], dim=-1), DynamicCache()
-        return self._forward(ids, (self.length + column - padding).clamp(min=0), mask, cache), cache
-
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Read one more token of each row, (B,); returns logits of the next token, (B, vocabulary)."""
-        self.seen = torch.cat([self.seen, self.seen.new_ones(len(tokens), 1)], dim=1)
-        logits = self._forward(tokens[:, None], self.position, self.seen[:, None], self.cache)
-        self.position = self.position + 1
-        return logits
-
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Logits after the last of the tokens, whose ids are (B, T); the mask is (B, T, P + keys)."""
+        live = self.live
+        tokens = [[row.answer[-1]] for row in live] + [[*row.prompt] for row in new]
+        first = [self.length + row.read for row in live] + [self.length] * len(new)
+        positions = [at + place for at, of_row in zip(first, tokens, strict=True) for place in range(len(of_row))]
+        lasts = torch.tensor([*itertools.accumulate(map(len, tokens))], device=self.device) - 1
+        ids = torch.tensor([[*itertools.chain(*tokens)]], device=self.device)
+        attention = Attention(self.groups, new, self.before, sdpa_attention_forward, self.device)
         output = self.model(
-            input_ids=ids, position_ids=positions, attention_mask=mask[:, None], past_key_values=cache, **self.shared
+            input_ids=ids,
+            position_ids=torch.tensor([positions], device=self.device),
+            # nobody reads it; without one, the model would make one of its own, of rows that see each other
+            attention_mask=ids.new_ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, *[ids.shape[1]] * 2),
+            use_cache=False,
+            decoding=attention,
+            **({"logits_to_keep": lasts} if self.keeps_logits else {}),
         )
-        return output.logits[:, -1]
+        if new:
+            self.groups.append(attention.new)
+        return output.logits[0] if self.keeps_logits else output.logits[0, lasts]
 
-    def keep(self, rows: torch.Tensor) -> None:
-        """Drop all other rows from the batch."""
-        self.seen, self.position = self.seen[rows], self.position[rows]
-        for layer in self.cache.layers:
-            layer.keep(rows)
+    def drop(self, rows: Collection[Row]) -> None:
+        """Let rows leave. All other live rows must have got the token that follows."""
+        for group in self.groups:
+            if any(row in rows for row in group.rows):
+                group.drop(rows)
+        self.groups = [group for group in self.groups if group.rows]
 
     def answers(
         self,
-        rows: Sequence[Sequence[int]],
+        rows: Sequence[Row],
+        places: int,
         max_new_tokens: int,
         ends: Collection[int],
-        *,
-        forwards: int = 1,
-        anyone: Callable[[bool], bool] = bool,
-    ) -> list[list[int]]:
-        """Each row's most likely tokens, up to the first of `ends`, which is part of the answer.
+        go_on: Callable[[bool], bool] = bool,
+    ) -> Iterator[Row]:
+        """Yield each row as soon as its answer has ended: its most likely tokens, up to the first of `ends`.
 
         Args:
-            anyone: called with whether this rank has rows left; returns whether any rank has, because ranks with
-                sharded weights must go on together.
+            rows: those that come first start first; start with those that take longest, so that none is left alone.
+            places: number of rows that are live at once.
+            go_on: called before each forward with whether this rank has rows left; returns whether any rank has,
+                because ranks with sharded weights must go on together.
         """
-        answers: list[list[int]] = [[] for _ in rows]
-        ended = [False] * len(rows)
-        going = list(range(len(rows)))  # the row in each place of the batch
-        logits = self.start(rows, forwards)
-        for length in itertools.count(1):
+        # those that start at once are read with others of their length
+        waiting = deque([*sorted(rows[:places], key=lambda row: -len(row.prompt)), *rows[places:]])
+        while go_on(bool(waiting or self.groups)):
             heartbeat()
-            tokens = logits.argmax(dim=-1)
-            for row, token in zip(going, tokens.tolist(), strict=True):
-                if not ended[row]:
-                    answers[row].append(token)
-                    ended[row] = token in ends
-            places = [place for place, row in enumerate(going) if not ended[row]]
-            if length == max_new_tokens or not anyone(bool(places)):
-                break
-            if DROPPED_AT * (len(going) - len(places)) >= len(going) > 1:
-                places = places or [0]  # a rank whose rows have all ended goes on with one row
-                kept = torch.tensor(places, device=self.device)
-                going, tokens = [going[place] for place in places], tokens[kept]
-                self.keep(kept)
-            logits = self.step(tokens)
-        return answers
+            new = self._admitted(waiting, places - len(self.live))
+            idle = [] if new or self.groups else [Row([0])]  # takes part in the others' forward
+            found = self.forward(new or idle).argmax(dim=-1).tolist()
+            ended = set(idle)
+            for row, token in zip(self.live, found, strict=True):
+                row.answer.append(token)
+                if row not in idle and (token in ends or len(row.answer) == max_new_tokens):
+                    ended.add(row)
+                    yield row
+            if ended:
+                self.drop(ended)
 
-
-def as_attended(states: torch.Tensor) -> torch.Tensor:
-    """Cast keys or values to the type that attention computes in. Under autocast, rotary positions make keys float32;
-    without this cast, attention would cast the whole KV cache again for every token."""
-    kind = states.device.type
-    return states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states
-
-
-def _kept(cache: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The keys and the values of each layer."""
-    return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
-
-
-class _Columns(DynamicLayer):
-    """A layer's keys and values in buffers with spare columns, so that a new token is written without a copy.
-
-    Args:
-        parts: this layer's caches of rows that were read in separate forwards; their tensors are freed.
-        longest: number of columns of the longest part.
-    """
-
-    def __init__(self, parts: Sequence[Any], longest: int) -> None:
-        super().__init__()
-        self.is_initialized, self.length = True, longest
-        self._buffers = [self._joined([part.keys for part in parts]), self._joined([part.values for part in parts])]
-        for part in parts:
-            part.keys = part.values = None
-        self._show()
-
-    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        # padded with zeros: uninitialised memory may hold NaN, which a mask does not remove
-        return torch.cat([pad(as_attended(part), (0, 0, self.length - part.shape[2], GROWTH)) for part in parts])
-
-    def _show(self) -> None:
-        self.keys, self.values = (buffer[:, :, : self.length] for buffer in self._buffers)
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Write the columns of new tokens; returns keys and values of all tokens."""
-        new = slice(self.length, self.length + key_states.shape[2])
-        if new.stop > self._buffers[0].shape[2]:
-            self._buffers = [pad(buffer, (0, 0, 0, GROWTH)) for buffer in self._buffers]
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, new] = states
-        self.length = new.stop
-        self._show()
-        return self.keys, self.values
-
-    def keep(self, rows: torch.Tensor) -> None:
-        """Drop all other rows."""
-        self._buffers = [buffer[rows] for buffer in self._buffers]
-        self._show()
+    def _admitted(self, waiting: deque[Row], free: int) -> list[Row]:
+        """Take the rows that start with the next forward."""
+        rows: list[Row] = []
+        live = len(self.live)
+        if live and free < max(1, (live + free) // ADMITTED_AT):
+            return rows
+        tokens = 0
+        while waiting and len(rows) < free and (not rows or tokens + len(waiting[0].prompt) <= READ_TOKENS):
+            rows.append(waiting.popleft())
+            tokens += len(rows[-1].prompt)
+        while rows and len(self.groups) >= MOST_GROUPS:
+            self.groups.sort(key=lambda group: group.width)
+            pairs = [left.padding_with(right) for left, right in itertools.pairwise(self.groups)]
+            at = pairs.index(min(pairs))
+            self.groups[at : at + 2] = [self.groups[at].joined(self.groups[at + 1])]
+        return rows

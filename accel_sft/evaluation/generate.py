@@ -1,9 +1,10 @@
 """Generates answers with the model in memory, on all ranks: by the decoder where it is exact, else by `generate`."""
 
 import contextlib
+import heapq
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import first_line
 from accel_sft.batching.comparisons import REDUCED_TOLERANCE, TOLERANCE
-from accel_sft.batching.device_memory import in_halves
+from accel_sft.batching.device_memory import fits, in_halves
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.decoder import Decoder
 from accel_sft.evaluation.left_padded import GREEDY, Sampling, generate, nats_apart, padding_changes
+from accel_sft.evaluation.live_rows import Row
 from accel_sft.io.prefix import common_length
 from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.launch.tensor_parallel import row_groups, tensor_ranks
@@ -27,8 +29,8 @@ from accel_sft.tracking.system import peak_memory_gib
 
 SHORTEST_PREFIX = 8
 """Number of common tokens below which sharing them saves nothing."""
-READ_TOKENS = 2048
-"""A batch whose prompts have more tokens than this, with padding, is read in several forwards if it has enough rows."""
+MET_EVERY = 32
+"""Number of forwards after which ranks meet, so that a signal ends an evaluation on all of them."""
 FEWEST_ROWS, MOST_ROWS, CACHED_TOKENS = 64, 256, 16384
 """Without a batch size, a batch has FEWEST_ROWS rows, or up to MOST_ROWS with at most CACHED_TOKENS in the KV cache."""
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
@@ -110,26 +112,44 @@ class Generator:
         return generate(self.model, [prompt], max_new_tokens, ends, pad, device, self.sampling, streamer)[0]
 
     def _answer_all(self, examples: Sequence[Encoded], max_new_tokens: int) -> list[tuple[Encoded, list[int]]]:
-        device, anyone = self.accelerator.device, any_rank if self.sharded else bool
-        ends = end_of_turn_ids(self.tokenizer, self.model.generation_config)
-        prefix, most = common_prefix(examples), self.batch_size or FEWEST_ROWS
-        if not self.plain:
-            decoder = Decoder(self.model, examples[0].input_ids[:prefix], device)
-            longest = max(example.prompt_length for example in examples) - prefix + max_new_tokens
-            most = self.batch_size or min(max(CACHED_TOKENS // longest, FEWEST_ROWS), MOST_ROWS)
+        answer = self._by_generate if self.plain else self._by_decoder
+        answered = answer(examples, max_new_tokens, end_of_turn_ids(self.tokenizer, self.model.generation_config))
+        # ranks that share matrices have all answered the same rows: the first of them hands the answers in
+        return answered if self.accelerator.process_index % tensor_ranks(self.accelerator) == 0 else []
+
+    def _by_decoder(
+        self, examples: Sequence[Encoded], max_new_tokens: int, ends: Collection[int]
+    ) -> list[tuple[Encoded, list[int]]]:
+        groups, group = row_groups(self.accelerator)
+        prefix = common_prefix(examples)
+        longest = max(example.prompt_length for example in examples) - prefix + max_new_tokens
+        places = self.batch_size or min(max(CACHED_TOKENS // longest, FEWEST_ROWS), MOST_ROWS)
+        share = shares(examples, groups)[group]
+        waiting = {Row(example.input_ids[prefix : example.prompt_length]): example for example in share}
+        meeting, answered = _Meeting(self.between, self.sharded), list[tuple[Encoded, list[int]]]()
+
+        def answer() -> None:
+            for row in waiting:
+                row.answer.clear()
+            decoder = Decoder(self.model, examples[0].input_ids[:prefix], self.accelerator.device)
+            for row in decoder.answers([*waiting], places, max_new_tokens, ends, meeting):
+                answered.append((waiting.pop(row), row.answer))
+
+        while not fits(answer, at_once := min(places, len(waiting)), alone=not self.sharded):
+            places = at_once // 2
+        return answered
+
+    def _by_generate(
+        self, examples: Sequence[Encoded], max_new_tokens: int, ends: Collection[int]
+    ) -> list[tuple[Encoded, list[int]]]:
+        device, pad = self.accelerator.device, self.tokenizer.pad_token_id
+        groups, group = row_groups(self.accelerator)
         answered: list[tuple[Encoded, list[int]]] = []
 
         def answer(prompts: list[list[int]]) -> list[list[int]]:
-            if self.plain:
-                pad = self.tokenizer.pad_token_id
-                return generate(
-                    self.model, prompts, max_new_tokens, ends, pad, device, self.sampling, synced=self.synced
-                )
-            own, forwards = [prompt[prefix:] for prompt in prompts], min(_forwards(ranks, prefix), len(prompts))
-            return decoder.answers(own, max_new_tokens, ends, forwards=forwards, anyone=anyone)
+            return generate(self.model, prompts, max_new_tokens, ends, pad, device, self.sampling, synced=self.synced)
 
-        groups, group = row_groups(self.accelerator)
-        for ranks in divide(examples, groups, most, equal_lengths=bool(self.unpadded)):
+        for ranks in divide(examples, groups, self.batch_size or FEWEST_ROWS, equal_lengths=bool(self.unpadded)):
             self.between()
             rows = ranks[group]
             if not (rows or self.sharded):
@@ -137,8 +157,7 @@ class Generator:
             # with sharded weights, a rank without rows left must take part: it answers any row
             prompts = [row.input_ids[: row.prompt_length] for row in rows or next(filter(None, ranks))[:1]]
             answered += zip(rows, in_halves(answer, prompts, alone=not self.sharded), strict=False)
-        # ranks that share matrices have all answered the same rows: the first of them hands the answers in
-        return answered if self.accelerator.process_index % tensor_ranks(self.accelerator) == 0 else []
+        return answered
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[str | None]:
@@ -168,22 +187,36 @@ class Generator:
         prompts = [row.input_ids[: row.prompt_length] for row in rows]
         fed = [(row.input_ids[row.prompt_length], prompt[-1]) for row, prompt in zip(rows, prompts, strict=True)]
         try:
-            decoder = Decoder(self.model, prompts[0][:prefix], self.accelerator.device)
-            tokens = torch.tensor(fed, device=self.accelerator.device)
-            found = [decoder.start([prompt[prefix:] for prompt in prompts]), decoder.step(tokens[:, 0])]
-            decoder.keep(torch.arange(0, len(rows), 2, device=tokens.device))
-            found.append(decoder.step(tokens[::2, 1]))
+            found = self._staggered([Row(prompt[prefix:]) for prompt in prompts], fed, prompts[0][:prefix])
         except REFUSALS as error:
             return f"the model takes no shared prefix ({first_line(error)[:100]})"
         largest = 0.0
-        for number, (prompt, more) in enumerate(zip(prompts, fed, strict=True)):
+        for prompt, more, together in zip(prompts, fed, found, strict=True):
             ids = torch.tensor([[*prompt, *more]], device=self.accelerator.device)
             alone = self.model(input_ids=ids, use_cache=False).logits[0, -3:]
-            together = [found[0][number], found[1][number], *([found[2][number // 2]] if number % 2 == 0 else [])]
             largest = max(largest, *map(nats_apart, alone, together))
         if largest > self._tolerance():
             return f"its predictions behind a shared prefix are not those of single rows (off by {largest:.2g} nats)"
         return None
+
+    def _staggered(
+        self, rows: Sequence[Row], fed: Sequence[Sequence[int]], prefix: Sequence[int]
+    ) -> list[list[torch.Tensor]]:
+        """The decoder's logits after each row's prompt and each token fed to it; the last row starts later."""
+        decoder = Decoder(self.model, prefix, self.accelerator.device)
+        found: dict[Row, list[torch.Tensor]] = {row: [] for row in rows}
+        left = {row: [*tokens] for row, tokens in zip(rows, fed, strict=True)}
+        starting = [*filter(None, (rows[:-1], rows[-1:]))]
+        while starting or decoder.live:
+            logits = decoder.forward(starting.pop(0) if starting else ())
+            live = decoder.live
+            for row, of_row in zip(live, logits, strict=True):
+                found[row].append(of_row)
+                row.answer += left[row][:1]
+            decoder.drop({row for row in live if not left[row]})
+            for row in live:
+                del left[row][:1]
+        return [*found.values()]
 
     def _reason_unpadded(self, examples: Sequence[Encoded]) -> str | None:
         """How predictions for left-padded prompts differ from those for each prompt alone; None if they agree."""
@@ -207,6 +240,21 @@ def common_prefix(examples: Sequence[Encoded]) -> int:
     prompts = [example.input_ids[: example.prompt_length] for example in examples]
     length = min(common_length(prompts), min(map(len, prompts)) - 1)
     return length if length >= SHORTEST_PREFIX else 0
+
+
+def shares(examples: Sequence[Encoded], ranks: int) -> list[list[Encoded]]:
+    """Divide examples among ranks, so that each has about as many tokens to compute; every rank gets the same result.
+
+    The expected answers stand for those to come. A rank's longest examples come first, so that no long one is left
+    alone at the end.
+    """
+    found: list[list[Encoded]] = [[] for _ in range(ranks)]
+    tokens = [(0, rank) for rank in range(ranks)]  # a heap
+    for example in sorted(examples, key=lambda example: (-len(example.input_ids), example.index)):
+        least, rank = tokens[0]
+        found[rank].append(example)
+        heapq.heapreplace(tokens, (least + len(example.input_ids), rank))
+    return found
 
 
 def divide(
@@ -233,10 +281,31 @@ def divide(
     return batches
 
 
-def _forwards(ranks: Sequence[Sequence[Encoded]], prefix: int) -> int:
-    """Return in how many forwards every rank reads its prompts of a batch."""
-    most = max(len(rows) * max(row.prompt_length - prefix for row in rows) for rows in ranks if rows)
-    return max(1, min(math.ceil(most / READ_TOKENS), *map(len, ranks)))
+class _Meeting:
+    """Where ranks meet between their forwards, as often on each as on any other.
+
+    Args:
+        between: called by every rank each time; it may raise, and then does on all.
+        every_forward: whether ranks go on together, forward by forward.
+    """
+
+    def __init__(self, between: Callable[[], None], every_forward: bool) -> None:
+        self.between, self.every_forward, self.forwards = between, every_forward, 0
+
+    def __call__(self, busy: bool) -> bool:
+        """Whether to go on; for a rank that is not busy this lasts until no rank is, unless it must take part."""
+        due = self.forwards % MET_EVERY == 0
+        self.forwards += 1
+        if self.every_forward:
+            if due:
+                self.between()
+            return any_rank(busy)
+        while due or not busy:
+            self.between()
+            if not any_rank(busy):
+                return False
+            due = False
+        return True
 
 
 def _reason_unsupported(model: Any, examples: Sequence[Encoded], longest: int) -> str | None:

@@ -1,6 +1,6 @@
 """Attention of rows behind one copy of their common prefix, for training and for generation."""
 
-import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,16 +19,8 @@ _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Additive masks, by the boolean mask that each was made of."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Prefix:
-    """Keys and values of a prefix in each layer, (1, key heads, P, D): one copy for all rows."""
-
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-
-
 def install(device: torch.device | None = None) -> None:
-    """Let every model with sdpa attention take `rows` or `prefix` among its arguments; without them nothing changes.
+    """Let every model with sdpa attention take `rows` or `decoding` among its arguments; without them nothing changes.
 
     It changes transformers' attention for the whole process, so call it only where a model is prepared for such
     arguments.
@@ -42,7 +34,7 @@ def install(device: torch.device | None = None) -> None:
 
 
 def installed() -> bool:
-    """Whether sdpa takes `rows` and `prefix`; plain sdpa would ignore them, and rows would see each other."""
+    """Whether sdpa takes `rows` and `decoding`; plain sdpa would ignore them, and rows would see each other."""
     return AttentionInterface()["sdpa"] is rows_attention
 
 
@@ -54,7 +46,7 @@ def rows_attention(
     attention_mask: torch.Tensor | None,
     *args: Any,
     rows: PrefixedRows | None = None,
-    prefix: Prefix | None = None,
+    decoding: Callable[..., torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """sdpa by rows: the prefix sees itself, each row sees the prefix and itself; rows do not see each other.
@@ -65,19 +57,13 @@ def rows_attention(
 
     Args:
         query: (1, heads, T, D); key and value may have fewer heads.
-        prefix: precedes each row of a batch; `query` is then (B, heads, T, D), and the mask (B, 1, T, P + keys).
+        decoding: computes attention in place of all this, with keys and values of its own (evaluation/live_rows.py).
     Returns:
         (1, T, heads, D), and None for the weights, as all attention functions of transformers do.
     """
-    if prefix is not None:
-        shared = prefix.keys[module.layer_idx], prefix.values[module.layer_idx]
-        if query.shape[2] == 1:
-            assert attention_mask is not None
-            return _one_query(query, key, value, *shared, attention_mask, kwargs.get("scaling")), None
-        copies = (tensor.expand(len(query), -1, -1, -1) for tensor in shared)
-        key, value = (torch.cat(parts, dim=2) for parts in zip(copies, (key, value), strict=True))
-    else:
-        query, key, value = (_as_autocast(tensor) for tensor in (query, key, value))
+    if decoding is not None:
+        return decoding(module, query, key, value, kwargs.get("scaling")), None
+    query, key, value = (_as_autocast(tensor) for tensor in (query, key, value))
     if rows is None:
         whole = query.shape[2] == key.shape[2] and not torch.compiler.is_compiling()
         if whole and attention_mask is not None and attention_mask.dtype == torch.bool:
@@ -122,30 +108,3 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         made = mask.new_zeros((*mask.shape[:-1], -length // 8 * -8), dtype=dtype)[..., :length]
         _made[mask] = made.masked_fill_(~mask, -torch.inf)
     return made
-
-
-def _one_query(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    before_keys: torch.Tensor,
-    before_values: torch.Tensor,
-    seen: torch.Tensor,
-    scaling: float | None,
-) -> torch.Tensor:
-    """Attention of one query per row. One matrix product over all rows uses the prefix's only copy; copies for every
-    row would have to be read from memory for every token."""
-    count, heads, _, size = query.shape
-    key_heads, before = before_keys.shape[1:3]
-    query = (query * (size**-0.5 if scaling is None else scaling)).reshape(count, key_heads, -1, size)
-    # (B, key heads, heads / key heads, P and own)
-    scores = torch.cat([_by_head(query, before_keys[0].mT), query @ key.mT], dim=-1)
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype)
-    output = _by_head(weights[..., :before], before_values[0]) + weights[..., before:] @ value
-    return output.reshape(count, 1, heads, -1)
-
-
-def _by_head(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    """(B, H, G, N) times the one (H, N, M) of all rows -> (B, H, G, M)."""
-    count, heads, groups, size = rows.shape
-    return (rows.transpose(0, 1).reshape(heads, -1, size) @ shared).view(heads, count, groups, -1).transpose(0, 1)

@@ -30,10 +30,11 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.batching.layouts import Batching
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
-from accel_sft.evaluation import generate
+from accel_sft.evaluation import decoder, live_rows
 from accel_sft.evaluation.decoder import Decoder
 from accel_sft.evaluation.evaluator import Evaluator, answer_backend
-from accel_sft.evaluation.generate import Generator, common_prefix, divide
+from accel_sft.evaluation.generate import Generator, common_prefix, divide, shares
+from accel_sft.evaluation.live_rows import Row
 from accel_sft.io.heartbeat import heartbeat_count
 from accel_sft.launch import collectives
 from accel_sft.models.adapters import merged, reason_unmergeable
@@ -178,30 +179,62 @@ def test_under_autocast_keys_are_kept_in_the_type_that_attention_computes_in(tin
     """Rotary positions make them float32; a cache of those would be cast for every token, to the same scores."""
     model = build("llama", tiny, len(tokenizer))
     prefix = common_prefix(examples)
-    rows = [example.input_ids[prefix : example.prompt_length] for example in examples]
+    prompts = [example.input_ids[prefix : example.prompt_length] for example in examples]
 
     def decoded():
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             decoder = Decoder(model, examples[0].input_ids[:prefix], torch.device("cpu"))
-            logits = [decoder.start(rows), decoder.step(torch.arange(len(rows)))]
-            return decoder, torch.cat(logits)
+            logits = [decoder.forward([Row(prompt) for prompt in prompts])]
+            for token, row in enumerate(decoder.live):
+                row.answer.append(token)
+            return decoder, torch.cat([*logits, decoder.forward()])
 
     decoder, logits = decoded()
-    kept = [decoder.shared["prefix"].keys[0], decoder.cache.layers[0].keys, decoder.cache.layers[0].values]
-    assert {states.dtype for states in kept} == {torch.bfloat16}
-    monkeypatch.setattr("accel_sft.evaluation.decoder.as_attended", lambda states: states)
+    assert {states.dtype for states in (*decoder.before[0], *decoder.groups[0].layers[0])} == {torch.bfloat16}
+    monkeypatch.setattr(live_rows, "as_attended", lambda states: states)
     decoder, cast_at_every_token = decoded()
-    assert decoder.cache.layers[0].keys.dtype == torch.float32
+    assert decoder.groups[0].layers[0][0].dtype == torch.float32
     assert torch.equal(logits, cast_at_every_token)
 
 
 def test_long_answers_to_questions_read_in_several_forwards_are_the_same(tiny, tokenizer, examples, monkeypatch):
     model = build("tiny", tiny, len(tokenizer))
     model.generation_config.eos_token_id = None
-    monkeypatch.setattr(generate, "READ_TOKENS", 40)
+    monkeypatch.setattr(decoder, "READ_TOKENS", 40)
     answers, _ = generated(model, tokenizer, examples, new_tokens=70)
     assert max(map(len, answers.values())) == 70
     assert answers == separately(model, tokenizer, examples, new_tokens=70)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_each_token_is_computed_once_and_none_of_a_row_that_has_ended(batch_size, tiny, tokenizer, examples):
+    model = build("llama", tiny, len(tokenizer))
+    whole = separately(model, tokenizer, examples)
+    model.generation_config.eos_token_id = [whole[examples[0].index][0], whole[examples[1].index][4]]
+    expected = separately(model, tokenizer, examples)
+    assert {1, NEW_TOKENS} <= {len(answer) for answer in expected.values()}  # ends at once, is cut
+    generator = generated(model, tokenizer, examples, batch_size)[1]  # has compared the decoder with single rows
+    computed = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: computed.append(inputs[0].numel()))
+    with torch.no_grad():
+        answers = {example.index: ids for example, ids in generator(examples, NEW_TOKENS).answers}
+    assert answers == expected
+    prefix = common_prefix(examples)
+    prompts = sum(example.prompt_length - prefix for example in examples)
+    assert sum(computed) == prefix + prompts + sum(len(answer) - 1 for answer in expected.values())
+
+
+def test_a_row_starts_while_others_go_on(tiny, tokenizer, examples, monkeypatch):
+    """Lengths and places are such that groups are joined, shrink, grow and take rows in; answers stay those of each."""
+    monkeypatch.setattr(live_rows, "GROWTH", 3)
+    monkeypatch.setattr(decoder, "MOST_GROUPS", 2)
+    model = build("llama", tiny, len(tokenizer))
+    expected = end_early(model, tokenizer, examples)
+    joined = []
+    join = live_rows.Group.joined
+    monkeypatch.setattr(live_rows.Group, "joined", lambda *groups: joined.append(1) or join(*groups))
+    assert generated(model, tokenizer, examples, 5)[0] == expected
+    assert joined
 
 
 def test_questions_without_a_common_beginning_are_answered_in_the_same_way(tiny, tokenizer, examples):
@@ -276,6 +309,14 @@ def test_every_rank_gets_its_share_of_every_batch(ranks, batch_size, examples):
         assert max(map(len, batch)) - min(map(len, batch)) <= 1
     work = [sum(len(row.input_ids) for batch in batches for row in batch[rank]) for rank in range(ranks)]
     assert max(work) - min(work) <= 2 * max(len(example.input_ids) for example in examples)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 16])
+def test_ranks_have_about_as_many_tokens_to_compute(ranks, examples):
+    found = shares(examples, ranks)
+    assert sorted(row.index for share in found for row in share) == [example.index for example in examples]
+    tokens = [sum(len(row.input_ids) for row in share) for share in found]
+    assert max(tokens) - min(tokens) <= max(len(example.input_ids) for example in examples)
 
 
 def test_an_adapter_is_merged_for_the_answers_without_a_bit_being_written(tiny, tokenizer, examples):
