@@ -11,6 +11,7 @@ import torch
 from forwards import loss_and_gradients
 from forwards import rows as some_rows
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from varlen_on_cpu import backward, forward, varlen_on_cpu
 
@@ -19,7 +20,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.models import cascade as module
 from accel_sft.models.cascade import cascade, probe_kernels, usable
 from accel_sft.models.prefix_attention import install, rows_attention
-from accel_sft.models.row_kernels import PADDED, VARLEN, Varlen
+from accel_sft.models.row_kernels import PADDED, SHORT, VARLEN, Varlen
 
 install(torch.device("cpu"))
 
@@ -162,6 +163,36 @@ def test_reduced_precision_keeps_its_type_and_is_as_near_as_plain_attention():
     assert got.dtype == torch.bfloat16
     for found, true in zip((got, *gradients), (expected, *wanted), strict=True):
         assert (found - true).norm() <= 0.02 * true.norm()
+
+
+class Backwards(TorchDispatchMode):
+    """The types in which attention's backward is computed meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.types = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+            self.types.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("among_rows", [False, True])
+@pytest.mark.parametrize(("length", "dtype"), [(SHORT, torch.float32), (SHORT + 1, torch.bfloat16)])
+def test_in_half_precision_short_rows_have_their_backward_in_float32(length, dtype, among_rows, autocast):
+    tensors, rows = sequence(3 if among_rows else 0, [length], 2, 2, 16, torch.bfloat16)
+    layer = SimpleNamespace(num_key_value_groups=1, is_causal=True)
+    with Backwards() as found, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        got, _ = rows_attention(layer, *tensors, None, rows=rows if among_rows else None)
+        gradients = torch.autograd.grad(got.float().square().sum(), tensors)
+    assert {each.dtype for each in (got, *gradients)} == {torch.bfloat16}
+    assert set(found.types) == ({dtype, torch.float32} if among_rows else {dtype})  # the prefix has three keys
+    exact = [tensor.detach().float().requires_grad_() for tensor in tensors]
+    wanted = torch.autograd.grad(by_mask(*exact, rows.prefix, [length]).square().sum(), exact)
+    for one, other in zip(gradients, wanted, strict=True):
+        assert (one - other).norm() <= 0.02 * other.norm()
 
 
 def forget(monkeypatch):
