@@ -1,11 +1,12 @@
 """Resamples the examples of an evaluation, for intervals of the task's metrics and for tests against other evaluations.
 
-numpy is imported inside the functions, as in `significance`.
+numpy and scipy are imported inside the functions, as in `significance`.
 """
 
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -193,12 +194,19 @@ def _aggregates(
 def _resample(count: int, resamples: int, statistics: Callable[[Any], Any]) -> list[list[float]]:
     """Each statistic on every resample of `count` examples, which depend on `count` alone; empty below two examples."""
     import numpy as np
+    from scipy.stats import DegenerateDataWarning, bootstrap
 
     if count < 2:
         return []
-    rng, batch = np.random.default_rng(0), max(1, _MOST_INDICES // count)
-    drawn = (
-        rng.integers(0, count, (min(batch, resamples - done), count), dtype=np.int64)
-        for done in range(0, resamples, batch)
-    )
-    return np.concatenate([np.asarray(statistics(indices)) for indices in drawn], axis=-1).tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateDataWarning)  # NaN is looked for by the caller
+        found = bootstrap(
+            (np.arange(count),),
+            lambda indices, axis: np.asarray(statistics(indices)),
+            n_resamples=resamples,
+            batch=max(1, _MOST_INDICES // count),
+            vectorized=True,
+            method="percentile",
+            rng=0,
+        )
+    return found.bootstrap_distribution.tolist()

@@ -1,7 +1,6 @@
 """Tells a better metric from noise: 95% intervals over examples, and paired tests of answers to the same examples.
 
-numpy and scipy are imported inside the functions, as only reports need them; of scipy only the distribution functions,
-for scipy.stats takes half a second to load.
+numpy and scipy are imported inside the functions: only reports need them, and they take half a second to load.
 """
 
 import dataclasses
@@ -39,8 +38,11 @@ class Measured:
     def interval(self) -> tuple[float, float] | None:
         """The 95% interval: Wilson's for a rate, whose scores are all 0 or 1; else of the resamples (percentiles).
         None if the resamples do not differ, as they then tell nothing of the noise."""
+        from scipy.stats import binomtest
+
         if self.each is not None and _is_rate(self.each):
-            return _wilson(round(sum(self.each)), len(self.each))
+            found = binomtest(round(sum(self.each)), len(self.each)).proportion_ci(1 - LEVEL, "wilson")
+            return float(found.low), float(found.high)
         return _percentiles(self.resampled)
 
 
@@ -68,7 +70,7 @@ def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
         else both are of the paired bootstrap.
     """
     import numpy as np
-    from scipy.special import bdtr, stdtr
+    from scipy.stats import binom, binomtest, t
 
     count = len(before.examples)
     if before.examples != after.examples or count < 2:
@@ -81,15 +83,15 @@ def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
         error, reach = float(changes.std()) / math.sqrt(count), _newcombe(before, after)
         gained, lost = int((changes > 0).sum()), int((changes < 0).sum())
         fewer, changed = min(gained, lost), gained + lost
-        p = bdtr(fewer, changed, 0.5) + (bdtr(fewer - 1, changed, 0.5) if fewer else 0.0)
+        p = 2 * binom.cdf(fewer, changed, 0.5) - binom.pmf(fewer, changed, 0.5)
     elif before.resampled and after.resampled:
         resampled = [b - a for a, b in zip(before.resampled, after.resampled, strict=False)]
         error, reach = float(np.std(resampled)), _percentiles(resampled)
         if error > _SAME:
-            p = 2 * stdtr(count - 1, -abs(difference) / error)
+            p = 2 * t.sf(abs(difference) / error, count - 1)
         else:  # each example changed alike, to rounding: a sign test
             error = 0.0
-            p = 0.5 ** (count - 1) if abs(difference) > _SAME else 1.0
+            p = binomtest(count, count).pvalue if abs(difference) > _SAME else 1.0
     else:
         return None
     return {
@@ -107,12 +109,12 @@ def needed(change: Mapping[str, float], level: float = LEVEL) -> int | None:
     By Connor (1987): between equal models the mean square of the examples' differences is all variance, so that few
     examples, which did not show the difference, are never enough.
     """
-    from scipy.special import ndtri
+    from scipy.stats import norm
 
     size, variance = abs(change["difference"]), change["examples"] * change["standard_error"] ** 2
     if not size or not variance:
         return None
-    ratio = ndtri(POWER) * math.sqrt(variance) - ndtri(level / 2) * math.sqrt(variance + size**2)
+    ratio = norm.isf(level / 2) * math.sqrt(variance + size**2) + norm.ppf(POWER) * math.sqrt(variance)
     count = (ratio / size) ** 2
     if not 0 < count <= _MOST_NEEDED:
         return None
@@ -175,16 +177,6 @@ def _decimals(low: float, high: float) -> int:
 
 def _is_rate(scores: Sequence[float]) -> bool:
     return {*scores} <= {0.0, 1.0}
-
-
-def _wilson(right: int, count: int) -> tuple[float, float]:
-    """Wilson's interval (1927) of a rate, without a correction for continuity."""
-    from scipy.special import ndtri
-
-    z = float(ndtri(1 - LEVEL / 2))
-    middle, reach = right + z**2 / 2, z * math.sqrt(right * (count - right) / count + z**2 / 4)
-    low, high = ((middle + side * reach) / (count + z**2) for side in (-1, 1))
-    return (low if right else 0.0), (high if right < count else 1.0)
 
 
 def _newcombe(before: Measured, after: Measured) -> tuple[float, float]:

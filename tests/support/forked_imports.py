@@ -14,7 +14,7 @@ for name in (
     *("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.models.qwen2.modeling_qwen2"),
     *("accel_sft.__main__", "accel_sft.commands.generate", "accel_sft.tools.check.command", "accel_sft_math"),
     *("deepspeed.ops.op_builder.all_ops", "deepspeed.module_inject.auto_ep_layer", "packaging.requirements"),
-    *("pandas", "pyarrow.pandas_compat", "rich._emoji_codes", "scipy.special", "torch.profiler"),
+    *("pandas", "pyarrow.pandas_compat", "rich._emoji_codes", "scipy.stats", "torch.profiler"),
     *("transformers.models.qwen2.tokenization_qwen2", "transformers.models.llama.modeling_llama"),
 ):
     importlib.import_module(name)

@@ -83,35 +83,6 @@ def test_which_way_is_better_is_the_tasks_and_unknown_for_other_metrics():
     assert verdict(change, words_for(None)).startswith("higher (+0.10,")
 
 
-def test_intervals_tests_and_resamples_are_scipys():
-    """Which is not asked while training: scipy.stats takes half a second to load."""
-    from scipy.stats import binom, binomtest, bootstrap, norm, t
-
-    for count in (1, 2, 7, 200):
-        for right in {0, 1, count // 2, count}:
-            wilson = binomtest(right, count).proportion_ci(method="wilson")
-            assert rate(count - right, right).interval() == pytest.approx((wilson.low, wilson.high), abs=1e-14)
-    for lost, gained in ((0, 1), (0, 9), (3, 3), (2, 11), (60, 39)):
-        mid = 2 * binom.cdf(min(lost, gained), lost + gained, 0.5) - binom.pmf(min(lost, gained), lost + gained, 0.5)
-        assert paired(rate(100, 100), rate(100, 100, lost, gained))["p"] == pytest.approx(mid, rel=1e-12)
-    random = np.random.default_rng(1)
-    for count in (2, 9, 3000):  # the last in two batches
-        before, after = (
-            measured({"f": of.mean()}, answers("f", of.tolist()), None)[0]["f"] for of in random.random((2, count))
-        )
-        drawn = bootstrap((after.each,), np.mean, n_resamples=2000, batch=1333, rng=0, method="percentile")
-        assert after.resampled == pytest.approx(drawn.bootstrap_distribution, rel=1e-12)
-        change = paired(before, after)
-        p = 2 * t.sf(abs(change["difference"]) / change["standard_error"], count - 1)
-        assert change["p"] == pytest.approx(p, rel=1e-12)
-        variance, size = count * change["standard_error"] ** 2, abs(change["difference"])
-        least = ((norm.isf(0.025) * math.hypot(variance**0.5, size) + norm.ppf(0.8) * variance**0.5) / size) ** 2
-        assert needed(change) is None or 0 <= needed(change) / least - 1 < 0.1
-    for count in (2, 5):
-        one, more = (measured({"f": at}, answers("f", [at] * count), None)[0]["f"] for at in (0.25, 0.5))
-        assert paired(one, more)["p"] == binomtest(count, count).pvalue
-
-
 def test_right_and_wrong_answers_are_tested_by_mcnemar_in_its_mid_p_form():
     assert paired(rate(100, 100), rate(100, 100, 0, 6))["p"] == pytest.approx(0.5**6)
     assert paired(rate(100, 100), rate(100, 100, 1, 6))["p"] == pytest.approx(2 * 0.5**7 + 7 * 0.5**7)
