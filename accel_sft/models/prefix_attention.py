@@ -9,7 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from accel_sft.launch.deferred import lighter_transformers
 from accel_sft.models import cascade as kernels
 from accel_sft.models.cascade import cascade, usable
-from accel_sft.models.row_kernels import PrefixedRows, backward_in_float32, cut_rows
+from accel_sft.models.row_kernels import PrefixedRows, cut_rows
 
 with lighter_transformers():
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -68,7 +68,7 @@ def rows_attention(
         whole = query.shape[2] == key.shape[2] and not torch.compiler.is_compiling()
         if whole and attention_mask is not None and attention_mask.dtype == torch.bool:
             attention_mask = _additive(attention_mask, query.dtype)
-        return _plain(module, query, key, value, attention_mask, *args, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     kwargs.pop("is_causal", None)
     others = (kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
     plain = not (any(args) or kwargs.get("dropout") or any(others))
@@ -86,25 +86,6 @@ def rows_attention(
     output, _ = sdpa(module, *cut, rows.seen, *args, is_causal=False, **kwargs)
     first, _ = sdpa(module, *before, None, *args, is_causal=True, **kwargs)
     return torch.cat([first, output.flatten(0, 1)[rows.back][None]], dim=1), None
-
-
-def _plain(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' own sdpa, with short rows in float32 where their backward is faster in it."""
-    dtype, tensors = query.dtype, (query, key, value)
-    if not (query.requires_grad and backward_in_float32(key)):
-        return sdpa_attention_forward(module, *tensors, mask, *args, **kwargs)
-    mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
-    with torch.autocast(query.device.type, enabled=False):  # autocast would take them back
-        output, _ = sdpa_attention_forward(module, *(each.float() for each in tensors), mask, *args, **kwargs)
-    return output.to(dtype), None
 
 
 def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:

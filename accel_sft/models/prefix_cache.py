@@ -17,8 +17,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from accel_sft.models.architecture import arguments, without_adapter
 
-_KNOWN: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
-"""What `_takes_logits_to_keep` found out of each model, since a forward has no time to look again."""
+_KNOWN: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
+"""What `_arguments` found out of each model, since a forward has no time to look again."""
 
 
 class PrefixCache(DynamicCache):
@@ -109,15 +109,15 @@ def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterat
             module.forward = own
 
 
-def _takes_logits_to_keep(base: Any) -> bool:
-    """Whether the model's forward can leave out logits. When it is first asked about a model, its layers are let keep
-    their cache where gradient checkpointing computes them again: transformers takes it from them, lest they change it
-    twice, which a `PrefixCache` does not allow."""
+def _arguments(base: Any) -> set[str]:
+    """Names of the arguments that the model's forward takes. When it is first asked about a model, its layers are let
+    keep their cache where gradient checkpointing computes them again: transformers takes it from them, lest they change
+    it twice, which a `PrefixCache` does not allow."""
     if base not in _KNOWN:
         for layer in base.modules():
             if isinstance(layer, GradientCheckpointingLayer):
                 layer._can_checkpoint_with_cache = True
-        _KNOWN[base] = "logits_to_keep" in arguments(base)
+        _KNOWN[base] = arguments(base)
     return _KNOWN[base]
 
 
@@ -132,12 +132,16 @@ def prefix_first(model: Any, prefix: torch.Tensor) -> Iterator[None]:
     """
     base = without_adapter(model)
     own = base.forward
-    no_logits = {"logits_to_keep": prefix.new_zeros(0)} if _takes_logits_to_keep(base) else {}
+    taken = _arguments(base)
+    no_logits = {"logits_to_keep": prefix.new_zeros(0)} if "logits_to_keep" in taken else {}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache = PrefixCache(base.config)
         own(input_ids=prefix, past_key_values=cache, use_cache=False, **no_logits)
-        rows = kwargs["input_ids"].shape[0]
+        rows, longest = kwargs["input_ids"].shape
+        if "position_ids" in taken:  # Bamba, as of transformers 5.23, would count from 0 again
+            positions = torch.arange(longest, device=prefix.device) + prefix.shape[1]
+            kwargs["position_ids"] = positions.expand(rows, -1)
         return own(*args, **{**kwargs, "past_key_values": cache.behind(rows)})
 
     with with_forward(base, forward):

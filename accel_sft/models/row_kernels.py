@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 SHORT = 256
-"""Most keys of a row whose attention has its backward in float32, on a CPU in half precision: up to there it was faster
-for heads of 32, 64 and 128 dimensions, with 512 keys no longer (EPYC with avx512_bf16, one thread)."""
+"""Most keys of a row whose attention has its backward in float32 on a CPU, if it is in half precision. In that, torch
+2.13 spends a tenth of a millisecond on each head of each row, whatever its length, in setting up products: with 16 to
+128 keys ten times as long as all of it takes in float32; with 512 no longer (EPYC with avx512_bf16, one thread)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,20 +150,10 @@ class Padded(Kernels):
     def _backward(self, *kept: torch.Tensor, **how: Any) -> list[torch.Tensor]:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         *tensors, sums = kept
-        if not backward_in_float32(tensors[2]):
-            return [*kernel(*kept, dropout_p=0.0, **how)]
-        found = kernel(*(tensor.float() for tensor in tensors), sums, dropout_p=0.0, **how)
-        return [gradient.to(tensors[0].dtype) for gradient in found]
-
-
-def backward_in_float32(key: torch.Tensor) -> bool:
-    """Whether the backward of attention to these keys, (rows, heads, tokens, D), is to be computed in float32.
-
-    In half precision on a CPU torch 2.13 spends a tenth of a millisecond on each head of each row, whatever its length,
-    in setting up products: with rows of 16 to 128 tokens that takes ten times as long as all of it in float32.
-    """
-    half = key.device.type == "cpu" and key.dtype in (torch.bfloat16, torch.float16)
-    return half and key.shape[2] <= SHORT
+        dtype, keys = tensors[0].dtype, tensors[2].shape[2]
+        if dtype.itemsize < 4 and keys <= SHORT:
+            tensors = [tensor.float() for tensor in tensors]
+        return [gradient.to(dtype) for gradient in kernel(*tensors, sums, dropout_p=0.0, **how)]
 
 
 class Varlen(Kernels):

@@ -59,6 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # recurrent layers, alone and beside attention
     "qwen3_next": {"layer_types": HYBRID},
     "qwen3_5_text": {"layer_types": HYBRID},
+    "olmo_hybrid": {"layer_types": HYBRID},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     **{name: {} for name in ("minimax", "mamba", "falcon_mamba")},
     "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1},
