@@ -1,13 +1,10 @@
 """Generates answers with the model in memory, on all ranks: by the decoder where it is exact, else by `generate`."""
 
 import contextlib
-import heapq
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -17,9 +14,9 @@ from accel_sft.batching.device_memory import fits, in_halves
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.decoder import Decoder
+from accel_sft.evaluation.division import SHORTEST_PREFIX, common_prefix, divide, shares
 from accel_sft.evaluation.left_padded import GREEDY, Sampling, generate, nats_apart, padding_changes
 from accel_sft.evaluation.live_rows import Row
-from accel_sft.io.prefix import common_length
 from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.launch.tensor_parallel import row_groups, tensor_ranks
 from accel_sft.models.adapters import merged, reason_unmergeable
@@ -27,8 +24,6 @@ from accel_sft.models.architecture import REFUSALS, arguments, attentions, limit
 from accel_sft.models.offload import is_offloaded
 from accel_sft.tracking.system import peak_memory_gib
 
-SHORTEST_PREFIX = 8
-"""Number of common tokens below which sharing them saves nothing."""
 MET_EVERY = 32
 """Number of forwards after which ranks meet, so that a signal ends an evaluation on all of them."""
 FEWEST_ROWS, MOST_ROWS, CACHED_TOKENS = 64, 256, 16384
@@ -233,52 +228,6 @@ class Generator:
     def _tolerance(self) -> float:
         exact = self.accelerator.mixed_precision == "no" and self.model.dtype == torch.float32
         return TOLERANCE if exact else REDUCED_TOLERANCE
-
-
-def common_prefix(examples: Sequence[Encoded]) -> int:
-    """Return the length of the prompts' common prefix, shorter than every prompt; 0 if below SHORTEST_PREFIX."""
-    prompts = [example.input_ids[: example.prompt_length] for example in examples]
-    length = min(common_length(prompts), min(map(len, prompts)) - 1)
-    return length if length >= SHORTEST_PREFIX else 0
-
-
-def shares(examples: Sequence[Encoded], ranks: int) -> list[list[Encoded]]:
-    """Divide examples among ranks, so that each has about as many tokens to compute; every rank gets the same result.
-
-    The expected answers stand for those to come. A rank's longest examples come first, so that no long one is left
-    alone at the end.
-    """
-    found: list[list[Encoded]] = [[] for _ in range(ranks)]
-    tokens = [(0, rank) for rank in range(ranks)]  # a heap
-    for example in sorted(examples, key=lambda example: (-len(example.input_ids), example.index)):
-        least, rank = tokens[0]
-        found[rank].append(example)
-        heapq.heapreplace(tokens, (least + len(example.input_ids), rank))
-    return found
-
-
-def divide(
-    examples: Sequence[Encoded], ranks: int, batch_size: int, *, equal_lengths: bool = False
-) -> list[list[list[Encoded]]]:
-    """Divide examples into batches of similar length, longest first, each a list of rows for each rank.
-
-    A row's length includes the expected answer. Every rank gets the same result. Within a batch the ranks' numbers of
-    rows differ by one at most, and the longest prompt goes to another rank than in the batch before.
-
-    Args:
-        equal_lengths: whether all prompts of a batch must have the same number of tokens.
-    """
-    ordered = sorted(examples, key=lambda example: (-len(example.input_ids), example.index))
-    groups: dict[int, list[Encoded]] = {}
-    for example in ordered:
-        groups.setdefault(example.prompt_length if equal_lengths else 0, []).append(example)
-    batches: list[list[list[Encoded]]] = []
-    for group in groups.values():
-        count = math.ceil(len(group) / (ranks * batch_size))
-        for places in np.array_split(np.arange(len(group)), count):
-            rows = sorted((group[at] for at in places), key=lambda example: (-example.prompt_length, example.index))
-            batches.append([rows[(rank + len(batches)) % ranks :: ranks] for rank in range(ranks)])
-    return batches
 
 
 class _Meeting:

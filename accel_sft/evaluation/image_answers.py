@@ -8,7 +8,8 @@ import torch
 
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
-from accel_sft.evaluation.generate import Generator, divide
+from accel_sft.evaluation.division import divide
+from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.left_padded import generate
 from accel_sft.tracking.system import peak_memory_gib
 
