@@ -51,7 +51,7 @@ def main(rounds: int, hidden_size: int, layers: int, steps: int, tokens: int, ou
     folder = Path(broadcast_object_list([tempfile.mkdtemp() if main_process else None])[0])
     runs = {name: RunDir(folder / name) for name in ("waiting", "background")}
     checkpoints = {
-        name: Checkpoints(accelerator, launch, model, optimizer, run, 1, log=accelerator.print)
+        name: Checkpoints(accelerator, launch, model, optimizer, run, "1", log=accelerator.print)
         for name, run in runs.items()
     }
     if main_process:

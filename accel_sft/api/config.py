@@ -151,7 +151,7 @@ class TrainConfig:
     seed: int = _run(42, basic=True, min=0, max=2**31, help="Of initial weights, data order and dropout.")
     deterministic: bool = _run(False, help="Repeat every bit on GPUs too, by slower kernels; a CPU does so anyway.")
     save_every: str = _run("auto", help="Steps between checkpoints, epoch, off, or auto (about 4 a run).")
-    keep_checkpoints: int = _run(2, min=1, help="Newest checkpoints kept.")
+    keep_checkpoints: str = _run("2", help="Newest checkpoints kept; every:N: those of each N-th step, and the newest.")
     resume: str = _run("off", basic=True, help="auto (newest complete checkpoint), a checkpoint's folder, or off.")
     hang_timeout: int = _run(
         1800, min=0, help="Seconds without progress after which the run ends and names the rank; 0: never."
@@ -174,6 +174,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value not in words and not re.fullmatch("[1-9][0-9]{,17}", str(value)):  # more digits may be too large
                 found.append(f"--{name.replace('_', '-')} {shown(str(value))}: expected {expected}")
+        found += _problems_of_keeping(str(self.keep_checkpoints), str(self.save_every))
         if self.template_date is not None and not _is_day(self.template_date):
             found.append(f"--template-date {shown(str(self.template_date))}: expected a day as YYYY-MM-DD")
         if self.train_limit is not None and not _is_limit(str(self.train_limit)):
@@ -212,6 +213,8 @@ class TrainConfig:
         if self.epochs is not None and self.max_steps is None:  # --epochs wins over a default max_steps
             values["max_steps"] = None
         unset = {key: value for key, value in values.items() if getattr(self, key) is None}
+        if self.save_every == "auto" and (every := keep_every(self.keep_checkpoints)):
+            unset["save_every"] = str(every)
         resolved = dataclasses.replace(self, **unset)
         return resolved if resolved.max_steps is None else dataclasses.replace(resolved, epochs=None)
 
@@ -259,6 +262,30 @@ class CheckConfig(TrainConfig):
     show: int = _check(2, min=0, max=1000, help="Training examples printed token by token.")
     html: str | None = _check(None, help="Write the report to this file, as one page.")
     json: bool = _check(False, help="Print the report as JSON on standard output, nothing else there.")
+
+
+def keep_every(keep: str) -> int | None:
+    """The N of `--keep-checkpoints every:N`; None for a number of checkpoints.
+
+    Raises:
+        ValueError: `keep` is neither.
+    """
+    found = re.fullmatch("(every:)?([1-9][0-9]{,17})", keep)
+    if not found:
+        raise ValueError(keep)
+    return int(found[2]) if found[1] else None
+
+
+def _problems_of_keeping(keep: str, save_every: str) -> list[str]:
+    try:
+        every = keep_every(keep)
+    except ValueError:
+        return [f"--keep-checkpoints {shown(keep)}: expected a number of checkpoints, or every:N for a number of steps"]
+    if every and (save_every == "off" or (save_every.isdecimal() and int(save_every) and every % int(save_every))):
+        made = "makes no checkpoints" if save_every == "off" else f"makes none at step {every}"
+        mend = f"leave it out, or give a divisor of {every}"
+        return [f"--keep-checkpoints {keep}: --save-every {save_every} {made}; {mend}"]
+    return []
 
 
 def _problems_of_train_only(pattern: str, *, adapter: str) -> list[str]:

@@ -18,7 +18,7 @@ from accel_sft.checkpoint.averages import Averages
 from accel_sft.checkpoint.capacity import check_disk, no_room, no_room_for_a_copy
 from accel_sft.io import manifest
 from accel_sft.io.files import begin_folder, put_in_place, read_json, trouble_of_writing, write_atomically
-from accel_sft.io.run_dir import RunDir, step_of
+from accel_sft.io.run_dir import RunDir, kept, step_of
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.collectives import by_each_rank, first_reason
 from accel_sft.launch.describe import parallelism
@@ -30,7 +30,8 @@ LINGER_SECONDS = 5.0
 
 
 class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
-    """Writes checkpoints of a model and its optimizer state, one at a time; keeps the newest `keep`.
+    """Writes checkpoints of a model and its optimizer state, one at a time; keeps those of
+    `--keep-checkpoints` `keep`.
 
     `save` copies this rank's part to host memory. A thread then writes the copy, hashes it and, on rank 0, publishes
     the checkpoint once every rank's files are on the disk; it takes part in no collective. The copy's memory is kept
@@ -49,7 +50,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         model: Any,
         optimizer: Any,
         run_dir: RunDir,
-        keep: int,
+        keep: str,
         averages: Averages | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
@@ -218,11 +219,14 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                     return
             files = {**files, **read_json(record)}
             record.unlink()
-        manifest.write(partial, about, files)
+        earlier = [path for path in self.run_dir.all_checkpoints() if step_of(path) < about["step"]]
+        before = {path.name: manifest.identity(path) for path in earlier}
+        manifest.write(partial, {**about, "before": before}, files)
         put_in_place(partial, target)
         write_atomically(self.run_dir.latest, target.name + "\n")
         # Checkpoints of later steps do not count: they are damaged, or the run was resumed from an earlier one.
-        for old in [path for path in self.run_dir.all_checkpoints() if step_of(path) <= about["step"]][: -self.keep]:
+        stay = kept([*map(step_of, earlier), about["step"]], self.keep)
+        for old in [path for path in earlier if step_of(path) not in stay]:
             if old.is_symlink() or not old.is_dir():  # a user put it on another disk
                 old.unlink()
             else:

@@ -17,16 +17,21 @@ MOST_SPARE_BYTES = 64 << 20
 checkpoint a third of its size is enough, which is what exported weights take."""
 
 
-def check_disk(accelerator: Accelerator, model: Any, run_dir: RunDir, *, averaged: bool = False) -> None:
-    """Raise UserError on every rank if a checkpoint of this model (and of averages) does not fit on the disk."""
+def check_disk(
+    accelerator: Accelerator, model: Any, run_dir: RunDir, *, averaged: bool = False, checkpoints: int = 1
+) -> None:
+    """Raise UserError on every rank if so many more checkpoints of this model (and of averages) do not fit on the
+    disk."""
 
     def check() -> None:
         size, free = checkpoint_bytes(model, averaged=averaged), shutil.disk_usage(run_dir.path).free
-        if free < size + (spare := min(size // 3, MOST_SPARE_BYTES)):
+        if free < size * checkpoints + (spare := min(size // 3, MOST_SPARE_BYTES)):
+            what = "a checkpoint takes" if checkpoints == 1 else f"{checkpoints} checkpoints that are kept take"
+            mend = "or --save-every off" if checkpoints == 1 else "or keep fewer with --keep-checkpoints"
             raise UserError(
-                f"{run_dir}: a checkpoint takes {_shown(size)} and the files beside it {_shown(spare)}, and "
+                f"{run_dir}: {what} {_shown(size * checkpoints)} and the files beside it {_shown(spare)}, and "
                 f"{_shown(free)} of the disk are free; free space (then go on with --resume auto), name another "
-                "--output-dir, or --save-every off"
+                f"--output-dir, {mend}"
             )
 
     decided_by_main(accelerator, check)  # other machines may not see the folder yet

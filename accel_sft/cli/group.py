@@ -29,6 +29,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.resilience.task_import import load_task
 from accel_sft.tools.doctor.command import doctor
 from accel_sft.tools.report.command import report
+from accel_sft.tools.verify.command import verify
 
 
 class TaskGroup(click.Group):
@@ -142,6 +143,6 @@ def cli() -> None:
 
 for _name, _task_tool in TOOLS.items():
     cli.add_command(TaskGroup(_name, help=_task_tool.summary, tool=_task_tool))
-for _tool in (doctor, report, generate, merge, push, new_task, install, tasks, launch_file, completion):
+for _tool in (doctor, report, verify, generate, merge, push, new_task, install, tasks, launch_file, completion):
     _tool.context_class = HelpContext
     cli.add_command(_tool)

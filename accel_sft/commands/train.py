@@ -66,7 +66,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
         watch, log = Watchdog(config.hang_timeout, run_dir), run_dir.log(accelerator.process_index)
         with _ending(accelerator, run_dir, config.output_dir, signals), terminal.quiet(log, config.debug), watch:
             prepared = prepare_data(accelerator, launch, run_dir, task, config)
-            write_run_record(run_dir, recorded_name(task_name), prepared)
+            made_by = write_run_record(run_dir, recorded_name(task_name), prepared)
             with Tracker(
                 accelerator,
                 run_dir,
@@ -80,7 +80,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
                 for line in (*prepared.lines, *_warnings(accelerator, task_name, prepared)):
                     tracker.log(line)
                 tracker.phase("data")
-                trainer = Trainer(run_dir, recorded_name(task_name), prepared, tracker, signals, on_step)
+                trainer = Trainer(run_dir, recorded_name(task_name), prepared, tracker, signals, on_step, made_by)
                 with heartbeats_only(), trainer.checkpoints:
                     trainer.resume()
                     write_run_record(run_dir, recorded_name(task_name), prepared, resumed=True)

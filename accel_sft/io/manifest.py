@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,20 @@ Files = Mapping[str, list[Any]]
 """Size and SHA-256 of files, by their names in the folder."""
 
 
-def write(folder: Path, about: dict[str, Any], known: Files | None = None) -> None:
+def write(
+    folder: Path, about: dict[str, Any], known: Files | None = None, *, among: Iterable[str] | None = None
+) -> None:
     """Write the manifest: `about` (JSON), and size and SHA-256 of every file below `folder`. Sync everything to disk.
 
     Args:
         known: files of which `written` has told that.
+        among: names of the files to write of, in place of all.
 
     Raises:
         OSError: a file cannot be written.
     """
-    names, found = [name for name in _names(folder) if name != MANIFEST], known or {}
+    names = [name for name in (_names(folder) if among is None else sorted(among)) if name != MANIFEST]
+    found = known or {}
     with ThreadPoolExecutor(THREADS) as threads:
         files = dict(
             zip(names, threads.map(lambda name: found.get(name) or written(folder / name), names), strict=True)
@@ -55,6 +59,23 @@ def read(folder: Path) -> dict[str, Any]:
         Damaged: the manifest is missing or was changed.
     """
     return _content(folder)["about"]
+
+
+def identity(folder: Path) -> str | None:
+    """SHA-256 of the folder's manifest, and so of all that the folder holds; None if the manifest cannot be read."""
+    try:
+        return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def recorded(folder: Path) -> Files:
+    """The files that the folder's manifest names, with what was written.
+
+    Raises:
+        Damaged: the manifest is missing or was changed.
+    """
+    return _content(folder)["files"]
 
 
 def files(folder: Path) -> list[Path]:
@@ -76,22 +97,36 @@ def verify(folder: Path) -> dict[str, Any]:
     content = _content(folder)
     if extra := sorted({*_names(folder)} - content["files"].keys() - {MANIFEST}):  # e.g. copied from elsewhere
         raise Damaged(f"{extra[0]} is not in {MANIFEST}: nothing wrote it here; take it away")
-    for name, (size, _) in content["files"].items():
+    for name, what in changes(folder):
+        raise Damaged(f"{name} {what}")
+    return content["about"]
+
+
+def changes(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield each file that differs from what the manifest says was written, and how.
+
+    Raises:
+        Damaged: the manifest is missing or was changed.
+        OSError: a file cannot be read.
+    """
+    files, same = _content(folder)["files"], []
+    for name, (size, _) in files.items():
         try:
             there = (folder / name).lstat()
         except FileNotFoundError:
-            raise Damaged(f"{name} is missing") from None
+            yield name, "is missing"
+            continue
         if not stat.S_ISREG(there.st_mode):  # a device may have no end
-            raise Damaged(f"{name} is not a regular file")
-        if there.st_size != size:
-            raise Damaged(f"{name} has {there.st_size} bytes, {size} were written")
+            yield name, "is not a regular file"
+        elif there.st_size != size:
+            yield name, f"has {there.st_size} bytes, {size} were written"
+        else:
+            same.append(name)
     with ThreadPoolExecutor(THREADS) as threads:
-        names, files = list(content["files"]), content["files"]
-        digests = threads.map(lambda name: _digest(folder / name, files[name][0]), names)
-        for name, digest in zip(names, digests, strict=True):
+        digests = threads.map(lambda name: _digest(folder / name, files[name][0]), same)
+        for name, digest in zip(same, digests, strict=True):
             if digest != files[name][1]:
-                raise Damaged(f"{name} has other bytes than were written")
-    return content["about"]
+                yield name, "has other bytes than were written"
 
 
 def sync(path: Path) -> None:

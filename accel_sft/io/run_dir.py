@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accel_sft.api.config import keep_every
 from accel_sft.api.errors import UserError
 from accel_sft.io.files import abandoned, expanded, json_safe, read_json, read_text, write_atomically
 
@@ -146,7 +147,7 @@ class RunDir:
 
     def write_result(self, result: Mapping[str, Any]) -> Path:
         """Write the run's summary, which scripts and the comparison read; NaN becomes null."""
-        write_atomically(self.result, json.dumps(json_safe(result), indent=2, ensure_ascii=False) + "\n")
+        write_atomically(self.result, result_text(result))
         return self.result
 
     def write_ended(self, status: str, error: str) -> None:
@@ -176,6 +177,17 @@ class RunDir:
             return []
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path}: cannot be read ({error}); take it away, and go on with --resume auto") from None
+
+
+def kept(steps: Sequence[int], keep: str) -> list[int]:
+    """Return those of these steps, in order, whose checkpoints `--keep-checkpoints` keeps."""
+    every = keep_every(keep)
+    return [step for step in steps if step % every == 0 or step == steps[-1]] if every else [*steps[-int(keep) :]]
+
+
+def result_text(result: Mapping[str, Any]) -> str:
+    """The content of result.json; NaN becomes null."""
+    return json.dumps(json_safe(result), indent=2, ensure_ascii=False) + "\n"
 
 
 def _by_step(folder: Path, suffix: str) -> list[Path]:

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accel_sft.launch.environment import usable_cores
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import launcher_command, torchrun_command
+from accel_sft.launch.precision import cpu_name
 from accel_sft.launch.recordable import recordable, versions, without_secrets
 from accel_sft.launch.tensor_parallel import tensor_ranks
 from accel_sft.launch.ulysses import sequence_ranks
@@ -76,7 +77,7 @@ def launch_record(accelerator: Accelerator, launch: Launch) -> dict[str, Any]:
         "threads_per_process": torch.get_num_threads(),
         "communication": accelerator.state.backend,
         "device": device_name(accelerator),
-        "host": {"platform": platform.platform(), "cores": usable_cores()},
+        "host": {"platform": platform.platform(), "processor": cpu_name(), "cores": usable_cores()},
         "deepspeed_config": recordable(plugin.deepspeed_config) if plugin else None,
         "versions": versions(),
     }

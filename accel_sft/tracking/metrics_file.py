@@ -1,5 +1,7 @@
 """metrics.jsonl: a line per optimizer step and per evaluation, whole lines only, cut back when a run resumes."""
 
+import functools
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -9,11 +11,21 @@ from typing import Any
 from accel_sft.io.files import json_safe, read_text, write_atomically
 
 
+def chained(chain: str, line: bytes) -> str:
+    """The chain after one more line, newline included: a SHA-256 that also depends on all lines before it, in order.
+    Before the first line the chain is ""."""
+    return hashlib.sha256(chain.encode() + line).hexdigest()
+
+
 class MetricsFile:
-    """The run's metrics.jsonl; the first append opens it."""
+    """The run's metrics.jsonl; the first append opens it.
+
+    Attributes:
+        chain: `chained` over its lines; checkpoints record it, so that `verify` finds lines that were changed later.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.chain = path, ""
         self._file: Any = None
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -21,18 +33,23 @@ class MetricsFile:
         if self._file is None:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed in close
         # Unbuffered and in one call: a kill leaves whole lines only.
-        line = memoryview(json.dumps(json_safe(record)).encode() + b"\n")
-        while line:  # a full disk takes a part of the line, and raises at the next write
-            line = line[self._file.write(line) :]
+        left = memoryview(line := json.dumps(json_safe(record)).encode() + b"\n")
+        while left:  # a full disk takes a part of the line, and raises at the next write
+            left = left[self._file.write(left) :]
+        self.chain = chained(self.chain, line)
 
-    def rewind(self, step: int, evaluated: bool = True) -> tuple[int, dict[str, Any] | None]:
+    def rewind(self, step: int, evaluated: bool = True, chain: str | None = None) -> tuple[int, dict[str, Any] | None]:
         """Drop every line after `step`, and the evaluation at `step` unless the checkpoint contains it (`evaluated`).
 
+        Args:
+            chain: the checkpoint's, which goes on, so that lines that were changed since stay recognisable; None in
+                those of earlier versions: then the chain of the lines that are kept.
         Returns:
             The number of unreadable lines, which are dropped too; and the last training line if an evaluation at `step`
             was dropped, else None.
         """
         self.close()
+        self.chain = chain or ""
         if not self.path.exists():
             return 0, None
         kept = []
@@ -52,6 +69,8 @@ class MetricsFile:
                 kept.append(line + "\n")
                 trained = record if "loss" in record else trained
         write_atomically(self.path, "".join(kept))
+        if chain is None:
+            self.chain = functools.reduce(chained, (line.encode() for line in kept), "")
         return unreadable, trained if dropped else None
 
     def sync(self) -> None:

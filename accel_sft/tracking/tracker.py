@@ -192,17 +192,23 @@ class Tracker(contextlib.AbstractContextManager):
         self._metrics.sync()
         self._trackers.flush()
 
-    def rewind(self, step: int, evaluated: bool = True) -> None:
+    @property
+    def chain(self) -> str:
+        """`chained` over the lines of metrics.jsonl so far; known on rank 0 only."""
+        return self._metrics.chain
+
+    def rewind(self, step: int, evaluated: bool = True, chain: str | None = None) -> None:
         """Delete what an earlier start of this run recorded after `step`, at which it resumes now.
 
         Step 0 starts over, so its evaluation is deleted too. So is the evaluation at `step` if the checkpoint does not
-        contain it (not `evaluated`): a signal or a kill came before it was whole, and it is made again.
+        contain it (not `evaluated`): a signal or a kill came before it was whole, and it is made again. `chain` is the
+        checkpoint's.
         """
         self._line.done = step
         if not self._writes:
             return
         kept = step if step > 0 else -1
-        unreadable, again = self._metrics.rewind(kept, evaluated)
+        unreadable, again = self._metrics.rewind(kept, evaluated, chain)
         if unreadable:
             self.log(f"{self._metrics.path}: {unreadable} unreadable lines dropped")
         for samples in self.run_dir.all_answers():

@@ -22,6 +22,7 @@ from accel_sft.api.task_file import file_record
 from accel_sft.chat.conversation import read_split
 from accel_sft.checkpoint.checkpoint import settle
 from accel_sft.io import cache
+from accel_sft.io.evidence import made_by
 from accel_sft.io.files import abandoned, expanded, write_atomically
 from accel_sft.io.lock import lock
 from accel_sft.io.run_dir import RunDir
@@ -34,7 +35,7 @@ from accel_sft.resilience.exit import lost_peers
 from accel_sft.rows.fingerprint import code_fingerprint
 from accel_sft.rows.rows import Rows
 from accel_sft.training.prepare import Prepared
-from accel_sft.training.run_yaml import write_run_yaml
+from accel_sft.training.run_yaml import relaunch, write_run_yaml
 
 _SHARED_SECONDS = 10
 """Seconds that a network file system gets to show a new file to another machine."""
@@ -140,8 +141,9 @@ def _check_shared(accelerator: Accelerator, run_dir: RunDir) -> None:
             token.unlink(missing_ok=True)
 
 
-def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, resumed: bool = False) -> None:
+def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, resumed: bool = False) -> dict[str, Any]:
     """Write `run.json` (settings, data and launch of the run) and `run.yaml`, by which the run can be started again.
+    Returns what the record says that the run's numbers are decided by (`made_by`).
 
     If the folder's run has trained, a call without `resumed` only checks that the settings match its record. A later
     call with `resumed` replaces the record, because the resume may be refused in between.
@@ -164,18 +166,23 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
         "data_files": _data_files({"train": prepared.train.examples, "validation": prepared.validation.examples}),
         "task_file": file_record(type(assembly.task)),
         "task_code": code_fingerprint(type(assembly.task)),
+        "package_code": code_fingerprint(),
         "launch": launch_record(assembly.accelerator, prepared.launch),
+        "relaunch": relaunch(prepared.launch),
     }
 
-    def write() -> None:
+    def write() -> dict[str, Any]:
         if assembly.config.adapter != "none" or assembly.source.adapter:
             record["base_weights"] = weights_identity(assembly.source)
+        text = json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n"
         if not resumed and run_dir.record.exists() and run_dir.has_trained():
-            return _check_unchanged(run_dir.read_record(), record, run_dir)
-        write_atomically(run_dir.record, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
-        write_run_yaml(run_dir, task_name, assembly.task, assembly.config, prepared.launch)
+            _check_unchanged(run_dir.read_record(), record, run_dir)
+        else:
+            write_atomically(run_dir.record, text)
+            write_run_yaml(run_dir, task_name, assembly.task, assembly.config, prepared.launch)
+        return made_by(json.loads(text))
 
-    decided_by_main(assembly.accelerator, write)
+    return decided_by_main(assembly.accelerator, write)
 
 
 def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDir) -> None:

@@ -22,7 +22,7 @@ from accel_sft.launch.describe import shown_folder
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import PRECISION, launcher_command, torchrun_command
 from accel_sft.launch.rank_environment import own_words
-from accel_sft.launch.recordable import command_line, recordable, without_secrets
+from accel_sft.launch.recordable import command_line, masked_words, recordable, without_secrets
 from accel_sft.models.source import resolved
 
 _LEFT_OUT = ("output_dir", "resume", "dry_run")
@@ -87,21 +87,28 @@ def _launch_file(run_dir: RunDir, launch: Launch) -> str:
     )
 
 
+def relaunch(launch: Launch) -> dict[str, Any]:
+    """How a run of this launch is started again: the launcher's own words ([] without one), among which the run's
+    launch.yaml is to be named if there is one, and the variables to set."""
+    precision = launch.precision[0]
+    if launcher := launcher_command()[0]:
+        own = own_words(launcher, without=("config_file", *_IN_FILE) if launch.yaml else ())
+        if not (launch.yaml or launch.json_file or "mixed_precision" in launch.arguments):
+            own += ["--mixed_precision", precision]
+        return {"words": masked_words(["accelerate", "launch", *own]), "environment": {}}
+    words = ["torchrun", *own_words(torchrun)] if (torchrun := torchrun_command()) else []
+    return {"words": masked_words(words), "environment": {PRECISION: precision} if precision != "no" else {}}
+
+
 def _header(run_dir: RunDir, launch: Launch) -> str:
     """Return comments: the command that starts the run again, and what else must be the same for equal bits."""
-    folder, launcher = shown_folder(run_dir.path), launcher_command()[0]
-    words = ["accel-sft"]
-    if launcher:
+    folder, again = shown_folder(run_dir.path), relaunch(launch)
+    words = [f"{name}={value}" for name, value in again["environment"].items()]
+    if launcher := again["words"]:
         file = ["--config_file", os.path.join(folder, run_dir.launch.name)] if launch.yaml else []
-        own = own_words(launcher, without=("config_file", *_IN_FILE) if file else ())
-        if not (file or launch.json_file or "mixed_precision" in launch.arguments):
-            own += ["--mixed_precision", launch.precision[0]]
-        words = ["accelerate", "launch", *file, *own, "-m", "accel_sft"]
+        words += [*launcher[:2], *file, *launcher[2:], "-m", "accel_sft"]
     else:
-        if torchrun := torchrun_command():
-            words = ["torchrun", *own_words(torchrun), "-m", "accel_sft"]
-        if (precision := launch.precision[0]) != "no":
-            words = [f"{PRECISION}={precision}", *words]
+        words += ["accel-sft"]
     words += ["--config", os.path.join(folder, run_dir.settings.name)]
     same = (
         f"The weights are the same bit for bit (on GPUs with --deterministic) with the same data, versions, kind of "

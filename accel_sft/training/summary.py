@@ -13,7 +13,8 @@ from accel_sft.api.task_file import file_record
 from accel_sft.chat.conversation import conversation
 from accel_sft.chat.form import Form
 from accel_sft.chat.image_parts import parted
-from accel_sft.io.run_dir import RunDir
+from accel_sft.io.evidence import write_manifest
+from accel_sft.io.run_dir import RunDir, result_text
 from accel_sft.io.terminal import columns, terminal
 from accel_sft.launch.describe import shown_folder, started_by
 from accel_sft.launch.recordable import command_line, recordable, versions
@@ -81,10 +82,15 @@ def _compared(base: str, tuned: str) -> dict[str, str]:
 
 
 def publish(
-    run_dir: RunDir, task_name: str, prepared: Prepared, state: TrainState, measured: dict[str, Any]
+    run_dir: RunDir,
+    task_name: str,
+    prepared: Prepared,
+    state: TrainState,
+    measured: dict[str, Any],
+    evidence: dict[str, Any],
 ) -> list[str]:
-    """Write report.md and result.json, which ends with what was `measured`, and print the report; returns the lines to
-    log after it. On rank 0 only."""
+    """Write report.md, result.json, which ends with what was `measured`, and the folder's manifest, with `evidence`
+    about it; print the report. Returns the lines to log after it. On rank 0 only."""
     config, task = prepared.assembly.config, prepared.assembly.task
     speed = {}
     lines = read_lines(run_dir.metrics)
@@ -116,6 +122,7 @@ def publish(
     before, after = (run_dir.read_samples(step) for step in (0, state.evaluated_step))
     resampled.add_intervals(result, task, before, after, run_dir)
     report.write_report(run_dir, result, before, after)
+    write_manifest(run_dir, result_text(result), evidence)
     run_dir.write_result(result)
     report.print_report(result, before, after, console=Console(file=terminal(), highlight=False, width=columns()))
     scores = {"best": (state.best_step, state.best), "final": (state.step, (state.latest or {}).get(task.main_metric))}

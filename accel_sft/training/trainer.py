@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 
+from accel_sft.api.config import keep_every
+from accel_sft.api.errors import UserError
 from accel_sft.batching import choice
 from accel_sft.batching.autotune import choose_batching
 from accel_sft.batching.layouts import Batching
@@ -18,6 +21,7 @@ from accel_sft.batching.trial import Trial
 from accel_sft.checkpoint import checkpoint, shards
 from accel_sft.checkpoint.background import Checkpoints
 from accel_sft.checkpoint.capacity import check_disk, check_host_memory
+from accel_sft.io.evidence import END_AFTER
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.accelerator import prepare_model
 from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ranks
@@ -55,9 +59,10 @@ class Trainer:
         tracker: Tracker,
         signals: StopSignals,
         on_step: OnStep | None,
+        made_by: dict[str, Any],
     ) -> None:
         self.run_dir, self.task_name, self.prepared = run_dir, task_name, prepared
-        self.tracker, self.signals, self.on_step = tracker, signals, on_step
+        self.tracker, self.signals, self.on_step, self.made_by = tracker, signals, on_step, made_by
         assembly, train, validation = prepared.assembly, prepared.train, prepared.validation
         self.plan, self.train_examples = prepared.plan, train.kept
         self.accelerator, self.task, self.config = assembly.accelerator, assembly.task, assembly.config
@@ -67,6 +72,7 @@ class Trainer:
         self.anomalies = Anomalies(
             run_dir, config.on_nonfinite, accelerator.mixed_precision, log, writes=accelerator.is_main_process
         )
+        self.end_after = int(os.environ.get(END_AFTER, 0)) or None
         self.batching_asked = [config.batching, config.micro_batch_size]
         self.prediction = Prediction(accelerator, prepared.launch, config, assembly.source.weights, log)
         tracker.peaks.begin("load")
@@ -116,13 +122,16 @@ class Trainer:
             other = differences(saved["layout"], here)
             how = f"; written under another layout ({'; '.join(other)})" if other else ""
             self.tracker.log(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{how}")
-        self.tracker.rewind(self.state.step, evaluated=self.state.evaluated_step == self.state.step)
+        self.tracker.rewind(self.state.step, self.state.evaluated_step == self.state.step, saved.get("chain"))
         self.anomalies.rewind(self.state.step)
         self.tracker.phase("ready")
         self.tracker.phases()
         self.saved_step = self.state.step
         if self.config.save_every != "off":
-            check_disk(accelerator, self.model, self.run_dir, averaged=self.averages is not None)
+            every, total = keep_every(self.config.keep_checkpoints), self.plan.total_steps
+            count = total // every - self.state.step // every if every else 1
+            averaged = self.averages is not None
+            check_disk(accelerator, self.model, self.run_dir, averaged=averaged, checkpoints=max(count, 1))
 
     def new_train_step(self, before: dict[str, Any] | None) -> TrainStep:
         """Make the train step, with the batching from before the stop unless another is asked for, and record it."""
@@ -217,6 +226,9 @@ class Trainer:
                 self.evaluate()
         if self.saved_step != state.step and self.plan.is_due(config.save_every, state.step):
             self.save()
+        if state.step == self.end_after:
+            self.checkpoints.finish()
+            raise UserError(f"{END_AFTER}: the run ends after step {state.step}, as was asked for")
 
     def stop_if(self, signal: int) -> None:
         """Raise Interruption if there was a signal; it is the same on all ranks."""
@@ -273,11 +285,16 @@ class Trainer:
         """Begin a checkpoint of this step, with counters, metrics and batching so far, or `wait` until it is whole."""
         batching = choice.recorded(self.batching_asked, self.train_step.batching)  # a resume uses it again (law 3)
         self.signals.exit_if_orphaned()
-        saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}
         self.tracker.flush()
+        saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}
+        saved |= self.evidence()
         self.tracker.peaks.begin("save")
         self.checkpoints.save(saved, self.stepper.adapter.extra_state(self.stepper.adapted), wait=wait)
         self.saved_step = self.state.step
+
+    def evidence(self) -> dict[str, Any]:
+        """What `verify` holds the run's records to; complete on rank 0 only."""
+        return {"chain": self.tracker.chain, "made_by": self.made_by}
 
     def finalize(self) -> None:
         """Export final/ and final-plain/, write result.json and report.md, and print the metrics before and after."""
@@ -296,7 +313,8 @@ class Trainer:
         }
         if self.accelerator.is_main_process:
             self.tracker.close()
-            for line in summary.publish(self.run_dir, self.task_name, self.prepared, self.state, measured):
+            run = self.run_dir, self.task_name, self.prepared, self.state
+            for line in summary.publish(*run, measured, self.evidence()):
                 self.tracker.log(line)
         self.accelerator.wait_for_everyone()
 

@@ -10,6 +10,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml, task_in
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import option, settings
+from accel_sft.io.run_dir import kept
 from accel_sft.models.source import is_tiny
 
 
@@ -57,6 +58,16 @@ def test_the_defaults_have_no_problems():
     [
         ({"eval_every": "often"}, "--eval-every often"),
         ({"save_every": "0"}, "--save-every 0"),
+        ({"keep_checkpoints": "0"}, "--keep-checkpoints 0: expected a number of checkpoints, or every:N"),
+        ({"keep_checkpoints": "every:x"}, "--keep-checkpoints every:x: expected a number"),
+        (
+            {"keep_checkpoints": "every:50", "save_every": "30"},
+            "--keep-checkpoints every:50: --save-every 30 makes none",
+        ),
+        (
+            {"keep_checkpoints": "every:50", "save_every": "off"},
+            "--keep-checkpoints every:50: --save-every off makes no",
+        ),
         ({"micro_batch_size": "-1"}, "--micro-batch-size -1"),
         ({"patience": 2, "eval_every": "off"}, "--patience"),
         ({"init_from": "runs/a", "model": "x"}, "--init-from"),
@@ -81,6 +92,14 @@ def test_problems_come_together():
 @pytest.mark.parametrize("word", ["auto", "epoch", "off", "7"])
 def test_words_and_numbers_of_steps(word):
     assert TrainConfig(eval_every=word, save_every=word).problems() == []
+
+
+def test_checkpoints_are_saved_where_they_are_kept():
+    assert TrainConfig(keep_checkpoints="every:50").resolved({}).save_every == "50"
+    assert TrainConfig(keep_checkpoints="every:50", save_every="10").resolved({}).save_every == "10"
+    assert kept([10, 20, 50, 60, 100, 110], "every:50") == [50, 100, 110]
+    assert kept([10, 20, 50], "2") == [20, 50]
+    assert kept([10], "5") == [10]
 
 
 def test_defaults_come_with_the_model_and_what_is_set_stays():

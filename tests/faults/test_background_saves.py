@@ -42,7 +42,7 @@ class Held:
         self.optimizer = new_optimizer(self.model, TrainConfig().resolved({}))
         self.run_dir, self.go_on = RunDir(folder), threading.Event()
         self.checkpoints = Checkpoints(
-            self.accelerator, read_launch(), self.model, self.optimizer, self.run_dir, 2, log=log
+            self.accelerator, read_launch(), self.model, self.optimizer, self.run_dir, "2", log=log
         )
         self.write, self.fails = shards.write, False
         monkeypatch.setattr(shards, "write", self.held)

@@ -212,6 +212,6 @@ def test_what_others_put_beside_a_runs_files_harms_no_resume(checkpoints, tmp_pa
     run_dir.checkpoint(1).symlink_to(tmp_path / "elsewhere")
     run_dir.checkpoint(2).touch()
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 2)
-    saved(accelerator, model, torch.optim.AdamW(model.parameters()), run_dir, {"step": 9}, keep=2)
+    saved(accelerator, model, torch.optim.AdamW(model.parameters()), run_dir, {"step": 9}, keep="2")
     assert [path.name for path in run_dir.all_checkpoints()] == ["step-000006", "step-000009"]
     assert (tmp_path / "elsewhere").is_dir()

@@ -344,7 +344,7 @@ def test_checkpoints(count, tmp_path):
         optimizer.step()
         kept[step] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         state = {"step": step, "progress": vars(TrainState(step=step)), "batching": None}
-        saved(accelerator, model, optimizer, run_dir, state, keep=2)
+        saved(accelerator, model, optimizer, run_dir, state, keep="2")
     folder = run_dir.checkpoints
     good = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -33,9 +33,10 @@ MAY_IMPORT = {
     "tools.check": "api io launch rows chat data models batching evaluation training",
     "tools.compare": "api io launch models tracking tools.report",
     "tools.plan": "api io launch models batching evaluation memory tools.compare",
+    "tools.verify": "api io launch rows tracking training tools.compare",
     "commands": "api io launch rows chat models batching tracking evaluation resilience training tools.check",
     "cli": "api io launch rows models resilience commands"
-    " tools.check tools.compare tools.doctor tools.plan tools.report",
+    " tools.check tools.compare tools.doctor tools.plan tools.report tools.verify",
 }
 """What each package may import. The engine imports no tool, but for the quick check that `commands` makes before it
 trains; tools import the engine."""
@@ -70,6 +71,7 @@ NO_TORCH = (
     "accel_sft.cli.group",
     "accel_sft.tools.doctor.command",
     "accel_sft.tools.compare.command",
+    "accel_sft.tools.verify.rerun",
     "accel_sft.commands.launch_file",
     "accel_sft.commands.generate",
     "accel_sft.commands.merge",

@@ -18,7 +18,7 @@ def saved(
     optimizer: Any,
     run_dir: RunDir,
     state: dict[str, Any],
-    keep: int = 1,
+    keep: str = "1",
     extra: shards.Extra | None = None,
 ) -> Path:
     """Write a checkpoint, and return once it is complete."""

@@ -156,7 +156,7 @@ class Job:
     def save(self, run_dir: Path, error: OSError | None = None) -> Path:
         """Begin a checkpoint, of which nothing is written before `written` is called; then comes the error."""
         where = self.launch, self.model, self.optimizer, RunDir(run_dir)
-        self.checkpoints, self.held = Checkpoints(self.accelerator, *where, 1, self.averages), threading.Event()
+        self.checkpoints, self.held = Checkpoints(self.accelerator, *where, "1", self.averages), threading.Event()
         write = shards.write
 
         def later(*arguments, **options):

@@ -306,6 +306,27 @@ def test_rewinding_drops_the_answers_of_steps_undone(tracked):
     assert [path.name for path in tracker.run_dir.path.glob("samples/*")] == ["step-000004.jsonl"]
 
 
+def test_the_chain_of_lines_goes_on_from_the_checkpoints_and_shows_what_was_changed_since(tracked):
+    whole, chains = tracked(), []
+    for step in (1, 2, 3):
+        whole.step(record(step))
+        chains.append(whole.chain)
+    whole.close()
+    assert len({*chains}) == 3
+    again = tracked()
+    again.rewind(2, chain=chains[1])
+    assert again.chain == chains[1]
+    again.step(record(3))
+    again.close()
+    of_file = tracked()
+    of_file.rewind(3)  # of a checkpoint without a chain
+    assert of_file.chain == again.chain
+    text = of_file.run_dir.metrics.read_text()
+    of_file.run_dir.metrics.write_text(text.replace('"step": 1', '"step": 0'))
+    of_file.rewind(3)
+    assert of_file.chain != again.chain
+
+
 def test_starting_over_forgets_everything(tracked):
     tracker = tracked()
     tracker.evaluation(0, {"eval_loss": 1.0}, SAMPLES)

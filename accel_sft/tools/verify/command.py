@@ -1,0 +1,106 @@
+"""`accel-sft verify`: is a run what its records say? Its files are held to each other, and stretches are run again."""
+
+import json
+import os
+import secrets
+from pathlib import Path
+
+import click
+
+from accel_sft.api.errors import UserError
+
+_COLORS = {"holds": "green", "open": "yellow", "differs": "red"}
+
+
+@click.command()
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--segments",
+    type=click.IntRange(0),
+    default=3,
+    show_default=True,
+    help="Stretches between checkpoints to run again; 0: only compare files, and run nothing of the run.",
+)
+@click.option("--seed", type=click.IntRange(0), help="Draws the stretches; default: another one each time.")
+@click.option("--from-start", is_flag=True, help="The steps before the first checkpoint may be drawn too.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0),
+    default=0.01,
+    show_default=True,
+    help="Allowed relative difference of losses where bits may differ: on GPUs without --deterministic, or with other "
+    "libraries or processors than the run's.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def verify(run: Path, segments: int, seed: int | None, from_start: bool, tolerance: float, as_json: bool) -> None:
+    """Hold a run to its own records, and run stretches of it again.
+
+    For example: accel-sft verify runs/sums --segments 3
+
+    First the files of the folder RUN are held to each other and to the data, code and libraries that are here. Then
+    stretches between checkpoints are drawn, run again from the first checkpoint by the recorded launch, offline, in a
+    temporary folder (TMPDIR says where), and compared bit by bit. That runs the task and reads the files that run.yaml
+    names: start it in the folder where the run was started, and only for runs that you trust so far.
+
+    The exit status is 1 if anything differs from what is recorded.
+    """
+    from accel_sft.io.run_dir import RunDir
+    from accel_sft.io.terminal import waiting
+    from accel_sft.io.text import one_line
+    from accel_sft.launch.launcher import under_launcher
+    from accel_sft.tools.verify import stretches
+    from accel_sft.tools.verify.records import Finding, Recorded, examine
+    from accel_sft.tools.verify.rerun import run_again
+
+    if under_launcher():
+        raise UserError("accel-sft verify starts the run's launch itself: start it without accelerate launch")
+    run_dir = RunDir(run.expanduser())
+    if not run_dir.record.is_file():
+        raise UserError(f"{run}: no run.json in it; name the folder of a run")
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    findings: list[Finding] = []
+
+    def found(finding: Finding) -> None:
+        findings.append(finding)
+        if not as_json:
+            level = f"{finding.level:<8}"
+            level = level if "NO_COLOR" in os.environ else click.style(level, fg=_COLORS[finding.level])
+            text = f"{finding.subject}: {finding.what}"
+            click.echo(f"{level}{one_line(text, len(text))}")
+
+    recorded = Recorded.read(run_dir)
+    for finding in examine(recorded):
+        found(finding)
+    possible = stretches.candidates(recorded, from_start=from_start)
+    drawn = stretches.chosen(possible, segments, seed)
+    end = recorded.trained[-1]["step"] if recorded.complete and recorded.trained else None
+    if segments and end in recorded.saved and all(stretch.end != end for stretch in drawn):
+        drawn.append(stretches.Stretch(end, end))  # what the last checkpoint is exported as
+    for stretch in drawn:
+        if as_json:
+            found(run_again(recorded, stretch, tolerance))
+        else:
+            with waiting(f"running {stretch} again"):
+                finding = run_again(recorded, stretch, tolerance)
+            found(finding)
+    again = [stretch for stretch in drawn if stretch.steps]
+    told = stretches.in_words(recorded, possible, again)
+    same = all(finding.level != "differs" for finding in findings)
+    if as_json:
+        report = {
+            "run": str(run),
+            "same": same,
+            "seed": seed,
+            "findings": [vars(finding) for finding in findings],
+            "stretches": [[stretch.begin, stretch.end] for stretch in again],
+            "chance": stretches.chance(possible, len(again)),
+            "told": told,
+        }
+        click.echo(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        for line in told:
+            click.echo(line)
+        seeded = f" (--seed {seed})" if again else ""
+        click.echo(f"{run}: {'nothing differs from what it records' if same else 'it is not what it records'}{seeded}")
+    if not same:
+        raise SystemExit(1)

@@ -1,0 +1,259 @@
+"""Holds a run's files to each other, and to the data, code and libraries that are here. Nothing is run. No torch."""
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accel_sft.api import registry
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.config_file import TASK
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import settings
+from accel_sft.io import manifest
+from accel_sft.io.evidence import made_by
+from accel_sft.io.files import mapping
+from accel_sft.io.run_dir import RunDir, kept, step_of
+from accel_sft.launch.recordable import versions
+from accel_sft.rows.fingerprint import code_fingerprint
+from accel_sft.tracking.metrics_file import chained, read_lines
+from accel_sft.training.schedule import learning_rate
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What was found of a file or a stretch of steps: it `holds`, `differs`, or cannot be decided (`open`)."""
+
+    level: str
+    subject: str
+    what: str
+
+
+holds, differs, undecided = (functools.partial(Finding, level) for level in ("holds", "differs", "open"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A run as its folder records it.
+
+    Attributes:
+        record: the content of run.json.
+        lines: the lines of metrics.jsonl.
+        saved: of each checkpoint that is as it was written, by step, what its manifest says about it.
+        damaged: what is wrong with each other checkpoint, by its name.
+    """
+
+    run_dir: RunDir
+    record: dict[str, Any]
+    lines: list[dict[str, Any]]
+    saved: dict[int, dict[str, Any]]
+    damaged: dict[str, str]
+
+    @classmethod
+    def read(cls, run_dir: RunDir) -> "Recorded":
+        """Read a run's folder, with every byte of its checkpoints.
+
+        Raises:
+            UserError: it is not a run's, or a file of it cannot be read.
+        """
+        saved, damaged = {}, {}
+        for path in run_dir.all_checkpoints():
+            try:
+                saved[step_of(path)] = manifest.verify(path)
+            except (manifest.Damaged, OSError) as damage:
+                damaged[path.name] = str(damage)
+        return cls(run_dir, run_dir.read_record(), read_lines(run_dir.metrics), saved, damaged)
+
+    @property
+    def complete(self) -> bool:
+        return self.run_dir.read_status() == "complete"
+
+    @property
+    def machines(self) -> int:
+        return int(mapping(self.record.get("launch")).get("machines") or 1)
+
+    @property
+    def has_evidence(self) -> bool:
+        """Whether the run's version kept digests and chains; earlier ones did not."""
+        return "package_code" in self.record
+
+    @property
+    def trained(self) -> list[dict[str, Any]]:
+        """The lines of steps, without those of evaluations."""
+        return [line for line in self.lines if "loss" in line]
+
+
+_UNREADABLE = KeyError, TypeError, ValueError, AttributeError, IndexError, yaml.YAMLError
+"""What files raise that no run has written so."""
+
+
+def examine(run: Recorded) -> Iterator[Finding]:
+    """Yield what is found of the run's files and of what is here."""
+    if not run.has_evidence:
+        yield undecided(
+            "run.json", "an earlier version wrote this run: it kept no digests of code and no chain of lines"
+        )
+    for part in (_folder, _checkpoints, _settings, _log, _software, _data):
+        try:
+            yield from part(run)
+        except _UNREADABLE as error:
+            yield differs("run.json", f"its records cannot be understood ({type(error).__name__}: {error})")
+
+
+def _folder(run: Recorded) -> Iterator[Finding]:
+    """The manifest that a finished run leaves in its folder."""
+    path = run.run_dir.path / manifest.MANIFEST
+    if not path.exists():
+        if run.complete and run.has_evidence:
+            yield differs(path.name, "is missing, and a finished run has one")
+        elif run.has_evidence:
+            yield undecided(path.name, "the run has not ended: its exported weights and samples are not recorded yet")
+        return
+    try:
+        changes = list(manifest.changes(run.run_dir.path))
+    except (manifest.Damaged, OSError) as damage:
+        changes = [(path.name, f"is not as it was written: {damage}")]
+    yield from (differs(*change) for change in changes)
+    if not changes:
+        count = len(manifest.files(run.run_dir.path))
+        yield holds(path.name, f"{count} files are as they were when the run ended, exported weights among them")
+
+
+def _checkpoints(run: Recorded) -> Iterator[Finding]:
+    yield from (differs(name, what) for name, what in run.damaged.items())
+    here = made_by(run.record)
+    others: dict[str, str] = {}
+    makers: dict[tuple[str, str], list[str]] = {}
+    for step, about in run.saved.items():
+        name = run.run_dir.checkpoint(step).name
+        if about["step"] != step:
+            others[name] = f"it was written as that of step {about['step']}"
+        for earlier, identity in mapping(about.get("before")).items():
+            folder = run.run_dir.checkpoints / Path(earlier).name
+            if folder.is_dir() and manifest.identity(folder) != identity and earlier not in run.damaged:
+                others.setdefault(earlier, f"it is another than was there when {name} was written")
+        if (then := mapping(about.get("made_by"))) and then != here:
+            makers.setdefault(_other_maker(then, here), []).append(name)
+    for (level, what), names in makers.items():
+        yield Finding(level, names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}", what)
+    yield from (differs(name, what) for name, what in others.items())
+    if run.saved:
+        *_, (newest, about) = run.saved.items()
+        steps = sorted([*(step_of(Path(name)) for name in mapping(about.get("before"))), newest])
+        present = {step_of(path) for path in run.run_dir.all_checkpoints()}
+        for step in sorted({*kept(steps, str(run.record["config"].get("keep_checkpoints", 2)))} - present):
+            yield differs(run.run_dir.checkpoint(step).name, "is missing, and --keep-checkpoints kept it")
+        if not (others or run.damaged):
+            count = "1 checkpoint is" if len(run.saved) == 1 else f"{len(run.saved)} checkpoints are"
+            yield holds("checkpoints", f"{count} as written, of steps {', '.join(map(str, run.saved))}")
+
+
+def _other_maker(then: dict[str, Any], here: dict[str, Any]) -> tuple[str, str]:
+    """Level and words for a checkpoint that was made by something else than run.json records."""
+    other = [what.replace("_", " ") for what in here if then.get(what) != here[what]]
+    if {"versions", "package code"} & {*other}:
+        why = "the run was resumed with other software since, or run.json was changed"
+        return "open", f"written with other {' and '.join(other)} than run.json records: {why}"
+    return "differs", f"written with other {' and '.join(other)} than run.json records"
+
+
+def _settings(run: Recorded) -> Iterator[Finding]:
+    """run.yaml beside run.json, and the learning rates of all steps beside the schedule."""
+    found, file = [], run.run_dir.settings
+    recorded = {**run.record["config"], **run.record["task_options"]}
+    again = mapping(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    if not file.is_file() and run.has_evidence:
+        found.append(differs(file.name, "is missing"))
+    for name, value in again.items():
+        if name != TASK and recorded.get(name, value) != value:
+            found.append(differs("run.yaml", f"{name} is {value}, and {recorded[name]} in run.json"))
+    known = {setting.name for setting in settings(TrainConfig)}
+    config = TrainConfig(**{name: value for name, value in run.record["config"].items() if name in known})
+    total = run.record.get("total_steps")
+    steps = run.trained if total and not config.problems() else []
+    for line in steps:
+        rate = learning_rate(line["step"] - 1, int(total or 0), config)
+        if not math.isclose(rate, line["learning_rate"] or 0, rel_tol=1e-9):
+            what = f"step {line['step']} was made at the rate {line['learning_rate']}, and by run.json it is {rate}"
+            found.append(differs("metrics.jsonl", f"{what}; further steps are not compared"))
+            break
+    yield from found
+    if not found:
+        yield holds("settings", f"run.yaml and run.json agree, and the rates of {len(steps)} steps follow from them")
+
+
+def _log(run: Recorded) -> Iterator[Finding]:
+    """The lines of metrics.jsonl: complete, in order, and those that checkpoints were written with."""
+    name = run.run_dir.metrics.name
+    steps = [line["step"] for line in run.trained]
+    if wrong := next((at for at, step in enumerate(steps, 1) if step != at), None):
+        yield differs(name, f"where step {wrong} is expected, the line of step {steps[wrong - 1]} stands")
+    content = run.run_dir.metrics.read_bytes() if run.run_dir.metrics.is_file() else b""
+    chains = [""]
+    for line in content.splitlines(keepends=True):
+        chains.append(chained(chains[-1], line))
+    recorded = {step: about["chain"] for step, about in run.saved.items() if "chain" in about}
+    found = {step: chains.index(chain) for step, chain in recorded.items() if chain in chains}
+    if lost := sorted(recorded.keys() - found.keys()):
+        same = [step for step in found if step < lost[0]]
+        since = f"after step {max(same)} and " if same else ""
+        yield differs(name, f"lines {since}up to step {lost[0]} are not those that its checkpoint was written with")
+    elif found:
+        behind = len(chains) - 1 - found[max(found)]
+        yield holds(name, f"the lines up to step {max(found)} are those that checkpoints were written with")
+        if behind and not run.complete:
+            yield undecided(name, f"the last {behind} lines are of steps after the last checkpoint")
+
+
+def _software(run: Recorded) -> Iterator[Finding]:
+    then, now = mapping(mapping(run.record["launch"]).get("versions")), versions()
+    if other := [f"{name} {then.get(name)}, here {now.get(name)}" for name in then if then[name] != now.get(name)]:
+        yield undecided("versions", f"the run had {'; '.join(other)}: bits may differ")
+        return
+    package, task = run.record.get("package_code"), run.record.get("task_code")
+    if package and package != code_fingerprint():
+        yield differs("code", f"accel_sft's files are others than the run's, at the same version {now['accel-sft']}")
+        return
+    if file := run.record.get("task_file"):
+        path = Path(file["path"])
+        same = path.is_file() and digest_of(path) == file["sha256"]
+        what = f"{path} is not what the run was made with"
+    else:
+        try:
+            same = task is None or code_fingerprint(registry.load(run.record["task"])) == task
+        except UserError as error:
+            yield undecided("task", error.problems[0])
+            return
+        what = "the task's files, or what they import, are others than the run's"
+    if not same:
+        yield differs("task", what)
+    elif package:
+        yield holds("code", "accel_sft, the task and the libraries' versions are those of the run")
+
+
+def _data(run: Recorded) -> Iterator[Finding]:
+    """The files of rows, as far as they are found from the folder that this command is started in."""
+    files = {name: digest for split in mapping(run.record.get("data_files")).values() for name, digest in split}
+    same, gone = [], []
+    for name, digest in files.items():
+        if not Path(name).is_file():
+            gone.append(name)
+        elif digest_of(Path(name)) == digest:
+            same.append(name)
+        else:
+            yield differs(name, "its content is another than the run was trained on")
+    if same:
+        yield holds("data", f"{', '.join(same)}: as the run read it")
+    if gone:
+        yield undecided("data", f"not found from this folder: {', '.join(gone)}")
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

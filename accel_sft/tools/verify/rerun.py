@@ -1,0 +1,214 @@
+"""Runs a stretch of a run again in a temporary folder, by the launch that the run recorded, and compares both."""
+
+import json
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accel_sft.api.options import shown
+from accel_sft.io import manifest
+from accel_sft.io.evidence import END_AFTER
+from accel_sft.io.files import mapping, read_json, read_text
+from accel_sft.io.heartbeat import heartbeat
+from accel_sft.io.run_dir import RunDir
+from accel_sft.launch.launcher import is_launcher
+from accel_sft.launch.precision import cpu_name
+from accel_sft.launch.recordable import versions
+from accel_sft.rows.fingerprint import code_fingerprint
+from accel_sft.tools.compare.launching import launch
+from accel_sft.tools.verify.records import Finding, Recorded, differs, digest_of, holds
+from accel_sft.tools.verify.stretches import Stretch
+from accel_sft.tracking.disturbed import KEY
+from accel_sft.tracking.metrics_file import read_lines
+from accel_sft.tracking.run_report import COSTS
+
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+_MEASURED = {"seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "energy_joules", KEY, *COSTS}
+"""Keys of metrics.jsonl that say how fast something went, which no second run repeats."""
+_COMPUTED = {"loss", "grad_norm"}
+"""Keys of a step's line that rounding changes; all others are a function of data and settings."""
+
+
+def not_to_the_bit(run: Recorded, stretch: Stretch) -> list[str]:
+    """Reasons why the stretch may differ in last bits although nothing was changed; [] if each bit must be the same."""
+    then = run.record["launch"]
+    reasons = []
+    if not str(then.get("device")).startswith("cpu") and not run.record["config"].get("deterministic"):
+        reasons.append("the run was on GPUs without --deterministic")
+    if then.get("versions") != versions():
+        reasons.append("other versions of libraries are here")
+    elif run.record.get("package_code") not in (None, code_fingerprint()):
+        reasons.append("accel_sft's code here is another")
+    if mapping(then.get("host")).get("processor") != cpu_name():
+        reasons.append("the run was on another processor, or did not record it")
+    layouts = [mapping(run.saved[step].get("layout")) for step in (stretch.begin, stretch.end) if step in run.saved]
+    if any(layout.get("ranks") != then.get("processes") for layout in layouts) or layouts[:1] != layouts[-1:]:
+        reasons.append("the run was resumed under another launch")
+    return reasons
+
+
+def run_again(run: Recorded, stretch: Stretch, tolerance: float) -> Finding:
+    """Run the stretch again, and say how its weights, optimizer states and lines differ from those recorded.
+
+    Args:
+        tolerance: relative difference of losses that is allowed where bits may differ.
+    """
+    with tempfile.TemporaryDirectory(prefix="accel_sft-verify-") as folder:
+        again = RunDir(Path(folder) / "run")
+        _begin(run, stretch, again)
+        log = Path(folder) / "log"
+        variables = {**_OFFLINE, **run.record.get("relaunch", {}).get("environment", {})}
+        variables["OMP_NUM_THREADS"] = str(run.record["launch"].get("threads_per_process", 1))
+        ends = run.complete and stretch.end == run.trained[-1]["step"]
+        if not ends:
+            variables[END_AFTER] = str(stretch.end)
+        command = [*_launcher(run, Path(folder)), "-m", "accel_sft", "--config", str(run.run_dir.settings)]
+        command += ["--output-dir", str(again.path), "--resume", "auto", "--tracker", "none"]
+        command += ["--keep-checkpoints", "2", "--save-every", str(stretch.end)]
+        launch(command, variables, again.path, log, math.inf, heartbeat)
+        if not (again.final if ends else again.checkpoint(stretch.end)).is_dir():
+            return differs(str(stretch), f"cannot be run again: {_cause(again, log)}")
+        return _compared(run, stretch, again, tolerance)
+
+
+def _begin(run: Recorded, stretch: Stretch, again: RunDir) -> None:
+    """Make the folder of a run that goes on at the stretch's begin."""
+    run_dir = run.run_dir
+    again.checkpoints.mkdir(parents=True)
+    files = [run_dir.record, run_dir.batching, run_dir.most_tokens]
+    if stretch.begin:
+        files += [run_dir.metrics, run_dir.adapter_start]
+        again.checkpoint(stretch.begin).symlink_to(run_dir.checkpoint(stretch.begin).resolve())
+        if run_dir.base.is_dir():
+            again.base.symlink_to(run_dir.base.resolve())
+    for file in files:
+        if file.is_file():
+            shutil.copyfile(file, again.path / file.name)
+    again.write_result({"status": "running"})
+
+
+def _launcher(run: Recorded, folder: Path) -> list[str]:
+    """The words before `-m accel_sft`: those of the recorded launch, with the run's launch.yaml where it is now."""
+    words = run.record.get("relaunch", {}).get("words")
+    if words is None:  # a run of an earlier version
+        words = ["accelerate", "launch"] if run.run_dir.launch.is_file() else []
+    if not words:
+        return [sys.executable]
+    accelerate = Path(words[0]).name == "accelerate"
+    module = "accelerate.commands.launch" if accelerate else "torch.distributed.run"
+    flags = words[2 if accelerate else 1 :]
+    assert is_launcher(words[0])
+    if not run.run_dir.launch.is_file():
+        return [sys.executable, "-m", module, *flags]
+    content = yaml.safe_load(read_text(run.run_dir.launch))
+    if run.run_dir.deepspeed.is_file():
+        content["deepspeed_config"]["deepspeed_config_file"] = str(run.run_dir.deepspeed.resolve())
+    file = folder / "launch.yaml"
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return [sys.executable, "-m", module, "--config_file", str(file), *flags, "--main_process_port", "0"]
+
+
+def _cause(again: RunDir, log: Path) -> str:
+    """Why a run ended, by its result or the end of its output."""
+    result = mapping(read_json(again.result))
+    last = [line for line in read_text(log, "replace").splitlines() if line.strip()][-1:]
+    return shown(str(result.get("error") or "".join(last) or "it ended without a word"))
+
+
+def _compared(run: Recorded, stretch: Stretch, again: RunDir, tolerance: float) -> Finding:
+    wrong = [*_weights(run, stretch, again)]
+    lines, off = _lines(run, stretch, again)
+    if not (wrong or lines):
+        what = "weights, optimizer states and log lines" if stretch.steps else "exported weights"
+        return holds(str(stretch), f"{what} are the same to the bit")
+    reasons = not_to_the_bit(run, stretch)
+    if reasons and off <= tolerance:
+        within = f"losses are within {tolerance:g} of those recorded (largest difference {off:.1e})"
+        return holds(str(stretch), f"{within}; bits may differ, since {' and '.join(reasons)}")
+    if reasons:
+        lines.append(f"losses are off by up to {off:.1e}, more than --tolerance {tolerance:g}")
+    return differs(str(stretch), "; ".join([*lines, *wrong]))
+
+
+def _weights(run: Recorded, stretch: Stretch, again: RunDir) -> Iterator[str]:
+    """Say which weights and optimizer states differ from those of the run."""
+    step = stretch.end
+    if step in run.saved and stretch.steps:
+        then, now = (manifest.recorded(each.checkpoint(step)) for each in (run.run_dir, again))
+        if then != now:
+            yield f"{_tensors(run.run_dir.checkpoint(step), again.checkpoint(step))} in the checkpoint of step {step}"
+    best = mapping(mapping(_result(run.run_dir)).get("best")).get("step")
+    for name in ("final", "final_plain", "best"):
+        old, new = getattr(run.run_dir, name), getattr(again, name)
+        if new.is_dir() and (name != "best" or best == mapping(_result(again).get("best")).get("step")):
+            files = sorted(path.name for path in new.glob("*.safetensors"))
+            if any(not (old / file).is_file() or digest_of(old / file) != digest_of(new / file) for file in files):
+                yield f"{old.name}/ has other weights"
+
+
+def _result(run_dir: RunDir) -> dict[str, Any]:
+    return mapping(json.loads(read_text(run_dir.result)))
+
+
+def _tensors(folder: Path, again: Path) -> str:
+    """Count the tensors of two checkpoints that differ, by kind, and say by how much."""
+    from safetensors import safe_open
+
+    found: dict[str, int] = {}
+    most = 0.0
+    places = []
+    for each in (folder, again):
+        files = [safe_open(path, framework="pt") for path in manifest.files(each)]
+        places.append({key: file for file in files for key in file.keys()})  # noqa: SIM118, not a mapping
+    for key in places[0].keys() | places[1].keys():
+        old, new = (place[key].get_tensor(key) if key in place else None for place in places)
+        if old is None or new is None or old.shape != new.shape:
+            most = math.inf
+        elif old.equal(new):
+            continue
+        else:
+            most = max(most, (old.double() - new.double()).abs().max().item())
+        kind = key.partition(":")[0]
+        found[kind] = found.get(kind, 0) + 1
+    counts = ", ".join(f"{count} of {kind}" for kind, count in sorted(found.items()))
+    return f"tensors differ ({counts}; by up to {most:.1e})"
+
+
+def _lines(run: Recorded, stretch: Stretch, again: RunDir) -> tuple[list[str], float]:
+    """Say which line differs first; return the largest relative difference of a loss (infinity: of other values)."""
+    within = range(stretch.begin + (stretch.begin > 0), stretch.end + 1)
+    made = {_key(line): line for line in read_lines(again.metrics)}
+    told: list[str] = []
+    off = 0.0
+    for line in run.lines:
+        other = made.get(_key(line))
+        if line["step"] not in within or (other is None and "loss" not in line):
+            continue  # evaluations may have been at other steps before a resume
+        keys = [key for key in (*line, *(other or {})) if key not in _MEASURED]
+        wrong = [key for key in dict.fromkeys(keys) if line.get(key) != (other or {}).get(key)]
+        if not wrong:
+            continue
+        key = wrong[0]
+        told.append(f"step {line['step']}: {key} is {line.get(key)}, run again {(other or {}).get(key)}")
+        if "loss" in line:
+            off = max(off, _difference(line, other or {}, wrong))
+    more = f" and {len(told) - 1} more lines" if len(told) > 1 else ""
+    return [told[0] + more] if told else [], off
+
+
+def _key(line: Mapping[str, Any]) -> tuple[int, bool]:
+    return line["step"], "loss" in line
+
+
+def _difference(line: Mapping[str, Any], other: Mapping[str, Any], wrong: list[str]) -> float:
+    for key in {*wrong} - _COMPUTED:
+        if not math.isclose(line.get(key) or math.nan, other.get(key) or math.nan, rel_tol=1e-9):
+            return math.inf
+    then, now = line["loss"], other.get("loss")
+    return abs(then - now) / max(abs(then), 1e-9) if isinstance(then, float) and isinstance(now, float) else math.inf
