@@ -222,11 +222,24 @@ class TrainConfig:
         return dataclasses.asdict(self)
 
 
+_OF_WEIGHTS = "base", "offload", "dtype", "attn_implementation", "trust_remote_code", "chat_template", "generate_with"
+"""Settings of `evaluate` that mean nothing to a server."""
+
+
 @dataclasses.dataclass(kw_only=True)
 class EvaluateConfig(TrainConfig):
     """The settings of `evaluate`: it takes some of training's, and the others keep their defaults."""
 
-    model: str = _model(basic=True, help="A run, saved weights or an adapter by folder, or a hub id.")
+    model: str = _model(
+        "", basic=True, help="A run, saved weights or an adapter by folder, or a hub id; with --url the server's name."
+    )
+    url: str | None = _model(
+        None, basic=True, help="Score what a server answers: an OpenAI-compatible one, as http://127.0.0.1:8000/v1."
+    )
+    key_from: str | None = _model(
+        None, help="The environment variable that has the server's key; default: ACCEL_SFT_API_KEY."
+    )
+    timeout: int = _eval(600, min=1, help="Seconds for the server to give one answer.")
     base: str | None = _model(
         None, basic=True, help="Evaluate this model too, side by side; auto: what the run began with."
     )
@@ -236,6 +249,15 @@ class EvaluateConfig(TrainConfig):
     output_dir: str | None = _run(
         None, basic=True, help="A new folder for result.json, report.md and the answers; default: none is written."
     )
+
+    def problems(self) -> list[str]:
+        if not self.url:
+            alone = [f"--{name.replace('_', '-')}: goes with --url" for name in ("key_from",) if getattr(self, name)]
+            return [*([] if self.model else ["--model: a value is needed"]), *alone, *super().problems()]
+        given = [name for name in _OF_WEIGHTS if getattr(self, name) != getattr(EvaluateConfig, name)]
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        found = [f"--url: a server has its own weights and settings; leave {flags} out"] if flags else []
+        return found + super().problems()
 
 
 @dataclasses.dataclass(kw_only=True)

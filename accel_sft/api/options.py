@@ -11,6 +11,8 @@ _EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true 
 _TYPES = {hint: (kind, hint is not kind) for kind in _EXPECTED for hint in (kind, kind | None)}
 """Maps a field's annotation to the setting's type, and to whether None is a value too."""
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+NAMES_A_FILE = re.compile(r"(^|_)(file|path|dir|folder)s?$")
+"""Matches the names of options that name files."""
 _SHOWN = 80
 """Maximum number of characters of a value that a message repeats."""
 

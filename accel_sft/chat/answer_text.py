@@ -68,6 +68,11 @@ class AnswerText:
         return without_guards(special.sub("", text.removesuffix(self.rendering.tail(form))))
 
 
+def without_thinking(text: str, target: str) -> str:
+    """A server's answer without its thinking, if its target has none; "" if the thinking has no end."""
+    return _without_lead(text, "<think></think>", target)
+
+
 def _without_thinking(text: str, before: str, behind: str) -> str:
     """The answer after its thinking, which the marks `before` and `behind` enclose; "" if the thinking has no end."""
     if behind and behind in text:

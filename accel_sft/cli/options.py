@@ -1,7 +1,6 @@
 """A setting as an option of the command line: its type, its completion, and its help with default and limits."""
 
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +8,11 @@ import click
 from click.shell_completion import CompletionItem
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.options import Setting
+from accel_sft.api.options import NAMES_A_FILE, Setting
 from accel_sft.models.tiny import TINY_DEFAULTS
 
 USUAL = TrainConfig(model="").resolved({})
 _OF_ADAPTERS = TrainConfig(model="", adapter="lora").resolved({})
-NAMES_A_FILE = re.compile(r"(^|_)(file|path|dir|folder)s?$")  # options that name files
 _BATCH = "name the step's rows by --global-batch-size; how many a device computes at once is found by itself"
 _PRECISION = "precision is the launch's: accelerate launch --mixed_precision {}"
 OTHER_NAMES = {

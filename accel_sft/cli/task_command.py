@@ -12,11 +12,11 @@ from accel_sft.api import registry
 from accel_sft.api.config import ADAPTER, DATA, EVAL, MODEL, OPTIM, RUN, TrainConfig
 from accel_sft.api.config_file import load_yaml, task_in
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import Setting, settings
+from accel_sft.api.options import NAMES_A_FILE, Setting, settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import same_task
 from accel_sft.cli.help import HelpContext, help_all_option, shows_all
-from accel_sft.cli.options import NAMES_A_FILE, OTHER_NAMES, help_of
+from accel_sft.cli.options import OTHER_NAMES, help_of
 from accel_sft.cli.task_tools import TRAIN, TaskTool
 from accel_sft.resilience.exit import ExitHandler
 from accel_sft.rows.rows import absent_rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +10,11 @@ import click
 
 from accel_sft.api.config import CHECK, MODEL, PLAN, CheckConfig, EvaluateConfig, PlanConfig, TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import HIDDEN, Setting, settings
+from accel_sft.api.options import Setting, settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import recorded_name
 from accel_sft.cli.comparison import comparison_options, make_list_option
-from accel_sft.cli.options import NAMES_A_FILE, make_option
+from accel_sft.cli.options import make_option
 
 _TRAINING = frozenset(setting.name for setting in settings(TrainConfig))
 
@@ -123,27 +122,19 @@ def _same_data_option() -> dict[str, list[click.Option]]:
 def _settings_of_the_run(
     name: str, task_settings: Sequence[Setting], model: str, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the task's settings of the run that `--model` names, except those given.
-
-    Raises:
-        UserError: the settings name files and `--same-data` is not given; a run's folder may be someone else's, and
-            name any file of this machine.
-    """
+    """Return the task's settings of the run that `--model` names, except those given; `recorded_options` may refuse."""
     from accel_sft.io.run_dir import RunDir
+    from accel_sft.io.run_options import recorded_options
 
+    if given.get("url"):  # --model is then a server's name, of no run
+        return {}
     same_data = click.get_current_context().params["same_data"]
     record = RunDir.record_around(model)
-    before = record["task_options"] if record and record["task"] == recorded_name(name) else {}
-    if same_data and not before:
+    if record and record["task"] != recorded_name(name):
+        record = None
+    if same_data and not (record and record["task_options"]):
         raise UserError(f"--same-data: --model {model} is no run of {name}; name the data by its options")
-    mine = [s for s in task_settings if s.name in before.keys() - {*given}]
-    mine = [s for s in mine if HIDDEN not in str(before[s.name]) and not s.problem(before[s.name])]
-    files = [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]
-    if files and not same_data:
-        named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
-        why = "its record names files, and those of a record are not read unasked"
-        raise UserError(f"--model {model}: {why}; add --same-data, or {named}, or name others")
-    return {s.name: before[s.name] for s in mine}
+    return recorded_options(record, task_settings, given, f"--model {model}", same_data=same_data) if record else {}
 
 
 TRAIN = TaskTool(does="Trains, evaluates and saves a model for this task.", run=_train)
@@ -156,7 +147,7 @@ TOOLS = {
         takes=_names(
             "model trust_remote_code dtype attn_implementation max_length eval_limit "
             "eval_batch_size max_new_tokens generate_with output_dir seed debug dry_run "
-            "hang_timeout base offload thinking template_date control_tokens chat_template"
+            "hang_timeout base offload thinking template_date control_tokens chat_template url key_from timeout"
         ),
         own_options=_same_data_option,
         usual=_settings_of_the_run,

@@ -18,7 +18,8 @@ from accel_sft.api.task_file import recorded_name
 from accel_sft.batching.autotune import choose_batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.conversation import read_split
-from accel_sft.evaluation import vllm
+from accel_sft.commands.generate import LONGEST_ANSWER, one_process
+from accel_sft.evaluation import served, vllm
 from accel_sft.evaluation.evaluator import Evaluation
 from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io import terminal
@@ -26,10 +27,11 @@ from accel_sft.io.files import write_json_lines
 from accel_sft.io.heartbeat import heartbeats_only
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import printable
-from accel_sft.launch.accelerator import shard_for_evaluation
+from accel_sft.launch.accelerator import create_accelerator, shard_for_evaluation
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
 from accel_sft.launch.info import Launch
 from accel_sft.launch.precision import recorded
+from accel_sft.launch.read import read_launch
 from accel_sft.launch.start import start
 from accel_sft.models.offload import refuse
 from accel_sft.models.source import Source, as_it_began, began_with, find_source
@@ -42,11 +44,14 @@ from accel_sft.training.prepare import Assembly
 
 
 def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
-    """Score `--base`, if given, and `--model` on any launch; print them side by side, and write `--output-dir`.
+    """Score `--base`, if given, and `--model` on any launch, or the server at `--url`; print them side by side, and
+    write `--output-dir`.
 
     Raises:
         UserError: something that the user can fix.
     """
+    if config.url:
+        return _served(task_name, task, config)
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
     if config.base == "tiny" and not Path("tiny").exists():
@@ -108,6 +113,23 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         leave_together()
 
 
+def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
+    """Score the answers of the server at `--url`; no weights, and no tokenizer, are loaded."""
+    if problems := [*served.problems(task), *one_process("evaluate --url")]:
+        raise UserError(*problems)
+    endpoint = served.connect(config)
+    most = config.max_new_tokens or LONGEST_ANSWER
+    config = dataclasses.replace(config, model=endpoint.model, max_new_tokens=most).resolved({})
+    accelerator, _ = create_accelerator(config, read_launch(), train=False)
+    print(terminal.wrapped(printable(f"server    {endpoint.model} at {endpoint.url}"), 10))
+    if config.dry_run:
+        return
+    if config.output_dir:
+        _claim(Path(config.output_dir))
+    evaluation = served.evaluate(accelerator, task, config, endpoint)
+    _publish(recorded_name(task_name), task, config, {"model": f"{endpoint.model} at {endpoint.url}"}, [evaluation])
+
+
 def _publish(
     task_name: str, task: Task, config: EvaluateConfig, named: dict[str, str], evaluations: list[Evaluation]
 ) -> None:
@@ -116,7 +138,7 @@ def _publish(
         "status": "complete",
         "task": task_name,
         "model": config.model,
-        "generate_with": config.generate_with,
+        "generate_with": config.url or config.generate_with,
         "weights": named,
         "main_metric": task.main_metric,
         "before": before.metrics,

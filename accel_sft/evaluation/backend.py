@@ -1,10 +1,17 @@
-"""The interface of what generates answers for the evaluator: the decoder, transformers' `generate` or vLLM."""
+"""The interface of what generates answers for the evaluator: the decoder, transformers' `generate`, vLLM, a server."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from accel_sft.chat.encoded import Encoded
+
+
+class AnswerInText(NamedTuple):
+    """An answer as a server writes it, in place of token ids: the text to be scored, and how many tokens it took."""
+
+    text: str
+    tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,12 +19,13 @@ class Generated:
     """Answers of one rank.
 
     Attributes:
-        answers: this rank's share of the examples, each with its answer's token ids, the end-of-turn token included.
+        answers: this rank's share of the examples, each with its answer: a list of token ids, the end-of-turn token
+            included, or an AnswerInText.
         seconds: seconds that generating took, without loading or checking anything.
         peaks: peak memory of generating in GiB, by the names of `tracking.system.peak_memory_gib`.
     """
 
-    answers: list[tuple[Encoded, list[int]]]
+    answers: list[tuple[Encoded, Any]]
     seconds: float
     peaks: dict[str, float]
 

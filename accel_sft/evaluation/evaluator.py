@@ -20,7 +20,8 @@ from accel_sft.chat.answer_text import AnswerText
 from accel_sft.chat.conversation import conversation
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.chat.rendering import Rendering
-from accel_sft.evaluation.backend import AnswerBackend
+from accel_sft.chat.thinking import wanted
+from accel_sft.evaluation.backend import AnswerBackend, AnswerInText
 from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.image_answers import ImageGenerator
 from accel_sft.evaluation.scoring import EVAL_LOSS, PERPLEXITY, UNANSWERED, aggregated, scored
@@ -84,6 +85,7 @@ class Evaluator:
     """Evaluates a model, sharded or not, on any number of ranks. It draws no random numbers.
 
     Attributes:
+        tokenizer: the model's; None if the backend gives texts in place of token ids.
         encoded: the tokenized rows of the validation examples, without those that encoding left out. A row's `index` is
             its example's index in `examples`. Only the first `--eval-limit` examples are kept.
         answered: the last row of each example. Only that row's last answer is generated and scored.
@@ -109,8 +111,9 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         config = self.config
-        rendering = Rendering(self.tokenizer, config.thinking, config.template_date, config.control_tokens)
-        self.answer_text = AnswerText(rendering)
+        if self.tokenizer is not None:
+            rendering = Rendering(self.tokenizer, config.thinking, config.template_date, config.control_tokens)
+            self.answer_text = AnswerText(rendering)
         self.encoded = _first_examples(self.encoded, config.eval_limit)
         self.answered = list({row.index: row for row in self.encoded}.values())
         self.source_of = self._source_of() if config.mix else {}
@@ -206,17 +209,20 @@ class Evaluator:
             metrics |= {f"{key}/{name}": value for key, value in mine.items()}
         return metrics
 
-    def _sample(self, encoded: Encoded, answer: list[int]) -> dict[str, Any]:
+    def _sample(self, encoded: Encoded, answer: list[int] | AnswerInText) -> dict[str, Any]:
         heartbeat()
         chat = conversation(self.task, self.examples, "validation", encoded.index)
-        text = self.answer_text(chat, answer)
+        if isinstance(answer, AnswerInText):
+            text, expected, tokens = answer.text, wanted(chat, self.config.thinking), answer.tokens
+        else:
+            text, expected, tokens = self.answer_text(chat, answer), self.answer_text.expected(chat), len(answer)
         return {
             "index": encoded.index,
             "prompt": chat.asked,
-            "expected": self.answer_text.expected(chat),
+            "expected": expected,
             "generated": text,
             "scores": scored(self.task, self.examples, encoded.index, text),
-            "tokens": len(answer),
+            "tokens": tokens,
             **({"source": self.source_of[encoded.index]} if self.source_of else {}),
         }
 

@@ -131,23 +131,32 @@ def find_python() -> str:
 _ROWS = {"trainable_token_indices": "embeddings of new tokens"}
 
 
-def check(source: Source) -> None:
-    """Raise UserError if vLLM cannot serve the adapter, or `$ACCEL_SFT_VLLM_OPTIONS` is not a JSON object."""
+def check(source: Source, option: str = "--generate-with vllm", else_: str = "leave this option out") -> None:
+    """Raise UserError if vLLM cannot serve the adapter, or `$ACCEL_SFT_VLLM_OPTIONS` is not a JSON object.
+
+    Args:
+        option, else_: what errors begin with, and what they advise.
+    """
     _options()
     for key, what in {"use_dora": "DoRA", "modules_to_save": "modules trained in full", **_ROWS}.items():
         if source.adapter and _adapter(source.adapter).get(key):
-            raise UserError(
-                f"--generate-with vllm: vLLM cannot serve {what}, which {source.adapter} has; leave this option out"
-            )
+            raise UserError(f"{option}: vLLM cannot serve {what}, which {source.adapter} has; {else_}")
     if source.grown:
         raise UserError(
-            f"--generate-with vllm: it reads {source.weights} as they are stored, without embeddings of tokens that "
-            "--chat-template added; leave this option out"
+            f"{option}: it reads {source.weights} as they are stored, without embeddings of tokens that "
+            f"--chat-template added; {else_}"
         )
     if source.adapter and (kind := _adapter(source.adapter)["peft_type"]) != "LORA":
-        raise UserError(
-            f"--generate-with vllm: vLLM serves only LoRA, but {source.adapter} is {kind}; leave this option out"
-        )
+        raise UserError(f"{option}: vLLM serves only LoRA, but {source.adapter} is {kind}; {else_}")
+
+
+def adapter_arguments(source: Source) -> dict[str, Any]:
+    """The arguments by which vLLM serves an adapter; none if there is no adapter."""
+    if not source.adapter:
+        return {}
+    adapter = _adapter(source.adapter)
+    rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
+    return {"enable_lora": True, "max_lora_rank": next((most for most in LORA_RANKS if most >= rank), rank)}
 
 
 def llm_arguments(
@@ -169,11 +178,7 @@ def llm_arguments(
     }
     if share:
         arguments["gpu_memory_utilization"] = round(share, 2)
-    if source.adapter:
-        adapter = _adapter(source.adapter)
-        rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
-        arguments |= {"enable_lora": True, "max_lora_rank": next((most for most in LORA_RANKS if most >= rank), rank)}
-    return arguments | _options()
+    return arguments | adapter_arguments(source) | _options()
 
 
 def _options() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -132,10 +132,10 @@ def terminal() -> TextIO:
 
 
 @contextlib.contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(what: str | Callable[[], str]) -> Iterator[None]:
     """Inside, a line says what is waited for and for how long, after 5 seconds and then at doubling intervals.
 
-    Only rank 0 prints it.
+    Only rank 0 prints it. A function for `what` is called for each line.
     """
     done, stream = threading.Event(), terminal()
     began = time.monotonic()
@@ -143,7 +143,8 @@ def waiting(what: str) -> Iterator[None]:
     def tell() -> None:
         pause = SECONDS_OF_SILENCE
         while not done.wait(pause):
-            print(f"{what}: {time.monotonic() - began:.0f} s so far", file=stream, flush=True)
+            told = what() if callable(what) else what
+            print(f"{told}: {time.monotonic() - began:.0f} s so far", file=stream, flush=True)
             pause *= 2
 
     thread = threading.Thread(target=tell, name="waiting", daemon=True)

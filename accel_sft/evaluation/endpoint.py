@@ -1,0 +1,335 @@
+"""The client of an OpenAI-compatible endpoint: greedy answers, their tokens, and how the server tokenizes prompts.
+
+It uses the standard library: the versions of huggingface_hub that `pyproject.toml` allows bring two different clients.
+"""
+
+import contextlib
+import dataclasses
+import http.client
+import ipaddress
+import json
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from accel_sft.api.errors import UserError
+from accel_sft.chat.conversation import Tools, Turns
+from accel_sft.io.terminal import waiting
+from accel_sft.io.text import LONGEST_ERROR, one_line
+
+KEY = "ACCEL_SFT_API_KEY"
+"""The environment variable of the key, unless `--key-from` names another."""
+RETRIES, PAUSE_SECONDS, LONGEST_PAUSE = 4, 1.0, 60.0
+"""How often a request is repeated, the pause before the first repetition, which doubles, and the longest pause."""
+AT_ONCE = 8
+"""Requests under way at the same time: servers answer several as fast as one."""
+_MOST_BYTES = 1 << 26
+_BUSY = (429, 500, 502, 503, 504)
+_OPTIONAL = "logprobs", "top_logprobs"
+"""Keys of a request without which an answer is still an answer. A server that refuses them is asked without them."""
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class EndpointError(UserError):
+    """A server's refusal, or its silence; `status` is the HTTP status, None if there was no answer."""
+
+    def __init__(self, line: str, status: int | None = None) -> None:
+        super().__init__(line)
+        self.status = status
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the server does not know this request, and may know another one."""
+        return self.status in (400, 404, 405, 415, 422, 501)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """An answer.
+
+    Attributes:
+        finish: why it ended: "stop", "length", or another word of the server.
+        prompt_tokens, tokens: what the server counted in the prompt and in the answer.
+        logprobs: text and log-probability of each token; empty if the server gives none.
+    """
+
+    text: str
+    finish: str
+    prompt_tokens: int | None = None
+    tokens: int | None = None
+    logprobs: Sequence[tuple[str, float]] = ()
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *given: Any) -> None:
+        """Follow no redirect, which would take prompts and key to an address that nobody named."""
+
+
+class Endpoint:
+    """A server and the model that is asked there. Only `--url` is contacted, and nothing but prompts is sent.
+
+    Args:
+        url: the address with its version, as http://127.0.0.1:8000/v1.
+        model: the name that the server knows the model by; None: its only one.
+        key_from: the environment variable that has the key; None: KEY, if it is set.
+        timeout: seconds after which a request without an answer is given up.
+    Raises:
+        UserError: the address or the key cannot be used, or the server does not say which model it has.
+    """
+
+    def __init__(self, url: str, model: str | None, key_from: str | None = None, timeout: float = 600) -> None:
+        self.url, self.timeout = _address(url), timeout
+        self._key = _key(key_from)
+        self._reached = False
+        self._refused: frozenset[str] = frozenset()
+        handlers: list[Any] = [_NoRedirects()]
+        if _is_local(urllib.parse.urlsplit(self.url).hostname or ""):
+            handlers.append(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(*handlers)
+        self.model = model or self._only_model()
+
+    def chat(self, turns: Turns, most: int, tools: Tools = None, thinking: str | None = None) -> Reply:
+        """The greedy answer to a conversation, as the server's own chat template writes it.
+
+        Args:
+            most: the largest number of the answer's tokens.
+            thinking: `--thinking`; "off" is passed on to the template.
+        """
+        body = {"messages": messages_of(turns), "max_tokens": most, "logprobs": True, "top_logprobs": 1}
+        body |= {"tools": tools} if tools else {}
+        body |= {"chat_template_kwargs": {"enable_thinking": False}} if thinking == "off" else {}
+        found = self._ask("chat/completions", body)
+        return _reply(found, _object(found["choices"][0].get("message")).get("content"))
+
+    def complete(self, prompt: str | list[int], most: int) -> Reply:
+        """The greedy continuation of a prompt, which the server's template does not touch.
+
+        Args:
+            prompt: a text, or its token ids where the server takes them.
+        """
+        found = self._ask("completions", {"prompt": prompt, "max_tokens": most, "logprobs": 1})
+        return _reply(found, found["choices"][0].get("text"))
+
+    def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        whole = {"model": self.model, "temperature": 0, **body}
+        try:
+            found = self.post(path, {key: value for key, value in whole.items() if key not in self._refused})
+        except EndpointError as error:
+            if self._refused or error.status not in (400, 422) or not whole.keys() & {*_OPTIONAL}:
+                raise
+            found = self.post(path, {key: value for key, value in whole.items() if key not in _OPTIONAL})
+            self._refused = frozenset(_OPTIONAL)
+        choices = found.get("choices")
+        if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
+            raise EndpointError(f"--url {self.url}: {path} answered without `choices`; is it OpenAI-compatible?")
+        return found
+
+    def chat_tokens(self, turns: Turns, thinking: str | None = None) -> list[int] | None:
+        """The ids that the server makes of a conversation's prompt; None if it has no call that tells."""
+        more = {"chat_template_kwargs": {"enable_thinking": False}} if thinking == "off" else {}
+        body = {"messages": messages_of(turns), "add_generation_prompt": True, **more}
+        found = self._tokens({"model": self.model, **body})  # vLLM's form
+        if found is not None:
+            return found
+        try:
+            text = self.post("apply-template", body, root=True).get("prompt")  # llama.cpp's form
+        except EndpointError as error:
+            if error.is_refusal:
+                return None
+            raise
+        return self.text_tokens(text, special=True) if isinstance(text, str) else None
+
+    def text_tokens(self, text: str, *, special: bool = False) -> list[int] | None:
+        """The ids that the server makes of a text; None if it has no call that tells.
+
+        Args:
+            special: whether its tokenizer adds what it adds to prompts, such as a first token.
+        """
+        vllm = {"model": self.model, "prompt": text, "add_special_tokens": special}
+        return self._tokens({"content": text, "add_special": special, **vllm})  # each server reads its own keys
+
+    def _tokens(self, body: dict[str, Any]) -> list[int] | None:
+        try:
+            found = self.post("tokenize", body, root=True).get("tokens")
+        except EndpointError as error:
+            if error.is_refusal:
+                return None
+            raise
+        whole = isinstance(found, list) and found and all(isinstance(token, int) for token in found)
+        return found if whole else None
+
+    def _only_model(self) -> str:
+        listed = self.post("models").get("data")
+        names = [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        if len(names) != 1:
+            known = f"has {', '.join(map(one_line, names[:8]))}" if names else "lists no model"
+            raise UserError(f"--url {self.url}: the server {known}; name one with --model")
+        return names[0]
+
+    def post(self, path: str, body: dict[str, Any] | None = None, *, root: bool = False) -> dict[str, Any]:
+        """The JSON object that the server answers; without a body it is a GET.
+
+        Args:
+            root: whether the path stands beside the API's version, as those of vLLM and llama.cpp do.
+        Raises:
+            EndpointError: the server refused, or did not answer: a line that says what to do.
+        """
+        at = f"{self.url.removesuffix('/v1') if root else self.url}/{path}"
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", "User-Agent": "accel-sft"}
+        headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        pause, left = PAUSE_SECONDS, RETRIES
+        while True:
+            try:
+                found = json.loads(self._read(urllib.request.Request(at, data, headers)))
+                self._reached = True
+                break
+            except urllib.error.HTTPError as error:
+                self._reached = True
+                if error.code not in _BUSY or not left:
+                    raise self._refusal(at, error) from None
+                pause = max(pause, _asked_to_wait(error))
+            except (ValueError, RecursionError, OSError, http.client.HTTPException) as error:
+                reason = getattr(error, "reason", error)
+                if isinstance(reason, TimeoutError):
+                    advice = "the server is too slow or stuck; --timeout gives it longer"
+                    raise EndpointError(f"{at}: no answer within {self.timeout:g} s; {advice}") from None
+                if isinstance(error, ValueError | RecursionError):
+                    raise EndpointError(f"{at}: the answer is no JSON; is it an OpenAI-compatible server?") from None
+                if not left or not self._reached:
+                    told = one_line(str(reason) or type(reason).__name__, LONGEST_ERROR)
+                    raise EndpointError(f"{at}: cannot be reached ({told}); is the server running there?") from None
+            time.sleep(min(pause, LONGEST_PAUSE))
+            pause, left = pause * 2, left - 1
+        if not isinstance(found, dict):
+            raise EndpointError(f"{at}: answered {one_line(str(found))}; is it an OpenAI-compatible server?")
+        return found
+
+    def _read(self, request: urllib.request.Request) -> bytes:
+        until = time.monotonic() + self.timeout
+        body = b""
+        with self._opener.open(request, timeout=self.timeout) as response:
+            while part := response.read1(1 << 16):
+                body += part
+                if time.monotonic() > until:
+                    raise TimeoutError
+                if len(body) > _MOST_BYTES:
+                    raise EndpointError(f"{request.full_url}: more than {_MOST_BYTES >> 20} MiB of answer; given up")
+        return body
+
+    def _refusal(self, at: str, error: urllib.error.HTTPError) -> EndpointError:
+        told = str(error.reason)
+        with error, contextlib.suppress(OSError, http.client.HTTPException):
+            told = _message(error.read(1 << 16).decode(errors="replace")) or told
+        if self._key:
+            told = told.replace(self._key, "***")
+        told = one_line(told, LONGEST_ERROR)
+        if 300 <= error.code < 400:
+            where = one_line(error.headers.get("Location", "elsewhere"), LONGEST_ERROR)
+            return EndpointError(f"{at}: redirects to {where}, which is not followed; name that address in --url")
+        if error.code in (401, 403):
+            return EndpointError(f"{at}: {error.code} ({told}); give the server's key in ${KEY}, or by --key-from NAME")
+        advice = f" after {RETRIES + 1} tries" if error.code in _BUSY else ""
+        return EndpointError(f"{at}: the server answered {error.code}{advice} ({told})", error.code)
+
+    def each(self, what: str, call: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        """What `call` gives for each item; several at once. A line says now and then how many are done."""
+        done = 0
+
+        def counted(item: Item) -> Result:
+            nonlocal done
+            found = call(item)
+            done += 1
+            return found
+
+        with waiting(lambda: f"{what}: {done:,} of {len(items):,}"), ThreadPoolExecutor(AT_ONCE) as pool:
+            waited = [pool.submit(counted, item) for item in items]
+            try:
+                return [one.result() for one in waited]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+
+def messages_of(turns: Turns) -> list[dict[str, Any]]:
+    """Turns as the API takes them: arguments of tool calls are JSON in a text there."""
+    found = []
+    for turn in turns:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in turn.get("tool_calls", ())
+        ]
+        found.append({**turn, **({"tool_calls": calls} if calls else {})})
+    return found
+
+
+def _reply(found: dict[str, Any], text: Any) -> Reply:
+    choice, usage = found["choices"][0], _object(found.get("usage"))
+    logprobs = _object(choice.get("logprobs"))
+    if listed := logprobs.get("content"):  # of chats, and of llama.cpp's completions
+        tokens = [(_object(one).get("token"), _object(one).get("logprob")) for one in listed]
+    else:
+        tokens = [*zip(logprobs.get("tokens") or (), logprobs.get("token_logprobs") or (), strict=False)]
+    known = [(str(token), float(value)) for token, value in tokens if isinstance(value, (int, float))]
+    prompt, answer = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
+    read, written = (count if isinstance(count, int) else None for count in (prompt, answer))
+    return Reply(str(text or ""), str(choice.get("finish_reason")), read, written, known)
+
+
+def _object(found: Any) -> dict[str, Any]:
+    """An object of a server's answer; empty if it is none."""
+    return found if isinstance(found, dict) else {}
+
+
+def _address(url: str) -> str:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        bad = parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment
+        _ = parts.port
+    except ValueError:
+        bad = True
+    if bad or any(mark.isspace() or not mark.isprintable() for mark in url):
+        raise UserError(f"--url {one_line(url)}: expected an address such as http://127.0.0.1:8000/v1")
+    if "@" in parts.netloc:
+        raise UserError(f"--url: a key or password in an address is shown by many programs; export it as {KEY}")
+    return url.rstrip("/")
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _key(named: str | None) -> str | None:
+    key = os.environ.get(named or KEY)
+    if named and not key:
+        raise UserError(f"--key-from {named}: this environment variable is not set; export it, or leave the option out")
+    if key and not (key.isascii() and key.isprintable()):
+        raise UserError(f"{named or KEY}: the key has characters that no header may have; is it a single line?")
+    return key or None
+
+
+def _asked_to_wait(error: urllib.error.HTTPError) -> float:
+    try:
+        return float(error.headers.get("Retry-After", "0"))
+    except ValueError:
+        return 0.0
+
+
+def _message(body: str) -> str:
+    """The sentence in a server's error, whatever its form."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return body.strip()
+    while isinstance(found, dict):
+        found = next((found[key] for key in ("error", "message", "detail") if key in found), None)
+    return str(found or "")

@@ -1,0 +1,81 @@
+"""Evaluates the model behind an OpenAI-compatible endpoint by a task, as its users get answers: by its template."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate import Accelerator
+
+from accel_sft.api.config import EvaluateConfig
+from accel_sft.api.errors import UserError
+from accel_sft.api.task import Task
+from accel_sft.chat.answer_text import without_thinking
+from accel_sft.chat.conversation import Conversation, conversation, read_split
+from accel_sft.chat.encoded import Encoded
+from accel_sft.chat.thinking import wanted
+from accel_sft.evaluation.backend import AnswerInText, Generated
+from accel_sft.evaluation.endpoint import Endpoint, Reply
+from accel_sft.evaluation.evaluator import Evaluation, Evaluator
+from accel_sft.evaluation.scoring import UNANSWERED, check_scoring
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedBackend:
+    """Answers the examples of a task by a server, as its users get answers."""
+
+    endpoint: Endpoint
+    task: Task
+    examples: Sequence[Any]
+    thinking: str | None
+    uses_model = False
+
+    def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
+        """Ask for an answer of at most `max_new_tokens` tokens to each example.
+
+        Raises:
+            UserError: an example is not text alone, or the server refuses or stays silent.
+        """
+        chats = [conversation(self.task, self.examples, "validation", example.index) for example in examples]
+        refuse_beyond_text(chats)
+        began = time.perf_counter()
+
+        def ask(chat: Conversation) -> Reply:
+            return self.endpoint.chat(chat.turns, max_new_tokens, chat.tools, self.thinking)
+
+        asked = self.endpoint.each(f"{self.endpoint.model} answers", ask, chats)
+        seconds = time.perf_counter() - began
+        texts = [
+            AnswerInText(without_thinking(reply.text, wanted(chat, self.thinking)), reply.tokens or 0)
+            for chat, reply in zip(chats, asked, strict=True)
+        ]
+        return Generated(list(zip(examples, texts, strict=True)), seconds, {})
+
+
+def refuse_beyond_text(chats: Sequence[Conversation]) -> None:
+    """Raise UserError for what a server is not asked: images, answers that call tools, and raw text."""
+    for index, chat in enumerate(chats):
+        found = {"has images": chat.images, "is answered by calling a tool": chat.calls, "is raw text": not chat.turns}
+        if what := next((what for what, holds in found.items() if holds), None):
+            raise UserError(f"--url: validation example {index} {what}; a server is asked for texts only")
+
+
+def problems(task: Task) -> list[str]:
+    """A line if the task's metric is none of answers."""
+    if task.main_metric not in UNANSWERED:
+        return []
+    return [f"--url: the task's metric is {task.main_metric}, which servers do not tell; choose a metric of answers"]
+
+
+def connect(config: EvaluateConfig) -> Endpoint:
+    """The endpoint that the settings name."""
+    return Endpoint(config.url or "", config.model or None, config.key_from, config.timeout)
+
+
+def evaluate(accelerator: Accelerator, task: Task, config: EvaluateConfig, endpoint: Endpoint) -> Evaluation:
+    """Score the server's answers to the validation examples, as a model's are scored."""
+    examples = read_split(task, "validation")
+    check_scoring(task, examples, config.thinking)
+    rows = [Encoded(index, [], 0) for index in range(len(examples))]  # the server tokenizes
+    backend = ServedBackend(endpoint, task, examples, config.thinking)
+    return Evaluator(accelerator, None, task, examples, rows, config, backend).score_answers({})

@@ -1,0 +1,31 @@
+"""The settings of a task in a run's record, which other commands take over; its files only where asked for."""
+
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import HIDDEN, NAMES_A_FILE, Setting
+
+
+def recorded_options(
+    record: Mapping[str, Any], task_settings: Sequence[Setting], given: Collection[str], where: str, *, same_data: bool
+) -> dict[str, Any]:
+    """The values that a run's record has for the settings of its task, except for those that are given.
+
+    Args:
+        where: how the command names the run, for errors.
+        same_data: whether files that the record names are to be read.
+    Raises:
+        UserError: the settings name files and `same_data` is not set; a run's folder may be someone else's, and name
+            any file of this machine.
+    """
+    before = record["task_options"]
+    mine = [s for s in task_settings if s.name in before.keys() - {*given}]
+    mine = [s for s in mine if HIDDEN not in str(before[s.name]) and not s.problem(before[s.name])]
+    files = [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]
+    if files and not same_data:
+        named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
+        why = "its record names files, and those of a record are not read unasked"
+        raise UserError(f"{where}: {why}; add --same-data, or {named}, or name others")
+    return {s.name: before[s.name] for s in mine}

@@ -1,0 +1,145 @@
+"""A server around a small model, in the forms of vLLM, llama.cpp and others, into which a test plants one fault."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Served:
+    """What is served, and how.
+
+    Attributes:
+        form: "vllm" or "llama" with their calls for tokens, or "plain" without, which tells no log-probabilities and
+            takes prompts as text only.
+        template: another chat template than the tokenizer's.
+        double_first: the prompt's first token stands there twice.
+        ends: whether an end-of-turn token ends an answer.
+        context: tokens of the prompt that are read, the last ones; None: all.
+        status: HTTP statuses of the next requests, before any is answered.
+        asked: path, headers and body of each request.
+    """
+
+    model: Any
+    tokenizer: Any
+    form: str = "vllm"
+    template: str | None = None
+    double_first: bool = False
+    ends: bool = True
+    context: int | None = None
+    names: tuple[str, ...] = ("tuned",)
+    status: list[int] = field(default_factory=list)
+    asked: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
+    lock: Any = field(default_factory=threading.Lock)
+
+    def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, chat_template=self.template
+        )
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids[:1] * self.double_first + ids
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        tokens = self.tokenizer
+        if path == "/v1/models":
+            return 200, {"data": [{"id": name} for name in self.names]}
+        if path == "/tokenize" and self.form == "vllm":
+            if "messages" in body:
+                return 200, {"tokens": self.prompt(body["messages"])}
+            return 200, {"tokens": tokens(body["prompt"], add_special_tokens=body["add_special_tokens"])["input_ids"]}
+        if path == "/tokenize" and self.form == "llama":
+            ids = tokens(body.get("content", ""), add_special_tokens=False)["input_ids"]
+            return 200, {"tokens": ids[:1] * (self.double_first and bool(body.get("add_special"))) + ids}
+        if path == "/apply-template" and self.form == "llama":
+            ids = tokens.apply_chat_template(
+                body["messages"], tokenize=False, add_generation_prompt=True, chat_template=self.template
+            )
+            return 200, {"prompt": ids}
+        if path not in ("/v1/chat/completions", "/v1/completions"):
+            return 404, {"error": {"message": "not found"}}
+        if self.form == "plain" and "logprobs" in body:
+            return 422, {"detail": "Unexpected fields in the request: {'logprobs'}"}
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and self.form == "plain":
+            return 400, {"detail": "prompt must be a string."}
+        if isinstance(prompt, str):
+            prompt = tokens(prompt, add_special_tokens=False)["input_ids"]
+        with self.lock:
+            return 200, self.completion(prompt or self.prompt(body["messages"]), body)
+
+    def completion(self, prompt: list[int], body: dict[str, Any]) -> dict[str, Any]:
+        read = prompt[-self.context :] if self.context else prompt
+        ids, known = [], []
+        ending = {self.tokenizer.eos_token_id}
+        finish = "length"
+        with torch.no_grad():
+            while len(ids) < body["max_tokens"]:
+                logits = self.model(torch.tensor([[*read, *ids]])).logits[0, -1].float()
+                token = int(logits.argmax())
+                ids.append(token)
+                known.append(float(logits.log_softmax(-1)[token]))
+                if token in ending and self.ends:
+                    finish = "stop"
+                    break
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        words = [self.tokenizer.decode([token]) for token in ids]
+        choice: dict[str, Any] = {"finish_reason": finish}
+        if "messages" in body:
+            choice["message"] = {"role": "assistant", "content": text}
+            listed = [{"token": word, "logprob": value} for word, value in zip(words, known, strict=True)]
+            choice["logprobs"] = {"content": listed} if "logprobs" in body else None
+        else:
+            choice["text"] = text
+            choice["logprobs"] = {"tokens": words, "token_logprobs": known} if "logprobs" in body else None
+        usage = {"prompt_tokens": len(read), "completion_tokens": len(ids)}
+        return {"choices": [choice], "usage": usage}
+
+
+@contextlib.contextmanager
+def serving(served: Served) -> Iterator[str]:
+    """The address of a server, which is gone after the block."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+            served.asked.append((self.path, dict(self.headers), body))
+            more = {}
+            if served.status:
+                code = served.status.pop(0)
+                found = {"error": {"message": f"no: {self.headers.get('Authorization')}"}}
+                more = {"Location": "http://127.0.0.1:9/v1"} if code == 302 else {}
+                if code == 0:
+                    self.close_connection = True
+                    return
+            else:
+                code, found = served.answer(self.path, body)
+            data = json.dumps(found).encode()
+            self.send_response(code)
+            for name, value in {**more, "Content-Length": str(len(data))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
