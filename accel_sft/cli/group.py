@@ -24,10 +24,12 @@ from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.merge import merge
 from accel_sft.commands.new_task import new_task
 from accel_sft.commands.push import push
+from accel_sft.commands.serve import serve
 from accel_sft.commands.tasks import tasks
 from accel_sft.io.run_dir import RunDir
 from accel_sft.resilience.task_import import load_task
 from accel_sft.tools.doctor.command import doctor
+from accel_sft.tools.parity.command import parity
 from accel_sft.tools.report.command import report
 from accel_sft.tools.verify.command import verify
 
@@ -143,6 +145,7 @@ def cli() -> None:
 
 for _name, _task_tool in TOOLS.items():
     cli.add_command(TaskGroup(_name, help=_task_tool.summary, tool=_task_tool))
-for _tool in (doctor, report, verify, generate, merge, push, new_task, install, tasks, launch_file, completion):
+_RUNS = doctor, report, verify, generate, merge, serve, parity, push
+for _tool in (*_RUNS, new_task, install, tasks, launch_file, completion):
     _tool.context_class = HelpContext
     cli.add_command(_tool)

@@ -1,10 +1,14 @@
 """`accel-sft merge`: adds an adapter to its base, and writes weights that need no adapter."""
 
+import contextlib
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 
 from accel_sft.api.errors import UserError
+from accel_sft.commands import gguf as gguf_file
 from accel_sft.commands.generate import one_process
 
 MERGED = click.Choice(["bf16", "bfloat16", "float32"])
@@ -13,18 +17,26 @@ MERGED = click.Choice(["bf16", "bfloat16", "float32"])
 
 @click.command()
 @click.argument("run", type=click.Path(), metavar="RUN")
-@click.argument("out", type=click.Path(), metavar="OUT")
+@click.argument("out", type=click.Path(), metavar="OUT", required=False)
 @click.option("--dtype", type=MERGED, help="Of the weights; default: as the base's files.")
+@click.option("--gguf", metavar="FILE", help="Write a GGUF file for llama.cpp too; OUT may then be left out.")
+@click.option(
+    "--gguf-type", type=click.Choice(gguf_file.TYPES), default="auto", show_default=True, help="Of its weights."
+)
+@click.option("--converter", metavar="PATH", help="llama.cpp's convert_hf_to_gguf.py; default: the one on PATH.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 @click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")
 @click.pass_context
-def merge(ctx: click.Context, run: str, out: str, dtype: str | None, trust_remote_code: bool, debug: bool) -> None:
+def merge(
+    ctx: click.Context, run: str, out: str | None, dtype: str | None, trust_remote_code: bool, debug: bool, **gguf: Any
+) -> None:
     """Add an adapter to its base, and write the sum as plain weights.
 
-    For example: accel-sft merge runs/math-20261120-101500 merged
+    For example: accel-sft merge runs/math-20261120-101500 merged --gguf merged.gguf
 
     RUN is a run's folder (its best/ adapter, or else final/) or an adapter's. The sum is made in float32 on the CPU,
-    compared with base and adapter apart, rounded once, and written into OUT, a new folder, whole or not at all.
+    compared with base and adapter apart, rounded once, and written into OUT, a new folder, whole or not at all. With
+    --gguf, RUN may have full weights too.
     """
     from accel_sft.launch.environment import prepare_environment
     from accel_sft.resilience.exit import ExitHandler
@@ -37,13 +49,28 @@ def merge(ctx: click.Context, run: str, out: str, dtype: str | None, trust_remot
     from accel_sft.io.files import new_folder
     from accel_sft.io.run_dir import RunDir
 
-    with terminal.quiet(None, debug) as stream, new_folder(out, "OUT") as partial:
+    if not (out or gguf["gguf"]):
+        raise UserError("OUT: name the new folder of the merged weights, or a file with --gguf")
+    file = gguf_file.check_target(gguf["gguf"]) if gguf["gguf"] else None
+    converter = gguf_file.find_converter(gguf["converter"]) if file else ""
+    with terminal.quiet(None, debug) as stream, contextlib.ExitStack() as stack:
         folder = RunDir.weights_in(run)
         for line in RunDir.choice_in(run):
             print(terminal.wrapped(line), file=stream)
-        for line in write_merged(folder, partial, dtype, trust_remote_code):
-            print(terminal.wrapped(line, 9), file=stream)
-    click.echo(f"{out}: weights that plain transformers loads")
+        weights = folder
+        if out or Path(folder, "adapter_config.json").is_file():
+            scratch = tempfile.TemporaryDirectory(dir=file.parent) if file else contextlib.nullcontext()
+            partial = stack.enter_context(new_folder(out, "OUT") if out else scratch)
+            for line in write_merged(folder, Path(str(partial)), dtype, trust_remote_code):
+                print(terminal.wrapped(line, 9), file=stream)
+            weights = str(partial)
+        if file:
+            with terminal.waiting(f"{gguf_file.CONVERTER} writes {file}"):
+                gguf_file.write_gguf(weights, file, gguf["gguf_type"], converter)
+    if out:
+        click.echo(f"{out}: weights that plain transformers loads")
+    if file:
+        click.echo(f"{file}: serve it, then hold it to the run: accel-sft parity {run} --url URL")
 
 
 def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code: bool) -> list[str]:

@@ -31,12 +31,13 @@ MAY_IMPORT = {
     "tools.report": "api io memory tracking",
     "tools.doctor": "api io launch tracking",
     "tools.check": "api io launch rows chat data models batching evaluation training",
+    "tools.parity": "api io launch rows chat data models batching tracking evaluation resilience training commands",
     "tools.compare": "api io launch models tracking tools.report",
     "tools.plan": "api io launch models batching evaluation memory tools.compare",
     "tools.verify": "api io launch rows tracking training tools.compare",
     "commands": "api io launch rows chat models batching tracking evaluation resilience training tools.check",
     "cli": "api io launch rows models resilience commands"
-    " tools.check tools.compare tools.doctor tools.plan tools.report tools.verify",
+    " tools.check tools.compare tools.doctor tools.parity tools.plan tools.report tools.verify",
 }
 """What each package may import. The engine imports no tool, but for the quick check that `commands` makes before it
 trains; tools import the engine."""
@@ -70,12 +71,14 @@ NO_TORCH = (
     "accel_sft.tools.plan.command",
     "accel_sft.cli.group",
     "accel_sft.tools.doctor.command",
+    "accel_sft.tools.parity.command",
     "accel_sft.tools.compare.command",
     "accel_sft.tools.verify.rerun",
     "accel_sft.commands.launch_file",
     "accel_sft.commands.generate",
     "accel_sft.commands.merge",
     "accel_sft.commands.push",
+    "accel_sft.commands.serve",
     "accel_sft.commands.new_task",
     "accel_sft.commands.tasks",
     "accel_sft.commands.install",

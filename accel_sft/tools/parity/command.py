@@ -1,0 +1,185 @@
+"""`accel-sft parity`: compares what a server answers with what the run's own weights answer."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from accel_sft.api.errors import UserError
+
+EXAMPLES = """\b
+For example:
+  accel-sft parity runs/math-20261120-101500 --url http://127.0.0.1:8000/v1
+  accel-sft parity runs/ner-20261120-101500 --url https://host/v1 --model ner --same-data
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("run", type=click.Path(), metavar="RUN")
+@click.option("--url", required=True, metavar="URL", help="An OpenAI-compatible server, as http://127.0.0.1:8000/v1.")
+@click.option("--model", metavar="NAME", help="The server's name of the model; default: its only one.")
+@click.option("--examples", type=click.IntRange(1), default=20, show_default=True, help="Validation examples asked.")
+@click.option("--same-data", is_flag=True, help="Read the files that the run's record names, and send their prompts.")
+@click.option("--task", metavar="TASK", help="The run's task, if it was a file: ./mytask.py.")
+@click.option("--key-from", metavar="NAME", help="The environment variable that has the key [ACCEL_SFT_API_KEY].")
+@click.option("--timeout", type=click.IntRange(1), default=600, show_default=True, help="Seconds for one answer.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output, nothing else there.")
+@click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")
+@click.pass_context
+def parity(ctx: click.Context, run: str, as_json: bool, **options: Any) -> None:
+    """Compare what is served with what was trained.
+
+    RUN is a run's folder; its best/ weights, or else final/, answer here what the server is asked there: prompts of the
+    task's validation examples. Where answers differ, each likely cause is tested: chat template, doubled first token,
+    tokenizer, weights without the training, stop token, context, precision. Exit status: 0 if the answers are the
+    run's, but for near ties of rounding; 1 if not.
+    """
+    from accel_sft.launch.environment import prepare_environment
+    from accel_sft.resilience.exit import ExitHandler
+
+    ctx.ensure_object(ExitHandler).debug = options["debug"]
+    prepare_environment(options["debug"])
+    found = _compared(run, options)
+    if as_json:
+        click.echo(json.dumps(found, ensure_ascii=False, indent=2))
+    else:
+        for line in lines(found):
+            click.echo(line)
+    if not found["holds"]:
+        ctx.exit(1)
+
+
+def _compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what was found, as `--json` has it."""
+    from accel_sft.api.config import EvaluateConfig
+    from accel_sft.api.options import settings
+    from accel_sft.api.registry import build
+    from accel_sft.api.task_file import recorded_name
+    from accel_sft.chat.conversation import read_split
+    from accel_sft.commands.generate import LONGEST_ANSWER, one_process
+    from accel_sft.evaluation import served
+    from accel_sft.evaluation.endpoint import Endpoint
+    from accel_sft.io import terminal
+    from accel_sft.io.run_dir import RunDir
+    from accel_sft.io.run_options import recorded_options
+    from accel_sft.launch.accelerator import create_accelerator
+    from accel_sft.launch.precision import recorded
+    from accel_sft.launch.read import read_launch
+    from accel_sft.models.source import find_source
+    from accel_sft.resilience.task_import import load_task
+    from accel_sft.tools.parity.reference import Reference
+    from accel_sft.training.prepare import Assembly
+
+    record = RunDir.record_around(run)
+    if record is None:
+        raise UserError(f"RUN {run}: no run.json there; name the folder of a run")
+    word = options["task"] or record["task"]
+    if recorded_name(word) != record["task"]:
+        raise UserError(f"--task {word}: {run} was trained for {record['task']}; name that")
+    task_class = load_task(word, 0)
+    own = recorded_options(record, settings(task_class), (), f"RUN {run}", same_data=options["same_data"])
+    task = build(word, task_class, own)
+    if problems := [*served.problems(task), *one_process("parity")]:
+        raise UserError(*problems)
+    kept = "max_length", "max_new_tokens", "thinking", "template_date", "control_tokens", "load_in_4bit", "seed"
+    trained = {name: record["config"].get(name) for name in kept}
+    trained = {name: value for name, value in trained.items() if value is not None}
+    config = EvaluateConfig(
+        model=RunDir.weights_in(run),
+        eval_limit=options["examples"],
+        trust_remote_code=options["trust_remote_code"],
+        debug=options["debug"],
+        **{"template_date": time.strftime("%Y-%m-%d"), **trained},
+    )
+    if found := config.problems():
+        raise UserError(*(f"{line}; so says the run.json of {run}" for line in found))
+    config = config.resolved({})
+    endpoint = Endpoint(options["url"], options["model"], options["key_from"], options["timeout"])
+    with terminal.quiet(None, config.debug, shown_on=2) as out:
+        for line in RunDir.choice_in(run):
+            print(terminal.wrapped(line), file=out)
+        accelerator, _ = create_accelerator(config, read_launch(), train=False, began_with=recorded(record))
+        source = find_source(config.model)
+        assembly = Assembly(accelerator, task, config, source)
+        encoding = assembly.encode(read_split(task, "validation"), "validation")
+        model = assembly.load_model(encoding).to(accelerator.device).eval()
+        evaluator = assembly.evaluator(model, encoding, sharded=False)
+        most = config.max_new_tokens or record.get("max_new_tokens") or LONGEST_ANSWER
+        with terminal.waiting(f"{Path(config.model)} answers"):
+            reference = Reference(accelerator, evaluator, model, source, record, config, most)
+        return _result(reference, endpoint, record)
+
+
+def _result(reference: Any, endpoint: Any, record: dict[str, Any]) -> dict[str, Any]:
+    """Compare, look for causes, score both sides, and return all of it."""
+    from accel_sft.tools.parity.causes import Causes
+    from accel_sft.tools.parity.comparison import compare
+
+    pairs = compare(reference, endpoint)
+    causes = Causes(reference, endpoint, pairs).findings()
+    answered = [(pair.row.index, pair.reply) for pair in pairs]
+    replies = {at: reference.ids(one.text, ended=one.finish != "length") if one else [] for at, one in answered}
+    name = reference.evaluator.task.main_metric
+    off = [value for pair in pairs for value in pair.off]
+    first = next(((pair, pair.reply) for pair in pairs if pair.differs and pair.reply), None)
+    return {
+        "run": reference.config.model,
+        "served": f"{endpoint.model} at {endpoint.url}",
+        "holds": not any(pair.differs for pair in pairs) and all(cause.mild for cause in causes),
+        "examples": len(pairs),
+        "prompts": {
+            "other": sum(pair.read_otherwise for pair in pairs),
+            "by_tokens": sum(pair.theirs is not None for pair in pairs),
+            "by_length": sum(pair.theirs is None and pair.reply is not None for pair in pairs),
+        },
+        "answers": {
+            "same": sum(pair.at is None and pair.reply is not None for pair in pairs),
+            "near_ties": sum(pair.tied for pair in pairs),
+            "other": sum(pair.differs for pair in pairs),
+        },
+        "log_probabilities": {"tokens": len(off), "mean": sum(off) / len(off), "largest": max(off)} if off else None,
+        "metric": {
+            "name": name,
+            "here": reference.scored(reference.answers).metrics[name],
+            "served": reference.scored(replies).metrics[name],
+        },
+        "first_difference": first
+        and {
+            "example": first[0].row.index,
+            "token": first[0].at,
+            "run": reference.text(first[0].ids),
+            "served": first[1].text,
+        },
+        "causes": [cause._asdict() for cause in causes],
+    }
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """What was found, for people."""
+    from accel_sft.io.text import one_line, printable
+
+    count, prompts, answers, metric = (found[name] for name in ("examples", "prompts", "answers", "metric"))
+    how = "token by token" if prompts["by_tokens"] else "by their length: the server has no call for tokens"
+    told = [
+        f"run      {found['run']}",
+        f"served   {found['served']}",
+        f"prompts  {count - prompts['other']} of {count} are those of training, {how}",
+        f"answers  {answers['same']} of {count} the same, {answers['near_ties']} leave at a near tie, "
+        f"{answers['other']} differ",
+    ]
+    if off := found["log_probabilities"]:
+        most = f"{off['largest']:.2g} at most ({off['tokens']:,} tokens)"
+        told.append(f"nats     log-probabilities are off by {off['mean']:.2g} on average, {most}")
+    told.append(f"{metric['name']}  {metric['here']:.4g} here, {metric['served']:.4g} served")
+    if first := found["first_difference"]:
+        told.append(f"example {first['example']}, from token {first['token']} of the answer:")
+        told += [f"  {side:<6}  {one_line(first[side], 200)}" for side in ("run", "served")]
+    for cause in found["causes"]:
+        kind = "note" if cause["mild"] else "cause"
+        told.append(f"{kind:<7}  {cause['cause']}: {cause['evidence']}; {cause['mend']}")
+    verdict = "holds    what is served is" if found["holds"] else "differs  what is served is not"
+    told.append(f"{verdict} what was trained")
+    return [printable(line) for line in told]

@@ -1,0 +1,131 @@
+"""Asks the server what the run's own weights were asked, and finds where its answers leave theirs."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from accel_sft.chat.conversation import Conversation, conversation
+from accel_sft.chat.encoded import Encoded
+from accel_sft.evaluation.endpoint import Endpoint, EndpointError, Reply
+from accel_sft.evaluation.served import refuse_beyond_text
+from accel_sft.tools.parity.reference import Reference
+
+TIE = 0.25
+"""Nats between two tokens, up to which rounding may exchange them: two steps of a bfloat16 logit between 16 and 32."""
+
+
+@dataclasses.dataclass
+class Pair:
+    """An example with the answer of the run's weights and the server's.
+
+    Attributes:
+        prompt: the ids of the prompt as it was trained.
+        ids: the answer of the run's weights.
+        reply: the server's; None if it refused to answer.
+        refusal: why it refused.
+        theirs: the ids that the server makes of the prompt, None if it does not tell.
+        at: the place of the first token that differs; None if the answers are the same.
+        gap: by how many nats the run's weights prefer their own token there.
+        off: differences of the log-probabilities of the tokens before that place.
+    """
+
+    chat: Conversation
+    row: Encoded
+    ids: list[int]
+    reply: Reply | None = None
+    refusal: str = ""
+    theirs: list[int] | None = None
+    at: int | None = None
+    gap: float = 0.0
+    off: Sequence[float] = ()
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.row.input_ids[: self.row.prompt_length]
+
+    @property
+    def differs(self) -> bool:
+        """Whether the answers differ by more than rounding explains."""
+        return self.reply is None or (self.at is not None and self.gap > TIE)
+
+    @property
+    def tied(self) -> bool:
+        return self.at is not None and not self.differs
+
+    @property
+    def read_otherwise(self) -> bool:
+        """Whether the server's prompt is known to have other tokens, or another number of them."""
+        known = self.reply.prompt_tokens if self.reply else None
+        return self.theirs not in (None, self.prompt) or known not in (None, len(self.prompt))
+
+
+def compare(reference: Reference, endpoint: Endpoint) -> list[Pair]:
+    """Ask for all examples' answers and compare them.
+
+    Raises:
+        UserError: an example is not text alone; or the server refuses them all, or stays silent.
+    """
+    evaluator, thinking = reference.evaluator, reference.config.thinking
+    asked = functools.partial(conversation, evaluator.task, evaluator.examples, "validation")
+    pairs = [Pair(asked(row.index), row, reference.answers[row.index]) for row in reference.rows]
+    refuse_beyond_text([pair.chat for pair in pairs])
+
+    def ask(pair: Pair) -> None:
+        try:
+            pair.reply = endpoint.chat(pair.chat.turns, reference.most, pair.chat.tools, thinking)
+        except EndpointError as error:
+            if error.status not in (400, 413, 422):
+                raise
+            pair.refusal = str(error)
+        pair.theirs = endpoint.chat_tokens(pair.chat.turns, thinking)
+
+    endpoint.each(f"{endpoint.model} answers", ask, pairs)
+    if not any(pair.reply for pair in pairs):
+        raise EndpointError(pairs[0].refusal)
+    for pair in pairs:
+        if pair.reply:
+            pair.at, pair.gap, pair.off = difference(reference, pair, pair.reply)
+    return pairs
+
+
+def difference(reference: Reference, pair: Pair, reply: Reply) -> tuple[int | None, float, list[float]]:
+    """`at`, `gap` and `off` of a Pair, for a reply to the same prompt."""
+    values = reference.log_probs(pair.prompt, pair.ids[:-1])
+    own = [float(values[at, token]) for at, token in enumerate(pair.ids)]
+    at = None if same(reference, pair.ids, reply) else _first(reference, pair.ids, reply)
+    told = [value for _, value in reply.logprobs]
+    until = len(pair.ids) if at is None else at
+    off = [abs(mine - theirs) for mine, theirs in zip(own[:until], told, strict=False)]
+    if at is None or at >= len(pair.ids):
+        return at, 0.0 if at is None else float("inf"), off
+    token = _token_at(reference, pair.ids, at, reply)
+    gap = float("inf") if token == pair.ids[at] else own[at] - float(values[at, token])  # inf: it ended the answer here
+    return at, gap, off
+
+
+def same(reference: Reference, ids: list[int], reply: Reply) -> bool:
+    """Whether a reply is this answer; blanks at its ends do not count, since some servers take them away."""
+    ended = bool(ids) and ids[-1] in reference.ends
+    return ended == (reply.finish != "length") and reference.text(ids).strip() == reply.text.strip()
+
+
+def _first(reference: Reference, ids: list[int], reply: Reply) -> int:
+    """The place of the first of the ids that is not in the reply."""
+    said = reply.text.lstrip()
+    for at in range(len(ids)):
+        if not said.startswith(reference.text(ids[: at + 1]).lstrip().rstrip("\ufffd")):  # a part of a character
+            return at
+    ended = bool(ids) and ids[-1] in reference.ends
+    return len(ids) - 1 if ended else len(ids)
+
+
+def _token_at(reference: Reference, ids: list[int], at: int, reply: Reply) -> int:
+    """The token that the reply has in place of `ids[at]`: what the server calls it, else what its text begins with."""
+    eos = reference.tokenizer.eos_token_id
+    if len(reply.logprobs) > at and (word := reply.logprobs[at][0]):
+        known = reference.tokenizer(word, add_special_tokens=False)["input_ids"]
+        if len(known) == 1:
+            return known[0]
+    rest = reply.text.lstrip()[len(reference.text(ids[:at]).lstrip()) :]
+    found = reference.tokenizer(rest, add_special_tokens=False)["input_ids"]
+    return found[0] if found else eos

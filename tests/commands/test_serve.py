@@ -1,0 +1,134 @@
+"""`serve` runs others' servers with the flags that a run needs; `merge --gguf` runs llama.cpp's converter."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import accel_sft
+from models import make_tiny
+from peft import LoraConfig, get_peft_model
+from reference_job import layout
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TELLS = '#!/bin/sh\nprintf "%s\\n" "$0" "$@"\n'
+CONVERTS = """
+import sys
+from pathlib import Path
+weights, target = Path(sys.argv[1]), Path(sys.argv[sys.argv.index("--outfile") + 1])
+if not (weights / "config.json").is_file() or "q8_0" in sys.argv:
+    sys.exit("Traceback\\nNotImplementedError: no such tokenizer")
+target.write_text(" ".join(sorted(path.name for path in weights.iterdir())) + " " + sys.argv[-1])
+"""
+
+
+@pytest.fixture(scope="module")
+def run(launched):
+    return layout(launched, "plain").run_dir
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapter")
+    base = make_tiny(folder / "base")
+    torch.manual_seed(0)
+    settings = LoraConfig(r=12, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings).save_pretrained(folder / "lora")
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder / "lora")
+    return folder / "lora"
+
+
+@pytest.fixture
+def program(tmp_path):
+    """A server's program that tells its words and ends."""
+    path = tmp_path / "program"
+    path.write_text(TELLS)
+    path.chmod(0o755)
+    return path
+
+
+def test_a_run_is_served_in_its_precision_and_by_its_name(run, program):
+    done = accel_sft("serve", str(run), "--program", str(program), "--port", "8123", "--", "--max-num-seqs", "16")
+    assert done.status == 0, done.output
+    words = ["serve", str(run / "best"), "--dtype", "float32", "--generation-config", "vllm", "--served-model-name"]
+    words += [run.name, "--host", "127.0.0.1", "--port", "8123", "--max-num-seqs", "16"]
+    assert "\n".join([str(program), *words]) in done.output
+    hint = f"accel-sft parity {run} --url http://127.0.0.1:8123/v1 --model {run.name}"
+    assert f"then hold it to the run: {hint}\n" in done.output
+    assert f"note: this run's best/ weights are taken; for those of its last step name {run}" in done.output
+
+
+def test_an_adapter_is_served_on_its_base_with_its_own_tokenizer(adapter, tmp_path):
+    printed = accel_sft("serve", str(adapter), "--name", "sums", "--max-length", "512", "--print")
+    base = adapter.parent / "base"
+    words = f"vllm serve {base} --dtype auto --generation-config vllm --max-model-len 512 --tokenizer {adapter} "
+    assert f"{words}--enable-lora --max-lora-rank 16 --lora-modules sums={adapter} --host" in printed.output
+    other = tmp_path / "other"
+    other.mkdir()
+    told = json.loads((adapter / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps({**told, "use_dora": True}))
+    refused = accel_sft("serve", str(other), "--print")
+    assert f"--with vllm: vLLM cannot serve DoRA, which {other} has; merge it first" in refused.output
+
+
+def test_other_servers_get_their_own_words(run, program):
+    printed = accel_sft("serve", str(run), "--with", "transformers", "--print")
+    assert f"transformers serve {run / 'best'} --host 127.0.0.1 --port 8000 --dtype float32\n" in printed.output
+    assert f"--model {run / 'best'}\n" in printed.output
+    done = accel_sft("serve", str(run), "--with", "llama.cpp", "--gguf", "m.gguf", "--program", str(program))
+    words = [program, "-m", "m.gguf", "--alias", run.name, "--host", "127.0.0.1", "--port", "8000", "--jinja"]
+    assert "\n".join(map(str, words)) in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--with", "llama.cpp"), "name the file that `accel-sft merge RUN --gguf FILE` wrote, with --gguf"),
+        (("--gguf", "m.gguf"), "--gguf: --with vllm serves weights as they are; leave it out"),
+        (("--program", "/no/such"), "--with vllm: /no/such cannot be run here; install vLLM into an environment"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(run, words, problem):
+    failed = accel_sft("serve", str(run), *words)
+    assert failed.status == 1
+    assert problem in failed.output
+    assert "Traceback" not in failed.output
+
+
+def test_a_gguf_file_is_written_by_the_converter_that_is_named(run, adapter, tmp_path):
+    converter, file = tmp_path / "convert_hf_to_gguf.py", tmp_path / "m.gguf"
+    converter.write_text(CONVERTS)
+    whole = accel_sft("merge", str(run), "--gguf", str(file), "--converter", str(tmp_path))
+    assert whole.status == 0, whole.output
+    assert "model.safetensors" in file.read_text()
+    assert file.read_text().endswith("auto")
+    assert f"{file}: serve it, then hold it to the run: accel-sft parity {run} --url URL" in whole.output
+    again = accel_sft("merge", str(run), "--gguf", str(file), "--converter", str(tmp_path))
+    assert f"--gguf {file}: is there already; name a new file" in again.output
+    merged = tmp_path / "n.gguf"
+    arguments = ("--gguf-type", "f32", "--converter", str(converter))
+    done = accel_sft("merge", str(adapter), "--gguf", str(merged), *arguments)
+    assert done.status == 0, done.output
+    assert "adapter_config.json" not in merged.read_text()
+    assert merged.read_text().endswith("f32")
+    none = tmp_path / "o.gguf"
+    failed = accel_sft("merge", str(run), "--gguf", str(none), "--gguf-type", "q8_0", "--converter", str(converter))
+    assert failed.status == 1
+    assert f"{converter} failed: NotImplementedError: no such tokenizer; all that it said is in" in failed.output
+    assert {path.name for path in tmp_path.iterdir()} == {converter.name, file.name, merged.name}
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ((), "OUT: name the new folder of the merged weights, or a file with --gguf"),
+        (("--gguf", "/no/such/m.gguf"), "--gguf /no/such/m.gguf: its folder is not there; make it first"),
+        (("--gguf", "m.gguf"), "llama.cpp's convert_hf_to_gguf.py is not on PATH; it is in the source of llama-cpp"),
+        (("--gguf", "m.gguf", "--converter", "/no/such"), "--converter /no/such: no such file"),
+    ],
+)
+def test_what_cannot_be_converted_is_one_line(run, words, problem):
+    failed = accel_sft("merge", str(run), *words)
+    assert failed.status == 1
+    assert problem in failed.output

@@ -1,0 +1,188 @@
+"""`parity`: each fault that a server may have is named, and none of them on a server that is faithful."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import accel_sft
+from served_model import Served, serving
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from accel_sft.models.tiny import CHAT_TEMPLATE, build_tiny, texts_of
+from accel_sft.tools.parity import causes, command
+from accel_sft.tools.parity.reference import _in_blocks
+from accel_sft_math import Math
+
+DATA = {"train_examples": 1500, "validation_examples": 12}
+TRAINED = ("--train-examples", "1500", "--validation-examples", "12", "--max-steps", "80", "--global-batch-size", "24")
+TRAINED += ("--learning-rate", "4e-3", "--eval-every", "off", "--save-every", "off", "--max-new-tokens", "24")
+OTHER_TEMPLATE = "<s>" + CHAT_TEMPLATE.replace("assistant\n", "model\n")
+ASKED = {"model": None, "examples": 6, "same_data": False, "task": None, "key_from": None, "timeout": 60}
+ASKED |= {"trust_remote_code": False, "debug": False}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on a base whose template begins with a token that many tokenizers add themselves."""
+    folder = tmp_path_factory.mktemp("parity")
+    task = Math(**DATA)
+    build_tiny(folder / "base", texts_of(task, task.dataset("train")), 0)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.chat_template = "<s>" + CHAT_TEMPLATE
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    model.resize_token_embeddings(max(len(tokenizer), model.config.vocab_size))
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    done = accel_sft("math", "--model", str(folder / "base"), *TRAINED, run_dir=folder / "run")
+    assert done.status == 0, done.output
+    return folder / "run"
+
+
+def rounded(model, way):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(way(parameter))
+    return model
+
+
+def with_swapped_words(tokenizer):
+    """A tokenizer that takes two digits for each other."""
+    told = json.loads(tokenizer.backend_tokenizer.to_str())
+    words = told["model"]["vocab"]
+    words["1"], words["2"] = words["2"], words["1"]
+    other = copy.deepcopy(tokenizer)
+    other._tokenizer = Tokenizer.from_str(json.dumps(told))
+    return other
+
+
+FAULTS = {
+    "faithful": ({}, []),
+    "template": ({"template": OTHER_TEMPLATE}, [causes.TEMPLATE]),
+    "first token": ({"double_first": True}, [causes.FIRST_TOKEN]),
+    "adapter": ({"model": "base"}, [causes.WEIGHTS]),
+    "tokenizer": ({"tokenizer": with_swapped_words}, [causes.TOKENIZER]),
+    "stop token": ({"ends": False}, [causes.STOP]),
+    "context": ({"context": 12}, [causes.CONTEXT]),
+    "precision": ({"round": lambda weight: _in_blocks(weight, 7)}, [causes.PRECISION]),
+    "bf16": ({"round": lambda weight: weight.bfloat16().float()}, [causes.PRECISION]),
+}
+"""What is planted in the server, and the causes that are to be named."""
+AS_QWEN2 = """
+import runpy, sys
+sys.path.insert(0, {tree!r})
+import conversion.base
+conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
+runpy.run_path({tree!r} + "/convert_hf_to_gguf.py", run_name="__main__")
+"""
+"""llama.cpp's converter, told that the tokenizer is Qwen2's: it knows tokenizers by a hash, and not this one."""
+SERVERS = {
+    "vllm serve": ("vllm", "VLLM", "vllm"),
+    "transformers serve": ("transformers", "TRANSFORMERS", "transformers"),
+    "llama-server": ("llama.cpp", "LLAMA_SERVER", "llama-server"),
+}
+"""Real servers: what `--with` calls them, the environment variable that names their program, and the program."""
+LONG, OTHER_FORMS = pytest.mark.long, ("llama", "plain")
+CASES = [pytest.param("vllm", fault, id=fault, marks=LONG if fault == "bf16" else ()) for fault in FAULTS]
+CASES += [
+    pytest.param(form, fault, marks=LONG, id=f"{fault}-{form}") for form in ("llama", "plain") for fault in FAULTS
+]
+CASES += [pytest.param(server, "faithful", marks=LONG, id=server) for server in SERVERS]
+
+
+def served_with(run, form, model="run/final", tokenizer=None, round=None, **planted):
+    weights = AutoModelForCausalLM.from_pretrained(run.parent / model)
+    own = AutoTokenizer.from_pretrained(run / "final")
+    weights = rounded(weights, round) if round else weights
+    return Served(weights.eval(), tokenizer(own) if tokenizer else own, form=form, **planted)
+
+
+@contextlib.contextmanager
+def real_server(run, name, folder):
+    """The address of a server that `accel-sft serve` starts, and the model's name there."""
+    kind, variable, usual = SERVERS[name]
+    if not (program := shutil.which(os.environ.get(variable, usual))):
+        pytest.skip(f"no {usual} on PATH, nor in ${variable}")
+    more = []
+    if kind == "llama.cpp":
+        converter = folder / "convert_hf_to_gguf.py"
+        converter.write_text(AS_QWEN2.format(tree=os.environ["LLAMA_CPP"]))
+        more = ["--gguf", str(folder / "m.gguf")]
+        done = accel_sft("merge", str(run), *more, "--gguf-type", "f32", "--converter", str(converter))
+        assert done.status == 0, done.output
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["serve", str(run), "--with", kind, "--program", program, "--port", str(port), "--name", "m", *more]
+    # vLLM compiles with what is beside its program, and would reserve most of the machine's memory
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "PATH": f"{Path(program).parent}:{os.environ['PATH']}"}
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen([sys.executable, "-m", "accel_sft", *words], stdout=log, stderr=log, env=env)
+    try:
+        url = f"http://127.0.0.1:{port}/v1"
+        for _ in range(1200):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/models", timeout=5):
+                break
+            assert server.poll() is None, (folder / "log").read_text()
+            time.sleep(0.25)
+        yield url, str(run / "final") if kind == "transformers" else "m"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@pytest.mark.parametrize(("form", "fault"), CASES)
+def test_a_fault_is_named_and_no_other(run, fault, form, tmp_path):
+    planted, named = FAULTS[fault]
+    if form in SERVERS:
+        with real_server(run, form, tmp_path) as (url, model):
+            found = command._compared(str(run), {**ASKED, "url": url, "model": model})
+    else:
+        with serving(served_with(run, form, **planted)) as url:
+            found = command._compared(str(run), {**ASKED, "url": url})
+    told = "\n".join(command.lines(found))
+    if form == "plain" and fault in ("precision", "bf16", "tokenizer"):  # it tells neither log-probabilities nor tokens
+        named = [] if found["holds"] else [causes.OTHER]
+    assert [cause["cause"] for cause in found["causes"]] == named, told
+    by_rounding = named in ([], [causes.PRECISION]) and found["answers"]["other"] == 0
+    assert found["holds"] == by_rounding, told
+    if fault == "faithful":
+        assert found["holds"], told
+        assert found["metric"]["here"] == found["metric"]["served"]
+    if fault == "faithful" and form in ("vllm", "llama"):
+        assert found["answers"] == {"same": 6, "near_ties": 0, "other": 0}
+        assert found["log_probabilities"]["largest"] < 1e-4
+    if fault == "bf16" and form != "plain":
+        assert all(cause["mild"] for cause in found["causes"])
+
+
+def test_the_command_prints_ends_with_a_status_and_refuses_what_it_cannot_compare(run, tmp_path):
+    with serving(served_with(run, "vllm", ends=False)) as url:
+        done = accel_sft("parity", str(run), "--url", url, "--examples", "3")
+    assert done.status == 1, done.output
+    assert "prompts  3 of 3 are those of training, token by token\n" in done.output
+    assert re.search(r"cause    stop token: . of 3 answers are the run's and go on behind '<\|im_end\|>'", done.output)
+    assert "differs  what is served is not what was trained\n" in done.output
+    assert f"RUN {tmp_path}: no run.json there" in accel_sft("parity", str(tmp_path), "--url", url).output
+    other = accel_sft("parity", str(run), "--url", url, "--task", "chat")
+    assert f"--task chat: {run} was trained for math; name that" in other.output
+    record = json.loads((run / "run.json").read_text())
+    record["task_options"]["validation_file"] = "/etc/passwd"
+    (tmp_path / "final").mkdir()
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    unasked = accel_sft("parity", str(tmp_path), "--url", url)
+    assert "its record names files, and those of a record are not read unasked; add --same-data" in unasked.output
