@@ -42,6 +42,10 @@ Beside these it takes every option of training. See [Planning](planning.md).
     "check": """\
 Beside these it takes every option of training. See [Checking data](check.md).
 """,
+    "how-much": """\
+Beside these it takes every option of training but `--train-limit`, `--seed`, `--resume` and `--debug`. See
+[How many rows](compare.md#how-many-rows).
+""",
     "compare": """\
 Beside these it takes every option of training but `--resume` and `--debug`, each with one value or several. See
 [Comparing](compare.md).

@@ -1,4 +1,4 @@
-"""The options of `compare`: those of a run, which may have several values, and its own."""
+"""The options of `compare` and of `how-much`: those of a run, which may have several values, and their own."""
 
 from typing import Any
 
@@ -61,3 +61,19 @@ def comparison_options() -> dict[str, list[click.Option]]:
         click.Option(["--dry-run"], is_flag=True, help="Print each cell and its command, and stop."),
     ]
     return {"Comparison": own}
+
+
+def how_much_options() -> dict[str, list[click.Option]]:
+    """The options of `how-much` itself, and those of a comparison that it takes."""
+    own = [
+        click.Option(["--sizes"], metavar="N,...", help="Numbers of rows; default: all, and four halvings of them."),
+        click.Option(
+            ["--seeds"],
+            type=click.IntRange(1),
+            show_default=True,
+            default=2,
+            help="Trainings of each number of rows, which differ in their seed.",
+        ),
+    ]
+    [shared] = comparison_options().values()
+    return {"Learning curve": own + [option for option in shared if option.name not in ("repeat", "discard_steps")]}

@@ -13,7 +13,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting, settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import recorded_name
-from accel_sft.cli.comparison import comparison_options, make_list_option
+from accel_sft.cli.comparison import comparison_options, how_much_options, make_list_option
 from accel_sft.cli.options import make_option
 
 _TRAINING = frozenset(setting.name for setting in settings(TrainConfig))
@@ -114,6 +114,12 @@ def _compare(*given: Any) -> None:
     run(*given)
 
 
+def _how_much(*given: Any) -> None:
+    from accel_sft.tools.how_much.command import run
+
+    run(*given)
+
+
 def _same_data_option() -> dict[str, list[click.Option]]:
     help = "Evaluate on the files that the record of the run --model names, without naming them again."
     return {MODEL: [click.Option(["--same-data"], is_flag=True, help=help)]}
@@ -164,6 +170,20 @@ TOOLS = {
         lists=frozenset(),
         lists_task=False,
         own_options=comparison_options,
+        make_options=make_list_option,
+        arguments=lambda: [click.Argument(["run_words"], nargs=-1, metavar="[-- OPTIONS]", type=click.UNPROCESSED)],
+        compares=True,
+    ),
+    "how-much": TaskTool(
+        summary="Train on ever more of a task's rows, and forecast what further rows would bring.",
+        does="Trains on nested parts of this task's rows, the smallest first, each with several seeds, and forecasts "
+        "the metric for more rows than there are. It is a `compare` of --train-limit and --seed: its folder, how it "
+        "goes on after an interrupt, and -- are as there. A part is the first rows of the file, so shuffle a file that "
+        "is sorted.",
+        run=_how_much,
+        takes=_TRAINING - _names("output_dir resume dry_run debug train_limit seed"),
+        lists=_names("model epochs max_steps"),
+        own_options=how_much_options,
         make_options=make_list_option,
         arguments=lambda: [click.Argument(["run_words"], nargs=-1, metavar="[-- OPTIONS]", type=click.UNPROCESSED)],
         compares=True,

@@ -157,7 +157,7 @@ def test_the_page_of_options_is_what_its_script_makes():
 def test_the_page_of_options_has_each_option_once_where_it_belongs():
     page, training = _options_on_the_page(), _options_of("math")
     assert page.pop("Training") == [*training]
-    assert {*page} == {"evaluate", "plan", "check", "compare"}
+    assert {*page} == {"evaluate", "plan", "check", "compare", "how-much"}
     for tool, on_page in page.items():
         added = [flag for flag, help in _options_of(tool, "math").items() if training.get(flag) != help]
         assert sorted(on_page) == sorted(added), tool

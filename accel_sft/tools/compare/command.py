@@ -57,7 +57,7 @@ def run(
     """
     if under_launcher():
         raise UserError("compare starts launches itself: run it without accelerate launch")
-    cells, varied, given = _cells(task, task_class, offers, asked, parse)
+    cells, varied, given = cells_of(task, task_class, offers, asked, parse)
     configs, tasks = _check(cells, asked["discard_steps"], parse)
     if asked["dry_run"]:
         for cell in cells:
@@ -116,7 +116,7 @@ def _page(folder: Path) -> str:
     return f"{folder / PAGE}: open it in a browser"
 
 
-def _cells(
+def cells_of(
     task: str,
     task_class: type[Task],
     offers: Mapping[type, Sequence[Setting]],

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accel_sft.io.text import shown
+from accel_sft.tools.compare import learning_curve
 from accel_sft.tools.compare.cells import flag_of
 from accel_sft.tools.compare.outcome import COMPLETE
 from accel_sft.tools.compare.remarks import remarks
@@ -19,11 +20,13 @@ _SAME_MEMORY = 0.01
 def findings(record: Mapping[str, Any]) -> list[str]:
     """Return one or two sentences for each finding; speed is compared in tokens/s, as batch sizes may differ.
 
-    A sweep's findings begin with the settings that learn best, and mention speed only if a varied option affects it.
+    A sweep's findings begin with the settings that learn best, or with the learning curve if it varies the number of
+    rows; they mention speed only if a varied option affects it.
     """
     cells = record["cells"]
     measured = [cell for cell in cells if cell["status"] == COMPLETE and cell["median"][SPEED]]
-    if costs_alike(record):
+    learnt = [*learning_curve.in_sentences(record)]
+    if costs_alike(record) or learnt:
         lines = []
     elif measured:
         best = max(measured, key=lambda cell: cell["median"][SPEED])
@@ -31,7 +34,7 @@ def findings(record: Mapping[str, Any]) -> list[str]:
         lines += _options(measured, record["varied"])
     else:
         lines = ["No cell was measured: none came to its end with a step behind the discarded ones."]
-    return [*best_settings(record), *lines, *remarks(record)]
+    return [*(learnt or best_settings(record)), *lines, *remarks(record)]
 
 
 def decided(one: Cell, other: Cell, key: str = SPEED) -> bool | None:

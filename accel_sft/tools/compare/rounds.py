@@ -22,6 +22,7 @@ from accel_sft.io.text import printable, shown
 from accel_sft.tools.compare.cells import Cell
 from accel_sft.tools.compare.conclusions import findings
 from accel_sft.tools.compare.launching import end_all, launch
+from accel_sft.tools.compare.learning_curve import learnt
 from accel_sft.tools.compare.measured import last_step, measure, surroundings
 from accel_sft.tools.compare.outcome import outcome, waited_for
 from accel_sft.tools.compare.record import write_record
@@ -134,6 +135,7 @@ def _run_cell(record: dict[str, Any], folder: Path, cell: Cell, number: int, sta
 def _update(record: dict[str, Any], folder: Path) -> None:
     summarise(record, folder)
     record["paired"] = paired_settings(record, folder)
+    record["learning_curve"] = learnt(record)
     record["findings"] = findings(record)
     write_record(folder, record)
     write_atomically(folder / "comparison.md", markdown(record))

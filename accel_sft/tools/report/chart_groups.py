@@ -19,10 +19,16 @@ Chart = dict[str, Any]
 
 
 def groups(
-    every: Sequence[Run], cells: Sequence[RecordedCell], series: Sequence[str], measured: Sequence[Chart]
+    every: Sequence[Run],
+    cells: Sequence[RecordedCell],
+    series: Sequence[str],
+    measured: Sequence[Chart],
+    learnt: Sequence[tuple[str, list[dict[str, Any]]]],
 ) -> list[dict[str, Any]]:
     """The groups of charts, in the order of the page.
 
+    Args:
+        learnt: the points of the learning curve of each comparison, with its name.
     Returns:
         for each group its `id`, its `heading`, whether it is `folded`, `missing` (the runs that lack what it shows)
         and `charts`. A chart has an `id`, a `title`, a `spec`, and its data under `curves` or `rows`, as `kind` says.
@@ -35,6 +41,7 @@ def groups(
         for name, heading in _GROUPS.items()
     ]
     return [
+        _group("rows", "Metric by number of training rows", _learnt(learnt)),
         *curves,
         _group("speed", "Memory against speed", _speed(every, cells, series), no_speed),
         _group("steps", "Step times", _step_times(cells, series)),
@@ -66,6 +73,14 @@ def _speed(every: Sequence[Run], cells: Sequence[RecordedCell], series: Sequence
             title, spec = f"{place.capitalize()} memory against speed", memory_specs.against_speed(place, series)
             found.append({"kind": "rows", "title": title, "rows": points, "spec": spec})
     return found
+
+
+def _learnt(learnt: Sequence[tuple[str, list[dict[str, Any]]]]) -> list[Chart]:
+    return [
+        {"kind": "rows", "title": f"{name}: by number of rows", "rows": rows, "spec": specs.learning_curve()}
+        for name, rows in learnt
+        if rows
+    ]
 
 
 def _step_times(cells: Sequence[RecordedCell], series: Sequence[str]) -> list[Chart]:

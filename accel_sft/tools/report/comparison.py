@@ -35,7 +35,11 @@ class RecordedCell:
 
 @dataclasses.dataclass(kw_only=True)
 class Comparison:
-    """What comparison.json says, and the runs of its cells."""
+    """What comparison.json says, and the runs of its cells.
+
+    `learnt` has the points of its learning curve: `rows` with a measured `metric`, or with `value`, `low` and `high` of
+    a forecast.
+    """
 
     name: str
     status: str
@@ -43,6 +47,7 @@ class Comparison:
     command: str
     varied: list[str]
     findings: list[str]
+    learnt: list[dict[str, Any]]
     cells: list[RecordedCell]
     runs: list[Run]
 
@@ -79,9 +84,17 @@ def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
         command=str(record.get("command") or ""),
         varied=[str(key) for key in _list(record.get("varied"))],
         findings=[str(finding) for finding in _list(record.get("findings"))],
+        learnt=_points(mapping(record.get("learning_curve"))),
         cells=cells,
         runs=runs,
     )
+
+
+def _points(curve: dict[str, Any]) -> list[dict[str, Any]]:
+    """The points of a learning curve, with forecasts for up to four times as many rows as were measured."""
+    measured, ahead = ([_numbers(point) for point in _list(curve.get(key))] for key in ("measured", "forecast"))
+    most = max((point.get("rows", 0) for point in measured), default=0)
+    return [*measured, *(point for point in ahead if point.get("rows", 0) <= 4 * most)]
 
 
 def _cell(name: str, cell: dict[str, Any], rounds: list[dict[str, Any]]) -> RecordedCell:

@@ -148,3 +148,37 @@ def step_seconds(cells: int, series: Sequence[str]) -> dict[str, Any]:
         transform=[SHOWN],
         layer=[boxes],
     )
+
+
+def learning_curve() -> dict[str, Any]:
+    """The metric over the number of training rows: a point for each training, and the forecast with its interval."""
+    numbers = {"format": ".4~g"}
+    rows = number("rows", title="training rows", scale={"type": "log", "nice": False}, axis={"format": "~s"})
+    ends = [number("low", title="95%: from", **numbers), number("high", title="to", **numbers)]
+    about = [number("rows", title="rows", format=",d"), number("value", title="forecast", **numbers), *ends]
+    ahead = [{"filter": "isValid(datum.value)"}]
+    band = {
+        "transform": ahead,
+        "mark": {"type": "area", "color": COLOURS[0], "opacity": 0.18},
+        "encoding": {"y": number("low", title="metric after training", scale={"zero": False}), "y2": {"field": "high"}},
+    }
+    line = {
+        "transform": ahead,
+        "mark": {"type": "line", "color": COLOURS[0], "strokeDash": [5, 3], "point": {"opacity": 0, "size": 60}},
+        "encoding": {"y": number("value"), "tooltip": about},
+    }
+    points = {
+        "transform": [{"filter": "isValid(datum.metric)"}],
+        "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1, "color": COLOURS[0]},
+        "encoding": {
+            "y": number("metric"),
+            "tooltip": [number("rows", title="rows", format=",d"), number("metric", title="metric", **numbers)],
+        },
+    }
+    return chart(
+        "The metric after training by the number of training rows; dashed, with its interval, what is forecast.",
+        height=300,
+        params=range_and_shown([]),
+        encoding={"x": rows},
+        layer=[band, line, points],
+    )

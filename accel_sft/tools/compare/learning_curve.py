@@ -1,0 +1,217 @@
+"""Forecasts what more training rows would bring, from a comparison's cells that were trained on ever more of them.
+
+A metric over the number of rows is taken to follow a power law towards a ceiling (Hestness and others, 2017, arXiv
+1712.00409), or a logistic curve over the logarithm of rows, as a task does that is learnt all at once. No single curve
+is chosen: each of a grid counts by how well it fits the measured points, and a forecast is what they say together, so
+that its interval is wide where they disagree.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from accel_sft.io.text import shown
+from accel_sft.tools.compare.outcome import COMPLETE
+from accel_sft.tracking.run_report import is_number
+from accel_sft.tracking.significance import span
+
+ROWS = "train_limit"
+FEWEST_SIZES = 3
+"""Fewest numbers of rows that a curve is put through."""
+_LEVELS = (0.025, 0.5, 0.975)
+_DRAWS = 8000
+"""Random draws that an interval's ends are quantiles of."""
+_NOISES = (0.005, 0.01, 0.02, 0.04, 0.08)
+"""Standard deviations of a run around its curve that are tried, as shares of the metric's range."""
+_FARTHER = 0.5
+"""Share by which that standard deviation grows with every halving or doubling of the rows: no curve fits all sizes, and
+the largest ones say most of what comes behind them."""
+_LEAST, _STEEP = 0.4, 2.0
+"""Factors on that standard deviation: where a curve is flat, and for each unit by which it rises with a doubling of the
+rows, as a seed that learns a little earlier ends far above the others there."""
+_FREEDOM = 4
+"""Degrees of freedom of Student's t, with which a run that ended badly does not bend the curve."""
+_AHEAD = 6
+"""Doublings of the rows at hand up to which the end of the gain is looked for."""
+_FOUND = 2.8
+"""Standard errors of a difference that is found four times out of five, at the 5% level."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """What was measured.
+
+    Attributes:
+        sizes: numbers of rows, ascending.
+        metrics: for each of them the main metric after training, of each seed.
+        better: 1 if more is better, else -1.
+        examples: number of validation examples; None if not known.
+        detectable: smallest difference of two models that these examples show four times out of five; None if unknown.
+    """
+
+    sizes: Sequence[int]
+    metrics: Sequence[Sequence[float]]
+    better: int = 1
+    examples: int | None = None
+    detectable: float | None = None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the metric is a share, from 0 to 1, as far as one can see."""
+        return all(0 <= value <= 1 for values in self.metrics for value in values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """The metric that is expected of `rows` rows, as the mean over as many seeds as were measured, and its 95%
+    interval."""
+
+    rows: int
+    value: float
+    low: float
+    high: float
+
+
+def read_curve(record: Mapping[str, Any]) -> Curve | None:
+    """The curve of a comparison that varies the number of rows, and nothing else but seeds; None if there is none."""
+    found: dict[int, list[float]] = {}
+    widths = []
+    for cell in record["cells"] if ROWS in record["varied"] and {*record["varied"]} <= {ROWS, "seed"} else ():
+        rows, median = str(cell["settings"].get(ROWS)), cell["median"]
+        if cell["status"] == COMPLETE and rows.isdecimal() and is_number(median.get("metric_after")):
+            found.setdefault(int(rows), []).append(median["metric_after"])
+            low, high = median.get("metric_low"), median.get("metric_high")
+            widths += [high - low] if is_number(low) and is_number(high) else []
+    if len(found) < FEWEST_SIZES:
+        return None
+    tests = [test for test in (record.get("paired") or {}).values() if test and is_number(test.get("examples"))]
+    # two evaluations of the same examples; where they cannot be paired, as if each had examples of its own
+    errors = [test["standard_error"] for test in tests] or [width / 4 * math.sqrt(2) for width in widths]
+    return Curve(
+        sizes=sorted(found),
+        metrics=[found[size] for size in sorted(found)],
+        better=1 if record.get("higher_is_better", True) else -1,
+        examples=max((test["examples"] for test in tests), default=None),
+        detectable=_FOUND * statistics.median(errors) if errors and any(errors) else None,
+    )
+
+
+def forecast(curve: Curve, rows: Sequence[int]) -> list[Forecast]:
+    """Forecast the metric of trainings on other numbers of rows, scored on the same validation examples."""
+    import numpy as np
+
+    most, draws = curve.sizes[-1], np.random.default_rng(0)
+    begin, scale = _unit(curve)
+    measured = [
+        (size, (value - begin) / scale) for size, each in zip(curve.sizes, curve.metrics, strict=True) for value in each
+    ]
+    curves, slopes = _grid(np.array([size / most for size in (*(size for size, _ in measured), *rows)]), curve.bounded)
+    spread = _LEAST + _STEEP * slopes
+    off = curves[: len(measured)] - np.array([value for _, value in measured])[:, None]
+    apart = np.array([1 + _FARTHER * math.log2(most / size) for size, _ in measured])[:, None] * spread[: len(measured)]
+    fits = []
+    for noise in _NOISES:
+        tails = np.log1p((off / (noise * apart)) ** 2 / _FREEDOM)
+        fits.append(-((_FREEDOM + 1) / 2 * tails + np.log(noise * apart)).sum(0))
+    likely = np.exp(np.array(fits) - np.max(fits)).ravel()
+    noise_of, which = np.divmod(draws.choice(len(likely), _DRAWS, p=likely / likely.sum()), curves.shape[1])
+    seeds = max(1, round(statistics.mean(map(len, curve.metrics))))
+    found = []
+    for size, values, widths in zip(rows, curves[len(measured) :], spread[len(measured) :], strict=True):
+        width = widths[which] * np.array(_NOISES)[noise_of] * (1 + _FARTHER * abs(math.log2(size / most)))
+        drawn = values[which] + width / math.sqrt(seeds) * draws.standard_t(_FREEDOM, _DRAWS)
+        ends = begin + scale * np.quantile(drawn, _LEVELS)
+        low, middle, high = (np.clip(ends, 0, 1) if curve.bounded else ends).tolist()
+        found.append(Forecast(size, middle, min(low, high), max(low, high)))
+    return found
+
+
+def _unit(curve: Curve) -> tuple[float, float]:
+    """What is taken from the metric, and by what the rest is divided, so that 1 is the best that can be thought of.
+
+    A share is as good as its distance from the worst share; of any other metric the largest number of rows has half of
+    what can be gained."""
+    if curve.bounded:
+        return (0.0, 1.0) if curve.better > 0 else (1.0, -1.0)
+    first, last = (statistics.mean(curve.metrics[at]) for at in (0, -1))
+    gained = last - first if (last - first) * curve.better > 0 else curve.better * (abs(last) or 1.0) / 10
+    return last - gained, 2 * gained
+
+
+def _grid(times: Any, bounded: bool) -> Any:
+    """Many curves at these multiples of the largest number of rows, and by how much each rises there with a doubling of
+    the rows; both (points, curves)."""
+    import numpy as np
+
+    now, gap, fall = np.meshgrid(np.linspace(0, 1, 121), np.linspace(0, 1, 31), np.geomspace(0.05, 3, 24))
+    power = [now + gap * (1 - now) * (1 - each**-fall) for each in times]
+    falls = [gap * (1 - now) * fall * math.log(2) * each**-fall for each in times]
+    top, steep, place = np.meshgrid(np.linspace(0.025, 1, 40), np.geomspace(0.2, 5, 24), np.linspace(-8, 8, 97))
+    logistic = [top / (1 + np.exp(-(steep * np.log2(each) + place))) for each in times]
+    rises = [steep * one * (1 - one / top) for one in logistic]
+
+    def together(ones: Any, others: Any) -> Any:
+        return np.array([np.concatenate([a.ravel(), b.ravel()]) for a, b in zip(ones, others, strict=True)])
+
+    values = together(power, logistic)
+    return np.maximum(values, 0) if bounded else values, together(falls, rises)
+
+
+def learnt(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The measured points and the forecasts, for the record of a comparison; None if it has no such curve."""
+    if (curve := read_curve(record)) is None:
+        return None
+    ahead = [round(curve.sizes[-1] * 2 ** (step / 2)) for step in range(2 * _AHEAD + 1)]
+    return {
+        "measured": [
+            {"rows": size, "metric": value}
+            for size, values in zip(curve.sizes, curve.metrics, strict=True)
+            for value in values
+        ],
+        "forecast": [dataclasses.asdict(one) for one in forecast(curve, ahead)],
+        "examples": curve.examples,
+        "detectable": curve.detectable,
+    }
+
+
+def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what was measured, what twice as many rows would bring, and from where on more would show nothing.
+
+    Nothing is yielded if the record has no learning curve.
+    """
+    if not (found := record.get("learning_curve")):
+        return
+    metric, ahead, detectable = record["main_metric"], found["forecast"], found["detectable"]
+    by_rows: dict[int, list[float]] = {}
+    for point in found["measured"]:
+        by_rows.setdefault(point["rows"], []).append(point["metric"])
+    told = "; ".join(f"{rows:,} rows {shown(statistics.mean(each))}{_range(each)}" for rows, each in by_rows.items())
+    yield f"{metric} after training on {told}."
+    most, twice = ahead[0]["rows"], ahead[2]
+    now, then = shown(statistics.mean(by_rows[most])), shown(round(twice["value"], 4))
+    reach = f" (95%: {span(twice['low'], twice['high'])})" if twice["low"] < twice["high"] else ""
+    yield f"{twice['rows'] - most:,} more rows ({twice['rows']:,} in all): {metric} {now} to {then}{reach}."
+    if detectable is None:
+        return
+    gain = [abs(ahead[-1]["value"] - one["value"]) for one in ahead]
+    enough = next(one["rows"] for one, left in zip(ahead, gain, strict=True) if left < detectable)
+    examples = f"{found['examples']:,} validation examples" if found["examples"] else "these validation examples"
+    nothing = f"nothing is expected that {examples} can show, a difference of {shown(round(detectable, 4))}"
+    if enough == most:
+        yield f"Beyond these {most:,} rows {nothing}."
+    elif enough < ahead[-1]["rows"] / 4:
+        yield f"Beyond about {_round(enough):,} rows {nothing}."
+    else:
+        yield f"Up to {_round(ahead[-1]['rows'] // 4):,} rows no end of the gain can be told."
+
+
+def _range(values: Sequence[float]) -> str:
+    return f" ({shown(min(values))} to {shown(max(values))})" if min(values) < max(values) else ""
+
+
+def _round(rows: int) -> int:
+    """Two digits of a number of rows."""
+    digits = 10 ** max(0, len(str(rows)) - 2)
+    return round(rows / digits) * digits

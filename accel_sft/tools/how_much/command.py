@@ -1,0 +1,64 @@
+"""The command `how-much`: trains on ever more of a task's rows, and forecasts what further rows would bring."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import Setting, settings
+from accel_sft.api.task import Task
+from accel_sft.chat.conversation import read_split
+from accel_sft.tools.compare import command as compare
+from accel_sft.tools.compare.cells import flag_of
+from accel_sft.tools.compare.learning_curve import FEWEST_SIZES, ROWS
+
+FEWEST_ROWS = 8
+"""Fewest rows of a training."""
+_USUAL = ("--eval-every", "auto")
+"""Given to each training unless the user says otherwise: a small part of the rows may have hundreds of epochs."""
+
+
+def run(
+    task: str,
+    task_class: type[Task],
+    offers: Mapping[type, Sequence[Setting]],
+    asked: Mapping[str, Any],
+    parse: compare.Parse,
+) -> None:
+    """Compare trainings on nested parts of the rows, the smallest first, each with several seeds.
+
+    Args:
+        asked: the parameters of `compare`, with `sizes` and `seeds` in place of the options that are varied here.
+    Raises:
+        UserError: the user must mend something, or no training completed.
+    """
+    behind = parse([*asked["run_words"]])[0]
+    if taken := [flag_of(name) for name in (ROWS, "seed") if name in behind]:
+        raise UserError(f"{', '.join(taken)} behind --: how-much sets it for each training; see --sizes and --seeds")
+    words = asked["run_words"] if "eval_every" in behind or asked["eval_every"] else (*_USUAL, *asked["run_words"])
+    asked = {**asked, "repeat": 1, "discard_steps": 0, "run_words": words}
+    cells, varied, _ = compare.cells_of(task, task_class, offers, asked, parse)
+    if varied:
+        flags = ", ".join(map(flag_of, varied))
+        raise UserError(f"{flags}: how-much varies the rows and the seed only; give one value")
+    _, of_run = parse(cells[0].words[1:])[1]()
+    sizes = _sizes(asked["sizes"], len(read_split(of_run, "train")))
+    seeds = [str(number) for number in range(1, asked["seeds"] + 1)]
+    own = {setting.name: setting for setting in settings(TrainConfig) if setting.name in (ROWS, "seed")}
+    offers = {**offers, TrainConfig: [*offers[TrainConfig], own[ROWS], own["seed"]]}
+    compare.run(task, task_class, offers, {**asked, ROWS: [*map(str, sizes)], "seed": seeds}, parse)
+
+
+def _sizes(given: str | None, rows: int) -> list[int]:
+    """The numbers of rows to train on, ascending: those that were given, or all rows and four halvings of them."""
+    if given is None:
+        sizes = sorted({size for halvings in range(5) if (size := rows >> halvings) >= FEWEST_ROWS})
+        few = f"{rows:,} training rows are too few"
+    else:
+        parts = [part.strip().replace("_", "") for part in given.split(",")]
+        if wrong := [part for part in parts if not part.isdecimal() or not 0 < int(part) <= rows]:
+            raise UserError(f"--sizes {wrong[0]!r}: expected numbers of rows up to {rows:,}, commas between")
+        sizes, few = sorted({*map(int, parts)}), f"--sizes {given}: too few"
+    if len(sizes) < FEWEST_SIZES:
+        raise UserError(f"{few}: a curve needs {FEWEST_SIZES} numbers of rows, each at least {FEWEST_ROWS}")
+    return sizes

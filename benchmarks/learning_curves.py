@@ -1,0 +1,108 @@
+"""How often `how-much` forecasts right: from half of the rows and less what all of them bring, for ten jobs.
+
+    python benchmarks/learning_curves.py [--folder FOLDER] [--jobs 10] [--smoke]
+
+`accel-sft how-much` trains each job on a sixteenth, an eighth, a quarter, a half and all of its rows, each with two
+seeds. Its record without the trainings on all rows gives the forecast; they are the truth. A folder that is named is
+kept, and an interrupted benchmark goes on there.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from accel_sft.tools.compare.learning_curve import forecast, read_curve
+from smoke import parse, parser
+
+EVERY = ("--epochs", "4", "--global-batch-size", "16", "--learning-rate", "0.001", "--batching", "shared")
+JOBS = {
+    "math to 999, a": ("math", "--max-number", "999", "--train-examples", "2000"),
+    "math to 999, b": ("math", "--max-number", "999", "--train-examples", "2000", "--data-seed", "1"),
+    "math to 9999, a": ("math", "--train-examples", "4000"),
+    "math to 9999, b": ("math", "--train-examples", "4000", "--data-seed", "1"),
+    "entities, Chinese": ("ner", "--language", "zh", "--train-sentences", "2000"),
+    "entities, English": ("ner", "--language", "en", "--train-sentences", "2000"),
+    "entities, both": ("ner", "--train-sentences", "2000", "--data-seed", "1"),
+    "words for words, a": ("chat", "--train-file", "a.jsonl", "--held-out", "200"),
+    "words for words, b": ("chat", "--train-file", "b.jsonl", "--held-out", "200"),
+    "words for words, exact": ("chat", "--train-file", "a.jsonl", "--held-out", "200", "--metric", "exact"),
+}
+WORDS = 150
+"""Words of the language that chats are translated from."""
+
+
+def write_chats(path: Path, rows: int, seed: int) -> None:
+    """Chats in which two to five words are translated word by word, the rare ones rarely."""
+    drawn = random.Random(seed)
+    spelt = ["".join(drawn.choice("bdfgklmnprst") + drawn.choice("aeiou") for _ in range(2)) for _ in range(2 * WORDS)]
+    words, others = spelt[:WORDS], spelt[WORDS:]
+    weights = [1 / (place + 5) for place in range(WORDS)]
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(rows):
+            chosen = drawn.choices(range(WORDS), weights, k=drawn.randint(2, 5))
+            turns = [
+                ("user", " ".join(words[at] for at in chosen)),
+                ("assistant", " ".join(others[at] for at in chosen)),
+            ]
+            messages = [{"role": role, "content": text} for role, text in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def main(folder: Path, jobs: int, sizes: str | None, steps: int | None) -> None:
+    for seed, name in enumerate(("a", "b")):
+        write_chats(folder / f"{name}.jsonl", 1800, seed)
+    print("| job | measured with half of the rows | forecast for all | 95% | came | held |\n|---|---|---|---|---|---|")
+    held, widths = [], []
+    for name, job in [*JOBS.items()][:jobs]:
+        place = folder / name.replace(" ", "-").replace(",", "")
+        short = ["--max-steps", str(steps)] if steps else []
+        words = [*job, "--output-dir", str(place), *(["--sizes", sizes] if sizes else []), "--", *EVERY, *short]
+        log = folder / f"{place.name}.log"
+        with log.open("w") as output:
+            done = subprocess.run(
+                [sys.executable, "-m", "accel_sft", "how-much", *words], cwd=folder, stdout=output, stderr=output
+            )
+        if done.returncode:
+            sys.exit(f"{name}: {log.read_text()[-500:]}")
+        record = json.loads((place / "comparison.json").read_text())
+        whole = read_curve(record)
+        most = whole.sizes[-1]
+        record["cells"] = [cell for cell in record["cells"] if cell["settings"]["train_limit"] != str(most)]
+        half = read_curve(record)
+        if half is None:  # with --smoke there are too few sizes
+            print(f"| {name} | too few sizes |")
+            continue
+        (found,) = forecast(half, [most])
+        came = statistics.mean(whole.metrics[-1])
+        held.append(found.low <= came <= found.high)
+        widths.append(found.high - found.low)
+        before = statistics.mean(half.metrics[-1])
+        interval = f"{found.low:.3f} to {found.high:.3f}"
+        print(
+            f"| {name} | {before:.3f} | {found.value:.3f} | {interval} | {came:.3f} | {'yes' if held[-1] else 'no'} |",
+            flush=True,
+        )
+    if held:
+        width = statistics.median(widths)
+        print(f"\n{sum(held)} of {len(held)} intervals hold what came; their median width is {width:.3f}.")
+
+
+if __name__ == "__main__":
+    arguments = parser(__doc__)
+    arguments.add_argument("--folder", type=Path)
+    arguments.add_argument("--jobs", type=int, default=len(JOBS))
+    arguments.add_argument("--sizes", help="Numbers of rows; with --smoke few.")
+    arguments.add_argument("--steps", type=int, help="Optimizer steps of each training, in place of four epochs.")
+    args = parse(arguments, jobs=1, sizes="16,32,64", steps=2)
+    if args.folder:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        main(args.folder.absolute(), args.jobs, args.sizes, args.steps)
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            main(Path(temporary), args.jobs, args.sizes, args.steps)
