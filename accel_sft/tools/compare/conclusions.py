@@ -7,7 +7,7 @@ from accel_sft.io.text import shown
 from accel_sft.tools.compare import learning_curve
 from accel_sft.tools.compare.cells import flag_of
 from accel_sft.tools.compare.outcome import COMPLETE
-from accel_sft.tools.compare.remarks import remarks
+from accel_sft.tools.compare.remarks import failures, remarks
 from accel_sft.tools.compare.sweep import best_settings, costs_alike
 from accel_sft.tools.compare.tables import percent
 
@@ -20,13 +20,14 @@ _SAME_MEMORY = 0.01
 def findings(record: Mapping[str, Any]) -> list[str]:
     """Return one or two sentences for each finding; speed is compared in tokens/s, as batch sizes may differ.
 
-    A sweep's findings begin with the settings that learn best, or with the learning curve if it varies the number of
-    rows; they mention speed only if a varied option affects it.
+    A sweep's findings begin with the settings that learn best, and mention speed only if a varied option affects it;
+    those of a comparison of numbers of rows are its learning curve.
     """
     cells = record["cells"]
+    if learnt := [*learning_curve.in_sentences(record)]:
+        return [*learnt, *failures(cells)]
     measured = [cell for cell in cells if cell["status"] == COMPLETE and cell["median"][SPEED]]
-    learnt = [*learning_curve.in_sentences(record)]
-    if costs_alike(record) or learnt:
+    if costs_alike(record):
         lines = []
     elif measured:
         best = max(measured, key=lambda cell: cell["median"][SPEED])
@@ -34,7 +35,7 @@ def findings(record: Mapping[str, Any]) -> list[str]:
         lines += _options(measured, record["varied"])
     else:
         lines = ["No cell was measured: none came to its end with a step behind the discarded ones."]
-    return [*(learnt or best_settings(record)), *lines, *remarks(record)]
+    return [*best_settings(record), *lines, *remarks(record)]
 
 
 def decided(one: Cell, other: Cell, key: str = SPEED) -> bool | None:

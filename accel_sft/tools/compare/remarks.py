@@ -18,7 +18,7 @@ def remarks(record: Mapping[str, Any]) -> list[str]:
     """One sentence for each remark."""
     cells = record["cells"]
     of_memory = [*_predictions(cells), *_batches(cells)]
-    return [*_disturbed(cells), *of_memory, *_failures(cells), *_loss(cells), *_batch(cells), *_surroundings(record)]
+    return [*_disturbed(cells), *of_memory, *failures(cells), *_loss(cells), *_batch(cells), *_surroundings(record)]
 
 
 def _disturbed(cells: Sequence[Cell]) -> Iterator[str]:
@@ -64,7 +64,7 @@ def _batches(cells: Sequence[Cell]) -> Iterator[str]:
         yield f"{told}: that is the most that a faster disk or processor, or smaller images, could save."
 
 
-def _failures(cells: Sequence[Cell]) -> Iterator[str]:
+def failures(cells: Sequence[Cell]) -> Iterator[str]:
     for cell in cells:
         bad = [run for run in cell["runs"] if run["status"] != COMPLETE]
         if cell["status"] != COMPLETE:
