@@ -65,6 +65,7 @@ def _batches(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def failures(cells: Sequence[Cell]) -> Iterator[str]:
+    """Say which cells or runs did not complete, and why."""
     for cell in cells:
         bad = [run for run in cell["runs"] if run["status"] != COMPLETE]
         if cell["status"] != COMPLETE:
