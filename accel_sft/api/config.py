@@ -18,8 +18,8 @@ MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = SECTIONS = "Model", "Adapter", "Data", 
 _model, _adapter, _data, _optim, _eval, _run = (functools.partial(option, section=name) for name in SECTIONS)
 NAMED_LIKE = "model.layers.0.mlp.up_proj.weight"
 """A name of a weight, for errors."""
-CHECK, PLAN = "Check", "Plan"
-_check, _plan = (functools.partial(option, section=name, basic=True) for name in (CHECK, PLAN))
+CHECK, PLAN, REHEARSE = TOOLS = "Check", "Plan", "Rehearsal"
+_check, _plan, _rehearse = (functools.partial(option, section=name, basic=True) for name in TOOLS)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -308,6 +308,18 @@ def _problems_of_keeping(keep: str, save_every: str) -> list[str]:
         mend = f"leave it out, or give a divisor of {every}"
         return [f"--keep-checkpoints {keep}: --save-every {save_every} {made}; {mend}"]
     return []
+
+
+@dataclasses.dataclass(kw_only=True)
+class RehearseConfig(TrainConfig):
+    """The settings of `rehearse`: its own and all of training's, so that a training command can be rehearsed
+    unchanged."""
+
+    launch: str | None = _rehearse(
+        None, help="Launch file of the real run: a shipped one's name, or a path. Default: one process without one."
+    )
+    keep: bool = _rehearse(False, help="Keep the rehearsal's folder, which is kept after a failure in any case.")
+    json: bool = _rehearse(False, help="Print JSON on standard output, nothing else there.")
 
 
 def _problems_of_train_only(pattern: str, *, adapter: str) -> list[str]:

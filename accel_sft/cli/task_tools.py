@@ -8,7 +8,17 @@ from typing import Any
 
 import click
 
-from accel_sft.api.config import CHECK, MODEL, PLAN, CheckConfig, EvaluateConfig, PlanConfig, TrainConfig
+from accel_sft.api.config import (
+    CHECK,
+    MODEL,
+    PLAN,
+    REHEARSE,
+    CheckConfig,
+    EvaluateConfig,
+    PlanConfig,
+    RehearseConfig,
+    TrainConfig,
+)
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting, settings
 from accel_sft.api.task import Task
@@ -99,6 +109,14 @@ def _plan(name: str, task: Task, config: PlanConfig) -> None:
 def _check(name: str, task: Task, config: CheckConfig) -> None:
     from accel_sft.tools.check.command import run
 
+    run(name, task, config)
+
+
+def _rehearse(name: str, task: Task, config: RehearseConfig) -> None:
+    from accel_sft.launch.environment import importing
+
+    with importing():
+        from accel_sft.tools.rehearse.command import run
     run(name, task, config)
 
 
@@ -212,6 +230,18 @@ TOOLS = {
         config_class=CheckConfig,
         lists=_names("model init_from max_length global_batch_size micro_batch_size epochs max_steps seed"),
         section=CHECK,
+        reads_rows=False,  # its report lists missing rows too
+    ),
+    "rehearse": TaskTool(
+        summary="Go through a whole run on a shrunk model before it is paid for: what would fail, when, and the mend.",
+        does="Goes through its whole run in minutes, on CPUs: the real options, data, tokenizer, template and launch "
+        "file, with a random model of the same family that has every kind of its layers. Training's other options are "
+        "accepted too: put `rehearse` before the task of any training command, and name its launch file with --launch. "
+        "Exit status: 0 if the run holds, 1 if a stage of it would fail.",
+        run=_rehearse,
+        config_class=RehearseConfig,
+        lists=_names("model init_from adapter max_length output_dir"),
+        section=REHEARSE,
         reads_rows=False,  # its report lists missing rows too
     ),
     "export-data": TaskTool(

@@ -1,6 +1,8 @@
 """Reads from a model's classes and configuration: its forward's arguments, its attention, what weights text reaches."""
 
 import inspect
+import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -63,3 +65,9 @@ def beyond_text(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def parts_of(names: Iterable[str]) -> list[str]:
     """The parts of a multimodal model that these parameters are in, such as `vision_tower`."""
     return list(dict.fromkeys(name.removeprefix("model.").split(".")[0] for name in names))
+
+
+def alike(names: Iterable[str]) -> list[str]:
+    """Names that differ in numbers alone (of layers, of experts) as one, with how many they are."""
+    found = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
+    return [f"{name} ({count})" if count > 1 else name for name, count in found.items()]

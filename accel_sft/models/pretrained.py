@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from accel_sft.api.config import TrainConfig, no_match
 from accel_sft.api.errors import UserError
-from accel_sft.models.architecture import beyond_text, parts_of, without_adapter
+from accel_sft.models.architecture import alike, beyond_text, parts_of, without_adapter
 from accel_sft.models.offload import placement, placing
 from accel_sft.models.quantized import in_4bit, keep_as_trained
 from accel_sft.models.source import errors_explained
@@ -186,8 +185,7 @@ def freeze_others(model: torch.nn.Module, pattern: str, log: Callable[[str], Non
         raise UserError(no_match(pattern, names))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    alike = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names if name in trained)
-    log(f"--train-only trains {', '.join(f'{name} ({n})' if n > 1 else name for name, n in alike.items())}")
+    log(f"--train-only trains {', '.join(alike(name for name in names if name in trained))}")
 
 
 def processor_files(name: str, model: torch.nn.Module) -> list[Path]:

@@ -11,6 +11,8 @@ from accel_sft.api.errors import UserError
 from accel_sft.models.architecture import beyond_text, parts_of
 
 ALL_LINEAR = "all-linear"
+USED_ALONE = "used without being called"
+"""Reason, in messages, why a layer gets no adapter: the model reads its weights without calling it."""
 READ_IMAGES = "for images pass through it as it is"
 """Reason, in messages, why weights that only images reach are not trained."""
 
@@ -34,8 +36,8 @@ def targets(model: torch.nn.Module, *, names: list[str], saved: list[str]) -> di
     excluded = [rf"(.*\.)?{re.escape(name)}" for name in saved]
     excluded += [rf"(model\.)?{re.escape(part)}\..*" for part in parts_of(beyond)]
     if not chosen:
-        unfit = {_in_block(name) for names in _unfit(model).values() for name in names}
-        excluded += [rf"(.*\.)?{re.escape(name)}" for name in sorted(unfit)]
+        without = {_in_block(name) for names in unfit(model).values() for name in names}
+        excluded += [rf"(.*\.)?{re.escape(name)}" for name in sorted(without)]
     return {
         "target_modules": names if chosen else ALL_LINEAR,
         "exclude_modules": "|".join(excluded) or None,
@@ -81,7 +83,7 @@ def left_out(adapted: Any, *, images: bool = False) -> list[str]:
 
     model = adapted.get_base_model()
     beyond = beyond_text(model)
-    found = {READ_IMAGES if images else "no text reaches them": parts_of(beyond), **_unfit(model)}
+    found = {READ_IMAGES if images else "no text reaches them": parts_of(beyond), **unfit(model)}
     wrapped = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     stood_on = {id(getattr(module.get_base_layer(), module.parameter_name)) for module in wrapped}
     for name, parameter in model.named_parameters():
@@ -92,7 +94,7 @@ def left_out(adapted: Any, *, images: bool = False) -> list[str]:
     return [f"{', '.join(dict.fromkeys(map(_in_block, names)))} ({reason})" for reason, names in found.items() if names]
 
 
-def _unfit(model: Any) -> dict[str, list[str]]:
+def unfit(model: Any) -> dict[str, list[str]]:
     """Return, by reason, linear layers with a forward of their own, or with weights used without calling the layer.
 
     Kernels of state-space layers take the weights of their projections directly, so that an adapter does nothing there.
@@ -109,7 +111,7 @@ def _unfit(model: Any) -> dict[str, list[str]]:
         elif _of_model(user) and re.search(
             rf"\bself\.{own}\.weight\b(?!\.(dtype|device|shape))", inspect.getsource(user)
         ):
-            found.setdefault("used without being called", []).append(name)
+            found.setdefault(USED_ALONE, []).append(name)
     return found
 
 

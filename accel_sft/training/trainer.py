@@ -36,6 +36,7 @@ from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.time_spent import BATCHES, PAUSE
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training import summary
+from accel_sft.training.in_vain import InVain
 from accel_sft.training.kernels import use_liger_kernels
 from accel_sft.training.optimizer import Stepper, new_optimizer
 from accel_sft.training.predicted import Prediction
@@ -89,6 +90,7 @@ class Trainer:
         self.model, self.optimizer = prepare_model(accelerator, prepared.launch, model, optimizer, config.max_grad_norm)
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm, config.ema_decay)
         self.averages = self.stepper.averages
+        self.in_vain = InVain(accelerator, self.model, self.optimizer, log)
         written = run_dir, config.keep_checkpoints, self.averages, log
         self.checkpoints = Checkpoints(accelerator, prepared.launch, self.model, self.optimizer, *written)
         tracker.phase("sharded")
@@ -195,6 +197,7 @@ class Trainer:
             grad_norm, phase = stepper.update(state.step), "step"
             state.step += 1
             self.anomalies.look(state.step, loss, grad_norm, examples)
+            self.in_vain.look(grad_norm, last=state.step == plan.total_steps)
             seconds = time.perf_counter() - started
             record = state.counted(
                 epoch=plan.epoch(state.step),
@@ -307,6 +310,7 @@ class Trainer:
             **self.prediction.measured(self.tracker, self.train_step),
             "trained_parameters": self.trained_parameters,
             "steps_left_out": self.anomalies.left_out(),
+            "trained_in_vain": self.in_vain.found,
             "batching": dataclasses.asdict(self.train_step.batching),
             "phases": self.tracker.phases(),
             **self.tracker.watched(),

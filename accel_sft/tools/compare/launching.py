@@ -34,6 +34,7 @@ def launch(
     log: Path,
     limit_seconds: float,
     on_poll: Callable[[], None],
+    poll_seconds: float = _POLL_SECONDS,
 ) -> Ended:
     """Run `command` until it ends or `limit_seconds` have passed. It has a session of its own, so that Ctrl-C reaches
     this process only.
@@ -44,7 +45,7 @@ def launch(
         environment: variables that are added to this process's.
         folder: the run's folder, with which its processes are marked.
         log: the file that gets all output.
-        on_poll: called after each poll, while the launch runs.
+        on_poll: called after each poll, every `poll_seconds` while the launch runs.
     """
     began = time.monotonic()
     mine = {**os.environ, **environment, _MARK: str(folder)}
@@ -56,7 +57,7 @@ def launch(
             )
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_POLL_SECONDS)
+                process.wait(poll_seconds)
                 break
             if over_time := time.monotonic() - began > limit_seconds:
                 break
@@ -76,11 +77,16 @@ def end_all(folder: Path) -> None:
                 process.terminate()
         psutil.wait_procs(found, GRACE_SECONDS)
     finally:  # a second Ctrl-C skips the wait
-        while left := _marked(folder):
-            for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(left, GRACE_SECONDS)
+        kill_all(folder)
+
+
+def kill_all(folder: Path) -> None:
+    """Kill all processes that are marked with `folder`, by SIGKILL."""
+    while left := _marked(folder):
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, GRACE_SECONDS)
 
 
 def _marked(folder: Path) -> list[psutil.Process]:

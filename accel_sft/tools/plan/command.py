@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.config import PLAN, PlanConfig
+from accel_sft.api.config import PlanConfig, TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.registry import suggestion
@@ -66,7 +66,7 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     found = {}
     for each in chosen:
         probed = dataclasses.replace(asked, **each.more, dry_run=False, resume="off", patience=None)
-        found[each.name] = probed_beside(each, [task_name, *_given(probed, task)])
+        found[each.name] = probed_beside(each, [task_name, *words_of(probed, task)])
     if config.json:
         as_json = table.as_json(plans, shape, here, lengths, best, why, command)
         answered = {name: [dataclasses.asdict(each) for each in of_launch] for name, of_launch in found.items()}
@@ -185,18 +185,18 @@ def command_of(task_name: str, task: Task, asked: PlanConfig, best: Plan, here: 
     words = ["accelerate", "launch", "--config_file", f"{best.name}.yaml" if is_shipped else str(best.file)]
     if here.gpus:
         words += sized(best.job.launch, best.job.ranks)
-    words += ["-m", "accel_sft", task_name, *_given(dataclasses.replace(asked, **best.more), task)]
+    words += ["-m", "accel_sft", task_name, *words_of(dataclasses.replace(asked, **best.more), task)]
     fetch = f"accel-sft launch-file {best.name} > {best.name}.yaml\n" if is_shipped else ""
     return fetch + shlex.join(words)
 
 
-def _given(config: PlanConfig, task: Task) -> list[str]:
+def words_of(config: TrainConfig, task: Task) -> list[str]:
     """The options of the trainer and of the task that differ from their defaults, as words of a command line."""
     words: list[str] = []
-    for owner in (config, task):
-        for setting in settings(type(owner)):
+    for owner, offered in ((config, settings(TrainConfig)), (task, settings(type(task)))):
+        for setting in offered:
             value = getattr(owner, setting.name)
-            if setting.section == PLAN or value == setting.default or value is None:
+            if value == setting.default or value is None:
                 continue
             if isinstance(value, bool):
                 words.append(setting.flag if value else f"--no-{setting.flag[2:]}")

@@ -1,0 +1,288 @@
+"""`accel-sft rehearse`: a whole run in minutes, on a shrunk model of the real one's family, before it is paid for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import accel_sft
+from accel_sft.api.config import CheckConfig, RehearseConfig, TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import settings
+from accel_sft.api.task import Task
+from accel_sft.data.step_plan import StepPlan
+from accel_sft.io import terminal
+from accel_sft.io.files import expanded, json_safe
+from accel_sft.launch.audit import audit
+from accel_sft.launch.environment import device_count
+from accel_sft.launch.launcher import under_launcher
+from accel_sft.launch.precision import recorded
+from accel_sft.launch.read import launch_of_yaml
+from accel_sft.models.load import load_tokenizer
+from accel_sft.models.source import find_source, resolved
+from accel_sft.tools.check.command import Audit
+from accel_sft.tools.plan.command import launch_files, words_of
+from accel_sft.tools.rehearse import model_files, runs
+from accel_sft.tools.rehearse.reload import Reloaded, reported
+from accel_sft.tools.rehearse.shrunk import shrink
+from accel_sft.tools.rehearse.stages import FAILS, WARNS, Flaw, Stages, flaws_of
+from accel_sft.tracking.services import tracker_names
+from accel_sft.training.prepare import plan_steps
+
+
+def run(task_name: str, task: Task, config: RehearseConfig) -> None:
+    """Rehearse a run, and exit with status 1 if a stage of it would fail.
+
+    Raises:
+        UserError: the launch file or the model's configuration cannot be read.
+    """
+    if under_launcher() or "LOCAL_RANK" in os.environ:
+        raise UserError(
+            f"accel-sft rehearse {task_name} starts launches itself: call it without accelerate launch, and name the "
+            "launch file with --launch"
+        )
+    began = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="accel-sft-rehearsal-"))
+    stages = Stages(lambda line: None)
+    try:
+        with terminal.quiet(None, config.debug, shown_on=2 if config.json else 1) as shown:
+            stages = Stages(lambda line: print(line, file=shown, flush=True))
+            with terminal.waiting(f"rehearse {task_name}"):
+                Rehearsal(task_name, task, config, folder, stages).run()
+    finally:
+        keeps = config.keep or stages.failed
+        if not keeps:
+            shutil.rmtree(folder, ignore_errors=True)
+    seconds = time.monotonic() - began
+    if config.json:
+        whole = {
+            "version": accel_sft.__version__,
+            "task": task_name,
+            "model": config.init_from or config.model,
+            "launch": config.launch,
+            "seconds": seconds,
+            "folder": str(folder) if keeps else None,
+            "stages": [stage.as_dict() for stage in stages.all.values()],
+        }
+        print(json.dumps(json_safe(whole), indent=2, ensure_ascii=False))
+    else:
+        verdict = "the run would fail" if stages.failed else "the run holds"
+        counts = f"{stages.count(FAILS)} to mend, {stages.count(WARNS)} to look at"
+        print(f"{verdict}: {counts}; {seconds:.0f} s" + (f"; all of it is in {folder}" if keeps else ""))
+    if stages.failed:
+        raise SystemExit(1)
+
+
+class Rehearsal:
+    """One rehearsal: what can be seen without a run, the runs, and what they exported."""
+
+    def __init__(self, task_name: str, task: Task, config: RehearseConfig, folder: Path, stages: Stages) -> None:
+        self.task_name, self.task, self.folder, self.stages = task_name, task, folder, stages
+        self.asked: RehearseConfig = config
+        self.config = resolved(config)
+        self.plan: StepPlan | None = None
+
+    def run(self) -> None:
+        """Go through the stages; those that need what failed are not reached."""
+        launcher = self.launch()
+        audited = self.data()
+        if audited is None or self.plan is None:
+            return
+        config = self.model(audited)
+        if config is None or self.stages.failed:  # the real run would be refused, or end in vain
+            return
+        self.runs = runs.Runs(launcher, [self.task_name, *words_of(config, self.task)], self.folder)
+        whole = self.whole(self.runs.start("whole"))
+        if whole:
+            self.resume(whole)
+            self.reload(whole, config, audited)
+
+    def launch(self) -> list[str]:
+        """Audit the launch as the real run does, and what else is decided before a model is loaded."""
+        real, file, flaws = None, None, []
+        if self.config.launch:
+            (_, file), *others = launch_files(self.config.launch)
+            if others:
+                raise UserError(f"--launch {self.config.launch}: name one launch file; each run has its own")
+            real = launch_of_yaml(file)
+            needed = device_count() or real.backend == "fsdp" or real.precision[0] == "fp16"
+            gpus = real.local_world_size if needed else 0  # as many as the real launch needs
+            for finding in audit(self.config, real, gpus):
+                state = {"error": FAILS, "warning": WARNS}.get(finding.level)
+                flaws += [Flaw(state, finding.what, finding.mend)] if state else []
+        try:
+            tracker_names(self.config.tracker)
+        except UserError as error:
+            flaws += flaws_of(error)
+        target = expanded(self.config.output_dir) if self.config.output_dir else None
+        if target and self.config.resume == "off" and target.is_dir() and any(target.iterdir()):
+            what = f"--output-dir {self.config.output_dir}: not empty, and the run would be refused"
+            flaws.append(Flaw(FAILS, what, "name another folder, or continue the run in it with --resume auto"))
+        words, seen = runs.launcher_of(real, file)
+        self.stages.ended("launch", *flaws, seen=seen, when="the start")
+        return words
+
+    def data(self) -> Audit | None:
+        """Audit the data as `accel-sft check` does, and the steps that they make."""
+        known = {setting.name for setting in settings(TrainConfig)}
+        given = {name: value for name, value in vars(self.config).items() if name in known}
+        day = self.config.template_date or time.strftime("%Y-%m-%d")
+        with reported(self.stages, "data"):
+            audited = Audit(self.task_name, self.task, CheckConfig(**given | {"template_date": day}), self.folder)
+            report = audited.report()
+            flaws = []
+            for finding in report.findings:
+                if finding.grade != "note":
+                    row = finding.rows[0] if finding.rows else None
+                    named = f" ({'; '.join(filter(None, (row.where, row.detail)))})" if row else ""
+                    what = f"{finding.code} {finding.split}: {finding.count:,}: {finding.about.what}{named}"
+                    flaws.append(Flaw(FAILS if finding.grade == "error" else WARNS, what, finding.about.mend))
+            train = audited.encodings.get("train")
+            seen = "; ".join(f"{split.split} {split.rows:,} rows" for split in report.splits)
+            if train is not None and report.steps:
+                self.plan = plan_steps(train, self.config)
+                flaws += [*self._never(self.plan), *self._short(audited)]
+                seen += f"; {self.plan.total_steps:,} steps of {self.plan.global_batch_size}"
+            self.stages.ended("data", *flaws, seen=seen, when="reading the data")
+            return audited
+        return None
+
+    def _never(self, plan: StepPlan) -> Iterator[Flaw]:
+        for flag, every in (("--save-every", self.config.save_every), ("--eval-every", self.config.eval_every)):
+            if every != "off" and self._first(every) is None:
+                lost = {"--save-every": "a run that dies loses all", "--eval-every": "only the last step is scored"}
+                what = f"{flag} {every} is never due in {plan.total_steps:,} steps: {lost[flag]}"
+                yield Flaw(WARNS, what, f"{flag} auto, or fewer steps between")
+
+    def _short(self, audited: Audit) -> Iterator[Flaw]:
+        encoding, most = audited.encodings.get("validation"), self.config.max_new_tokens
+        if (
+            encoding
+            and most
+            and self.config.eval_every != "off"
+            and (long := int((encoding.kept.answers > most).sum()))
+        ):
+            what = f"--max-new-tokens {most}: {long:,} of {len(encoding.kept):,} validation answers are longer, and"
+            yield Flaw(WARNS, f"{what} could never be scored as right", "raise it, or leave it out")
+
+    def _first(self, every: str) -> int | None:
+        """The first step of the real run at which `--save-every` or `--eval-every` is due."""
+        assert self.plan is not None
+        return next((step for step in range(1, self.plan.total_steps + 1) if self.plan.is_due(every, step)), None)
+
+    def model(self, audited: Audit) -> TrainConfig | None:
+        """Look at the files beside the weights, shrink the model, and see what of it learns; returns the settings of
+        the runs, None if there is no model to train."""
+        source, plan = audited.source, self.plan
+        assert source is not None
+        assert plan is not None
+        with reported(self.stages, "model"):
+            first = self._first(self.config.eval_every) if self.config.eval_every != "off" else None
+            when = f"step {first or plan.total_steps:,}, the first export"
+            flaws = [*model_files.flaws(source, self.config, when)]
+            tiny = self.config.model == "tiny" and not self.config.init_from
+            folder, seen = source.weights, "tiny is trained as it is"
+            if not tiny:
+                folder = str(self.folder / "model")
+                seen = shrink(source, Path(folder), trust_remote_code=self.config.trust_remote_code)
+                folder = f"{folder}/adapter" if source.adapter else folder
+            longest = max(int(each.kept.answers.max()) for each in audited.encodings.values() if each)
+            config = runs.rehearsed(self.config, folder, longest)
+            tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code, templated=False)
+            self.learns, more = model_files.trained(config, tokenizer, runs.STEPS)
+            self.stages.ended("model", *flaws, *more, seen=seen, when="loading the model")
+            return dataclasses.replace(config, model="tiny") if tiny else config
+        return None
+
+    def whole(self, made: runs.Run) -> runs.Run | None:
+        """Say how far the run to its end came; None if it did not come to its end."""
+        config, plan = self.config, self.plan
+        assert plan is not None
+        steps, evaluated = made.lines("loss"), made.lines("eval_loss")
+        saved = made.dir.checkpoint(runs.SAVE_EVERY).is_dir()
+        scores, saves = config.eval_every != "off", config.save_every != "off"
+        loaded = runs.TRAINED.search(made.output)
+        first, last = f"step {self._first(config.save_every) or plan.total_steps:,}", f"step {plan.total_steps:,}"
+        scored = f"{len(evaluated) or 'no'} evaluations"
+        stages = [
+            ("load", bool(loaded), "loading the model", loaded[0] if loaded else ""),
+            ("steps", len(steps) >= runs.SAVE_EVERY, "step 1", f"{len(steps)} steps, losses are finite"),
+            ("evaluation", not scores or len(evaluated) == 3, "step 0, before training", scored),
+            ("checkpoint", saved or not saves, first, ""),
+            ("export", made.dir.final.is_dir() and not made.failure, last, ""),
+        ]
+        if scores and not evaluated and made.dir.batching.exists():
+            stages.insert(1, stages.pop(2))  # the first evaluation comes before the first step
+        for name, reached, when, seen in stages:
+            if made.failure and not reached:
+                self.stages.ended(name, *flaws_of(made.failure), when=when)
+                return None
+            if reached:
+                self.stages.ended(name, seen=seen, when=when)
+            if name == "steps":
+                self.trained(made)
+        return made
+
+    def trained(self, made: runs.Run) -> None:
+        """Say what is trained, and what gets no gradient."""
+        lines = made.output.splitlines()
+        seen = [self.learns, *(line for line in lines if line.startswith("note: in "))]
+        vain = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: trained in vain")]
+        self.stages.ended("trained", *(flaw for line in vain for flaw in flaws_of(line)), seen="; ".join(seen))
+
+    def resume(self, whole: runs.Run) -> None:
+        """Kill a second run after its first checkpoint, resume it, and compare what both end with."""
+        if self.config.save_every == "off":
+            self.stages.ended("resume", Flaw(WARNS, "--save-every off: a run that is killed starts over"))
+            return
+        killed = self.runs.killed("killed")
+        left = len(killed.lines("loss"))
+        resumed = self.runs.start("killed", "--resume", "auto")
+        when = "a resume after a kill"
+        if resumed.failure:
+            self.stages.ended("resume", *flaws_of(resumed.failure), when=when)
+            return
+        losses = [[line["loss"] for line in run.lines("loss")] for run in (whole, resumed)]
+        files = [{p.name: p.read_bytes() for p in run.dir.final.glob("*.safetensors")} for run in (whole, resumed)]
+        if losses[0] != losses[1] or files[0] != files[1]:
+            first = next((n for n, (a, b) in enumerate(zip(*losses, strict=False), 1) if a != b), runs.STEPS)
+            what = f"a run that was killed and resumed ends with other bits than one without a stop, from step {first}"
+            mend = "see whether the task's data or the model draw random numbers of their own"
+            self.stages.ended("resume", Flaw(FAILS, what, mend), when=when)
+            return
+        seen = f"killed (SIGKILL) after {left} steps, and resumed to the same bits"
+        if not killed.failure:
+            seen = "not killed, for the run had ended before its first checkpoint was seen; the bits are the same"
+        self.stages.ended("resume", seen=seen, when=when)
+
+    def reload(self, whole: runs.Run, config: TrainConfig, audited: Audit) -> None:
+        """Load what was exported by plain transformers and peft, merge it, and have it write an answer."""
+        stages, final, encoding = self.stages, whole.dir.final, audited.encodings["validation"]
+        assert encoding is not None
+        assert config.eval_limit is not None  # a rehearsal's
+        rows = [row for row in encoding.kept[: 4 * runs.ROWS] if row.index < config.eval_limit]
+        began = find_source(str(whole.dir.base) if config.model == "tiny" else config.model)
+        last = whole.lines("eval_loss")
+        evaluated = last[-1]["eval_loss"] if last else None
+        precision = recorded(whole.dir.read_record()) or "no"
+        found: Reloaded | None = None
+        with reported(stages, "reload"):
+            found = Reloaded(final, began, config, [row for row in rows if row.images is None])
+            seen, flaws = found.reload(evaluated, precision) if found.rows else ("all rows have images", [])
+            stages.ended("reload", *flaws, seen=seen, when="the first use of the exported weights")
+        if found is None or not found.rows:
+            return
+        with reported(stages, "merge"):
+            seen, flaws = found.merge() if found.source.adapter else ("no adapter", [])
+            stages.ended("merge", *flaws, seen=seen, when="accel-sft merge")
+        with reported(stages, "generate"):
+            source = audited.source
+            assert source is not None
+            seen, flaws = found.generate(model_files.ends(found.tokenizer, source))
+            stages.ended("generate", *flaws, seen=seen, when="the first answer")

@@ -1,0 +1,98 @@
+"""Looks at a model before it is trained: the files beside its weights, and which of its weights learn."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from accel_sft.api.adapters import names_of
+from accel_sft.api.config import TrainConfig
+from accel_sft.chat.encoded import end_of_turn_ids
+from accel_sft.models.architecture import alike
+from accel_sft.models.chat_template import template_of
+from accel_sft.models.load import load_model
+from accel_sft.models.pretrained import OR_NONE
+from accel_sft.models.source import Source, find_source
+from accel_sft.models.targets import USED_ALONE, unfit
+from accel_sft.tools.rehearse.stages import FAILS, WARNS, Flaw
+
+_MARKS = re.compile(r"<\|[^<>|\s'\"{}]+\|>|<(?:start|end)_of_[a-z]+>")
+"""Marks that are surely control tokens; others, such as `<think>` and `[INST]`, are plain text in some models."""
+_TURNS = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+
+
+def ends(tokenizer: Any, source: Source) -> frozenset[int]:
+    """The tokens at which the run's own answers end."""
+    return frozenset(end_of_turn_ids(tokenizer, _generation_config(source)))
+
+
+def flaws(source: Source, config: TrainConfig, export: str) -> Iterator[Flaw]:
+    """What is wrong with the files. `export` says when the real run writes them for the first time."""
+    from transformers import AutoTokenizer
+
+    if config.chat_template is None:
+        tokenizer = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=config.trust_remote_code)
+        tokenizer.chat_template = template_of(tokenizer, source.tokenizer)
+        yield from _unknown_marks(tokenizer)
+    if settings := _generation_config(source):
+        try:
+            settings.validate(strict=True)
+        except ValueError as error:
+            why = " ".join(line.strip("- ") for line in str(error).splitlines()[1:2]) or str(error)
+            what = f"{export}: the model's generation_config.json is not valid, and cannot be saved ({why})"
+            yield Flaw(FAILS, what, "mend that file beside the weights: take the sampling flags out, or set do_sample")
+
+
+def trained(config: TrainConfig, tokenizer: Any, steps: int) -> tuple[str, list[Flaw]]:
+    """Load the shrunk model as the run will; return which weights learn and which do not, and what is wrong with it.
+
+    Raises:
+        UserError: the settings do not fit the model.
+    """
+    lines: list[str] = []
+    source = find_source(config.model)
+    how: dict[str, Any] = {"precision": "no", "deepspeed": False, "tokenizer": tokenizer}
+    model = load_model(source, config, total_steps=steps, log=lines.append, **how)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    frozen = sum(not parameter.requires_grad for parameter in model.parameters())
+    told = [line for line in lines if line.startswith(("the adapter leaves out", "not trained,"))]
+    found = []
+    if config.adapter != "none" and source.adapter is None:
+        plain = load_model(source, dataclasses.replace(config, adapter="none"), **how)
+        passed_by = set(unfit(plain).get(USED_ALONE, ()))
+        adapted = [name.split(".lora_A")[0].removeprefix("base_model.model.") for name in names if "lora_A" in name]
+        if idle := [name for name in adapted if name in passed_by]:
+            what = f"the adapter of {', '.join(alike(idle))} is passed by: the model reads these weights itself"
+            mend = "leave them out of --lora-target-modules: on GPUs they would be trained in vain"
+            found.append(Flaw(FAILS, what, mend))
+        experts = [name for name, weights in plain.named_parameters() if weights.ndim == 3 and "expert" in name]
+        asked, given = (names_of(each) for each in (config.lora_target_modules, config.lora_target_parameters))
+        if missed := [n for n in experts if n.rsplit(".", 1)[-1] in asked and not any(map(n.endswith, given))]:
+            what = f"--lora-target-modules does not reach {', '.join(alike(missed))}, which are no layers"
+            inside = ",".join(dict.fromkeys(name.split(".", 3)[-1] for name in missed))
+            found.append(Flaw(WARNS, what, f"--lora-target-parameters {inside} adapts the experts"))
+    return "; ".join([f"{', '.join(alike(names))}; {frozen} others are frozen", *told]), found
+
+
+def _generation_config(source: Source) -> Any:
+    """The model's generation_config.json; None if there is none."""
+    from transformers import GenerationConfig
+    from transformers.utils import cached_file
+
+    if not cached_file(source.weights, "generation_config.json", **OR_NONE):
+        return None
+    return GenerationConfig.from_pretrained(source.weights)
+
+
+def _unknown_marks(tokenizer: Any) -> Iterator[Flaw]:
+    if not isinstance(tokenizer.chat_template, str):
+        return
+    written = tokenizer.apply_chat_template(_TURNS, tokenize=False)
+    known = {*tokenizer.get_vocab(), *tokenizer.all_special_tokens}
+    if lacking := [mark for mark in dict.fromkeys(_MARKS.findall(written)) if mark not in known]:
+        pieces = len(tokenizer(lacking[0], add_special_tokens=False)["input_ids"])
+        what = f"the chat template writes {', '.join(lacking)}, for which the tokenizer has no token: {lacking[0]}"
+        mend = "use the tokenizer that came with the weights, or make them tokens with --chat-template"
+        yield Flaw(WARNS, f"{what} is read as {pieces} pieces of text", mend)

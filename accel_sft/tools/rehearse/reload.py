@@ -1,0 +1,163 @@
+"""Loads what a rehearsal exported as a stranger would, by plain transformers and peft, and holds it to the run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError, what_and_where
+from accel_sft.chat.encoded import Encoded
+from accel_sft.models.adapters import is_mergeable
+from accel_sft.models.load import load_model, load_tokenizer
+from accel_sft.models.merge import merge
+from accel_sft.models.pretrained import class_of
+from accel_sft.models.source import Source, find_source
+from accel_sft.tools.rehearse.stages import FAILS, Flaw, Stages, flaws_of
+
+_TOLERANCE = {"no": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
+"""Allowed difference of the validation loss, as a share of it, by the precision of the run: plain transformers computes
+in float32 here."""
+_BEHIND = 4
+"""Tokens that may be generated behind the end of an answer, to see whether generation stops there."""
+
+
+@contextlib.contextmanager
+def reported(stages: Stages, name: str) -> Iterator[None]:
+    """Inside, what fails is said of the stage: libraries may raise anything here."""
+    try:
+        yield
+    except UserError as error:
+        stages.ended(name, *flaws_of(error))
+    except Exception as error:  # noqa: BLE001
+        stages.ended(name, Flaw(FAILS, f"what the run exports cannot be used: {what_and_where(error)}"))
+
+
+class Reloaded:
+    """The exported weights of a rehearsal, loaded by plain transformers and peft.
+
+    Args:
+        final: the folder of the exported weights.
+        began: what the run began with.
+        rows: the validation rows of which the run computed its loss.
+    """
+
+    def __init__(self, final: Path, began: Source, config: TrainConfig, rows: Sequence[Encoded]) -> None:
+        self.final, self.began, self.config, self.rows = final, began, config, rows
+        self.trusted = config.trust_remote_code
+        self.source = find_source(str(final))
+        self.tokenizer = load_tokenizer(self.source, trust_remote_code=self.trusted, templated=False)
+        self.model = self._plain()
+
+    def _plain(self) -> Any:
+        from peft import PeftModel
+        from transformers import AutoConfig
+
+        weights = self.source.weights
+        settings = AutoConfig.from_pretrained(weights, trust_remote_code=self.trusted)
+        model = class_of(settings).from_pretrained(weights, dtype=torch.float32, trust_remote_code=self.trusted)
+        if self.source.adapter:
+            if self.config.chat_template is not None and len(self.tokenizer) > settings.vocab_size:
+                model.resize_token_embeddings(len(self.tokenizer), mean_resizing=False)
+            model = PeftModel.from_pretrained(model, self.source.adapter)
+        return model.eval()
+
+    @torch.no_grad()
+    def loss(self, model: Any = None) -> float:
+        """The mean loss of the rows' supervised tokens, each row alone."""
+        total = count = 0.0
+        for row in self.rows:
+            ids = torch.tensor([row.input_ids])
+            logits = (model or self.model)(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            nll = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+            for span, weight in row.weighted:
+                total += weight * nll[span.start - 1 : span.stop - 1].sum().item()
+                count += weight * len(span)
+        return total / count
+
+    def reload(self, evaluated: float | None, precision: str) -> tuple[str, list[Flaw]]:
+        """Compare the loss with the run's own, if it has one, and with that of what the run began with."""
+        found, flaws = self.loss(), []
+        seen = f"validation loss {found:.6g} in plain {'peft' if self.source.adapter else 'transformers'}"
+        if evaluated is not None:
+            seen += f", {evaluated:.6g} in the run"
+            if not abs(found - evaluated) <= _TOLERANCE[precision] * abs(evaluated):
+                what = f"the exported weights predict otherwise than those that were trained: loss {found:.6g}"
+                mend = "report this as a defect, with the model's config.json"
+                flaws.append(Flaw(FAILS, f"{what}, and {evaluated:.6g} in the run", mend))
+        template, seed = self.config.chat_template, self.config.seed  # which make the embeddings of new tokens
+        plain = TrainConfig(dtype="float32", trust_remote_code=self.trusted, chat_template=template, seed=seed)
+        before = load_model(self.began, plain, precision="no", deepspeed=False, tokenizer=self.tokenizer).eval()
+        if self.loss(before) == found:
+            what = "trained in vain: the exported weights predict what the model predicted before, to the bit"
+            flaws.append(Flaw(FAILS, what, "see that --learning-rate is above 0, and what is trained"))
+        return seen, [*flaws, *self._twice()]
+
+    def _twice(self) -> list[Flaw]:
+        """A head that is tied to its embedding, and written beside it with other values."""
+        from safetensors import safe_open
+
+        config = self.model.config.get_text_config(decoder=True)
+        tied = getattr(self.model.config, "tie_word_embeddings", False) or getattr(config, "tie_word_embeddings", False)
+        ends: dict[str, torch.Tensor] = {}
+        for file in sorted(self.final.glob("*.safetensors")) if tied else ():
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118, not a mapping
+                    if name.endswith(("lm_head.weight", "embed_tokens.weight", "wte.weight", "embed_out.weight")):
+                        ends[name] = opened.get_tensor(name)
+        tensors = list(ends.values())
+        if len(tensors) < 2 or all(each.shape == tensors[0].shape and each.equal(tensors[0]) for each in tensors):
+            return []
+        what = f"tied weights are exported twice, with other values ({', '.join(sorted(ends))}): a server reads one"
+        return [Flaw(FAILS, what, "leave the head out of the adapter, or train both with --lora-modules-to-save")]
+
+    def merge(self) -> tuple[str, list[Flaw]]:
+        """Merge the adapter as `accel-sft merge` does."""
+        if not is_mergeable(self.model):
+            return "adapters of this type stay beside their base", []
+        made = merge(self.source, self.tokenizer, None, trust_remote_code=self.trusted)
+        return f"{made.dtype}: {made.describe()}", []
+
+    @torch.no_grad()
+    def generate(self, ends: frozenset[int]) -> tuple[str, list[Flaw]]:
+        """Have plain `generate` write a learnt answer, token by token, and see whether it stops at its end."""
+        row = next((row for row in self.rows if row.prompt_length and row.input_ids[-1] in ends), None)
+        if row is None:
+            return "no answer here has an end to stop at", []
+        prompt, answer = row.input_ids[: row.prompt_length], row.input_ids[row.prompt_length :]
+        ids = torch.tensor([prompt])
+        made = self.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=len(answer) + _BEHIND,
+            logits_processor=[_Dictated(len(prompt), answer)],
+        )[0].tolist()
+        end = self.tokenizer.convert_ids_to_tokens(answer[-1])
+        if len(made) <= len(prompt) + len(answer):
+            return f"a plain `generate` stops at {end}, which ends the answers", []
+        named = self.model.generation_config.eos_token_id
+        names = [named] if isinstance(named, int) else named or []
+        told = ", ".join(map(str, self.tokenizer.convert_ids_to_tokens(names))) or "none"
+        what = f"answers end with {end}, at which a plain `generate` goes on: generation_config.json stops at {told}"
+        mend = f"add {answer[-1]} to eos_token_id in the model's generation_config.json, before the run"
+        return "", [Flaw(FAILS, what, f"{mend} (a server reads it there)")]
+
+
+class _Dictated:
+    """A logits processor that has the model write these tokens behind its prompt, and then what it likes but an end."""
+
+    def __init__(self, begin: int, tokens: Sequence[int]) -> None:
+        self.begin, self.tokens = begin, tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        at = input_ids.shape[1] - self.begin
+        if at >= len(self.tokens):
+            return scores
+        only = torch.full_like(scores, -torch.inf)
+        only[:, self.tokens[at]] = 0
+        return only

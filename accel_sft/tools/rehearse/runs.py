@@ -1,0 +1,125 @@
+"""Starts the rehearsal's runs, each a real launch: one to its end, one that is killed, and its resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.io.run_dir import RunDir
+from accel_sft.launch.info import Launch
+from accel_sft.launch.parallelism import sized
+from accel_sft.launch.shipped import shipped
+from accel_sft.tools.compare.launching import kill_all, launch
+from accel_sft.tools.compare.outcome import outcome
+from accel_sft.tracking.metrics_file import read_lines
+
+STEPS, SAVE_EVERY, EVAL_EVERY = 12, 4, 6
+"""Optimizer steps of a rehearsal, and after how many it saves and evaluates: the kill comes after the first checkpoint
+and long before the end."""
+RANKS, ROWS, TOKENS = 2, 8, 24
+"""At most this many ranks, rows of a step, and tokens of an answer that is generated."""
+LEAST_RATE = 1e-3
+"""Lowest learning rate of a rehearsal, so that a dozen steps show in weights of any precision."""
+LIMIT_SECONDS = 3600.0
+"""Time limit of one launch; the first one with ZeRO may wait for DeepSpeed's operators to compile."""
+_POLL_SECONDS = 0.05
+_ON_THE_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+TRAINED = re.compile(r"^[\d,]+ of [\d,]+ parameters are trained$", re.M)
+"""The line that a run prints once its model is loaded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A launch that has ended: its folder, what it printed, and why it failed ("" if it did not)."""
+
+    dir: RunDir
+    output: str
+    failure: str
+
+    def lines(self, key: str) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl that have `key`: "loss" for steps, "eval_loss" for evaluations."""
+        return [line for line in read_lines(self.dir.metrics) if key in line]
+
+
+def launcher_of(real: Launch | None, file: Path | None) -> tuple[list[str], str]:
+    """The words that start a rehearsal of this launch on CPUs, and how that differs from the real launch."""
+    if real is None:
+        return [sys.executable], "one process"
+    ranks = min(real.world_size, RANKS)
+    flags = [*sized(real, ranks)]
+    said = f"{ranks} CPU rank{'s' * (ranks > 1)} for {real.world_size}"
+    if real.machines > 1:
+        flags += ["--num_machines", "1", "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
+    if real.sequence_ranks > ranks:
+        flags += ["--parallelism_config_sp_size", f"{ranks}"]
+    if real.backend == "fsdp":
+        file, said = shipped()["ddp"], f"{said}, data parallel (ddp): FSDP does not run on CPUs"
+    if real.precision[0] == "fp16":
+        flags, said = [*flags, "--mixed_precision", "no"], f"{said}, in float32: float16 needs a GPU"
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    return [*words, "--main_process_port", "0", *flags], said
+
+
+def rehearsed(config: TrainConfig, model: str, longest_answer: int) -> TrainConfig:
+    """The settings of the real run, resolved, with those of a rehearsal in their place."""
+    rows = min(config.global_batch_size or ROWS, ROWS)
+    kernels = config.attn_implementation in (None, "eager", "sdpa")
+    return dataclasses.replace(
+        config,
+        model=model,
+        init_from=None,
+        output_dir=None,
+        max_steps=STEPS,
+        epochs=None,
+        warmup_steps=None,
+        warmup_ratio=0.0,
+        learning_rate=max(config.learning_rate or 0.0, LEAST_RATE) if config.learning_rate else 0.0,
+        global_batch_size=rows,
+        micro_batch_size=config.micro_batch_size if config.micro_batch_size == "auto" else "1",
+        eval_every="off" if config.eval_every == "off" else str(EVAL_EVERY),
+        eval_limit=min(config.eval_limit or ROWS // 2, ROWS // 2),
+        max_new_tokens=min(config.max_new_tokens or longest_answer, TOKENS),
+        save_every="off" if config.save_every == "off" else str(SAVE_EVERY),
+        keep_checkpoints=f"{STEPS // SAVE_EVERY}",
+        attn_implementation=config.attn_implementation if kernels else None,
+        compile=False,
+        use_liger_kernel=False,
+        profile=False,
+        dry_run=False,
+        force=True,
+        tracker="none",
+        run_name=None,
+        resume="off",
+        patience=None,
+    )
+
+
+class Runs:
+    """Starts runs of the same words, each in a folder of its own below `folder`."""
+
+    def __init__(self, launcher: Sequence[str], words: Sequence[str], folder: Path) -> None:
+        self.command, self.folder = [*launcher, "-m", "accel_sft", *words], folder
+
+    def start(self, name: str, *more: str, on_poll: Callable[[RunDir], None] = lambda run_dir: None) -> Run:
+        """Start a run in the folder `name`, and wait for its end."""
+        run_dir, log = RunDir(self.folder / name), self.folder / f"{name}{'-resumed' * bool(more)}.log"
+        command = [*self.command, *more, "--output-dir", str(run_dir)]
+        variables = {**_ON_THE_CPU, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        ended = launch(command, variables, run_dir.path, log, LIMIT_SECONDS, lambda: on_poll(run_dir), _POLL_SECONDS)
+        _, reason = outcome(ended, run_dir, log, LIMIT_SECONDS)
+        return Run(run_dir, log.read_text(encoding="utf-8", errors="replace"), reason)
+
+    def killed(self, name: str) -> Run:
+        """Start a run, and kill all of its processes at once (SIGKILL) when its first checkpoint is there."""
+
+        def kill(run_dir: RunDir) -> None:
+            if run_dir.all_checkpoints():
+                kill_all(run_dir.path)
+
+        return self.start(name, on_poll=kill)

@@ -1,0 +1,190 @@
+"""Makes a model of the real one's family, with every kind of its layers, a few dimensions wide, with random weights."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from accel_sft.api.errors import UserError, first_line
+from accel_sft.models.architecture import REFUSALS
+from accel_sft.models.pretrained import class_of
+from accel_sft.models.shipped_files import shipped_files
+from accel_sft.models.source import Source, errors_explained
+
+_WIDTH, _HEADS, _HEAD = 64, 4, 16
+"""Hidden size, attention heads and dimensions of a head; `_HEADS * _HEAD == _WIDTH`, which some families ask for."""
+_STATE_HEADS = 2 * _WIDTH // _HEAD
+"""Heads of state-space layers, which are twice as wide as the hidden state."""
+_LAYERS = "num_hidden_layers", "n_layer", "num_layers", "n_layers"
+_WIDTHS: dict[int, str] = {
+    _WIDTH: "hidden_size n_embd d_model word_embed_proj_dim moe_intermediate_size shared_expert_intermediate_size "
+    "moe_shared_expert_intermediate_size out_hidden_size vision_output_dim projector_input_dim projector_output_dim "
+    "hidden_size_per_layer_input",
+    2 * _WIDTH: "intermediate_size ffn_dim n_inner intermediate_size_mlp mamba_d_ssm ffn_hidden_size d_inner "
+    "attention_hidden_size",
+    _WIDTH // 2: "kv_lora_rank q_lora_rank attention_head_dim",
+    _HEAD: "head_dim global_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim "
+    "linear_value_head_dim mamba_d_head mamba_head_dim mamba_headdim index_head_dim o_lora_rank query_pre_attn_scalar",
+    _STATE_HEADS: "mamba_n_heads mamba_num_heads n_mamba_heads",
+    _HEADS: "num_attention_heads n_head linear_num_value_heads",
+    2: "linear_num_key_heads index_n_heads o_groups",
+    1: "n_group topk_group n_groups mamba_n_groups mamba_ngroups",
+}
+_COUNTS: dict[int, str] = {
+    _HEAD: "state_size ssm_state_size mamba_d_state adapter_rank",
+    _HEADS: "num_experts num_local_experts n_routed_experts mamba_dt_rank time_step_rank",
+    2: "num_experts_per_tok experts_per_token top_k_experts depth",
+    1: "n_shared_experts",
+}
+_SET, _AT_MOST = ({key: n for n, keys in sizes.items() for key in keys.split()} for sizes in (_WIDTHS, _COUNTS))
+"""Sizes of the shrunk model, which must suit each other, and the largest of those that need not."""
+_BY_LAYER = ("_indices", "_indexes", "_ids", "_idx")
+"""Endings of names of lists that hold numbers of layers."""
+
+
+def shrink(source: Source, folder: Path, *, trust_remote_code: bool, seed: int = 0) -> str:
+    """Write the shrunk model of `source` into `folder`, as `--model` reads it, and return what it is, in words.
+
+    Tokenizer, chat template and generation_config.json are the real ones, file by file. If the source is an adapter, an
+    adapter of the same kind is written beside, into `folder`/adapter, with the shrunk model as its base.
+
+    Raises:
+        UserError: the configuration cannot be read, or no small model can be made of it.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    with errors_explained(source.weights):
+        real = AutoConfig.from_pretrained(source.weights, trust_remote_code=trust_remote_code)
+        small, kept, layers = _smallest(real, source.weights, trust_remote_code)
+        kind, dtype = class_of(small, images=True), _dtype(real)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            model = kind.from_config(small, dtype=dtype, trust_remote_code=trust_remote_code)
+        model.save_pretrained(folder)
+        for path in _files_of(source.weights), _files_of(source.tokenizer):
+            for file in shipped_files(path)[0]:
+                if file.suffix != ".safetensors" and ".index." not in file.name and file.name not in _OWN:
+                    (folder / file).parent.mkdir(exist_ok=True)
+                    shutil.copyfile(path / file, folder / file)
+    if source.adapter:
+        _adapter(model, source.adapter, folder)
+    wide = getattr(small.get_text_config(decoder=True), "hidden_size", _WIDTH)
+    return f"{real.model_type}, {kept} of {layers} layers (every kind of them), {wide} wide"
+
+
+_OWN = {"config.json", "adapter_config.json", "README.md"}
+
+
+def _dtype(real: Any) -> Any:
+    import torch
+
+    named = getattr(real.get_text_config(decoder=True), "dtype", None) or getattr(real, "dtype", None)
+    return named if isinstance(named, torch.dtype) else torch.float32
+
+
+def _files_of(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    weights = [f"*.{suffix}" for suffix in ("safetensors", "bin", "pt", "pth", "gguf", "h5", "msgpack", "onnx")]
+    return Path(snapshot_download(name, ignore_patterns=weights))
+
+
+def _smallest(real: Any, name: str, trusted: bool) -> tuple[Any, int, int]:
+    """Return the configuration with the first layers of the real one, as few as have all of its kinds of layers; how
+    many they are, and how many the real model has."""
+    layers, why = real.get_text_config(decoder=True).num_hidden_layers, ""
+    every = _kinds(_narrow(real, layers, layers), layers, trusted)
+    for count in range(min(2, layers), layers + 1):
+        try:
+            small = _narrow(real, layers, count)
+            if every <= _kinds(small, count, trusted):
+                return small, count, layers
+        except (StrictDataclassError, *REFUSALS) as error:
+            why = first_line(error)  # such as a pattern of layers that this many do not fill
+    raise UserError(f"--model {name}: no small model can be made of its configuration ({why})")
+
+
+def _narrow(real: Any, layers: int, count: int) -> Any:
+    """Return a configuration that is narrow, with the first `count` of its `layers` layers."""
+    content = real.to_dict()
+    content.pop("quantization_config", None)
+    small = type(real).from_dict(dict(_values(content, layers, count, "")))
+    small.name_or_path = real.name_or_path  # where the model's own code is, if it has any
+    return small
+
+
+def _kinds(settings: Any, count: int, trusted: bool) -> set[Any]:
+    """Return the kinds of layers of a model with `count` layers: the modules of each, their shapes, and what their
+    attributes switch."""
+    import torch
+
+    with torch.device("meta"):
+        model = class_of(settings, images=True).from_config(settings, trust_remote_code=trusted)
+    lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == count]
+    return {_kind(layer) for part in lists for layer in part}
+
+
+def _kind(layer: Any) -> tuple[Any, ...]:
+    modules = [
+        (name, type(part).__name__, *((k, v) for k, v in sorted(vars(part).items()) if isinstance(v, (bool, str))))
+        for name, part in layer.named_modules()
+    ]
+    return (*modules, *((name, tuple(p.shape)) for name, p in layer.named_parameters()))
+
+
+def _values(content: Mapping[str, Any], layers: int, count: int, inside: str) -> Iterator[tuple[str, Any]]:
+    heads, few = content.get("num_attention_heads"), content.get("num_key_value_heads")
+    for key, value in content.items():
+        if isinstance(value, dict) and "rope" in key:
+            yield key, _rope(value, content)
+        elif isinstance(value, dict):
+            yield key, dict(_values(value, layers, count, key))
+        elif key == "num_key_value_heads" and isinstance(value, int):
+            yield key, _HEADS if few == heads else min(value, 2)
+        elif key == "num_heads":  # of vision towers; a state-space model's are as many as fill its width
+            yield key, _STATE_HEADS if "expand" in content else min(value, _HEADS)
+        elif key in _LAYERS and isinstance(value, int):
+            yield key, count if value == layers else min(value, 2)
+        elif key in _SET and value and type(value) in (int, float):
+            yield key, _SET[key]
+        elif key in _AT_MOST and type(value) is int:
+            yield key, min(value, _AT_MOST[key])
+        elif isinstance(value, (list, str)) and len(value) == layers and not inside.startswith("vision"):
+            yield key, value[:count]
+        elif isinstance(value, list) and key.endswith(_BY_LAYER):
+            yield key, [number for number in value if not isinstance(number, int) or number < count] or value[:1]
+        else:
+            yield key, value
+
+
+def _rope(value: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary positions' settings with lists as long as half a narrow head."""
+    half = int(_HEAD * (content.get("partial_rotary_factor") or value.get("partial_rotary_factor") or 1)) // 2
+    found: dict[str, Any] = {}
+    for key, each in value.items():
+        if isinstance(each, dict):
+            found[key] = _rope(each, content)
+        elif key == "mrope_section":
+            first = max(half // 4, 1)
+            found[key] = [half - 2 * ((half - first) // 2), (half - first) // 2, (half - first) // 2]
+        else:
+            found[key] = each[:half] if isinstance(each, list) else each
+    return found
+
+
+def _adapter(model: Any, adapter: str, folder: Path) -> None:
+    """Write an adapter of the same kind, of the shrunk model, with random values."""
+    from peft import PeftConfig, get_peft_model
+
+    config = PeftConfig.from_pretrained(adapter)
+    config.inference_mode, config.base_model_name_or_path = False, str(folder)
+    with contextlib.redirect_stdout(None):
+        get_peft_model(model, config).save_pretrained(folder / "adapter")

@@ -1,0 +1,34 @@
+"""Weights that no gradient reaches are named once, under any layout; experts that no token chose are not among them."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import accel_sft
+from rehearsal_faults import MATH, side
+
+from accel_sft.training.in_vain import _told_apart
+
+QUICK = ("--max-steps", "4", "--eval-every", "off", "--save-every", "off", "--dtype", "float32")
+
+
+@pytest.mark.parametrize("yaml", [None, *(pytest.param(name, marks=pytest.mark.long) for name in ("z0", "z2", "z3"))])
+def test_a_layer_that_nothing_calls_is_named(yaml, tmp_path):
+    (tmp_path / "own").mkdir()
+    run = accel_sft(*side(tmp_path / "own"), *QUICK, yaml=yaml, run_dir=tmp_path / "run")
+    assert run.status == 0, run.output[-3000:]
+    assert run.result()["trained_in_vain"] == ["side.weight", "side.bias"]
+    assert "trained in vain: in 3 steps no gradient has reached 2 of" in " ".join(run.output.split())
+
+
+@pytest.mark.parametrize("steps", ["2", pytest.param("4", marks=pytest.mark.long)])
+def test_an_adapter_begins_at_zero_and_learns_all_the_same(steps, tmp_path):
+    run = accel_sft(*MATH, *QUICK, "--adapter", "lora", "--max-steps", steps, run_dir=tmp_path / "run")
+    assert run.status == 0, run.output[-3000:]
+    assert run.result()["trained_in_vain"] == []
+
+
+def test_experts_that_no_token_chose_are_told_apart_from_those_that_cannot_be_reached():
+    layer = "model.layers.{}.mlp.experts.{}.up_proj.weight"
+    vain, idle = _told_apart([layer.format(0, 1), layer.format(1, 0), layer.format(1, 1)], [layer.format(0, 0)])
+    assert idle == [layer.format(0, 1)]
+    assert vain == [layer.format(1, 0), layer.format(1, 1)]
