@@ -21,7 +21,7 @@ SHIPPED = {"chat": "accel-sft-chat", "math": "accel-sft-math", "ner": "accel-sft
 """Task names, each with the distribution of this project that alone may use it."""
 RESERVED = frozenset(
     ("tasks", "check", "plan", "compare", "report", "evaluate", "generate", "merge", "push", "new-task", "install")
-) | {"launch-file", "doctor", "completion", "export-data", "verify", "parity", "serve"}
+) | {"launch-file", "doctor", "completion", "export-data", "verify", "parity", "serve", "rehearse", "how-much"}
 """Names of present and planned tools, which no task may have."""
 
 

@@ -148,6 +148,11 @@ def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> B
         return UserError(trouble)
     if trouble := trouble_of_writing(error, run_dir.path):
         return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
+    if "Expected to have finished reduction" in str(error):  # by DDP, which waits for every gradient
+        return UserError(
+            "a trained weight gets no gradient, for which data parallel training waits; leave it out with "
+            "--train-only, or launch with accelerate_configs/z2.yaml, whose log names it (trained in vain)"
+        )
     if lost := signals.lost_peers(EXPLAIN_SECONDS):  # a broken collective's error does not name the lost ranks
         return UserError(lost)
     return error

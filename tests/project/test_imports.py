@@ -39,7 +39,8 @@ MAY_IMPORT = {
     "tools.rehearse": "api io launch chat data models tracking training tools.check tools.compare tools.plan",
     "commands": "api io launch rows chat models batching tracking evaluation resilience training tools.check",
     "cli": "api io launch rows models resilience commands"
-    " tools.check tools.compare tools.doctor tools.how_much tools.parity tools.plan tools.rehearse tools.report tools.verify",
+    " tools.check tools.compare tools.doctor tools.how_much tools.parity tools.plan tools.rehearse tools.report"
+    " tools.verify",
 }
 """What each package may import. The engine imports no tool, but for the quick check that `commands` makes before it
 trains; tools import the engine."""

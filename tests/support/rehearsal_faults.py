@@ -121,7 +121,7 @@ def task(fault, *words):
 def chats(train, validation):
     def plant(folder):
         for name, rows in (("train", train), ("validation", validation)):
-            lines = [json.dumps({"prompt": question, "response": answer}) for question, answer in rows]
+            lines = [json.dumps({"prompt": question, "completion": answer}) for question, answer in rows]
             (folder / f"{name}.jsonl").write_text("\n".join(lines))
         files = ("--train-file", str(folder / "train.jsonl"), "--validation-file", str(folder / "validation.jsonl"))
         return ("chat", *files, "--max-steps", "20")
@@ -149,13 +149,13 @@ def side(folder):
 WITHOUT_ANSWERS = CHAT_TEMPLATE.replace(
     "{{ message['content'] }}", "{{ message['content'] if message['role'] != 'assistant' }}"
 )
-NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT_TEMPLATE
-OTHER_END = CHAT_TEMPLATE.replace("<|im_end|>\n{% endfor %}", "</end>\n{% endfor %}")
+REFUSES = "{% for m in messages %}{% if '17' in m.content %}{{ raise_exception('17') }}{% endif %}{% endfor %}"
 BOS_TWICE = "{{ bos_token }}{{ bos_token }}" + CHAT_TEMPLATE
 SAMPLED = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}
 IGNORED = "zero_stage: 2\n  offload_param_device: cpu"
 LORA = "--adapter", "lora", "--lora-target-modules"
 ROWS = [(f"What follows {n}?", f"It is {n + 1}.") for n in range(40)]
+MORE = [(f"What follows {n}?", f"It is {n + 1}.") for n in range(40, 46)]
 FAULTS = {
     "a misspelt key": Fault("launch", "zero_sage is unknown", launched("z2", "zero_stage: 2", "zero_sage: 3")),
     "a key that the stage ignores": Fault(
@@ -173,15 +173,17 @@ FAULTS = {
         "launch", "--tracker comet_ml: not installed", options("--tracker", "comet_ml")
     ),
     "a template without the answer": Fault("data", "D204", model(template=WITHOUT_ANSWERS)),
-    "a template that refuses the roles": Fault("data", "D202", model(template=NO_SYSTEM)),
-    "rows that are too long": Fault("data", "D301", options("--max-length", "75")),
+    "a template that refuses some rows": Fault("data", "D202", model(template=REFUSES + CHAT_TEMPLATE)),
+    "rows that are too long": Fault("data", "D301", chats([*ROWS, ("Why? " * 600, "So.")], MORE)),
     # reported: alignment-handbook #127
     "two tokens that begin a text": Fault(
         "data", "D305", model(template=BOS_TWICE, edit=("tokenizer_config.json", {"bos_token": "<|endoftext|>"}))
     ),
     # reported: unsloth #416, trl #1623
-    "an end of the answer that is never learnt": Fault("data", "D304", model(template=OTHER_END)),
-    "rows that are trained on and scored": Fault("data", "D404", chats(ROWS, ROWS[:5])),
+    "an end of the answer that is never learnt": Fault(
+        "data", "D304", model(edit=("tokenizer_config.json", {"eos_token": "<|endoftext|>"}))
+    ),
+    "rows that are trained on and scored": Fault("data", "D404", chats(ROWS, [*MORE, ROWS[3]])),
     "answers that the score calls wrong": Fault("data", "D501", task("strict")),
     "answers longer than what is generated": Fault(
         "data", "could never be scored as right", options("--max-new-tokens", "3")
@@ -197,7 +199,7 @@ FAULTS = {
         "model", "cannot be saved", model(edit=("generation_config.json", SAMPLED))
     ),
     "an adapter on a layer that is not there": Fault("model", "no such module", model(*LORA, "q_prj")),
-    "an adapter that kernels pass by": Fault("model", "is passed by", family("falcon_mamba", *LORA, "out_proj,x_proj")),
+    "an adapter that kernels pass by": Fault("model", "is passed by", family("falcon_mamba", *LORA, "in_proj,x_proj")),
     # reported: peft #2545, unsloth #11014
     "an adapter that does not reach the experts": Fault(
         "model", "--lora-target-parameters", family("deepseek_v3", *LORA, "down_proj")

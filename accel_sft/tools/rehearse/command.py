@@ -186,6 +186,9 @@ class Rehearsal:
             first = self._first(self.config.eval_every) if self.config.eval_every != "off" else None
             when = f"step {first or plan.total_steps:,}, the first export"
             flaws = [*model_files.flaws(source, self.config, when)]
+            if self.stages.failed:  # a model that is loaded for such data may fail for the same reason
+                self.stages.ended("model", *flaws, seen="not loaded", when="loading the model")
+                return None
             tiny = self.config.model == "tiny" and not self.config.init_from
             folder, seen = source.weights, "tiny is trained as it is"
             if not tiny:
