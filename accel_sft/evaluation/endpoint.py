@@ -165,7 +165,12 @@ class Endpoint:
         return found if whole else None
 
     def _only_model(self) -> str:
-        listed = self.post("models").get("data")
+        try:
+            listed = self.post("models").get("data")
+        except EndpointError as error:
+            if error.status is None:
+                raise
+            raise EndpointError(f"{error}; it lists no models: name one with --model", error.status) from None
         names = [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         if len(names) != 1:
             known = f"has {', '.join(map(one_line, names[:8]))}" if names else "lists no model"

@@ -51,8 +51,8 @@ def program(tmp_path):
 def test_a_run_is_served_in_its_precision_and_by_its_name(run, program):
     done = accel_sft("serve", str(run), "--program", str(program), "--port", "8123", "--", "--max-num-seqs", "16")
     assert done.status == 0, done.output
-    words = ["serve", str(run / "best"), "--dtype", "float32", "--generation-config", "vllm", "--served-model-name"]
-    words += [run.name, "--host", "127.0.0.1", "--port", "8123", "--max-num-seqs", "16"]
+    words = ["serve", str(run / "best"), "--served-model-name", run.name, "--dtype", "float32", "--generation-config"]
+    words += ["vllm", "--host", "127.0.0.1", "--port", "8123", "--max-num-seqs", "16"]
     assert "\n".join([str(program), *words]) in done.output
     hint = f"accel-sft parity {run} --url http://127.0.0.1:8123/v1 --model {run.name}"
     assert f"then hold it to the run: {hint}\n" in done.output
@@ -60,32 +60,37 @@ def test_a_run_is_served_in_its_precision_and_by_its_name(run, program):
 
 
 def test_an_adapter_is_served_on_its_base_with_its_own_tokenizer(adapter, tmp_path):
-    printed = accel_sft("serve", str(adapter), "--name", "sums", "--max-length", "512", "--print")
+    printed = accel_sft("serve", str(adapter), "--name", "sums", "--print")
     base = adapter.parent / "base"
-    words = f"vllm serve {base} --dtype auto --generation-config vllm --max-model-len 512 --tokenizer {adapter} "
-    assert f"{words}--enable-lora --max-lora-rank 16 --lora-modules sums={adapter} --host" in printed.output
+    words = f"vllm serve {base} --tokenizer {adapter} --enable-lora --max-lora-rank 16 --lora-modules sums={adapter} "
+    assert f"{words}--dtype auto --generation-config vllm --host" in printed.output
     other = tmp_path / "other"
     other.mkdir()
     told = json.loads((adapter / "adapter_config.json").read_text())
     (other / "adapter_config.json").write_text(json.dumps({**told, "use_dora": True}))
     refused = accel_sft("serve", str(other), "--print")
     assert f"--with vllm: vLLM cannot serve DoRA, which {other} has; merge it first" in refused.output
+    refused = accel_sft("serve", str(adapter), "--with", "transformers", "--print")
+    assert f"--with transformers: it serves no adapter, and {adapter} is one; merge it first" in refused.output
 
 
 def test_other_servers_get_their_own_words(run, program):
     printed = accel_sft("serve", str(run), "--with", "transformers", "--print")
-    assert f"transformers serve {run / 'best'} --host 127.0.0.1 --port 8000 --dtype float32\n" in printed.output
+    assert f"transformers serve {run / 'best'} --dtype float32 --host 127.0.0.1 --port 8000\n" in printed.output
     assert f"--model {run / 'best'}\n" in printed.output
     done = accel_sft("serve", str(run), "--with", "llama.cpp", "--gguf", "m.gguf", "--program", str(program))
-    words = [program, "-m", "m.gguf", "--alias", run.name, "--host", "127.0.0.1", "--port", "8000", "--jinja"]
+    words = [program, "-m", "m.gguf", "--alias", run.name, "--jinja", "--host", "127.0.0.1", "--port", "8000"]
     assert "\n".join(map(str, words)) in done.output
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("--with", "llama.cpp"), "name the file that `accel-sft merge RUN --gguf FILE` wrote, with --gguf"),
-        (("--gguf", "m.gguf"), "--gguf: --with vllm serves weights as they are; leave it out"),
+        (
+            ("--with", "llama.cpp"),
+            "--gguf goes with --with llama.cpp: the file that",
+        ),
+        (("--gguf", "m.gguf"), "--gguf goes with --with llama.cpp"),
         (("--program", "/no/such"), "--with vllm: /no/such cannot be run here; install vLLM into an environment"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import json
 import os
 import re
@@ -12,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -116,8 +116,11 @@ def served_with(run, form, model="run/final", tokenizer=None, round=None, **plan
 def real_server(run, name, folder):
     """The address of a server that `accel-sft serve` starts, and the model's name there."""
     kind, variable, usual = SERVERS[name]
-    if not (program := shutil.which(os.environ.get(variable, usual))):
-        pytest.skip(f"no {usual} on PATH, nor in ${variable}")
+    program = shutil.which(os.environ.get(variable, usual))
+    if not program or (kind == "transformers" and not importlib.util.find_spec("fastapi")):
+        pytest.skip(f"no {usual} on PATH, nor in ${variable}, or it cannot serve")
+    if kind == "llama.cpp" and "LLAMA_CPP" not in os.environ:
+        pytest.skip("$LLAMA_CPP does not name llama.cpp's source, which has its converter")
     more = []
     if kind == "llama.cpp":
         converter = folder / "convert_hf_to_gguf.py"
@@ -135,7 +138,7 @@ def real_server(run, name, folder):
     try:
         url = f"http://127.0.0.1:{port}/v1"
         for _ in range(1200):
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/models", timeout=5):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
                 break
             assert server.poll() is None, (folder / "log").read_text()
             time.sleep(0.25)
