@@ -9,12 +9,13 @@ import http.client
 import ipaddress
 import json
 import os
+import queue
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from accel_sft.api.errors import UserError
@@ -244,22 +245,31 @@ class Endpoint:
         return EndpointError(f"{at}: the server answered {error.code}{advice} ({told})", error.code)
 
     def each(self, what: str, call: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """What `call` gives for each item; several at once. A line says now and then how many are done."""
-        done = 0
+        """What `call` gives for each item; several at once. A line says now and then how many are done.
 
-        def counted(item: Item) -> Result:
-            nonlocal done
-            found = call(item)
-            done += 1
-            return found
+        The first error, or an interrupt, ends it at once: the threads are daemons, and a stuck request keeps nobody.
+        """
+        numbered, done = iter([*enumerate(items)]), queue.SimpleQueue[tuple[int, Result | None, Exception | None]]()
+        found: dict[int, Any] = {}
 
-        with waiting(lambda: f"{what}: {done:,} of {len(items):,}"), ThreadPoolExecutor(AT_ONCE) as pool:
-            waited = [pool.submit(counted, item) for item in items]
-            try:
-                return [one.result() for one in waited]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        def work() -> None:
+            for at, item in numbered:
+                try:
+                    done.put((at, call(item), None))
+                except Exception as error:  # noqa: BLE001 - raised by the thread that waits
+                    done.put((at, None, error))
+
+        with waiting(lambda: f"{what}: {len(found):,} of {len(items):,}"):
+            for _ in range(min(AT_ONCE, len(items))):
+                threading.Thread(target=work, daemon=True).start()
+            while len(found) < len(items):
+                at, result, error = done.get()
+                if error:
+                    for _ in numbered:  # nothing more is asked
+                        pass
+                    raise error
+                found[at] = result
+        return [found[at] for at in range(len(items))]
 
 
 def messages_of(turns: Turns) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import torch
 
 from accel_sft.api.errors import UserError
 from accel_sft.evaluation.endpoint import Endpoint, EndpointError, Reply
+from accel_sft.io.prefix import common_length
 from accel_sft.io.text import one_line
 from accel_sft.tools.parity.comparison import Pair, difference, same
 from accel_sft.tools.parity.reference import Reference
@@ -46,11 +47,10 @@ class Causes:
         """A finding for each cause that its test shows; one of unknown cause if answers differ and none does."""
         read, said = self.context() or self.prompts(), self.weights() or self.stop() or self.precision()
         found = [finding for finding in (read, said) if finding]
-        if not found and (examined := self._differing()):
-            told = f"{len(examined)} answers differ where the run's weights are sure, to prompts of the same tokens"
-            found.append(
-                Finding(OTHER, told, "see that the server has these weights, and no penalty or other sampling")
-            )
+        if not found and (differing := self._differing()):
+            told = f"{len(differing)} answers differ where the run's weights are sure, to prompts of the same tokens"
+            mend = "see that the server has these weights, and no penalty or other sampling"
+            found.append(Finding(OTHER, told, mend))
         return found
 
     def _differing(self) -> list[Pair]:
@@ -63,16 +63,20 @@ class Causes:
         """The server's answer to the prompt's own tokens, or to its text where it takes no tokens and reads as many."""
         if pair.row.index not in self.exact:
             for prompt in (pair.prompt, self._text(pair.prompt)):
-                try:
-                    reply = self.endpoint.complete(prompt, self.reference.most)
-                except EndpointError as error:
-                    if not error.is_refusal:
-                        raise
-                    continue
-                if reply.prompt_tokens in (None, len(pair.prompt)):
+                reply = self._completed(prompt, self.reference.most)
+                if reply and reply.prompt_tokens in (None, len(pair.prompt)):
                     self.exact[pair.row.index] = reply
                     break
         return self.exact.get(pair.row.index)
+
+    def _completed(self, prompt: str | list[int], most: int) -> Reply | None:
+        """What the server says behind a prompt; None if it refuses such a prompt."""
+        try:
+            return self.endpoint.complete(prompt, most)
+        except EndpointError as error:
+            if error.is_refusal:
+                return None
+            raise
 
     def _text(self, ids: list[int]) -> str:
         return self.reference.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -90,16 +94,10 @@ class Causes:
             read = pair.reply.prompt_tokens
             if read is None or read >= len(pair.theirs or pair.prompt):
                 continue
-            try:
-                twice = self.endpoint.complete(self._text(pair.prompt) * 2, 1).prompt_tokens
-            except EndpointError as error:
-                if not error.is_refusal:
-                    raise
-                twice = read
-            if twice == read:
-                return Finding(
-                    CONTEXT, f"of a prompt of {len(pair.prompt)} tokens {read} are read, of twice it too", mend
-                )
+            once, twice = (self._completed(self._text(pair.prompt) * times, 1) for times in (1, 2))
+            if once and (twice is None or once.prompt_tokens == twice.prompt_tokens == read):
+                told = f"of a prompt of {len(pair.prompt)} tokens {read} are read, of twice it no more"
+                return Finding(CONTEXT, told, mend)
         most = self.reference.most
         cut = [p for p in self.pairs if p.differs and p.reply and p.reply.finish == "length" and p.reply.tokens]
         cut = [p for p in cut if p.reply and p.reply.tokens and p.reply.tokens < min(most, len(p.ids))]
@@ -118,7 +116,8 @@ class Causes:
         if self.reference.ids(text, ended=False) == pair.prompt:  # else the text says nothing of the tokenizer
             theirs = self.endpoint.text_tokens(text)
             if theirs is None:
-                count = self._count(text)
+                counted = self._completed(text, 1)
+                count = counted and counted.prompt_tokens
                 other = count not in (None, known, known + 1)  # some servers add a first token to texts
                 told = f"of a text of {known} tokens it makes {count}"
             else:
@@ -165,18 +164,8 @@ class Causes:
     def _read(self, pair: Pair) -> int | None:
         return pair.reply.prompt_tokens if pair.reply else None
 
-    def _count(self, text: str) -> int | None:
-        try:
-            return self.endpoint.complete(text, 1).prompt_tokens
-        except EndpointError as error:
-            if error.is_refusal:
-                return None
-            raise
-
     def _apart(self, ours: list[int], theirs: list[int]) -> str:
-        at = next(
-            (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
-        )
+        at = common_length([ours, theirs])
         mine, other = (one_line(repr(self._text(ids[max(at - 4, 0) : at + 8]))) for ids in (ours, theirs))
         return f"{other} from token {at}, where it was trained on {mine}"
 
@@ -216,13 +205,10 @@ class Causes:
             shown += reply.finish == "length" or bool(behind and rest.strip().startswith(behind[: len(rest.strip())]))
         if not shown:
             return None
-        mark = self._text([goes_on[0][0].ids[-1]])
-        told = (
-            f"{shown} of {len(self.pairs)} answers are the run's and go on behind {mark!r}: {one_line(goes_on[0][2])}"
-        )
-        return Finding(
-            STOP, told, f"let {mark!r} end answers: eos_token_id of the served generation_config.json, or `stop`"
-        )
+        mark, rest = self._text([goes_on[0][0].ids[-1]]), goes_on[0][2]
+        told = f"{shown} of {len(self.pairs)} answers are the run's and go on behind {mark!r}: {one_line(rest)}"
+        mend = f"let {mark!r} end answers: eos_token_id of the served generation_config.json, or `stop`"
+        return Finding(STOP, told, mend)
 
     def precision(self) -> Finding | None:
         """Whether weights that are rounded in a way that servers have come closer to the server's log-probabilities."""
@@ -240,7 +226,7 @@ class Causes:
         if not name or tried[name] > before * _EXPLAINED:
             return None
         evidence = f"log-probabilities are off by {before:.2g} nats, and by {tried[name]:.2g} from {name} here"
-        return Finding(PRECISION, evidence, "serve more bits, if the metric below is worse", mild=not self._differing())
+        return Finding(PRECISION, evidence, "serve more bits, if the metric is worse", mild=not self._differing())
 
     def _off(self, pair: Pair, model: object) -> list[float]:
         assert pair.reply
