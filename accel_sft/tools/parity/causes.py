@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ NOISE_FLOAT32, NOISE_REDUCED = 2e-4, 5e-2
 """Nats between log-probabilities, on average, up to which two libraries differ in float32, and in 16 bits."""
 _EXPLAINED = 0.8
 """A rounding explains differences if computing with it here leaves less than this share of them."""
+_AS_FAR = 2.0
+"""Factor within which differences are as large as those of a rounding: two libraries round the same type otherwise."""
 
 
 class Finding(NamedTuple):
@@ -214,25 +216,33 @@ class Causes:
         """Whether weights that are rounded in a way that servers have come closer to the server's log-probabilities."""
         told = [(pair, pair.reply) for pair in self.pairs if pair.reply and pair.off and not pair.read_otherwise]
         noise = NOISE_FLOAT32 if self.reference.model.dtype == torch.float32 else NOISE_REDUCED
-        off = _mean([value for pair, _ in told for value in pair.off])
-        if off <= noise:
+        some = told[:EXAMINED]
+        before = _mean([value for pair, _ in some for value in pair.off])
+        if before <= noise:
             return None
-        tried: dict[str, float] = {}
+        left, apart = dict[str, float](), dict[str, float]()
         with contextlib.suppress(UserError):  # weights in 4 bits, and some adapters, have no whole weights to round
             for name, model in self.reference.roundings():
-                tried[name] = _mean([value for pair, _ in told[:EXAMINED] for value in self._off(pair, model)])
-        before = _mean([value for pair, _ in told[:EXAMINED] for value in pair.off])
-        name = min(tried, key=lambda name: tried[name], default="")
-        if not name or tried[name] > before * _EXPLAINED:
+                both = [values for pair, reply in some for values in self._off(pair, reply, model)]
+                left[name], apart[name] = (_mean([*side]) for side in zip(*both, strict=True))
+        mild = not self._differing()
+        if name := min((name for name in left if left[name] < before * _EXPLAINED), key=left.__getitem__, default=""):
+            shown = f"but by {left[name]:.2g} from those of the run with {name}"
+        elif mild and (name := min(apart, key=lambda name: abs(apart[name] - before), default="")):
+            if not before / _AS_FAR <= apart[name] <= before * _AS_FAR:
+                return None
+            shown = f"those of the run with {name} by about as much ({apart[name]:.2g})"
+        else:
             return None
-        evidence = f"log-probabilities are off by {before:.2g} nats, and by {tried[name]:.2g} from {name} here"
-        return Finding(PRECISION, evidence, "serve more bits, if the metric is worse", mild=not self._differing())
+        evidence = f"log-probabilities are off by {before:.2g} nats, {shown}"
+        return Finding(PRECISION, evidence, "serve more bits, if the metric is worse", mild)
 
-    def _off(self, pair: Pair, model: object) -> list[float]:
-        assert pair.reply
-        values = self.reference.log_probs(pair.prompt, pair.ids[: len(pair.off)], model)
-        told = pair.reply.logprobs
-        return [abs(float(values[at, pair.ids[at]]) - told[at][1]) for at in range(len(pair.off))]
+    def _off(self, pair: Pair, reply: Reply, model: object) -> Iterator[tuple[float, float]]:
+        """How far this model's log-probability of each token is from the server's, and from the run's."""
+        own, other = (self.reference.log_probs(pair.prompt, pair.ids[: len(pair.off)], m) for m in (None, model))
+        for at in range(len(pair.off)):
+            value = float(other[at, pair.ids[at]])
+            yield abs(value - reply.logprobs[at][1]), abs(value - float(own[at, pair.ids[at]]))
 
 
 def _rest(own: str, said: str) -> str:

@@ -106,10 +106,10 @@ class Reference:
             if self.model.dtype != dtype:
                 yield name, self._whole().to(dtype)
         ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            "weights in bfloat16": lambda weight: weight.bfloat16().float(),
-            "weights in float16": lambda weight: weight.half().float(),
-            "weights in 8 bits": lambda weight: _in_blocks(weight, 127),
-            "weights in 4 bits": lambda weight: _in_blocks(weight, 7),
+            "bfloat16 weights": lambda weight: weight.bfloat16().float(),
+            "float16 weights": lambda weight: weight.half().float(),
+            "8-bit weights": lambda weight: _in_blocks(weight, 127),
+            "4-bit weights": lambda weight: _in_blocks(weight, 7),
         }
         for name, way in ways.items():
             model = self._whole().float()
