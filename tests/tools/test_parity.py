@@ -28,7 +28,7 @@ from accel_sft.tools.parity.reference import _in_blocks
 from accel_sft_math import Math
 
 DATA = {"train_examples": 1500, "validation_examples": 12}
-TRAINED = ("--train-examples", "1500", "--validation-examples", "12", "--max-steps", "80", "--global-batch-size", "24")
+TRAINED = ("--train-examples", "1500", "--validation-examples", "12", "--max-steps", "60", "--global-batch-size", "16")
 TRAINED += ("--learning-rate", "4e-3", "--eval-every", "off", "--save-every", "off", "--max-new-tokens", "24")
 OTHER_TEMPLATE = "<s>" + CHAT_TEMPLATE.replace("assistant\n", "model\n")
 ASKED = {"model": None, "examples": 6, "same_data": False, "task": None, "key_from": None, "timeout": 60}
