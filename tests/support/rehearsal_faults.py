@@ -179,10 +179,6 @@ FAULTS = {
     "two tokens that begin a text": Fault(
         "data", "D305", model(template=BOS_TWICE, edit=("tokenizer_config.json", {"bos_token": "<|endoftext|>"}))
     ),
-    # reported: unsloth #416, trl #1623
-    "an end of the answer that is never learnt": Fault(
-        "data", "D304", model(edit=("tokenizer_config.json", {"eos_token": "<|endoftext|>"}))
-    ),
     "rows that are trained on and scored": Fault("data", "D404", chats(ROWS, [*MORE, ROWS[3]])),
     "answers that the score calls wrong": Fault("data", "D501", task("strict")),
     "answers longer than what is generated": Fault(
@@ -212,7 +208,7 @@ FAULTS = {
     "weights that nothing uses": Fault("trained", "side.weight, side.bias", side, runs=True),
     # reported: peft #2018
     "an adapter on a tied head": Fault("merge", "tied embeddings", model(*LORA, "lm_head,q_proj"), runs=True),
-    # reported: unsloth #416
+    # reported: unsloth #416, trl #1623
     "an end that a server does not stop at": Fault(
         "generate", "goes on", model(edit=("generation_config.json", {"eos_token_id": [0]})), runs=True
     ),

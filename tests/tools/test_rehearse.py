@@ -6,8 +6,14 @@ import json
 
 import pytest
 from conftest import accel_sft
+from models import Sums, encode, make_tiny
 from rehearsal_faults import FAULTS, MATH
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
+from accel_sft.api.config import TrainConfig
+from accel_sft.models.source import find_source
+from accel_sft.tools.rehearse.reload import Reloaded
 from accel_sft.tools.rehearse.stages import STAGES
 
 LONG = pytest.mark.long
@@ -22,20 +28,26 @@ def rehearsal(*arguments, expect=0):
     return {stage["stage"]: stage for stage in report["stages"]}
 
 
-SHIPPED = [
-    pytest.param((), id="tiny"),
-    pytest.param(("--adapter", "lora", "--launch", "ddp"), id="lora, ddp", marks=LONG),
-    pytest.param(("--launch", "z3"), id="z3", marks=LONG),
-]
+SOUND = {
+    "no checkpoints": ("--save-every", "off"),
+    "tiny": (),
+    "lora, ddp": ("--adapter", "lora", "--launch", "ddp"),
+    "z3": ("--launch", "z3"),
+}
+"""Sound runs; without checkpoints nothing is killed and resumed, which takes two thirds of the time."""
 
 
-@pytest.mark.parametrize("options", SHIPPED)
-def test_every_stage_of_a_sound_run_holds(options):
-    found = rehearsal(*MATH, *options)
-    assert {name: (stage["state"], stage["flaws"]) for name, stage in found.items()} == dict.fromkeys(
-        STAGES, ("holds", [])
-    )
-    assert "same bits" in found["resume"]["seen"]
+@pytest.mark.parametrize("name", ["no checkpoints", *(pytest.param(name, marks=LONG) for name in [*SOUND][1:])])
+def test_every_stage_of_a_sound_run_holds(name):
+    found = rehearsal(*MATH, *SOUND[name])
+    resumed = found.pop("resume")
+    assert {stage: (each["state"], each["flaws"]) for stage, each in found.items()} == {
+        stage: ("holds", []) for stage in STAGES if stage != "resume"
+    }
+    if name == "no checkpoints":
+        assert resumed["flaws"][0]["what"] == "--save-every off: a run that is killed starts over"
+    else:
+        assert (resumed["state"], "same bits" in resumed["seen"]) == ("holds", True)
 
 
 OFTEN = ("a generation config that cannot be saved",)
@@ -53,3 +65,18 @@ def test_a_planted_fault_is_found_and_named(name, tmp_path):
     assert fault.words in json.dumps(named.get(fault.stage, [])), json.dumps(report["stages"], indent=1)
     assert list(named) == [fault.stage], named
     assert done.status == any(flaw["state"] == "fails" for flaws in named.values() for flaw in flaws)
+
+
+def test_exported_weights_that_are_not_the_trained_ones_are_found(tmp_path):
+    began, final = make_tiny(tmp_path / "began"), make_tiny(tmp_path / "final", seed=1)
+    weights = load_file(final / "model.safetensors")
+    save_file(weights | {"lm_head.weight": 2 * weights["model.embed_tokens.weight"]}, final / "model.safetensors")
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    rules = {"eos_ids": {tokenizer.eos_token_id}, "max_length": 512, "truncation": "error"}
+    rows = encode(tokenizer, Sums(), Sums().dataset("train"), "train", **rules).kept
+    found = Reloaded(final, find_source(str(began)), TrainConfig(), rows)
+    twice, otherwise = "tied weights are exported twice", "predict otherwise"
+    assert [flaw.what[: len(twice)] for flaw in found.reload(found.loss(), "no")[1]] == [twice]
+    assert any(otherwise in flaw.what for flaw in found.reload(1.01 * found.loss(), "no")[1])
+    same = Reloaded(began, find_source(str(began)), TrainConfig(), rows)
+    assert [flaw.what.split(":")[0] for flaw in same.reload(None, "no")[1]] == ["trained in vain"]

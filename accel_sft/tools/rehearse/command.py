@@ -119,7 +119,7 @@ class Rehearsal:
         try:
             tracker_names(self.config.tracker)
         except UserError as error:
-            flaws += flaws_of(error)
+            flaws += flaws_of(*error.problems)
         target = expanded(self.config.output_dir) if self.config.output_dir else None
         if target and self.config.resume == "off" and target.is_dir() and any(target.iterdir()):
             what = f"--output-dir {self.config.output_dir}: not empty, and the run would be refused"
@@ -224,7 +224,7 @@ class Rehearsal:
             stages.insert(1, stages.pop(2))  # the first evaluation comes before the first step
         for name, reached, when, seen in stages:
             if made.failure and not reached:
-                self.stages.ended(name, *flaws_of(made.failure), when=when)
+                self.stages.ended(name, *flaws_of(*made.failure), when=when)
                 return None
             if reached:
                 self.stages.ended(name, seen=seen, when=when)
@@ -237,7 +237,7 @@ class Rehearsal:
         lines = made.output.splitlines()
         seen = [self.learns, *(line for line in lines if line.startswith("note: in "))]
         vain = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: trained in vain")]
-        self.stages.ended("trained", *(flaw for line in vain for flaw in flaws_of(line)), seen="; ".join(seen))
+        self.stages.ended("trained", *flaws_of(*vain), seen="; ".join(seen))
 
     def resume(self, whole: runs.Run) -> None:
         """Kill a second run after its first checkpoint, resume it, and compare what both end with."""
@@ -249,7 +249,7 @@ class Rehearsal:
         resumed = self.runs.start("killed", "--resume", "auto")
         when = "a resume after a kill"
         if resumed.failure:
-            self.stages.ended("resume", *flaws_of(resumed.failure), when=when)
+            self.stages.ended("resume", *flaws_of(*resumed.failure), when=when)
             return
         losses = [[line["loss"] for line in run.lines("loss")] for run in (whole, resumed)]
         files = [{p.name: p.read_bytes() for p in run.dir.final.glob("*.safetensors")} for run in (whole, resumed)]
@@ -272,7 +272,9 @@ class Rehearsal:
         rows = [row for row in encoding.kept[: 4 * runs.ROWS] if row.index < config.eval_limit]
         began = find_source(str(whole.dir.base) if config.model == "tiny" else config.model)
         last = whole.lines("eval_loss")
-        evaluated = last[-1]["eval_loss"] if last else None
+        # where a resume fails, the data may be drawn anew: the run's rows are then not those that were read here
+        compared = last and stages.all["resume"].state != FAILS
+        evaluated = last[-1]["eval_loss"] if compared else None
         precision = recorded(whole.dir.read_record()) or "no"
         found: Reloaded | None = None
         with reported(stages, "reload"):

@@ -32,7 +32,7 @@ def reported(stages: Stages, name: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        stages.ended(name, *flaws_of(error))
+        stages.ended(name, *flaws_of(*error.problems))
     except Exception as error:  # noqa: BLE001
         stages.ended(name, Flaw(FAILS, f"what the run exports cannot be used: {what_and_where(error)}"))
 

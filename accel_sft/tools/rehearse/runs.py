@@ -36,11 +36,11 @@ TRAINED = re.compile(r"^[\d,]+ of [\d,]+ parameters are trained$", re.M)
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A launch that has ended: its folder, what it printed, and why it failed ("" if it did not)."""
+    """A launch that has ended: its folder, what it printed, and why it failed, line by line (none if it did not)."""
 
     dir: RunDir
     output: str
-    failure: str
+    failure: list[str]
 
     def lines(self, key: str) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that have `key`: "loss" for steps, "eval_loss" for evaluations."""
@@ -113,7 +113,9 @@ class Runs:
         variables = {**_ON_THE_CPU, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         ended = launch(command, variables, run_dir.path, log, LIMIT_SECONDS, lambda: on_poll(run_dir), _POLL_SECONDS)
         _, reason = outcome(ended, run_dir, log, LIMIT_SECONDS)
-        return Run(run_dir, log.read_text(encoding="utf-8", errors="replace"), reason)
+        output = log.read_text(encoding="utf-8", errors="replace")
+        told = dict.fromkeys(re.findall(r"^Error: (.*)", output, re.M))
+        return Run(run_dir, output, ([*told] or [reason]) if reason else [])
 
     def killed(self, name: str) -> Run:
         """Start a run, and kill all of its processes at once (SIGKILL) when its first checkpoint is there."""

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from accel_sft.api.errors import UserError
 from accel_sft.io.terminal import wrapped
 from accel_sft.io.text import one_line
 
@@ -85,7 +84,6 @@ class Stages:
         return sum(flaw.state == state for stage in self.all.values() for flaw in stage.flaws)
 
 
-def flaws_of(error: UserError | str) -> list[Flaw]:
-    """The problems of an error of the trainer, each with its mend, as far as its message ends with one."""
-    lines = error.problems if isinstance(error, UserError) else [error]
-    return [Flaw(FAILS, *(line.rsplit("; ", maxsplit=1))) for line in lines]
+def flaws_of(*lines: str) -> list[Flaw]:
+    """The problems that the trainer tells, each with its mend, as far as the line ends with one."""
+    return [Flaw(FAILS, *line.rsplit("; ", maxsplit=1)) for line in lines]
