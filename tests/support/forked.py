@@ -31,8 +31,8 @@ _launchers: dict[str, str] = {}
 """The launcher's own environment, before it adds the variables for its ranks."""
 
 
-def run(command: tuple[str, ...], environment: dict[str, str], folder: Path):
-    """Run `accelerate-launch ...`, `torchrun ...` or plain `accel_sft ...`, like subprocess.run capturing output."""
+def start(command: tuple[str, ...], environment: dict[str, str], folder: Path):
+    """Start `accelerate-launch ...`, `torchrun ...` or plain `accel_sft ...`, which prints into files of `folder`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     found = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
@@ -40,6 +40,12 @@ def run(command: tuple[str, ...], environment: dict[str, str], folder: Path):
         forkserver.ensure_running()
     process = context.Process(target=_main, args=(command, environment, folder))
     process.start()
+    return process
+
+
+def run(command: tuple[str, ...], environment: dict[str, str], folder: Path):
+    """Run such a command to its end, like subprocess.run capturing output."""
+    process = start(command, environment, folder)
     process.join()
     printed = [(folder / name).read_text(encoding="utf-8", errors="replace") for name in ("stdout", "stderr")]
     return subprocess.CompletedProcess(command, process.exitcode, *printed)

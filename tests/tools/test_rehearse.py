@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 
+import architectures
 import pytest
+import rehearsal_forks
 from conftest import accel_sft
 from models import Sums, encode, make_tiny
 from rehearsal_faults import FAULTS, MATH
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from accel_sft.api.config import TrainConfig
+from accel_sft.api.config import RehearseConfig, TrainConfig
 from accel_sft.models.source import find_source
+from accel_sft.tools.rehearse.command import Rehearsal
 from accel_sft.tools.rehearse.reload import Reloaded
-from accel_sft.tools.rehearse.stages import STAGES
+from accel_sft.tools.rehearse.stages import STAGES, Stages
+from accel_sft_math import Math
 
 LONG = pytest.mark.long
 
@@ -48,6 +52,22 @@ def test_every_stage_of_a_sound_run_holds(name):
         assert resumed["flaws"][0]["what"] == "--save-every off: a run that is killed starts over"
     else:
         assert (resumed["state"], "same bits" in resumed["seen"]) == ("holds", True)
+
+
+FAMILIES = [pytest.param(name, marks=[] if name == "qwen3_moe" else LONG) for name in architectures.FAMILIES]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_reported_of_a_family(family, tmp_path, monkeypatch):
+    rehearsal_forks.use(monkeypatch)
+    model = architectures.make(tmp_path / "real", family)
+    stages = Stages(lambda line: None)
+    task, config = Math(train_examples=100, validation_examples=8), RehearseConfig(model=str(model))
+    Rehearsal("math", task, config, tmp_path, stages).run()
+    assert {name: (each.state, each.flaws) for name, each in stages.all.items()} == dict.fromkeys(
+        STAGES, ("holds", [])
+    ), (tmp_path / "whole.log").read_text()[-3000:]
+    assert "killed (SIGKILL)" in stages.all["resume"].seen
 
 
 OFTEN = ("a generation config that cannot be saved",)
