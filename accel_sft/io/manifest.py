@@ -84,7 +84,7 @@ def files(folder: Path) -> list[Path]:
     Raises:
         Damaged: the manifest is missing or was changed.
     """
-    return [folder / name for name in _content(folder)["files"]]
+    return [folder / name for name in recorded(folder)]
 
 
 def verify(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """metrics.jsonl: a line per optimizer step and per evaluation, whole lines only, cut back when a run resumes."""
 
-import functools
 import hashlib
 import json
 import os
@@ -18,14 +17,11 @@ def chained(chain: str, line: bytes) -> str:
 
 
 class MetricsFile:
-    """The run's metrics.jsonl; the first append opens it.
-
-    Attributes:
-        chain: `chained` over its lines; checkpoints record it, so that `verify` finds lines that were changed later.
-    """
+    """The run's metrics.jsonl; the first append opens it."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.chain = path, ""
+        self.path = path
+        self._chain, self._chained = "", 0  # the chain over the file's first bytes, and their number
         self._file: Any = None
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -33,10 +29,21 @@ class MetricsFile:
         if self._file is None:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed in close
         # Unbuffered and in one call: a kill leaves whole lines only.
-        left = memoryview(line := json.dumps(json_safe(record)).encode() + b"\n")
-        while left:  # a full disk takes a part of the line, and raises at the next write
-            left = left[self._file.write(left) :]
-        self.chain = chained(self.chain, line)
+        line = memoryview(json.dumps(json_safe(record)).encode() + b"\n")
+        while line:  # a full disk takes a part of the line, and raises at the next write
+            line = line[self._file.write(line) :]
+
+    @property
+    def chain(self) -> str:
+        """`chained` over all lines; checkpoints record it, so that `verify` finds lines that were changed later. It is
+        brought up to date by reading what was appended, so that a step's line costs nothing more."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self._chained)
+                for line in file:
+                    self._chain = chained(self._chain, line)
+                self._chained = file.tell()
+        return self._chain
 
     def rewind(self, step: int, evaluated: bool = True, chain: str | None = None) -> tuple[int, dict[str, Any] | None]:
         """Drop every line after `step`, and the evaluation at `step` unless the checkpoint contains it (`evaluated`).
@@ -49,7 +56,7 @@ class MetricsFile:
             was dropped, else None.
         """
         self.close()
-        self.chain = chain or ""
+        self._chain, self._chained = chain or "", 0
         if not self.path.exists():
             return 0, None
         kept = []
@@ -69,8 +76,8 @@ class MetricsFile:
                 kept.append(line + "\n")
                 trained = record if "loss" in record else trained
         write_atomically(self.path, "".join(kept))
-        if chain is None:
-            self.chain = functools.reduce(chained, (line.encode() for line in kept), "")
+        if chain is not None:
+            self._chained = self.path.stat().st_size
         return unreadable, trained if dropped else None
 
     def sync(self) -> None:

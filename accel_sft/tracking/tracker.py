@@ -194,8 +194,8 @@ class Tracker(contextlib.AbstractContextManager):
 
     @property
     def chain(self) -> str:
-        """`chained` over the lines of metrics.jsonl so far; known on rank 0 only."""
-        return self._metrics.chain
+        """`chained` over the lines of metrics.jsonl so far; "" on other ranks than 0."""
+        return self._metrics.chain if self._writes else ""
 
     def rewind(self, step: int, evaluated: bool = True, chain: str | None = None) -> None:
         """Delete what an earlier start of this run recorded after `step`, at which it resumes now.

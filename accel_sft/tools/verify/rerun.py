@@ -11,16 +11,12 @@ from typing import Any
 
 import yaml
 
-from accel_sft.api.options import shown
 from accel_sft.io import manifest
 from accel_sft.io.evidence import END_AFTER
-from accel_sft.io.files import mapping, read_json, read_text
+from accel_sft.io.files import mapping, read_text
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir
-from accel_sft.launch.launcher import is_launcher
-from accel_sft.launch.precision import cpu_name
-from accel_sft.launch.recordable import versions
-from accel_sft.rows.fingerprint import code_fingerprint
+from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.tools.compare.launching import launch
 from accel_sft.tools.verify.records import Finding, Recorded, differs, digest_of, holds
 from accel_sft.tools.verify.stretches import Stretch
@@ -35,22 +31,28 @@ _COMPUTED = {"loss", "grad_norm"}
 """Keys of a step's line that rounding changes; all others are a function of data and settings."""
 
 
-def not_to_the_bit(run: Recorded, stretch: Stretch) -> list[str]:
+def not_to_the_bit(run: Recorded, stretch: Stretch, again: RunDir) -> list[str]:
     """Reasons why the stretch may differ in last bits although nothing was changed; [] if each bit must be the same."""
-    then = run.record["launch"]
-    reasons = []
-    if not str(then.get("device")).startswith("cpu") and not run.record["config"].get("deterministic"):
-        reasons.append("the run was on GPUs without --deterministic")
-    if then.get("versions") != versions():
-        reasons.append("other versions of libraries are here")
-    elif run.record.get("package_code") not in (None, code_fingerprint()):
-        reasons.append("accel_sft's code here is another")
-    if mapping(then.get("host")).get("processor") != cpu_name():
-        reasons.append("the run was on another processor, or did not record it")
-    layouts = [mapping(run.saved[step].get("layout")) for step in (stretch.begin, stretch.end) if step in run.saved]
-    if any(layout.get("ranks") != then.get("processes") for layout in layouts) or layouts[:1] != layouts[-1:]:
-        reasons.append("the run was resumed under another launch")
+    then, now = (_maker(record) for record in (run.record, again.read_record()))
+    reasons = [f"{name} then: {then[name]}, here: {now[name]}" for name in then if then[name] != now[name]]
+    if then["device"] != "cpu" and not run.record["config"].get("deterministic"):
+        reasons.append("GPUs without --deterministic")
+    here = manifest.read(again.all_checkpoints()[-1]).get("layout")
+    if any(run.saved[step].get("layout") != here for step in run.saved.keys() & {stretch.begin, stretch.end}):
+        reasons.append("resumed under another launch since")
     return reasons
+
+
+def _maker(record: dict[str, Any]) -> dict[str, Any]:
+    """What besides settings and data decides the last bits."""
+    launch = record["launch"]
+    return {
+        "device": str(launch.get("device")).partition(" (")[0],
+        "processor": mapping(launch.get("host")).get("processor"),
+        "threads": launch.get("threads_per_process"),
+        **mapping(launch.get("versions")),
+        "accel_sft's code": record.get("package_code"),
+    }
 
 
 def run_again(run: Recorded, stretch: Stretch, tolerance: float) -> Finding:
@@ -103,7 +105,6 @@ def _launcher(run: Recorded, folder: Path) -> list[str]:
     accelerate = Path(words[0]).name == "accelerate"
     module = "accelerate.commands.launch" if accelerate else "torch.distributed.run"
     flags = words[2 if accelerate else 1 :]
-    assert is_launcher(words[0])
     if not run.run_dir.launch.is_file():
         return [sys.executable, "-m", module, *flags]
     content = yaml.safe_load(read_text(run.run_dir.launch))
@@ -116,9 +117,9 @@ def _launcher(run: Recorded, folder: Path) -> list[str]:
 
 def _cause(again: RunDir, log: Path) -> str:
     """Why a run ended, by its result or the end of its output."""
-    result = mapping(read_json(again.result))
     last = [line for line in read_text(log, "replace").splitlines() if line.strip()][-1:]
-    return shown(str(result.get("error") or "".join(last) or "it ended without a word"))
+    lines = str(_result(again).get("error") or "".join(last) or "it ended without a word").splitlines()
+    return one_line(lines[0], LONGEST_ERROR)
 
 
 def _compared(run: Recorded, stretch: Stretch, again: RunDir, tolerance: float) -> Finding:
@@ -127,10 +128,10 @@ def _compared(run: Recorded, stretch: Stretch, again: RunDir, tolerance: float) 
     if not (wrong or lines):
         what = "weights, optimizer states and log lines" if stretch.steps else "exported weights"
         return holds(str(stretch), f"{what} are the same to the bit")
-    reasons = not_to_the_bit(run, stretch)
+    reasons = not_to_the_bit(run, stretch, again) if stretch.steps else []  # an export only copies
     if reasons and off <= tolerance:
         within = f"losses are within {tolerance:g} of those recorded (largest difference {off:.1e})"
-        return holds(str(stretch), f"{within}; bits may differ, since {' and '.join(reasons)}")
+        return holds(str(stretch), f"{within}; bits may differ: {', '.join(reasons)}")
     if reasons:
         lines.append(f"losses are off by up to {off:.1e}, more than --tolerance {tolerance:g}")
     return differs(str(stretch), "; ".join([*lines, *wrong]))
