@@ -221,11 +221,11 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             record.unlink()
         earlier = [path for path in self.run_dir.all_checkpoints() if step_of(path) < about["step"]]
         before = {path.name: manifest.identity(path) for path in earlier}
-        manifest.write(partial, {**about, "before": before}, files)
+        stay = kept([*map(step_of, earlier), about["step"]], self.keep)
+        manifest.write(partial, {**about, "before": before, "kept": stay}, files)
         put_in_place(partial, target)
         write_atomically(self.run_dir.latest, target.name + "\n")
         # Checkpoints of later steps do not count: they are damaged, or the run was resumed from an earlier one.
-        stay = kept([*map(step_of, earlier), about["step"]], self.keep)
         for old in [path for path in earlier if step_of(path) not in stay]:
             if old.is_symlink() or not old.is_dir():  # a user put it on another disk
                 old.unlink()

@@ -205,7 +205,10 @@ TAMPERINGS = {
         lambda run: edit_checkpoint(run, 6, "weights"),
         "checkpoints/step-000006/manifest.json: has",
     ),
-    "a checkpoint taken away": (lambda run: drop_checkpoint(run, 2), "step-000002: is missing, and --keep-checkpoints"),
+    "a checkpoint taken away": (
+        lambda run: drop_checkpoint(run, 2),
+        "step-000002: is missing; it was kept when step 6",
+    ),
     "a checkpoint of another step": (
         lambda run: (drop_checkpoint(run, 4), run.checkpoint(2).rename(run.checkpoint(4))),
         "step-000004: it was written as that of step 2",

@@ -18,7 +18,7 @@ from accel_sft.api.options import settings
 from accel_sft.io import manifest
 from accel_sft.io.evidence import made_by
 from accel_sft.io.files import mapping
-from accel_sft.io.run_dir import RunDir, kept, step_of
+from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.launch.recordable import versions
 from accel_sft.rows.fingerprint import code_fingerprint
 from accel_sft.tracking.metrics_file import chained, read_lines
@@ -144,10 +144,8 @@ def _checkpoints(run: Recorded) -> Iterator[Finding]:
     yield from (differs(name, what) for name, what in others.items())
     if run.saved:
         *_, (newest, about) = run.saved.items()
-        steps = sorted([*(step_of(Path(name)) for name in mapping(about.get("before"))), newest])
-        present = {step_of(path) for path in run.run_dir.all_checkpoints()}
-        for step in sorted({*kept(steps, str(run.record["config"].get("keep_checkpoints", 2)))} - present):
-            yield differs(run.run_dir.checkpoint(step).name, "is missing, and --keep-checkpoints kept it")
+        for step in sorted({*about.get("kept", [])} - {step_of(path) for path in run.run_dir.all_checkpoints()}):
+            yield differs(run.run_dir.checkpoint(step).name, f"is missing; it was kept when step {newest} was written")
         if not (others or run.damaged):
             count = "1 checkpoint is" if len(run.saved) == 1 else f"{len(run.saved)} checkpoints are"
             yield holds("checkpoints", f"{count} as written, of steps {', '.join(map(str, run.saved))}")
