@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from accel_sft.checkpoint import shards
 from accel_sft.checkpoint.averages import Averages
 from accel_sft.checkpoint.capacity import check_disk, no_room, no_room_for_a_copy
 from accel_sft.io import manifest
-from accel_sft.io.files import begin_folder, put_in_place, read_json, trouble_of_writing, write_atomically
+from accel_sft.io.files import begin_folder, put_in_place, read_json, remove, trouble_of_writing, write_atomically
 from accel_sft.io.run_dir import RunDir, kept, step_of
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.collectives import by_each_rank, first_reason
@@ -60,15 +59,17 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self._has_room: bool | None = None  # not known before the first copy
         self._thread: threading.Thread | None = None  # it writes a checkpoint
         self._export: threading.Thread | None = None  # it writes what is exported, on rank 0
-        self._written = threading.Event()  # this rank's files are on the disk, or failed
+        self._written = threading.Event()  # this rank's files are on the disk, or failed; one for each checkpoint
         self._over = threading.Event()  # nobody waits for other ranks' files any more
         self._error: UserError | None = None
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """After an error, let the checkpoint that is being written become complete; other ranks may be gone."""
+        """After an error, let what is being written become complete; other ranks may be gone."""
         if kind is not None and self._thread is not None:
             self._written.wait()
             self._thread.join(LINGER_SECONDS)
+        if kind is not None and self._export is not None:
+            self._export.join()
         self._over.set()
 
     @property
@@ -107,7 +108,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         if accelerator.is_main_process:
             begin_folder(target)
         accelerator.wait_for_everyone()
-        self._written.clear()
+        self._written = threading.Event()
         pieces = shards.copied(accelerator, self.model, self.optimizer, extra, averages, self._held)
         files: manifest.Files = {}
         copy: list[shards.Piece] = []
@@ -118,7 +119,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             copy = list(pieces)
         write = functools.partial(shards.write, copy)
         arguments = write, files, partial, target, about
-        self._thread = _started(self._export, functools.partial(self._complete, *arguments))
+        before = self._export.join if self._export else None
+        self._thread = _started(before, functools.partial(self._complete, *arguments))
         if wait or self._held is None:
             self.finish()
         return target
@@ -141,7 +143,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 if not self._error:
                     write()
 
-        self._export = _started(self._thread, job)
+        # not for the checkpoint to be whole: on rank 0, where other ranks' files never come, `finish_export` would wait
+        self._export = _started(self._written.wait if self._thread else None, job)
 
     def finish_export(self) -> None:
         """Wait until this rank has written what is exported; an error is left to `finish`."""
@@ -227,18 +230,15 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         write_atomically(self.run_dir.latest, target.name + "\n")
         # Checkpoints of later steps do not count: they are damaged, or the run was resumed from an earlier one.
         for old in [path for path in earlier if step_of(path) not in stay]:
-            if old.is_symlink() or not old.is_dir():  # a user put it on another disk
-                old.unlink()
-            else:
-                shutil.rmtree(old)
+            remove(old)
 
 
-def _started(before: threading.Thread | None, job: Callable[[], None]) -> threading.Thread:
-    """Begin a job behind the steps, once the one `before` it is done."""
+def _started(before: Callable[[], object] | None, job: Callable[[], None]) -> threading.Thread:
+    """Begin a job behind the steps, once `before` has returned, which waits for the one before it."""
 
     def run() -> None:
         if before is not None:
-            before.join()
+            before()
         job()
 
     thread = threading.Thread(target=run, name="checkpoint", daemon=True)

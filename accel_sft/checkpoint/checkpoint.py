@@ -15,7 +15,7 @@ from accel_sft.checkpoint.averages import Averages
 from accel_sft.checkpoint.background import Checkpoints
 from accel_sft.checkpoint.plain_lora import convert
 from accel_sft.io import manifest
-from accel_sft.io.files import abandoned, begin_folder, put_in_place
+from accel_sft.io.files import abandoned, begin_folder, put_in_place, remove
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.text import printable
@@ -49,7 +49,7 @@ def settle(run_dir: RunDir) -> None:
         for outgoing in folder.glob(".*.outgoing"):
             target = folder / outgoing.name.removeprefix(".").removesuffix(".outgoing")
             if target.exists():
-                shutil.rmtree(outgoing)
+                remove(outgoing)
             else:
                 outgoing.rename(target)
         for partial in folder.glob(".*.partial"):
@@ -89,7 +89,7 @@ def undo_after(run_dir: RunDir, step: int) -> list[Path]:
     for path in run_dir.all_checkpoints():
         if step_of(path) > step:
             aside = path.with_name(f"undone-{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside, ignore_errors=True)
             moved.append(path.rename(aside))
     return moved
 

@@ -45,12 +45,20 @@ def put_in_place(partial: Path, target: Path) -> None:
     """Sync a folder to the disk and rename it to `target`, whose old content is removed last."""
     _sync_all(partial)
     outgoing = target.with_name(f".{target.name}.outgoing")
-    shutil.rmtree(outgoing, ignore_errors=True)
+    remove(outgoing, ignore_errors=True)
     if target.exists():
         target.rename(outgoing)
     partial.rename(target)
     sync(target.parent)
-    shutil.rmtree(outgoing, ignore_errors=True)
+    remove(outgoing, ignore_errors=True)
+
+
+def remove(folder: Path, *, ignore_errors: bool = False) -> None:
+    """Remove a folder, or a file in its place; of a link to one, which a user put on another disk, the link alone."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=ignore_errors)
 
 
 def _sync_all(folder: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,6 +131,33 @@ def test_a_disk_that_is_full_for_exported_weights_ends_the_run_with_its_line_and
     with pytest.raises(UserError, match=r"the disk is full; free space, then go on with --resume auto"):
         job.checkpoints.finish()
     assert newest(job.run_dir, "auto") == (None, [])
+
+
+def test_what_is_exported_waits_for_no_other_ranks_files(job, monkeypatch):
+    """Where one of them cannot write, the ranks agree on that only once rank 0 goes on."""
+    job.go_on.set()
+    seen, publish = [], job.checkpoints._publish
+    monkeypatch.setattr(job.checkpoints, "_publish", lambda *about: job.checkpoints._over.wait(60) or publish(*about))
+    job.checkpoints.save({"step": 1})
+    job.checkpoints.export(lambda: seen.append("best"))
+    waiting = threading.Thread(target=job.checkpoints.finish_export, daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert seen == ["best"]
+    job.checkpoints._over.set()
+
+
+def test_a_run_that_fails_lets_what_is_exported_become_whole(job):
+    seen = []
+
+    def failing():
+        with job.checkpoints:
+            job.checkpoints.export(lambda: seen.append(not time.sleep(0.5)))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert seen == [True]
 
 
 def small_model():

@@ -19,6 +19,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
 from accel_sft.checkpoint.checkpoint import load, newest, settle
 from accel_sft.io import manifest
+from accel_sft.io.files import begin_folder, put_in_place
 from accel_sft.io.run_dir import RunDir
 
 FLIPS = 1000
@@ -134,6 +135,20 @@ def test_what_a_kill_amid_a_replacement_left_is_put_right(tmp_path):
         "final/file": "final",
         "checkpoints/step-000003/file": "checkpoints/.step-000003.outgoing",
     }
+
+
+def test_a_folder_that_a_user_put_on_another_disk_is_replaced_and_what_a_kill_left_of_it_put_right(tmp_path):
+    run_dir, elsewhere = RunDir(tmp_path / "run"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "old").touch()
+    (begin_folder(run_dir.best) / "new").touch()
+    run_dir.best.symlink_to(elsewhere)
+    put_in_place(run_dir.path / ".best.partial", run_dir.best)
+    assert [path.name for path in run_dir.path.iterdir()] == ["best"]
+    (run_dir.path / ".best.outgoing").symlink_to(elsewhere)
+    settle(run_dir)
+    assert [str(path.relative_to(run_dir.path)) for path in run_dir.path.rglob("*")] == ["best", "best/new"]
+    assert (elsewhere / "old").exists()
 
 
 def test_a_manifest_that_is_no_manifest_is_damage(tmp_path):
