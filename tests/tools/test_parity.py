@@ -189,3 +189,16 @@ def test_the_command_prints_ends_with_a_status_and_refuses_what_it_cannot_compar
     (tmp_path / "run.json").write_text(json.dumps(record))
     unasked = accel_sft("parity", str(tmp_path), "--url", url)
     assert "its record names files, and those of a record are not read unasked; add --same-data" in unasked.output
+
+
+def test_a_cause_whose_test_needs_a_model_that_is_gone_is_said_to_be_untested(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    record = json.loads((run / "run.json").read_text())
+    record["config"]["model"] = str(tmp_path / "gone")
+    (tmp_path / "run/run.json").write_text(json.dumps(record))
+    with serving(served_with(run, "vllm", model="base")) as url:
+        found = command._compared(str(tmp_path / "run"), {**ASKED, "url": url, "examples": 2})
+    assert [cause["cause"] for cause in found["causes"]] == [causes.OTHER]
+    (untested,) = found["untested"]
+    assert untested.startswith("adapter not applied: ")
+    assert "no such folder" in untested

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from accel_sft.api.errors import UserError
+from accel_sft.batching.device_memory import out_of_memory
 from accel_sft.evaluation.endpoint import Endpoint, EndpointError, Reply
 from accel_sft.io.prefix import common_length
 from accel_sft.io.text import one_line
@@ -38,12 +39,18 @@ class Finding(NamedTuple):
 
 @dataclasses.dataclass
 class Causes:
-    """Examines differing pairs. `exact` has the server's answers to the prompts' own tokens, by example."""
+    """Examines differing pairs.
+
+    Attributes:
+        exact: the server's answers to the prompts' own tokens, by example.
+        untested: a line for each cause whose test needs a model that cannot be loaded here.
+    """
 
     reference: Reference
     endpoint: Endpoint
     pairs: Sequence[Pair]
     exact: dict[int, Reply] = dataclasses.field(default_factory=dict)
+    untested: list[str] = dataclasses.field(default_factory=list)
 
     def findings(self) -> list[Finding]:
         """A finding for each cause that its test shows; one of unknown cause if answers differ and none does."""
@@ -173,6 +180,18 @@ class Causes:
 
     # --- what it answers ---
 
+    @contextlib.contextmanager
+    def _second_model(self, cause: str) -> Iterator[None]:
+        """Within it, a model that cannot be loaded, or has no room beside the run's, leaves the cause untested."""
+        try:
+            yield
+        except UserError as error:
+            self.untested.append(f"{cause}: {error.problems[0]}")
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self.untested.append(f"{cause}: no memory here for a second model")
+
     def _judged(self) -> list[tuple[Pair, Reply]]:
         """Differing answers to the prompt as it was trained; where the server read it otherwise, it is asked anew."""
         found = []
@@ -187,9 +206,10 @@ class Causes:
         """Whether the answers are those of what the run began with."""
         if not (judged := self._judged()):
             return None
-        with self.reference.base() as base:
-            own = [self.reference.continued(pair.prompt, self.reference.most, base) for pair, _ in judged]
-        held = [ids for ids, (_, reply) in zip(own, judged, strict=True) if same(self.reference, ids, reply)]
+        own: list[list[int]] = []
+        with self._second_model(WEIGHTS), self.reference.base() as base:
+            own += [self.reference.continued(pair.prompt, self.reference.most, base) for pair, _ in judged]
+        held = [ids for ids, (_, reply) in zip(own, judged, strict=False) if same(self.reference, ids, reply)]
         if len(held) * 2 <= len(judged):
             return None
         told = f"{len(held)} of {len(judged)} differing answers are those of the model before training"
@@ -221,7 +241,7 @@ class Causes:
         if before <= noise:
             return None
         left, apart = dict[str, float](), dict[str, float]()
-        with contextlib.suppress(UserError):  # weights in 4 bits, and some adapters, have no whole weights to round
+        with self._second_model(PRECISION):
             for name, model in self.reference.roundings():
                 both = [values for pair, reply in some for values in self._off(pair, reply, model)]
                 left[name], apart[name] = (_mean([*side]) for side in zip(*both, strict=True))

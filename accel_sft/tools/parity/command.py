@@ -119,7 +119,8 @@ def _result(reference: Any, endpoint: Any, record: dict[str, Any]) -> dict[str, 
     from accel_sft.tools.parity.comparison import compare
 
     pairs = compare(reference, endpoint)
-    causes = Causes(reference, endpoint, pairs).findings()
+    examined = Causes(reference, endpoint, pairs)
+    causes = examined.findings()
     answered = [(pair.row.index, pair.reply) for pair in pairs]
     replies = {at: reference.ids(one.text, ended=one.finish != "length") if one else [] for at, one in answered}
     name = reference.evaluator.task.main_metric
@@ -154,6 +155,7 @@ def _result(reference: Any, endpoint: Any, record: dict[str, Any]) -> dict[str, 
             "served": first[1].text,
         },
         "causes": [cause._asdict() for cause in causes],
+        "untested": examined.untested,
     }
 
 
@@ -180,6 +182,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     for cause in found["causes"]:
         kind = "note" if cause["mild"] else "cause"
         told.append(f"{kind:<7}  {cause['cause']}: {cause['evidence']}; {cause['mend']}")
+    told += [f"untested {line}" for line in found["untested"]]
     verdict = "holds    what is served is" if found["holds"] else "differs  what is served is not"
     told.append(f"{verdict} what was trained")
     return [printable(line) for line in told]
