@@ -36,7 +36,7 @@ def targets(model: torch.nn.Module, *, names: list[str], saved: list[str]) -> di
     excluded = [rf"(.*\.)?{re.escape(name)}" for name in saved]
     excluded += [rf"(model\.)?{re.escape(part)}\..*" for part in parts_of(beyond)]
     if not chosen:
-        without = {_in_block(name) for names in unfit(model).values() for name in names}
+        without = {in_block(name) for names in unfit(model).values() for name in names}
         excluded += [rf"(.*\.)?{re.escape(name)}" for name in sorted(without)]
     return {
         "target_modules": names if chosen else ALL_LINEAR,
@@ -56,7 +56,7 @@ def besides(model: Any, *, names: list[str], saved: list[str], parameters: list[
     modules = [name for name, module in model.named_modules() if not _has_any(name, module, beyond)]
     found: dict[str, Any] = {}
     if missing := [name for name in parameters if not _ends_any(matrices, name)]:
-        experts = dict.fromkeys(_in_block(name) for name in matrices if len(shapes[name]) == 3)
+        experts = dict.fromkeys(in_block(name) for name in matrices if len(shapes[name]) == 3)
         here = f"its experts' are {', '.join(experts)}" if experts else "it has no experts in one tensor"
         raise UserError(f"--lora-target-parameters {', '.join(missing)}: no such matrices in this model; {here}")
     if missing := [name for name in saved if not _ends_any(modules, name)]:
@@ -91,7 +91,7 @@ def left_out(adapted: Any, *, images: bool = False) -> list[str]:
         whole = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves it one dimension
         if len(whole) == 3 and not (is_convolution or name in beyond or id(parameter) in stood_on):
             found.setdefault("experts in one tensor", []).append(name)
-    return [f"{', '.join(dict.fromkeys(map(_in_block, names)))} ({reason})" for reason, names in found.items() if names]
+    return [f"{', '.join(dict.fromkeys(map(in_block, names)))} ({reason})" for reason, names in found.items() if names]
 
 
 def unfit(model: Any) -> dict[str, list[str]]:
@@ -128,6 +128,6 @@ def _has_any(name: str, module: torch.nn.Module, parameters: dict[str, Any]) -> 
     return any(f"{name}.{own}" in parameters for own, _ in module.named_parameters(recurse=False))
 
 
-def _in_block(name: str) -> str:
+def in_block(name: str) -> str:
     """A name without its block's number and all before that: `mlp.up_proj` for `model.layers.3.mlp.up_proj`."""
     return re.split(r"\.\d+\.", name)[-1]

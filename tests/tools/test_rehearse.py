@@ -64,6 +64,9 @@ def test_nothing_is_reported_of_a_family(family, tmp_path, monkeypatch):
     stages = Stages(lambda line: None)
     task, config = Math(train_examples=100, validation_examples=8), RehearseConfig(model=str(model))
     Rehearsal("math", task, config, tmp_path, stages).run()
+    if family == "deepseek_v4":  # its indexer only chooses what attention sees, and takes no gradient: that is true
+        (flaw,), stages.all["trained"].flaws = stages.all["trained"].flaws, []
+        assert (flaw.state, "indexer" in flaw.what, "trained in vain" in flaw.what) == ("warns", True, True)
     assert {name: (each.state, each.flaws) for name, each in stages.all.items()} == dict.fromkeys(
         STAGES, ("holds", [])
     ), (tmp_path / "whole.log").read_text()[-3000:]
@@ -90,6 +93,7 @@ def test_a_planted_fault_is_found_and_named(name, tmp_path):
 def test_exported_weights_that_are_not_the_trained_ones_are_found(tmp_path):
     began, final = make_tiny(tmp_path / "began"), make_tiny(tmp_path / "final", seed=1)
     weights = load_file(final / "model.safetensors")
+    # reported: LLaMA-Factory #6749
     save_file(weights | {"lm_head.weight": 2 * weights["model.embed_tokens.weight"]}, final / "model.safetensors")
     tokenizer = AutoTokenizer.from_pretrained(final)
     rules = {"eos_ids": {tokenizer.eos_token_id}, "max_length": 512, "truncation": "error"}

@@ -15,7 +15,7 @@ from accel_sft.models.chat_template import template_of
 from accel_sft.models.load import load_model
 from accel_sft.models.pretrained import OR_NONE
 from accel_sft.models.source import Source, find_source
-from accel_sft.models.targets import USED_ALONE, unfit
+from accel_sft.models.targets import USED_ALONE, in_block, unfit
 from accel_sft.tools.rehearse.stages import FAILS, WARNS, Flaw
 
 _MARKS = re.compile(r"<\|[^<>|\s'\"{}]+\|>|<(?:start|end)_of_[a-z]+>")
@@ -73,7 +73,8 @@ def trained(config: TrainConfig, tokenizer: Any, steps: int) -> tuple[str, list[
             what = f"--lora-target-modules does not reach {', '.join(alike(missed))}, which are no layers"
             inside = ",".join(dict.fromkeys(name.split(".", 3)[-1] for name in missed))
             found.append(Flaw(WARNS, what, f"--lora-target-parameters {inside} adapts the experts"))
-    return "; ".join([f"{', '.join(alike(names))}; {frozen} others are frozen", *told]), found
+    short = (re.sub(r"\.lora_\w+\.default(\.weight)?$|^base_model\.model\.", "", in_block(name)) for name in names)
+    return "; ".join([f"{', '.join(dict.fromkeys(short))}; {frozen} others are frozen", *told]), found
 
 
 def _generation_config(source: Source) -> Any:

@@ -34,7 +34,7 @@ def reported(stages: Stages, name: str) -> Iterator[None]:
     except UserError as error:
         stages.ended(name, *flaws_of(*error.problems))
     except Exception as error:  # noqa: BLE001
-        stages.ended(name, Flaw(FAILS, f"what the run exports cannot be used: {what_and_where(error)}"))
+        stages.ended(name, Flaw(FAILS, f"unexpected: {what_and_where(error)}"))
 
 
 class Reloaded:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -185,6 +184,7 @@ def _adapter(model: Any, adapter: str, folder: Path) -> None:
     from peft import PeftConfig, get_peft_model
 
     config = PeftConfig.from_pretrained(adapter)
-    config.inference_mode, config.base_model_name_or_path = False, str(folder)
-    with contextlib.redirect_stdout(None):
-        get_peft_model(model, config).save_pretrained(folder / "adapter")
+    config.inference_mode = False
+    adapted = get_peft_model(model, config)
+    config.base_model_name_or_path = str(folder)  # peft has just put the real one's there
+    adapted.save_pretrained(folder / "adapter")
