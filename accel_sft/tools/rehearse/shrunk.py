@@ -66,11 +66,12 @@ def shrink(source: Source, folder: Path, *, trust_remote_code: bool, seed: int =
             torch.default_generator.manual_seed(seed)
             model = kind.from_config(small, dtype=dtype, trust_remote_code=trust_remote_code)
         model.save_pretrained(folder)
-        for path in _files_of(source.weights), _files_of(source.tokenizer):
+        beside = folder / "adapter" if source.adapter else folder
+        for path, target in (_files_of(source.weights), folder), (_files_of(source.tokenizer), beside):
             for file in shipped_files(path)[0]:
                 if file.suffix != ".safetensors" and ".index." not in file.name and file.name not in _OWN:
-                    (folder / file).parent.mkdir(exist_ok=True)
-                    shutil.copyfile(path / file, folder / file)
+                    (target / file).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path / file, target / file)
     if source.adapter:
         _adapter(model, source.adapter, folder)
     wide = getattr(small.get_text_config(decoder=True), "hidden_size", _WIDTH)
