@@ -331,8 +331,7 @@ HONEST = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("how", HONEST)
+@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.long) for how in HONEST])
 def test_nothing_is_found_in_honest_runs(how, tmp_path):
     run_dir, options = tmp_path / "run", LAYOUTS.get(how, {})
     job = HONEST[how]

@@ -189,6 +189,9 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
         by_rows.setdefault(point["rows"], []).append(point["metric"])
     told = "; ".join(f"{rows:,} rows {shown(statistics.mean(each))}{_range(each)}" for rows, each in by_rows.items())
     yield f"{metric} after training on {told}."
+    if len({point["metric"] for point in found["measured"]}) == 1:
+        yield "All trainings ended alike, which says nothing of more rows: train longer, or on fewer rows."
+        return
     most, twice = ahead[0]["rows"], ahead[2]
     now, then = shown(statistics.mean(by_rows[most])), shown(round(twice["value"], 4))
     reach = f" (95%: {span(twice['low'], twice['high'])})" if twice["low"] < twice["high"] else ""

@@ -62,7 +62,8 @@ def speed(job: Job, step_tokens: float, gpu: str = "", row_tokens: float = 0.0) 
     flops = model_flops(job).total(1, learnt, row_tokens / 2)  # of a token
     if job.gradient_checkpointing:
         flops += model_flops(dataclasses.replace(job, adapter="none")).total(1, 0, row_tokens / 2) / 3
-    flops /= launch.tensor_ranks
+    if not job.on_cpu:  # halves of narrow products take CPUs as long as whole ones
+        flops /= launch.tensor_ranks
     rate = (getattr(device, job.precision, None) or device.fp32) * 1e12 * REACHED * (COMPILED if job.compile else 1)
     link, host_link = device.link * 1e9, device.host_link * 1e9
     if job.on_cpu:

@@ -60,7 +60,8 @@ def in_words(run: Recorded, possible: Sequence[Stretch], again: Sequence[Stretch
         odds = f"{chance(possible, len(again)):.0%}"
         lines.append(
             f"{len(again)} of {len(possible)} stretches were run again, {covered:,} of {total:,} steps: a change in "
-            f"one step that all records were made to agree with would have been found with a chance of {odds}"
+            f"one step of a stretch, with which all records were made to agree, would have been found with a chance of "
+            f"{odds}"
         )
     first = possible[0].begin if possible else total
     behind = total - (possible[-1].end if possible else first)
