@@ -175,7 +175,7 @@ def test_what_adalora_knows_of_its_directions_comes_back_from_a_checkpoint(base,
         stepper.update(step)
     before = adapter_of(model).extra_state(model)
     assert known <= {kind for kind, tensors in before.items() if tensors}
-    path = saved(accelerator, model, optimizer, RunDir(tmp_path), {"step": steps}, 1, before)
+    path = saved(accelerator, model, optimizer, RunDir(tmp_path), {"step": steps}, extra=before)
     (file,) = path.glob("*.safetensors")
     with safe_open(file, framework="pt") as stored:
         written = {tuple(key.split(":", 2)) for key in stored.keys()}  # noqa: SIM118, not a mapping
