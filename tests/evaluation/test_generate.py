@@ -423,6 +423,7 @@ def test_ranks_that_share_their_weights_give_the_same_answers(tiny, tokenizer, e
         run = accel_sft(*arguments, yaml=yaml, launcher=launcher, run_dir=tmp_path / str(yaml))
         assert run.status == 0, run.output
         assert "tokens that all prompts begin with are computed once" in run.output
+        assert "full precision" not in run.output  # which is said of trainings without a launcher
         lines = (run.run_dir / "samples-tuned.jsonl").read_text().splitlines()
         said[yaml] = [json.loads(line)["generated"] for line in lines]
     assert len(set(said[None])) > 3

@@ -482,15 +482,22 @@ def test_a_comparison_shows_findings_cells_and_the_curves_of_its_runs(comparison
 def test_what_is_no_list_in_a_damaged_comparison_is_left_out(comparison):
     record = json.loads((comparison / "comparison.json").read_text())
     record["cells"][0]["runs"][0] |= {"step_seconds": 3, "folder": "cells/\0"}
+    record["cells"][0]["runs"].append({"folder": "x" * 5000})
     record["cells"][1]["runs"] = 3
     (comparison / "comparison.json").write_text(json.dumps({**record, "varied": 3, "findings": 3}))
     found = read_comparison(comparison, "stages")
     assert (found.varied, found.findings) == ([], [])
-    assert [(len(cell.step_seconds), cell.rounds) for cell in found.cells[:2]] == [(0, 1), (0, 0)]
+    assert [(len(cell.step_seconds), cell.rounds) for cell in found.cells[:2]] == [(0, 2), (0, 0)]
 
 
 @pytest.mark.parametrize(
-    ("record", "line"), [('{"schema": 2, "cells": []}', "its schema is 2"), ("[]", "not the record")]
+    ("record", "line"),
+    [
+        ('{"schema": 2, "cells": []}', "its schema is 2"),
+        (json.dumps({"schema": "x" * 5000, "cells": []}), r"its schema is 'x{59}\.\.\., this"),
+        ("[]", "not the record"),
+    ],
+    ids=["later", "long", "none"],
 )
 def test_another_form_of_comparison_is_refused(comparison, record, line):
     (comparison / "comparison.json").write_text(record)

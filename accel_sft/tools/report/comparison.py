@@ -7,6 +7,7 @@ from typing import Any
 from accel_sft.api.errors import UserError
 from accel_sft.io.files import mapping, read_json
 from accel_sft.io.run_dir import RunDir
+from accel_sft.io.text import one_line
 from accel_sft.tools.report.runs import COMPARISON, Run, read_run
 from accel_sft.tracking.run_report import is_number
 
@@ -66,9 +67,9 @@ def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
     if not isinstance(record.get("cells"), list):
         raise UserError(f"{file}: not the record of a comparison; name another folder")
     if record.get("schema") != SCHEMA:
+        schema = one_line(repr(record.get("schema")), 60)
         raise UserError(
-            f"{file}: its schema is {record.get('schema')!r}, and this version reads {SCHEMA}; use the version of "
-            "accel-sft that wrote it"
+            f"{file}: its schema is {schema}, this version reads {SCHEMA}; use the version of accel-sft that wrote it"
         )
     cells, runs = [], []
     for each in filter(lambda cell: isinstance(cell, dict), record["cells"]):
@@ -123,7 +124,7 @@ def _run(path: Path, comparison: str, cell: str, number: int, run: dict[str, Any
     try:
         inside = folder.resolve().is_relative_to(path.resolve()) and folder.resolve() != path.resolve()
         found = read_run(folder, name) if inside else None
-    except (UserError, ValueError):  # ValueError: a name that no file system takes
+    except (UserError, ValueError, OSError):  # the last two: names that no file system takes
         found = None
     if found is None:
         noted = {key: run[key] for key in ("steps", "tokens_per_second", "mfu") if is_number(run.get(key))}
