@@ -5,9 +5,9 @@ import inspect
 import re
 from typing import Any
 
-from accel_sft.api.config import EvaluateConfig
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
+from accel_sft.api.tool_configs import EvaluateConfig
 
 _METHODS = {
     name: tuple(inspect.signature(method).parameters)

@@ -8,21 +8,12 @@ from typing import Any
 
 import click
 
-from accel_sft.api.config import (
-    CHECK,
-    MODEL,
-    PLAN,
-    REHEARSE,
-    CheckConfig,
-    EvaluateConfig,
-    PlanConfig,
-    RehearseConfig,
-    TrainConfig,
-)
+from accel_sft.api.config import MODEL, TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting, settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import recorded_name
+from accel_sft.api.tool_configs import CHECK, PLAN, REHEARSE, CheckConfig, EvaluateConfig, PlanConfig, RehearseConfig
 from accel_sft.cli.comparison import comparison_options, how_much_options, make_list_option
 from accel_sft.cli.options import make_option
 

@@ -11,10 +11,10 @@ from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from rich.console import Console
 
-from accel_sft.api.config import EvaluateConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import recorded_name
+from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.batching.autotune import choose_batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.conversation import read_split

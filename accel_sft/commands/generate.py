@@ -165,7 +165,7 @@ def _as_trained(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any
 
     Settings that are not given are the run's own.
     """
-    from accel_sft.api.config import EvaluateConfig
+    from accel_sft.api.tool_configs import EvaluateConfig
     from accel_sft.io.run_dir import RunDir
 
     of_runs = "thinking", "template_date", "control_tokens", "max_new_tokens"

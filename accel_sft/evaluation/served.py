@@ -7,9 +7,9 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from accel_sft.api.config import EvaluateConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
+from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.answer_text import without_thinking
 from accel_sft.chat.conversation import Conversation, conversation, read_split
 from accel_sft.chat.encoded import Encoded

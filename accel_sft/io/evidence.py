@@ -14,9 +14,6 @@ from accel_sft.io import manifest
 from accel_sft.io.files import mapping
 from accel_sft.io.run_dir import RunDir
 
-END_AFTER = "ACCEL_SFT_END_AFTER"
-"""A variable with a step: the run ends once the step's checkpoint is complete. `verify` runs stretches again so."""
-
 
 def made_by(record: Mapping[str, Any]) -> dict[str, Any]:
     """What decides a run's numbers, by its run.json: digests of settings, data and code, and the libraries' versions.

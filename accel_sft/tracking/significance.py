@@ -122,6 +122,13 @@ def needed(change: Mapping[str, float], level: float = LEVEL) -> int | None:
     return math.ceil(count / digits) * digits
 
 
+def detectable(standard_error: float) -> float:
+    """The smallest difference that a test at LEVEL finds with probability POWER, by the difference's standard error."""
+    from scipy.stats import norm
+
+    return float((norm.isf(LEVEL / 2) + norm.ppf(POWER)) * standard_error)
+
+
 def against_best(measured: Mapping[str, Measured], best: str) -> dict[str, dict[str, Any] | None]:
     """Test every other metric against the best one: what `paired` returns, with the `level` that its `p` is held to.
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import gc
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from accel_sft.api.config import keep_every
-from accel_sft.api.errors import UserError
 from accel_sft.batching import choice
 from accel_sft.batching.autotune import choose_batching
 from accel_sft.batching.layouts import Batching
@@ -21,7 +19,6 @@ from accel_sft.batching.trial import Trial
 from accel_sft.checkpoint import checkpoint, shards
 from accel_sft.checkpoint.background import Checkpoints
 from accel_sft.checkpoint.capacity import check_disk, check_host_memory
-from accel_sft.io.evidence import END_AFTER
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.accelerator import prepare_model
 from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ranks
@@ -73,7 +70,6 @@ class Trainer:
         self.anomalies = Anomalies(
             run_dir, config.on_nonfinite, accelerator.mixed_precision, log, writes=accelerator.is_main_process
         )
-        self.end_after = int(os.environ.get(END_AFTER, 0)) or None
         self.batching_asked = [config.batching, config.micro_batch_size]
         self.prediction = Prediction(accelerator, prepared.launch, config, assembly.source.weights, log)
         tracker.peaks.begin("load")
@@ -229,9 +225,6 @@ class Trainer:
                 self.evaluate()
         if self.saved_step != state.step and self.plan.is_due(config.save_every, state.step):
             self.save()
-        if state.step == self.end_after:
-            self.checkpoints.finish()
-            raise UserError(f"{END_AFTER}: the run ends after step {state.step}, as was asked for")
 
     def stop_if(self, signal: int) -> None:
         """Raise Interruption if there was a signal; it is the same on all ranks."""

@@ -23,7 +23,8 @@ from transformers import AutoTokenizer
 
 from accel_sft import UserError
 from accel_sft.api.changes import changed
-from accel_sft.api.config import EvaluateConfig, TrainConfig
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat import template
 from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.encoded import Rules

@@ -22,7 +22,7 @@ from reference_job import layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.api.config import EvaluateConfig
+from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.evaluation.answerer import Answerer
 from accel_sft.evaluation.left_padded import Sampling
 from accel_sft.evaluation.prompts import read_prompts

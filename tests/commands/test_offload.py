@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.api.config import EvaluateConfig
+from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.evaluation.answerer import Answerer
 from accel_sft.launch.accelerator import own_folder
 from accel_sft.models import offload

@@ -14,7 +14,7 @@ from served_model import Served, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.api.config import EvaluateConfig
+from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.evaluation import endpoint as client
 from accel_sft.evaluation import served as evaluation
 from accel_sft.evaluation.endpoint import Endpoint

@@ -24,7 +24,8 @@ from reference_job import layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.api.config import EvaluateConfig, TrainConfig
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.batching.layouts import Batching
 from accel_sft.chat.encoded import Encoded
 from accel_sft.commands import evaluate as evaluate_command

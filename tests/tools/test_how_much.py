@@ -17,34 +17,11 @@ from accel_sft.api.errors import UserError
 from accel_sft.cli.group import cli
 from accel_sft.tools.compare.learning_curve import Curve, forecast, in_sentences, learnt, read_curve
 
-COPY = '''
-from dataclasses import dataclass
-from accel_sft import Task, option
-
-@dataclass(kw_only=True)
-class Copy(Task):
-    """Repeat the number."""
-    main_metric = "accuracy"
-    rows: int = option(64, help="Training rows.")
-
-    def dataset(self, split):
-        return list(range(0, self.rows) if split == "train" else range(1000, 1008))
-
-    def messages(self, example):
-        return [{"role": "user", "content": str(example)}]
-
-    def target(self, example):
-        return str(example)
-
-    def score(self, example, text):
-        return {"accuracy": float(text == str(example))}
-'''
-
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    install(folder, "accel-sft-copied", "copied = accel_sft_copied:Copy", COPY)
+    install(folder, "accel-sft-copied", "copied = accel_sft_copied:Good")
     return folder
 
 
@@ -61,7 +38,7 @@ def how_much(site, cwd, *arguments):
 
 
 def test_parts_of_the_rows_are_trained_on_the_smallest_first_and_the_page_has_the_curve(site, tmp_path):
-    run = ("--global-batch-size", "4", "--max-steps", "2", "--output-dir", "learnt")
+    run = ("--global-batch-size", "4", "--max-steps", "2", "--output-dir", "learnt", "--size", "64")
     done = how_much(site, tmp_path, "--sizes", "64,8,32", "--seeds", "1", *run)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "learnt" / "comparison.json").read_text())
@@ -78,7 +55,10 @@ def test_parts_of_the_rows_are_trained_on_the_smallest_first_and_the_page_has_th
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--train-examples", "20"), "20 training rows are too few: a curve needs 3 numbers of rows, each at least 8"),
+        (
+            ("--train-examples", "20"),
+            "20 training rows are too few, as a part has at least 8: a curve needs 3 numbers of rows",
+        ),
         (("--sizes", "8,16"), "--sizes 8,16: too few: a curve needs 3 numbers of rows"),
         (("--train-examples", "64", "--sizes", "8,16,65"), "--sizes '65': expected numbers of rows up to 64"),
         (("--sizes", "8,x"), "--sizes 'x': expected numbers of rows"),

@@ -13,7 +13,8 @@ from rehearsal_faults import FAULTS, MATH
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from accel_sft.api.config import RehearseConfig, TrainConfig
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.tool_configs import RehearseConfig
 from accel_sft.models.source import find_source
 from accel_sft.tools.rehearse.command import Rehearsal
 from accel_sft.tools.rehearse.reload import Reloaded

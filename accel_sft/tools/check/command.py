@@ -15,9 +15,9 @@ import numpy as np
 from accelerate import Accelerator
 
 import accel_sft
-from accel_sft.api.config import CheckConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
+from accel_sft.api.tool_configs import CheckConfig
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.io import terminal
 from accel_sft.io.files import json_safe, write_atomically

@@ -15,7 +15,7 @@ from typing import Any
 from accel_sft.io.text import shown
 from accel_sft.tools.compare.outcome import COMPLETE
 from accel_sft.tracking.run_report import is_number
-from accel_sft.tracking.significance import span
+from accel_sft.tracking.significance import detectable, span
 
 ROWS = "train_limit"
 FEWEST_SIZES = 3
@@ -35,8 +35,6 @@ _FREEDOM = 4
 """Degrees of freedom of Student's t, with which a run that ended badly does not bend the curve."""
 _AHEAD = 6
 """Doublings of the rows at hand up to which the end of the gain is looked for."""
-_FOUND = 2.8
-"""Standard errors of a difference that is found four times out of five, at the 5% level."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +92,7 @@ def read_curve(record: Mapping[str, Any]) -> Curve | None:
         metrics=[found[size] for size in sorted(found)],
         better=1 if record.get("higher_is_better", True) else -1,
         examples=max((test["examples"] for test in tests), default=None),
-        detectable=_FOUND * statistics.median(errors) if errors and any(errors) else None,
+        detectable=detectable(statistics.median(errors)) if errors and any(errors) else None,
     )
 
 
@@ -183,7 +181,7 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
     """
     if not (found := record.get("learning_curve")):
         return
-    metric, ahead, detectable = record["main_metric"], found["forecast"], found["detectable"]
+    metric, ahead, smallest = record["main_metric"], found["forecast"], found["detectable"]
     by_rows: dict[int, list[float]] = {}
     for point in found["measured"]:
         by_rows.setdefault(point["rows"], []).append(point["metric"])
@@ -196,12 +194,12 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
     now, then = shown(statistics.mean(by_rows[most])), shown(round(twice["value"], 4))
     reach = f" (95%: {span(twice['low'], twice['high'])})" if twice["low"] < twice["high"] else ""
     yield f"{twice['rows'] - most:,} more rows ({twice['rows']:,} in all): {metric} {now} to {then}{reach}."
-    if detectable is None:
+    if smallest is None:
         return
     gain = [abs(ahead[-1]["value"] - one["value"]) for one in ahead]
-    enough = next(one["rows"] for one, left in zip(ahead, gain, strict=True) if left < detectable)
+    enough = next(one["rows"] for one, left in zip(ahead, gain, strict=True) if left < smallest)
     examples = f"{found['examples']:,} validation examples" if found["examples"] else "these validation examples"
-    nothing = f"nothing is expected that {examples} can show, a difference of {shown(round(detectable, 4))}"
+    nothing = f"nothing is expected that {examples} can show, a difference of {shown(round(smallest, 4))}"
     if enough == most:
         yield f"Beyond these {most:,} rows {nothing}."
     elif enough < ahead[-1]["rows"] / 4:

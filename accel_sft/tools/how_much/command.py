@@ -13,7 +13,7 @@ from accel_sft.tools.compare.cells import flag_of
 from accel_sft.tools.compare.learning_curve import FEWEST_SIZES, ROWS
 
 FEWEST_ROWS = 8
-"""Fewest rows of a training."""
+"""Fewest rows of a training, unless `--sizes` names fewer."""
 _USUAL = ("--eval-every", "auto")
 """Given to each training unless the user says otherwise: a small part of the rows may have hundreds of epochs."""
 
@@ -53,12 +53,12 @@ def _sizes(given: str | None, rows: int) -> list[int]:
     """The numbers of rows to train on, ascending: those that were given, or all rows and four halvings of them."""
     if given is None:
         sizes = sorted({size for halvings in range(5) if (size := rows >> halvings) >= FEWEST_ROWS})
-        few = f"{rows:,} training rows are too few"
+        few = f"{rows:,} training rows are too few, as a part has at least {FEWEST_ROWS}"
     else:
         parts = [part.strip().replace("_", "") for part in given.split(",")]
         if wrong := [part for part in parts if not part.isdecimal() or not 0 < int(part) <= rows]:
             raise UserError(f"--sizes {wrong[0]!r}: expected numbers of rows up to {rows:,}, commas between")
         sizes, few = sorted({*map(int, parts)}), f"--sizes {given}: too few"
     if len(sizes) < FEWEST_SIZES:
-        raise UserError(f"{few}: a curve needs {FEWEST_SIZES} numbers of rows, each at least {FEWEST_ROWS}")
+        raise UserError(f"{few}: a curve needs {FEWEST_SIZES} numbers of rows")
     return sizes

@@ -54,10 +54,10 @@ def parity(ctx: click.Context, run: str, as_json: bool, **options: Any) -> None:
 
 def _compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return what was found, as `--json` has it."""
-    from accel_sft.api.config import EvaluateConfig
     from accel_sft.api.options import settings
     from accel_sft.api.registry import build
     from accel_sft.api.task_file import recorded_name
+    from accel_sft.api.tool_configs import EvaluateConfig
     from accel_sft.chat.conversation import read_split
     from accel_sft.commands.generate import LONGEST_ANSWER, one_process
     from accel_sft.evaluation import served

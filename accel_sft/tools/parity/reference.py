@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from accel_sft.api.config import EvaluateConfig
+from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.evaluator import Evaluation, Evaluator

@@ -7,11 +7,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.config import PlanConfig, TrainConfig
+from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.registry import suggestion
 from accel_sft.api.task import Task
+from accel_sft.api.tool_configs import PlanConfig
 from accel_sft.evaluation.scoring import UNANSWERED
 from accel_sft.launch.info import Launch
 from accel_sft.launch.parallelism import sized

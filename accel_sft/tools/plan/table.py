@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from accel_sft.api.config import PlanConfig
+from accel_sft.api.tool_configs import PlanConfig
 from accel_sft.memory.estimate import COMPONENTS, PHASES, Estimate, Memory, totals
 from accel_sft.memory.flops import peaks
 from accel_sft.memory.job import Job

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import accel_sft
-from accel_sft.api.config import CheckConfig, RehearseConfig, TrainConfig
+from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
+from accel_sft.api.tool_configs import CheckConfig, RehearseConfig
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.io import terminal
 from accel_sft.io.files import expanded, json_safe

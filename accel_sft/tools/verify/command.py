@@ -22,7 +22,9 @@ _COLORS = {"holds": "green", "open": "yellow", "differs": "red"}
     help="Stretches between checkpoints to run again; 0: only compare files, and run nothing of the run.",
 )
 @click.option("--seed", type=click.IntRange(0), help="Draws the stretches; default: another one each time.")
-@click.option("--from-start", is_flag=True, help="The steps before the first checkpoint may be drawn too.")
+@click.option(
+    "--from-start", is_flag=True, help="Draw from the steps before the first checkpoint too, however many they are."
+)
 @click.option(
     "--tolerance",
     type=click.FloatRange(0),

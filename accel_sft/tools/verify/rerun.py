@@ -12,12 +12,11 @@ from typing import Any
 import yaml
 
 from accel_sft.io import manifest
-from accel_sft.io.evidence import END_AFTER
 from accel_sft.io.files import mapping, read_text
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import LONGEST_ERROR, one_line
-from accel_sft.tools.compare.launching import launch
+from accel_sft.tools.compare.launching import kill_all, launch
 from accel_sft.tools.verify.records import Finding, Recorded, differs, digest_of, holds
 from accel_sft.tools.verify.stretches import Stretch
 from accel_sft.tracking.disturbed import KEY
@@ -27,6 +26,8 @@ from accel_sft.tracking.run_report import COSTS
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 _MEASURED = {"seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "energy_joules", KEY, *COSTS}
 """Keys of metrics.jsonl that say how fast something went, which no second run repeats."""
+_ALL = "1000000"
+"""--keep-checkpoints of a stretch: the one at its end stays, however far the run gets until it is killed."""
 _COMPUTED = {"loss", "grad_norm"}
 """Keys of a step's line that rounding changes; all others are a function of data and settings."""
 
@@ -68,12 +69,16 @@ def run_again(run: Recorded, stretch: Stretch, tolerance: float) -> Finding:
         variables = {**_OFFLINE, **run.record.get("relaunch", {}).get("environment", {})}
         variables["OMP_NUM_THREADS"] = str(run.record["launch"].get("threads_per_process", 1))
         ends = run.complete and stretch.end == run.trained[-1]["step"]
-        if not ends:
-            variables[END_AFTER] = str(stretch.end)
         command = [*_launcher(run, Path(folder)), "-m", "accel_sft", "--config", str(run.run_dir.settings)]
         command += ["--output-dir", str(again.path), "--resume", "auto", "--tracker", "none"]
-        command += ["--keep-checkpoints", "2", "--save-every", str(stretch.end)]
-        launch(command, variables, again.path, log, math.inf, heartbeat)
+        command += ["--keep-checkpoints", _ALL, "--save-every", str(stretch.end)]
+
+        def watch() -> None:
+            heartbeat()
+            if not ends and again.checkpoint(stretch.end).is_dir():  # it is whole, and the run is not needed any more
+                kill_all(again.path)
+
+        launch(command, variables, again.path, log, math.inf, watch)
         if not (again.final if ends else again.checkpoint(stretch.end)).is_dir():
             return differs(str(stretch), f"cannot be run again: {_cause(again, log)}")
         return _compared(run, stretch, again, tolerance)

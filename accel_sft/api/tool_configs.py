@@ -1,0 +1,87 @@
+"""The settings of the commands that take a task besides training: the trainer's, and their own. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from accel_sft.api.config import EVAL, MODEL, RUN, TrainConfig
+from accel_sft.api.options import option
+
+_model, _eval, _run = (functools.partial(option, section=name) for name in (MODEL, EVAL, RUN))
+CHECK, PLAN, REHEARSE = TOOLS = "Check", "Plan", "Rehearsal"
+_check, _plan, _rehearse = (functools.partial(option, section=name, basic=True) for name in TOOLS)
+_OF_WEIGHTS = "base", "offload", "dtype", "attn_implementation", "trust_remote_code", "chat_template", "generate_with"
+"""Settings of `evaluate` that mean nothing to a server."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class EvaluateConfig(TrainConfig):
+    """The settings of `evaluate`: it takes some of training's, and the others keep their defaults."""
+
+    model: str = _model(
+        "", basic=True, help="A run, saved weights or an adapter by folder, or a hub id; with --url the server's name."
+    )
+    url: str | None = _model(
+        None, basic=True, help="Score what a server answers: an OpenAI-compatible one, as http://127.0.0.1:8000/v1."
+    )
+    key_from: str | None = _model(
+        None, help="The environment variable that has the server's key; default: ACCEL_SFT_API_KEY."
+    )
+    timeout: int = _eval(600, min=1, help="Seconds for the server to give one answer.")
+    base: str | None = _model(
+        None, basic=True, help="Evaluate this model too, side by side; auto: what the run began with."
+    )
+    offload: str | None = _eval(
+        None, basic=True, choices=("host", "disk"), help="Where weights are that have no room on the GPU."
+    )
+    output_dir: str | None = _run(
+        None, basic=True, help="A new folder for result.json, report.md and the answers; default: none is written."
+    )
+
+    def problems(self) -> list[str]:
+        if not self.url:
+            alone = [f"--{name.replace('_', '-')}: goes with --url" for name in ("key_from",) if getattr(self, name)]
+            return [*([] if self.model else ["--model: a value is needed"]), *alone, *super().problems()]
+        given = [name for name in _OF_WEIGHTS if getattr(self, name) != getattr(EvaluateConfig, name)]
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        found = [f"--url: a server has its own weights and settings; leave {flags} out"] if flags else []
+        return found + super().problems()
+
+
+@dataclasses.dataclass(kw_only=True)
+class PlanConfig(TrainConfig):
+    """The settings of `plan`: its own and all of training's, so that a training command can be planned unchanged."""
+
+    gpus: int | None = _plan(None, min=0, max=1024, help="GPUs of a machine, 0: its CPU; default: this machine's.")
+    gpu_memory: float | None = _plan(None, min=0, help="GiB of one GPU; default: this machine's.")
+    host_memory: float | None = _plan(None, min=0, help="GiB of host memory; default: what is free here.")
+    launch: str | None = _plan(
+        None, help="Launch file: a shipped one's name, or a path; may be repeated. Default: every shipped one."
+    )
+    details: bool = _plan(False, help="Each phase's memory by component; one launch file always shows them.")
+    probe: bool = _plan(False, help="Beside it two real steps on this machine: loads the model; minutes.")
+    json: bool = _plan(False, help="Print JSON.")
+
+
+@dataclasses.dataclass(kw_only=True)
+class CheckConfig(TrainConfig):
+    """The settings of `check`: its own and all of training's, so that a training command can be audited unchanged."""
+
+    strict: bool = _check(False, help="Warnings make the exit status 1 too, not errors alone.")
+    score: bool = _check(True, help="Score every example's own answer by the task's score().")
+    show: int = _check(2, min=0, max=1000, help="Training examples printed token by token.")
+    html: str | None = _check(None, help="Write the report to this file, as one page.")
+    json: bool = _check(False, help="Print the report as JSON on standard output, nothing else there.")
+
+
+@dataclasses.dataclass(kw_only=True)
+class RehearseConfig(TrainConfig):
+    """The settings of `rehearse`: its own and all of training's, so that a training command can be rehearsed
+    unchanged."""
+
+    launch: str | None = _rehearse(
+        None, help="Launch file of the real run: a shipped one's name, or a path. Default: one process without one."
+    )
+    keep: bool = _rehearse(False, help="Keep the rehearsal's folder, which is kept after a failure in any case.")
+    json: bool = _rehearse(False, help="Print JSON on standard output, nothing else there.")
