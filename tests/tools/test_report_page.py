@@ -26,7 +26,7 @@ from accel_sft.cli.group import cli
 from accel_sft.io import files
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
-from accel_sft.tools.report import answers, memory, runs
+from accel_sft.tools.report import answers, memory, page, runs
 from accel_sft.tools.report.comparison import read_comparison
 from accel_sft.tools.report.curves import charts, means, thin
 from accel_sft.tools.report.events import system_readings
@@ -488,6 +488,7 @@ def test_what_is_no_list_in_a_damaged_comparison_is_left_out(comparison):
     found = read_comparison(comparison, "stages")
     assert (found.varied, found.findings) == ([], [])
     assert [(len(cell.step_seconds), cell.rounds) for cell in found.cells[:2]] == [(0, 2), (0, 0)]
+    assert "only what the comparison noted is shown" in page.render([], [found])[0]
 
 
 @pytest.mark.parametrize(
@@ -529,8 +530,8 @@ def opened(tmp_path):
         return pages[-1]
 
     yield open_page
-    for page in pages:
-        page.close()
+    for opened in pages:
+        opened.close()
 
 
 COUNT = "document.querySelector('#count').textContent"

@@ -128,7 +128,8 @@ def _run(path: Path, comparison: str, cell: str, number: int, run: dict[str, Any
         found = None
     if found is None:
         noted = {key: run[key] for key in ("steps", "tokens_per_second", "mfu") if is_number(run.get(key))}
-        found = Run(name=name, series=cell, folder=RunDir(folder), status="unknown", result=noted)
+        nowhere = RunDir(path / "no-such-run")  # what the record names may lie elsewhere, or be no name at all
+        found = Run(name=name, series=cell, folder=nowhere, status="unknown", result=noted)
         found.notes.append("its folder is not there: only what the comparison noted is shown")
     for key in ("tokens_per_second", "mfu", "peak_device_memory_gib", "peak_host_memory_gib"):
         if is_number(run.get(key)):  # the comparison's own numbers: its speed leaves out the discarded steps
