@@ -530,8 +530,8 @@ def opened(tmp_path):
         return pages[-1]
 
     yield open_page
-    for opened in pages:
-        opened.close()
+    for each in pages:
+        each.close()
 
 
 COUNT = "document.querySelector('#count').textContent"
