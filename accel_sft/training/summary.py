@@ -146,7 +146,7 @@ def publish(
     told += [f"the machine was not itself: {'; '.join(disturbed)}"] if disturbed else []
     told += [
         f"{run_dir}: weights in {' and '.join(folders)}{averaged}, numbers in report.md",
-        f"next: {'; '.join(commands)}",
+        *(f"{'' if number else 'next:':<5} {command}" for number, command in enumerate(commands)),
     ]
     if left_out := result["steps_left_out"]:
         told.insert(0, f"{left_out} of {state.step} steps were not finite and left out: {run_dir.nonfinite}")

@@ -78,12 +78,12 @@ def test_an_interpreter_that_has_trained_ends_without_a_word(tmp_path):
     assert "tuned" not in done.stdout + (tmp_path / "run" / "report.md").read_text()  # nothing was judged
 
 
-def test_the_last_line_of_a_finished_run_says_what_to_do_with_it(launched):
+def test_the_last_lines_of_a_finished_run_are_commands_to_copy(launched):
     run = layout(launched, "plain")
-    *_, last = run.output.splitlines()
-    name, _, commands = last.partition(": ")
-    report, generate, evaluate, tensorboard = (command.split() for command in commands.split("; "))
-    assert name == "next"
+    *_, first, second, third, fourth = run.output.splitlines()
+    name, *report = first.split()
+    generate, evaluate, tensorboard = (line.split() for line in (second, third, fourth))
+    assert name == "next:"
     assert tensorboard == ["tensorboard", "--logdir", str(run.run_dir)]
     assert generate == ["accel-sft", "generate", str(run.run_dir), "PROMPT"]
     for tool in (report, evaluate):
