@@ -90,7 +90,7 @@ def run_case(work: Path, millions: int, launch: str, adapter: str, length: str, 
     done = subprocess.run(command, cwd=work, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
-    result = json.loads((out / "result.json").read_text())
+    result, record = (json.loads((out / name).read_text()) for name in ("result.json", "run.json"))
     shutil.rmtree(out)
     return {
         "millions": millions,
@@ -98,6 +98,7 @@ def run_case(work: Path, millions: int, launch: str, adapter: str, length: str, 
         "adapter": adapter,
         "length": length,
         "ranks": ranks,
+        "precision": record["launch"]["precision"],
         "seconds": time.perf_counter() - begun,
         "batching": result["batching"],
         "forward": result["forward"],
@@ -112,10 +113,11 @@ def predicted(work: Path, case: dict[str, Any]) -> dict[str, float]:
     make_model(folder, case["millions"])
     content = read_config(folder)
     file = ROOT / "accelerate_configs" / f"{case['launch']}.yaml"
+    launch = "--num_processes", str(case["ranks"]), "--mixed_precision", case["precision"]
     tokens, supervised_tokens, rows, *_ = case["forward"]  # the pixels of images follow
     job = Job(
         shape=read_shape(content, str(folder), folder),
-        launch=launch_of_yaml(file, "--num_processes", str(case["ranks"])),
+        launch=launch_of_yaml(file, *launch),
         device="cpu",
         stored_bytes=stored_bytes(content),
         adapter=case["adapter"],
