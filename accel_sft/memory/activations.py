@@ -35,9 +35,12 @@ def block_bytes(job: Job, block: Block) -> float:
     """Bytes that one block keeps for one token, without gradient checkpointing."""
     e, hidden = job.computes_bytes, job.shape.hidden_size
     by_group = {
-        group: [m for m in block.matrices if m.group == group] for group in ("attention", "feed_forward", "experts")
+        group: [m for m in block.matrices if m.group == group]
+        for group in ("attention", "recurrent", "feed_forward", "experts")
     }
     kept = _norms(job, block)
+    if not block.recurrent:
+        kept += e * sum(m.outputs if m.inputs == hidden else m.inputs for m in by_group["recurrent"] if m.is_linear)
     if attention := by_group["attention"]:
         *into, out = attention  # queries, keys and values, then the output projection
         kept += e * (sum(matrix.outputs for matrix in into) + out.inputs)
@@ -104,23 +107,31 @@ def _scores(job: Job) -> float:
     return job.shape.heads * job.tokens**2 / max(job.rows, 1) if job.shape.family.startswith(_CAPPED) else 0.0
 
 
-def _copies(job: Job) -> float:
-    """Bytes of keys and values in one block that attention copies for each row behind a prefix, and for every head."""
-    return 2 * job.computes_bytes * job.shape.heads * job.shape.head_dim * job.copied_keys if job.copies else 0.0
+def _by_rows(job: Job, block: Block) -> float:
+    """Bytes that a block keeps by rows, not by tokens: keys and values that attention copies for each row behind a
+    prefix, and for every head; and what layers with a state keep."""
+    attends = job.copies and any(m.group == "attention" for m in block.matrices)
+    kept = 2.0 * job.computes_bytes * job.shape.heads * job.shape.head_dim * job.copied_keys * attends
+    for measured in block.recurrent:
+        of_prefix, of_row = measured(job.computes_bytes, *job.prefix_and_own)
+        kept += of_prefix + job.rows * of_row
+    return kept
 
 
 def forward_bytes(job: Job) -> float:
     """Bytes that all blocks keep at the end of the largest forward, those of a vision tower with them."""
-    scores = _SCORE * _scores(job) + _copies(job)
+    scores = _SCORE * _scores(job)
     if not job.gradient_checkpointing:
         kept = sum(
-            block.count * (job.tokens * block_bytes(job, block) + scores + _merged_bytes(job, block))
+            block.count
+            * (job.tokens * block_bytes(job, block) + scores + _by_rows(job, block) + _merged_bytes(job, block))
             for block in job.shape.blocks
         )
     else:
         e = 4 if job.autocast and not job.is_frozen else job.computes_bytes
         whole = [
-            job.tokens * block_bytes(job, block) + scores + _merged_bytes(job, block) for block in job.shape.blocks
+            job.tokens * block_bytes(job, block) + scores + _by_rows(job, block) + _merged_bytes(job, block)
+            for block in job.shape.blocks
         ]
         kept = job.tokens * e * job.shape.hidden_size * job.shape.layers + max(whole, default=0.0)
     if job.dense_mask:
@@ -187,7 +198,7 @@ def _in_text(job: Job) -> dict[str, float]:
         casts["backward"] = e * shape.largest_block if cast else 0
     mask = e * t**2 if job.dense_mask else 0
     blocks = [
-        (t * block_bytes(job, block) + _SCORE * _scores(job) + _copies(job), _merged_bytes(job, block), block)
+        (t * block_bytes(job, block) + _SCORE * _scores(job) + _by_rows(job, block), _merged_bytes(job, block), block)
         for block in shape.blocks
     ]
     if job.gradient_checkpointing:

@@ -1,6 +1,7 @@
 """`Job`: what is trained, on what, and how. Each answer of `plan` (closed form, probe) is about a job."""
 
 import dataclasses
+import math
 
 from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.launch.info import Launch
@@ -126,6 +127,14 @@ class Job:
         always copied."""
         size = self.shape.head_dim
         return self.in_cache or (not self.on_cpu and (self.computes_bytes > 2 or size % 8 > 0 or size > 256))
+
+    @property
+    def prefix_and_own(self) -> tuple[int, int]:
+        """Tokens of the prefix from whose cache rows go on (0: there is none), and of a row behind it, padded."""
+        if not (self.in_cache and self.copied_keys and self.rows > 1):
+            return 0, math.ceil(self.tokens / max(self.rows, 1))
+        prefix = (self.copied_keys - self.tokens) // (self.rows - 1)
+        return prefix, self.copied_keys // self.rows - prefix
 
     @property
     def computes_bytes(self) -> int:

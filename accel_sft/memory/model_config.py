@@ -1,6 +1,9 @@
 """Reads the shape of the model that `--model` names from its configuration, without its weights; a model of an unknown
 family is built on the meta device."""
 
+import dataclasses
+import functools
+import json
 import math
 import re
 from pathlib import Path
@@ -12,6 +15,7 @@ from accel_sft.api.options import shown
 from accel_sft.io.files import read_json
 from accel_sft.memory.families import count, text_config
 from accel_sft.memory.job import BYTES
+from accel_sft.memory.recurrent import kept_bytes
 from accel_sft.memory.shape import Block, Matrix, ModelShape
 from accel_sft.memory.vision import tower
 
@@ -134,7 +138,9 @@ def _built(config: dict[str, Any], name: str) -> Any:
             f"--model {name}: model_type {kind}: counting its parameters needs transformers: {error}"
         ) from None
     try:
-        settings = AutoConfig.for_model(**config)
+        # transformers writes infinity, which JSON lacks, as {"__float__": "Infinity"}: Granite 4's limit of time steps
+        decoded = json.loads(json.dumps(config), object_hook=lambda d: float(d["__float__"]) if "__float__" in d else d)
+        settings = AutoConfig.for_model(**decoded)
         auto: Any = next(
             (
                 each
@@ -162,7 +168,7 @@ def _walked(model: Any) -> ModelShape:
     active = getattr(text, "num_experts_per_tok", None)
     counted: dict[Block, int] = {}
     for module in blocks:
-        block = _block(module, active)
+        block = _block(module, active, text)
         counted[block] = counted.get(block, 0) + 1
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is None or head.weight is embedding.weight or bool(getattr(text, "tie_word_embeddings", False))
@@ -179,7 +185,7 @@ def _walked(model: Any) -> ModelShape:
         key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or embedding.weight.shape[1] // heads,
         tied=tied,
-        blocks=tuple(Block(count=n, matrices=b.matrices, vectors=b.vectors) for b, n in counted.items()),
+        blocks=tuple(dataclasses.replace(b, count=n) for b, n in counted.items()),
         vectors=beside,
         other=sum(p.numel() for p in model.parameters() if id(p) not in inside),
         tower=tower(eyes.to_dict()) if (eyes := getattr(model.config, "vision_config", None)) else None,
@@ -187,16 +193,19 @@ def _walked(model: Any) -> ModelShape:
     )
 
 
-def _block(module: Any, active: int | None) -> Block:
+def _block(module: Any, active: int | None, config: Any) -> Block:
     """One block: its linear layers and experts as matrices, the rest as vectors.
 
     Args:
         active: number of experts that a token is sent to; None without experts.
+        config: the text configuration.
     """
     import torch
 
     matrices: list[Matrix] = []
     vectors = 0
+    scans = [each for each in module.modules() if any(isinstance(part, torch.nn.Conv1d) for part in each.children())]
+    in_scans = {id(p) for each in scans for p in each.parameters()}
     for name, parameter in module.named_parameters():
         owner, _, own = name.rpartition(".")
         layer = module.get_submodule(owner)
@@ -212,7 +221,7 @@ def _block(module: Any, active: int | None) -> Block:
             name=owner.rpartition(".")[2] if is_linear else own if copies > 1 else owner.rpartition(".")[2],
             inputs=inputs,
             outputs=outputs,
-            group=_group(name, is_linear, copies),
+            group="recurrent" if id(parameter) in in_scans else _group(name, is_linear, copies),
             bias=is_linear and layer.bias is not None,
             copies=copies,
             active=min(active or copies, copies),
@@ -220,7 +229,13 @@ def _block(module: Any, active: int | None) -> Block:
             lora_ranks=int(is_linear),
         )
         matrices.append(matrix)
-    return Block(count=1, matrices=tuple(matrices), vectors=vectors)
+    recurrent = tuple(functools.cache(functools.partial(kept_bytes, each, config)) for each in scans)
+    try:
+        for each in recurrent:
+            each(4, 1, 2)
+    except Exception:  # noqa: BLE001 - packages' kernels run on GPUs alone; they keep little but inputs and outputs
+        recurrent = ()
+    return Block(count=1, matrices=tuple(matrices), vectors=vectors, recurrent=recurrent)
 
 
 def _group(name: str, is_linear: bool, copies: int) -> str:

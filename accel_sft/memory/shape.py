@@ -1,13 +1,13 @@
 """`ModelShape`: a model's parameters by group and by block, for estimates of memory. Without torch."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from accel_sft.api.adapters import names_of
 from accel_sft.api.errors import UserError
 from accel_sft.memory.vision import Tower
 
-GROUPS = ("embeddings", "attention", "feed_forward", "experts", "norms", "head", "other")
+GROUPS = ("embeddings", "attention", "recurrent", "feed_forward", "experts", "norms", "head", "other")
 """Groups of a model's parameters. `other` are those that text does not reach (a vision tower's), which stay frozen."""
 ALL_LINEAR = "all-linear"
 """The value of --lora-target-modules that stands for every linear layer but the head."""
@@ -49,11 +49,13 @@ class Block:
     Attributes:
         count: how many such blocks there are.
         vectors: elements of one block's norms, which are in no matrix.
+        recurrent: `recurrent.kept_bytes` of each layer with a state, where it can be measured.
     """
 
     count: int
     matrices: tuple[Matrix, ...]
     vectors: int
+    recurrent: tuple[Callable[[int, int, int], tuple[float, float]], ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def parameters(self) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
+import architectures
 import pytest
 import torch
 from accelerate import Accelerator
 from conftest import AS_COUNTED
 from places import CONFIGS
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from varlen_on_cpu import varlen_on_cpu
 
 from accel_sft.api.config import TrainConfig
@@ -109,3 +111,44 @@ def test_plan_counts_copies_where_a_gpu_makes_them(model, recomputed):
     assert bytes_more("z2", True) == bytes_more("ddp", False, device="cpu") == 0
     odd = dataclasses.replace(job_of(model, "z2", True, 1, 1).shape, head_dim=20)
     assert bytes_more("z2", True, shape=odd) > 0
+
+
+class Tokenizer:
+    eos_token_id, pad_token_id = 1, 0
+
+    def __len__(self):
+        return 256
+
+
+LONG = ("falcon_h1", "zamba2", "nemotron_h", "qwen3_next", "bamba", "olmo_hybrid")
+
+
+@AS_COUNTED
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("attention", ["cache", "causal"])
+@pytest.mark.parametrize(
+    "family",
+    ["lfm2", "qwen3_5_text", "granitemoehybrid", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)],
+)
+def test_what_layers_with_a_state_keep_is_counted(family, attention, bf16):
+    config = architectures.configuration(family, Tokenizer())
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if bf16 else torch.float32).train()
+    draw = torch.Generator().manual_seed(0)
+    common, *others = (torch.randint(2, 250, (size,), generator=draw).tolist() for size in (100, *range(20, 60, 5)))
+    rows = [Encoded(index, common + row, len(common) + 15) for index, row in enumerate(others)]
+    batching = Batching("shared" if attention == "cache" else "padded", 10**6, attention=attention)
+    kept, way = kept_by(model, batching, rows), batching.way
+    launch = expected(launch_of_yaml(CONFIGS / "z2.yaml"), bf16=bf16)
+    job = Job(
+        shape=read_shape(json.loads(config.to_json_string()), "model"),
+        launch=launch,
+        device="cpu",
+        tokens=way.tokens_in(rows),
+        supervised_tokens=sum(row.supervised_tokens for row in rows),
+        rows=len(rows),
+        head="labelled",
+        copied_keys=way.copied(rows)[1],
+        in_cache=attention == "cache",
+    )
+    assert all(block.recurrent for block in job.shape.blocks if any(m.group == "recurrent" for m in block.matrices))
+    assert kept / 1.12 < forward_bytes(job) < 1.12 * kept

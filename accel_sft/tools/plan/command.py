@@ -156,6 +156,7 @@ def job_of(
     if not here.gpus and config.micro_batch_size == "auto":
         tokens = max(tokens, min(_CPU_TOKENS, round(step_tokens)))
         supervised = max(supervised, round(tokens * lengths.mean_supervised / lengths.mean))
+    held = max(rows, tokens // max(lengths.longest, 1))
     generates = config.eval_every != "off" and task.main_metric not in UNANSWERED
     answers = config.eval_batch_size or _EVAL_ROWS
     if config.eval_limit:
@@ -170,8 +171,8 @@ def job_of(
         **{name: getattr(config, name) for name in AS_CONFIGURED},
         tokens=tokens,
         supervised_tokens=min(supervised, tokens),
-        rows=rows,
-        pixels=(lengths.pixels or 0) * max(rows, tokens // max(lengths.longest, 1)),
+        rows=held,
+        pixels=(lengths.pixels or 0) * held,
         copied_keys=rows * lengths.longest if rows > 1 and config.batching in ("auto", "shared") else 0,
         eval_rows=answers if generates else 0,
         eval_tokens=lengths.longest,

@@ -152,10 +152,13 @@ def _fewer_answers(job: Job, memory: _Memory) -> Job:
 
 
 def with_tokens(job: Job, tokens: int) -> Job:
-    """The job with a forward of another size, and the same share of supervised tokens."""
+    """The job with a forward of another size, of rows of the same length with the same share of supervised tokens."""
     share = job.supervised_tokens / max(job.tokens, 1)
-    pixels = round(job.pixels * tokens / job.tokens)
-    return dataclasses.replace(job, tokens=tokens, supervised_tokens=max(round(tokens * share), 1), pixels=pixels)
+    rows, pixels = (round(each * tokens / job.tokens) for each in (job.rows, job.pixels))
+    supervised_tokens = max(round(tokens * share), 1)
+    return dataclasses.replace(
+        job, tokens=tokens, supervised_tokens=supervised_tokens, rows=max(rows, 1), pixels=pixels
+    )
 
 
 def recommended(plans: Sequence[Plan]) -> tuple[Plan | None, str]:
