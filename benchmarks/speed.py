@@ -196,7 +196,8 @@ class Race:
     def against(self, name: str, python: str, script: str, settings: dict[str, Any]) -> None:
         """Run another trainer and print its line of the table; one that ends by itself is reported and left out."""
         try:
-            other = self._at_its_best(name, python, script, settings)
+            sizes = self.args.rows_per_forward or ROWS
+            other = at_its_best(self.shape, sizes, self.work.tokens, name, python, script, **self.common, **settings)
             self.rounds(other)
         except (Ended, BrokenPipeError) as error:
             if self.ours.process.poll() is not None or self.peak.process.poll() is not None:
@@ -205,30 +206,6 @@ class Race:
             return
         self._line(other, self.ours.speeds[-len(other.speeds) :])
         other.stop()
-
-    def _at_its_best(self, name: str, python: str, script: str, settings: dict[str, Any]) -> Contestant:
-        """Start a trainer with the number of rows a forward that is fastest in one turn."""
-        if "rows_per_forward" in settings:
-            return Contestant(name, python, script, **{**self.common, **settings})
-        sizes = sorted({min(size, self.shape.batch) for size in self.args.rows_per_forward or ROWS})
-        best: Contestant | None = None
-        for size in sizes:
-            told = f"{name} ({size} rows a forward)"
-            try:
-                tried = Contestant(told, python, script, **self.common, **settings, rows_per_forward=size)
-                tried.run(self.shape.steps, self.work.tokens)
-            except (Ended, BrokenPipeError) as error:
-                left_out(told, error)
-                continue
-            slower = tried
-            if best is None or tried.speeds[0] > best.speeds[0]:
-                best, slower = tried, best
-            if slower:
-                slower.stop()
-        if best is None:
-            raise Ended("with no number of rows a forward did it run")
-        best.speeds.clear()
-        return best
 
     def _line(self, each: Contestant, ours: Sequence[float]) -> None:
         """Print a line of the table; `ours` has accel_sft's speeds in the same rounds."""
@@ -265,6 +242,32 @@ class Race:
         )
         self.ours.stop()
         self.peak.stop()
+
+
+def at_its_best(
+    shape: shapes.Shape, sizes: Sequence[int], tokens: int, name: str, python: str, script: str, **settings: Any
+) -> Contestant:
+    """Start a trainer with the number of rows a forward that is fastest in one turn, unless `settings` has it."""
+    if "rows_per_forward" in settings:
+        return Contestant(name, python, script, **settings)
+    best: Contestant | None = None
+    for size in sorted({min(size, shape.batch) for size in sizes}):
+        told = f"{name} ({size} rows a forward)"
+        try:
+            tried = Contestant(told, python, script, **settings, rows_per_forward=size)
+            tried.run(shape.steps, tokens)
+        except (Ended, BrokenPipeError) as error:
+            left_out(told, error)
+            continue
+        slower = tried
+        if best is None or tried.speeds[0] > best.speeds[0]:
+            best, slower = tried, best
+        if slower:
+            slower.stop()
+    if best is None:
+        raise Ended("with no number of rows a forward did it run")
+    best.speeds.clear()
+    return best
 
 
 def left_out(name: str, error: Exception) -> None:
