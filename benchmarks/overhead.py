@@ -1,12 +1,15 @@
 """The trainer's own time in a step: what is neither forward, backward nor optimizer.
 
-    python benchmarks/overhead.py [--steps 300] [--hidden 64 --layers 2] [--functions 25] [--smoke]
+    python benchmarks/overhead.py [--steps 300] [--hidden 64 --layers 2] [--functions 25] [--turns 8] [--smoke]
 
 Runs the real loop (`train.run`, one process, float32) on a model small enough for steps of about 50 ms, where our own
 time weighs most, once with a terminal (a bar) and once without (a line every ten steps). The calls of a step are timed
 where the loop makes them; a part's time is its own, without the parts called within it. All that is not the model's
 forward with the loss, `Stepper.backward` or `Stepper.update` is ours. Medians over the steps leave out what happens
 once or twice a second (system readings, a redrawn bar), so means stand beside them.
+
+With `--turns`, also runs with and without the check for weights that are trained in vain, which looks once, after the
+third step: in turns, so that what else the machine does weighs on both alike.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ def time_parts(clock: Clock) -> None:
     from accel_sft.tracking import tracker
     from accel_sft.training import step as training_step
     from accel_sft.training import trainer
+    from accel_sft.training.in_vain import InVain
     from accel_sft.training.state import TrainState
 
     for owner, call, part in (
@@ -58,6 +62,7 @@ def time_parts(clock: Clock) -> None:
         (Batching, Batching.divide, "Batching.divide"),
         (Batching, Batching.batch, "Batching.batch"),
         (trainer, trainer.reduce_step, "gather"),
+        (InVain, InVain.look, "trained in vain"),
         (tracker.Tracker, tracker.Tracker.system, "system readings"),
         (TrainState, TrainState.counted, "record"),
         (tracker.Tracker, tracker.Tracker.step, "Tracker.step"),
@@ -84,6 +89,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import rows
     from accel_sft.batching.layouts import Batching
     from accel_sft.commands import train
+    from accel_sft.training.in_vain import InVain
 
     laps: list[dict[str, float]] = []
     profile = cProfile.Profile() if args.functions else None
@@ -93,6 +99,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             (profile.disable if begins else profile.enable)()
 
     clock, steps = Clock(watched), args.warmup_steps + args.steps
+    if args.unchecked:
+        InVain.look = lambda self, grad_norm, *, last: None  # type: ignore[method-assign]
     time_parts(clock)
     facts: dict[str, Any] = {}
     writers: set[int | None] = set()
@@ -132,6 +140,7 @@ def in_own_process(args: argparse.Namespace, folder: Path, bar: bool) -> dict[st
         "warmup-steps": args.warmup_steps,
         "shape": args.shape,
         "functions": args.functions,
+        "unchecked": args.unchecked,
         "folder": folder,
         "answer": answer,
     }
@@ -180,6 +189,23 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def in_turns(args: argparse.Namespace, folder: Path) -> str:
+    """A Markdown table of the milliseconds of a step with and without the check for weights trained in vain."""
+    found: tuple[list[Any], list[Any]] = [], []
+    args.warmup_steps, args.functions = 0, 0
+    for turn in range(args.turns):
+        for args.unchecked in (turn % 2, 1 - turn % 2):
+            found[args.unchecked].append(in_own_process(args, folder, bar=False)["steps"])
+    lines = ["| ms a step, median | with the check | without |", "|---|---|---|"]
+    parts = {"steps 1 and 2": slice(2), "step 3, after which it looks": slice(2, 3), "later": slice(3, None)}
+    for name, those in parts.items():
+        for what, part in ((name, None), ("- the check", "trained in vain")):
+            steps = [[step for run in runs for step in run[those]] for runs in found]
+            taken = [[step[part] if part else sum(step.values()) for step in each] for each in steps]
+            lines.append(f"| {what} | {' | '.join(f'{1e3 * statistics.median(each):.3f}' for each in taken)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = smoke.parser(__doc__)
     parser.add_argument("--steps", type=int, default=300, help="Counted, after the warm-up.")
@@ -190,6 +216,8 @@ def main() -> None:
     parser.add_argument(
         "--functions", type=int, default=0, help="Also cProfile what is ours, and show that many functions."
     )
+    parser.add_argument("--turns", type=int, default=0, help="Runs with and without the check of trained weights.")
+    parser.add_argument("--unchecked", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     args = smoke.parse(parser, steps=2, warmup_steps=2)
@@ -214,6 +242,8 @@ def main() -> None:
         for label, run in runs.items():
             if args.functions:
                 print(f"\n{label}:\n{run['functions']}")
+        if args.turns:
+            print(f"\n{in_turns(args, folder)}")
 
 
 if __name__ == "__main__":

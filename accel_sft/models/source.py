@@ -151,6 +151,23 @@ def resolved(config: Settings) -> Settings:
     return config.resolved(TINY_DEFAULTS if is_tiny(config.model, init_from=config.init_from) else {})
 
 
+def reach(name: str) -> None:
+    """See that a folder or the hub has `name`: without a network, libraries would try for most of a minute.
+
+    Raises:
+        UserError: it is a hub id of which nothing is kept here, and the hub cannot be reached.
+    """
+    from huggingface_hub import constants, get_session, try_to_load_from_cache
+
+    with errors_explained(name):
+        if Path(name).exists() or try_to_load_from_cache(name, "config.json"):
+            return
+        try:
+            get_session().head(constants.ENDPOINT, timeout=10)
+        except Exception as error:  # the HTTP library's own, of which huggingface_hub has had three
+            raise OSError(f"couldn't connect to '{constants.ENDPOINT}' ({first_line(error)})") from error
+
+
 @contextlib.contextmanager
 def errors_explained(name: str) -> Iterator[None]:
     """Turn libraries' errors in loading `name` into a UserError that says what cannot be loaded, and why."""
@@ -170,6 +187,8 @@ def errors_explained(name: str) -> Iterator[None]:
             cause = "its weights hold more than numbers, which could run code; use safetensors, from someone you trust"
         if "trust_remote_code" in str(error):
             cause = "it needs its own code to run; read that code, then pass --trust-remote-code"
+        if "couldn't connect to" in cause:
+            cause = f"{cause.rstrip('.')}; see to the network, or name a folder that has the model's files"
         if any(word in str(error) for word in ("attn_implementation", "FlashAttention", "`kernels`")):
             raise UserError(f"--attn-implementation: {cause}") from error
         where = "" if Path(name).exists() else "no such folder here, and as a hub id "

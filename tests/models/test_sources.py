@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from models import make_tiny
@@ -17,7 +18,7 @@ from accel_sft.io import terminal
 from accel_sft.models import load, source
 from accel_sft.models.compiled import compile_blocks
 from accel_sft.models.load import load_model
-from accel_sft.models.source import find_source
+from accel_sft.models.source import find_source, reach
 
 RECORD = json.dumps({"task": "math", "config": {}, "task_options": {}, "launch": {"precision": "bf16"}})
 
@@ -35,6 +36,13 @@ def test_an_adapter_of_a_run_that_was_moved_finds_the_runs_own_base(tmp_path):
     (run / "base" / "config.json").write_text("{}")
     found = find_source(str(run))
     assert (found.weights, found.adapter) == (str(run / "base"), str(run / "final"))
+
+
+def test_a_hub_that_cannot_be_reached_is_not_tried_again_and_again(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    told = r"couldn.t connect to 'http://127.0.0.1:9' \(.*\); see to the network, or name a folder"
+    with pytest.raises(UserError, match=told):
+        reach("some/model")
 
 
 def test_an_adapter_whose_base_is_gone_says_so(tmp_path):

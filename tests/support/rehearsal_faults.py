@@ -200,6 +200,9 @@ FAULTS = {
     "an adapter that does not reach the experts": Fault(
         "model", "--lora-target-parameters", family("deepseek_v3", *LORA, "down_proj")
     ),
+    "a loss that is no number": Fault(
+        "steps", "the loss is nan", options("--learning-rate", "1e30", "--on-nonfinite", "skip"), runs=True
+    ),
     "a score that fails on what a model writes": Fault("evaluation", "no answer", task("score"), runs=True),
     "data that are drawn anew": Fault(
         "resume", "the data is not what the run was started with", task("drawn"), runs=True

@@ -31,11 +31,11 @@ from accel_sft.tools.compare import launching, rounds
 from accel_sft.tools.compare.cells import Cell, product, values
 from accel_sft.tools.compare.command import _command, _whole
 from accel_sft.tools.compare.conclusions import findings
-from accel_sft.tools.compare.launching import launch
+from accel_sft.tools.compare.launching import Interrupted, launch, signals_interrupt
 from accel_sft.tools.compare.measured import measure
 from accel_sft.tools.compare.outcome import outcome, waited_for
 from accel_sft.tools.compare.record import open_record, write_record
-from accel_sft.tools.compare.rounds import _resuming, _signals_interrupt
+from accel_sft.tools.compare.rounds import _resuming
 from accel_sft.tools.compare.summary import summarise
 from accel_sft.tools.compare.sweep import paired_settings
 from accel_sft.tools.compare.tables import as_csv, markdown, terminal_table
@@ -228,11 +228,18 @@ def test_what_a_run_waits_for_is_told_where_nothing_is_updated_and_no_longer_tha
 def test_a_comparison_under_nohup_goes_on_when_its_terminal_is_closed():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with _signals_interrupt():
+        with signals_interrupt():
             signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_ends_a_launch_and_leaves_no_process(tmp_path):
+    sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        launch(sleeps, {}, tmp_path, tmp_path / "log", 60, lambda: signal.raise_signal(signal.SIGTERM))
+    assert marked(tmp_path) == []
 
 
 def test_an_interrupted_comparison_leaves_no_process_and_goes_on(site, tmp_path):

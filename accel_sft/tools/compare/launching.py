@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import os
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -18,6 +20,14 @@ _POLL_SECONDS = 0.5
 """Seconds between two polls of a running launch."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """A launch, or what comes between launches, was stopped by a signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.status = 128 + number  # the status that a shell reports for the signal
+
+
 @dataclasses.dataclass(frozen=True)
 class Ended:
     """How a launch ended: exit status (negative: a signal's number), duration, and whether the time limit ended it."""
@@ -27,6 +37,24 @@ class Ended:
     over_time: bool
 
 
+@contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Context manager in which SIGINT, SIGTERM and SIGHUP raise `Interrupted`, unless they are ignored (nohup)."""
+
+    def raise_it(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, raise_it) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@signals_interrupt()
 def launch(
     command: list[str],
     environment: Mapping[str, str],

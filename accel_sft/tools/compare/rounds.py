@@ -3,12 +3,9 @@
 import datetime
 import shlex
 import shutil
-import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +18,7 @@ from accel_sft.io.terminal import columns, terminal, wrapped
 from accel_sft.io.text import printable, shown
 from accel_sft.tools.compare.cells import Cell
 from accel_sft.tools.compare.conclusions import findings
-from accel_sft.tools.compare.launching import end_all, launch
+from accel_sft.tools.compare.launching import end_all, launch, signals_interrupt
 from accel_sft.tools.compare.learning_curve import learnt
 from accel_sft.tools.compare.measured import last_step, measure, surroundings
 from accel_sft.tools.compare.outcome import outcome, waited_for
@@ -29,14 +26,6 @@ from accel_sft.tools.compare.record import write_record
 from accel_sft.tools.compare.summary import completed, summarise
 from accel_sft.tools.compare.sweep import paired_settings
 from accel_sft.tools.compare.tables import as_csv, markdown, terminal_table
-
-
-class Interrupted(KeyboardInterrupt):
-    """The comparison was stopped by a signal; the runs that have ended are recorded."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"interrupted by {signal.Signals(number).name}")
-        self.status = 128 + number  # the status that a shell reports for the signal
 
 
 def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_weights: bool) -> None:
@@ -50,7 +39,7 @@ def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_wei
     console = Console(file=terminal(), highlight=False, width=columns())
     _update(record, folder)  # so that the comparison can resume even if it is killed in its first run
     try:
-        with _signals_interrupt(), console.status("", refresh_per_second=2) as status:
+        with signals_interrupt(), console.status("", refresh_per_second=2) as status:
             for number, cell, entry in _due(record, cells):
                 done = sum(len(entry["runs"]) for entry in record["cells"])
                 of = f"{done + 1} of {done + _left(record)}: round {number}, {cell.name}"
@@ -164,20 +153,3 @@ def _resuming(record: dict[str, Any], folder: Path) -> str:
         return record["command"]
     end = words.index("--") if "--" in words else len(words)
     return shlex.join([*words[:end], "--output-dir", str(folder), *words[end:]])
-
-
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Context manager in which SIGINT, SIGTERM and SIGHUP raise `Interrupted`, unless they are ignored (nohup)."""
-
-    def raise_it(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, raise_it) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

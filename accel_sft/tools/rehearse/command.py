@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from accelerate import Accelerator
+
 import accel_sft
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -25,8 +27,7 @@ from accel_sft.launch.environment import device_count
 from accel_sft.launch.launcher import under_launcher
 from accel_sft.launch.precision import recorded
 from accel_sft.launch.read import launch_of_yaml
-from accel_sft.models.load import load_tokenizer
-from accel_sft.models.source import find_source, resolved
+from accel_sft.models.source import find_source, reach, resolved
 from accel_sft.tools.check.command import Audit
 from accel_sft.tools.plan.command import launch_files, words_of
 from accel_sft.tools.rehearse import model_files, runs
@@ -34,7 +35,7 @@ from accel_sft.tools.rehearse.reload import Reloaded, reported
 from accel_sft.tools.rehearse.shrunk import shrink
 from accel_sft.tools.rehearse.stages import FAILS, WARNS, Flaw, Stages, flaws_of
 from accel_sft.tracking.services import tracker_names
-from accel_sft.training.prepare import plan_steps
+from accel_sft.training.prepare import Assembly, plan_steps
 
 
 def run(task_name: str, task: Task, config: RehearseConfig) -> None:
@@ -54,8 +55,9 @@ def run(task_name: str, task: Task, config: RehearseConfig) -> None:
     try:
         with terminal.quiet(None, config.debug, shown_on=2 if config.json else 1) as shown:
             stages = Stages(lambda line: print(line, file=shown, flush=True))
-            with terminal.waiting(f"rehearse {task_name}"):
-                Rehearsal(task_name, task, config, folder, stages).run()
+            rehearsal = Rehearsal(task_name, task, config, folder, stages)
+            with terminal.waiting(lambda: f"rehearse {task_name}{runs.waits(folder)}"):
+                rehearsal.run()
     finally:
         keeps = config.keep or stages.failed
         if not keeps:
@@ -136,6 +138,8 @@ class Rehearsal:
         day = self.config.template_date or time.strftime("%Y-%m-%d")
         with reported(self.stages, "data"):
             audited = Audit(self.task_name, self.task, CheckConfig(**given | {"template_date": day}), self.folder)
+            if audited.source:
+                reach(audited.source.weights)
             report = audited.report()
             flaws = []
             for finding in report.findings:
@@ -163,13 +167,9 @@ class Rehearsal:
 
     def _short(self, audited: Audit) -> Iterator[Flaw]:
         encoding, most = audited.encodings.get("validation"), self.config.max_new_tokens
-        if (
-            encoding
-            and most
-            and self.config.eval_every != "off"
-            and (long := int((encoding.kept.answers > most).sum()))
-        ):
-            what = f"--max-new-tokens {most}: {long:,} of {len(encoding.kept):,} validation answers are longer, and"
+        scored = encoding if self.config.eval_every != "off" else None
+        if scored and most and (long := int((scored.kept.answers > most).sum())):
+            what = f"--max-new-tokens {most}: {long:,} of {len(scored.kept):,} validation answers are longer, and"
             yield Flaw(WARNS, f"{what} could never be scored as right", "raise it, or leave it out")
 
     def _first(self, every: str) -> int | None:
@@ -188,7 +188,7 @@ class Rehearsal:
             when = f"step {first or plan.total_steps:,}, the first export"
             flaws = [*model_files.flaws(source, self.config, when)]
             if self.stages.failed:  # a model that is loaded for such data may fail for the same reason
-                self.stages.ended("model", *flaws, seen="not loaded", when="loading the model")
+                self.stages.ended("model", *flaws, seen="its files; it is not loaded", when="loading the model")
                 return None
             tiny = self.config.model == "tiny" and not self.config.init_from
             folder, seen = source.weights, "tiny is trained as it is"
@@ -196,10 +196,11 @@ class Rehearsal:
                 folder = str(self.folder / "model")
                 seen = shrink(source, Path(folder), trust_remote_code=self.config.trust_remote_code)
                 folder = f"{folder}/adapter" if source.adapter else folder
-            longest = max(int(each.kept.answers.max()) for each in audited.encodings.values() if each)
+            encodings = [each for each in audited.encodings.values() if each]
+            longest = max(int(each.kept.answers.max()) for each in encodings)
             config = runs.rehearsed(self.config, folder, longest)
-            tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code, templated=False)
-            self.learns, more = model_files.trained(config, tokenizer, runs.STEPS)
+            assembly = Assembly(Accelerator(cpu=True), self.task, config, find_source(folder))
+            self.learns, more = model_files.trained(assembly, encodings, runs.STEPS)
             self.stages.ended("model", *flaws, *more, seen=seen, when="loading the model")
             return dataclasses.replace(config, model="tiny") if tiny else config
         return None
@@ -214,9 +215,11 @@ class Rehearsal:
         loaded = runs.TRAINED.search(made.output)
         first, last = f"step {self._first(config.save_every) or plan.total_steps:,}", f"step {plan.total_steps:,}"
         scored = f"{len(evaluated) or 'no'} evaluations"
+        finite = not made.dir.nonfinite.exists()
+        took = f"{len(steps)} steps, {'losses are finite' if finite else 'those that are not finite are skipped'}"
         stages = [
             ("load", bool(loaded), "loading the model", loaded[0] if loaded else ""),
-            ("steps", len(steps) >= runs.SAVE_EVERY, "step 1", f"{len(steps)} steps, losses are finite"),
+            ("steps", len(steps) >= runs.SAVE_EVERY and (finite or not made.failure), "step 1", took),
             ("evaluation", not scores or len(evaluated) == 3, "step 0, before training", scored),
             ("checkpoint", saved or not saves, first, ""),
             ("export", made.dir.final.is_dir() and not made.failure, last, ""),
@@ -281,10 +284,10 @@ class Rehearsal:
         precision = recorded(whole.dir.read_record()) or "no"
         found: Reloaded | None = None
         with reported(stages, "reload"):
-            found = Reloaded(final, began, config, [row for row in rows if row.images is None])
-            seen, flaws = found.reload(evaluated, precision) if found.rows else ("all rows have images", [])
+            found = Reloaded(final, began, config, rows)
+            seen, flaws = found.reload(evaluated, precision)
             stages.ended("reload", *flaws, seen=seen, when="the first use of the exported weights")
-        if found is None or not found.rows:
+        if found is None:
             return
         with reported(stages, "merge"):
             seen, flaws = found.merge() if found.source.adapter else ("no adapter", [])

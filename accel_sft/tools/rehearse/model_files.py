@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from accel_sft.api.adapters import names_of
 from accel_sft.api.config import TrainConfig
 from accel_sft.chat.encoded import end_of_turn_ids
+from accel_sft.data.token_store import StoredEncoding
 from accel_sft.models.architecture import alike
 from accel_sft.models.chat_template import template_of
-from accel_sft.models.load import load_model
 from accel_sft.models.pretrained import OR_NONE
-from accel_sft.models.source import Source, find_source
+from accel_sft.models.source import Source
 from accel_sft.models.targets import USED_ALONE, in_block, unfit
 from accel_sft.tools.rehearse.stages import FAILS, WARNS, Flaw
+from accel_sft.training.prepare import Assembly
 
 _MARKS = re.compile(r"<\|[^<>|\s'\"{}]+\|>|<(?:start|end)_of_[a-z]+>")
 """Marks that are surely control tokens; others, such as `<think>` and `[INST]`, are plain text in some models."""
@@ -45,22 +46,22 @@ def flaws(source: Source, config: TrainConfig, export: str) -> Iterator[Flaw]:
             yield Flaw(FAILS, what, "mend that file beside the weights: take the sampling flags out, or set do_sample")
 
 
-def trained(config: TrainConfig, tokenizer: Any, steps: int) -> tuple[str, list[Flaw]]:
+def trained(assembly: Assembly, encodings: Sequence[StoredEncoding], steps: int) -> tuple[str, list[Flaw]]:
     """Load the shrunk model as the run will; return which weights learn and which do not, and what is wrong with it.
 
     Raises:
         UserError: the settings do not fit the model.
     """
     lines: list[str] = []
-    source = find_source(config.model)
-    how: dict[str, Any] = {"precision": "no", "deepspeed": False, "tokenizer": tokenizer}
-    model = load_model(source, config, total_steps=steps, log=lines.append, **how)
+    config = assembly.config
+    model = assembly.load_model(*encodings, total_steps=steps, log=lines.append)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     frozen = sum(not parameter.requires_grad for parameter in model.parameters())
     told = [line for line in lines if line.startswith(("the adapter leaves out", "not trained,"))]
     found = []
-    if config.adapter != "none" and source.adapter is None:
-        plain = load_model(source, dataclasses.replace(config, adapter="none"), **how)
+    if config.adapter != "none" and assembly.source.adapter is None:
+        whole = dataclasses.replace(config, adapter="none")
+        plain = Assembly(assembly.accelerator, assembly.task, whole, assembly.source).load_model(*encodings)
         passed_by = set(unfit(plain).get(USED_ALONE, ()))
         adapted = [name.split(".lora_A")[0].removeprefix("base_model.model.") for name in names if "lora_A" in name]
         if idle := [name for name in adapted if name in passed_by]:
@@ -73,7 +74,8 @@ def trained(config: TrainConfig, tokenizer: Any, steps: int) -> tuple[str, list[
             what = f"--lora-target-modules does not reach {', '.join(alike(missed))}, which are no layers"
             inside = ",".join(dict.fromkeys(name.split(".", 3)[-1] for name in missed))
             found.append(Flaw(WARNS, what, f"--lora-target-parameters {inside} adapts the experts"))
-    short = (re.sub(r"\.lora_\w+\.default(\.weight)?$|^base_model\.model\.", "", in_block(name)) for name in names)
+    within = (part if "." in (part := in_block(name)) else name for name in names)
+    short = (re.sub(r"\.lora_\w+\.default(\.weight)?$|^base_model\.model\.", "", name) for name in within)
     return "; ".join([f"{', '.join(dict.fromkeys(short))}; {frozen} others are frozen", *told]), found
 
 

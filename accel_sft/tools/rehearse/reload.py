@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, what_and_where
@@ -19,11 +20,13 @@ from accel_sft.models.pretrained import class_of
 from accel_sft.models.source import Source, find_source
 from accel_sft.tools.rehearse.stages import FAILS, WARNS, Flaw, Stages, flaws_of
 
-_TOLERANCE = {"no": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
-"""Allowed difference of the validation loss, as a share of it, by the precision of the run: plain transformers computes
-in float32 here."""
+_EXACT, _ROUNDED = 1e-3, 5e-2
+"""Allowed difference of the validation loss, as a share of it, of a run in float32, and of one in 16 bits or on a base
+in 4 bits: plain transformers computes in float32 here, with the base's own weights."""
 _BEHIND = 4
 """Tokens that may be generated behind the end of an answer, to see whether generation stops there."""
+_ENDS = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "embed_out.weight")
+"""Ends of the names of heads and embeddings."""
 
 
 @contextlib.contextmanager
@@ -48,7 +51,7 @@ class Reloaded:
 
     def __init__(self, final: Path, began: Source, config: TrainConfig, rows: Sequence[Encoded]) -> None:
         self.final, self.began, self.config, self.rows = final, began, config, rows
-        self.trusted = config.trust_remote_code
+        self.trusted, self.images = config.trust_remote_code, any(row.images for row in rows)
         self.source = find_source(str(final))
         self.tokenizer = load_tokenizer(self.source, trust_remote_code=self.trusted, templated=False)
         self.model = self._plain()
@@ -59,21 +62,31 @@ class Reloaded:
 
         weights = self.source.weights
         settings = AutoConfig.from_pretrained(weights, trust_remote_code=self.trusted)
-        model = class_of(settings).from_pretrained(weights, dtype=torch.float32, trust_remote_code=self.trusted)
+        kind = class_of(settings, images=self.images)
+        model = kind.from_pretrained(weights, dtype=torch.float32, trust_remote_code=self.trusted)
         if self.source.adapter:
             if self.config.chat_template is not None and len(self.tokenizer) > settings.vocab_size:
                 model.resize_token_embeddings(len(self.tokenizer), mean_resizing=False)
             model = PeftModel.from_pretrained(model, self.source.adapter)
         return model.eval()
 
+    def _inputs(self, row: Encoded, length: int) -> dict[str, torch.Tensor]:
+        """The first `length` tokens of a row, with its images."""
+        ids = row.input_ids[:length]
+        inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, length, dtype=torch.int64)}
+        if row.images:
+            made = row.images.origin.inputs.tensors([ids], [row.images], (1, length))
+            inputs |= {name: torch.as_tensor(values) for name, values in made.items()}
+        return inputs
+
     @torch.no_grad()
     def loss(self, model: Any = None) -> float:
         """The mean loss of the rows' supervised tokens, each row alone."""
         total = count = 0.0
         for row in self.rows:
-            ids = torch.tensor([row.input_ids])
-            logits = (model or self.model)(input_ids=ids, use_cache=False).logits[0, :-1].float()
-            nll = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+            inputs = self._inputs(row, len(row.input_ids))
+            logits = (model or self.model)(**inputs, use_cache=False).logits[0, :-1].float()
+            nll = torch.nn.functional.cross_entropy(logits, inputs["input_ids"][0, 1:], reduction="none")
             for span, weight in row.weighted:
                 total += weight * nll[span.start - 1 : span.stop - 1].sum().item()
                 count += weight * len(span)
@@ -85,32 +98,26 @@ class Reloaded:
         seen = f"validation loss {found:.6g} in plain {'peft' if self.source.adapter else 'transformers'}"
         if evaluated is not None:
             seen += f", {evaluated:.6g} in the run"
-            if not abs(found - evaluated) <= _TOLERANCE[precision] * abs(evaluated):
+            allowed = _EXACT if precision == "no" and not self.config.load_in_4bit else _ROUNDED
+            if not abs(found - evaluated) <= allowed * abs(evaluated):
                 what = f"the exported weights predict otherwise than those that were trained: loss {found:.6g}"
                 mend = "report this as a defect, with the model's config.json"
                 flaws.append(Flaw(FAILS, f"{what}, and {evaluated:.6g} in the run", mend))
         template, seed = self.config.chat_template, self.config.seed  # which make the embeddings of new tokens
         plain = TrainConfig(dtype="float32", trust_remote_code=self.trusted, chat_template=template, seed=seed)
-        before = load_model(self.began, plain, precision="no", deepspeed=False, tokenizer=self.tokenizer).eval()
-        if self.loss(before) == found:
+        how: dict[str, Any] = {"precision": "no", "deepspeed": False, "tokenizer": self.tokenizer}
+        if self.loss(load_model(self.began, plain, images=self.images, **how).eval()) == found:
             what = "trained in vain: the exported weights predict what the model predicted before, to the bit"
             flaws.append(Flaw(FAILS, what, "see that --learning-rate is above 0, and what is trained"))
         return seen, [*flaws, *self._twice()]
 
     def _twice(self) -> list[Flaw]:
         """A head that is tied to its embedding, and written beside it with other values."""
-        from safetensors import safe_open
-
-        config = self.model.config.get_text_config(decoder=True)
-        tied = getattr(self.model.config, "tie_word_embeddings", False) or getattr(config, "tie_word_embeddings", False)
-        ends: dict[str, torch.Tensor] = {}
-        for file in sorted(self.final.glob("*.safetensors")) if tied else ():
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118, not a mapping
-                    if name.endswith(("lm_head.weight", "embed_tokens.weight", "wte.weight", "embed_out.weight")):
-                        ends[name] = opened.get_tensor(name)
-        tensors = list(ends.values())
-        if len(tensors) < 2 or all(each.shape == tensors[0].shape and each.equal(tensors[0]) for each in tensors):
+        configs = self.model.config, self.model.config.get_text_config(decoder=True)
+        tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
+        files = [load_file(file) for file in self.final.glob("*.safetensors")] if tied else []
+        ends = {name: weights for file in files for name, weights in file.items() if name.endswith(_ENDS)}
+        if all(map(next(iter(ends.values()), torch.empty(0)).equal, ends.values())):
             return []
         what = f"tied weights are exported twice, with other values ({', '.join(sorted(ends))}): a server reads one"
         return [Flaw(FAILS, what, "leave the head out of the adapter, or train both with --lora-modules-to-save")]
@@ -128,17 +135,20 @@ class Reloaded:
         row = next((row for row in self.rows if row.prompt_length and row.input_ids[-1] in ends), None)
         if row is None:
             return "no answer here has an end to stop at", []
-        prompt, answer = row.input_ids[: row.prompt_length], row.input_ids[row.prompt_length :]
-        ids = torch.tensor([prompt])
+        answer = row.input_ids[row.prompt_length :]
+        every = [*range(self.model.config.get_text_config(decoder=True).vocab_size)]
+
+        def dictated(_: int, ids: torch.Tensor) -> list[int]:
+            return row.input_ids[len(ids) : len(ids) + 1] or every
+
         made = self.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
+            **self._inputs(row, row.prompt_length),
             do_sample=False,
             max_new_tokens=len(answer) + _BEHIND,
-            logits_processor=[_Dictated(len(prompt), answer)],
+            prefix_allowed_tokens_fn=dictated,
         )[0].tolist()
         end = self.tokenizer.convert_ids_to_tokens(answer[-1])
-        if len(made) <= len(prompt) + len(answer):
+        if len(made) <= len(row.input_ids):
             return f"a plain `generate` stops at {end}, which ends the answers", []
         named = self.model.generation_config.eos_token_id
         names = [named] if isinstance(named, int) else named or []
@@ -148,18 +158,3 @@ class Reloaded:
         # some servers stop at the tokenizer's eos as well, and plain transformers does not
         state = WARNS if answer[-1] == self.tokenizer.eos_token_id else FAILS
         return "", [Flaw(state, what, f"{mend}, or name it to the server as a stop token")]
-
-
-class _Dictated:
-    """A logits processor that has the model write these tokens behind its prompt, and then what it likes but an end."""
-
-    def __init__(self, begin: int, tokens: Sequence[int]) -> None:
-        self.begin, self.tokens = begin, tokens
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        at = input_ids.shape[1] - self.begin
-        if at >= len(self.tokens):
-            return scores
-        only = torch.full_like(scores, -torch.inf)
-        only[:, self.tokens[at]] = 0
-        return only

@@ -16,7 +16,7 @@ from accel_sft.launch.info import Launch
 from accel_sft.launch.parallelism import sized
 from accel_sft.launch.shipped import shipped
 from accel_sft.tools.compare.launching import kill_all, launch
-from accel_sft.tools.compare.outcome import outcome
+from accel_sft.tools.compare.outcome import outcome, waited_for
 from accel_sft.tracking.metrics_file import read_lines
 
 STEPS, SAVE_EVERY, EVAL_EVERY = 12, 4, 6
@@ -98,6 +98,12 @@ def rehearsed(config: TrainConfig, model: str, longest_answer: int) -> TrainConf
         resume="off",
         patience=None,
     )
+
+
+def waits(folder: Path) -> str:
+    """What a run in this folder says now that it waits for, such as operators that compile, in brackets; else ""."""
+    told = [waited_for(log) for log in folder.glob("*.log")]
+    return "".join(f" ({each})" for each in told if each)
 
 
 class Runs:
