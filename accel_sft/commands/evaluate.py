@@ -20,6 +20,7 @@ from accel_sft.batching.trial import Trial
 from accel_sft.chat.conversation import read_split
 from accel_sft.commands.generate import LONGEST_ANSWER, one_process
 from accel_sft.evaluation import served, vllm
+from accel_sft.evaluation.endpoint import Endpoint
 from accel_sft.evaluation.evaluator import Evaluation
 from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io import terminal
@@ -117,7 +118,7 @@ def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
     """Score the answers of the server at `--url`; no weights, and no tokenizer, are loaded."""
     if problems := [*served.problems(task), *one_process("evaluate --url")]:
         raise UserError(*problems)
-    endpoint = served.connect(config)
+    endpoint = Endpoint(config.url or "", config.model or None, config.key_from, config.timeout)
     most = config.max_new_tokens or LONGEST_ANSWER
     config = dataclasses.replace(config, model=endpoint.model, max_new_tokens=most).resolved({})
     accelerator, _ = create_accelerator(config, read_launch(), train=False)

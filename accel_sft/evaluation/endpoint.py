@@ -7,7 +7,9 @@ import contextlib
 import dataclasses
 import http.client
 import ipaddress
+import itertools
 import json
+import math
 import os
 import queue
 import threading
@@ -20,6 +22,7 @@ from typing import Any, TypeVar
 
 from accel_sft.api.errors import UserError
 from accel_sft.chat.conversation import Tools, Turns
+from accel_sft.io.files import is_number, mapping
 from accel_sft.io.terminal import waiting
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
@@ -102,11 +105,9 @@ class Endpoint:
             most: the largest number of the answer's tokens.
             thinking: `--thinking`; "off" is passed on to the template.
         """
-        body = {"messages": messages_of(turns), "max_tokens": most, "logprobs": True, "top_logprobs": 1}
-        body |= {"tools": tools} if tools else {}
-        body |= {"chat_template_kwargs": {"enable_thinking": False}} if thinking == "off" else {}
-        found = self._ask("chat/completions", body)
-        return _reply(found, _object(found["choices"][0].get("message")).get("content"))
+        more = {"max_tokens": most, "logprobs": True, "top_logprobs": 1}
+        found = self._ask("chat/completions", {**_of_chat(turns, tools, thinking), **more})
+        return _reply(found, mapping(found["choices"][0].get("message")).get("content"))
 
     def complete(self, prompt: str | list[int], most: int) -> Reply:
         """The greedy continuation of a prompt, which the server's template does not touch.
@@ -119,10 +120,11 @@ class Endpoint:
 
     def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         whole = {"model": self.model, "temperature": 0, **body}
+        sent = {key: value for key, value in whole.items() if key not in self._refused}
         try:
-            found = self.post(path, {key: value for key, value in whole.items() if key not in self._refused})
+            found = self.post(path, sent)
         except EndpointError as error:
-            if self._refused or error.status not in (400, 422) or not whole.keys() & {*_OPTIONAL}:
+            if error.status not in (400, 422) or not sent.keys() & {*_OPTIONAL}:
                 raise
             found = self.post(path, {key: value for key, value in whole.items() if key not in _OPTIONAL})
             self._refused = frozenset(_OPTIONAL)
@@ -131,19 +133,13 @@ class Endpoint:
             raise EndpointError(f"--url {self.url}: {path} answered without `choices`; is it OpenAI-compatible?")
         return found
 
-    def chat_tokens(self, turns: Turns, thinking: str | None = None) -> list[int] | None:
+    def chat_tokens(self, turns: Turns, tools: Tools = None, thinking: str | None = None) -> list[int] | None:
         """The ids that the server makes of a conversation's prompt; None if it has no call that tells."""
-        more = {"chat_template_kwargs": {"enable_thinking": False}} if thinking == "off" else {}
-        body = {"messages": messages_of(turns), "add_generation_prompt": True, **more}
+        body = {**_of_chat(turns, tools, thinking), "add_generation_prompt": True}
         found = self._tokens({"model": self.model, **body})  # vLLM's form
         if found is not None:
             return found
-        try:
-            text = self.post("apply-template", body, root=True).get("prompt")  # llama.cpp's form
-        except EndpointError as error:
-            if error.is_refusal:
-                return None
-            raise
+        text = self._beside("apply-template", body).get("prompt")  # llama.cpp's form
         return self.text_tokens(text, special=True) if isinstance(text, str) else None
 
     def text_tokens(self, text: str, *, special: bool = False) -> list[int] | None:
@@ -156,14 +152,18 @@ class Endpoint:
         return self._tokens({"content": text, "add_special": special, **vllm})  # each server reads its own keys
 
     def _tokens(self, body: dict[str, Any]) -> list[int] | None:
-        try:
-            found = self.post("tokenize", body, root=True).get("tokens")
-        except EndpointError as error:
-            if error.is_refusal:
-                return None
-            raise
+        found = self._beside("tokenize", body).get("tokens")
         whole = isinstance(found, list) and found and all(isinstance(token, int) for token in found)
         return found if whole else None
+
+    def _beside(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """What a call beside the API's version answers, as those of vLLM and llama.cpp stand; {} if there is none."""
+        try:
+            return self.post(path, body, root=True)
+        except EndpointError as error:
+            if error.is_refusal:
+                return {}
+            raise
 
     def _only_model(self) -> str:
         try:
@@ -174,7 +174,7 @@ class Endpoint:
             raise EndpointError(f"{error}; it lists no models: name one with --model", error.status) from None
         names = [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         if len(names) != 1:
-            known = f"has {', '.join(map(one_line, names[:8]))}" if names else "lists no model"
+            known = f"has {', '.join(map(self._shown, names[:8]))}" if names else "lists no model"
             raise UserError(f"--url {self.url}: the server {known}; name one with --model")
         return names[0]
 
@@ -182,7 +182,7 @@ class Endpoint:
         """The JSON object that the server answers; without a body it is a GET.
 
         Args:
-            root: whether the path stands beside the API's version, as those of vLLM and llama.cpp do.
+            root: whether the path stands beside the API's version.
         Raises:
             EndpointError: the server refused, or did not answer: a line that says what to do.
         """
@@ -193,7 +193,7 @@ class Endpoint:
         pause, left = PAUSE_SECONDS, RETRIES
         while True:
             try:
-                found = json.loads(self._read(urllib.request.Request(at, data, headers)))
+                content = self._read(urllib.request.Request(at, data, headers))
                 self._reached = True
                 break
             except urllib.error.HTTPError as error:
@@ -201,43 +201,41 @@ class Endpoint:
                 if error.code not in _BUSY or not left:
                     raise self._refusal(at, error) from None
                 pause = max(pause, _asked_to_wait(error))
-            except (ValueError, RecursionError, OSError, http.client.HTTPException) as error:
+            except (ValueError, OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", error)
                 if isinstance(reason, TimeoutError):
                     advice = "the server is too slow or stuck; --timeout gives it longer"
                     raise EndpointError(f"{at}: no answer within {self.timeout:g} s; {advice}") from None
-                if isinstance(error, ValueError | RecursionError):
-                    raise EndpointError(f"{at}: the answer is no JSON; is it an OpenAI-compatible server?") from None
-                if not left or not self._reached:
+                unusable = isinstance(error, ValueError)  # no request can be made of the address
+                if unusable or not left or not self._reached:
                     told = one_line(str(reason) or type(reason).__name__, LONGEST_ERROR)
                     raise EndpointError(f"{at}: cannot be reached ({told}); is the server running there?") from None
             time.sleep(min(pause, LONGEST_PAUSE))
             pause, left = pause * 2, left - 1
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError):
+            raise EndpointError(f"{at}: the answer is no JSON; is it an OpenAI-compatible server?") from None
         if not isinstance(found, dict):
-            raise EndpointError(f"{at}: answered {one_line(str(found))}; is it an OpenAI-compatible server?")
+            raise EndpointError(f"{at}: answered {self._shown(str(found))}; is it an OpenAI-compatible server?")
         return found
 
     def _read(self, request: urllib.request.Request) -> bytes:
         until = time.monotonic() + self.timeout
-        body = b""
         with self._opener.open(request, timeout=self.timeout) as response:
-            while part := response.read1(1 << 16):
-                body += part
-                if time.monotonic() > until:
-                    raise TimeoutError
-                if len(body) > _MOST_BYTES:
-                    raise EndpointError(f"{request.full_url}: more than {_MOST_BYTES >> 20} MiB of answer; given up")
-        return body
+            return _body(response, until)
+
+    def _shown(self, text: str) -> str:
+        """What a server says, as a line in which the key is masked."""
+        return one_line(text.replace(self._key, "***") if self._key else text, LONGEST_ERROR)
 
     def _refusal(self, at: str, error: urllib.error.HTTPError) -> EndpointError:
         told = str(error.reason)
         with error, contextlib.suppress(OSError, http.client.HTTPException):
-            told = _message(error.read(1 << 16).decode(errors="replace")) or told
-        if self._key:
-            told = told.replace(self._key, "***")
-        told = one_line(told, LONGEST_ERROR)
+            told = _message(_body(error, time.monotonic() + self.timeout).decode(errors="replace")) or told
+        told = self._shown(told)
         if 300 <= error.code < 400:
-            where = one_line(error.headers.get("Location", "elsewhere"), LONGEST_ERROR)
+            where = self._shown(error.headers.get("Location", "elsewhere"))
             return EndpointError(f"{at}: redirects to {where}, which is not followed; name that address in --url")
         if error.code in (401, 403):
             return EndpointError(f"{at}: {error.code} ({told}); give the server's key in ${KEY}, or by --key-from NAME")
@@ -272,6 +270,13 @@ class Endpoint:
         return [found[at] for at in range(len(items))]
 
 
+def _of_chat(turns: Turns, tools: Tools, thinking: str | None) -> dict[str, Any]:
+    """What decides a prompt, as the API takes it."""
+    body: dict[str, Any] = {"messages": messages_of(turns)}
+    body |= {"tools": tools} if tools else {}
+    return body | ({"chat_template_kwargs": {"enable_thinking": False}} if thinking == "off" else {})
+
+
 def messages_of(turns: Turns) -> list[dict[str, Any]]:
     """Turns as the API takes them: arguments of tool calls are JSON in a text there."""
     found = []
@@ -284,22 +289,48 @@ def messages_of(turns: Turns) -> list[dict[str, Any]]:
     return found
 
 
+def _body(response: Any, until: float) -> bytes:
+    """The body of a response, whole.
+
+    Raises:
+        TimeoutError: it is not there at the time `until`.
+        http.client.IncompleteRead: the server ended it before the length that it had told.
+        EndpointError: it is too long for an answer.
+    """
+    body = bytearray()
+    while part := response.read1(1 << 16):
+        body += part
+        if time.monotonic() > until:
+            raise TimeoutError
+        if len(body) > _MOST_BYTES:
+            raise EndpointError(f"{response.url}: more than {_MOST_BYTES >> 20} MiB of answer; given up")
+    if response.length:
+        raise http.client.IncompleteRead(bytes(body), response.length)
+    return bytes(body)
+
+
 def _reply(found: dict[str, Any], text: Any) -> Reply:
-    choice, usage = found["choices"][0], _object(found.get("usage"))
-    logprobs = _object(choice.get("logprobs"))
-    if listed := logprobs.get("content"):  # of chats, and of llama.cpp's completions
-        tokens = [(_object(one).get("token"), _object(one).get("logprob")) for one in listed]
-    else:
-        tokens = [*zip(logprobs.get("tokens") or (), logprobs.get("token_logprobs") or (), strict=False)]
-    known = [(str(token), float(value)) for token, value in tokens if isinstance(value, (int, float))]
+    choice, usage = found["choices"][0], mapping(found.get("usage"))
+    logprobs = mapping(choice.get("logprobs"))
+    names, values = (_list(logprobs.get(name)) for name in ("tokens", "token_logprobs"))
+    if listed := _list(logprobs.get("content")):  # of chats, and of llama.cpp's completions
+        names, values = ([mapping(one).get(name) for one in listed] for name in ("token", "logprob"))
+    known = itertools.takewhile(lambda value: is_number(value) and math.isfinite(value), values)
     prompt, answer = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
     read, written = (count if isinstance(count, int) else None for count in (prompt, answer))
-    return Reply(str(text or ""), str(choice.get("finish_reason")), read, written, known)
+    told = [(_text(token), float(value)) for token, value in zip(names, known, strict=False)]
+    return Reply(_text(text), str(choice.get("finish_reason")), read, written, told)
 
 
-def _object(found: Any) -> dict[str, Any]:
-    """An object of a server's answer; empty if it is none."""
-    return found if isinstance(found, dict) else {}
+def _text(found: Any) -> str:
+    """A text of a server's answer, also where it comes in parts; half a surrogate pair, which no file takes, is "?"."""
+    parts = [mapping(part).get("text") or "" for part in found] if isinstance(found, list) else [found or ""]
+    return "".join(map(str, parts)).encode(errors="replace").decode()
+
+
+def _list(found: Any) -> list[Any]:
+    """A list of a server's answer; empty if it is none."""
+    return found if isinstance(found, list) else []
 
 
 def _address(url: str) -> str:
@@ -326,7 +357,8 @@ def _is_local(host: str) -> bool:
 def _key(named: str | None) -> str | None:
     key = os.environ.get(named or KEY)
     if named and not key:
-        raise UserError(f"--key-from {named}: this environment variable is not set; export it, or leave the option out")
+        name = named if named.isidentifier() else "***"  # it may be the key itself
+        raise UserError(f"--key-from {name}: this environment variable is not set; export it, or leave the option out")
     if key and not (key.isascii() and key.isprintable()):
         raise UserError(f"{named or KEY}: the key has characters that no header may have; is it a single line?")
     return key or None
@@ -343,7 +375,7 @@ def _message(body: str) -> str:
     """The sentence in a server's error, whatever its form."""
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return body.strip()
     while isinstance(found, dict):
         found = next((found[key] for key in ("error", "message", "detail") if key in found), None)

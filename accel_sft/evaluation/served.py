@@ -67,11 +67,6 @@ def problems(task: Task) -> list[str]:
     return [f"--url: the task's metric is {task.main_metric}, which servers do not tell; choose a metric of answers"]
 
 
-def connect(config: EvaluateConfig) -> Endpoint:
-    """The endpoint that the settings name."""
-    return Endpoint(config.url or "", config.model or None, config.key_from, config.timeout)
-
-
 def evaluate(accelerator: Accelerator, task: Task, config: EvaluateConfig, endpoint: Endpoint) -> Evaluation:
     """Score the server's answers to the validation examples, as a model's are scored."""
     examples = read_split(task, "validation")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
+import time
 
 import pytest
 from conftest import accel_sft
@@ -69,10 +71,23 @@ def test_the_key_goes_into_the_header_and_nowhere_else(served, monkeypatch):
         assert "Authorization" not in served.asked[-1][1]
     with pytest.raises(UserError, match="--key-from NO_KEY: this environment variable is not set"):
         Endpoint(url, None, "NO_KEY")
+    with pytest.raises(UserError, match=r"--key-from \*\*\*: this environment variable is not set"):
+        Endpoint(url, None, SECRET)
     monkeypatch.setenv("OTHER_KEY", f"{SECRET}\n")
     with pytest.raises(UserError, match="OTHER_KEY: the key has characters that no header may have") as error:
         Endpoint(url, None, "OTHER_KEY")
     assert SECRET not in str(error.value)
+
+
+def test_a_prompt_is_tokenized_as_it_is_answered(served):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with serving(served) as url:
+        endpoint = Endpoint(url, None)
+        endpoint.chat(CHAT, 2, tools, "off")
+        endpoint.chat_tokens(CHAT, tools, "off")
+    answered, tokenized = (body for _, _, body in served.asked[-2:])
+    for key in ("messages", "tools", "chat_template_kwargs"):
+        assert answered[key] == tokenized[key]
 
 
 def test_a_busy_server_is_asked_again_and_a_refusal_is_final(served):
@@ -118,6 +133,113 @@ def test_silence_nobody_and_nonsense_are_one_line_each():
         answering.join()
     with pytest.raises(UserError, match=r"cannot be reached .*; is the server running there"):
         Endpoint(address, None)
+
+
+def answering(*answers):
+    """The address of a server that sends these bytes, each to one request, and closes the connection behind them."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def answer():
+        with server:
+            for found in answers:
+                with server.accept()[0] as connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(found)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+
+
+def response(body, status="200 OK", *headers):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return "\r\n".join([f"HTTP/1.1 {status}", *headers, f"Content-Length: {len(content)}", "", ""]).encode() + content
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (response(f"Bearer {SECRET}"), r"answered Bearer \*\*\*; is it an OpenAI-compatible server"),
+        (
+            response({}, "302 Found", f"Location: http://x/?k={SECRET}"),
+            r"redirects to http://x/\?k=\*\*\*, which is not",
+        ),
+        (response({"data": [{"id": SECRET}, {"id": "b"}]}), r"the server has \*\*\*, b; name one with --model"),
+        (response(b"[" * 60_000, "400 Bad"), r"the server answered 400 \(\[\["),
+        (response(b"[" * 200_000), "the answer is no JSON"),
+    ],
+    ids=["a text with the key", "a redirect with the key", "a name with the key", "a deep refusal", "a deep answer"],
+)
+def test_what_a_server_says_is_one_line_without_the_key(monkeypatch, answer, problem):
+    monkeypatch.setenv(client.KEY, SECRET)
+    with pytest.raises(UserError, match=problem) as error:
+        Endpoint(answering(answer), None)
+    assert SECRET not in str(error.value)
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again_and_a_refusal_that_does_is_told(monkeypatch):
+    monkeypatch.setattr(client, "PAUSE_SECONDS", 0.01)
+    models = response({"data": [{"id": "tuned"}]})
+    whole = response({"choices": [{"message": {"content": "7"}, "finish_reason": "stop"}]})
+    broken = response(b"{}").replace(b"Content-Length: 2", b"Content-Length: 9")
+    endpoint = Endpoint(answering(models, broken, whole, broken.replace(b"200 OK", b"418 No")), None)
+    assert endpoint.chat(CHAT, 3).text == "7"
+    with pytest.raises(UserError, match=r"the server answered 418 \(No\)"):
+        endpoint.chat(CHAT, 3)
+
+
+def test_a_refusal_that_comes_byte_by_byte_ends_with_the_time_that_an_answer_has():
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def trickle():
+            with server.accept()[0] as connection, contextlib.suppress(OSError):
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 400 No\r\nContent-Length: 65536\r\n\r\n")
+                while not ended.wait(0.02):
+                    connection.sendall(b"x")
+
+        threading.Thread(target=trickle, daemon=True).start()
+        with pytest.raises(UserError, match=r"the server answered 400 \(No\)"):
+            Endpoint(f"http://127.0.0.1:{server.getsockname()[1]}/v1", None, timeout=0.2)
+        ended.set()
+
+
+@pytest.mark.parametrize(
+    ("message", "logprobs", "text", "known"),
+    [
+        ({"content": None}, None, "", []),
+        ({"content": [{"type": "text", "text": "a"}, {"text": "b"}]}, {"content": 5}, "ab", []),
+        ({"content": "\ud800"}, {"tokens": 5, "token_logprobs": [-1.0]}, "?", []),
+        (
+            "what",
+            {"content": [{"token": "a", "logprob": -1}, {"token": "b", "logprob": float("nan")}]},
+            "",
+            [("a", -1.0)],
+        ),
+        ({"content": "a"}, {"tokens": ["a"], "token_logprobs": [10**400]}, "a", []),
+    ],
+)
+def test_what_an_answer_may_lack_or_have_in_another_form_stops_nothing(message, logprobs, text, known):
+    choice = {"message": message, "logprobs": logprobs}
+    reply = Endpoint(answering(response({"choices": [choice]})), "m").chat(CHAT, 3)
+    assert (reply.text, reply.logprobs) == (text, known)
+
+
+def test_requests_at_the_same_time_all_leave_out_what_a_server_refuses(served):
+    served.form = "plain"
+    late, post = threading.Barrier(2), Endpoint.post
+
+    def slow(endpoint, path, body=None, **more):
+        """The second refusal comes when the first request was answered without what is refused."""
+        if body and "logprobs" in body and late.wait() == 0:
+            while not endpoint._refused:
+                time.sleep(0.001)
+        return post(endpoint, path, body, **more)
+
+    with serving(served) as url, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Endpoint, "post", slow)
+        endpoint = Endpoint(url, "tuned")
+        assert len(endpoint.each("asked", lambda chat: endpoint.chat(chat, 2), [CHAT, CHAT])) == 2
 
 
 @pytest.mark.parametrize(
