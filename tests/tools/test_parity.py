@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +23,11 @@ from served_model import Served, serving
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from accel_sft.chat.encoded import Encoded
+from accel_sft.evaluation.endpoint import Reply
 from accel_sft.models.tiny import CHAT_TEMPLATE, build_tiny, texts_of
 from accel_sft.tools.parity import causes, command
+from accel_sft.tools.parity.comparison import Pair, same, with_thinking
 from accel_sft.tools.parity.reference import _in_blocks
 from accel_sft_math import Math
 
@@ -181,6 +185,9 @@ def test_the_command_prints_ends_with_a_status_and_refuses_what_it_cannot_compar
     assert re.search(r"cause    stop token: . of 3 answers are the run's and go on behind '<\|im_end\|>'", done.output)
     assert "differs  what is served is not what was trained\n" in done.output
     assert f"RUN {tmp_path}: no run.json there" in accel_sft("parity", str(tmp_path), "--url", url).output
+    gone = accel_sft("parity", str(run), "--url", url, "--model", "tuned")
+    assert "cannot be reached" in gone.output
+    assert "answers" not in gone.output
     other = accel_sft("parity", str(run), "--url", url, "--task", "chat")
     assert f"--task chat: {run} was trained for math; name that" in other.output
     record = json.loads((run / "run.json").read_text())
@@ -202,3 +209,25 @@ def test_a_cause_whose_test_needs_a_model_that_is_gone_is_said_to_be_untested(ru
     (untested,) = found["untested"]
     assert untested.startswith("adapter not applied: ")
     assert "no such folder" in untested
+
+
+def test_a_refusal_is_laid_to_the_context_only_where_no_longer_prompt_was_answered():
+    def pair(length, reply=None):
+        return Pair(None, Encoded(0, [1] * length, length), [2], reply, refusal="no system turn")
+
+    answered = Reply("a", "stop")
+    cause = causes.Causes(None, None, [pair(9), pair(5, answered)]).context()
+    assert (cause.cause, cause.evidence) == (causes.CONTEXT, "1 example refused: no system turn")
+    cause = causes.Causes(None, None, [pair(4), pair(9), pair(5, answered)]).context()
+    assert (cause.cause, cause.evidence) == (causes.OTHER, "2 examples refused: no system turn")
+
+
+def test_thinking_that_a_server_leaves_out_and_a_part_of_a_character_are_no_differences():
+    for own, said in (("<think>\n\n</think>\n\n42", "42"), ("\n<think>\na\n</think>\n42", "\n42"), ("<think>\na", "")):
+        assert with_thinking(said, own) == own
+    assert with_thinking("<think>\n\n</think>\n\n41", "<think>\n\n</think>\n\n42").endswith("41")
+    assert with_thinking("41", "<think>\n\n</think>\n\n42") == "<think>\n\n</think>\n\n41"
+    assert with_thinking("41", "42") == "41"
+    cut = SimpleNamespace(ends={0}, text=lambda ids: "ab\ufffd")
+    assert same(cut, [1], Reply("ab", "length"))
+    assert not same(cut, [1], Reply("abc", "length"))

@@ -97,7 +97,11 @@ class Causes:
         mend = "give the server a longer context (vLLM: --max-model-len, llama.cpp: -c)"
         refused = [pair for pair in self.pairs if pair.reply is None]
         if refused:
-            return Finding(CONTEXT, f"{_examples(refused)} refused: {one_line(refused[0].refusal, 200)}", mend)
+            told = f"{_examples(refused)} refused: {one_line(refused[0].refusal, 200)}"
+            longest = max(len(pair.prompt) for pair in self.pairs if pair.reply)
+            if any(len(pair.prompt) < longest for pair in refused):
+                return Finding(OTHER, told, "see by its words what the server does not take")
+            return Finding(CONTEXT, told, mend)
         for pair in self._otherwise():
             assert pair.reply
             read = pair.reply.prompt_tokens

@@ -98,6 +98,7 @@ def _compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
         raise UserError(*(f"{line}; so says the run.json of {run}" for line in found))
     config = config.resolved({})
     endpoint = Endpoint(options["url"], options["model"], options["key_from"], options["timeout"])
+    endpoint.text_tokens(".")  # a server that is not there is told before weights are loaded
     with terminal.quiet(None, config.debug, shown_on=2) as out:
         for line in RunDir.choice_in(run):
             print(terminal.wrapped(line), file=out)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+from accel_sft.chat.answer_text import without_thinking
 from accel_sft.chat.conversation import Conversation, conversation
 from accel_sft.chat.encoded import Encoded
 from accel_sft.evaluation.endpoint import Endpoint, EndpointError, Reply
@@ -72,12 +73,13 @@ def compare(reference: Reference, endpoint: Endpoint) -> list[Pair]:
 
     def ask(pair: Pair) -> None:
         try:
-            pair.reply = endpoint.chat(pair.chat.turns, reference.most, pair.chat.tools, thinking)
+            reply = endpoint.chat(pair.chat.turns, reference.most, pair.chat.tools, thinking)
+            pair.reply = dataclasses.replace(reply, text=with_thinking(reply.text, reference.text(pair.ids)))
         except EndpointError as error:
             if error.status not in (400, 413, 422):
                 raise
             pair.refusal = str(error)
-        pair.theirs = endpoint.chat_tokens(pair.chat.turns, thinking)
+        pair.theirs = endpoint.chat_tokens(pair.chat.turns, pair.chat.tools, thinking)
 
     endpoint.each(f"{endpoint.model} answers", ask, pairs)
     if not any(pair.reply for pair in pairs):
@@ -86,6 +88,16 @@ def compare(reference: Reference, endpoint: Endpoint) -> list[Pair]:
         if pair.reply:
             pair.at, pair.gap, pair.off = difference(reference, pair, pair.reply)
     return pairs
+
+
+def with_thinking(said: str, own: str) -> str:
+    """What a server says, with the thinking that the run's own answer begins with if the server has left it out.
+
+    llama.cpp's server and vLLM's reasoning parsers do; an empty block, as Qwen3's template writes it, is then nowhere.
+    """
+    if "<think>" not in own or "<think>" in said:
+        return said
+    return own.removesuffix(without_thinking(own, "").lstrip()) + said.lstrip()
 
 
 def difference(reference: Reference, pair: Pair, reply: Reply) -> tuple[int | None, float, list[float]]:
@@ -106,7 +118,8 @@ def difference(reference: Reference, pair: Pair, reply: Reply) -> tuple[int | No
 def same(reference: Reference, ids: list[int], reply: Reply) -> bool:
     """Whether a reply is this answer; blanks at its ends do not count, since some servers take them away."""
     ended = bool(ids) and ids[-1] in reference.ends
-    return ended == (reply.finish != "length") and reference.text(ids).strip() == reply.text.strip()
+    own, said = (text.strip().rstrip("\ufffd") for text in (reference.text(ids), reply.text))  # a part of a character
+    return ended == (reply.finish != "length") and own == said
 
 
 def _first(reference: Reference, ids: list[int], reply: Reply) -> int:
