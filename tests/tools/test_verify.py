@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ from tampering import (
     make_agree,
 )
 
+from accel_sft import UserError
 from accel_sft.io import manifest
 from accel_sft.io.run_dir import RunDir
 from accel_sft.tools.verify import records, rerun, stretches
@@ -171,6 +173,10 @@ TAMPERINGS = {
         lambda run: edit_json(run.record, config__learning_rate=0.5),
         "run.yaml: learning_rate is",
     ),
+    "the rate in run.json, by none": (
+        lambda run: edit_json(run.record, config__learning_rate=None),
+        "run.json: its records cannot be understood (AssertionError",
+    ),
     "the rate in run.yaml": (lambda run: edit_yaml(run, "learning_rate", 0.5), "run.yaml: learning_rate is 0.5"),
     "the rate in both": (both("learning_rate", 0.5), "step 1 was made at the rate"),
     "the rate, with every digest made anew": (agreeing(both("learning_rate", 0.5)), "step 1 was made at the rate"),
@@ -239,6 +245,15 @@ def test_what_was_changed_in_a_run_is_found_by_its_records(honest, what):
     assert any(expected in line for line in found), found
 
 
+def test_a_checkpoint_that_a_run_has_removed_since_is_not_missed_while_it_trains(honest):
+    drop_checkpoint(honest, 2)
+    assert any("step-000002: is missing" in line for line in told(honest))
+    descriptor = os.open(honest.path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # as training does
+    assert not any("step-000002: is missing" in line for line in told(honest))
+    os.close(descriptor)
+
+
 def test_other_software_than_the_runs_is_found(honest, monkeypatch):
     monkeypatch.setattr(records, "code_fingerprint", lambda *_: "another")
     assert any(line.startswith("code: accel_sft's files are others") for line in told(honest))
@@ -289,6 +304,12 @@ AGREEING = {
 }
 
 
+def seed_that_draws(run: RunDir, stretch: list[int]) -> str:
+    possible = stretches.candidates(Recorded.read(run), from_start=False)
+    drawn = {seed: stretches.chosen(possible, 1, seed)[0] for seed in range(30)}
+    return next(str(seed) for seed, found in drawn.items() if [found.begin, found.end] == stretch)
+
+
 @pytest.mark.parametrize(
     "what", [what if what == "a moment" else pytest.param(what, marks=pytest.mark.long) for what in AGREEING]
 )
@@ -296,10 +317,7 @@ def test_what_all_records_were_made_to_agree_with_is_found_where_its_stretch_is_
     change, stretch, expected = AGREEING[what]
     change(honest)
     assert told(honest) == []
-    possible = stretches.candidates(Recorded.read(honest), from_start=False)
-    drawn = {seed: stretches.chosen(possible, 1, seed)[0] for seed in range(30)}
-    seed = next(seed for seed, found in drawn.items() if [found.begin, found.end] == stretch)
-    status, report = verified(honest, "--segments", "1", "--seed", str(seed))
+    status, report = verified(honest, "--segments", "1", "--seed", seed_that_draws(honest, stretch))
     assert status == 1
     assert report["stretches"] == [stretch]
     assert report["chance"] == pytest.approx(1 / 3)
@@ -315,6 +333,17 @@ def test_a_stretch_that_is_run_again_has_the_same_bits(honest, forks):
     finding = rerun.run_again(run, last, 0.0)
     assert (finding.level, finding.subject) == ("holds", "steps 5 to 6"), finding
     assert finding.what == "weights, optimizer states and log lines are the same to the bit"
+
+
+def test_a_stretch_that_cannot_be_run_again_here_is_no_difference_and_no_success(honest, forks):
+    (honest.path.parent / "rows.jsonl").unlink()
+    done = CliRunner().invoke(verify, [str(honest.path), "--segments", "1"])
+    assert done.exit_code == 1, done.output
+    assert (
+        f"{honest.path}: nothing differs from what it records; 2 of 2 stretches could not be run again" in done.output
+    )
+    assert "rows.jsonl" in done.output
+    assert "with a chance of" not in done.output
 
 
 HONEST = {
@@ -391,11 +420,15 @@ def test_a_run_of_an_earlier_version_is_held_to_what_it_has(tmp_path):
 def test_another_machines_run_is_held_to_its_curve(honest, forks, tolerance):
     edit_json(honest.record, launch__host__processor="another")
     changed_loss(honest)
-    finding = rerun.run_again(Recorded.read(honest), stretches.Stretch(4, 6), tolerance)
     if tolerance:
-        assert finding.level == "holds"
-        assert "bits may differ: processor then: another, here: " in finding.what
+        asked = ("--segments", "1", "--seed", seed_that_draws(honest, [4, 6]), "--tolerance", str(tolerance))
+        report = verified(honest, *asked)[1]
+        finding = next(each for each in report["findings"] if each["subject"] == "steps 5 to 6")
+        assert finding["level"] == "holds"
+        assert "bits may differ: processor then: another, here: " in finding["what"]
+        assert report["told"][1].startswith("where bits may differ, that is a change by which a loss differs by more")
     else:
+        finding = rerun.run_again(Recorded.read(honest), stretches.Stretch(4, 6), tolerance)
         assert finding.level == "differs"
         assert "more than --tolerance 0" in finding.what
 
@@ -404,3 +437,7 @@ def test_what_is_no_run_is_refused_in_a_line(tmp_path):
     done = accel_sft("verify", str(tmp_path))
     assert done.status == 1
     assert "no run.json in it; name the folder of a run" in done.output
+    shutil.copy(STORED_RUNS / "0.1.0/run/run.json", tmp_path)
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read"):
+        Recorded.read(RunDir(tmp_path))

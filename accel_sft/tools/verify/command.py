@@ -1,5 +1,6 @@
 """`accel-sft verify`: is a run what its records say? Its files are held to each other, and stretches are run again."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -47,7 +48,7 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
     Where bits may differ without a change, the stretch's line says why by the run's own record, and only losses are
     compared: verify on the kind of machine that the run had.
 
-    The exit status is 1 if anything differs from what is recorded.
+    The exit status is 1 if anything differs from what is recorded, or a stretch cannot be run again.
     """
     from accel_sft.io.run_dir import RunDir
     from accel_sft.io.terminal import waiting
@@ -55,7 +56,7 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
     from accel_sft.launch.launcher import under_launcher
     from accel_sft.tools.verify import stretches
     from accel_sft.tools.verify.records import Finding, Recorded, examine
-    from accel_sft.tools.verify.rerun import run_again
+    from accel_sft.tools.verify.rerun import WITHIN, run_again
 
     if under_launcher():
         raise UserError("accel-sft verify starts the run's launch itself: start it without accelerate launch")
@@ -81,15 +82,16 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
     end = recorded.trained[-1]["step"] if recorded.complete and recorded.trained else None
     if segments and end in recorded.saved and recorded.machines == 1:
         drawn.append(stretches.Stretch(end, end))  # what the last checkpoint is exported as
+    again, failed = [], 0
     for stretch in drawn:
-        if as_json:
-            found(run_again(recorded, stretch, tolerance))
-        else:
-            with waiting(f"running {stretch} again"):
-                finding = run_again(recorded, stretch, tolerance)
-            found(finding)
-    again = [stretch for stretch in drawn if stretch.steps]
+        with contextlib.nullcontext() if as_json else waiting(f"running {stretch} again"):
+            finding = run_again(recorded, stretch, tolerance)
+        found(finding)
+        again += [stretch] if stretch.steps and finding.level != "open" else []
+        failed += finding.level == "open"
     told = stretches.in_words(recorded, possible, again)
+    if any(finding.what.startswith(WITHIN) for finding in findings):
+        told.append("where bits may differ, that is a change by which a loss differs by more than --tolerance")
     same = all(finding.level != "differs" for finding in findings)
     if as_json:
         report = {
@@ -106,6 +108,8 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
         for line in told:
             click.echo(line)
         seeded = f" (--seed {seed})" if again else ""
-        click.echo(f"{run}: {'nothing differs from what it records' if same else 'it is not what it records'}{seeded}")
-    if not same:
+        verdict = "nothing differs from what it records" if same else "it is not what it records"
+        verdict += f"; {failed} of {len(drawn)} stretches could not be run again here" * bool(failed)
+        click.echo(f"{run}: {verdict}{seeded}")
+    if failed or not same:
         raise SystemExit(1)

@@ -18,6 +18,7 @@ from accel_sft.api.options import settings
 from accel_sft.io import manifest
 from accel_sft.io.evidence import made_by
 from accel_sft.io.files import mapping
+from accel_sft.io.lock import is_locked
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.launch.recordable import versions
 from accel_sft.rows.fingerprint import code_fingerprint
@@ -66,8 +67,12 @@ class Recorded:
             try:
                 saved[step_of(path)] = manifest.verify(path)
             except (manifest.Damaged, OSError) as damage:
-                damaged[path.name] = str(damage)
-        return cls(run_dir, run_dir.read_record(), read_lines(run_dir.metrics), saved, damaged)
+                if path.is_dir():  # a run that goes on may have removed it since
+                    damaged[path.name] = str(damage)
+        try:
+            return cls(run_dir, run_dir.read_record(), read_lines(run_dir.metrics), saved, damaged)
+        except OSError as error:
+            raise UserError(f"{run_dir.metrics}: cannot be read ({error.strerror or error})") from None
 
     @property
     def complete(self) -> bool:
@@ -88,7 +93,7 @@ class Recorded:
         return [line for line in self.lines if "loss" in line]
 
 
-_UNREADABLE = KeyError, TypeError, ValueError, AttributeError, IndexError, yaml.YAMLError
+_UNREADABLE = KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError, OSError, yaml.YAMLError
 """What files raise that no run has written so."""
 
 
@@ -144,7 +149,8 @@ def _checkpoints(run: Recorded) -> Iterator[Finding]:
     yield from (differs(name, what) for name, what in others.items())
     if run.saved:
         *_, (newest, about) = run.saved.items()
-        for step in sorted({*about.get("kept", [])} - {step_of(path) for path in run.run_dir.all_checkpoints()}):
+        kept = [] if is_locked(run.run_dir.path) else about.get("kept", [])  # training removes them meanwhile
+        for step in sorted({*kept} - {step_of(path) for path in run.run_dir.all_checkpoints()}):
             yield differs(run.run_dir.checkpoint(step).name, f"is missing; it was kept when step {newest} was written")
         if not (others or run.damaged):
             count = "1 checkpoint is" if len(run.saved) == 1 else f"{len(run.saved)} checkpoints are"

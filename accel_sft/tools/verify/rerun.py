@@ -17,7 +17,7 @@ from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.tools.compare.launching import kill_all, launch
-from accel_sft.tools.verify.records import Finding, Recorded, differs, digest_of, holds
+from accel_sft.tools.verify.records import Finding, Recorded, differs, digest_of, holds, undecided
 from accel_sft.tools.verify.stretches import Stretch
 from accel_sft.tracking.disturbed import KEY
 from accel_sft.tracking.metrics_file import read_lines
@@ -30,6 +30,10 @@ _ALL = "1000000"
 """--keep-checkpoints of a stretch: the one at its end stays, however far the run gets until it is killed."""
 _COMPUTED = {"loss", "grad_norm"}
 """Keys of a step's line that rounding changes; all others are a function of data and settings."""
+WITHIN = "losses are within"
+"""Begins what is found of a stretch of which losses were compared, and not bits."""
+_REFUSED = "the run was started with"
+"""In each line by which a resume refuses settings, data, code or weights that are not those of the record."""
 
 
 def not_to_the_bit(run: Recorded, stretch: Stretch, again: RunDir) -> list[str]:
@@ -80,7 +84,8 @@ def run_again(run: Recorded, stretch: Stretch, tolerance: float) -> Finding:
 
         launch(command, variables, again.path, log, math.inf, watch)
         if not (again.final if ends else again.checkpoint(stretch.end)).is_dir():
-            return differs(str(stretch), f"cannot be run again: {_cause(again, log)}")
+            cause = _cause(again, log)  # a missing file, or a full disk, shows nothing of the run
+            return (differs if _REFUSED in cause else undecided)(str(stretch), f"cannot be run again: {cause}")
         return _compared(run, stretch, again, tolerance)
 
 
@@ -135,7 +140,7 @@ def _compared(run: Recorded, stretch: Stretch, again: RunDir, tolerance: float) 
         return holds(str(stretch), f"{what} are the same to the bit")
     reasons = not_to_the_bit(run, stretch, again) if stretch.steps else []  # an export only copies
     if reasons and off <= tolerance:
-        within = f"losses are within {tolerance:g} of those recorded (largest difference {off:.1e})"
+        within = f"{WITHIN} {tolerance:g} of those recorded (largest difference {off:.1e})"
         return holds(str(stretch), f"{within}; bits may differ: {', '.join(reasons)}")
     if reasons:
         lines.append(f"losses are off by up to {off:.1e}, more than --tolerance {tolerance:g}")
