@@ -38,11 +38,15 @@ def find_converter(named: str | None) -> str:
 
 
 def check_target(file: str) -> Path:
-    """The path of a GGUF file to be written; raises UserError if it is there already, or its folder is not."""
+    """The path of a GGUF file to be written; raises UserError if it is there already, or its folder takes no file."""
     path = Path(file)
     if path.exists() or not path.parent.is_dir():
         what = "is there already; name a new file" if path.exists() else "its folder is not there; make it first"
         raise UserError(f"--gguf {file}: {what}")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise UserError(f"--gguf {file}: its folder cannot be written ({error.strerror}); name another") from None
     return path
 
 

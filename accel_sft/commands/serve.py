@@ -1,6 +1,7 @@
 """`accel-sft serve`: prints and runs the command of a server that others maintain, with the flags that a run needs."""
 
 import importlib.util
+import json
 import os
 import shlex
 import shutil
@@ -54,7 +55,8 @@ def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
     words = _words(kind, folder, name, record, options["gguf"])
     words = [program or words[0], *words[1:], "--host", options["host"], "--port", str(options["port"]), *more]
     click.echo(shlex.join(words))
-    address = f"http://{options['host']}:{options['port']}/v1"
+    host = f"[{options['host']}]" if ":" in options["host"] else options["host"]
+    address = f"http://{host}:{options['port']}/v1"
     named = folder if kind == "transformers" else name  # transformers' server knows no other name
     hint = shlex.join(["accel-sft", "parity", run, "--url", address, "--model", named])
     click.echo(f"then hold it to the run: {hint}", err=True)
@@ -64,7 +66,12 @@ def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
     if not found or (kind == "transformers" and not program and not importlib.util.find_spec("fastapi")):
         raise UserError(f"--with {kind}: {words[0]} cannot be run here; {_NEEDS[kind]}, or add --print")
     sys.stdout.flush()
-    os.execv(found, words)
+    try:
+        os.execv(found, words)
+    except OSError as error:  # no program of this machine, or a script that does not say of what
+        raise UserError(
+            f"{found}: cannot be run ({error.strerror}); name the server's program with --program"
+        ) from None
 
 
 def _words(kind: str, folder: str, name: str, record: dict[str, Any] | None, gguf: str | None) -> list[str]:
@@ -97,4 +104,4 @@ def _vllm(folder: str, name: str) -> list[str]:
         return [*words, "--served-model-name", name]
     rank = str(adapter_arguments(source)["max_lora_rank"])
     words += ["--tokenizer", source.adapter, "--enable-lora", "--max-lora-rank", rank]
-    return [*words, "--lora-modules", f"{name}={source.adapter}"]
+    return [*words, "--lora-modules", json.dumps({"name": name, "path": source.adapter})]  # either may have a "="

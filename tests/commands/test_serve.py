@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -60,10 +61,12 @@ def test_a_run_is_served_in_its_precision_and_by_its_name(run, program):
 
 
 def test_an_adapter_is_served_on_its_base_with_its_own_tokenizer(adapter, tmp_path):
-    printed = accel_sft("serve", str(adapter), "--name", "sums", "--print")
+    printed = accel_sft("serve", str(adapter), "--name", "lr=1e-3", "--host", "::1", "--print")
     base = adapter.parent / "base"
-    words = f"vllm serve {base} --tokenizer {adapter} --enable-lora --max-lora-rank 16 --lora-modules sums={adapter} "
-    assert f"{words}--dtype auto --generation-config vllm --host" in printed.output
+    words = f"vllm serve {base} --tokenizer {adapter} --enable-lora --max-lora-rank 16 --lora-modules "
+    words += shlex.quote(json.dumps({"name": "lr=1e-3", "path": str(adapter)}))
+    assert f"{words} --dtype auto --generation-config vllm --host" in printed.output
+    assert "--url 'http://[::1]:8000/v1' --model lr=1e-3\n" in printed.output
     other = tmp_path / "other"
     other.mkdir()
     told = json.loads((adapter / "adapter_config.json").read_text())
@@ -81,6 +84,9 @@ def test_other_servers_get_their_own_words(run, program):
     done = accel_sft("serve", str(run), "--with", "llama.cpp", "--gguf", "m.gguf", "--program", str(program))
     words = [program, "-m", "m.gguf", "--alias", run.name, "--jinja", "--host", "127.0.0.1", "--port", "8000"]
     assert "\n".join(map(str, words)) in done.output
+    program.write_text("no script")
+    failed = accel_sft("serve", str(run), "--program", str(program))
+    assert f"Error: {program}: cannot be run (Exec format error); name the server's program with" in failed.output
 
 
 @pytest.mark.parametrize(
@@ -129,6 +135,7 @@ def test_a_gguf_file_is_written_by_the_converter_that_is_named(run, adapter, tmp
     [
         ((), "OUT: name the new folder of the merged weights, or a file with --gguf"),
         (("--gguf", "/no/such/m.gguf"), "--gguf /no/such/m.gguf: its folder is not there; make it first"),
+        (("--gguf", "/proc/m.gguf"), "--gguf /proc/m.gguf: its folder cannot be written (No such file or directory)"),
         (("--gguf", "m.gguf"), "llama.cpp's convert_hf_to_gguf.py is not on PATH; it is in the source of llama-cpp"),
         (("--gguf", "m.gguf", "--converter", "/no/such"), "--converter /no/such: no such file"),
     ],
