@@ -69,7 +69,7 @@ def how_much_options() -> dict[str, list[click.Option]]:
         click.Option(["--sizes"], metavar="N,...", help="Numbers of rows; default: all, and four halvings of them."),
         click.Option(
             ["--seeds"],
-            type=click.IntRange(1),
+            type=click.IntRange(1, 100),
             show_default=True,
             default=2,
             help="Trainings of each number of rows, which differ in their seed.",

@@ -147,6 +147,20 @@ def test_what_is_better_when_it_is_lower_is_forecast_to_fall():
     (found,) = forecast(read_curve(record), [8000])
     assert 1.75 < found.low < found.value < found.high < 2.0
 
+    record = made({500: (50.0,), 1000: (20.0,), 2000: (9.0,), 4000: (6.0,)}, higher_is_better=False)  # a perplexity
+    assert min(one["low"] for one in record["learning_curve"]["forecast"]) == 0
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_a_metric_that_more_rows_made_worse_is_not_forecast_to_recover(better):
+    falling = {500: (0.9, 0.91), 1000: (0.85, 0.86), 2000: (0.8, 0.81), 4000: (0.7, 0.71)}
+    metrics = falling if better else {rows: [2 - value for value in values] for rows, values in falling.items()}
+    told = [*in_sentences(made(metrics, higher_is_better=better))]
+    assert len(told) == 2
+    assert told[1].startswith("f1 was better after 500 rows than after 4,000, so nothing is forecast: ")
+    noisy = {500: (0.5, 0.9), 1000: (0.6, 0.8), 2000: (0.4, 0.7), 4000: (0.3, 0.6)}
+    assert made(noisy)["learning_curve"]["forecast"]
+
 
 def test_other_comparisons_have_no_curve():
     metrics = {500: (0.5,), 1000: (0.6,), 2000: (0.7,)}

@@ -56,6 +56,18 @@ class Curve:
     detectable: float | None = None
 
     @property
+    def fell(self) -> int | None:
+        """The number of rows after which the metric was better than after all of them: each of its seeds by all of the
+        others', and their mean by what the examples show. None if there is none."""
+        last = [self.better * value for value in self.metrics[-1]]
+        for size, values in zip(self.sizes, self.metrics, strict=True):
+            found = [self.better * value for value in values]
+            apart = statistics.mean(found) - statistics.mean(last)
+            if min(found) > max(last) and self.detectable is not None and apart >= self.detectable:
+                return size
+        return None
+
+    @property
     def bounded(self) -> bool:
         """Whether the metric is a share, from 0 to 1, as far as one can see."""
         return all(0 <= value <= 1 for values in self.metrics for value in values)
@@ -116,12 +128,14 @@ def forecast(curve: Curve, rows: Sequence[int]) -> list[Forecast]:
     likely = np.exp(np.array(fits) - np.max(fits)).ravel()
     noise_of, which = np.divmod(draws.choice(len(likely), _DRAWS, p=likely / likely.sum()), curves.shape[1])
     seeds = max(1, round(statistics.mean(map(len, curve.metrics))))
+    positive = curve.better < 0 and all(value >= 0 for each in curve.metrics for value in each)  # as losses are
+    limits = (0, 1) if curve.bounded else (0 if positive else -math.inf, math.inf)
     found = []
     for size, values, widths in zip(rows, curves[len(measured) :], spread[len(measured) :], strict=True):
         width = widths[which] * np.array(_NOISES)[noise_of] * (1 + _FARTHER * abs(math.log2(size / most)))
         drawn = values[which] + width / math.sqrt(seeds) * draws.standard_t(_FREEDOM, _DRAWS)
         ends = begin + scale * np.quantile(drawn, _LEVELS)
-        low, middle, high = (np.clip(ends, 0, 1) if curve.bounded else ends).tolist()
+        low, middle, high = np.clip(ends, *limits).tolist()
         found.append(Forecast(size, middle, min(low, high), max(low, high)))
     return found
 
@@ -168,7 +182,8 @@ def learnt(record: Mapping[str, Any]) -> dict[str, Any] | None:
             for size, values in zip(curve.sizes, curve.metrics, strict=True)
             for value in values
         ],
-        "forecast": [dataclasses.asdict(one) for one in forecast(curve, ahead)],
+        "forecast": [dataclasses.asdict(one) for one in forecast(curve, ahead)] if curve.fell is None else [],
+        "fell": curve.fell,
         "examples": curve.examples,
         "detectable": curve.detectable,
     }
@@ -189,6 +204,10 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
     yield f"{metric} after training on {told}."
     if len({point["metric"] for point in found["measured"]}) == 1:
         yield "All trainings ended alike, which says nothing of more rows: train longer, or on fewer rows."
+        return
+    if fell := found.get("fell"):
+        worse = f"{metric} was better after {fell:,} rows than after {max(by_rows):,}, so nothing is forecast"
+        yield f"{worse}: see whether the later rows are of another kind, or train longer."
         return
     most, twice = ahead[0]["rows"], ahead[2]
     now, then = shown(statistics.mean(by_rows[most])), shown(round(twice["value"], 4))
