@@ -171,7 +171,9 @@ class Endpoint:
         except EndpointError as error:
             if error.status is None:
                 raise
-            raise EndpointError(f"{error}; it lists no models: name one with --model", error.status) from None
+            base = self.url.partition("/v1/")[0].removesuffix("/v1") + "/v1"
+            other = "" if self.url == base else f", or give --url {base} if that is its address"
+            raise EndpointError(f"{error}; it lists no models: name one with --model{other}", error.status) from None
         names = [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         if len(names) != 1:
             known = f"has {', '.join(map(self._shown, names[:8]))}" if names else "lists no model"
@@ -238,7 +240,10 @@ class Endpoint:
             where = self._shown(error.headers.get("Location", "elsewhere"))
             return EndpointError(f"{at}: redirects to {where}, which is not followed; name that address in --url")
         if error.code in (401, 403):
-            return EndpointError(f"{at}: {error.code} ({told}); give the server's key in ${KEY}, or by --key-from NAME")
+            advice = f"give the server's key in ${KEY}, or by --key-from NAME"
+            if self._key:
+                advice = "the key that was sent is not accepted; see that it is this server's"
+            return EndpointError(f"{at}: {error.code} ({told}); {advice}")
         advice = f" after {RETRIES + 1} tries" if error.code in _BUSY else ""
         return EndpointError(f"{at}: the server answered {error.code}{advice} ({told})", error.code)
 

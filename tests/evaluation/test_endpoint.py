@@ -67,6 +67,9 @@ def test_the_key_goes_into_the_header_and_nowhere_else(served, monkeypatch):
         served.status = [418]
         with pytest.raises(UserError, match=r"answered 418 \(no: Bearer \*\*\*\)"):
             Endpoint(url, None, "OTHER_KEY")
+        served.status = [401]
+        with pytest.raises(UserError, match=r"401 \(no: Bearer \*\*\*\); the key that was sent is not accepted"):
+            Endpoint(url, None, "OTHER_KEY")
         assert Endpoint(url, None).model == "tuned"
         assert "Authorization" not in served.asked[-1][1]
     with pytest.raises(UserError, match="--key-from NO_KEY: this environment variable is not set"):
@@ -107,6 +110,10 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_final(served):
         with pytest.raises(UserError, match="the server answered 404"):
             endpoint.chat(CHAT, 3)
         assert len(served.asked) == 3
+        for other in (url.removesuffix("/v1"), f"{url}/chat/completions"):
+            with pytest.raises(UserError, match=f"name one with --model, or give --url {url} if that is its address"):
+                Endpoint(other, None)
+        del served.asked[3:]
         served.status = [502] * 9
         with pytest.raises(UserError, match=f"answered 502 after {client.RETRIES + 1} tries"):
             endpoint.chat(CHAT, 3)

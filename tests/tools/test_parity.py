@@ -170,6 +170,7 @@ def test_a_fault_is_named_and_no_other(run, fault, form, tmp_path):
     if fault == "faithful":
         assert found["holds"], told
         assert found["metric"]["here"] == found["metric"]["served"]
+        assert ("precision: the server tells no log-probabilities" in found["untested"]) == (form == "plain")
     if fault == "faithful" and form in ("vllm", "llama"):
         assert found["answers"] == {"same": 6, "near_ties": 0, "other": 0}
         assert found["log_probabilities"]["largest"] < 1e-4
@@ -228,6 +229,20 @@ def test_thinking_that_a_server_leaves_out_and_a_part_of_a_character_are_no_diff
     assert with_thinking("<think>\n\n</think>\n\n41", "<think>\n\n</think>\n\n42").endswith("41")
     assert with_thinking("41", "<think>\n\n</think>\n\n42") == "<think>\n\n</think>\n\n41"
     assert with_thinking("41", "42") == "41"
-    cut = SimpleNamespace(ends={0}, text=lambda ids: "ab\ufffd")
+    cut = SimpleNamespace(ends={0}, most=2, text=lambda ids: "ab\ufffd")
     assert same(cut, [1], Reply("ab", "length"))
     assert not same(cut, [1], Reply("abc", "length"))
+    assert same(cut, [1, 0], Reply("ab", "length"))  # the token that ended it was the last that was asked for
+    assert not same(cut, [0], Reply("ab", "length"))
+
+
+def test_the_same_answers_with_another_metric_do_not_hold():
+    def lead(at, served):
+        pair = Pair(None, Encoded(0, [1], 1), [2], Reply("assistant\nyes", "stop"), at=at)
+        return causes.Causes(None, None, [pair]).lead("exact_match", 1.0, served)
+
+    assert lead(None, 0.0).evidence.startswith(
+        "the same answers have exact_match 1 here and 0 as the server gives them"
+    )
+    assert not lead(None, 0.0).mild
+    assert lead(None, 1.0) is lead(0, 0.0) is lead(None, float("nan")) is None

@@ -57,10 +57,19 @@ class Causes:
         read, said = self.context() or self.prompts(), self.weights() or self.stop() or self.precision()
         found = [finding for finding in (read, said) if finding]
         if not found and (differing := self._differing()):
-            told = f"{len(differing)} answers differ where the run's weights are sure, to prompts of the same tokens"
+            answers = "1 answer differs" if len(differing) == 1 else f"{len(differing)} answers differ"
+            told = f"{answers} where the run's weights are sure, to prompts of the same tokens"
             mend = "see that the server has these weights, and no penalty or other sampling"
             found.append(Finding(OTHER, told, mend))
         return found
+
+    def lead(self, metric: str, here: float, served: float) -> Finding | None:
+        """Whether the same answers are scored otherwise by what users of the server read of them."""
+        if not abs(here - served) > 1e-9 or any(pair.at is not None or not pair.reply for pair in self.pairs):
+            return None
+        told = f"the same answers have {metric} {here:.4g} here and {served:.4g} as the server gives them: what the "
+        told += "template writes in front of answers is learnt with them, and the server leaves it there"
+        return Finding(TEMPLATE, told, "train with a template that ends prompts with it, by add_generation_prompt")
 
     def _differing(self) -> list[Pair]:
         return [pair for pair in self.pairs if pair.differs]
@@ -143,11 +152,11 @@ class Causes:
             told = f"{_examples(otherwise)} begin with {self._text(first)!r} twice"
             mend = "the template writes it and the tokenizer adds it: take it out of one of the two on the server"
             return Finding(FIRST_TOKEN, told, mend)
-        told = f"{_examples(otherwise)} are other prompts: "
+        told = f"{_examples(otherwise)} have other prompts, the first one "
         if pair.theirs and pair.theirs != pair.prompt:
             told += self._apart(pair.prompt, pair.theirs)
         else:
-            told += f"{self._read(pair)} tokens in place of {known}"
+            told += f"{self._read(pair)} tokens long in place of {known}"
         return self._template(told)
 
     def _template(self, told: str) -> Finding:
@@ -238,6 +247,8 @@ class Causes:
 
     def precision(self) -> Finding | None:
         """Whether weights that are rounded in a way that servers have come closer to the server's log-probabilities."""
+        if not any(pair.reply and pair.reply.logprobs for pair in self.pairs):
+            self.untested.append(f"{PRECISION}: the server tells no log-probabilities")
         told = [(pair, pair.reply) for pair in self.pairs if pair.reply and pair.off and not pair.read_otherwise]
         noise = NOISE_FLOAT32 if self.reference.model.dtype == torch.float32 else NOISE_REDUCED
         some = told[:EXAMINED]

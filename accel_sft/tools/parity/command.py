@@ -125,6 +125,8 @@ def _result(reference: Any, endpoint: Any, record: dict[str, Any]) -> dict[str, 
     answered = [(pair.row.index, pair.reply) for pair in pairs]
     replies = {at: reference.ids(one.text, ended=one.finish != "length") if one else [] for at, one in answered}
     name = reference.evaluator.task.main_metric
+    here, there = (reference.scored(scored).metrics[name] for scored in (reference.answers, replies))
+    causes += [lead] if (lead := examined.lead(name, here, there)) else []
     off = [value for pair in pairs for value in pair.off]
     first = next(((pair, pair.reply) for pair in pairs if pair.differs and pair.reply), None)
     return {
@@ -143,11 +145,7 @@ def _result(reference: Any, endpoint: Any, record: dict[str, Any]) -> dict[str, 
             "other": sum(pair.differs for pair in pairs),
         },
         "log_probabilities": {"tokens": len(off), "mean": sum(off) / len(off), "largest": max(off)} if off else None,
-        "metric": {
-            "name": name,
-            "here": reference.scored(reference.answers).metrics[name],
-            "served": reference.scored(replies).metrics[name],
-        },
+        "metric": {"name": name, "here": here, "served": there},
         "first_difference": first
         and {
             "example": first[0].row.index,

@@ -116,10 +116,13 @@ def difference(reference: Reference, pair: Pair, reply: Reply) -> tuple[int | No
 
 
 def same(reference: Reference, ids: list[int], reply: Reply) -> bool:
-    """Whether a reply is this answer; blanks at its ends do not count, since some servers take them away."""
+    """Whether a reply is this answer; blanks at its ends do not count, since some servers take them away.
+
+    Where the token that ends an answer is the last that is asked for, some servers say that its length ended it.
+    """
     ended = bool(ids) and ids[-1] in reference.ends
     own, said = (text.strip().rstrip("\ufffd") for text in (reference.text(ids), reply.text))  # a part of a character
-    return ended == (reply.finish != "length") and own == said
+    return own == said and (ended == (reply.finish != "length") or (ended and len(ids) == reference.most))
 
 
 def _first(reference: Reference, ids: list[int], reply: Reply) -> int:
