@@ -197,7 +197,8 @@ class Race:
         """Run another trainer and print its line of the table; one that ends by itself is reported and left out."""
         try:
             sizes = self.args.rows_per_forward or ROWS
-            other = at_its_best(self.shape, sizes, self.work.tokens, name, python, script, **self.common, **settings)
+            more = {**self.common, **settings}
+            other = at_its_best(self.shape, sizes, self.work.tokens, name, python, script, **more)
             self.rounds(other)
         except (Ended, BrokenPipeError) as error:
             if self.ours.process.poll() is not None or self.peak.process.poll() is not None:
