@@ -137,7 +137,9 @@ class TrainConfig:
     eval_batch_size: int | None = _eval(
         None, min=1, help="Questions answered at once on one rank; default: 64, short ones up to 256."
     )
-    max_new_tokens: int | None = _eval(None, min=1, help="Tokens generated; default: the longest answer's.")
+    max_new_tokens: int | None = _eval(
+        None, min=1, help="Tokens generated; default: the longest answer's, 512 of a server."
+    )
     generate_with: str = _eval(
         "transformers",
         choices=("transformers", "vllm"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting, settings, shown
+from accel_sft.api.other_names import OTHER_NAMES
 
 TASK = "task"
 """The key that names the task, in a file that describes a whole run."""
@@ -20,7 +21,8 @@ def load_yaml(path: str, *classes: type) -> tuple[dict[str, Any], list[str]]:
         classes: the dataclasses (trainer's, task's) whose fields may stand in the file.
     Returns:
         The values by name (wrong values too, and a misspelt option's value under the nearest known name), and the
-        problems, one line each: names given twice, unknown names with the nearest known one, unusable values.
+        problems, one line each: names given twice, unknown names with the nearest known one or the one that another
+        trainer's name has here, unusable values.
     Raises:
         UserError: the file cannot be read, or is not a mapping in YAML.
     """
@@ -43,6 +45,8 @@ def load_yaml(path: str, *classes: type) -> tuple[dict[str, Any], list[str]]:
             problems.append(problem and f"{where}: {problem}")
         elif name == TASK:
             problems.append(None if _text(node) else f"{where}: task: expected a task's name")
+        elif ours := OTHER_NAMES.get(f"--{name.replace('_', '-')}"):
+            problems.append(f"{where}: unknown option {key.value!r}: {ours}")
         else:
             near = difflib.get_close_matches(name, [*known, TASK], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""

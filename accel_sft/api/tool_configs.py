@@ -26,9 +26,9 @@ class EvaluateConfig(TrainConfig):
         None, basic=True, help="Score what a server answers: an OpenAI-compatible one, as http://127.0.0.1:8000/v1."
     )
     key_from: str | None = _model(
-        None, help="The environment variable that has the server's key; default: ACCEL_SFT_API_KEY."
+        None, basic=True, help="The environment variable that has the server's key; default: ACCEL_SFT_API_KEY."
     )
-    timeout: int = _eval(600, min=1, help="Seconds for the server to give one answer.")
+    timeout: int = _model(600, min=1, basic=True, help="Seconds for the server to give one answer.")
     base: str | None = _model(
         None, basic=True, help="Evaluate this model too, side by side; auto: what the run began with."
     )

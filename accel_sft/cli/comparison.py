@@ -66,7 +66,9 @@ def comparison_options() -> dict[str, list[click.Option]]:
 def how_much_options() -> dict[str, list[click.Option]]:
     """The options of `how-much` itself, and those of a comparison that it takes."""
     own = [
-        click.Option(["--sizes"], metavar="N,...", help="Numbers of rows; default: all, and four halvings of them."),
+        click.Option(
+            ["--sizes"], metavar="N,...", help="Three or more numbers of rows; default: all, and four halvings of them."
+        ),
         click.Option(
             ["--seeds"],
             type=click.IntRange(1, 100),

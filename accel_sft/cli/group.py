@@ -97,6 +97,9 @@ class TaskGroup(click.Group):
             if rows:
                 with formatter.section(heading):
                     formatter.write_dl(rows)
+        if self.tool is not TRAIN:
+            formatter.write_paragraph()
+            formatter.write_text(f"Options: {ctx.command_path} TASK --help")
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete names, and files that a task may be in: this folder's files by name, others as the shell does."""

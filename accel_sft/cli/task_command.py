@@ -13,10 +13,11 @@ from accel_sft.api.config import ADAPTER, DATA, EVAL, MODEL, OPTIM, RUN, TrainCo
 from accel_sft.api.config_file import load_yaml, task_in
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import NAMES_A_FILE, Setting, settings
+from accel_sft.api.other_names import OTHER_NAMES
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import same_task
 from accel_sft.cli.help import HelpContext, help_all_option, shows_all
-from accel_sft.cli.options import OTHER_NAMES, help_of
+from accel_sft.cli.options import help_of
 from accel_sft.cli.task_tools import TRAIN, TaskTool
 from accel_sft.resilience.exit import ExitHandler
 from accel_sft.rows.rows import absent_rows
@@ -58,7 +59,8 @@ class TaskCommand(click.Command):
         _refuse_clashes(name, options)
         params = [*options, *tool.arguments()]
         completing = {"ignore_unknown_options": True} if task_class is None else None
-        super().__init__(name, params=params, help=f"{summary}\n\n{tool.does}", context_settings=completing)
+        help = f"{tool.does}\n\nThe task {name}: {summary}" if tool.summary else f"{summary}\n\n{tool.does}"
+        super().__init__(name, params=params, help=help, context_settings=completing)
 
     def _words_of_a_run(self, ctx: click.Context) -> Callable[[Sequence[str]], Any]:
         """Return a function that takes a run's words, and returns the options in them and what reads their settings."""

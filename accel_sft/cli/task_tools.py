@@ -25,7 +25,7 @@ class TaskTool:
     """A command that every task has.
 
     Attributes:
-        does: text of the command's help, below the task's own line.
+        does: text of the command's help: below the task's own line, or above it if it does not train.
         run: called with the task's name, the task and the settings; it imports what it needs, which may take seconds.
             If the tool `compares`: with the name, the task's class, the settings that may have several values, the
             command's parameters, and a function that parses the words of one run.
@@ -199,9 +199,9 @@ TOOLS = {
     ),
     "plan": TaskTool(
         summary="Predict memory and speed of training a task under each launch file.",
-        does="Predicts memory and speed of its training under each launch file, before anything is loaded. Training's "
-        "other options are accepted too: put `plan` before the task of any training command. No data is read. Exit "
-        "status: 0 if any launch file fits, 1 if none does.",
+        does="Predicts memory and speed of this task's training under each launch file, before anything is loaded. "
+        "Training's other options are accepted too: put `plan` before the task of any training command. No data is "
+        "read. Exit status: 0 if any launch file fits, 1 if none does.",
         run=_plan,
         config_class=PlanConfig,
         lists=_names(
@@ -225,10 +225,10 @@ TOOLS = {
     ),
     "rehearse": TaskTool(
         summary="Go through a whole run on a shrunk model before it is paid for: what would fail, when, and the mend.",
-        does="Goes through its whole run in minutes, on CPUs: the real options, data, tokenizer, template and launch "
-        "file, with a random model of the same family that has every kind of its layers. Training's other options are "
-        "accepted too: put `rehearse` before the task of any training command, and name its launch file with --launch. "
-        "Exit status: 0 if the run holds, 1 if a stage of it would fail.",
+        does="Goes through this task's whole run in minutes, on CPUs: the real options, data, tokenizer, template and "
+        "launch file, with a random model of the same family that has every kind of its layers. Training's other "
+        "options are accepted too: put `rehearse` before the task of any training command, and name its launch file "
+        "with --launch. Exit status: 0 if the run holds, 1 if a stage of it would fail.",
         run=_rehearse,
         config_class=RehearseConfig,
         lists=_names("model init_from adapter max_length output_dir"),
@@ -237,8 +237,8 @@ TOOLS = {
     ),
     "export-data": TaskTool(
         summary="Write a task's rows as chat files, for other trainers.",
-        does="Writes its rows into OUT, a new folder, as train.jsonl and validation.jsonl, for other trainers: each "
-        'line is {"messages": [...]}, with "weight": 0 in assistant turns that carry no loss.',
+        does="Writes this task's rows into OUT, a new folder, as train.jsonl and validation.jsonl, for other trainers: "
+        'each line is {"messages": [...]}, with "weight": 0 in assistant turns that carry no loss.',
         run=_export_data,
         takes=_names("debug"),
         arguments=lambda: [click.Argument(["out"], metavar="OUT")],

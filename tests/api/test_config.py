@@ -193,6 +193,14 @@ def test_yaml_tells_all_its_problems(yaml):
     ]
 
 
+def test_yaml_says_what_the_names_of_other_trainers_are_here(yaml):
+    assert refused(yaml("per_device_train_batch_size: 4\nlr: 1e-4\n")) == [
+        "line 1: unknown option 'per_device_train_batch_size': name the step's rows by --global-batch-size; "
+        "how many a device computes at once is found by itself",
+        "line 2: unknown option 'lr': it is --learning-rate here",
+    ]
+
+
 def test_yaml_refuses_a_name_given_twice_in_either_spelling(yaml):
     assert refused(yaml("max-length: 64\nseed: 1\nmax_length: 128\nseed: 2\nadapter: lara\n")) == [
         "max_length is given twice, on lines 1 and 3; keep one",

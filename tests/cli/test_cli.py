@@ -22,8 +22,8 @@ from accel_sft.__main__ import main
 from accel_sft.api import registry
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.options import settings
+from accel_sft.api.other_names import OTHER_NAMES
 from accel_sft.cli.group import cli
-from accel_sft.cli.options import OTHER_NAMES
 from accel_sft.cli.task_tools import TOOLS
 from accel_sft.io import terminal
 
@@ -219,7 +219,7 @@ def test_the_help_of_a_task_is_short_and_its_last_line_names_the_whole(run, monk
         ("plan", "--gpu-memory", "--lora-dropout"),
         ("check", "--strict", "--truncation"),
         ("compare", "--launch", "--learning-rate"),
-        ("evaluate", "--base", "--dtype"),
+        ("evaluate", "--key-from", "--dtype"),
     ],
 )
 def test_a_tool_s_help_of_a_task_is_short_too(run, monkeypatch, command, own, left_out):
@@ -229,6 +229,7 @@ def test_a_tool_s_help_of_a_task_is_short_too(run, monkeypatch, command, own, le
     assert own in listed
     assert left_out not in listed
     assert lines[-1] == f"Every option: accel-sft {command} good --help-all"
+    assert lines[2].strip().split()[0] in ("Predicts", "Audits", "Measures", "Scores")
     assert left_out in lines_of(run(command, "good", "--help-all").stdout)[1]
 
 
@@ -424,7 +425,9 @@ def test_evaluate_takes_the_options_that_matter_without_training(run, site):
     got = handed_over(run("evaluate", "good", "--model", "m", "--base", "b", "--size", "4"))
     assert (got["config"]["model"], got["config"]["base"], got["options"]["size"]) == ("m", "b", 4)
     assert run("evaluate", "good", "--learning-rate", "1").returncode == 2
-    assert "good" in run("evaluate", "--help").stdout
+    told = run("evaluate", "--help").stdout
+    assert "good" in told
+    assert told.rstrip().endswith("Options: accel-sft evaluate TASK --help")
 
 
 @pytest.mark.parametrize("name", TOOLS)
