@@ -1,4 +1,4 @@
-"""Finds steps in which the machine was not itself: others took its cores, or a GPU was throttled. No torch.
+"""Finds steps in which a run was disturbed: others took the machine's cores, or a GPU was throttled. No torch.
 
 Rank 0 marks readings while a run lasts, in metrics.jsonl; reports and comparisons make stretches of steps of them.
 """

@@ -130,7 +130,7 @@ def render_report(
     if mixed := sources_text(result.get("sources")):
         parts += [markdown_cell(mixed)]
     if disturbed := result.get("disturbed"):
-        parts += ["The machine was not itself in a part of the training:", "\n".join(f"- {each}" for each in disturbed)]
+        parts += ["A part of the training was disturbed:", "\n".join(f"- {each}" for each in disturbed)]
     if record:
         parts += ["## Launch, data and settings", markdown_table(["", ""], _settings_rows(record))]
     if result.get("before") or result.get("after"):  # neither with --eval-every off

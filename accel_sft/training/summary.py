@@ -143,7 +143,7 @@ def publish(
     if "tensorboard" in config.tracker:
         commands.append(f"tensorboard --logdir {folder}")
     told = [f"on rank 0 {time_sentence(measured['time_spent'])}"] if "time_spent" in measured else []
-    told += [f"the machine was not itself: {'; '.join(disturbed)}"] if disturbed else []
+    told += [f"disturbed: {'; '.join(disturbed)}"] if disturbed else []
     told += [
         f"{run_dir}: weights in {' and '.join(folders)}{averaged}, numbers in report.md",
         *(f"{'' if number else 'next:':<5} {command}" for number, command in enumerate(commands)),

@@ -6,16 +6,20 @@ import json
 import math
 import os
 import random
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 from click.testing import CliRunner
 from fake_plugins import install
+from rich.text import Text
 
 from accel_sft.api.errors import UserError
 from accel_sft.cli.group import cli
 from accel_sft.tools.compare.learning_curve import Curve, forecast, in_sentences, learnt, read_curve
+from accel_sft.tools.compare.tables import terminal_table
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +49,20 @@ def test_parts_of_the_rows_are_trained_on_the_smallest_first_and_the_page_has_th
     assert [cell["settings"]["train_limit"] for cell in record["cells"]] == ["8", "32", "64"]
     counts = [json.loads(path.read_text())["config"]["train_limit"] for path in sorted(tmp_path.rglob("run.json"))]
     assert counts == ["8", "32", "64"]
-    assert record["findings"][0].startswith("accuracy after training on 8 rows 0; 32 rows 0; 64 rows 0")
+    assert record["findings"][0].startswith(
+        "accuracy after training is 0.000 with 8 rows, 0.000 with 32 rows, 0.000 with 64 rows"
+    )
     assert "All trainings ended alike, which says nothing of more rows" in " ".join(done.stdout.split())
+    command = shlex.split(record["command"])
+    assert command[:3] == ["accel-sft", "how-much", "copied"]
+    assert command[command.index("--sizes") + 1] == "64,8,32"
+    assert not {"--train-limit", "--seed", "--repeat"} & {*command}
+    again = how_much(site, tmp_path, *command[3:])
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "3 runs are done already" in again.stdout
     page = (tmp_path / "learnt" / "comparison.html").read_text()
+    assert page.index('<section id="rows"') < page.index('<section id="findings"')
+    assert "accuracy after training" in page
     assert "Metric by number of training rows" in page
     assert '"rows":64' in page.replace(".0", "")
 
@@ -60,7 +75,10 @@ def test_parts_of_the_rows_are_trained_on_the_smallest_first_and_the_page_has_th
             "20 training rows are too few, as a part has at least 8: a curve needs 3 numbers of rows",
         ),
         (("--sizes", "8,16"), "--sizes 8,16: too few: a curve needs 3 numbers of rows"),
-        (("--train-examples", "64", "--sizes", "8,16,65"), "--sizes '65': expected numbers of rows up to 64"),
+        (
+            ("--train-examples", "64", "--sizes", "8,16,65"),
+            "--sizes '65': expected numbers of rows up to 64, which are for training beside ",
+        ),
         (("--sizes", "8,x"), "--sizes 'x': expected numbers of rows"),
         (("--learning-rate", "1e-3,1e-4"), "--learning-rate: how-much varies the rows and the seed only"),
         (("--", "--seed", "3"), "--seed behind --: how-much sets it for each training"),
@@ -75,6 +93,28 @@ def test_what_makes_no_curve_is_refused_in_a_line_before_the_first_training(tmp_
     assert len(refused.problems) == 1
     assert refused.problems[0].startswith(message)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_dry_run_says_how_long_it_is_and_what_the_examples_can_show(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    steps = ("--global-batch-size", "10", "--eval-limit", "50", "--epochs", "2", "--train-examples", "200")
+    told = CliRunner().invoke(cli, ["how-much", "math", "--sizes", "35,70,150", "--dry-run", *steps])
+    assert told.exit_code == 0, told.output
+    assert (
+        "6 trainings, about 102 steps in all. Each is scored on 50 validation examples, which show a difference of "
+        "0.28 between accuracies near 0.5" in " ".join(told.output.split())
+    )
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_table_has_the_rows_in_order_and_no_speed():
+    record = made({35: (0.28,), 70: (0.3,), 150: (0.2,)})
+    for cell in record["cells"]:
+        cell["median"] |= dict.fromkeys(("median_step_seconds", "mfu", "peak_host_memory_gib", "eval_loss_after"), 1.0)
+        cell["disturbed"] = {1: ["steps 2 to 9: other processes took 1.4 of 2 cores"]}
+    table = terminal_table(record)
+    assert [*table.columns[0].cells] == [Text("35"), Text("70"), Text("150")]
+    assert [column.header for column in table.columns] == ["train limit", "seed", "f1", "loss"]
 
 
 def drawn(number):
@@ -135,11 +175,31 @@ def made(metrics, **more):
 
 def test_the_sentences_say_what_more_rows_bring_and_where_they_bring_nothing_that_shows():
     rising = [*in_sentences(made({500: (0.5, 0.52), 1000: (0.6, 0.61), 2000: (0.68, 0.69), 4000: (0.74, 0.75)}))]
-    assert rising[0].startswith("f1 after training on 500 rows 0.51 (0.5 to 0.52); 1,000 rows 0.605")
-    assert rising[1].startswith("4,000 more rows (8,000 in all): f1 0.745 to 0.7")
-    assert rising[2].startswith(("Beyond about ", "Up to "))
+    assert rising[0].startswith(
+        "f1 after training is 0.510 (0.500 to 0.520) with 500 rows, 0.605 (0.600 to 0.610) with"
+    )
+    assert re.fullmatch(
+        r"With 4,000 more rows \(8,000 in all\) f1 is forecast at 0\.7\d\d \(95%: 0\.7\d\d to 0\.\d{3}\), "
+        r"a change of \+0\.0\d\d against 0\.7\d\d forecast for 4,000\.",
+        rising[1],
+    )
+    assert rising[2].startswith("These validation examples show no difference below 0.040, and ")
     flat = [*in_sentences(made(dict.fromkeys((500, 1000, 2000, 4000), (0.9, 0.91))))]
-    assert flat[2].startswith("Beyond these 4,000 rows nothing is expected that these validation examples can show")
+    assert flat[2] == (
+        "These validation examples show no difference below 0.040, and rows beyond these 4,000 are not expected to "
+        "bring one. Hold out more examples to see smaller gains."
+    )
+
+
+def test_a_flat_forecast_is_told_as_no_gain_though_the_largest_part_did_worse():
+    record = made({35: (0.28, 0.3), 70: (0.3, 0.3), 150: (0.2, 0.3)})
+    now, _, twice = (round(one["value"], 3) for one in record["learning_curve"]["forecast"][:3])
+    told = [*in_sentences(record)]
+    assert "0.250 (0.200 to 0.300) with 150 rows." in told[0]
+    assert abs(twice - now) < 0.02  # against the 0.25 that was measured it would be 0.05
+    assert f"a change of {twice - now:+.3f} against {now:.3f} forecast for 150." in told[1]
+    large = [*in_sentences(made({500: (50.0,), 1000: (40.0,), 2000: (35.0,)}, higher_is_better=False))]
+    assert large[0] == "f1 after training is 50.0 with 500 rows, 40.0 with 1,000 rows, 35.0 with 2,000 rows."
 
 
 def test_what_is_better_when_it_is_lower_is_forecast_to_fall():

@@ -1,4 +1,4 @@
-"""Steps in which the machine was not itself are marked, with what changed; on a quiet machine nothing is."""
+"""Steps in which a run was disturbed are marked, with what changed; on a quiet machine nothing is."""
 
 from __future__ import annotations
 
@@ -230,8 +230,8 @@ def test_lines_that_were_changed_by_hand_are_no_readings():
 
 def test_the_report_and_a_comparison_name_the_steps(tmp_path):
     page = render_report({"steps": 9, "disturbed": ["steps 3 to 9: a", "steps 4 to 5: b"]}, [], [])
-    assert "The machine was not itself in a part of the training:\n\n- steps 3 to 9: a\n- steps 4 to 5: b\n" in page
-    assert "not itself" not in render_report({"steps": 9}, [], [])
+    assert "A part of the training was disturbed:\n\n- steps 3 to 9: a\n- steps 4 to 5: b\n" in page
+    assert "disturbed" not in render_report({"steps": 9}, [], [])
     for name, taken, first in (("much", 8, 33), ("little", 3, 38)):
         (tmp_path / name).mkdir()
         lines = lines_of([*[0] * (40 - taken), *[1.0] * taken])
@@ -267,7 +267,7 @@ def beside_a_run_is_told_at_its_end_and_in_its_files(tmp_path):
             process.kill()
             process.wait()
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("the machine was not itself: steps ")]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("disturbed: steps ")]
     assert "other processes took" in line
     result, report = (json.loads((tmp_path / "run/result.json").read_text()), (tmp_path / "run/report.md").read_text())
     assert all(f"- {told}" in report for told in result["disturbed"])

@@ -141,7 +141,8 @@ def cells_of(
     if asked["config_file"]:
         words = ["--config", str(expanded(asked["config_file"], "--config").absolute()), *words]
         named |= load_yaml(asked["config_file"], *offers)[0].keys()
-    usual = [word for name, value in DEFAULTS.items() if name not in named for word in (flag_of(name), value)]
+    defaults = asked.get("defaults", DEFAULTS)
+    usual = [word for name, value in defaults.items() if name not in named for word in (flag_of(name), value)]
     processes = _numbers("--num-processes", asked["num_processes"])
     precisions = _parts(asked["mixed_precision"])
     if wrong := [part for part in precisions if part not in PRECISIONS]:
@@ -222,11 +223,15 @@ def _whole(task_class: type[Task], offers: Mapping[type, Sequence[Setting]]) -> 
 
 def _command(task: str, given: Mapping[str, Sequence[str]], asked: Mapping[str, Any], whole: Collection[str]) -> str:
     """The command as the user can type it again, without secrets; an option in `whole` is repeated for each value."""
-    words = ["accel-sft", "compare", task]
+    how_much = "sizes" in asked  # which gives rows and seeds itself, by options of its own
+    words = ["accel-sft", "how-much" if how_much else "compare", task]
     for flag, found in given.items():
-        if flag.startswith("--"):
+        if flag.startswith("--") and not (how_much and flag in ("--train-limit", "--seed")):
             words += [word for value in found for word in (flag, value)] if flag in whole else [flag, ",".join(found)]
-    words += ["--repeat", str(asked["repeat"]), "--discard-steps", str(asked["discard_steps"])]
+    if how_much:
+        words += [*(["--sizes", asked["sizes"]] if asked["sizes"] else []), "--seeds", str(asked["seeds"])]
+    else:
+        words += ["--repeat", str(asked["repeat"]), "--discard-steps", str(asked["discard_steps"])]
     words += ["--time-limit", f"{asked['time_limit']:g}", *(["--keep-weights"] if asked["keep_weights"] else [])]
     if asked["output_dir"]:
         words += ["--output-dir", asked["output_dir"]]

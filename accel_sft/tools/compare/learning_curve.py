@@ -12,10 +12,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from accel_sft.io.text import shown
 from accel_sft.tools.compare.outcome import COMPLETE
 from accel_sft.tracking.run_report import is_number
-from accel_sft.tracking.significance import detectable, span
+from accel_sft.tracking.significance import detectable
 
 ROWS = "train_limit"
 FEWEST_SIZES = 3
@@ -84,11 +83,16 @@ class Forecast:
     high: float
 
 
+def of_rows(record: Mapping[str, Any]) -> bool:
+    """Whether a comparison varies the number of rows, and nothing else but seeds."""
+    return ROWS in record["varied"] and {*record["varied"]} <= {ROWS, "seed"}
+
+
 def read_curve(record: Mapping[str, Any]) -> Curve | None:
     """The curve of a comparison that varies the number of rows, and nothing else but seeds; None if there is none."""
     found: dict[int, list[float]] = {}
     widths = []
-    for cell in record["cells"] if ROWS in record["varied"] and {*record["varied"]} <= {ROWS, "seed"} else ():
+    for cell in record["cells"] if of_rows(record) else ():
         rows, median = str(cell["settings"].get(ROWS)), cell["median"]
         if cell["status"] == COMPLETE and rows.isdecimal() and is_number(median.get("metric_after")):
             found.setdefault(int(rows), []).append(median["metric_after"])
@@ -200,8 +204,19 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
     by_rows: dict[int, list[float]] = {}
     for point in found["measured"]:
         by_rows.setdefault(point["rows"], []).append(point["metric"])
-    told = "; ".join(f"{rows:,} rows {shown(statistics.mean(each))}{_range(each)}" for rows, each in by_rows.items())
-    yield f"{metric} after training on {told}."
+    largest = max(abs(point["metric"]) for point in found["measured"])
+    decimals = max(0, 3 - math.ceil(math.log10(largest))) if largest else 3
+
+    def told(value: float) -> str:
+        """A number with as many decimals as all of them have: three digits of the largest metric."""
+        return f"{value:,.{decimals}f}"
+
+    def mean_of(values: Sequence[float]) -> str:
+        reach = f" ({told(min(values))} to {told(max(values))})" if min(values) < max(values) else ""
+        return f"{told(statistics.mean(values))}{reach}"
+
+    points = ", ".join(f"{mean_of(values)} with {rows:,} rows" for rows, values in by_rows.items())
+    yield f"{metric} after training is {points}."
     if len({point["metric"] for point in found["measured"]}) == 1:
         yield "All trainings ended alike, which says nothing of more rows: train longer, or on fewer rows."
         return
@@ -209,26 +224,28 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
         worse = f"{metric} was better after {fell:,} rows than after {max(by_rows):,}, so nothing is forecast"
         yield f"{worse}: see whether the later rows are of another kind, or train longer."
         return
-    most, twice = ahead[0]["rows"], ahead[2]
-    now, then = shown(statistics.mean(by_rows[most])), shown(round(twice["value"], 4))
-    reach = f" (95%: {span(twice['low'], twice['high'])})" if twice["low"] < twice["high"] else ""
-    yield f"{twice['rows'] - most:,} more rows ({twice['rows']:,} in all): {metric} {now} to {then}{reach}."
+    most, (now, twice) = ahead[0]["rows"], (ahead[0], ahead[2])
+    reach = f" (95%: {told(twice['low'])} to {told(twice['high'])})" if twice["low"] < twice["high"] else ""
+    # both of the curve: what was measured of the largest part alone has the noise of its seeds
+    change = round(twice["value"], decimals) - round(now["value"], decimals)
+    yield (
+        f"With {twice['rows'] - most:,} more rows ({twice['rows']:,} in all) {metric} is forecast at "
+        f"{told(twice['value'])}{reach}, a change of {change:+.{decimals}f} against {told(now['value'])} forecast for "
+        f"{most:,}."
+    )
     if smallest is None:
         return
     gain = [abs(ahead[-1]["value"] - one["value"]) for one in ahead]
     enough = next(one["rows"] for one, left in zip(ahead, gain, strict=True) if left < smallest)
-    examples = f"{found['examples']:,} validation examples" if found["examples"] else "these validation examples"
-    nothing = f"nothing is expected that {examples} can show, a difference of {shown(round(smallest, 4))}"
-    if enough == most:
-        yield f"Beyond these {most:,} rows {nothing}."
-    elif enough < ahead[-1]["rows"] / 4:
-        yield f"Beyond about {_round(enough):,} rows {nothing}."
-    else:
-        yield f"Up to {_round(ahead[-1]['rows'] // 4):,} rows no end of the gain can be told."
-
-
-def _range(values: Sequence[float]) -> str:
-    return f" ({shown(min(values))} to {shown(max(values))})" if min(values) < max(values) else ""
+    examples = f"{found['examples']:,} validation examples" if found["examples"] else "These validation examples"
+    ends = enough < ahead[-1]["rows"] / 4
+    rows = f"these {most:,}" if enough == most else f"about {_round(enough):,}"
+    until = f"{_round(ahead[-1]['rows'] // 4):,}"
+    yield f"{examples} show no difference below {told(smallest)}, and " + (
+        f"rows beyond {rows} are not expected to bring one. Hold out more examples to see smaller gains."
+        if ends
+        else f"the forecast shows no end of such gains up to {until} rows."
+    )
 
 
 def _round(rows: int) -> int:

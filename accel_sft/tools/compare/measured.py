@@ -127,7 +127,7 @@ def _speed(counted: Sequence[Mapping[str, Any]], processes: float | None) -> dic
 
 
 def _disturbed(counted: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The counted steps in which the machine was not itself, in words; [] if they are too few to matter."""
+    """The counted steps in which the run was disturbed, in words; [] if they are too few to matter."""
     found = disturbed.stretches(counted)
     return disturbed.sentences(found) if disturbed.share(counted, found) >= disturbed.MUCH else []
 

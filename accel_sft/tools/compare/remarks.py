@@ -22,12 +22,12 @@ def remarks(record: Mapping[str, Any]) -> list[str]:
 
 
 def _disturbed(cells: Sequence[Cell]) -> Iterator[str]:
-    """Say in which rounds the machine was not itself, and whether their times count."""
+    """Say which rounds were disturbed, and whether their times count."""
     for cell in cells:
         count = len(cell["disturbed"]) == len(completed(cell))
         for number, what in cell["disturbed"].items():
             result = "its times count, as no round of this cell was undisturbed" if count else "its times do not count"
-            yield f"{cell['name']}, round {number} (*): the machine was not itself, {result} ({'; '.join(what)})."
+            yield f"{cell['name']}, round {number} (*): disturbed, {result} ({'; '.join(what)})."
 
 
 def _predictions(cells: Sequence[Cell]) -> Iterator[str]:

@@ -20,7 +20,7 @@ _VOLATILE = ("load_before", "free_host_memory_before_gib")
 def summarise(record: dict[str, Any], folder: Path) -> None:
     """Add to each cell the summary of its runs, and to the record the differences between cells and between runs.
 
-    Times are those of rounds in which the machine was itself, unless a cell has no such round.
+    Times are those of undisturbed rounds, unless a cell has no such round.
     """
     cells = record["cells"]
     for cell in cells:

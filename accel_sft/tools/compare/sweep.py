@@ -10,6 +10,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import shown
 from accel_sft.tools.compare.cells import flag_of
+from accel_sft.tools.compare.learning_curve import of_rows
 from accel_sft.tools.compare.measured import read_object
 from accel_sft.tools.compare.outcome import COMPLETE
 from accel_sft.tools.compare.summary import EXECUTION, completed
@@ -67,8 +68,9 @@ def costs_alike(record: Mapping[str, Any]) -> bool:
 
 
 def in_order(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the record's cells; those of a sweep are sorted, the best first and those without a metric last."""
-    if not swept(record):
+    """Return the record's cells; those of a sweep are sorted, the best first and those without a metric last, but not
+    those of numbers of rows."""
+    if not swept(record) or of_rows(record):
         return record["cells"]
 
     def place(cell: Mapping[str, Any]) -> tuple[bool, float, float]:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from accel_sft.io.text import markdown_cell, markdown_table, shown
+from accel_sft.tools.compare.learning_curve import of_rows
 from accel_sft.tools.compare.measured import NUMBERS
 from accel_sft.tools.compare.outcome import COMPLETE
 from accel_sft.tools.compare.summary import completed
@@ -30,12 +31,14 @@ _TITLES = {
 def terminal_table(record: Mapping[str, Any]) -> Table:
     """A row for each cell of the comparison: its varied settings, then its numbers, or its status if not complete.
 
-    A sweep's cells are sorted by their metric.
+    A sweep's cells are sorted by their metric; of numbers of rows only the metric and the loss are shown.
     """
     cells, titles = in_order(record), [key for key in _TITLES if key != "eval_loss_after"]
     if swept(record):
         titles = ["metric_after", "eval_loss_after", *titles[:-1]]
-    if costs_alike(record):
+    if of_rows(record):
+        titles = titles[:2]
+    elif costs_alike(record):
         titles.remove("tokens_per_second")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     columns = [key for key in titles if any(cell["median"][key] is not None for cell in cells)]
@@ -53,7 +56,7 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
         table.add_column("")
     for cell in cells:
         row = [Text(str(cell["settings"].get(name, "-"))) for name in names]
-        row[0].append(" *" if cell["disturbed"] else "")
+        row[0].append(" *" if cell["disturbed"] and not of_rows(record) else "")  # the findings explain it
         if cell["status"] != COMPLETE:
             table.add_row(*row, Text(cell["status"]))
             continue

@@ -1,5 +1,6 @@
 """The command `how-much`: trains on ever more of a task's rows, and forecasts what further rows would bring."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,14 +9,17 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting, settings
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import read_split
+from accel_sft.io.terminal import terminal, wrapped
+from accel_sft.models.source import resolved
 from accel_sft.tools.compare import command as compare
 from accel_sft.tools.compare.cells import flag_of
 from accel_sft.tools.compare.learning_curve import FEWEST_SIZES, ROWS
+from accel_sft.tracking.significance import detectable
 
 FEWEST_ROWS = 8
 """Fewest rows of a training, unless `--sizes` names fewer."""
-_USUAL = ("--eval-every", "auto")
-"""Given to each training unless the user says otherwise: a small part of the rows may have hundreds of epochs."""
+_DEFAULTS = {**compare.DEFAULTS, "eval_every": "auto"}
+"""What each training gets unless the user says otherwise: a small part of the rows may have hundreds of epochs."""
 
 
 def run(
@@ -35,21 +39,36 @@ def run(
     behind = parse([*asked["run_words"]])[0]
     if taken := [flag_of(name) for name in (ROWS, "seed") if name in behind]:
         raise UserError(f"{', '.join(taken)} behind --: how-much sets it for each training; see --sizes and --seeds")
-    words = asked["run_words"] if "eval_every" in behind or asked["eval_every"] else (*_USUAL, *asked["run_words"])
-    asked = {**asked, "repeat": 1, "discard_steps": 0, "run_words": words}
+    asked = {**asked, "repeat": 1, "discard_steps": 0, "defaults": _DEFAULTS}
     cells, varied, _ = compare.cells_of(task, task_class, offers, asked, parse)
     if varied:
         flags = ", ".join(map(flag_of, varied))
         raise UserError(f"{flags}: how-much varies the rows and the seed only; give one value")
-    _, of_run = parse(cells[0].words[1:])[1]()
-    sizes = _sizes(asked["sizes"], len(read_split(of_run, "train")))
+    config, of_run = parse(cells[0].words[1:])[1]()
+    config, validation = resolved(config), len(read_split(of_run, "validation"))
+    sizes = _sizes(asked["sizes"], len(read_split(of_run, "train")), validation)
     seeds = [str(number) for number in range(1, asked["seeds"] + 1)]
     own = {setting.name: setting for setting in settings(TrainConfig) if setting.name in (ROWS, "seed")}
     offers = {**offers, TrainConfig: [*offers[TrainConfig], own[ROWS], own["seed"]]}
     compare.run(task, task_class, offers, {**asked, ROWS: [*map(str, sizes)], "seed": seeds}, parse)
+    if asked["dry_run"]:
+        print(wrapped(_told(config, sizes, len(seeds), validation)), file=terminal())
 
 
-def _sizes(given: str | None, rows: int) -> list[int]:
+def _told(config: TrainConfig, sizes: Sequence[int], seeds: int, validation: int) -> str:
+    """How long the trainings are in all, and what their validation examples can show."""
+    epochs, batch = config.epochs or 0, config.global_batch_size or 1
+    steps = seeds * sum(config.max_steps or max(1, math.ceil(epochs * size / batch)) for size in sizes)
+    examples = min(config.eval_limit or validation, validation)
+    apart = detectable(math.sqrt(2 * 0.5 * 0.5 / examples))
+    return (
+        f"{len(sizes) * seeds} trainings, {'' if config.max_steps else 'about '}{steps:,} steps in all. Each is scored "
+        f"on {examples:,} validation examples, which show a difference of {apart:.2f} between accuracies near 0.5, and "
+        "a smaller one where most answers are alike."
+    )
+
+
+def _sizes(given: str | None, rows: int, validation: int) -> list[int]:
     """The numbers of rows to train on, ascending: those that were given, or all rows and four halvings of them."""
     if given is None:
         sizes = sorted({size for halvings in range(5) if (size := rows >> halvings) >= FEWEST_ROWS})
@@ -57,7 +76,8 @@ def _sizes(given: str | None, rows: int) -> list[int]:
     else:
         parts = [part.strip().replace("_", "") for part in given.split(",")]
         if wrong := [part for part in parts if not part.isdecimal() or not 0 < int(part) <= rows]:
-            raise UserError(f"--sizes {wrong[0]!r}: expected numbers of rows up to {rows:,}, commas between")
+            told = f"{rows:,}, which are for training beside {validation:,} for validation"
+            raise UserError(f"--sizes {wrong[0]!r}: expected numbers of rows up to {told}, commas between")
         sizes, few = sorted({*map(int, parts)}), f"--sizes {given}: too few"
     if len(sizes) < FEWEST_SIZES:
         raise UserError(f"{few}: a curve needs {FEWEST_SIZES} numbers of rows")

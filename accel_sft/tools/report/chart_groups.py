@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel_sft.tools.report import memory, memory_specs, specs
-from accel_sft.tools.report.comparison import RecordedCell
+from accel_sft.tools.report.comparison import Comparison, RecordedCell
 from accel_sft.tools.report.runs import Run
 
 _GROUPS = {"main": "Curves", "more": "More curves", "ranks": "Memory, CPU and GPU of each rank"}
@@ -23,15 +23,16 @@ def groups(
     cells: Sequence[RecordedCell],
     series: Sequence[str],
     measured: Sequence[Chart],
-    learnt: Sequence[tuple[str, list[dict[str, Any]]]],
+    comparisons: Sequence[Comparison],
 ) -> list[dict[str, Any]]:
     """The groups of charts, in the order of the page.
 
     Args:
-        learnt: the points of the learning curve of each comparison, with its name.
+        comparisons: those on the page, some of which may have a learning curve.
     Returns:
-        for each group its `id`, its `heading`, whether it is `folded`, `missing` (the runs that lack what it shows)
-        and `charts`. A chart has an `id`, a `title`, a `spec`, and its data under `curves` or `rows`, as `kind` says.
+        the learning curves, which the page shows first, and the other groups; each has its `id`, its `heading`, whether
+        it is `folded`, `missing` (the runs that lack what it shows) and `charts`. A chart has an `id`, a `title`, a
+        `spec`, and its data under `curves` or `rows`, as `kind` says.
     """
     trained = [run for run in every if run.record]
     no_speed = [run.name for run in trained if not memory.has_speed_and_memory(run.result)]
@@ -41,7 +42,7 @@ def groups(
         for name, heading in _GROUPS.items()
     ]
     return [
-        _group("rows", "Metric by number of training rows", _learnt(learnt)),
+        _group("rows", "Metric by number of training rows", _learnt(comparisons)),
         *curves,
         _group("speed", "Memory against speed", _speed(every, cells, series), no_speed),
         _group("steps", "Step times", _step_times(cells, series)),
@@ -75,11 +76,16 @@ def _speed(every: Sequence[Run], cells: Sequence[RecordedCell], series: Sequence
     return found
 
 
-def _learnt(learnt: Sequence[tuple[str, list[dict[str, Any]]]]) -> list[Chart]:
+def _learnt(comparisons: Sequence[Comparison]) -> list[Chart]:
     return [
-        {"kind": "rows", "title": f"{name}: by number of rows", "rows": rows, "spec": specs.learning_curve()}
-        for name, rows in learnt
-        if rows
+        {
+            "kind": "rows",
+            "title": f"{each.name}: by number of rows",
+            "rows": each.learnt,
+            "spec": specs.learning_curve(each.main_metric),
+        }
+        for each in comparisons
+        if each.learnt
     ]
 
 

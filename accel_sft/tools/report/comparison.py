@@ -47,6 +47,7 @@ class Comparison:
     created: str
     command: str
     varied: list[str]
+    main_metric: str
     findings: list[str]
     learnt: list[dict[str, Any]]
     cells: list[RecordedCell]
@@ -84,6 +85,7 @@ def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
         created=str(record.get("created") or ""),
         command=str(record.get("command") or ""),
         varied=[str(key) for key in _list(record.get("varied"))],
+        main_metric=str(record.get("main_metric") or "metric"),
         findings=[str(finding) for finding in _list(record.get("findings"))],
         learnt=_points(mapping(record.get("learning_curve"))),
         cells=cells,
@@ -113,7 +115,7 @@ def _cell(name: str, cell: dict[str, Any], rounds: list[dict[str, Any]]) -> Reco
 
 
 def _disturbed(cell: dict[str, Any]) -> str:
-    """Which rounds were measured while the machine was not itself; the findings say by what."""
+    """Which rounds were disturbed; the findings say by what."""
     return "; ".join(f"round {number} disturbed" for number in mapping(cell.get("disturbed")))
 
 

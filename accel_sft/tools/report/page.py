@@ -49,7 +49,7 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
     measured = curves.charts(every, [system_readings(run) for run in every])
     undrawn, scores, chosen = measured[MOST_CHARTS:], _scores(every), settings.table(every)
     measured = measured[:MOST_CHARTS]
-    groups = chart_groups.groups(every, cells, series, measured, [(each.name, each.learnt) for each in comparisons])
+    groups = chart_groups.groups(every, cells, series, measured, comparisons)
     data: dict[str, Any] = {
         "series": specs.look(series),
         "runs": [

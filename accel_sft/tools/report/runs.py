@@ -56,7 +56,7 @@ class Run:
 
     @property
     def disturbed(self) -> list[str]:
-        """The steps in which the machine was not itself, and by what."""
+        """The steps in which the run was disturbed, and by what."""
         return [one_line(each, 200) for each in sentences(stretches(self.steps))]
 
     def section(self, *keys: str) -> dict[str, Any]:

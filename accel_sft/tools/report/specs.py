@@ -150,7 +150,7 @@ def step_seconds(cells: int, series: Sequence[str]) -> dict[str, Any]:
     )
 
 
-def learning_curve() -> dict[str, Any]:
+def learning_curve(metric: str) -> dict[str, Any]:
     """The metric over the number of training rows: a point for each training, and the forecast with its interval."""
     numbers = {"format": ".4~g"}
     rows = number("rows", title="training rows", scale={"type": "log", "nice": False}, axis={"format": "~s"})
@@ -160,7 +160,10 @@ def learning_curve() -> dict[str, Any]:
     band = {
         "transform": ahead,
         "mark": {"type": "area", "color": COLOURS[0], "opacity": 0.18},
-        "encoding": {"y": number("low", title="metric after training", scale={"zero": False}), "y2": {"field": "high"}},
+        "encoding": {
+            "y": number("low", title=f"{metric} after training", scale={"zero": False}),
+            "y2": {"field": "high"},
+        },
     }
     line = {
         "transform": ahead,
@@ -172,7 +175,7 @@ def learning_curve() -> dict[str, Any]:
         "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1, "color": COLOURS[0]},
         "encoding": {
             "y": number("metric"),
-            "tooltip": [number("rows", title="rows", format=",d"), number("metric", title="metric", **numbers)],
+            "tooltip": [number("rows", title="rows", format=",d"), number("metric", title=metric, **numbers)],
         },
     }
     return chart(
