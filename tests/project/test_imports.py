@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "tools.parity": "api io launch rows chat data models batching tracking evaluation resilience training commands",
     "tools.compare": "api io launch models tracking tools.report",
     "tools.plan": "api io launch models batching evaluation memory tools.compare",
-    "tools.how_much": "api chat tools.compare",
+    "tools.how_much": "api chat io models tracking tools.compare",
     "tools.verify": "api io launch rows tracking training tools.compare",
     "tools.rehearse": "api io launch chat data models tracking training tools.check tools.compare tools.plan",
     "commands": "api io launch rows chat models batching tracking evaluation resilience training tools.check",
