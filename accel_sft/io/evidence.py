@@ -31,6 +31,11 @@ def made_by(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def other_versions(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The libraries of `then` that have another version now, in words."""
+    return [f"{name} {then[name]}, here {now.get(name)}" for name in then if then[name] != now.get(name)]
+
+
 def write_manifest(run_dir: RunDir, result: str, about: dict[str, Any]) -> None:
     """Write the manifest of a finished run's folder: of its records, samples and exported weights, and of the manifests
     of its checkpoints. Logs, traces and the trackers' files are not in it.

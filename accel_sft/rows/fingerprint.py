@@ -40,17 +40,39 @@ def code_fingerprint(*values: Any) -> str | None:
 
     It is the same in every process and on every machine with the same files and versions.
     """
+    decides, libraries = _decides(*values)
+    if decides is None:
+        return None
+    folders = [Path(folder) for folder in sys.path if libraries and Path(folder).name in _INSTALLED]
+    installed = sorted({found.name for folder in folders for found in folder.glob("*.*-info")})
+    return _digest([*decides, installed, sys.version_info[:3]])
+
+
+def task_record(task: type) -> dict[str, Any]:
+    """For a run's record: SHA-256 of the files of a task's own packages, and versions of the libraries they import.
+
+    Unlike `code_fingerprint`, it is the same whatever else is installed; the hash is None if that one is.
+    """
+    decides, libraries = _decides(task)
+    return {"task_code": None if decides is None else _digest(decides), "task_libraries": libraries}
+
+
+def _digest(decides: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+
+
+def _decides(*values: Any) -> tuple[list[Any] | None, dict[str, str]]:
+    """Description and files of what `values` are made of, None if unknown; and the libraries that the files import."""
     own = {"accel_sft"}
     imported: set[str] = set()
     try:
         described = [_described(value, own) for value in values]
         own -= sys.stdlib_module_names
         files = {top: _files(top, imported) for top in own}
-        installed = _installed(imported - own - sys.stdlib_module_names)
+        libraries = _libraries(imported - own - sys.stdlib_module_names)
     except (_Unknown, OSError, ImportError, SyntaxError, ValueError, AttributeError, RecursionError):
-        return None
-    decides = [described, sorted(files.items()), installed, sys.version_info[:3]]
-    return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+        return None, {}
+    return [described, sorted(files.items())], libraries
 
 
 def _described(value: Any, own: set[str]) -> Any:
@@ -121,16 +143,16 @@ def _imported(source: bytes) -> set[str]:
     return imported
 
 
-def _installed(imported: set[str]) -> list[str]:
-    """Return all installed packages, which those imported may import in turn, with versions; [] without imports."""
-    provided = _distributions() if imported else {}
+def _libraries(imported: set[str]) -> dict[str, str]:
+    """Return the distributions of the imported modules, with versions."""
+    provided, found = _distributions() if imported else {}, dict[str, str]()
     for top in imported:  # a file beside the task, or one installed from a folder, may change and keep its version
         distributions = [metadata.distribution(name) for name in provided.get(top, ())]
         places = [place for place in _places(top) if _INSTALLED.isdisjoint(place.parts)]
-        if places or not distributions or any(found.read_text("direct_url.json") for found in distributions):
+        if places or not distributions or any(each.read_text("direct_url.json") for each in distributions):
             raise _Unknown
-    folders = [Path(folder) for folder in sys.path if imported and Path(folder).name in _INSTALLED]
-    return sorted({found.name for folder in folders for found in folder.glob("*.*-info")})
+        found |= {each.name: each.version for each in distributions}
+    return dict(sorted(found.items()))
 
 
 @functools.cache

@@ -22,8 +22,8 @@ from accel_sft.api.task_file import file_record
 from accel_sft.chat.conversation import read_split
 from accel_sft.checkpoint.checkpoint import settle
 from accel_sft.io import cache
-from accel_sft.io.evidence import made_by
-from accel_sft.io.files import abandoned, expanded, write_atomically
+from accel_sft.io.evidence import made_by, other_versions
+from accel_sft.io.files import abandoned, expanded, mapping, write_atomically
 from accel_sft.io.lock import lock
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import Team, decided_by_main
@@ -32,7 +32,7 @@ from accel_sft.launch.info import Launch
 from accel_sft.launch.recordable import recordable
 from accel_sft.models.source import weights_identity
 from accel_sft.resilience.exit import lost_peers
-from accel_sft.rows.fingerprint import code_fingerprint
+from accel_sft.rows.fingerprint import code_fingerprint, task_record
 from accel_sft.rows.rows import Rows
 from accel_sft.training.prepare import Prepared
 from accel_sft.training.run_yaml import relaunch, write_run_yaml
@@ -165,7 +165,7 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
         "data_sha256": prepared.fingerprint(),
         "data_files": _data_files({"train": prepared.train.examples, "validation": prepared.validation.examples}),
         "task_file": file_record(type(assembly.task)),
-        "task_code": code_fingerprint(type(assembly.task)),
+        **task_record(type(assembly.task)),
         "package_code": code_fingerprint(),
         "launch": launch_record(assembly.accelerator, prepared.launch),
         "relaunch": relaunch(prepared.launch),
@@ -202,11 +202,14 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
         if "control_tokens" not in before["config"] and now["config"]["control_tokens"] == "text":
             different.append("its version read control tokens in texts as tokens: --control-tokens tokens does so too")
     code, code_now = before.get("task_code"), now["task_code"]
-    changed_code = code and code_now and code != code_now
-    if not different and (changed_code or file.get("sha256") != file_now.get("sha256")):
+    other = ["its code"] if file.get("sha256") != file_now.get("sha256") else []
+    if not other and code and code_now and "task_libraries" in before:  # earlier hashes were of all that was installed
+        other = ["its code"] if code != code_now else []
+        other += other_versions(mapping(before["task_libraries"]), mapping(now.get("task_libraries")))
+    if not different and other:
         cache.log(
-            f"{run_dir}: the task's code or what it imports has changed since the last start: earlier metrics, the "
-            "best one too, may be another score's"
+            f"{run_dir}: the task has changed since the last start ({'; '.join(other)}): earlier metrics, the best one "
+            "too, may be another score's"
         )
     base, base_now = before.get("base_weights"), now.get("base_weights")
     if not different and base and base_now and base != base_now:  # checkpoints hold the adapter alone

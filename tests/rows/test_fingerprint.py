@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import importlib
@@ -150,8 +151,8 @@ LIBRARY = """
 import sys
 sys.path[:0] = {paths!r}
 import having
-from accel_sft.rows.fingerprint import code_fingerprint
-print(code_fingerprint(having.parse))
+from accel_sft.rows.fingerprint import code_fingerprint, task_record
+print(code_fingerprint(having.parse), task_record(having.Thing))
 """
 
 
@@ -166,16 +167,22 @@ def test_libraries_that_are_imported_count_by_the_versions_of_all_that_is_instal
     def known():
         script = LIBRARY.format(paths=[str(tmp_path), str(site)])
         result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        return result.stdout.strip()
+        of_all, _, record = result.stdout.partition(" ")
+        records.append(ast.literal_eval(record))
+        return of_all
 
+    records = []
     first = known()
     assert len(first) == 64
     assert known() == first
     (site / "under_the_library-1.0.dist-info").rename(site / "under_the_library-1.1.dist-info")
     second = known()
     assert len({first, second}) == 2
+    assert records[0] == records[-1]  # a run's record has the version of what the task itself imports
+    assert (len(records[0]["task_code"]), records[0]["task_libraries"]) == (64, {"library": "1.0"})
     (tmp_path / "library.py").write_text("")  # comes first
     assert known() == "None"
+    assert records[-1] == {"task_code": None, "task_libraries": {}}
     (tmp_path / "library.py").unlink()
     assert known() == second
     (site / "library-1.0.dist-info" / "direct_url.json").write_text("{}")  # from a folder: changes, same version

@@ -33,9 +33,12 @@ from tampering import (
 from accel_sft import UserError
 from accel_sft.io import manifest
 from accel_sft.io.run_dir import RunDir
+from accel_sft.rows import fingerprint
+from accel_sft.rows.fingerprint import task_record
 from accel_sft.tools.verify import records, rerun, stretches
 from accel_sft.tools.verify.command import verify
 from accel_sft.tools.verify.records import Recorded, examine
+from accel_sft_chat import Chat
 
 TASK = '''
 from dataclasses import dataclass
@@ -259,6 +262,36 @@ def test_other_software_than_the_runs_is_found(honest, monkeypatch):
     assert any(line.startswith("code: accel_sft's files are others") for line in told(honest))
     monkeypatch.setattr(records, "versions", lambda: {**json.loads(honest.record.read_text()), "torch": "9.9"})
     assert any("torch" in line and "here 9.9" in line for line in told(honest, "open"))
+
+
+def test_an_installed_task_is_held_to_its_own_files_and_to_the_versions_of_what_they_import(honest):
+    mine = task_record(Chat)
+    assert mine["task_libraries"].keys() == {"sacrebleu"}
+
+    def found(level, **changes):
+        edit_json(honest.record, task="chat", task_file=None, **{**mine, **changes})
+        return [line for line in told(honest, level) if line.startswith(("task:", "code:"))]
+
+    assert found("holds") == ["code: accel_sft, the task and the libraries' versions are those of the run"]
+    (line,) = found("differs", task_code="another")
+    assert line.startswith("task: the files of its package are others than the run's: /")
+    assert line.endswith("/accel_sft_chat")
+    older = {"task_libraries": {"sacrebleu": "1.0"}}
+    assert found("differs", **older) == []
+    (line,) = found("open", **older)
+    assert line.startswith("task: what it imports: sacrebleu 1.0, here ")
+    record = json.loads(honest.record.read_text())
+    del record["task_libraries"]  # a digest of all that was installed
+    honest.record.write_text(json.dumps({**record, "task_code": "another"}))
+    assert not [line for line in told(honest) if line.startswith("task:")]
+    assert "counts all that was installed: it is not compared" in "".join(told(honest, "open"))
+
+
+def test_a_task_whose_library_is_missing_is_not_called_changed(honest, monkeypatch):
+    edit_json(honest.record, task="chat", task_file=None, **task_record(Chat))
+    monkeypatch.setattr(fingerprint, "_distributions", dict)
+    assert not [line for line in told(honest) if line.startswith("task:")]
+    assert "task: a library that it imports is not installed here" in "".join(told(honest, "open"))
 
 
 def changed_loss(run):

@@ -410,12 +410,18 @@ def test_an_earlier_record_may_have_secrets_in_its_options(tmp_path):
 
 def test_a_resume_with_another_score_says_so(tmp_path, capsys):
     config = TrainConfig().resolved({}).as_dict()
-    before = {"task": "math", "config": config, "task_options": {}, "data_sha256": "a", "task_code": "a"}
+    before = {"task": "math", "config": config, "task_options": {}, "data_sha256": "a"}
+    before |= {"task_code": "a", "task_libraries": {"library": "1.0"}}
     claim._check_unchanged(before, {**before, "task_code": None}, RunDir(tmp_path))
     claim._check_unchanged({**before, "task_code": None}, before, RunDir(tmp_path))
     assert capsys.readouterr().out == ""
     claim._check_unchanged(before, {**before, "task_code": "b"}, RunDir(tmp_path))
-    assert "the task's code or what it imports has changed since" in capsys.readouterr().out
+    assert "the task has changed since the last start (its code): earlier metrics" in capsys.readouterr().out
+    claim._check_unchanged(before, {**before, "task_libraries": {"library": "1.1"}}, RunDir(tmp_path))
+    assert "the task has changed since the last start (library 1.0, here 1.1): earlier" in capsys.readouterr().out
+    earlier = {name: value for name, value in before.items() if name != "task_libraries"}
+    claim._check_unchanged(earlier, {**before, "task_code": "b"}, RunDir(tmp_path))  # made by another rule
+    assert capsys.readouterr().out == ""
 
 
 def test_another_runs_checkpoint_is_refused(copy, tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from accel_sft.api.config_file import TASK
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.io import manifest
-from accel_sft.io.evidence import made_by
+from accel_sft.io.evidence import made_by, other_versions
 from accel_sft.io.files import mapping
 from accel_sft.io.lock import is_locked
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.launch.recordable import versions
-from accel_sft.rows.fingerprint import code_fingerprint
+from accel_sft.rows.fingerprint import code_fingerprint, task_record
 from accel_sft.tracking.metrics_file import chained, read_lines
 from accel_sft.training.schedule import learning_rate
 
@@ -216,28 +217,42 @@ def _log(run: Recorded) -> Iterator[Finding]:
 
 def _software(run: Recorded) -> Iterator[Finding]:
     then, now = mapping(mapping(run.record["launch"]).get("versions")), versions()
-    if other := [f"{name} {then.get(name)}, here {now.get(name)}" for name in then if then[name] != now.get(name)]:
+    if other := other_versions(then, now):
         yield undecided("versions", f"the run had {'; '.join(other)}: bits may differ")
         return
-    package, task = run.record.get("package_code"), run.record.get("task_code")
+    package = run.record.get("package_code")
     if package and package != code_fingerprint():
         yield differs("code", f"accel_sft's files are others than the run's, at the same version {now['accel-sft']}")
         return
     if file := run.record.get("task_file"):
         path = Path(file["path"])
-        same = path.is_file() and digest_of(path) == file["sha256"]
-        what = f"{path} is not what the run was made with"
-    else:
-        try:
-            same = task is None or code_fingerprint(registry.load(run.record["task"])) == task
-        except UserError as error:
-            yield undecided("task", error.problems[0])
+        if not path.is_file() or digest_of(path) != file["sha256"]:
+            yield differs("task", f"{path} is not what the run was made with")
             return
-        what = "the task's files, or what they import, are others than the run's"
-    if not same:
-        yield differs("task", what)
-    elif package:
+    elif run.record.get("task_code"):
+        try:
+            found = list(_other_task(run.record, registry.load(run.record["task"])))
+        except UserError as error:
+            found = [undecided("task", error.problems[0])]
+        yield from found
+        if found:
+            return
+    if package:
         yield holds("code", "accel_sft, the task and the libraries' versions are those of the run")
+
+
+def _other_task(record: dict[str, Any], task: type) -> Iterator[Finding]:
+    """What is other than the run's in an installed task: its files, or versions of the libraries that they import."""
+    libraries, now = record.get("task_libraries"), task_record(task)
+    if libraries is None:
+        yield undecided("task", "an earlier version's digest of it counts all that was installed: it is not compared")
+    elif now["task_code"] is None:
+        yield undecided("task", "a library that it imports is not installed here as a package, so it is not compared")
+    elif other := other_versions(libraries, now["task_libraries"]):
+        yield undecided("task", f"what it imports: {'; '.join(other)}: bits may differ")
+    if libraries is not None and now["task_code"] not in (None, record["task_code"]):
+        place = sys.modules[task.__module__.partition(".")[0]].__file__
+        yield differs("task", f"the files of its package are others than the run's: {Path(str(place)).parent}")
 
 
 def _data(run: Recorded) -> Iterator[Finding]:
