@@ -16,6 +16,11 @@ ANSWER, _THOUGHT, _TURN = "\ue000\ue001", "\ue002\ue003", "\ue004{}\ue005"
 """Placeholders (probes) for an answer, its thinking and a turn: characters that no template strips or splits."""
 
 
+HEADER_LEARNT = "warning D215: chat template: the model learns to write"
+"""How the note begins on a template that ends no prompt in the answer's header; docs/check.md has the code."""
+_PROMPT_FLAG = r"\badd_generation_prompt\b"
+
+
 @dataclasses.dataclass(frozen=True)
 class Form:
     """How conversations of one order of roles are given to the template, and what it writes around their answers.
@@ -155,6 +160,12 @@ class Forms:
             form = self._with_thinking(form, turns, asked, split, tools)
         for line in _remarks(form, turns):
             self._note(line)
+        if form.sound and MARK.sub("", form.lead).strip() and not re.search(_PROMPT_FLAG, self._template.source):
+            header = one_line(form.lead)
+            self._note(
+                f'{HEADER_LEARNT} "{header}" before each answer, as prompts do not end in it: other servers show it '
+                f"in answers; end the template with {{% if add_generation_prompt %}}{{{{ '{header}' }}}}{{% endif %}}"
+            )
         if tools and not re.search(r"\btools\b", self._template.source):
             self._note("warning: the chat template takes no tools; what tools() gives is not in the prompts")
         return form

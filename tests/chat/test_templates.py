@@ -19,6 +19,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.chat.answer_text import AnswerText
 from accel_sft.chat.conversation import Conversation
 from accel_sft.chat.encoded import Rules
+from accel_sft.chat.form import HEADER_LEARNT
 from accel_sft.chat.rendering import Rendering
 from accel_sft.data import tokenization
 from accel_sft.evaluation.backend import Generated
@@ -112,6 +113,23 @@ def scored(tokenizer, examples, answers):
 
 def learnt(tokenizer, examples):
     return [example.input_ids[example.prompt_length :] for example in encoded(tokenizer, examples)]
+
+
+def test_a_template_that_ends_no_prompt_in_the_header_of_answers_is_warned_of_with_what_mends_it(tokenizer):
+    own = copy.deepcopy(tokenizer)
+
+    def warnings(template):
+        own.chat_template = template
+        rules = {"eos_ids": {own.eos_token_id}, "max_length": 512, "truncation": "drop"}
+        notes = encode(own, Says(), ["odd"], "train", **rules).notes
+        return [note for note in notes if note.startswith(HEADER_LEARNT)]
+
+    bare = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    (warning,) = warnings(bare)
+    assert r'learns to write "<|im_start|>assistant\n" before each answer' in warning
+    assert warnings(bare + re.search("{% if .*", warning)[0]) == []
+    headless = "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}<|im_end|>{% endif %}"
+    assert warnings(f"{{% for m in messages %}}{headless}{{% endfor %}}") == []
 
 
 @pytest.mark.parametrize("assistant", SOUND.values(), ids=SOUND)

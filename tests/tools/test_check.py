@@ -150,6 +150,16 @@ def test_a_split_of_which_nothing_is_left_is_a_finding(site, model, tmp_path):
     assert {"D301", "D307"} <= places(report_of(check(site, *files, "--json", model=model))).keys()
 
 
+def test_a_template_that_leaves_the_header_of_answers_to_the_model_is_a_finding(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    without = planted.TEMPLATE.replace("{% if add_generation_prompt %}A: {% endif %}", "")
+    for template, codes in ((without, {"D215"}), (without.replace("A: ", " "), set())):
+        (tmp_path / "own.jinja").write_text(template)
+        run = check(site, *files, "--json", "--chat-template", tmp_path / "own.jinja", model=model)
+        assert places(report_of(run)).keys() == codes
+    assert run.status == 0
+
+
 def test_the_model_must_know_every_token_and_position(site, tmp_path):
     files, _ = planted.write(tmp_path, {})
     small = planted.make_model(tmp_path / "small", positions=25, vocabulary=50)

@@ -95,6 +95,11 @@ CODES = {
         "a key of the answer's JSON is rare, and nearly spelt like a frequent one",
         "spell it like the other, unless it is meant: a model learns what is written",
     ),
+    "D215": Code(
+        "warning",
+        "the chat template's prompts do not end in the header of the answer, which is learnt with it",
+        "end the template with it, if add_generation_prompt: other servers show what was learnt in answers",
+    ),
     "D301": Code("warning", "longer than --max-length, and left out", "raise --max-length, or shorten the rows"),
     "D302": Code(
         "warning",

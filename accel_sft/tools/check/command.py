@@ -18,6 +18,7 @@ import accel_sft
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.api.tool_configs import CheckConfig
+from accel_sft.chat.form import HEADER_LEARNT
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.io import terminal
 from accel_sft.io.files import json_safe, write_atomically
@@ -140,7 +141,11 @@ class Audit:
         given = assembly.template.lines if assembly.template else []
         if encoding is None:
             return
-        self.notes += [note for note in (*given, *encoding.notes) if note not in self.notes]
+        for note in (*given, *encoding.notes):
+            if note.startswith(HEADER_LEARNT):
+                self.found.add("D215", "", detail=note.removeprefix("warning D215: "))
+            elif note not in self.notes:
+                self.notes.append(note)
         facts = tokens.token_facts(encoding.kept, tokenizer, assembly.encode.rules.eos_ids)
         tokens.report_tokens(facts, split, indices, [*encoding.cut, *encoding.windowed], tokenizer, self.found)
         tokens.report_weights(encoding.kept, split, self.found)
