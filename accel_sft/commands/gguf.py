@@ -1,6 +1,7 @@
 """Converts weights into a GGUF file by llama.cpp's own converter, a script of its repository."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from accel_sft.io.text import LONGEST_ERROR, one_line
 CONVERTER = "convert_hf_to_gguf.py"
 TYPES = "auto", "f32", "f16", "bf16", "q8_0"
 """Types of weights in the file; auto: 16 bits, as llama.cpp's converter chooses them."""
+_UNKNOWN = re.compile(r"(Model \S+ is not supported)|tokenizer was not recognized|tokenizer is not supported")
+"""What the converter says of a model that it does not know."""
 _TREE = "llama_cpp_python-*/vendor/llama.cpp"
 
 
@@ -67,5 +70,8 @@ def write_gguf(weights: str, target: Path, kind: str, converter: str) -> None:
             told = one_line(last[0], LONGEST_ERROR) if last else f"exit status {done.returncode}"
             if told.startswith("ModuleNotFoundError"):
                 told += "; the converter needs it: install it by pip"
+            if what := _UNKNOWN.search(done.stdout):
+                told += f"; it does not know this model's {'architecture' if what[1] else 'tokenizer'}: take a newer "
+                told += "converter, or serve the weights by vLLM or transformers (accel-sft serve)"
             raise UserError(f"--gguf {target}: {converter} failed: {told}; all that it said is in {log}")
         shutil.move(partial, target)

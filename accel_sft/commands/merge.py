@@ -13,16 +13,15 @@ from accel_sft.commands.generate import one_process
 
 MERGED = click.Choice(["bf16", "bfloat16", "float32"])
 """Types of merged weights; bf16 and bfloat16 are the same."""
+GGUF = click.Choice(gguf_file.TYPES)
 
 
 @click.command()
 @click.argument("run", type=click.Path(), metavar="RUN")
-@click.argument("out", type=click.Path(), metavar="OUT", required=False)
+@click.argument("out", type=click.Path(), metavar="[OUT]", required=False)
 @click.option("--dtype", type=MERGED, help="Of the weights; default: as the base's files.")
 @click.option("--gguf", metavar="FILE", help="Write a GGUF file for llama.cpp too; OUT may then be left out.")
-@click.option(
-    "--gguf-type", type=click.Choice(gguf_file.TYPES), default="auto", show_default=True, help="Of its weights."
-)
+@click.option("--gguf-type", type=GGUF, metavar=f"[{'|'.join(GGUF.choices)}]", default="auto", help="Of its weights.")
 @click.option("--converter", metavar="PATH", help="llama.cpp's convert_hf_to_gguf.py; default: the one on PATH.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 @click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")
@@ -48,6 +47,7 @@ def merge(
     from accel_sft.io import terminal
     from accel_sft.io.files import new_folder
     from accel_sft.io.run_dir import RunDir
+    from accel_sft.io.run_options import names_files
 
     if not (out or gguf["gguf"]):
         raise UserError("OUT: name the new folder of the merged weights, or a file with --gguf")
@@ -70,7 +70,8 @@ def merge(
     if out:
         click.echo(f"{out}: weights that plain transformers loads")
     if file:
-        click.echo(f"{file}: serve it, then hold it to the run: accel-sft parity {run} --url URL")
+        data = " --same-data" if names_files(RunDir.record_around(run)) else ""
+        click.echo(f"{file}: serve it, then hold it to the run: accel-sft parity {run} --url URL{data}")
 
 
 def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code: bool) -> list[str]:

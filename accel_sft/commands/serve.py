@@ -45,20 +45,26 @@ def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
     thinking, so that answers are those of the run's evaluations.
     """
     from accel_sft.io.run_dir import RunDir
+    from accel_sft.io.run_options import names_files
 
+    if not Path(run).is_dir():
+        raise UserError(f"RUN {run}: no such folder; name a run's folder, exported weights or an adapter")
     record, kind, program = RunDir.record_around(run), options["program_kind"], options["program"]
     folder, name = str(Path(RunDir.weights_in(run)).resolve()), options["name"] or Path(run).resolve().name
     for line in RunDir.choice_in(run):
         click.echo(line, err=True)
-    if bool(options["gguf"]) != (kind == "llama.cpp"):
-        raise UserError("--gguf goes with --with llama.cpp: the file that `accel-sft merge RUN --gguf FILE` wrote")
+    if kind == "llama.cpp" and not options["gguf"]:
+        raise UserError("--with llama.cpp needs --gguf FILE, which `accel-sft merge RUN --gguf FILE` writes")
+    if kind != "llama.cpp" and options["gguf"]:
+        raise UserError(f"--gguf: {kind} serves no such file; add --with llama.cpp")
     words = _words(kind, folder, name, record, options["gguf"])
     words = [program or words[0], *words[1:], "--host", options["host"], "--port", str(options["port"]), *more]
     click.echo(shlex.join(words))
     host = f"[{options['host']}]" if ":" in options["host"] else options["host"]
     address = f"http://{host}:{options['port']}/v1"
     named = folder if kind == "transformers" else name  # transformers' server knows no other name
-    hint = shlex.join(["accel-sft", "parity", run, "--url", address, "--model", named])
+    data = ["--same-data"] if names_files(record) else []
+    hint = shlex.join(["accel-sft", "parity", run, "--url", address, "--model", named, *data])
     click.echo(f"then hold it to the run: {hint}", err=True)
     if options["only_print"]:
         return

@@ -6,14 +6,21 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, NAMES_A_FILE, Setting
+from accel_sft.io.files import mapping
 
 
 def recorded_options(
-    record: Mapping[str, Any], task_settings: Sequence[Setting], given: Collection[str], where: str, *, same_data: bool
+    record: Mapping[str, Any],
+    task_settings: Sequence[Setting],
+    given: Collection[str] | None,
+    where: str,
+    *,
+    same_data: bool,
 ) -> dict[str, Any]:
     """The values that a run's record has for the settings of its task, except for those that are given.
 
     Args:
+        given: names of settings; None: the command takes none.
         where: how the command names the run, for errors.
         same_data: whether files that the record names are to be read.
     Raises:
@@ -21,11 +28,18 @@ def recorded_options(
             any file of this machine.
     """
     before = record["task_options"]
-    mine = [s for s in task_settings if s.name in before.keys() - {*given}]
+    mine = [s for s in task_settings if s.name in before.keys() - {*(given or ())}]
     mine = [s for s in mine if HIDDEN not in str(before[s.name]) and not s.problem(before[s.name])]
     files = [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]
     if files and not same_data:
         named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
         why = "its record names files, and those of a record are not read unasked"
-        raise UserError(f"{where}: {why}; add --same-data, or {named}, or name others")
+        mend = "add --same-data" if given is None else f"add --same-data, or {named}, or name others"
+        raise UserError(f"{where}: {why}; {mend}")
     return {s.name: before[s.name] for s in mine}
+
+
+def names_files(record: Mapping[str, Any] | None) -> bool:
+    """Whether a run's record names files of its task's."""
+    options = mapping((record or {}).get("task_options"))
+    return any(value and NAMES_A_FILE.search(name) for name, value in options.items())

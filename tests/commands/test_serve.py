@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from conftest import accel_sft
 from models import make_tiny
 from peft import LoraConfig, get_peft_model
 from reference_job import layout
+from tampering import edit_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TELLS = '#!/bin/sh\nprintf "%s\\n" "$0" "$@"\n'
@@ -77,13 +79,17 @@ def test_an_adapter_is_served_on_its_base_with_its_own_tokenizer(adapter, tmp_pa
     assert f"--with transformers: it serves no adapter, and {adapter} is one; merge it first" in refused.output
 
 
-def test_other_servers_get_their_own_words(run, program):
+def test_other_servers_get_their_own_words(run, program, tmp_path):
     printed = accel_sft("serve", str(run), "--with", "transformers", "--print")
     assert f"transformers serve {run / 'best'} --dtype float32 --host 127.0.0.1 --port 8000\n" in printed.output
     assert f"--model {run / 'best'}\n" in printed.output
     done = accel_sft("serve", str(run), "--with", "llama.cpp", "--gguf", "m.gguf", "--program", str(program))
     words = [program, "-m", "m.gguf", "--alias", run.name, "--jinja", "--host", "127.0.0.1", "--port", "8000"]
     assert "\n".join(map(str, words)) in done.output
+    files = shutil.copytree(run, tmp_path / "of-files")
+    edit_json(files / "run.json", task_options__validation_file="rows.jsonl")
+    printed = accel_sft("serve", str(files), "--print")
+    assert "--model of-files --same-data\n" in printed.output  # without it, parity reads no files
     program.write_text("no script")
     failed = accel_sft("serve", str(run), "--program", str(program))
     assert f"Error: {program}: cannot be run (Exec format error); name the server's program with" in failed.output
@@ -94,9 +100,9 @@ def test_other_servers_get_their_own_words(run, program):
     [
         (
             ("--with", "llama.cpp"),
-            "--gguf goes with --with llama.cpp: the file that",
+            "--with llama.cpp needs --gguf FILE, which `accel-sft merge RUN --gguf FILE` writes",
         ),
-        (("--gguf", "m.gguf"), "--gguf goes with --with llama.cpp"),
+        (("--gguf", "m.gguf"), "--gguf: vllm serves no such file; add --with llama.cpp"),
         (("--program", "/no/such"), "--with vllm: /no/such cannot be run here; install vLLM into an environment"),
     ],
 )
@@ -105,6 +111,34 @@ def test_what_cannot_be_served_is_one_line(run, words, problem):
     assert failed.status == 1
     assert problem in failed.output
     assert "Traceback" not in failed.output
+
+
+def test_a_folder_that_is_not_there_is_named_as_the_run(tmp_path):
+    for kind in ("vllm", "llama.cpp"):
+        failed = accel_sft("serve", str(tmp_path / "nosuch"), "--with", kind, "--print")
+        assert f"Error: RUN {tmp_path}/nosuch: no such folder; name a run's folder" in failed.output
+
+
+@pytest.mark.parametrize(
+    ("says", "what"),
+    [
+        ("NotImplementedError: BPE pre-tokenizer was not recognized - update get_vocab_base_pre()", "tokenizer"),
+        ("ERROR:hf-to-gguf:Model OddForCausalLM is not supported", "architecture"),
+    ],
+)
+def test_a_model_that_the_converter_does_not_know_is_told_with_what_to_do(run, tmp_path, says, what):
+    converter = tmp_path / "convert_hf_to_gguf.py"
+    converter.write_text(f"import sys; sys.exit({says!r})")
+    failed = accel_sft("merge", str(run), "--gguf", str(tmp_path / "m.gguf"), "--converter", str(converter))
+    assert (
+        f"{says}; it does not know this model's {what}: take a newer converter, or serve the weights" in failed.output
+    )
+
+
+def test_the_help_of_merge_names_what_may_be_left_out_and_the_types_as_they_are():
+    told = accel_sft("merge", "--help").output
+    assert "RUN [OUT]" in told
+    assert "q8_0" in told
 
 
 def test_a_gguf_file_is_written_by_the_converter_that_is_named(run, adapter, tmp_path):

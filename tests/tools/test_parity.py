@@ -196,7 +196,7 @@ def test_the_command_prints_ends_with_a_status_and_refuses_what_it_cannot_compar
     (tmp_path / "final").mkdir()
     (tmp_path / "run.json").write_text(json.dumps(record))
     unasked = accel_sft("parity", str(tmp_path), "--url", url)
-    assert "its record names files, and those of a record are not read unasked; add --same-data" in unasked.output
+    assert "its record names files, and those of a record are not read unasked; add --same-data\n" in unasked.output
 
 
 def test_a_cause_whose_test_needs_a_model_that_is_gone_is_said_to_be_untested(run, tmp_path):

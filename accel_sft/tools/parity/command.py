@@ -80,7 +80,7 @@ def _compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     if recorded_name(word) != record["task"]:
         raise UserError(f"--task {word}: {run} was trained for {record['task']}; name that")
     task_class = load_task(word, 0)
-    own = recorded_options(record, settings(task_class), (), f"RUN {run}", same_data=options["same_data"])
+    own = recorded_options(record, settings(task_class), None, f"RUN {run}", same_data=options["same_data"])
     task = build(word, task_class, own)
     if problems := [*served.problems(task), *one_process("parity")]:
         raise UserError(*problems)
