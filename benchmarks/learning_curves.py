@@ -1,10 +1,11 @@
 """How often `how-much` forecasts right: from half of the rows and less what all of them bring, for ten jobs.
 
-    python benchmarks/learning_curves.py [--folder FOLDER] [--jobs 10] [--smoke]
+    python benchmarks/learning_curves.py [--from trained] [--folder FOLDER] [--jobs 10] [--smoke]
 
 `accel-sft how-much` trains each job on a sixteenth, an eighth, a quarter, a half and all of its rows, each with two
-seeds. Its record without the trainings on all rows gives the forecast; they are the truth. A folder that is named is
-kept, and an interrupted benchmark goes on there.
+seeds. Its record without the trainings on all rows gives the forecast; they are the truth. Models begin with random
+weights, which learn a job all at once, or with `--from trained` from one that was trained on other rows of the task:
+smaller sums, other sentences, other words. A folder that is named is kept, and an interrupted benchmark goes on there.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ JOBS = {
     "words for words, b": ("chat", "--train-file", "b.jsonl", "--held-out", "200"),
     "words for words, exact": ("chat", "--train-file", "a.jsonl", "--held-out", "200", "--metric", "exact"),
 }
+BEFORE = {
+    "math": ("--max-number", "499", "--train-examples", "3000", "--data-seed", "2"),
+    "ner": ("--train-sentences", "4000", "--data-seed", "2"),
+    "chat": ("--train-file", "before.jsonl", "--held-out", "200"),
+}
+"""Options of the training that each task's models begin from with `--from trained`."""
 WORDS = 150
 """Words of the language that chats are translated from."""
 
@@ -54,22 +61,29 @@ def write_chats(path: Path, rows: int, seed: int) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def main(folder: Path, jobs: int, sizes: str | None, steps: int | None) -> None:
-    for seed, name in enumerate(("a", "b")):
+def run(folder: Path, log: Path, *words: str) -> None:
+    with log.open("w") as output:
+        done = subprocess.run([sys.executable, "-m", "accel_sft", *words], cwd=folder, stdout=output, stderr=output)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}: {log.read_text()[-500:]}")
+
+
+def main(folder: Path, jobs: int, start: str, sizes: str | None, steps: int | None) -> None:
+    for seed, name in enumerate(("a", "b", "before")):
         write_chats(folder / f"{name}.jsonl", 1800, seed)
+    every = [*EVERY, *(["--max-steps", str(steps)] if steps else [])]
     print("| job | measured with half of the rows | forecast for all | 95% | came | held |\n|---|---|---|---|---|---|")
     held, widths = [], []
     for name, job in [*JOBS.items()][:jobs]:
         place = folder / name.replace(" ", "-").replace(",", "")
-        short = ["--max-steps", str(steps)] if steps else []
-        words = [*job, "--output-dir", str(place), *(["--sizes", sizes] if sizes else []), "--", *EVERY, *short]
-        log = folder / f"{place.name}.log"
-        with log.open("w") as output:
-            done = subprocess.run(
-                [sys.executable, "-m", "accel_sft", "how-much", *words], cwd=folder, stdout=output, stderr=output
-            )
-        if done.returncode:
-            sys.exit(f"{name}: {log.read_text()[-500:]}")
+        words, task = [*job, "--output-dir", str(place)], job[0]
+        if start == "trained":
+            before = folder / f"before-{task}"
+            if not (before / "result.json").exists():
+                run(folder, folder / f"{before.name}.log", task, *BEFORE[task], *every, "--output-dir", str(before))
+            words += ["--model", str(before / "final")]
+        words += [*(["--sizes", sizes] if sizes else []), "--", *every]
+        run(folder, folder / f"{place.name}.log", "how-much", *words)
         record = json.loads((place / "comparison.json").read_text())
         whole = read_curve(record)
         most = whole.sizes[-1]
@@ -82,10 +96,10 @@ def main(folder: Path, jobs: int, sizes: str | None, steps: int | None) -> None:
         came = statistics.mean(whole.metrics[-1])
         held.append(found.low <= came <= found.high)
         widths.append(found.high - found.low)
-        before = statistics.mean(half.metrics[-1])
+        halved = statistics.mean(half.metrics[-1])
         interval = f"{found.low:.3f} to {found.high:.3f}"
         print(
-            f"| {name} | {before:.3f} | {found.value:.3f} | {interval} | {came:.3f} | {'yes' if held[-1] else 'no'} |",
+            f"| {name} | {halved:.3f} | {found.value:.3f} | {interval} | {came:.3f} | {'yes' if held[-1] else 'no'} |",
             flush=True,
         )
     if held:
@@ -97,12 +111,13 @@ if __name__ == "__main__":
     arguments = parser(__doc__)
     arguments.add_argument("--folder", type=Path)
     arguments.add_argument("--jobs", type=int, default=len(JOBS))
+    arguments.add_argument("--from", dest="start", choices=("random", "trained"), default="random")
     arguments.add_argument("--sizes", help="Numbers of rows; with --smoke few.")
     arguments.add_argument("--steps", type=int, help="Optimizer steps of each training, in place of four epochs.")
-    args = parse(arguments, jobs=1, sizes="16,32,64", steps=2)
+    args = parse(arguments, jobs=1, start="trained", sizes="16,32,64", steps=2)
     if args.folder:
         args.folder.mkdir(parents=True, exist_ok=True)
-        main(args.folder.absolute(), args.jobs, args.sizes, args.steps)
+        main(args.folder.absolute(), args.jobs, args.start, args.sizes, args.steps)
     else:
         with tempfile.TemporaryDirectory() as temporary:
-            main(Path(temporary), args.jobs, args.sizes, args.steps)
+            main(Path(temporary), args.jobs, args.start, args.sizes, args.steps)
