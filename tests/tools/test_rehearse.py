@@ -123,3 +123,5 @@ def test_exported_weights_that_are_not_the_trained_ones_are_found(tmp_path):
     assert any(otherwise in flaw.what for flaw in found.reload(1.01 * found.loss(), "no")[1])
     same = Reloaded(began, find_source(str(began)), TrainConfig(), rows)
     assert [flaw.what.split(":")[0] for flaw in same.reload(None, "no")[1]] == ["trained in vain"]
+    none = Reloaded(final, find_source(str(began)), TrainConfig(), [])  # --max-length leaves the evaluated ones out
+    assert none.reload(None, "no") == ("loaded; no evaluated row is left to compare losses by", [])

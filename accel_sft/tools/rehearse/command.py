@@ -290,7 +290,7 @@ class Rehearsal:
         if found is None:
             return
         with reported(stages, "merge"):
-            seen, flaws = found.merge() if found.source.adapter else ("no adapter", [])
+            seen, flaws = found.merge() if found.source.adapter else ("no adapter to merge", [])
             stages.ended("merge", *flaws, seen=seen, when="accel-sft merge")
         with reported(stages, "generate"):
             source = audited.source

@@ -94,6 +94,8 @@ class Reloaded:
 
     def reload(self, evaluated: float | None, precision: str) -> tuple[str, list[Flaw]]:
         """Compare the loss with the run's own, if it has one, and with that of what the run began with."""
+        if not self.rows:
+            return "loaded; no evaluated row is left to compare losses by", []
         found, flaws = self.loss(), []
         seen = f"validation loss {found:.6g} in plain {'peft' if self.source.adapter else 'transformers'}"
         if evaluated is not None:
