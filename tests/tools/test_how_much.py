@@ -139,7 +139,7 @@ def drawn(number):
     return Curve(sizes, [[seen(size), seen(size)] for size in sizes]), (seen(2 * most) + seen(2 * most)) / 2
 
 
-def test_intervals_hold_what_twice_as_many_rows_bring_seventeen_times_out_of_twenty():
+def test_intervals_of_95_percent_hold_what_twice_as_many_rows_bring():
     held, widths = 0, []
     for number in range(40):
         curve, truth = drawn(number)
@@ -147,8 +147,8 @@ def test_intervals_hold_what_twice_as_many_rows_bring_seventeen_times_out_of_twe
         assert found.low <= found.value <= found.high
         held += found.low <= truth <= found.high
         widths.append(found.high - found.low)
-    assert held >= 34
-    assert sorted(widths)[20] <= 0.15
+    assert held >= 37
+    assert sorted(widths)[20] <= 0.25
 
 
 def made(metrics, **more):

@@ -30,6 +30,10 @@ the largest ones say most of what comes behind them."""
 _LEAST, _STEEP = 0.4, 2.0
 """Factors on that standard deviation: where a curve is flat, and for each unit by which it rises with a doubling of the
 rows, as a seed that learns a little earlier ends far above the others there."""
+_MISFIT = 0.3
+"""Standard deviation of a forecast around the best of the curves, for each doubling ahead, as a share of what the curve
+rises with a doubling at the end: a job that is still being learnt follows no curve exactly. Fitted to the jobs of
+benchmarks/learning_curves.py."""
 _FREEDOM = 4
 """Degrees of freedom of Student's t, with which a run that ended badly does not bend the curve."""
 _AHEAD = 6
@@ -135,9 +139,11 @@ def forecast(curve: Curve, rows: Sequence[int]) -> list[Forecast]:
     positive = curve.better < 0 and all(value >= 0 for each in curve.metrics for value in each)  # as losses are
     limits = (0, 1) if curve.bounded else (0 if positive else -math.inf, math.inf)
     found = []
+    rise = slopes[len(measured) - 1][which]
     for size, values, widths in zip(rows, curves[len(measured) :], spread[len(measured) :], strict=True):
-        width = widths[which] * np.array(_NOISES)[noise_of] * (1 + _FARTHER * abs(math.log2(size / most)))
-        drawn = values[which] + width / math.sqrt(seeds) * draws.standard_t(_FREEDOM, _DRAWS)
+        ahead = abs(math.log2(size / most))
+        noise = widths[which] * np.array(_NOISES)[noise_of] * (1 + _FARTHER * ahead) / math.sqrt(seeds)
+        drawn = values[which] + np.hypot(noise, _MISFIT * ahead * rise) * draws.standard_t(_FREEDOM, _DRAWS)
         ends = begin + scale * np.quantile(drawn, _LEVELS)
         low, middle, high = np.clip(ends, *limits).tolist()
         found.append(Forecast(size, middle, min(low, high), max(low, high)))
