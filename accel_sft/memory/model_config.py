@@ -16,7 +16,7 @@ from accel_sft.io.files import read_json
 from accel_sft.memory.families import count, text_config
 from accel_sft.memory.job import BYTES
 from accel_sft.memory.recurrent import kept_bytes
-from accel_sft.memory.shape import Block, Matrix, ModelShape
+from accel_sft.memory.shape import Block, Kept, Matrix, ModelShape
 from accel_sft.memory.vision import tower
 
 _MOST_LAYERS, _MOST_WIDE = 10_000, 2**31
@@ -185,7 +185,7 @@ def _walked(model: Any) -> ModelShape:
         key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or embedding.weight.shape[1] // heads,
         tied=tied,
-        blocks=tuple(dataclasses.replace(b, count=n) for b, n in counted.items()),
+        blocks=tuple(dataclasses.replace(b, count=n, recurrent=_measured(b.recurrent)) for b, n in counted.items()),
         vectors=beside,
         other=sum(p.numel() for p in model.parameters() if id(p) not in inside),
         tower=tower(eyes.to_dict()) if (eyes := getattr(model.config, "vision_config", None)) else None,
@@ -229,13 +229,19 @@ def _block(module: Any, active: int | None, config: Any) -> Block:
             lora_ranks=int(is_linear),
         )
         matrices.append(matrix)
-    recurrent = tuple(functools.cache(functools.partial(kept_bytes, each, config)) for each in scans)
+    recurrent = tuple(functools.partial(kept_bytes, each, config) for each in scans)
+    return Block(count=1, matrices=tuple(matrices), vectors=vectors, recurrent=recurrent)
+
+
+def _measured(recurrent: tuple[Kept, ...]) -> tuple[Kept, ...]:
+    """The measurements of a block's layers with a state, each made once; () if one cannot be made."""
+    cached = tuple(map(functools.cache, recurrent))
     try:
-        for each in recurrent:
+        for each in cached:
             each(4, 1, 2)
     except Exception:  # noqa: BLE001 - packages' kernels run on GPUs alone; they keep little but inputs and outputs
-        recurrent = ()
-    return Block(count=1, matrices=tuple(matrices), vectors=vectors, recurrent=recurrent)
+        return ()
+    return cached
 
 
 def _group(name: str, is_linear: bool, copies: int) -> str:

@@ -9,6 +9,8 @@ from accel_sft.memory.vision import Tower
 
 GROUPS = ("embeddings", "attention", "recurrent", "feed_forward", "experts", "norms", "head", "other")
 """Groups of a model's parameters. `other` are those that text does not reach (a vision tower's), which stay frozen."""
+Kept = Callable[[int, int, int], tuple[float, float]]
+"""What a layer with a state keeps: `recurrent.kept_bytes` of one layer, by bytes of an element, prefix and own."""
 ALL_LINEAR = "all-linear"
 """The value of --lora-target-modules that stands for every linear layer but the head."""
 
@@ -49,13 +51,13 @@ class Block:
     Attributes:
         count: how many such blocks there are.
         vectors: elements of one block's norms, which are in no matrix.
-        recurrent: `recurrent.kept_bytes` of each layer with a state, where it can be measured.
+        recurrent: of each layer with a state; () where it cannot be measured.
     """
 
     count: int
     matrices: tuple[Matrix, ...]
     vectors: int
-    recurrent: tuple[Callable[[int, int, int], tuple[float, float]], ...] = dataclasses.field(default=(), compare=False)
+    recurrent: tuple[Kept, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def parameters(self) -> int:

@@ -51,7 +51,9 @@ def run(
 
     Args:
         offers: the settings that may be varied, by the class that defines them.
-        asked: the command line's parameters by name; for a setting, the texts that the user gave.
+        asked: the command line's parameters by name; for a setting, the texts that the user gave. A command that
+            compares by options of its own adds its name (`command`), those options (`own`), the flags that they stand
+            for (`stand_for`), and what its runs get in place of DEFAULTS (`defaults`).
     Raises:
         UserError: the user must mend something (raised before the first launch), or no cell completed.
     """
@@ -223,15 +225,11 @@ def _whole(task_class: type[Task], offers: Mapping[type, Sequence[Setting]]) -> 
 
 def _command(task: str, given: Mapping[str, Sequence[str]], asked: Mapping[str, Any], whole: Collection[str]) -> str:
     """The command as the user can type it again, without secrets; an option in `whole` is repeated for each value."""
-    how_much = "sizes" in asked  # which gives rows and seeds itself, by options of its own
-    words = ["accel-sft", "how-much" if how_much else "compare", task]
+    words = ["accel-sft", asked.get("command", "compare"), task]
     for flag, found in given.items():
-        if flag.startswith("--") and not (how_much and flag in ("--train-limit", "--seed")):
+        if flag.startswith("--") and flag not in asked.get("stand_for", ()):
             words += [word for value in found for word in (flag, value)] if flag in whole else [flag, ",".join(found)]
-    if how_much:
-        words += [*(["--sizes", asked["sizes"]] if asked["sizes"] else []), "--seeds", str(asked["seeds"])]
-    else:
-        words += ["--repeat", str(asked["repeat"]), "--discard-steps", str(asked["discard_steps"])]
+    words += asked.get("own", ["--repeat", str(asked["repeat"]), "--discard-steps", str(asked["discard_steps"])])
     words += ["--time-limit", f"{asked['time_limit']:g}", *(["--keep-weights"] if asked["keep_weights"] else [])]
     if asked["output_dir"]:
         words += ["--output-dir", asked["output_dir"]]

@@ -48,8 +48,10 @@ def run(
     config, validation = resolved(config), len(read_split(of_run, "validation"))
     sizes = _sizes(asked["sizes"], len(read_split(of_run, "train")), validation)
     seeds = [str(number) for number in range(1, asked["seeds"] + 1)]
-    own = {setting.name: setting for setting in settings(TrainConfig) if setting.name in (ROWS, "seed")}
-    offers = {**offers, TrainConfig: [*offers[TrainConfig], own[ROWS], own["seed"]]}
+    varied_here = {setting.name: setting for setting in settings(TrainConfig) if setting.name in (ROWS, "seed")}
+    offers = {**offers, TrainConfig: [*offers[TrainConfig], varied_here[ROWS], varied_here["seed"]]}
+    own = [*(["--sizes", asked["sizes"]] if asked["sizes"] else []), "--seeds", str(asked["seeds"])]
+    asked |= {"command": "how-much", "own": own, "stand_for": [flag_of(ROWS), flag_of("seed")]}
     compare.run(task, task_class, offers, {**asked, ROWS: [*map(str, sizes)], "seed": seeds}, parse)
     if asked["dry_run"]:
         print(wrapped(_told(config, sizes, len(seeds), validation)), file=terminal())
