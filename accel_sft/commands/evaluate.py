@@ -33,7 +33,7 @@ from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
 from accel_sft.launch.info import Launch
 from accel_sft.launch.precision import recorded
 from accel_sft.launch.read import read_launch
-from accel_sft.launch.start import start
+from accel_sft.launch.start import begin, start
 from accel_sft.models.offload import refuse
 from accel_sft.models.source import Source, as_it_began, began_with, find_source
 from accel_sft.resilience.exit import leave_together
@@ -53,6 +53,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     """
     if config.url:
         return _served(task_name, task, config)
+    launch = begin()
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
     if config.base == "tiny" and not Path("tiny").exists():
@@ -84,7 +85,9 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         vllm.check(source)
     with Watchdog(config.hang_timeout):
         # in another precision than the run's, the model may answer differently
-        accelerator, launch = start(config, task, train=False, began_with=recorded(trained) if trained else None)
+        accelerator, launch = start(
+            launch, config, task, train=False, began_with=recorded(trained) if trained else None
+        )
         refuse(
             config.offload,
             ranks=launch.world_size,

@@ -19,7 +19,7 @@ from accel_sft.io.lock import release
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.describe import resume_command
 from accel_sft.launch.precision import recorded
-from accel_sft.launch.start import start
+from accel_sft.launch.start import begin, start
 from accel_sft.models.compiled import trouble_of_compiling
 from accel_sft.models.source import resolved
 from accel_sft.resilience.exit import EXPLAIN_SECONDS, leave_together
@@ -47,12 +47,13 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             "--generate-with vllm: it reads weights from a folder, and those of a run change with every step; leave it "
             f"out, and afterwards: accel-sft evaluate {task_name} --model RUN --generate-with vllm"
         )
+    launch = begin()
     config = resolved(config)
     with terminal.dispensable_output(), StopSignals() as signals, contextlib.ExitStack() as at_end:
         at_end.callback(release)
         with Watchdog(config.hang_timeout):
             began_with = _began_with(output_dir=config.output_dir, resume=config.resume)
-            accelerator, launch = start(config, task, began_with=began_with)
+            accelerator, launch = start(launch, config, task, began_with=began_with)
             if config.dry_run:
                 return
             run_dir, config, finished = claim_run_dir(accelerator, launch, recorded_name(task_name), task, config)

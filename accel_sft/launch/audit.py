@@ -17,7 +17,7 @@ from accel_sft.launch.deepspeed_ops import audit_operators
 from accel_sft.launch.environment import device_count
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import PRECISION
-from accel_sft.launch.parallelism import KEYS, audit_parallelism
+from accel_sft.launch.parallelism import KEYS, audit_devices, audit_parallelism
 from accel_sft.launch.precision import cpu_flags
 
 _ACCELERATE = (1, 15)
@@ -114,16 +114,17 @@ def _unknown(where: str, key: str, known: list[str], *, of_accelerate: bool) -> 
 
 def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
     asked = launch.arguments.get("num_processes") or launch.yaml.get("num_processes")
-    if asked and int(asked) != launch.world_size:
+    # of a file's ranks, those beyond the machine's devices have ended (`fitted`)
+    most = launch.world_size if "num_processes" in launch.arguments or launch.world_size != devices else int(asked or 0)
+    if asked and not launch.world_size <= int(asked) <= most:
         mend = "set distributed_type to MULTI_GPU (data parallel, also on CPUs) or DEEPSPEED to start several processes"
         if launch.machines > 1 or str(launch.arguments.get("num_machines", "1")) != "1":
             mend = "make --num_processes (all machines together) a multiple of --num_machines"
         kind = launch.yaml.get("distributed_type")
         why = f" (distributed_type {one_line(str(kind))})" if kind else ""
         yield error(f"{where}: {asked} processes asked for, {launch.world_size} started{why}", mend)
-    if devices and launch.local_world_size > devices:
-        what = f"{launch.local_world_size} processes on this machine, {devices} GPUs"
-        yield error(what, f"--num_processes {devices * launch.machines}")
+    if devices:
+        yield from audit_devices(launch, devices, where)
     if launch.backend == "fsdp" and not devices:
         what = f"{where}: FSDP needs GPUs; on CPUs each rank would silently train a model of its own"
         yield error(what, "accelerate_configs/z2.yaml or z3.yaml run on a CPU")

@@ -32,6 +32,10 @@ WITHOUT_CUDNN = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 exact shape, and a forward here seldom has the shape of another. `create_accelerator` turns it off as well."""
 
 
+_given = {"OMP_NUM_THREADS": ""}
+"""Variables as this process was given them, before `prepare_environment` changed them."""
+
+
 def allocator_settings() -> str:
     """Return settings of torch's allocators, by which they waste less memory.
 
@@ -56,8 +60,8 @@ def prepare_environment(debug: bool = False) -> None:
     # importing torch and transformers makes 400,000 objects that stay; with Python's usual thresholds the garbage
     # collector would take 10% of the time of a start
     gc.set_threshold(10_000, 20, 20)
-    # torch.set_num_threads() alone would not do: DeepSpeed's CPU Adam has an OpenMP runtime of its own
-    os.environ["OMP_NUM_THREADS"] = str(threads_per_process())
+    _given["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "")
+    share_cores()
     if "OMP_WAIT_POLICY" not in os.environ:
         # OpenMP's threads spin while they wait for each other, by default for so long that another program on a core
         # makes small matrix products a hundred times slower. 5000 spins avoid that, and cost nothing on an idle machine
@@ -111,6 +115,15 @@ def _keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for option, size in ((mmap_threshold, 32 << 20), (trim_threshold, 2**31 - 1), (top_pad, 64 << 20)):
             mallopt(option, size)
+
+
+def share_cores() -> None:
+    """Write this rank's number of threads into OMP_NUM_THREADS; call it again when the number of ranks has changed.
+
+    torch.set_num_threads() alone would not do: DeepSpeed's CPU Adam has an OpenMP runtime of its own.
+    """
+    os.environ["OMP_NUM_THREADS"] = _given["OMP_NUM_THREADS"]
+    os.environ["OMP_NUM_THREADS"] = str(threads_per_process())
 
 
 def threads_per_process() -> int:

@@ -5,10 +5,11 @@ No torch at import.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from accel_sft.launch.audit_findings import Finding, error
+from accel_sft.launch.audit_findings import Finding, error, note
 from accel_sft.launch.info import Launch
 
 if TYPE_CHECKING:
@@ -73,6 +74,40 @@ def sized(launch: Launch, processes: int) -> tuple[str, ...]:
     """The launcher's flags that start this launch file with another number of processes."""
     tensor = launch.parallelism.get("tp", 1) > 1  # all processes share each matrix
     return "--num_processes", f"{processes}", *(("--parallelism_config_tp_size", f"{processes}") if tensor else ())
+
+
+def fitted(launch: Launch, devices: int) -> Launch:
+    """Return the launch as a machine with so many accelerators runs it: a rank for each, if its file asks for more.
+
+    A number of ranks on the command line is kept, as is that of several machines, or of a file whose ranks form groups
+    for more than data parallelism: the audit refuses these where they do not fit.
+    """
+    grouped = launch.parallelism or launch.machines > 1
+    if grouped or "num_processes" in launch.arguments or "num_processes" not in launch.yaml:
+        return launch
+    if not 0 < devices < launch.local_world_size:
+        return launch
+    ranks = {"WORLD_SIZE": f"{devices}", "LOCAL_WORLD_SIZE": f"{devices}"}
+    return dataclasses.replace(launch, environment={**launch.environment, **ranks})
+
+
+def audit_devices(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
+    """Yield an error for more ranks than accelerators, and notes where the file's number of ranks is not theirs."""
+    ranks = launch.local_world_size
+    gpus = f"{devices} GPU{'s' * (devices > 1)}"
+    if ranks > devices:
+        instead = "ddp" if launch.tensor_ranks > 1 else "z3" if launch.sequence_ranks > 1 else "fsdp2"
+        fits = f"accelerate_configs/{instead}.yaml runs on {gpus}"
+        mend = fits if launch.parallelism else f"--num_processes {devices * launch.machines}"
+        yield error(f"{ranks} processes on this machine, {gpus}", mend)
+    elif "num_processes" in launch.yaml and "num_processes" not in launch.arguments and launch.machines == 1:
+        group = max(launch.parallelism.get(name, 1) for name in ("dp_replicate", "sp")) if launch.parallelism else 1
+        if ranks < (most := devices - devices % group):
+            flags = " ".join(sized(launch, most))
+            yield note(f"{where}: {ranks} of this machine's {gpus} used", f"for more: {flags} in front of -m")
+        elif launch.yaml["num_processes"] > ranks:
+            what = f"{where}: for {launch.yaml['num_processes']} processes, but this machine has {gpus}"
+            yield note(what, "a process for each; the loss curve is the same")
 
 
 def _fsdp(launch: Launch, where: str) -> Iterator[Finding]:

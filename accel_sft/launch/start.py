@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from accelerate import Accelerator
 
 from accel_sft.api.config import EVAL, MODEL, TrainConfig
@@ -14,8 +16,10 @@ from accel_sft.io.text import printable
 from accel_sft.launch.accelerator import create_accelerator
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.describe import describe
+from accel_sft.launch.environment import device_count, share_cores
 from accel_sft.launch.info import Launch
 from accel_sft.launch.machines import compare_machines
+from accel_sft.launch.parallelism import fitted
 from accel_sft.launch.read import read_launch
 from accel_sft.launch.recordable import recordable
 
@@ -25,20 +29,35 @@ _TOY = (
 )
 
 
-def start(
-    config: TrainConfig, task: Task, *, train: bool = True, began_with: str | None = None
-) -> tuple[Accelerator, Launch]:
-    """Read the launch, audit it, build its Accelerator, and print the resolved launch and settings once.
+def begin() -> Launch:
+    """Read the launch of this process; it ends here, with status 0, if the machine has no accelerator for its rank.
 
-    Record the returned launch instead of reading it again: the launch file may be edited meanwhile.
+    So a launch file made for two GPUs also runs on one: the other ranks go on as a smaller world. Call it before
+    anything else reads the number of ranks, and carry the launch: its file may be edited meanwhile.
+    """
+    launch = read_launch()
+    here = fitted(launch, device_count())
+    if here is not launch:
+        if int(os.environ["LOCAL_RANK"]) >= here.local_world_size:
+            raise SystemExit(0)
+        ranks = {name: here.environment[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        os.environ.update(ranks)
+        share_cores()
+    return here
+
+
+def start(
+    launch: Launch, config: TrainConfig, task: Task, *, train: bool = True, began_with: str | None = None
+) -> tuple[Accelerator, Launch]:
+    """Audit a launch, build its Accelerator, and print the resolved launch and settings once.
 
     Args:
+        launch: from `begin`. It is returned with its precision; record that.
         train: if False, this is an evaluation: only its settings are shown, and sequence parallelism is off.
         began_with: the precision of the run that is resumed or evaluated, for a launch that names no precision.
     Raises:
         UserError: the audit finds errors (one line each), or the launch cannot be used.
     """
-    launch = read_launch()
     # notes are about training: an evaluation is not slower without a launcher, and has the run's own precision
     findings = [each for each in audit(config, launch) if train or each.level != "note"]
     refuse(findings)

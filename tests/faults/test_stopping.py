@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from conftest import accel_sft
-from places import CONFIGS
 from safetensors.torch import load_file
-from stopping import JOB, LAUNCHES, ranks, steps_done, wait_for, whole
-
-
-@contextlib.contextmanager
-def started(run_dir, yaml=None, *more):
-    """The job in the background, with `more` for its launcher or itself; killed in the end with all that it started."""
-    command, own = [sys.executable, "-m", "accel_sft"], () if yaml else more
-    if yaml:
-        command = [str(Path(sysconfig.get_path("scripts"), "accelerate-launch"))]
-        command += ["--config_file", str(CONFIGS / f"{yaml}.yaml"), "--mixed_precision", "no"]
-        command += ["--main_process_port", "0", *more, "-m", "accel_sft"]
-    with open(f"{run_dir}.log", "ab") as log:
-        process = subprocess.Popen([*command, *JOB, *own, "--output-dir", str(run_dir)], stdout=log, stderr=log)
-    family: list[psutil.Process] = []
-    process.family = family
-    try:
-        yield process
-    finally:
-        for each in {psutil.Process(process.pid), *family} if process.poll() is None else family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-        process.wait()
+from stopping import JOB, LAUNCHES, ranks, started, steps_done, wait_for, whole
 
 
 def same_end(run, run_dir):

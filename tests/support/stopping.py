@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
+import sysconfig
 import time
+from pathlib import Path
 
 import psutil
+from places import CONFIGS
 
 STEPS = 40
 JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--validation-examples", "7", "--seed", "7")
@@ -46,3 +51,24 @@ def whole(launched, name):
     yaml = LAUNCHES[name]
     options = {"yaml": yaml, "launcher": ("--mixed_precision", "no")} if yaml else {}
     return launched(f"{name}, {STEPS} steps", *JOB, **options)
+
+
+@contextlib.contextmanager
+def started(run_dir, yaml=None, *more, module="accel_sft"):
+    """The job in the background, with `more` for its launcher or itself; killed in the end with all that it started."""
+    command, own = [sys.executable, "-m", "accel_sft"], () if yaml else more
+    if yaml:
+        command = [str(Path(sysconfig.get_path("scripts"), "accelerate-launch"))]
+        command += ["--config_file", str(CONFIGS / f"{yaml}.yaml"), "--mixed_precision", "no"]
+        command += ["--main_process_port", "0", *more, "-m", module]
+    with open(f"{run_dir}.log", "ab") as log:
+        process = subprocess.Popen([*command, *JOB, *own, "--output-dir", str(run_dir)], stdout=log, stderr=log)
+    family: list[psutil.Process] = []
+    process.family = family
+    try:
+        yield process
+    finally:
+        for each in {psutil.Process(process.pid), *family} if process.poll() is None else family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()

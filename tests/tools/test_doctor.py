@@ -720,14 +720,14 @@ def test_a_network_that_ranks_cannot_use_is_a_problem_and_one_process_is_left(mo
 # --- launch files ---
 
 
-@pytest.mark.parametrize(
-    ("gpus", "flags"), [(1, "--num_processes 1"), (2, ""), (8, "--num_processes 8")], ids=["one", "two", "eight"]
-)
+@pytest.mark.parametrize(("gpus", "flags"), [(1, ""), (2, ""), (8, "--num_processes 8")], ids=["one", "two", "eight"])
 def test_on_gpus_each_file_starts_a_process_for_each(gpus, flags):
     table = {row.file: row for row in map(rows_of(machine(device_count=gpus)), SHIPPED)}
     assert table["fsdp2"] == LaunchRow("fsdp2", True, flags)
     assert table["hsdp"].works is (gpus == 8)
-    assert gpus == 8 or table["hsdp"].mend.startswith("--num_processes 4, or another multiple of 2")
+    assert gpus == 8 or table["hsdp"].mend.startswith("accelerate_configs/fsdp2.yaml runs on")
+    assert table["tp"].works is (gpus > 1)
+    assert gpus > 1 or table["tp"].mend == "accelerate_configs/ddp.yaml runs on 1 GPU"
     wanted = f"--num_processes {2 * gpus}" if gpus > 1 else ""
     assert table["multinode_z3"] == LaunchRow("multinode_z3", True, wanted, "needs 2 machines like this one")
 

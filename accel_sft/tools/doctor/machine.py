@@ -11,7 +11,7 @@ from pathlib import Path
 from accel_sft.api.errors import UserError
 from accel_sft.launch.deepspeed_ops import operators
 from accel_sft.launch.info import Launch
-from accel_sft.launch.parallelism import sized
+from accel_sft.launch.parallelism import fitted, sized
 from accel_sft.launch.read import launch_of_yaml
 from accel_sft.tools.doctor import torch_facts
 from accel_sft.tools.doctor.driver import Driver, ask_driver
@@ -58,13 +58,15 @@ class Machine:
         Raises:
             UserError: the file cannot be read, or the launcher would refuse it.
         """
-        return launch_of_yaml(file, *self.flags(file))
+        return fitted(launch_of_yaml(file, *self.flags(file)), self.devices)
 
     def flags(self, file: Path) -> tuple[str, ...]:
-        """The launcher's flag that starts one process for each GPU; empty if the file does so, or without GPUs."""
-        asked = launch_of_yaml(file)
+        """The launcher's flag that starts one process for each GPU; empty if the file does so, or without GPUs, or if
+        the file's groups of ranks do not fit here (the audit then names another file)."""
+        asked = fitted(launch_of_yaml(file), self.devices)
         wanted = self.devices * asked.machines
-        return sized(asked, wanted) if self.devices and wanted != asked.world_size else ()
+        differs = wanted > asked.world_size or (asked.machines > 1 and wanted < asked.world_size)
+        return sized(asked, wanted) if self.devices and differs else ()
 
     def users(self, operator: str) -> list[str]:
         """The names, without suffix, of the launch files that need an operator."""

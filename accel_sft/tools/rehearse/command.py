@@ -25,6 +25,7 @@ from accel_sft.io.files import expanded, json_safe
 from accel_sft.launch.audit import audit
 from accel_sft.launch.environment import device_count
 from accel_sft.launch.launcher import under_launcher
+from accel_sft.launch.parallelism import fitted
 from accel_sft.launch.precision import recorded
 from accel_sft.launch.read import launch_of_yaml
 from accel_sft.models.source import find_source, reach, resolved
@@ -114,8 +115,10 @@ class Rehearsal:
             if others:
                 raise UserError(f"--launch {self.config.launch}: name one launch file; each run has its own")
             real = launch_of_yaml(file)
-            needed = device_count() or real.backend == "fsdp" or real.precision[0] == "fp16"
-            gpus = real.local_world_size if needed else 0  # as many as the real launch needs
+            gpus = device_count()
+            if not gpus and (real.backend == "fsdp" or real.precision[0] == "fp16"):
+                gpus = real.local_world_size  # of the machine that the run is meant for
+            real = fitted(real, gpus)
             for finding in audit(self.config, real, gpus):
                 state = {"error": FAILS, "warning": WARNS}.get(finding.level)
                 flaws += [Flaw(state, finding.what, finding.mend)] if state else []

@@ -1,0 +1,145 @@
+"""A launch file for two processes trains on as many as the machine has GPUs; the count of GPUs is planted."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+import yaml
+from conftest import accel_sft
+from places import CONFIGS, SUPPORT
+from reference_job import FP32, JOB, ONCE, layout, same_curve
+from stopping import STEPS, ranks, started, steps_done, wait_for
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.launch import environment, start
+from accel_sft.launch.audit import audit
+from accel_sft.launch.parallelism import fitted
+from accel_sft.launch.read import launch_of_yaml
+
+
+def planted(gpus, **more):
+    return {"module": "planted_gpus", "environment": {"PLANTED_GPUS": f"{gpus}"}, **more}
+
+
+def one_line(run):
+    return " ".join(run.output.split())
+
+
+@pytest.mark.parametrize(("file", "real"), [("z2", True), ("ddp", False), ("z3", False)])
+def test_file_for_two_processes_trains_on_one_gpu(launched, tmp_path, file, real):
+    variables = {"PLANTED_GPUS": "1", "PYTHONPATH": str(SUPPORT)}
+    given = planted(1, yaml=file, launcher=FP32, real=real, run_dir=tmp_path / "run") | {"environment": variables}
+    run = accel_sft(*JOB, *ONCE, **given)
+    assert run.status == 0, run.output
+    same_curve(layout(launched, "plain").lines(), run.lines())
+    assert f"{file}.yaml: for 2 processes, but this machine has 1 GPU" in one_line(run)
+    record = json.loads((tmp_path / "run/run.json").read_text())["launch"]
+    assert record["processes"] == 1
+    assert record["threads_per_process"] == environment.usable_cores()
+    evaluated = accel_sft("evaluate", "math", "--model", str(tmp_path / "run"), **planted(1, yaml=file, launcher=FP32))
+    assert evaluated.status == 0, evaluated.output
+
+
+def test_file_for_three_processes_trains_on_two_gpus(launched, tmp_path):
+    content = yaml.safe_load((CONFIGS / "ddp.yaml").read_text()) | {"num_processes": 3}
+    (tmp_path / "three.yaml").write_text(yaml.safe_dump(content))
+    run = accel_sft(*JOB, *ONCE, **planted(2, yaml=str(tmp_path / "three"), launcher=FP32, run_dir=tmp_path / "run"))
+    assert run.status == 0, run.output
+    same_curve(layout(launched, "plain").lines(), run.lines())
+    assert "for 3 processes, but this machine has 2 GPUs" in one_line(run)
+
+
+def test_more_gpus_than_processes_are_pointed_out(tmp_path):
+    run = accel_sft(*JOB, "--dry-run", **planted(8, yaml="z2"))
+    assert run.status == 0, run.output
+    assert "z2.yaml: 2 of this machine's 8 GPUs used: for more: --num_processes 8 in front of -m" in one_line(run)
+
+
+def test_killed_rank_on_one_gpu_restarts_and_continues(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANTED_GPUS", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH")))))
+    run_dir = tmp_path / "run"
+    with started(run_dir, "z2", "--max_restarts", "1", module="planted_gpus") as process:
+        wait_for(lambda: steps_done(run_dir) >= 18)
+        (alone,) = ranks(process)
+        alone.kill()
+        assert process.wait() == 0, (tmp_path / "run.log").read_text()
+    log = (tmp_path / "run.log").read_text()
+    assert "resumed" in log
+    assert log.count("this machine has 1 GPU") == 2
+    assert json.loads((run_dir / "result.json").read_text())["steps"] == STEPS
+
+
+def read(file, *flags):
+    return launch_of_yaml(CONFIGS / f"{file}.yaml", *flags)
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "devices", "ranks"),
+    [
+        ("z2", (), 1, 1),
+        ("z2", (), 0, 2),
+        ("z2", (), 8, 2),
+        ("fsdp2", (), 1, 1),
+        ("z2", ("--num_processes", "4"), 3, 4),  # asked for by name
+        ("tp", (), 1, 2),
+        ("hsdp", (), 2, 4),
+        ("z3_sp", (), 1, 2),
+        ("multinode_z3", ("--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--num_processes", "4"), 1, 4),
+    ],
+)
+def test_ranks_fitted_to_devices(file, flags, devices, ranks):
+    assert fitted(read(file, *flags), devices).world_size == ranks
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "devices", "fix"),
+    [
+        ("tp", (), 1, "accelerate_configs/ddp.yaml runs on 1 GPU"),
+        ("hsdp", (), 2, "accelerate_configs/fsdp2.yaml runs on 2 GPUs"),
+        ("z3_sp", (), 1, "accelerate_configs/z3.yaml runs on 1 GPU"),
+        ("z2", ("--num_processes", "4"), 3, "--num_processes 3"),
+    ],
+)
+def test_file_that_cannot_be_fitted_names_another(file, flags, devices, fix):
+    errors = [found for found in audit(TrainConfig(), read(file, *flags), devices) if found.level == "error"]
+    assert fix in [found.mend for found in errors]
+
+
+@pytest.mark.parametrize(
+    ("file", "devices", "note"),
+    [
+        ("tp", 4, "2 of this machine's 4 GPUs used: for more: --num_processes 4 --parallelism_config_tp_size 4"),
+        ("hsdp", 5, ""),
+        ("hsdp", 9, "4 of this machine's 9 GPUs used: for more: --num_processes 8"),
+        ("z3_sp", 2, ""),
+        ("ddp", 2, ""),
+    ],
+)
+def test_unused_gpus_are_counted_in_groups(file, devices, note, monkeypatch):
+    monkeypatch.setattr("accel_sft.launch.audit.audit_operators", lambda launch, devices: [])
+    found = [str(each) for each in audit(TrainConfig(), read(file), devices)]
+    assert [note in line for line in found] == [True] * bool(note), found
+
+
+def test_rank_beyond_the_devices_ends_before_it_forms_a_group(monkeypatch):
+    monkeypatch.setattr(start, "device_count", lambda: 1)
+    launch = read("z2")
+    for rank, ending in (("1", SystemExit), ("0", None)):
+        here = launch.environment | {"LOCAL_RANK": rank, "RANK": rank}
+        monkeypatch.setattr(os, "environ", dict(here) | {"OMP_NUM_THREADS": "1"})
+        monkeypatch.setattr(start, "read_launch", lambda: launch)
+        environment._given["OMP_NUM_THREADS"] = "1"
+        if ending:
+            with pytest.raises(SystemExit) as left:
+                start.begin()
+            assert not left.value.code
+            assert os.environ["WORLD_SIZE"] == "2"
+        else:
+            assert start.begin().world_size == 1
+            assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "1"
+            assert os.environ["OMP_NUM_THREADS"] == str(environment.usable_cores())
+    assert "torch.distributed" not in sys.modules or not sys.modules["torch.distributed"].is_initialized()
