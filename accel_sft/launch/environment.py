@@ -26,14 +26,13 @@ _QUIET = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 
+_THREADS = "OMP_NUM_THREADS"
+_before: dict[str | None, str | None] = {}
+"""The user's value of OMP_NUM_THREADS by the value that `prepare_environment` wrote over it."""
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 WITHOUT_CUDNN = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 """Puts cuDNN's attention last among torch's. torch prefers it on H100 and B200, where it plans for 20 to 40 ms for each
 exact shape, and a forward here seldom has the shape of another. `create_accelerator` turns it off as well."""
-
-
-_given = {"OMP_NUM_THREADS": ""}
-"""Variables as this process was given them, before `prepare_environment` changed them."""
 
 
 def allocator_settings() -> str:
@@ -60,7 +59,6 @@ def prepare_environment(debug: bool = False) -> None:
     # importing torch and transformers makes 400,000 objects that stay; with Python's usual thresholds the garbage
     # collector would take 10% of the time of a start
     gc.set_threshold(10_000, 20, 20)
-    _given["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "")
     share_cores()
     if "OMP_WAIT_POLICY" not in os.environ:
         # OpenMP's threads spin while they wait for each other, by default for so long that another program on a core
@@ -76,6 +74,14 @@ def prepare_environment(debug: bool = False) -> None:
         os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
     for name, value in ({} if debug else _QUIET).items():
         os.environ.setdefault(name, value)
+
+
+def for_launches() -> dict[str, str]:
+    """Return the variables for a launch that this process starts: OMP_NUM_THREADS is as the user set it, because this
+    process's own, all cores, would be taken for the user's and given to each of several ranks."""
+    now = os.environ.get(_THREADS)
+    variables = {**os.environ, _THREADS: _before.get(now, now)}
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 @contextlib.contextmanager
@@ -122,8 +128,10 @@ def share_cores() -> None:
 
     torch.set_num_threads() alone would not do: DeepSpeed's CPU Adam has an OpenMP runtime of its own.
     """
-    os.environ["OMP_NUM_THREADS"] = _given["OMP_NUM_THREADS"]
-    os.environ["OMP_NUM_THREADS"] = str(threads_per_process())
+    given = for_launches().get(_THREADS)
+    os.environ[_THREADS] = given or ""
+    threads = str(threads_per_process())
+    os.environ[_THREADS], _before[threads] = threads, given
 
 
 def threads_per_process() -> int:
@@ -151,14 +159,17 @@ def device_count() -> int:
 
 
 def usable_cores() -> int:
-    """Return how many physical cores this process may use, within its affinity mask and the container's CPU quota."""
+    """Return how many physical cores this process may use, within its affinity mask and its cgroups' CPU quotas."""
     import psutil
 
     limits = [psutil.cpu_count(logical=False) or os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):
         limits.append(len(os.sched_getaffinity(0)))
-    quota = host_memory.SYSTEM / "sys/fs/cgroup/cpu.max"
-    if quota.is_file():
-        allowed, period = quota.read_text().split()
-        limits += [] if allowed == "max" else [math.ceil(int(allowed) / int(period))]
+    for folder in host_memory.cgroups("cpu"):
+        with contextlib.suppress(OSError, ValueError):  # no quota here: "max", or another version's files
+            allowed, period = (folder / "cpu.max").read_text().split()
+            limits.append(math.ceil(int(allowed) / int(period)))
+        with contextlib.suppress(OSError, ValueError):
+            allowed, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            limits += [math.ceil(int(allowed) / int(period))] if int(allowed) > 0 else []  # -1: no quota
     return max(1, min(limits))

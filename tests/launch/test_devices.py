@@ -132,7 +132,7 @@ def test_rank_beyond_the_devices_ends_before_it_forms_a_group(monkeypatch):
         here = launch.environment | {"LOCAL_RANK": rank, "RANK": rank}
         monkeypatch.setattr(os, "environ", dict(here) | {"OMP_NUM_THREADS": "1"})
         monkeypatch.setattr(start, "read_launch", lambda: launch)
-        environment._given["OMP_NUM_THREADS"] = "1"
+        environment.share_cores()
         if ending:
             with pytest.raises(SystemExit) as left:
                 start.begin()

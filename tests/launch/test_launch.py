@@ -27,7 +27,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io import terminal
 from accel_sft.launch import audit as auditing
-from accel_sft.launch import deepspeed_ops, describe, parallelism, recordable
+from accel_sft.launch import deepspeed_ops, describe, host_memory, parallelism, recordable
 from accel_sft.launch.accelerator import verify_engine
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.environment import allocator_settings, threads_per_process, usable_cores
@@ -745,6 +745,58 @@ def test_threads_share_the_cores(monkeypatch):
     assert threads_per_process() == max(1, usable_cores() // 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads_per_process() == 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "files"),
+    [
+        (["0::/job/step"], {"cpu.max": "max 100000", "job/cpu.max": "250000 100000", "job/step/cpu.max": "max 100000"}),
+        (
+            ["4:cpu,cpuacct:/job", "0::/"],
+            {
+                "cpu,cpuacct/job/cpu.cfs_quota_us": "250000",
+                "cpu,cpuacct/job/cpu.cfs_period_us": "100000",
+                "cpu,cpuacct/cpu.cfs_quota_us": "-1",
+                "cpu,cpuacct/cpu.cfs_period_us": "100000",
+            },
+        ),
+    ],
+    ids=["the group above in version 2", "version 1"],
+)
+def test_cpu_quota_of_any_cgroup_limits_cores(tmp_path, monkeypatch, lines, files):
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    texts = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in {"proc/self/cgroup": "\n".join(lines), **texts}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(host_memory, "SYSTEM", tmp_path)
+    assert usable_cores() == 3
+
+
+@pytest.mark.parametrize("given", [None, "3"])
+def test_launch_from_command_gets_users_threads_only(tmp_path, given):
+    """Ranks would keep this process's own number, all cores, as the user's."""
+    process = python(
+        f"""
+        import os, sys
+        os.environ.pop("OMP_NUM_THREADS", None)
+        if {given!r}:
+            os.environ["OMP_NUM_THREADS"] = {given!r}
+        from pathlib import Path
+        from accel_sft.launch import environment
+        from accel_sft.tools.compare.launching import launch
+        environment.usable_cores = lambda: 8
+        environment.prepare_environment()
+        environment.prepare_environment()
+        print(os.environ["OMP_NUM_THREADS"])
+        folder = Path({str(tmp_path)!r})
+        child = "import os; print(os.environ.get('OMP_NUM_THREADS'))"
+        launch([sys.executable, "-c", child], {{}}, folder, folder / "log", 60.0, lambda: None)
+        """,
+    )
+    assert process.communicate(timeout=60)[0].strip() == (given or "8")
+    assert (tmp_path / "log").read_text().strip() == str(given)
 
 
 def test_the_ninja_beside_this_python_comes_before_the_systems(tmp_path):

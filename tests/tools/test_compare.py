@@ -319,6 +319,18 @@ def test_what_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     assert marked(tmp_path) == []
 
 
+def test_processes_that_cannot_be_killed_end_the_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(launching, "KILL_SECONDS", 0.2)
+    monkeypatch.setattr(psutil.Process, "kill", lambda process: None)  # as on one that waits for a device
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, launching._MARK: str(tmp_path)}) as process:
+        try:
+            with pytest.raises(UserError, match=f"process {process.pid}: cannot be killed"):
+                launching.kill_all(tmp_path)
+        finally:
+            process.kill()
+
+
 def cell_names(launches, **given):
     options = {SETTINGS[name]: values(SETTINGS[name], texts) for name, texts in given.items()}
     made, varied = product("math", launches, ["1", "2"], [], options, [])

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import signal
 import subprocess
 import time
@@ -12,10 +11,15 @@ from types import FrameType
 
 import psutil
 
+from accel_sft.api.errors import UserError
+from accel_sft.launch.environment import for_launches
+
 _MARK = "ACCEL_SFT_COMPARED"
 """Environment variable holding the run's folder, which marks all processes of a launch, orphans included."""
 GRACE_SECONDS = 10.0
 """Seconds that processes have to end after SIGTERM, before SIGKILL."""
+KILL_SECONDS = 60.0
+"""Seconds within which SIGKILL must have ended the processes; one that waits for a device may never end."""
 _POLL_SECONDS = 0.5
 """Seconds between two polls of a running launch."""
 
@@ -67,7 +71,7 @@ def launch(
     """Run `command` until it ends or `limit_seconds` have passed. It has a session of its own, so that Ctrl-C reaches
     this process only.
 
-    However the call ends, even by an interrupt, no process of the launch is left.
+    However the call ends, even by an interrupt, no process of the launch is left, or `kill_all` raises UserError.
 
     Args:
         environment: variables that are added to this process's.
@@ -76,7 +80,7 @@ def launch(
         on_poll: called after each poll, every `poll_seconds` while the launch runs.
     """
     began = time.monotonic()
-    mine = {**os.environ, **environment, _MARK: str(folder)}
+    mine = {**for_launches(), **environment, _MARK: str(folder)}
     over_time = False
     try:
         with log.open("wb") as output:
@@ -101,7 +105,7 @@ def end_all(folder: Path) -> None:
     try:
         found = _marked(folder)
         for process in found:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 process.terminate()
         psutil.wait_procs(found, GRACE_SECONDS)
     finally:  # a second Ctrl-C skips the wait
@@ -109,10 +113,19 @@ def end_all(folder: Path) -> None:
 
 
 def kill_all(folder: Path) -> None:
-    """Kill all processes that are marked with `folder`, by SIGKILL."""
+    """Kill all processes that are marked with `folder`, by SIGKILL.
+
+    Raises:
+        UserError: some are still there after `KILL_SECONDS`.
+    """
+    until = time.monotonic() + KILL_SECONDS
     while left := _marked(folder):
+        if time.monotonic() > until:
+            pids = ", ".join(str(process.pid) for process in left)
+            why = "cannot be killed, as if waiting for a device or a file system"
+            raise UserError(f"process {pids}: {why}; restart the machine, then give the same command again")
         for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, GRACE_SECONDS)
 

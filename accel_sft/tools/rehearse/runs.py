@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -116,8 +115,7 @@ class Runs:
         """Start a run in the folder `name`, and wait for its end."""
         run_dir, log = RunDir(self.folder / name), self.folder / f"{name}{'-resumed' * bool(more)}.log"
         command = [*self.command, *more, "--output-dir", str(run_dir)]
-        variables = {**_ON_THE_CPU, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        ended = launch(command, variables, run_dir.path, log, LIMIT_SECONDS, lambda: on_poll(run_dir), _POLL_SECONDS)
+        ended = launch(command, _ON_THE_CPU, run_dir.path, log, LIMIT_SECONDS, lambda: on_poll(run_dir), _POLL_SECONDS)
         _, reason = outcome(ended, run_dir, log, LIMIT_SECONDS)
         output = log.read_text(encoding="utf-8", errors="replace")
         told = dict.fromkeys(re.findall(r"^Error: (.*)", output, re.M))
