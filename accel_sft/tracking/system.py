@@ -98,9 +98,10 @@ class SystemSampler:
         if self._nvml is None:
             return math.nan, math.nan, math.nan
         pynvml, handle = self._nvml
-        percent = math.nan
+        percent = memory_gib = math.nan
         try:
-            memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
+            with contextlib.suppress(pynvml.NVMLError_NotSupported):  # the memory is the host's (GB10, Jetson)
+                memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
         except pynvml.NVMLError as error:  # the driver was updated below the run, say; it is not asked again
             self._nvml, self.problem = None, f"no GPU curves from here on: NVML says {error}"
             return math.nan, math.nan, math.nan

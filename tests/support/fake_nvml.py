@@ -15,6 +15,9 @@ class Nvml:
     class NVMLError(Exception):
         pass
 
+    class NVMLError_NotSupported(NVMLError):
+        pass
+
     def __init__(self, **answers):
         self.answers = {
             "ClockInfo": 1700,
@@ -40,7 +43,7 @@ class Nvml:
 
         def ask(handle, *kind):
             if answer is None:
-                raise self.NVMLError("Not Supported")
+                raise self.NVMLError_NotSupported("Not Supported")
             if isinstance(answer, dict):
                 return [types.SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in answer.items()]
             return answer

@@ -32,6 +32,7 @@ from accel_sft.memory.shape import GROUPS
 from accel_sft.memory.states import Placed, least_bytes, placed
 from accel_sft.models.adapters import new_adapter
 from accel_sft.models.tiny import TINY_VOCABULARY, build_tiny
+from accel_sft.tools.compare.environment import environment
 from accel_sft.tools.plan import plans, table
 from accel_sft.tools.plan.machine import GIB, PlannedMachine, machine
 from accel_sft.tools.plan.speed import Speed, speed
@@ -638,6 +639,23 @@ def test_gpus_of_unknown_memory_are_asked_for(models, monkeypatch):
     monkeypatch.setattr("accel_sft.tools.plan.machine.nvidia_gpus", lambda: ("1", gpus[:1]))
     assert machine(None, None, 64).gpu == "NVIDIA H100 80GB HBM3"
     assert machine(8, 80, 64).gpu == ""  # those of another machine
+
+
+def test_gpu_sharing_host_memory_is_planned_by_given_size(monkeypatch):
+    import pynvml
+
+    def refuses(handle):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    answers = {"SystemGetDriverVersion": "580.1", "DeviceGetName": "NVIDIA GB10", "DeviceGetCount": 1}
+    answers["DeviceGetCudaComputeCapability"] = (12, 1)
+    for name, answer in {"Init": None, "Shutdown": None, "DeviceGetHandleByIndex": 0, **answers}.items():
+        monkeypatch.setattr(pynvml, f"nvml{name}", lambda *_, answer=answer: answer)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuses)
+    assert environment()["devices"] == [{"name": "NVIDIA GB10", "memory_gib": None}]
+    with pytest.raises(UserError, match="as the driver does not tell that of NVIDIA GB10"):
+        machine(None, None, 64)
+    assert machine(None, 100, 64).gpu_bytes == 100 * GIB
 
 
 def test_without_a_gpu_ranks_are_planned_in_host_memory(models):

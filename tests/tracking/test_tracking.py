@@ -512,6 +512,16 @@ def test_a_gpu_that_cannot_be_read_any_more_is_told_once(tracked, capsys):
     assert told.count("no GPU curves from here on: NVML says Driver/library version mismatch") == 1
 
 
+def test_gpu_of_unknown_memory_keeps_its_other_curves(tracked):
+    sampler, driver = tracked()._system, Driver()
+    driver.nvmlDeviceGetMemoryInfo = Nvml(MemoryInfo=None).nvmlDeviceGetMemoryInfo
+    driver.answers["TotalEnergyConsumption"] = 5000
+    sampler._nvml, sampler._seconds_between = (driver, None), 0.0
+    read = dict(zip(SYSTEM_FIELDS, sampler.sample(), strict=True))
+    assert math.isnan(read["gpu_memory_gib"])
+    assert read["gpu_energy_joules"] == 5.0
+
+
 def test_means_and_peaks_of_a_rank_are_those_of_its_samples_after_the_first():
     usage, nan = Usage(), math.nan
     assert usage.by_rank() == []

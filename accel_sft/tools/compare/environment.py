@@ -40,20 +40,27 @@ def environment() -> dict[str, Any]:
 
 
 def nvidia_gpus() -> tuple[str | None, list[dict[str, Any]]]:
-    """The NVIDIA driver's version, and each GPU's name and memory; None and [] if NVML finds no driver."""
+    """The NVIDIA driver's version, and each GPU's name and memory; None and [] if NVML finds no driver.
+
+    The memory is None if the driver does not tell it, as of a GPU that shares the host's (GB10, Jetson).
+    """
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:  # no driver here
         return None, []
+
+    def memory_gib(handle: Any) -> float | None:
+        try:
+            return pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30
+        except pynvml.NVMLError_NotSupported:
+            return None
+
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         driver = pynvml.nvmlSystemGetDriverVersion()
-        found = [
-            {"name": pynvml.nvmlDeviceGetName(each), "memory_gib": pynvml.nvmlDeviceGetMemoryInfo(each).total / 2**30}
-            for each in handles
-        ]
+        gpus = [{"name": pynvml.nvmlDeviceGetName(each), "memory_gib": memory_gib(each)} for each in handles]
     finally:
         pynvml.nvmlShutdown()
-    return driver, found
+    return driver, gpus

@@ -47,16 +47,16 @@ def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> 
         UserError: the memory of the GPUs is not known.
     """
     found = nvidia_gpus()[1] if gpus is None or (gpus and gpu_gib is None) else []
-    sizes, names = [gpu["memory_gib"] * GIB for gpu in found], {gpu["name"] for gpu in found}
+    sizes, names = [gpu["memory_gib"] for gpu in found], {gpu["name"] for gpu in found}
     count = len(sizes) if gpus is None else gpus
     if gpus is None and gpu_gib is not None and not sizes:
         count = 1
-    smallest = min(sizes, default=None)
-    if count and gpu_gib is None and smallest is None:
-        raise UserError("--gpu-memory: give the GiB of one GPU, as this machine has none to ask")
+    if count and gpu_gib is None and (not sizes or None in sizes):
+        why = f"the driver does not tell that of {', '.join(names)}" if sizes else "this machine has none to ask"
+        raise UserError(f"--gpu-memory: give the GiB of one GPU, as {why}")
     return PlannedMachine(
         gpus=count,
-        gpu_bytes=smallest if gpu_gib is None else gpu_gib * GIB,
+        gpu_bytes=(min(sizes) * GIB if count else None) if gpu_gib is None else gpu_gib * GIB,
         host_bytes=host_memory.free_bytes() if host_gib is None else host_gib * GIB,
         is_free=host_gib is None,
         bf16=bool(gpus) or this_machine_computes_bf16(with_gpus=count > 0),
