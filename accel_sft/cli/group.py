@@ -44,8 +44,12 @@ class TaskGroup(click.Group):
         self.tool = tool
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take the task from the `--config` file if options stand where its name is expected."""
-        if args and args[0].startswith("-") and (path := _config_file(args)):
+        """Take the task from the `--config` file if options stand where its name is expected, or from behind the file:
+        `--config run.yaml math` is `math --config run.yaml`."""
+        path, behind = _config_file(args) if args and args[0].startswith("-") else (None, 0)
+        if path and args[behind:] and not args[behind].startswith("-"):
+            args = [args[behind], *args[:behind], *args[behind + 1 :]]
+        elif path:
             try:
                 named = task_in(path)
             except UserError:
@@ -114,14 +118,16 @@ def _flags(command: click.Command) -> list[str]:
     return ["--help", *(flag for option in command.params for flag in option.opts)]
 
 
-def _config_file(args: list[str]) -> str | None:
-    """The value of `--config` among these words."""
-    for word, following in zip(args, [*args[1:], None], strict=True):
+def _config_file(args: list[str]) -> tuple[str | None, int]:
+    """The value of `--config` among these words, and the place of the word behind it."""
+    for place, word in enumerate(args):
         if word == "--":
-            return None
-        if word == "--config" or word.startswith("--config="):
-            return following if word == "--config" else word.partition("=")[2]
-    return None
+            break
+        if word == "--config":
+            return next(iter(args[place + 1 :]), None), place + 2
+        if word.startswith("--config="):
+            return word.partition("=")[2], place + 1
+    return None, 0
 
 
 def _with_hyphens(name: str) -> str:

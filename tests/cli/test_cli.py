@@ -366,6 +366,9 @@ def test_a_file_that_names_its_task_needs_no_other_word(run, tmp_path):
     got = handed_over(run("--config", str(file), "--seed", "8"))
     assert (got["task"], got["options"]["size"], got["config"]["seed"]) == ("good", 20, 8)
     assert handed_over(run("--seed", "8", f"--config={file}"))["config"]["seed"] == 8
+    for words in (("--config", str(file), "good"), (f"--config={file}", "good", "--seed", "42")):
+        assert handed_over(run(*words))["options"]["size"] == 20
+    assert handed_over(run("--config", str(file), "evaluate", "--model", "m"))["config"]["model"] == "m"
     assert handed_over(run("good", "--config", str(file)))["options"]["size"] == 20
     got = handed_over(run("evaluate", "--config", str(file), "--model", "m"))
     assert (got["task"], got["config"]["model"]) == ("good", "m")
