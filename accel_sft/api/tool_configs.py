@@ -11,8 +11,12 @@ from accel_sft.api.options import option
 _model, _eval, _run = (functools.partial(option, section=name) for name in (MODEL, EVAL, RUN))
 CHECK, PLAN, REHEARSE = TOOLS = "Check", "Plan", "Rehearsal"
 _check, _plan, _rehearse = (functools.partial(option, section=name, basic=True) for name in TOOLS)
-_OF_WEIGHTS = "base", "offload", "dtype", "attn_implementation", "trust_remote_code", "chat_template", "generate_with"
+_OF_WEIGHTS = (
+    *("base", "offload", "dtype", "attn_implementation", "trust_remote_code", "chat_template", "generate_with"),
+    *("max_length", "eval_batch_size", "template_date", "control_tokens", "seed"),
+)
 """Settings of `evaluate` that mean nothing to a server."""
+_OF_SERVERS = "key_from", "timeout"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -40,12 +44,14 @@ class EvaluateConfig(TrainConfig):
     )
 
     def problems(self) -> list[str]:
-        if not self.url:
-            alone = [f"--{name.replace('_', '-')}: goes with --url" for name in ("key_from",) if getattr(self, name)]
-            return [*([] if self.model else ["--model: a value is needed"]), *alone, *super().problems()]
-        given = [name for name in _OF_WEIGHTS if getattr(self, name) != getattr(EvaluateConfig, name)]
+        useless = _OF_WEIGHTS if self.url else _OF_SERVERS
+        given = [name for name in useless if getattr(self, name) != getattr(EvaluateConfig, name)]
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        found = [f"--url: a server has its own weights and settings; leave {flags} out"] if flags else []
+        if self.url:
+            found = [f"--url: a server has its own weights and settings; leave {flags} out"] if flags else []
+        else:
+            found = [] if self.model else ["--model: a value is needed"]
+            found += [f"{flags}: goes with --url"] if flags else []
         return found + super().problems()
 
 

@@ -141,9 +141,11 @@ def _settings_of_the_run(
     from accel_sft.io.run_dir import RunDir
     from accel_sft.io.run_options import recorded_options
 
-    if given.get("url"):  # --model is then a server's name, of no run
-        return {}
     same_data = click.get_current_context().params["same_data"]
+    if given.get("url"):  # --model is then a server's name, of no run
+        if same_data:
+            raise UserError("--same-data: a server records no data; with --url name the data by its options")
+        return {}
     record = RunDir.record_around(model)
     if record and record["task"] != recorded_name(name):
         record = None

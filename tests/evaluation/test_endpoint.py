@@ -265,11 +265,28 @@ def test_an_address_that_cannot_be_used_is_refused(url, problem):
     assert SECRET not in str(error.value)
 
 
+UNHEARD = {
+    "max_length": 9,
+    "eval_batch_size": 9,
+    "template_date": "2026-01-31",
+    "control_tokens": "tokens",
+    "seed": 9,
+}
+"""Options of `evaluate` that a server never gets."""
+
+
+def test_same_data_is_refused_with_url(run):
+    done = accel_sft(*ARGUMENTS, "--url", "http://127.0.0.1:1/v1", "--model", str(run.run_dir), "--same-data")
+    assert "Error: --same-data: a server records no data; with --url name the data by its options" in done.output
+
+
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
         ({"url": None}, "--model: a value is needed"),
         ({"url": None, "model": "m", "key_from": "K"}, "--key-from: goes with --url"),
+        ({"url": None, "model": "m", "timeout": 9}, "--timeout: goes with --url"),
+        *(({key: value}, f"leave --{key.replace('_', '-')} out") for key, value in UNHEARD.items()),
         ({"base": "auto", "dtype": "float32"}, "a server has its own weights and settings; leave --base, --dtype out"),
         ({"timeout": 0}, "--timeout 0: must be at least 1"),
     ],
