@@ -59,8 +59,9 @@ def merge(
             print(terminal.wrapped(line), file=stream)
         weights = folder
         if out or Path(folder, "adapter_config.json").is_file():
-            scratch = tempfile.TemporaryDirectory(dir=file.parent) if file else contextlib.nullcontext()
-            partial = stack.enter_context(new_folder(out, "OUT") if out else scratch)
+            beside = file.parent if file else None
+            made = new_folder(out, "OUT") if out else tempfile.TemporaryDirectory(dir=beside)
+            partial = stack.enter_context(made)
             for line in write_merged(folder, Path(str(partial)), dtype, trust_remote_code):
                 print(terminal.wrapped(line, 9), file=stream)
             weights = str(partial)

@@ -164,6 +164,17 @@ def test_a_gguf_file_is_written_by_the_converter_that_is_named(run, adapter, tmp
     assert {path.name for path in tmp_path.iterdir()} == {converter.name, file.name, merged.name}
 
 
+def test_merging_into_folder_and_gguf_makes_no_third_folder(adapter, tmp_path):
+    converter, place = tmp_path / "convert_hf_to_gguf.py", tmp_path / "files"
+    place.mkdir()
+    converter.write_text(CONVERTS.replace("weights.iterdir()", "target.parent.parent.iterdir()"))
+    words = (str(tmp_path / "out"), "--gguf", str(place / "m.gguf"), "--converter", str(converter))
+    done = accel_sft("merge", str(adapter), *words)
+    assert done.status == 0, done.output
+    (own_folder,) = (place / "m.gguf").read_text().split()[:-1]
+    assert own_folder.startswith(".m.gguf.")
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
