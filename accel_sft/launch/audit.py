@@ -224,6 +224,8 @@ def _zero(config: TrainConfig, launch: Launch, where: str) -> Iterator[Finding]:
     if _numbers(version) < (0, 18, 3):
         what = f"DeepSpeed {version}: 0.17.6 to 0.18.2 compute wrong ZeRO-2 gradients, older ones are untested"
         yield error(what, "pip install -U deepspeed")
+    if launch.json_file and "stage" not in launch.zero:
+        yield error(f"{where}: zero_optimization.stage is missing", 'add "zero_optimization": {"stage": 2}, say')
     if launch.stage not in (0, 1, 2, 3):
         yield error(f"{where}: ZeRO stage {launch.stage} does not exist", "0, 1, 2 or 3")
     if launch.stage == 3 and config.compile:

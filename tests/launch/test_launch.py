@@ -490,6 +490,8 @@ FIRES = {
         0,
         "zenflow applies a part of each gradient some steps late",
     ),
+    "JSON without ZeRO": (Z2, {"bf16": {"enabled": "auto"}}, 0, "ds.json: zero_optimization.stage is missing: add"),
+    "JSON without a stage": (Z2, {"zero_optimization": None}, 0, "zero_optimization.stage is missing"),
     "JSON no gather": (Z2, {"zero_optimization": {"stage": 3}}, 0, "stage3_gather_16bit_weights_on_model_save: true"),
 }
 
