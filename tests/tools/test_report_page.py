@@ -223,6 +223,12 @@ def test_a_number_of_many_digits_and_many_names_make_no_large_page(two, tmp_path
     assert titles[:3] == ["Training loss", "Validation loss", "Validation: accuracy"]
 
 
+@pytest.mark.parametrize(("step", "cell"), [(0, ("0.5", "", "")), (4, ("", "0.5", ""))])
+def test_run_with_one_evaluation_shows_no_change(tmp_path, step, cell):
+    write_json_lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0}, {"step": step, "accuracy": 0.5}])
+    assert page._scores([read_run(tmp_path, "run")])["rows"] == [("accuracy", [cell])]
+
+
 def test_why_a_run_failed_is_on_the_page(two, tmp_path):
     failed = copy(two[0], tmp_path / "failed")
     (failed / "result.json").write_text('{"status": "failed", "error": "the disk is full; free space"}')

@@ -169,6 +169,9 @@ def _scores(every: Sequence[Run]) -> dict[str, Any]:
         before, after = run.section("before"), run.section("after")
         if not after and run.evaluations:
             before, after = ({k: n for k, n in run.evaluations[place].items() if k != "step"} for place in (0, -1))
+            first, last = (run.evaluations[place]["step"] for place in (0, -1))
+            if first == last:  # it is of the base model or of the tuned one, and there is no change to show
+                before, after = (before, {}) if first == 0 else ({}, after)
         if lines := comparison_rows(before, after, run.result):
             found[run.name] = {one_line(label, 80): (base, tuned, change) for label, base, tuned, change in lines}
     labels = dict.fromkeys(label for lines in found.values() for label in lines)
