@@ -18,7 +18,7 @@ DRAWS = 1000
 def rate(right: np.ndarray) -> Measured:
     """A rate whose examples were answered so."""
     scores = right.astype(float).tolist()
-    return Measured(sum(scores) / len(scores), range(len(scores)), scores, ())
+    return Measured(sum(scores) / len(scores), range(len(scores)), scores)
 
 
 def wilson(count: int, truth: float, draws: int = DRAWS) -> tuple[float, float]:

@@ -6,24 +6,21 @@ numpy and scipy are imported inside the functions, as in `significance`.
 import json
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.io.files import is_number, mapping, read_json, read_text, write_atomically
+from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir
 from accel_sft.tracking.run_report import COSTS
-from accel_sft.tracking.significance import Measured, needed, paired
+from accel_sft.tracking.significance import RESAMPLES, Measured, needed, paired, resample
 
-RESAMPLES = 2000
 _FEWEST, _VISITS = 500, 200_000
 """Least number of resamples for an aggregate() of the task's own, and scores that it sees over all resamples if that
 gives more."""
 _LONGEST_SECONDS = 60.0
-_MOST_INDICES = 4_000_000
-"""Resampled indices that are held at once, 8 bytes each."""
 
 Aggregate = Callable[[Sequence[dict[str, Any]]], Mapping[str, Any]]
 
@@ -80,7 +77,7 @@ def read_measured(run_dir: RunDir, result: Mapping[str, Any]) -> Measured | None
     except (OSError, ValueError, RecursionError, UserError):
         return None  # the page's answers name the file
     if (each := scores_of(samples, main, value)) is not None:
-        return Measured(value, examples_of(samples), each, _means(each))
+        return Measured(value, examples_of(samples), each)
     resamples = kept.get("resamples")
     if kept.get("metric") != main or kept.get("value") != value or not isinstance(resamples, list):
         return None
@@ -120,7 +117,7 @@ def _measured(
         if not is_number(value) or not math.isfinite(value):
             continue
         if (each := scores_of(samples, key, value)) is not None:
-            found[key] = Measured(value, examples, each, _means(each))
+            found[key] = Measured(value, examples, each)
         else:
             rest[key] = value
     if not rest or not samples:
@@ -152,13 +149,6 @@ def scores_of(samples: Sequence[Mapping[str, Any]], key: str, value: float) -> l
     return numbers if same else None
 
 
-def _means(scores: Sequence[float]) -> list[float]:
-    import numpy as np
-
-    numbers = np.asarray(scores)
-    return next(iter(_resample(len(scores), RESAMPLES, lambda indices: [numbers[indices].mean(axis=-1)])), [])
-
-
 def _aggregates(
     aggregate: Aggregate, scores: Sequence[dict[str, Any]], values: Mapping[str, float]
 ) -> Iterator[list[float] | str]:
@@ -175,12 +165,13 @@ def _aggregates(
         for row in indices.reshape(-1, len(scores)).tolist():
             if time.monotonic() > until:
                 raise _NotResampled(f"aggregate() is too slow to resample within {_LONGEST_SECONDS:.0f} s")
+            heartbeat()
             metrics = aggregate([scores[place] for place in row])
             found.append([metrics.get(key, math.nan) for key in values])
         return np.array(found, dtype=float).T.reshape(len(values), *indices.shape[:-1])
 
     count = min(RESAMPLES, max(_FEWEST, _VISITS // len(scores)))
-    resampled = _resample(len(scores), count, on_resamples) or [[] for _ in values]
+    resampled = resample(len(scores), count, on_resamples) or [[] for _ in values]
     for (key, value), numbers in zip(values.items(), resampled, strict=True):
         missing = sum(not math.isfinite(number) for number in numbers)
         if not math.isclose(twice.get(key, math.nan), value, rel_tol=1e-6, abs_tol=1e-9):
@@ -189,24 +180,3 @@ def _aggregates(
             yield "it is not defined on every resample of the examples" if numbers else "one example"
         else:
             yield numbers
-
-
-def _resample(count: int, resamples: int, statistics: Callable[[Any], Any]) -> list[list[float]]:
-    """Each statistic on every resample of `count` examples, which depend on `count` alone; empty below two examples."""
-    import numpy as np
-    from scipy.stats import DegenerateDataWarning, bootstrap
-
-    if count < 2:
-        return []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DegenerateDataWarning)  # NaN is looked for by the caller
-        found = bootstrap(
-            (np.arange(count),),
-            lambda indices, axis: np.asarray(statistics(indices)),
-            n_resamples=resamples,
-            batch=max(1, _MOST_INDICES // count),
-            vectorized=True,
-            method="percentile",
-            rng=0,
-        )
-    return found.bootstrap_distribution.tolist()

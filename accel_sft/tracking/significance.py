@@ -4,11 +4,14 @@ numpy and scipy are imported inside the functions: only reports need them, and t
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from accel_sft.io.files import is_number
+from accel_sft.io.heartbeat import heartbeat
 
 LEVEL = 0.05
 """Probability of calling a difference between equal models one; intervals cover 1 - LEVEL."""
@@ -17,6 +20,9 @@ POWER = 0.8
 _MOST_NEEDED = 1_000_000
 _SAME = 1e-12
 """Differences up to this are of rounding."""
+RESAMPLES = 2000
+_MOST_INDICES = 4_000_000
+"""Resampled indices that are held at once, 8 bytes each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +32,24 @@ class Measured:
     Attributes:
         examples: (index, prompt) of each example; metrics are paired only where these are equal.
         each: the score of each example, if the metric is their mean; else None.
-        resampled: the metric on resamples of the examples, which are the same resamples for all metrics of as many
-            examples; empty with fewer than two examples.
+        aggregated: `resampled` of a metric that is no mean.
     """
 
     value: float
     examples: Sequence[Any]
     each: Sequence[float] | None
-    resampled: Sequence[float]
+    aggregated: Sequence[float] = ()
+
+    @functools.cached_property
+    def resampled(self) -> Sequence[float]:
+        """The metric on resamples of the examples, which are the same resamples for all metrics of as many examples;
+        empty with fewer than two examples. Intervals and tests of rates need none."""
+        import numpy as np
+
+        if self.each is None:
+            return self.aggregated
+        scores = np.asarray(self.each)
+        return next(iter(resample(len(scores), RESAMPLES, lambda indices: [scores[indices].mean(axis=-1)])), [])
 
     def interval(self) -> tuple[float, float] | None:
         """The 95% interval: Wilson's for a rate, whose scores are all 0 or 1; else of the resamples (percentiles).
@@ -53,10 +69,42 @@ def average(of_seeds: Sequence[Measured]) -> Measured | None:
     first, many = of_seeds[0], len(of_seeds)
     if any(other.examples != first.examples for other in of_seeds):
         return None
+    value = sum(one.value for one in of_seeds) / many
     columns = [one.each for one in of_seeds if one.each is not None]
-    each = [sum(column) / many for column in zip(*columns, strict=True)] if len(columns) == many else None
+    if len(columns) == many:
+        return Measured(value, first.examples, [sum(column) / many for column in zip(*columns, strict=True)])
     resampled = [sum(column) / many for column in zip(*(one.resampled for one in of_seeds), strict=False)]
-    return Measured(sum(one.value for one in of_seeds) / many, first.examples, each, resampled)
+    return Measured(value, first.examples, None, resampled)
+
+
+def resample(count: int, resamples: int, statistics: Callable[[Any], Any]) -> list[list[float]]:
+    """Each statistic on every resample of `count` examples, which depend on `count` alone; empty below two examples.
+
+    Args:
+        statistics: called with indices of examples, whose last axis is a resample.
+    """
+    import numpy as np
+    from scipy.stats import DegenerateDataWarning, bootstrap
+
+    if count < 2:
+        return []
+
+    def of_batch(indices: Any, axis: int) -> Any:
+        heartbeat()
+        return np.asarray(statistics(indices))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateDataWarning)  # NaN is looked for by the caller
+        found = bootstrap(
+            (np.arange(count),),
+            of_batch,
+            n_resamples=resamples,
+            batch=max(1, _MOST_INDICES // count),
+            vectorized=True,
+            method="percentile",
+            rng=0,
+        )
+    return found.bootstrap_distribution.tolist()
 
 
 def paired(before: Measured, after: Measured) -> dict[str, Any] | None:

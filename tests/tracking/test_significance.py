@@ -13,10 +13,11 @@ from rich.console import Console
 
 import significance as simulated
 from accel_sft.io.files import write_json_lines
+from accel_sft.io.heartbeat import heartbeat_count
 from accel_sft.io.run_dir import RunDir
 from accel_sft.tools.report.paired import paired_runs
 from accel_sft.tools.report.runs import Run
-from accel_sft.tracking import resampled
+from accel_sft.tracking import resampled, significance
 from accel_sft.tracking.resampled import add_intervals, measured, read_measured
 from accel_sft.tracking.run_report import print_report, render_report
 from accel_sft.tracking.significance import against_best, average, needed, paired, verdict, words_for
@@ -228,6 +229,22 @@ def test_an_aggregate_that_is_slow_is_given_up_and_one_of_other_answers_is_not_b
     found, without = measured(values, samples, Micro.aggregate)
     assert without == {"f1": "aggregate() is too slow to resample within -1 s"}
     assert found.keys() == {"right"}
+
+
+def test_rates_are_tested_without_resampling(monkeypatch):
+    monkeypatch.setattr(significance, "resample", None)
+    before, after = rate(20, 20), rate(20, 20, lost=2, gained=9)
+    assert after.interval()
+    assert paired(before, after)["p"] < 0.05
+    monkeypatch.undo()
+    assert len(average([before, after]).resampled) == significance.RESAMPLES
+
+
+def test_slow_aggregate_sends_heartbeats_while_it_is_resampled():
+    beats = heartbeat_count()
+    samples = micro_answers(1, 0.5)
+    measured(simulated.micro_f1([sample["scores"] for sample in samples]), samples, simulated.micro_f1)
+    assert heartbeat_count() - beats >= significance.RESAMPLES
 
 
 def test_one_example_and_none_have_what_can_be_known_of_them():
