@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -155,7 +156,7 @@ def own_folder(root: Path) -> Path:
     host = socket.gethostname()
     for left in root.glob(f"{host}-*"):
         number = left.name.rpartition("-")[2]
-        if number.isdecimal() and not Path("/proc", number).exists():
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
             shutil.rmtree(left, ignore_errors=True)
     folder = (root / f"{host}-{os.getpid()}").resolve()
     folder.mkdir(exist_ok=True)

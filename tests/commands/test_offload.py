@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,6 +143,15 @@ def what_a_killed_process_left_on_the_disk_is_removed_by_the_next(tmp_path):
     left.mkdir()
     mine = own_folder(tmp_path)
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == [mine]
+
+
+def test_living_processs_folder_is_kept_where_proc_is_missing(tmp_path, monkeypatch):
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: "proc" not in path.parts and exists(path))  # as on macOS
+    living = tmp_path / f"{socket.gethostname()}-{os.getppid()}"
+    living.mkdir()
+    own_folder(tmp_path)
+    assert living.is_dir()
 
 
 def ctrl_c_leaves_nothing_on_the_disk(folders, cache):
