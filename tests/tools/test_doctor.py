@@ -113,7 +113,7 @@ def misses_a_library(machine):
 
 
 def names_a_mistake(machine):
-    raise UserError("RANK is 'a'; unset it")
+    raise UserError("RANK is 'a'; unset it; or start one process")
 
 
 def test_a_check_that_fails_is_a_finding_itself():
@@ -123,7 +123,7 @@ def test_a_check_that_fails_is_a_finding_itself():
     (missing,) = Check("Machine", "any", misses_a_library).run(machine())
     assert missing.what.startswith("not checked: no_such_library is missing")
     (mistaken,) = Check("Machine", "any", names_a_mistake).run(machine())
-    assert (mistaken.what, mistaken.mend) == ("RANK is 'a'", "unset it")
+    assert (mistaken.what, mistaken.mend) == ("RANK is 'a'; unset it; or start one process", "")
 
 
 def test_the_worst_of_the_findings_is_that_of_the_report():

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
 from accel_sft.api.tool_configs import RehearseConfig
 from accel_sft.models.source import find_source
 from accel_sft.tools.rehearse.command import Rehearsal
-from accel_sft.tools.rehearse.reload import Reloaded
+from accel_sft.tools.rehearse.reload import Reloaded, reported
 from accel_sft.tools.rehearse.stages import STAGES, Stages
 from accel_sft_math import Math
 
@@ -107,6 +108,15 @@ def test_a_planted_fault_is_found_and_named(name, tmp_path):
     assert fault.words in json.dumps(named.get(fault.stage, [])), json.dumps(report["stages"], indent=1)
     assert list(named) == [fault.stage], named
     assert done.status == any(flaw["state"] == "fails" for flaws in named.values() for flaw in flaws)
+
+
+def test_trainers_message_is_not_cut_at_a_semicolon():
+    lines, message = [], "row 3: a; b is no answer; write one; or leave the row out"
+    stages = Stages(lines.append)
+    with reported(stages, "data"):
+        raise UserError(message)
+    assert [flaw.what for flaw in stages.all["data"].flaws] == [message]
+    assert " ".join(" ".join(lines).split()).endswith(f"fails: {message}")
 
 
 def test_exported_weights_that_are_not_the_trained_ones_are_found(tmp_path):

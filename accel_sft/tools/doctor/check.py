@@ -54,7 +54,7 @@ class Check:
             with machine.progress(self.waiting_for):
                 return list(self.look(machine))
         except UserError as error:
-            return [problem(*line.rsplit("; ", 1)) if "; " in line else problem(line, "") for line in error.problems]
+            return [problem(line, "") for line in error.problems]  # which names its fix
         except ImportError as error:
             what = f"not checked: {error.name or 'a library'} is missing ({error})"
             return [problem(what, "bash setup.sh in the checkout installs it with all others")]

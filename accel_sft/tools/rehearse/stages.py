@@ -85,5 +85,5 @@ class Stages:
 
 
 def flaws_of(*lines: str) -> list[Flaw]:
-    """The problems that the trainer tells, each with its mend, as far as the line ends with one."""
-    return [Flaw(FAILS, *line.rsplit("; ", maxsplit=1)) for line in lines]
+    """The problems that the trainer tells, each as it is: a "; " may stand before its fix or elsewhere."""
+    return [Flaw(FAILS, line) for line in lines]
