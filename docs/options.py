@@ -34,7 +34,7 @@ INTRODUCTION = """\
 TOOL_TEXTS = {
     "evaluate": """\
 Beside these it takes the options of training that say how a model is loaded, asked and scored: `accel-sft evaluate math
---help-all` lists them. See [Evaluation and vLLM](evaluation.md).
+--help-all` lists them. See [Evaluation](evaluation.md).
 """,
     "plan": """\
 Beside these it takes every option of training. See [Planning](planning.md).

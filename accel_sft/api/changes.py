@@ -8,7 +8,7 @@ from accel_sft.api.options import shown
 LAYOUT = frozenset(
     {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
     | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
-    | {"patience", "batching", "compile", "deterministic", "force", "generate_with", "on_nonfinite", "hang_timeout"}
+    | {"patience", "batching", "compile", "deterministic", "force", "on_nonfinite", "hang_timeout"}
     | {"use_liger_kernel", "tracker_project", "run_name"}
 )
 """Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""

@@ -140,11 +140,6 @@ class TrainConfig:
     max_new_tokens: int | None = _eval(
         None, min=1, help="Tokens generated; default: the longest answer's, 512 of a server."
     )
-    generate_with: str = _eval(
-        "transformers",
-        choices=("transformers", "vllm"),
-        help="What generates the answers; vllm: `evaluate` only, by the `vllm` on PATH or in $ACCEL_SFT_VLLM.",
-    )
     patience: int | None = _eval(None, min=1, help="Stop after N evaluations without a better main metric.")
 
     output_dir: str | None = _run(None, basic=True, help="The run's own folder; default runs/<task>-<time>.")

@@ -1,4 +1,4 @@
-"""What options of other trainers are called here; docs/command-line.md has the same table for readers."""
+"""What to write for options of other trainers and for removed ones; docs/command-line.md has a table for readers."""
 
 _BATCH = "name the step's rows by --global-batch-size; how many a device computes at once is found by itself"
 _PRECISION = "precision is the launch's: accelerate launch --mixed_precision {}"
@@ -8,6 +8,7 @@ OTHER_NAMES = {
     "--deepspeed": "ZeRO is the launch file's: accelerate launch --config_file accelerate_configs/z2.yaml",
     "--early-stopping-patience": "it is --patience here",
     "--fp16": _PRECISION.format("fp16"),
+    "--generate-with": "serve the run by `accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`",
     "--gradient-accumulation-steps": _BATCH,
     "--interleave-probs": "it is --mix here",
     "--load-best-model-at-end": "every run keeps its best weights in best/, by the task's metric",

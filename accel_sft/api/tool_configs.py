@@ -12,8 +12,8 @@ _model, _eval, _run = (functools.partial(option, section=name) for name in (MODE
 CHECK, PLAN, REHEARSE = TOOLS = "Check", "Plan", "Rehearsal"
 _check, _plan, _rehearse = (functools.partial(option, section=name, basic=True) for name in TOOLS)
 _OF_WEIGHTS = (
-    *("base", "offload", "dtype", "attn_implementation", "trust_remote_code", "chat_template", "generate_with"),
-    *("max_length", "eval_batch_size", "template_date", "control_tokens", "seed"),
+    *("base", "offload", "dtype", "attn_implementation", "trust_remote_code", "chat_template", "max_length"),
+    *("eval_batch_size", "template_date", "control_tokens", "seed"),
 )
 """Settings of `evaluate` that mean nothing to a server."""
 _OF_SERVERS = "key_from", "timeout"

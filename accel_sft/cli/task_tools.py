@@ -163,7 +163,7 @@ TOOLS = {
         config_class=EvaluateConfig,
         takes=_names(
             "model trust_remote_code dtype attn_implementation max_length eval_limit "
-            "eval_batch_size max_new_tokens generate_with output_dir seed debug dry_run "
+            "eval_batch_size max_new_tokens output_dir seed debug dry_run "
             "hang_timeout base offload thinking template_date control_tokens chat_template url key_from timeout"
         ),
         own_options=_same_data_option,

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils.memory import clear_device_cache
 from rich.console import Console
 
 from accel_sft.api.errors import UserError
@@ -19,7 +18,7 @@ from accel_sft.batching.autotune import choose_batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.conversation import read_split
 from accel_sft.commands.generate import LONGEST_ANSWER, one_process
-from accel_sft.evaluation import served, vllm
+from accel_sft.evaluation import served
 from accel_sft.evaluation.endpoint import Endpoint
 from accel_sft.evaluation.evaluator import Evaluation
 from accel_sft.evaluation.scoring import check_scoring
@@ -70,7 +69,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         if found := config.problems():
             raise UserError(*(f"{line}; so says the run.json of --model {config.model}" for line in found))
     config = config.resolved({})
-    if trained and trained["config"].get("load_in_4bit") and config.generate_with != "vllm":
+    if trained and trained["config"].get("load_in_4bit"):
         config = dataclasses.replace(config, load_in_4bit=True)
     sources = [find_source(RunDir.weights_in(config.model))]
     if config.base:
@@ -81,21 +80,12 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         sources = [dataclasses.replace(source, grown=True) for source in sources]
     sides = ("base", "tuned") if config.base else ("model",)
     named = {side: source.adapter or source.weights for side, source in zip(sides, sources, strict=True)}
-    for source in sources if config.generate_with == "vllm" else ():
-        vllm.check(source)
     with Watchdog(config.hang_timeout):
         # in another precision than the run's, the model may answer differently
         accelerator, launch = start(
             launch, config, task, train=False, began_with=recorded(trained) if trained else None
         )
-        refuse(
-            config.offload,
-            ranks=launch.world_size,
-            quantized=config.load_in_4bit,
-            generate_with=config.generate_with,
-        )
-        if config.generate_with == "vllm":
-            decided_by_main(accelerator, vllm.find_python)
+        refuse(config.offload, ranks=launch.world_size, quantized=config.load_in_4bit)
         if config.dry_run:
             return
         day = decided_by_main(accelerator, lambda: config.template_date or time.strftime("%Y-%m-%d"))
@@ -142,7 +132,7 @@ def _publish(
         "status": "complete",
         "task": task_name,
         "model": config.model,
-        "generate_with": config.url or config.generate_with,
+        "url": config.url,
         "weights": named,
         "main_metric": task.main_metric,
         "before": before.metrics,
@@ -211,14 +201,8 @@ def evaluate(
     prepared.eval()
     evaluator = assembly.evaluator(prepared, encoding, sharded=shards)
     with heartbeats_only():
-        losses = evaluator.loss(prepared, batching)
-        if not evaluator.backend.uses_model:
-            _release(accelerator, loaded)
-            del loaded, prepared
-            clear_device_cache(garbage_collection=True)
-        evaluation = evaluator.score_answers(losses)
-    if evaluator.backend.uses_model:
-        _release(accelerator, loaded)
+        evaluation = evaluator(prepared, batching)
+    _release(accelerator, loaded)
     return Evaluation({**evaluation.metrics, **load_peaks}, evaluation.samples)
 
 

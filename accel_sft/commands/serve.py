@@ -20,6 +20,14 @@ For example:
   accel-sft serve runs/math-20261120-101500 -- --max-num-seqs 16
 """
 _MERGE = "merge it first (accel-sft merge), and serve the merged folder"
+_NOT_IN_VLLM = {
+    "use_dora": "DoRA",
+    "modules_to_save": "modules trained in full",
+    "trainable_token_indices": "embeddings of new tokens",
+}
+"""What vLLM cannot serve, by its key in adapter_config.json."""
+_LORA_RANKS = 8, 16, 32, 64, 128, 256, 320, 512
+"""Values that vLLM accepts for --max-lora-rank."""
 _NEEDS = {
     "vllm": "install vLLM into an environment of its own, and name its `vllm` with --program",
     "transformers": "pip install 'transformers[serving]'",
@@ -100,14 +108,20 @@ def _words(kind: str, folder: str, name: str, record: dict[str, Any] | None, ggu
 
 
 def _vllm(folder: str, name: str) -> list[str]:
-    from accel_sft.evaluation.vllm import adapter_arguments, check
+    from accel_sft.io.files import read_json
     from accel_sft.models.source import find_source
 
     source = find_source(folder)
-    check(source, "--with vllm", _MERGE)
     words = ["vllm", "serve", source.weights]
     if not source.adapter:
         return [*words, "--served-model-name", name]
-    rank = str(adapter_arguments(source)["max_lora_rank"])
-    words += ["--tokenizer", source.adapter, "--enable-lora", "--max-lora-rank", rank]
+    adapter = read_json(Path(source.adapter) / "adapter_config.json")
+    if found := [what for key, what in _NOT_IN_VLLM.items() if adapter.get(key)]:
+        raise UserError(f"--with vllm: vLLM cannot serve {found[0]}, which {source.adapter} has; {_MERGE}")
+    if adapter["peft_type"] != "LORA":
+        kind = adapter["peft_type"]
+        raise UserError(f"--with vllm: vLLM serves only LoRA, but {source.adapter} is {kind}; {_MERGE}")
+    rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
+    rank = next((most for most in _LORA_RANKS if most >= rank), rank)
+    words += ["--tokenizer", source.adapter, "--enable-lora", "--max-lora-rank", str(rank)]
     return [*words, "--lora-modules", json.dumps({"name": name, "path": source.adapter})]  # either may have a "="

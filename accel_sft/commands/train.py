@@ -42,11 +42,6 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
     Raises:
         UserError: something that the user can fix.
     """
-    if config.generate_with == "vllm":
-        raise UserError(
-            "--generate-with vllm: it reads weights from a folder, and those of a run change with every step; leave it "
-            f"out, and afterwards: accel-sft evaluate {task_name} --model RUN --generate-with vllm"
-        )
     launch = begin()
     config = resolved(config)
     with terminal.dispensable_output(), StopSignals() as signals, contextlib.ExitStack() as at_end:

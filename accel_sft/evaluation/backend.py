@@ -1,4 +1,4 @@
-"""The interface of what generates answers for the evaluator: the decoder, transformers' `generate`, vLLM, a server."""
+"""The interface of what generates answers for the evaluator: the decoder, transformers' `generate`, a server."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -31,13 +31,7 @@ class Generated:
 
 
 class AnswerBackend(Protocol):
-    """Generates greedy answers. Every rank calls it with the same examples; together they answer each one once.
-
-    Attributes:
-        uses_model: whether it generates with the caller's model; if not, the caller releases its model first.
-    """
-
-    uses_model: bool
+    """Generates greedy answers. Every rank calls it with the same examples; together they answer each one once."""
 
     def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
         """Answer the examples with at most `max_new_tokens` tokens each, the token that ends an answer included."""

@@ -18,19 +18,17 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.chat.answer_text import AnswerText
 from accel_sft.chat.conversation import conversation
-from accel_sft.chat.encoded import Encoded, end_of_turn_ids
+from accel_sft.chat.encoded import Encoded
 from accel_sft.chat.rendering import Rendering
 from accel_sft.chat.thinking import wanted
 from accel_sft.evaluation.backend import AnswerBackend, AnswerInText
 from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.image_answers import ImageGenerator
 from accel_sft.evaluation.scoring import EVAL_LOSS, PERPLEXITY, UNANSWERED, aggregated, scored
-from accel_sft.evaluation.vllm import VllmBackend
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, gather_numbers, largest
 from accel_sft.launch.tensor_parallel import row_groups
-from accel_sft.models.source import Source
 from accel_sft.tracking.system import reset_peak_memory
 
 _LARGEST_EXPONENT = 700
@@ -57,13 +55,12 @@ def answer_backend(
     config: TrainConfig,
     tokenizer: Any,
     model: Any,
-    source: Source,
     between: Callable[[], None] = lambda: None,
     log: Callable[[str], None] | None = None,
     *,
     sharded: bool,
 ) -> AnswerBackend:
-    """The backend that generates the answers, as `--generate-with` says. vLLM takes no `between`, `log` and `sharded`.
+    """The backend that generates a model's answers.
 
     Args:
         model: the model; if its weights are sharded, as `accelerator.prepare` returned it.
@@ -71,10 +68,6 @@ def answer_backend(
         log: called on rank 0 with a line that says how answers are generated; by default the line is printed.
         sharded: whether each rank holds only a part of the weights (`Launch.shards_weights`).
     """
-    if config.generate_with == "vllm":
-        unwrapped = accelerator.unwrap_model(model)
-        ends = end_of_turn_ids(tokenizer, unwrapped.generation_config)
-        return VllmBackend(accelerator, source, unwrapped.dtype, ends, config.output_dir, config.trust_remote_code)
     log = log or (lambda line: print(wrapped(line), file=terminal()))
     generator = Generator(accelerator, tokenizer, model, config.eval_batch_size, between, log, sharded=sharded)
     return ImageGenerator(generator)
@@ -125,8 +118,7 @@ class Evaluator:
         return dict(zip(indices, (names[at] for at in examples.sources_of(indices)), strict=True)) if names[1:] else {}
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
-        """Run `loss`, then `score_answers`. A caller whose backend does not use `model` (vLLM) runs the two itself, and
-        releases the model between them."""
+        """Run `loss`, then `score_answers`, in eval mode."""
         was_training = model.training
         model.eval()
         try:

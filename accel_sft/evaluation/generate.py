@@ -46,8 +46,6 @@ class Generator:
         sharded: whether a rank holds only a part of the weights, so that all take part in each forward.
     """
 
-    uses_model = True
-
     def __init__(
         self,
         accelerator: Accelerator,

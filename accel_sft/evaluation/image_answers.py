@@ -21,8 +21,6 @@ class ImageGenerator:
         generator: answers the prompts without images.
     """
 
-    uses_model = True
-
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self._told = False

@@ -28,7 +28,6 @@ class ServedBackend:
     task: Task
     examples: Sequence[Any]
     thinking: str | None
-    uses_model = False
 
     def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
         """Ask for an answer of at most `max_new_tokens` tokens to each example.

@@ -3,7 +3,6 @@
 All of these are collectives: every rank calls them, in the same order, and gets the same answer.
 """
 
-import datetime
 import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -35,24 +34,6 @@ def by_each_rank(work: Callable[[], Result | None]) -> list[Result]:
 def decided_by_main(accelerator: Accelerator, decide: Callable[[], Result]) -> Result:
     """Call `decide` on rank 0, and return its result, or raise its UserError, on every rank."""
     return by_each_rank(lambda: decide() if accelerator.is_main_process else None)[0]
-
-
-def long_work_by_main(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
-    """Do the same as `decided_by_main`, for work of any length: the other ranks wait on the CPU, through gloo.
-
-    A collective on a GPU fails after the process group's timeout, and keeps the GPU busy while it waits.
-    """
-    if accelerator.num_processes == 1:
-        return work()
-    group = torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
-
-    def waited_for() -> Result | None:
-        try:
-            return work() if accelerator.is_main_process else None
-        finally:
-            torch.distributed.barrier(group)
-
-    return by_each_rank(waited_for)[0]
 
 
 def first_reason(mine: str | None) -> str | None:

@@ -27,13 +27,12 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PLACES = {"cpu": "in host memory", "disk": "on the disk"}
 
 
-def refuse(where: str | None, *, ranks: int, quantized: bool, generate_with: str = "transformers") -> None:
+def refuse(where: str | None, *, ranks: int, quantized: bool) -> None:
     """Raise UserError if a model cannot be offloaded `where` the user asks for; None: nowhere.
 
     Args:
         ranks: processes of the launch.
         quantized: whether its weights are to be in 4 bits.
-        generate_with: what generates the answers.
     """
     if where is None:
         return
@@ -41,8 +40,6 @@ def refuse(where: str | None, *, ranks: int, quantized: bool, generate_with: str
         raise UserError("--offload: one process places the whole model; start it without accelerate launch")
     if quantized:
         raise UserError("--offload: weights in 4 bits cannot be offloaded; leave it out, or name a model that is not")
-    if generate_with == "vllm":
-        raise UserError("--offload: vLLM places weights itself; leave one of --offload and --generate-with vllm out")
     if where == "host" and not device_count():
         raise UserError("--offload host: there is no GPU here, so that all weights are in host memory anyhow; try disk")
 

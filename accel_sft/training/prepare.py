@@ -125,9 +125,9 @@ class Assembly:
             raise UserError(*with_places([line], encoding.examples, encoding.split))
 
     def evaluator(self, model: Any, split: StoredEncoding, max_new_tokens: int | None = None, **more: Any) -> Evaluator:
-        """Make the Evaluator of a split. The settings choose its answer backend, which gets `more`."""
+        """Make the Evaluator of a split, whose answer backend gets `more`."""
         config, tokenizer = self.config, self.tokenizer
-        backend = answer_backend(self.accelerator, config, tokenizer, model, self.source, **more)
+        backend = answer_backend(self.accelerator, config, tokenizer, model, **more)
         return Evaluator(
             self.accelerator,
             tokenizer,

@@ -23,6 +23,7 @@ from accel_sft.api import registry
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.options import settings
 from accel_sft.api.other_names import OTHER_NAMES
+from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.cli.group import cli
 from accel_sft.cli.task_tools import TOOLS
 from accel_sft.io import terminal
@@ -305,6 +306,7 @@ def test_options_are_known_with_underscores_too(run, site):
         (("--bf16",), "accelerate launch --mixed_precision bf16"),
         (("--per_device_train_batch_size", "4"), "--global-batch-size"),
         (("--report-to", "wandb"), "--tracker"),
+        (("--generate-with", "vllm"), "`accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`"),
     ],
 )
 def test_options_of_other_trainers_are_refused_with_ours(run, site, args, told):
@@ -316,7 +318,7 @@ def test_options_of_other_trainers_are_refused_with_ours(run, site, args, told):
 
 
 def test_names_of_other_trainers_lead_to_options_that_exist():
-    ours = {setting.flag for setting in settings(TrainConfig)}
+    ours = {setting.flag for setting in settings(EvaluateConfig)}
     named = {
         word for hint in OTHER_NAMES.values() for word in re.findall(r"--[a-z-]+", hint) if "accelerate" not in hint
     }

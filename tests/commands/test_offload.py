@@ -124,7 +124,6 @@ def test_a_disk_without_room_for_converted_weights_is_one_line_that_names_the_fo
         ("host", {}, "--offload host: there is no GPU here"),
         ("disk", {"ranks": 2}, "--offload: one process places the whole model"),
         ("disk", {"quantized": True}, "--offload: weights in 4 bits cannot be offloaded"),
-        ("disk", {"generate_with": "vllm"}, "--offload: vLLM places weights itself"),
         (None, {"ranks": 2, "quantized": True}, None),
     ],
 )

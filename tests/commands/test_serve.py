@@ -15,6 +15,9 @@ from reference_job import layout
 from tampering import edit_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from accel_sft.api.errors import UserError
+from accel_sft.commands.serve import _vllm
+
 TELLS = '#!/bin/sh\nprintf "%s\\n" "$0" "$@"\n'
 CONVERTS = """
 import sys
@@ -62,19 +65,36 @@ def test_a_run_is_served_in_its_precision_and_by_its_name(run, program):
     assert f"note: this run's best/ weights are taken; for those of its last step name {run}" in done.output
 
 
-def test_an_adapter_is_served_on_its_base_with_its_own_tokenizer(adapter, tmp_path):
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"use_dora": True}, "cannot serve DoRA, which {} has; merge it first"),
+        ({"modules_to_save": ["norm"]}, "cannot serve modules trained in full, which {} has"),
+        ({"trainable_token_indices": {"embed_tokens": [1]}}, "cannot serve embeddings of new tokens, which {} has"),
+        ({"peft_type": "ADALORA"}, "serves only LoRA, but {} is ADALORA; merge it first"),
+    ],
+)
+def test_adapters_vllm_cannot_serve_are_refused(adapter, tmp_path, changed, told):
+    edit_json(shutil.copytree(adapter, tmp_path / "other") / "adapter_config.json", **changed)
+    with pytest.raises(UserError) as refused:
+        _vllm(str(tmp_path / "other"), "name")
+    assert told.format(tmp_path / "other") in str(refused.value)
+
+
+@pytest.mark.parametrize(("r", "pattern", "rank"), [(8, None, 8), (9, {}, 16), (4, {"q_proj": 130}, 256)])
+def test_vllm_gets_room_for_adapters_largest_rank(adapter, tmp_path, r, pattern, rank):
+    edit_json(shutil.copytree(adapter, tmp_path / "other") / "adapter_config.json", r=r, rank_pattern=pattern)
+    words = _vllm(str(tmp_path / "other"), "name")
+    assert words[words.index("--max-lora-rank") + 1] == str(rank)
+
+
+def test_an_adapter_is_served_on_its_base_with_its_own_tokenizer(adapter):
     printed = accel_sft("serve", str(adapter), "--name", "lr=1e-3", "--host", "::1", "--print")
     base = adapter.parent / "base"
     words = f"vllm serve {base} --tokenizer {adapter} --enable-lora --max-lora-rank 16 --lora-modules "
     words += shlex.quote(json.dumps({"name": "lr=1e-3", "path": str(adapter)}))
     assert f"{words} --dtype auto --generation-config vllm --host" in printed.output
     assert "--url 'http://[::1]:8000/v1' --model lr=1e-3\n" in printed.output
-    other = tmp_path / "other"
-    other.mkdir()
-    told = json.loads((adapter / "adapter_config.json").read_text())
-    (other / "adapter_config.json").write_text(json.dumps({**told, "use_dora": True}))
-    refused = accel_sft("serve", str(other), "--print")
-    assert f"--with vllm: vLLM cannot serve DoRA, which {other} has; merge it first" in refused.output
     refused = accel_sft("serve", str(adapter), "--with", "transformers", "--print")
     assert f"--with transformers: it serves no adapter, and {adapter} is one; merge it first" in refused.output
 

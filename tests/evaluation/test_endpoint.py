@@ -49,7 +49,7 @@ def test_a_server_scores_as_the_run_scored_itself(run, served, tmp_path):
     samples = [json.loads(line) for line in (tmp_path / "out/samples-tuned.jsonl").read_text().splitlines()]
     assert samples == RunDir(run.run_dir).read_samples(6)
     expected, result = run.result()["after"], done.result()
-    assert (result["model"], result["generate_with"]) == ("other", url)
+    assert (result["model"], result["url"]) == ("other", url)
     assert {name: result["after"][name] for name in ("accuracy", "format_rate")} == {
         name: expected[name] for name in ("accuracy", "format_rate")
     }

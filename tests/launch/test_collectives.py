@@ -41,8 +41,6 @@ team = c.Team(accelerator)
 answers = {
     "decided_by_main": c.decided_by_main(accelerator, lambda: rank),
     "decided_by_main refuses": refused(c.decided_by_main, accelerator, lambda: fails(f"rank {rank}")),
-    "long_work_by_main": c.long_work_by_main(accelerator, lambda: rank),
-    "long_work_by_main refuses": refused(c.long_work_by_main, accelerator, lambda: fails(f"rank {rank}")),
     "by_each_rank": c.by_each_rank(lambda: work(True)),
     "by_each_rank refuses": refused(c.by_each_rank, lambda: work(False)),
     "first_reason": c.first_reason(f"rank {rank}" if rank else None),
@@ -62,8 +60,6 @@ os._exit(0)
 EXPECTED = {
     "decided_by_main": 0,
     "decided_by_main refuses": ["rank 0", "and more"],
-    "long_work_by_main": 0,
-    "long_work_by_main refuses": ["rank 0", "and more"],
     "by_each_rank": [0, 1],
     "by_each_rank refuses": ["rank 1", "and more"],
     "first_reason": "rank 1",

@@ -21,7 +21,6 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.launch_limits import launch_problem
 from accel_sft.checkpoint import checkpoint
-from accel_sft.evaluation import vllm
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.audit import audit
 from accel_sft.launch.read import read_launch
@@ -31,7 +30,7 @@ from accel_sft.memory.job import Job as Planned
 from accel_sft.memory.model_config import read_shape
 from accel_sft.models.adapter_start import keep
 from accel_sft.models.load import load_model, parameter_counts
-from accel_sft.models.source import Source, find_source
+from accel_sft.models.source import find_source
 from accel_sft.training.optimizer import Stepper, new_optimizer
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
@@ -345,14 +344,6 @@ def test_an_adapter_that_is_trained_on_keeps_how_it_was_made(accelerator, base, 
         with pytest.raises(UserError, match=said):
             Job(accelerator, tmp_path, **(same | other))
     assert Job(accelerator, tmp_path, **same).stepper.adapted.peft_config["default"].use_dora
-
-
-@pytest.mark.parametrize(("made", "said"), [("use_dora", "DoRA"), ("modules_to_save", "modules trained in full")])
-def test_what_vllm_does_not_serve_is_refused(tmp_path, made, said):
-    config = {"peft_type": "LORA", "r": 8, made: ["norm"] if made == "modules_to_save" else True}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=f"--generate-with vllm: vLLM cannot serve {said}"):
-        vllm.check(Source(str(tmp_path), str(tmp_path), str(tmp_path)))
 
 
 def counted(base, **options):

@@ -50,7 +50,6 @@ STANDARD_LIBRARY_ONLY = (
     "accel_sft.io.heartbeat",
     "accel_sft.api.adapters",
     "accel_sft.api.options",
-    "accel_sft.evaluation.vllm_script",
     "accel_sft.io.manifest",
     "accel_sft.training.state",
     "accel_sft.rows.fingerprint",

@@ -19,8 +19,6 @@ def by_characters() -> PreTrainedTokenizerFast:
 class Answered:
     """An answer backend that returns given answers."""
 
-    uses_model = False
-
     def __init__(self, generated):
         self.generated = generated
 

@@ -126,7 +126,7 @@ def test_memory_of_others_on_a_gpu_is_known_where_the_driver_lists_this_process(
         del listed[os.getpid()]
         assert math.isnan(others_gib(Nvml(ComputeRunningProcesses=listed), None))  # numbers of another namespace
         assert math.isnan(others_gib(Nvml(ComputeRunningProcesses=None), None))
-        mine = {os.getpid(): 1, sibling.pid: 2**31}  # as of vLLM, which this process starts
+        mine = {os.getpid(): 1, sibling.pid: 2**31}  # as of a process that this one starts
         assert others_gib(Nvml(ComputeRunningProcesses=mine), None) == 0.0
         code = f"""
 import os
