@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import importlib.metadata
-import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -12,15 +11,13 @@ import accel_sft
 from accel_sft.api.contract import contract_faults
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
-from accel_sft.api.task_file import TaskFile, load_file, task_file
+from accel_sft.api.task_file import load_file, task_file
 
 GROUP = "accel_sft.tasks"
-ALLOWED = "ACCEL_SFT_TASKS"
-"""Environment variable with the comma-separated tasks, distributions and files whose code may run; unset: all."""
 SHIPPED = {"chat": "accel-sft-chat", "math": "accel-sft-math", "ner": "accel-sft-ner"}
 """Task names, each with the distribution of this project that alone may use it."""
 RESERVED = frozenset(
-    ("tasks", "check", "plan", "compare", "report", "evaluate", "generate", "merge", "push", "new-task", "install")
+    ("tasks", "check", "plan", "compare", "report", "evaluate", "generate", "merge", "push", "new-task")
 ) | {"launch-file", "doctor", "completion", "export-data", "verify", "parity", "serve", "rehearse", "how-much"}
 """Names of present and planned tools, which no task may have."""
 
@@ -61,8 +58,6 @@ def load(name: str) -> type[Task]:
         UserError: no such task (with the nearest names), or a plugin or file that cannot be used, and why.
     """
     if file := task_file(name):
-        if cause := _refusal(*_file_names(file)):
-            raise UserError(f"task {file.path}: {cause}")
         return load_file(file)
     candidates = [plugin for plugin in plugins() if plugin.name == name]
     for plugin in candidates:
@@ -157,8 +152,6 @@ def _section(text: str) -> list[str]:
 
 def _fault(plugin: Plugin, found: list[Plugin]) -> str:
     """Return why a plugin cannot be used, as far as metadata shows; empty if it can."""
-    if cause := _refusal(plugin.name, plugin.distribution):
-        return cause
     if plugin.fault:
         return plugin.fault
     if not re.fullmatch("[a-z0-9-]+", plugin.name):
@@ -174,18 +167,6 @@ def _fault(plugin: Plugin, found: list[Plugin]) -> str:
         others = ", ".join(f"{other.target} of {other.distribution} {other.version}" for other in same)
         return f"the same name is also {others}; neither is loaded, uninstall one"
     return ""
-
-
-def _refusal(*known_as: str) -> str:
-    """Return why code that is known by these names may not run here; empty if it may."""
-    allowed = os.environ.get(ALLOWED)
-    if allowed is None or not {name.strip() for name in allowed.split(",")}.isdisjoint(known_as):
-        return ""
-    return f"not among the tasks that {ALLOWED} allows ({allowed or 'none'})"
-
-
-def _file_names(file: TaskFile) -> tuple[str, ...]:
-    return file.name, str(file.path), str(file.path.absolute()), str(file.path.resolve()), f"./{file.path}"
 
 
 def _outdated(plugin: Plugin) -> str:

@@ -19,7 +19,6 @@ from accel_sft.cli.task_command import TaskCommand
 from accel_sft.cli.task_tools import TOOLS, TRAIN, TaskTool
 from accel_sft.commands.completion import completion
 from accel_sft.commands.generate import generate
-from accel_sft.commands.install import install
 from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.merge import merge
 from accel_sft.commands.new_task import new_task
@@ -155,6 +154,6 @@ def cli() -> None:
 for _name, _task_tool in TOOLS.items():
     cli.add_command(TaskGroup(_name, help=_task_tool.summary, tool=_task_tool))
 _RUNS = doctor, report, verify, generate, merge, serve, parity, push
-for _tool in (*_RUNS, new_task, install, tasks, launch_file, completion):
+for _tool in (*_RUNS, new_task, tasks, launch_file, completion):
     _tool.context_class = HelpContext
     cli.add_command(_tool)

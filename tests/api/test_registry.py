@@ -218,17 +218,6 @@ def test_an_unknown_name_suggests_the_near_one(site):
     assert "did you mean" not in fault_of("zzzzzz")
 
 
-def test_where_only_certain_tasks_may_run_no_other_ones_code_does(site, monkeypatch):
-    install(site, "accel-sft-good", "good = accel_sft_good:Good")
-    install(site, "accel-sft-other", "other = accel_sft_other:Good", "raise SystemExit('it ran')")
-    for allowed, names in (("good", ["good"]), ("math, good", ["good"]), ("", [])):
-        monkeypatch.setenv("ACCEL_SFT_TASKS", allowed)
-        assert list(registry.names()) == names
-        assert f"not among the tasks that ACCEL_SFT_TASKS allows ({allowed or 'none'})" in fault_of("other")
-    monkeypatch.delenv("ACCEL_SFT_TASKS")
-    assert list(registry.names()) == ["good", "other"]
-
-
 def test_the_first_of_two_copies_of_a_distribution_counts(site, tmp_path_factory, monkeypatch):
     install(site, "p-copy", "copy = p_copy:Good")
     find = registry.importlib.metadata.distributions

@@ -83,7 +83,6 @@ NO_TORCH = (
     "accel_sft.commands.serve",
     "accel_sft.commands.new_task",
     "accel_sft.commands.tasks",
-    "accel_sft.commands.install",
     "accel_sft.resilience.exit",
     "accel_sft.tools.doctor.checks",
     "accel_sft.launch.audit",

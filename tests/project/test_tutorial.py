@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 import venv
 
@@ -40,8 +39,7 @@ def test_every_command_of_the_tutorial_runs(tmp_path):
         done = subprocess.run(["bash", "-euc", command], cwd=checkout, env=env, capture_output=True, text=True)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         printed.append(done.stdout)
-    assert str(tmp_path / "environment") in printed[2], sys.executable
-    assert "evenness  accel-sft-evenness 0.1.0" in printed[2]
+    assert "Successfully installed accel-sft-evenness-0.1.0" in printed[2]
     assert re.search(r"\b8 passed|\b9 passed", printed[3])
     assert (checkout / "runs/evenness/report.md").is_file()
     assert (checkout / "runs/evenness/final/model.safetensors").is_file()

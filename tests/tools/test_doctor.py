@@ -757,7 +757,7 @@ def test_the_report_of_this_machine(tmp_path):
     for file in (damaged, lock):
         file.parent.mkdir(parents=True)
         file.write_text("no library")
-    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ext"), "ACCEL_SFT_TASKS": "math,ner", "CXX": "c++"}
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ext"), "CXX": "c++"}
     done = accel_sft("doctor", "--json", "--output-dir", str(tmp_path / "runs"), env=environment, cwd=tmp_path)
     report = json.loads(done.stdout)
     assert (done.returncode, report["level"]) == (1, "problem")
@@ -790,7 +790,7 @@ def test_the_report_begins_at_once_and_an_interrupt_leaves_nothing_behind(tmp_pa
     code = "import sys; from accel_sft.__main__ import main; from accel_sft.tools.doctor import torch_facts as t; "
     code += "t.import_path = dict; sys.argv[1:] = ['doctor']; main()"
     paths = os.pathsep.join((str(tmp_path), package, *filter(None, [os.environ.get("PYTHONPATH")])))
-    env = {**os.environ, "PYTHONPATH": paths, "ACCEL_SFT_TASKS": "none"}
+    env = {**os.environ, "PYTHONPATH": paths}
     with subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE, text=True, env=env) as process:
         for line in process.stdout:
             if re.match(r"  \w+ +tasks ", line):

@@ -261,7 +261,7 @@ def beside_a_run_is_told_at_its_end_and_in_its_files(tmp_path):
     beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     try:
         options = ("--max-steps", "40", "--eval-every", "off", "--save-every", "off", "--output-dir", "run")
-        done = accel_sft("math", *options, env={"ACCEL_SFT_TASKS": "math"}, cwd=tmp_path)
+        done = accel_sft("math", *options, cwd=tmp_path)
     finally:
         for process in beside:
             process.kill()
