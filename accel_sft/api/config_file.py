@@ -1,11 +1,12 @@
 """Reads a `--config` file: options by name in YAML, with every problem of the file reported at once. Needs no torch."""
 
 import difflib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import Setting, settings, shown
+from accel_sft.api.options import HIDDEN, Setting, settings, shown
 from accel_sft.api.other_names import OTHER_NAMES
 
 TASK = "task"
@@ -14,11 +15,12 @@ _OFF = ("eval_every", "save_every", "resume")
 """Options that take the value `off`, which YAML 1.1 spells `no` and `false` too."""
 
 
-def load_yaml(path: str, *classes: type) -> tuple[dict[str, Any], list[str]]:
+def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
     """Read a `--config` file. Its keys are option names with - or _; its values are read as on the command line.
 
     Args:
         classes: the dataclasses (trainer's, task's) whose fields may stand in the file.
+        given: names of options that the command line has, which the file of a run need not: it has no secrets.
     Returns:
         The values by name (wrong values too, and a misspelt option's value under the nearest known name), and the
         problems, one line each: names given twice, unknown names with the nearest known one or the one that another
@@ -38,6 +40,9 @@ def load_yaml(path: str, *classes: type) -> tuple[dict[str, Any], list[str]]:
         name = key.value.replace("-", "_")
         if name in first_lines:
             problems.append(f"{shown(name)} is given twice, on lines {first_lines[name]} and {_line(key)}; keep one")
+        elif name in known and HIDDEN in str(_value(known[name], node)):
+            lacking = f"{where}: {known[name].flag}: secrets are not in a run's file; give it on the command line"
+            problems.append(None if name in given else lacking)
         elif name in known:
             values[name] = _value(known[name], node)
             nested = f"{known[name].flag}: expected one value or a list of values, got more"

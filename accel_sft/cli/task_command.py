@@ -155,7 +155,7 @@ class TaskCommand(click.Command):
         from_file: dict[str, Any] = {}
         if "config_file" in given:
             try:
-                from_file, of_file = load_yaml(given["config_file"], *self.offers)
+                from_file, of_file = load_yaml(given["config_file"], *self.offers, given=given)
             except UserError as error:
                 raise UserError(*error.problems, *problems) from None
             problems = [*of_file, *self._other_task(given["config_file"]), *problems]

@@ -19,6 +19,7 @@ from accel_sft.io.lock import release
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.describe import resume_command
 from accel_sft.launch.precision import recorded
+from accel_sft.launch.recordable import masked
 from accel_sft.launch.start import begin, start
 from accel_sft.models.compiled import trouble_of_compiling
 from accel_sft.models.source import resolved
@@ -117,7 +118,7 @@ def _ending(accelerator: Accelerator, run_dir: RunDir, output_dir: str | None, s
             shutil.rmtree(run_dir.path, ignore_errors=True)  # the user did not name it, and it holds nothing of use
         else:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            run_dir.write_ended(status, str(error) or type(error).__name__)
+            run_dir.write_ended(status, masked(str(error)) or type(error).__name__)
         if error is raised:
             raise
         raise error from raised

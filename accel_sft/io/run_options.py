@@ -1,6 +1,7 @@
 """The settings of a task in a run's record, which other commands take over; its files only where asked for."""
 
 import shlex
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,11 +26,17 @@ def recorded_options(
         same_data: whether files that the record names are to be read.
     Raises:
         UserError: the settings name files and `same_data` is not set; a run's folder may be someone else's, and name
-            any file of this machine.
+            any file of this machine. Or the record hides a value as a secret, and `given` could have it.
     """
     before = record["task_options"]
     mine = [s for s in task_settings if s.name in before.keys() - {*(given or ())}]
-    mine = [s for s in mine if HIDDEN not in str(before[s.name]) and not s.problem(before[s.name])]
+    hidden = [s for s in mine if HIDDEN in str(before[s.name])]
+    flags = " and ".join(s.flag for s in hidden)
+    if hidden and (given is not None or any(s.required for s in hidden)):
+        raise UserError(f"{where}: secrets are not in its record; give {flags} again")
+    if hidden:
+        print(f"note: {where}: secrets are not in its record, so the default of {flags} is used", file=sys.stderr)
+    mine = [s for s in mine if s not in hidden and not s.problem(before[s.name])]
     files = [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]
     if files and not same_data:
         named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)

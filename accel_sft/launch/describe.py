@@ -17,7 +17,7 @@ from accel_sft.launch.environment import usable_cores
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import launcher_command, torchrun_command
 from accel_sft.launch.precision import cpu_name
-from accel_sft.launch.recordable import recordable, versions, without_secrets
+from accel_sft.launch.recordable import masked_words, recordable, versions, without_secrets
 from accel_sft.launch.tensor_parallel import tensor_ranks
 from accel_sft.launch.ulysses import sequence_ranks
 
@@ -99,7 +99,8 @@ def started_by() -> list[str]:
 
 
 def resume_command(run_dir: Path, output_dir: str | None) -> str:
-    """The command line that continues this run, for a shell in the folder where it was started."""
+    """The command line that continues this run, for a shell in the folder where it was started, without secrets: it
+    goes into the record of how the run ended."""
     words, more = started_by(), []
     if output_dir is None:
         more += ["--output-dir", shown_folder(run_dir)]
@@ -109,7 +110,7 @@ def resume_command(run_dir: Path, output_dir: str | None) -> str:
     if path[0] == sysconfig.get_path("scripts"):  # `prepare_environment` put it there; the user's shell may lack it
         path = path[1:]
     found = shutil.which(short, path=os.pathsep.join(path))
-    return shlex.join([short if found == words[0] else words[0], *words[1:], *more])
+    return shlex.join(masked_words([short if found == words[0] else words[0], *words[1:], *more]))
 
 
 def shown_folder(folder: Path) -> str:

@@ -15,17 +15,25 @@ import yaml
 
 from accel_sft.api.options import HIDDEN
 
-_SECRET = re.compile(r"key|(?<!control.)token|secret|passw|passphrase|credential", re.IGNORECASE)
-"""Matches names of secrets, but not --control-tokens, whose value is no secret."""
-_COUNT = re.compile(r"tokens", re.IGNORECASE)
-_ASSIGNED = re.compile(rf"(?i)([\w-]*(?:{_SECRET.pattern})[\w-]*\s*[=: ]\s*)\S.*")
-"""A secret within a text of a launch file: `export HF_TOKEN=...`, `--api-key ...`."""
+_SECRET = re.compile(
+    r"(?:^|_)(?:[a-z]*(?:secret|password|passwd|passphrase|credential)s?"
+    r"|(?:access|account|admin|api|auth|bearer|client|deploy|hf|hub|license|private|service|ssh)_?(?:key|token)s?"
+    r"|^(?!(?:.*_)?(?:audio|begin|bos|cls|control|end|eos|image|mask|pad|sep|special|start|stop|unk|video)_token)"
+    r"(?:.*_)?token(?:_?\d+)?$)(?:_|$)"
+)
+"""Matches names of secrets, in small letters with _ between words: `hf_token`, not `eos_token` or `max_tokens`."""
+_PERHAPS = re.compile(r"(?:^|_)(?:key|token)s?(?:_|$)")
+"""Matches names whose value is a secret if it looks random: an `answer_key` is more often a column than a password."""
+_RANDOM = re.compile(r"(?=[A-Za-z]*\d)[A-Za-z\d]{16}|[\da-fA-F]{8}-[\da-fA-F]{4}-")
+_ASSIGNED = re.compile(r"([\w-]+)\s*[=: ]\s*(?=\S)")
+"""The beginning of an assignment in a line of a launch file: `export HF_TOKEN=...`, `--api-key ...`."""
+_VARIABLE = re.compile(r"([?&][\w.-]+|\b[A-Z][A-Z0-9_]*)=([^\s&'\"]+)")
+"""A variable of a URL's query or of an environment, with its value."""
 _IN_TEXT = tuple(
     (re.compile(pattern), shown)
     for pattern, shown in (
         (r"://[^/\s'\"]+@", f"://{HIDDEN}@"),  # user and password, or token, of a URL
-        (rf"([?&][\w-]*(?i:{_SECRET.pattern})[\w-]*=)[^\s&'\"]+", rf"\1{HIDDEN}"),  # in a URL's query
-        (rf"\b([A-Z0-9_]*(?:{_SECRET.pattern.upper()})[A-Z0-9_]*=)[^\s'\"]+", rf"\1{HIDDEN}"),  # HF_TOKEN=...
+        (r"(?i)([?&](?:sig|[\w-]*signature)=)[^\s&'\"]+", rf"\1{HIDDEN}"),  # of a signed URL
         # access tokens by their beginning; hf_ and sk- begin names of files too, which have no such run of characters
         (r"\b(?:github_pat_|glpat-)[\w-]{16,}", HIDDEN),
         (r"\b(?:hf_|gh[opsru]_|pypi-|sk-)(?=[\w-]*[A-Z\d])[\w-]*?[A-Za-z\d]{16}[\w-]*", HIDDEN),
@@ -36,24 +44,33 @@ _IN_TEXT = tuple(
 
 def recordable(value: Any, name: str = "") -> Any:
     """Return `value` in a form that JSON can hold. At any depth, HIDDEN replaces a value that is named as a secret,
-    except a number of tokens, and texts are `masked`."""
-    counts = isinstance(value, (int, float)) and _COUNT.search(name)
-    if value is not None and _SECRET.search(name) and not counts:
+    and texts are `masked`."""
+    if _is_secret(name, value):
         return HIDDEN
     if isinstance(value, dict):
         return {key: recordable(item, str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [recordable(item) for item in value]
+        return [recordable(item, name) for item in value]
     if isinstance(value, str):
         return masked(value)
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    """Whether an option, key or variable of this name has a secret as its value. Variables, in capitals, have no
+    columns' names: each KEY is one."""
+    words = re.sub(r"(?<=[a-z\d])(?=[A-Z])|\W", "_", name.lstrip("-")).lower()
+    if value in (None, "") or not (_SECRET.search(words) or _PERHAPS.search(words)):
+        return False
+    random = isinstance(value, str) and _RANDOM.search(value)
+    return bool(random or _SECRET.search(words) or re.search(r"(?:\b|_)KEYS?(?:\b|_)", name))
 
 
 def masked(text: str) -> str:
     """`text` with HIDDEN for what looks like a secret: credentials of a URL, values of variables, access tokens."""
     for secret, shown in _IN_TEXT:
         text = secret.sub(shown, text)
-    return text
+    return _VARIABLE.sub(lambda one: f"{one[1]}={HIDDEN}" if _is_secret(one[1], one[2]) else one[0], text)
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
@@ -61,19 +78,14 @@ def masked_words(words: Sequence[str]) -> list[str]:
     shown, name = [], ""  # the name of the option whose value comes next
     for word in words:
         flag, equals, value = word.partition("=")
-        if name:
-            shown.append(HIDDEN if _is_secret(name, word) else masked(word))
-            name = ""
-        elif equals and _is_secret(flag, value) and re.fullmatch(r"[\w-]+", flag):
+        if _is_secret(name, word):
+            shown.append(HIDDEN)
+        elif equals and re.fullmatch(r"[\w-]+", flag) and _is_secret(flag, value):
             shown.append(f"{flag}={HIDDEN}")
         else:
             shown.append(masked(word))
-            name = flag if word.startswith("--") and not equals and _SECRET.search(flag) else ""
+        name = flag if flag.startswith("--") and not equals else ""
     return shown
-
-
-def _is_secret(name: str, text: str) -> bool:
-    return bool(_SECRET.search(name)) and not (_COUNT.search(name) and text.isdecimal())
 
 
 def without_secrets(content: Mapping[str, Any]) -> str | None:
@@ -84,7 +96,11 @@ def without_secrets(content: Mapping[str, Any]) -> str | None:
             return {key: within(item) for key, item in value.items()}
         if isinstance(value, list):
             return [within(item) for item in value]
-        return _ASSIGNED.sub(rf"\1{HIDDEN}", value) if isinstance(value, str) else value
+        return "\n".join(map(line_without, value.split("\n"))) if isinstance(value, str) else value
+
+    def line_without(line: str) -> str:
+        ends = (one.end() for one in _ASSIGNED.finditer(line) if _is_secret(one[1], line[one.end() :]))
+        return next((line[:end] + HIDDEN for end in ends), line)
 
     return yaml.safe_dump(within(recordable(dict(content))), sort_keys=False, allow_unicode=True) if content else None
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accel_sft.api.changes import changed
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import settings, shown
+from accel_sft.api.options import HIDDEN, settings, shown
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record
 from accel_sft.chat.conversation import read_split
@@ -211,6 +211,10 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
             f"{run_dir}: the task has changed since the last start ({'; '.join(other)}): earlier metrics, the best one "
             "too, may be another score's"
         )
+    was = before["task_options"]
+    hidden = [f"--{k.replace('_', '-')}" for k, value in now["task_options"].items() if was.get(k) == HIDDEN != value]
+    if not different and hidden:
+        cache.log(f"note: {run_dir}: its record hides {', '.join(hidden)} as a secret, so a change cannot be seen")
     base, base_now = before.get("base_weights"), now.get("base_weights")
     if not different and base and base_now and base != base_now:  # checkpoints hold the adapter alone
         raise UserError(
@@ -260,5 +264,7 @@ def _options(task: Task) -> dict[str, Any]:
 
 
 def _changes(before: dict[str, Any], config: dict[str, Any], task_options: dict[str, Any]) -> list[str]:
-    options = recordable(before["task_options"])  # an earlier version masked fewer options
-    return changed({**before["config"], **options}, {**config, **task_options})
+    options = recordable(before["task_options"])  # an earlier version masked other options
+    given = {name for name, value in task_options.items() if value not in (None, "")}
+    hidden = {name: HIDDEN for name in given if options.get(name) == HIDDEN}
+    return changed({**before["config"], **options}, {**config, **task_options, **hidden})

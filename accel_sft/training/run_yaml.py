@@ -53,13 +53,11 @@ def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainCon
     defaults |= {setting.name: setting.default for setting in settings(type(task))}
     mine = {**config.as_dict(), **{setting.name: getattr(task, setting.name) for setting in settings(type(task))}}
     kept = {name: value for name, value in recordable(mine).items() if name not in _LEFT_OUT}
-    hidden = [name for name, value in kept.items() if isinstance(mine[name], str) and value != mine[name]]
-    chosen = {name: value for name, value in kept.items() if value != defaults[name] and name not in hidden}
-    rest = {name: value for name, value in kept.items() if name not in chosen and name not in hidden}
-    secrets = "".join(f"# {name}: a secret is not recorded; add it to the command line\n" for name in hidden)
+    chosen = {name: value for name, value in kept.items() if value != defaults[name]}
+    rest = {name: value for name, value in kept.items() if name not in chosen}
     told = "# By default; remove what is below to have the defaults of another model, or of a later version.\n"
     write_atomically(
-        run_dir.settings, f"{_header(run_dir, launch)}\n{_yaml(named)}{_yaml(chosen)}{secrets}\n{told}{_yaml(rest)}"
+        run_dir.settings, f"{_header(run_dir, launch)}\n{_yaml(named)}{_yaml(chosen)}\n{told}{_yaml(rest)}"
     )
 
 

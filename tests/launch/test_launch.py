@@ -123,9 +123,9 @@ def test_no_secret_of_a_launch_file_or_of_settings_is_recorded():
     assert not re.search("hunter2|11111", kept)
     assert yaml.safe_load(kept)["mixed_precision"] == "bf16"
     assert yaml.safe_load(kept)["deepspeed_config"]["zero_stage"] == 2
-    settings = {"max_new_tokens": 5, "token": 5, "passwd": "a", "key_ids": [1], "secret": True, "number": 1.5}
+    settings = {"max_new_tokens": 5, "token": 5, "passwd": "a", "access_key_ids": [1], "secret": True, "number": 1.5}
     assert recordable.recordable(settings) == {
-        "max_new_tokens": 5, "token": "***", "passwd": "***", "key_ids": "***", "secret": "***", "number": 1.5
+        "max_new_tokens": 5, "token": "***", "passwd": "***", "access_key_ids": "***", "secret": "***", "number": 1.5
     }  # fmt: skip
 
 
@@ -998,6 +998,12 @@ LAUNCHER = ["/x/python3", "/x/bin/accelerate", "launch", "--config_file", "z 2.y
         ([], ["python", "-m", "accel_sft", "math"], {}, "python -m accel_sft math --output-dir a --resume auto"),
         ([], ["/x/python", "bin/accel-sft", "math"], {}, "bin/accel-sft math --output-dir a --resume auto"),
         ([], ["x", "--output-dir", "r"], {"output_dir": "r"}, "x --output-dir r --resume auto"),
+        (
+            [],
+            ["x", "--hf-token", "a", "--output-dir", "r"],
+            {"output_dir": "r"},
+            "x --hf-token '***' --output-dir r --resume auto",
+        ),
         ([], ["x", "--resume=auto", "--output-dir", "r"], {"output_dir": "r"}, "x --resume=auto --output-dir r"),
     ],
 )

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -350,6 +351,19 @@ def test_cells_are_the_product_and_single_has_one_process():
     assert made[0].launch["zero_stage"] == 2
     assert (made[0].launch["processes"], made[0].launch["precision"]) == (2, "no")
     assert made[0].shown_command(Path("run")).endswith("-m accel_sft math --seed 1 --output-dir run")
+
+
+def test_secrets_cannot_be_compared():
+    (key,) = (one for one in settings(Keyed) if one.name == "api_key")
+    made, _ = product("math", {"single": None}, [], [], {key: ["a"]}, [])
+    assert (made[0].name, made[0].settings["api_key"]) == ("single", "***")
+    with pytest.raises(UserError, match="--api-key: secrets are not recorded, so they cannot be compared"):
+        product("math", {"single": None}, [], [], {key: ["a", "b"]}, [])
+
+
+@dataclass
+class Keyed:
+    api_key: str = ""
 
 
 def test_values_are_split_at_commas_but_where_they_hold_commas():

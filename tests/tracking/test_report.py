@@ -248,6 +248,10 @@ TOKEN = "_".join(("hf", "AbCdEfGhIjKlMnOpQrStUvWx"))
     [
         ("--hub-tokens a --max-new-tokens 5", "--hub-tokens *** --max-new-tokens 5"),
         ("--hf-token --odd --seed 1", "--hf-token *** --seed 1"),
+        ("--tokenizer gpt2 --answer-key gold --eos-token </s> --max_tokens=5 keyboard=en KEYBOARD=en", None),
+        (f"--openai-key {'0aB' * 8} --apiKey a", "--openai-key *** --apiKey ***"),
+        ("clientSecret=b --backend-token c", "clientSecret=*** --backend-token ***"),
+        ("https://host/rows?sig=a&X-Amz-Signature=b&keyword=c", "https://host/rows?sig=***&X-Amz-Signature=***&keyword=c"),
         ("HF_TOKEN=a wandb_api_key=b OMP_NUM_THREADS=1", "HF_TOKEN=*** wandb_api_key=*** OMP_NUM_THREADS=1"),
         ("-i https://u:p@host:8/simple mine@git+https://t@host/x", "-i https://***@host:8/simple mine@git+https://***@host/x"),
         ("https://host/rows?access_token=a&part=2", "https://host/rows?access_token=***&part=2"),
@@ -260,6 +264,13 @@ TOKEN = "_".join(("hf", "AbCdEfGhIjKlMnOpQrStUvWx"))
 )  # fmt: skip
 def test_one_mask_hides_secrets_of_every_form_in_commands_and_records(words, shown):
     assert masked_words(words.split()) == (shown or words).split()
+
+
+def test_options_named_almost_like_secrets_are_recorded():
+    options = {"tokenizer": "gpt2", "keywords": "a,b", "answer_key": "gold", "max_tokens": 5, "keyboard": "en"}
+    assert recordable(options) == options
+    assert {*recordable(dict.fromkeys(("hf_token", "api_key", "password", "aws_secret"), "x")).values()} == {"***"}
+    assert recordable({"hf_token": "", "api_key": None}) == {"hf_token": "", "api_key": None}  # nothing to hide
 
 
 def test_a_secret_within_a_recorded_value_is_hidden():

@@ -24,8 +24,9 @@ from models import Sums, encode, make_tiny
 from reference_job import JOB, layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from accel_sft import UserError
+from accel_sft import UserError, option
 from accel_sft.api.config import TrainConfig
+from accel_sft.api.options import settings
 from accel_sft.batching.layouts import Batching
 from accel_sft.chat.conversation import read_split
 from accel_sft.checkpoint import checkpoint
@@ -36,6 +37,7 @@ from accel_sft.evaluation.scoring import check_scoring, scored
 from accel_sft.io import lock
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
+from accel_sft.io.run_options import recorded_options
 from accel_sft.launch.read import read_launch
 from accel_sft.resilience.signals import StopSignals
 from accel_sft.training import claim
@@ -406,6 +408,28 @@ def test_an_earlier_record_may_have_secrets_in_its_options(tmp_path):
     record["config"] = TrainConfig().resolved({}).as_dict()
     now = {**record, "task_options": {"system_prompt": "say API_KEY=***"}}
     claim._check_unchanged({**record, "task_options": {"system_prompt": "say API_KEY=abc"}}, now, RunDir(tmp_path))
+
+
+def test_a_value_that_a_record_hides_is_asked_for(tmp_path, capsys):
+    config = TrainConfig().resolved({}).as_dict()
+    record = {"task": "t", "config": config, "data_sha256": "a", "task_code": "a", "task_options": {"tokenizer": "***"}}
+    (own,) = (one for one in settings(Hiding))
+    with pytest.raises(UserError, match=r"--model run: secrets are not in its record; give --tokenizer again"):
+        recorded_options(record, [own], [], "--model run", same_data=False)
+    assert recorded_options(record, [own], ["tokenizer"], "--model run", same_data=False) == {}
+    assert recorded_options(record, [own], None, "RUN run", same_data=False) == {}  # a command that cannot be given it
+    assert (
+        "note: RUN run: secrets are not in its record, so the default of --tokenizer is used" in capsys.readouterr().err
+    )
+    claim._check_unchanged(record, {**record, "task_options": {"tokenizer": "gpt2"}}, RunDir(tmp_path))
+    assert "its record hides --tokenizer as a secret, so a change cannot be seen" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--tokenizer: the run was started with"):
+        claim._check_unchanged(record, {**record, "task_options": {"tokenizer": ""}}, RunDir(tmp_path))
+
+
+@dataclasses.dataclass(kw_only=True)
+class Hiding:
+    tokenizer: str = option("", help="")
 
 
 def test_a_resume_with_another_score_says_so(tmp_path, capsys):

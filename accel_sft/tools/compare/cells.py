@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import Setting
+from accel_sft.api.options import HIDDEN, Setting
 from accel_sft.launch.launcher import PRECISION
 from accel_sft.launch.parallelism import sized
 from accel_sft.launch.precision import expected, this_machine_computes_bf16
@@ -105,6 +105,9 @@ def product(
     axes |= {name: found for name, found in (("num_processes", processes), ("mixed_precision", precisions)) if found}
     axes |= {setting.name: found for setting, found in options.items()}
     varied = [name for name, found in axes.items() if len(found) > 1]
+    for setting, found in options.items():
+        if len(found) > 1 and any(HIDDEN in masked_words([setting.flag, value]) for value in found):
+            raise UserError(f"{setting.flag}: secrets are not recorded, so they cannot be compared; give one value")
     by_name = {setting.name: setting for setting in options}
     cells: dict[str, Cell] = {}
     for number, combination in enumerate(itertools.product(*axes.values()), 1):
