@@ -222,6 +222,17 @@ def test_a_metric_that_more_rows_made_worse_is_not_forecast_to_recover(better):
     assert made(noisy)["learning_curve"]["forecast"]
 
 
+@pytest.mark.parametrize(("errors", "detectable"), [((0.0, 0.0, 0.01), 0.028), ((0.0, 0.0, 0.0), None)])
+def test_sizes_that_answer_as_the_best_one_does_end_no_forecast(errors, detectable):
+    paired = {f"train-limit {n}": {"examples": 50, "standard_error": one} for n, one in enumerate(errors)}
+    record = made({500: (0.9,), 1000: (0.98,), 2000: (0.98,), 4000: (0.98,)}, paired=paired)
+    told = [*in_sentences(record)]
+    assert len(told) == (2 if detectable is None else 3)
+    smallest = record["learning_curve"]["detectable"]
+    assert (smallest and round(smallest, 3)) == detectable
+    assert not told[2:] or told[2].startswith("50 validation examples show no difference below 0.028")
+
+
 def test_other_comparisons_have_no_curve():
     metrics = {500: (0.5,), 1000: (0.6,), 2000: (0.7,)}
     assert made({500: (0.5,), 1000: (0.6,)})["learning_curve"] is None

@@ -107,12 +107,13 @@ def read_curve(record: Mapping[str, Any]) -> Curve | None:
     tests = [test for test in (record.get("paired") or {}).values() if test and is_number(test.get("examples"))]
     # two evaluations of the same examples; where they cannot be paired, as if each had examples of its own
     errors = [test["standard_error"] for test in tests] or [width / 4 * math.sqrt(2) for width in widths]
+    errors = [error for error in errors if error > 0]  # equal answers say nothing of how far others would differ
     return Curve(
         sizes=sorted(found),
         metrics=[found[size] for size in sorted(found)],
         better=1 if record.get("higher_is_better", True) else -1,
         examples=max((test["examples"] for test in tests), default=None),
-        detectable=detectable(statistics.median(errors)) if errors and any(errors) else None,
+        detectable=detectable(statistics.median(errors)) if errors else None,
     )
 
 
