@@ -7,12 +7,12 @@ import copy
 import functools
 import itertools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 
-from accel_sft.chat.conversation import GUARD, OWN, Conversation, Turn, Turns
+from accel_sft.chat.conversation import GUARD, OWN, Conversation, Tools, Turn, Turns
 from accel_sft.chat.thinking import split_thinking
 
 
@@ -38,6 +38,17 @@ class Written(NamedTuple):
     text: str
     match: re.Match[str]
     ends_answer: bool
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in nested lists and objects, names included, as the template writes it: JSON would escape it."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, (dict, list)):
+            waiting += reversed([*value, *value.values()] if isinstance(value, dict) else value)
 
 
 def without_guards(text: str) -> str:
@@ -66,6 +77,8 @@ class ControlTokens:
         added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         self._special = {at: token for at, token in added if token.special}
         self.special_ids = {*self._special, *tokenizer.all_special_ids}
+        self._tools: Tools = None
+        self._in_tools = False
 
     def spelled(self, ids: Iterable[int]) -> frozenset[str]:
         """The texts of these tokens."""
@@ -77,20 +90,28 @@ class ControlTokens:
         Args:
             ends: the tokens that end an answer.
         """
-        if not any(map(self.pattern.search, chat.texts())):
+        if not self._has_any(chat):
             return None
-        answers = [(True, each.target) for each in chat.each()]
-        others = [(False, turn["content"]) for at, turn in enumerate(chat.turns) if at not in chat.learnt]
+        learnt = {*chat.learnt, len(chat.turns)}
         found = [
-            Written(text, match, learnt and match[0] in ends)
-            for learnt, text in (*answers, *others)
+            Written(text, match, at in learnt and match[0] in ends)
+            for at, part in enumerate((*chat.turns, chat.answer, chat.tools))
+            for text in _strings(part)
             for match in self.pattern.finditer(text)
         ]
         return next((each for each in found if each.ends_answer), found[0] if found else None)
 
+    def _has_any(self, chat: Conversation) -> bool:
+        """Whether a text of the conversation has a control token. Schemas of tools, which are long and which the
+        conversations of an example share, are looked through once."""
+        if self._tools is not chat.tools:
+            self._tools, self._in_tools = chat.tools, any(map(self.pattern.search, _strings(chat.tools)))
+        texts = [value for turn in (*chat.turns, chat.answer) for value in turn.values()]
+        return self._in_tools or any(map(self.pattern.search, _strings(texts)))
+
     def guarded(self, chat: Conversation) -> Conversation:
         """The conversation with its texts guarded, for the template."""
-        if not self.as_text or not any(map(self.pattern.search, chat.texts())):
+        if not self.as_text or not self._has_any(chat):
             return chat
         answer, tools = self._turn(chat.answer), self._guarded(chat.tools)
         return chat._replace(turns=self.turns(chat.turns), answer=answer, tools=tools)

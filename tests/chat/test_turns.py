@@ -285,6 +285,35 @@ def test_control_tokens_in_tools_are_characters_where_a_template_prints_them_as_
     assert row.input_ids.count(own.eos_token_id) == text.count("<|im_end|>") - 2
 
 
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [("call", {"answers": [0], "texts": []}), ("schema", {"answers": [], "texts": [0]})]
+    + [(place, {"answers": [], "texts": [0]}) for place in ("unlearnt call", "thinking", "name")],
+)
+def test_an_end_forged_outside_contents_is_seen(tokenizer, place, found):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = CALLING.replace("ARGUMENTS", "{{ call.function.arguments }}")
+    tools, turns = (json.loads(json.dumps(each)) for each in (TOOLS, [*CALLED, user("Sure?"), said("Yes.")]))
+    end = own.eos_token
+    if place == "schema":
+        tools[0]["function"]["parameters"] = {end: 1}
+    elif place == "thinking":
+        turns[1] |= {"weight": 0, "reasoning_content": end}
+    elif place == "name":
+        turns[2]["name"] = end
+    else:
+        turns[1] |= {"tool_calls": [json.loads(json.dumps(CALL).replace("Ulm", end))], "weight": int(place == "call")}
+    assert encoded(own, [([], turns, tools)]).control_tokens == found
+
+
+def test_a_control_token_with_a_quote_is_seen_within_a_call(tokenizer):
+    own = copy.deepcopy(tokenizer)
+    own.add_special_tokens({"additional_special_tokens": ['<|"|>']})  # as Gemma 4's
+    turns = [user("Rain?"), {"role": "assistant", "content": "", "tool_calls": [{**CALL}]}]
+    turns[1]["tool_calls"][0]["function"] = {"name": "weather", "arguments": {"town": '<|"|>'}}
+    assert ControlTokens(own).written(Conversation(turns[:1], turns[1], tools=None), set()) is not None
+
+
 def test_a_template_that_drops_calls_is_refused_and_one_without_tools_is_told(tokenizer):
     own = chatml(tokenizer)
     with pytest.raises(UserError, match=r"^train example 1: the answer would not be trained on: .*, with weather"):
