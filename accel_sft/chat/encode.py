@@ -48,7 +48,7 @@ def encode_parts(
     for index in indices:
         chat = conversation(task, examples, split, index)
         waiting.append((index, chat))
-        characters += sum(len(text) for each in chat.each() for text in each.texts())
+        characters += (len(chat.learnt) + 1) * sum(map(len, chat.texts()))  # each answer comes with what is before it
         if len(waiting) == _PART_EXAMPLES or characters >= _PART_CHARACTERS or index == indices[-1]:
             yield encoder.encoded(waiting)
             waiting, characters = [], 0
