@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from accel_sft.chat.control_tokens import without_guards
-from accel_sft.chat.conversation import Conversation, Turns
+from accel_sft.chat.conversation import Conversation, Tools, Turns
 from accel_sft.chat.form import Form
 from accel_sft.chat.rendering import Rendering
 from accel_sft.chat.template import MARK
@@ -51,9 +51,9 @@ class AnswerText:
         (ids,) = self.control.ids([example.rest])
         return self._said(example.form, ids, example.form.learnt_lead, wanted(chat, self.rendering.thinking))
 
-    def said(self, turns: Turns, answer: Sequence[int]) -> str:
+    def said(self, turns: Turns, answer: Sequence[int], tools: Tools = None) -> str:
         """Return the text of an answer generated to turns whose right answer is unknown."""
-        form = self.rendering.form(turns, "prompt")
+        form = self.rendering.form(turns, "prompt", tools)
         return self._said(form, answer, form.learnt_lead, "")
 
     def _said(self, form: Form, answer: Sequence[int], lead: str, target: str) -> str:

@@ -164,7 +164,7 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
     if not isinstance(target, (str, list)):
         raise UserError(f"{where}: target() gave {type(target).__name__}, expected text, or a list of turns")
     images: list[Picture] = []
-    turns = _checked(turns, f"{where}: messages()", images)
+    turns = checked_turns(turns, f"{where}: messages()", images)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UserError(f"{where}: tools() gave {str(tools)[:80]!r}, expected a list of schemas, or None")
     if isinstance(target, list):
@@ -192,7 +192,7 @@ def _with_images(found: Conversation, images: list[Picture], where: str) -> Conv
     return found._replace(images=tuple(numbered)[: marks(found.turns)])
 
 
-def _checked(turns: Any, what: str, images: list[Picture]) -> Turns:
+def checked_turns(turns: Any, what: str, images: list[Picture]) -> Turns:
     """Turns as chat templates expect them: a `content` in each, no key without a value, arguments of calls as dicts.
     Images in contents that are lists of parts are added to `images`."""
     if not isinstance(turns, list):
@@ -252,7 +252,7 @@ def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Pictur
     """Return the conversation of messages() and the turns of target(), up to the last turn that is learnt."""
     if any("weight" in turn for turn in turns):
         raise UserError(f'{where}: messages() gave a turn with "weight"; only turns of target() are learnt')
-    following = _checked(target, f"{where}: target()", images)
+    following = checked_turns(target, f"{where}: target()", images)
     if not following or following[-1]["role"] != "assistant":
         raise UserError(f"{where}: target() gave turns of which the last is not an assistant's")
     for turn in following:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from accel_sft.chat.control_tokens import ControlTokens
-from accel_sft.chat.conversation import Conversation, Turns
+from accel_sft.chat.conversation import Conversation, Tools, Turns
 from accel_sft.chat.form import ANSWER, Form, Forms
 from accel_sft.chat.image_parts import parted
 from accel_sft.chat.pictures import Picture
@@ -59,7 +59,7 @@ class Rendering:
         if line not in self.notes:
             self.notes.append(line)
 
-    def prompt(self, turns: Turns, images: Sequence[Picture] = ()) -> str:
+    def prompt(self, turns: Turns, images: Sequence[Picture] = (), tools: Tools = None) -> str:
         """The prompt of a conversation whose answer is unknown, as guarded text for `control.ids`.
 
         Args:
@@ -67,9 +67,10 @@ class Rendering:
         Raises:
             UserError: the template rejects the messages, or fails.
         """
-        form = self.form(turns, "prompt")
-        given = parted(form.given(self.control.turns(turns)), images)
-        return self.template.text(given, "prompt", prompt=True) + form.prompt_end
+        chat = self.control.guarded(Conversation(turns, {"role": "assistant", "content": ""}, tools=tools))
+        form = self.form(turns, "prompt", tools)
+        given = parted(form.given(chat.turns), images)
+        return self.template.text(given, "prompt", prompt=True, tools=chat.tools) + form.prompt_end
 
     def examples(self, chats: Sequence[Conversation], split: str) -> list[Rendered]:
         """Each conversation's prompt and the answer that is learnt after it, as guarded texts for `control.ids`.

@@ -120,7 +120,7 @@ def _run(model: str, options: dict[str, Any]) -> None:
         chats, names = read_prompts(options["file"], system)
     else:
         chats, names = [prompt_with(options["prompt"] or "", options["image"], system)], ["PROMPT"]
-    images = [chat.images for chat in chats]
+    images, tools = [chat.images for chat in chats], [chat.tools for chat in chats]
     most = config.max_new_tokens or LONGEST_ANSWER
     sides, told = {}, {}
     with terminal.quiet(None, config.debug, shown_on=2) as out:
@@ -141,7 +141,7 @@ def _run(model: str, options: dict[str, Any]) -> None:
                 sides[side] = answerer
                 continue
             with terminal.waiting(f"answering {len(chats):,} prompts" if len(chats) > 1 else "answering"):
-                told[side] = answerer.answers([chat.turns for chat in chats], most, names, images)
+                told[side] = answerer.answers([chat.turns for chat in chats], most, names, images, tools)
             for note in answerer.notes:
                 tell(note)
             del answerer  # the next model may need its memory
@@ -210,7 +210,8 @@ def _write(output: str, chats: list[Any], told: dict[str, list[Any]], most: int)
     rows = []
     for at, chat in enumerate(chats):
         *before, last = (answers[at] for answers in told.values())
-        row = {"messages": chat.messages(), "generated": last.text, "tokens": last.tokens, "ended": last.ended}
+        row = {"messages": chat.messages(), **({"tools": chat.tools} if chat.tools else {})}
+        row |= {"generated": last.text, "tokens": last.tokens, "ended": last.ended}
         rows.append({**row, **({"base": before[0].text} if before else {})})
     try:
         write_json_lines(expanded(output, "--output"), rows)

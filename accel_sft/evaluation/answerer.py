@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import TextStreamer
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.chat.answer_text import AnswerText
-from accel_sft.chat.conversation import Turns, no_text
+from accel_sft.chat.conversation import Tools, Turns, no_text
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.chat.image_inputs import GivenImages, ImageInputs, RowImages
 from accel_sft.chat.pictures import Picture
@@ -91,7 +92,9 @@ class Answerer:
     def notes(self) -> list[str]:
         return self.rendering.notes
 
-    def encode(self, turns: Turns, max_new_tokens: int, index: int = 0, images: Pictures = ()) -> Encoded:
+    def encode(
+        self, turns: Turns, max_new_tokens: int, index: int = 0, images: Pictures = (), tools: Tools = None
+    ) -> Encoded:
         """Return a conversation as the tokens of its prompt, tokenized as in training, and one end-of-turn token.
 
         Args:
@@ -100,7 +103,7 @@ class Answerer:
             UserError: the template rejects the conversation; or its prompt has no tokens, has tokens that the model
                 does not know, or leaves no room for `max_new_tokens` in the model's context.
         """
-        text = self.rendering.prompt(turns, images)
+        text = self.rendering.prompt(turns, images, tools)
         (ids,) = self.rendering.control.ids([self.images.prompt(images, text, "prompt") if images else text])
         if not ids:
             raise UserError("prompt: the chat template writes nothing of it")
@@ -121,27 +124,31 @@ class Answerer:
         max_new_tokens: int,
         names: Sequence[str] = (),
         images: Sequence[Pictures] = (),
+        tools: Sequence[Tools] = (),
     ) -> list[Answer]:
         """An answer to each conversation, in their order.
 
         Args:
             images: the images of each conversation; empty if none has any.
+            tools: the schemas of tools of each conversation; empty if none has any.
             names: names of the conversations, with which errors about them begin.
         Raises:
             UserError: as `encode`, with a line for each conversation's problem.
         """
         encoded, problems = [], []
+        tools = tools or [None] * len(chats)
         for index, turns in enumerate(chats):
             try:
-                encoded.append(self.encode(turns, max_new_tokens, index, images[index] if images else ()))
+                pictures = images[index] if images else ()
+                encoded.append(self.encode(turns, max_new_tokens, index, pictures, tools[index]))
             except UserError as error:
                 problems += [f"{names[index]}: {line}" if names else line for line in error.problems]
         if problems:
             raise UserError(*problems)
         with torch.no_grad():
             generated = ImageGenerator(self.generator)(encoded, max_new_tokens)
-        found = {example.index: self._answer(chats[example.index], ids) for example, ids in generated.answers}
-        return [found[index] for index in range(len(chats))]
+        ids = {example.index: ids for example, ids in generated.answers}
+        return [self._answer(turns, ids[index], tools[index]) for index, turns in enumerate(chats)]
 
     def stream(self, turns: Turns, max_new_tokens: int, write: Callable[[str], None]) -> Answer:
         """Answer one conversation. The answer's text, thinking included, goes to `write` as it is generated.
@@ -156,8 +163,8 @@ class Answerer:
             said.end()
         return self._answer(turns, said.ids)
 
-    def _answer(self, turns: Turns, ids: Sequence[int]) -> Answer:
-        return Answer(self.answer_text.said(turns, ids), len(ids), bool(ids) and ids[-1] in self.ends)
+    def _answer(self, turns: Turns, ids: Sequence[int], tools: Tools = None) -> Answer:
+        return Answer(self.answer_text.said(turns, ids, tools), len(ids), bool(ids) and ids[-1] in self.ends)
 
 
 class _Said(TextStreamer):
@@ -184,7 +191,7 @@ def expected_of(turns: Any) -> str | None:
     for turn in turns:
         if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("role", "content")):
             return 'a list of {"role": ..., "content": ...}, with text in both'
-        if no_text(turn["content"]):
+        if no_text(json.dumps(turn, ensure_ascii=False)):
             return "text: no bytes other than UTF-8, no lone surrogate, and none of U+E008 to U+E00B"
     if turns[-1]["role"] == "assistant":
         return "a last turn of someone else than the assistant, to be answered"

@@ -1,13 +1,15 @@
 """Reads prompts that belong to no task, with their images: one per line of text, or rows with messages or a prompt."""
 
+import contextlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_sft.api.errors import UserError
-from accel_sft.chat.conversation import Turns
-from accel_sft.chat.image_parts import parted, read_parts
+from accel_sft.chat.conversation import Tools, Turns, checked_turns
+from accel_sft.chat.image_parts import parted
 from accel_sft.chat.pictures import Picture
 from accel_sft.evaluation.answerer import expected_of
 from accel_sft.rows.json_stream import RowProblem
@@ -18,10 +20,12 @@ _IMAGE = "<image>"
 
 
 class Prompt(NamedTuple):
-    """A conversation to be answered: turns whose contents are texts with a mark for each image, and the images."""
+    """A conversation to be answered: turns whose contents are texts with a mark for each image, the images, and the
+    schemas of tools."""
 
     turns: Turns
     images: tuple[Picture, ...] = ()
+    tools: Tools = None
 
     def messages(self) -> Turns:
         """The turns as they are written to files: contents with images are lists of parts, with the images' paths."""
@@ -36,8 +40,9 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]
     """The conversations of a file, and where each stands in it.
 
     A `.json` or `.jsonl` file has rows with `messages`, a conversation whose last turn is to be answered, or `prompt`,
-    text. Images are parts of a content, or in a column `images` or `image` beside `<image>` in the texts; relative
-    paths begin at the file's folder. Any other file has a prompt on each line that is not blank.
+    text; beside them `tools`, and `system` for a conversation without a system message. Images are parts of a content,
+    or in a column `images` or `image` beside `<image>` in the texts; relative paths begin at the file's folder. Any
+    other file has a prompt on each line that is not blank.
 
     Args:
         system: the system message of conversations that have none of their own.
@@ -48,7 +53,8 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]
         rows = read_rows(file, _parse)
         names = [str(place) for place in rows.places(range(len(rows)))]
         folder = os.path.dirname(os.path.abspath(file))
-        prompts = [_pictured(*row, folder, where) for row, where in zip(rows, names, strict=True)]
+        found = zip(rows, names, strict=True)
+        prompts = [_pictured(turns, images, folder, where, tools) for (turns, images, tools), where in found]
         return [prompt._replace(turns=with_system(prompt.turns, system)) for prompt in prompts], names
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").split("\n")
@@ -82,8 +88,8 @@ def with_system(turns: Turns, system: str | None) -> Turns:
     return [{"role": "system", "content": system}, *turns]
 
 
-def _parse(row: dict[str, Any]) -> tuple[Turns, list[Any]]:
-    """The turns of a row, with contents as they are given, and the images of its column."""
+def _parse(row: dict[str, Any]) -> tuple[Turns, list[Any], Tools]:
+    """The turns of a row, with contents as they are given, the images of its column, and its tools."""
     column: Any = next((row[name] for name in _COLUMNS if row.get(name) is not None), [])
     images = column if isinstance(column, list) else [column]
     if "messages" in row:
@@ -91,22 +97,40 @@ def _parse(row: dict[str, Any]) -> tuple[Turns, list[Any]]:
         turns = [_without_parts(turn) for turn in given] if isinstance(given, list) else given
         if expected := expected_of(turns):
             raise RowProblem("messages", expected)
-        return [{"role": turn["role"], "content": turn["content"]} for turn in given], images
-    if not isinstance(row.get("prompt"), str):
+        if any(turn.get("function_call") for turn in given):
+            raise RowProblem("messages", "calls of tools in `tool_calls`, not in `function_call`")
+        said = [{name: value for name, value in turn.items() if name != "weight"} for turn in given]
+        turns = [{**turn, "content": turn.get("content") or ""} for turn in said]
+    elif isinstance(row.get("prompt"), str):
+        turns = [{"role": "user", "content": row["prompt"]}]
+    else:
         raise RowProblem("prompt", "text, or `messages` instead")
-    return [{"role": "user", "content": row["prompt"]}], images
+    if not isinstance(system := row.get("system") or "", str):
+        raise RowProblem("system", "text")
+    return with_system(turns, system), images, _tools(row.get("tools") or None)
+
+
+def _tools(given: Any) -> Tools:
+    """The schemas of a row's tools, or of JSON of them, in the form that templates take."""
+    with contextlib.suppress(ValueError):
+        given = json.loads(given) if isinstance(given, str) else given
+    if given is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
+        raise RowProblem("tools", "a list of schemas, or JSON of one")
+    return given and [tool if "function" in tool else {"type": "function", "function": tool} for tool in given]
 
 
 def _without_parts(turn: Any) -> Any:
-    """A turn whose content, if that is a list of parts, is the text of these."""
+    """A turn whose content, if that is a list of parts, is the text of these; "" beside calls of tools."""
     content = turn.get("content") if isinstance(turn, dict) else None
+    if content is None and isinstance(turn, dict) and turn.get("tool_calls"):
+        return {**turn, "content": ""}
     if not isinstance(content, list):
         return turn
     return {**turn, "content": "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))}
 
 
-def _pictured(turns: Turns, column: list[Any], folder: str, where: str) -> Prompt:
-    """The turns with a mark for each image, and the images.
+def _pictured(turns: Turns, column: list[Any], folder: str, where: str, tools: Tools = None) -> Prompt:
+    """The turns, checked as those of a task, with a mark for each image, and the images.
 
     Args:
         column: images for parts without a path and for each `<image>` in a text; if there is neither, they stand before
@@ -126,12 +150,12 @@ def _pictured(turns: Turns, column: list[Any], folder: str, where: str) -> Promp
     if len(places) != len(column):
         raise UserError(f"{where}: expected an image for each of {len(places)} {_IMAGE}, got {len(column)}")
     images: list[Picture] = []
-    found: Turns = []
-    for turn, parts in zip(turns, contents, strict=True):
-        text, pictures = read_parts([_placed(part, left, folder) for part in parts], where)
-        found.append({**turn, "content": text})
-        images += pictures
-    return Prompt(found, tuple(Picture(picture.given, number) for number, picture in enumerate(images, 1)))
+    turns = [
+        {**turn, "content": [_placed(part, left, folder) for part in parts]}
+        for turn, parts in zip(turns, contents, strict=True)
+    ]
+    found = checked_turns(turns, where, images)
+    return Prompt(found, tuple(Picture(picture.given, number) for number, picture in enumerate(images, 1)), tools)
 
 
 def _as_parts(content: Any, where: str, *, split: bool) -> list[Any]:

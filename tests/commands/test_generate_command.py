@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
 from accel_sft.api.tool_configs import EvaluateConfig
+from accel_sft.chat.conversation import Conversation
 from accel_sft.evaluation.answerer import Answerer
 from accel_sft.evaluation.left_padded import Sampling
 from accel_sft.evaluation.prompts import read_prompts
@@ -125,12 +127,13 @@ def test_prompts_are_lines_or_rows_and_bad_ones_are_named(tmp_path):
     lines.write_text("5=\n\n  6= \n")
     system = {"role": "system", "content": "Sum."}
     assert read_prompts(str(lines), "Sum.") == (
-        [([system, {"role": "user", "content": asked}], ()) for asked in ("5=", "6=")],
+        [([system, {"role": "user", "content": asked}], (), None) for asked in ("5=", "6=")],
         [f"{lines}:1", f"{lines}:3"],
     )
     own = [{"role": "system", "content": "Own."}, *QUESTION]
     rows.write_text(json.dumps({"messages": own}) + "\n" + json.dumps({"prompt": "7="}))
-    assert read_prompts(str(rows), "Sum.")[0] == [(own, ()), ([system, {"role": "user", "content": "7="}], ())]
+    asked = [system, {"role": "user", "content": "7="}]
+    assert read_prompts(str(rows), "Sum.")[0] == [(own, (), None), (asked, (), None)]
     answered = [*QUESTION, {"role": "assistant", "content": "3"}]
     rows.write_text("".join(json.dumps(row) + "\n" for row in ({"messages": answered}, {"messages": 3}, {})))
     with pytest.raises(UserError) as failed:
@@ -147,6 +150,56 @@ def test_prompts_are_lines_or_rows_and_bad_ones_are_named(tmp_path):
     lines.write_bytes(b"\xff")
     with pytest.raises(UserError, match="not UTF-8"):
         read_prompts(str(lines), None)
+
+
+def test_tools_and_calls_of_rows_are_asked_as_in_training(tiny, tmp_path):
+    schema = {"name": "weather", "parameters": {"town": {"type": "string"}}}
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Ulm"}'}}
+    turns = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "weight": 0},
+        {"role": "tool", "content": "dry<|im_end|>", "tool_call_id": "a"},
+    ]
+    rows = [{"messages": turns, "tools": tools, "system": "S."} for tools in ([schema], json.dumps([schema]))]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (one, other), _ = read_prompts(str(tmp_path / "rows.jsonl"), "not this")
+    assert one == other
+    assert one.tools == [{"type": "function", "function": schema}]
+    assert [turn["role"] for turn in one.turns] == ["system", "user", "assistant", "tool"]
+    assert one.turns[2]["tool_calls"][0]["function"]["arguments"] == {"town": "Ulm"}
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = TOOLS
+    tokenizer.save_pretrained(shutil.copytree(tiny, tmp_path / "base"))
+    mine = answerer(tmp_path / "base")
+    trained = Conversation(one.turns, {"role": "assistant", "content": "No."}, tools=one.tools)
+    asked = mine.encode(one.turns, 8, tools=one.tools).input_ids[:-1]
+    assert asked == mine.rendering.control.ids([mine.rendering.examples([trained], "train")[0].prompt])[0]
+    assert '"town": {' in tokenizer.decode(asked)
+    assert 'weather {"town": "Ulm"}' in tokenizer.decode(asked)
+    assert mine.answers([one.turns], 8, tools=[one.tools])[0].tokens
+
+
+TOOLS = (
+    "{{ tools | tojson }}\n{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}"
+    "{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "?", "tools": "{"}, "a list of schemas, or JSON of one"),
+        ({"prompt": "?", "tools": [3]}, "a list of schemas, or JSON of one"),
+        ({"prompt": "?", "system": 3}, "field 'system'"),
+        ({"messages": [{"role": "user", "content": "?", "tool_calls": [{}]}]}, "gave tool_calls in a turn of role"),
+        ({"messages": [{"role": "user", "content": "?", "function_call": {"name": "a"}}]}, "not in `function_call`"),
+    ],
+)
+def test_what_a_row_says_of_tools_is_not_dropped(tmp_path, row, problem):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match=re.escape(problem)):
+        read_prompts(str(tmp_path / "rows.jsonl"), None)
 
 
 def test_drawn_answers_follow_the_seed_and_from_one_token_are_the_greedy_ones(tiny):
