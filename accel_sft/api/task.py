@@ -61,14 +61,15 @@ class Task(abc.ABC):
 
     def aggregate(self, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Return a number for each metric from the scores, one for each example; by default the mean of each key."""
-        for key in scores[0] if scores else ():
+        keys = dict.fromkeys(key for score in scores for key in score)
+        for key in keys:
             for score in scores:
                 if not isinstance(score.get(key), (int, float)):
                     raise UserError(
                         f"score() gave {key!r} {score.get(key)!r}, of which there is no mean; give a number in every "
                         "score, or write aggregate()"
                     )
-        return {key: sum(score[key] for score in scores) / len(scores) for key in scores[0]} if scores else {}
+        return {key: sum(score[key] for score in scores) / len(scores) for key in keys}
 
     def problems(self) -> list[str]:
         """Return a line for each problem of the options; extend this if some values do not go together."""

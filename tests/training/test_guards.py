@@ -108,6 +108,16 @@ def test_a_judgement_that_is_none_is_refused_by_name(tiny, method, function, mes
         evaluate(tiny, **{method: function})
 
 
+def test_a_metric_that_some_scores_lack_is_refused_by_name():
+    for scores in ([{"right": 1.0}, {"right": 1.0, "extra": 1.0}], [{"right": 1.0, "extra": 1.0}, {"right": 1.0}]):
+        with pytest.raises(UserError, match=r"score\(\) gave 'extra' None, of which there is no mean"):
+            Sums().aggregate(scores)
+    assert Sums().aggregate([{"right": 1.0, "extra": True}, {"extra": 0.0, "right": 0.0}]) == {
+        "right": 0.5,
+        "extra": 0.5,
+    }
+
+
 def test_a_task_that_turns_gradients_off_is_trained_all_the_same(tmp_path):
     off = "torch.set_grad_enabled(False)"
     text = GOOD.replace("def score(self, example, text):", f"def score(self, example, text):\n        {off}")
