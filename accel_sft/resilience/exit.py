@@ -98,9 +98,16 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
 
 
 def _record_file() -> Path | None:
-    """The file in which torchrun looks for this rank's error, two folders below that of this machine's ranks."""
+    """The file in which torchrun, or whoever else started this process, looks for this rank's error."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(file) if file else None
+    return Path(file).absolute() if file else None
+
+
+def folder_of_ranks() -> Path | None:
+    """torchrun's folder of one attempt at this launch, below which each rank of this machine has a folder with its
+    error.json; None if the file is another's, such as the /dev/termination-log of a container."""
+    own = _record_file()
+    return own.parent.parent if own and own.name == "error.json" and own.parent.name.isdecimal() else None
 
 
 def lost_peers(seconds: float = 0.0) -> str:
@@ -108,10 +115,10 @@ def lost_peers(seconds: float = 0.0) -> str:
     are none, or if a rank of this machine has recorded an error. It waits for news of others for up to `seconds`."""
     from accel_sft.resilience.ranks import lost_ranks
 
-    own = _record_file()
-    if own is None or _earlier_failures():
+    folder = folder_of_ranks()
+    if folder is None or _earlier_failures():
         return ""
-    return lost_ranks(own.parent.parent) or peers.failure_elsewhere(seconds)
+    return lost_ranks(folder) or peers.failure_elsewhere(seconds)
 
 
 def failed_peer() -> str:
@@ -133,8 +140,8 @@ def record_end(run_dir: RunDir, message: str) -> None:
 
 def _earlier_failures() -> list[tuple[int, str]]:
     """Time in seconds and message of each failure that other ranks of this machine have recorded."""
-    own = _record_file()
-    files = [file for file in own.parent.parent.glob("*/error.json") if file != own] if own else []
+    folder = folder_of_ranks()
+    files = [file for file in folder.glob("*/error.json") if file != _record_file()] if folder else []
     records = [json.loads(file.read_text(encoding="utf-8"))["message"] for file in files]
     return [(int(record["extraInfo"]["timestamp"]), record["message"]) for record in records]
 
@@ -170,9 +177,9 @@ def report(text: str, message: str, file: TextIO | None = None, *, failed: bool 
 
 def _is_first(text: str) -> bool:
     """Claim this text; returns whether no other rank of this machine has claimed it before. Raises OSError."""
-    own = _record_file()
-    if own and own.parent.parent.is_dir():
-        claim = own.parent.parent / f"said-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}"
+    folder = folder_of_ranks()
+    if folder and folder.is_dir():
+        claim = folder / f"said-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}"
         try:
             claim.touch(exist_ok=False)
         except FileExistsError:
@@ -181,8 +188,8 @@ def _is_first(text: str) -> bool:
 
 
 def _print(text: str, file: TextIO | None = None) -> None:
-    own, rank = _record_file(), os.environ.get("RANK", "0")
-    if rank != "0" and not (own and own.parent.parent.is_dir()):
+    folder, rank = folder_of_ranks(), os.environ.get("RANK", "0")
+    if rank != "0" and not (folder and folder.is_dir()):
         text = f"[rank {rank}] {text}"
     with contextlib.suppress(OSError, UserError):  # the output's reader may be gone, or its disk full
         print(text, file=file or sys.stderr, flush=True)

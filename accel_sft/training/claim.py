@@ -31,7 +31,7 @@ from accel_sft.launch.describe import launch_record
 from accel_sft.launch.info import Launch
 from accel_sft.launch.recordable import recordable
 from accel_sft.models.source import weights_identity
-from accel_sft.resilience.exit import lost_peers
+from accel_sft.resilience.exit import folder_of_ranks, lost_peers
 from accel_sft.rows.fingerprint import code_fingerprint, task_record
 from accel_sft.rows.rows import Rows
 from accel_sft.training.prepare import Prepared
@@ -60,8 +60,8 @@ def claim_run_dir(
 
     def claim() -> tuple[RunDir, str, str, bool]:
         # in torchrun's temporary folder a file tells later attempts of this launch the run's folder
-        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        shared = Path(file).parents[2] / "accel_sft-run-dir" if file else None
+        attempt = folder_of_ranks()
+        shared = attempt.parent / "accel_sft-run-dir" if attempt else None
         noted = shared.read_text(encoding="utf-8") if shared and shared.is_file() else ""
         writer, _, earlier = noted.partition(" ")
         if writer == str(os.getpid()):

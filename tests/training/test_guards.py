@@ -39,6 +39,7 @@ from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.run_options import recorded_options
 from accel_sft.launch.read import read_launch
+from accel_sft.resilience.exit import report
 from accel_sft.resilience.signals import StopSignals
 from accel_sft.training import claim
 
@@ -399,6 +400,21 @@ def test_machines_without_a_folder_in_common_are_told_so_before_anything_is_comp
         claim.claim_run_dir(accelerator, two, "sums", Sums(), resumed)
     lock.release()
     assert run_dir.read_status() == "failed"
+
+
+@pytest.mark.parametrize("file", ["error.json", "/error.json", "log/termination"])
+def test_an_error_file_that_is_not_torchruns_is_only_written(tmp_path, monkeypatch, file):
+    (tmp_path / "run" / "log").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "run")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", file)
+    config = TrainConfig(output_dir=str(tmp_path / "out")).resolved({})
+    run_dir, *_ = claim.claim_run_dir(Accelerator(cpu=True), ALONE, "sums", Sums(), config)
+    lock.release()
+    assert run_dir.path == tmp_path / "out"
+    if file[0] != "/":
+        report("no data", "no data")
+        assert json.loads(Path(file).read_text())["message"]["message"] == "no data"
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {Path(file).name, "result.json", ".lock"}
 
 
 def test_a_run_of_a_version_that_read_control_tokens_otherwise_is_told_how(tmp_path):
