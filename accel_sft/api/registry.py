@@ -1,9 +1,11 @@
 """Finds tasks by the entry point group `accel_sft.tasks`, and loads them by name; a broken one harms no other."""
 
+import contextlib
 import dataclasses
 import difflib
 import importlib.metadata
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -86,7 +88,8 @@ def load_plugin(plugin: Plugin) -> type[Task]:
         raise plugin.broken(cause)
     entry_point = importlib.metadata.EntryPoint(plugin.name, plugin.target, GROUP)
     try:
-        cls: type[Task] = entry_point.load()
+        with contextlib.redirect_stdout(sys.stderr):  # a command may print JSON to the standard output
+            cls: type[Task] = entry_point.load()
     except (Exception, SystemExit) as error:  # a plugin's module may raise anything when imported
         raise plugin.broken(f"cannot be imported: {what_and_where(error)}") from error
     if causes := contract_faults(cls):

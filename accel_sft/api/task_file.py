@@ -1,6 +1,7 @@
 """Loads a task's class from a single Python file, which needs no package. Needs only the standard library."""
 
 import ast
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
@@ -67,7 +68,8 @@ def load_file(file: TaskFile) -> type[Task]:
     try:
         tree = ast.parse(source, str(file.path))
         _refuse_relative(where, tree)
-        exec(compile(tree, str(file.path), "exec"), module.__dict__)
+        with contextlib.redirect_stdout(sys.stderr):  # a command may print JSON to the standard output
+            exec(compile(tree, str(file.path), "exec"), module.__dict__)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # the file may raise anything

@@ -50,6 +50,13 @@ def test_a_file_is_a_task_and_its_record_and_fingerprint_follow_its_content(fold
     assert file_record(dict) is None
 
 
+def test_what_a_module_prints_goes_to_standard_error(folder, capsys):
+    (folder / "loud.py").write_text(f"print('hello')\n{GOOD}")
+    registry.load("./loud.py")
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "hello\n")
+
+
 def test_a_module_beside_the_file_is_found_and_one_that_is_hidden_is_refused(folder):
     Path("mine.py").write_text("from size_of_mine import SIZE\n" + GOOD.replace("option(10", "option(SIZE"))
     Path("size_of_mine.py").write_text("SIZE = 7\n")

@@ -120,6 +120,19 @@ def test_data_that_differ_between_ranks_are_found():
         holds(BySeedOfHashes(), "test_two_ranks")
 
 
+class Loud(Parity):
+    """It prints, by itself and by a program that it starts."""
+
+    def dataset(self, split):
+        print("reading")
+        subprocess.run(["echo", split], check=True)
+        return super().dataset(split)
+
+
+def test_a_task_may_print():
+    holds(Loud(), "test_two_ranks_get_the_same_examples")
+
+
 def test_of_turns_as_target_the_last_answer_is_scored():
     def target(self, example):
         answer = {"role": "assistant", "content": ("even", "odd")[example % 2]}
