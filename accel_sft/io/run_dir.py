@@ -67,9 +67,11 @@ class RunDir:
 
     @classmethod
     def record_around(cls, model: str) -> dict[str, Any] | None:
-        """The run.json of the folder `model`, or else of the folder above it; None if neither has one."""
-        folder = expanded(model)
-        run = next((run for run in map(cls, (folder, folder.parent)) if run.record.is_file()), None)
+        """The run.json of the folder `model`, or else of the folder above it; None if neither has one, or if `model` is
+        no folder but a hub id, whose folder above would be the one that the command runs in."""
+        folder = expanded(model).absolute()
+        folders = (folder, folder.parent) if folder.is_dir() else ()
+        run = next((run for run in map(cls, folders) if run.record.is_file()), None)
         return run.read_record() if run else None
 
     @classmethod

@@ -61,7 +61,7 @@ def find_source(model: str, *, init_from: str | None = None) -> Source:
             raise UserError(
                 f"{folder}/adapter_config.json: base_model_name_or_path is missing; name the adapter's base"
             )
-        beside = RunDir(folder.parent.resolve()).base
+        beside = RunDir(folder.absolute().parent.resolve()).base
         if not Path(base).exists() and (beside / "config.json").is_file():  # the run was moved
             base = str(beside)
         elif Path(base).is_absolute() and not Path(base).exists():

@@ -15,12 +15,26 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.commands.evaluate import _differences
 from accel_sft.io import terminal
+from accel_sft.io.run_dir import RunDir
 from accel_sft.models import load, source
 from accel_sft.models.compiled import compile_blocks
 from accel_sft.models.load import load_model
 from accel_sft.models.source import find_source, reach
 
 RECORD = json.dumps({"task": "math", "config": {}, "task_options": {}, "launch": {"precision": "bf16"}})
+
+
+def test_a_hub_id_within_a_runs_folder_is_not_that_run(tmp_path, monkeypatch):
+    adapter(tmp_path, "org/gone")
+    monkeypatch.chdir(tmp_path)
+    assert RunDir.record_around("gpt2") is None
+    assert RunDir.record_around("org/model") is None
+    assert RunDir.record_around("final")["task"] == RunDir.record_around(".")["task"] == "math"
+    monkeypatch.chdir("final")
+    assert RunDir.record_around(".")["task"] == "math"
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").touch()
+    assert find_source(".").weights == str(tmp_path / "base")  # the run was moved
 
 
 def adapter(run, base):
