@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import json
 import os
 import stat
 import tempfile
@@ -36,7 +37,7 @@ the cache."""
 _ANNOUNCED_BYTES = 64 << 20
 """Files of at least this many bytes are announced by a line when their rows are converted."""
 _KIND, _PLACES, _TEXT = "rows", "places.bin", "rows.jsonl"
-_FORM = 2
+_FORM = 3
 """Version of a cache entry's form; it changes when older entries can no longer be read."""
 _EXPECTED = "a JSON, JSONL, CSV, Parquet or text file"
 _NO_ROWS = "a JSON array of objects or one JSON object per line"
@@ -185,7 +186,7 @@ def _validated(
             if lines is not None:
                 begin = lines.tell()
                 lines.write(raw + b"\n")
-            group = zlib.crc32(parsed.group.encode() or raw)
+            group = zlib.crc32(parsed.group.encode() or _content(raw))
             found.places += PLACE.pack(begin, len(raw), zlib.crc32(raw), line, group)
         except RowLeftOut as reason:
             found.left_out.add(str(reason), line, row)
@@ -202,6 +203,11 @@ def _validated(
     if not found.places and not found.left_out and not found.bad:
         raise UserError(f"{name}: no rows; expected {_NO_ROWS if format.is_text_of_rows else 'a header and rows'}")
     return found
+
+
+def _content(raw: bytes) -> bytes:
+    """A row's text without what does not make it another row: blanks, line breaks and the order of its keys."""
+    return json.dumps(json.loads(raw), sort_keys=True).encode()
 
 
 def _told(problems: Tally, name: str, format: Format, bad: int) -> Iterator[str]:

@@ -220,6 +220,20 @@ def test_a_row_behind_one_that_was_left_out_is_not_named_by_another_rows_number(
     assert (place.line, place.row) == (1, None)
 
 
+def test_equal_rows_stay_together_however_they_are_written(tmp_path):
+    rows = [{"answer": f"{n}", "other": n} for n in range(40)]
+    turned = [dict(reversed(row.items())) for row in rows]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))  # without a line break at its end
+    (tmp_path / "b.jsonl").write_bytes(b"".join(f" {json.dumps(row)}\r\n".encode() for row in turned))
+    (tmp_path / "c.json").write_text(json.dumps(rows, indent=2))
+    names = ",".join(str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.json"))
+    for seed in range(3):
+        kept, held = (set(side) for side in read_rows(names, lambda row: row["answer"]).held_out(60, seed))
+        assert len(kept) + len(held) == 40
+        assert kept
+        assert held
+
+
 def test_held_out_rows_are_drawn_by_group_and_seed(tmp_path):
     lines = [json.dumps({"answer": f"{n}", "group": f"{n // 3}"}) for n in range(300)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
