@@ -20,6 +20,7 @@ from accel_sft.api.tool_configs import RehearseConfig
 from accel_sft.models.source import find_source
 from accel_sft.tools.rehearse.command import Rehearsal
 from accel_sft.tools.rehearse.reload import Reloaded, reported
+from accel_sft.tools.rehearse.shrunk import shrink
 from accel_sft.tools.rehearse.stages import STAGES, Stages
 from accel_sft_math import Math
 
@@ -117,6 +118,18 @@ def test_trainers_message_is_not_cut_at_a_semicolon():
         raise UserError(message)
     assert [flaw.what for flaw in stages.all["data"].flaws] == [message]
     assert " ".join(" ".join(lines).split()).endswith(f"fails: {message}")
+
+
+def test_texts_and_tokens_are_not_cut_like_lists_of_layers(tmp_path):
+    folder = make_tiny(tmp_path / "base")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": len("silu"), "layer_types": ["full_attention"] * 4, "eos_token_id": [0, 1, 2, 3]}
+    (folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "small").mkdir()
+    assert "2 of 4 layers" in shrink(find_source(str(folder)), tmp_path / "small", trust_remote_code=False)
+    small = json.loads((tmp_path / "small" / "config.json").read_text())
+    assert (small["hidden_act"], small["eos_token_id"]) == ("silu", [0, 1, 2, 3])
+    assert len(small["layer_types"]) == 2
 
 
 def test_exported_weights_that_are_not_the_trained_ones_are_found(tmp_path):

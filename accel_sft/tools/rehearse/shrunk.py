@@ -157,12 +157,18 @@ def _values(content: Mapping[str, Any], layers: int, count: int, inside: str) ->
             yield key, _SET[key]
         elif key in _AT_MOST and type(value) is int:
             yield key, min(value, _AT_MOST[key])
-        elif isinstance(value, (list, str)) and len(value) == layers and not inside.startswith("vision"):
+        elif _is_by_layer(key, value) and len(value) == layers and not inside.startswith("vision"):
             yield key, value[:count]
         elif isinstance(value, list) and key.endswith(_BY_LAYER):
             yield key, [number for number in value if not isinstance(number, int) or number < count] or value[:1]
         else:
             yield key, value
+
+
+def _is_by_layer(key: Any, value: Any) -> bool:
+    """Whether a value may have an entry for each layer: a pattern (`M-M*`, not `silu`), or a list but of tokens."""
+    name = str(key)  # labels have numbers
+    return "pattern" in name if isinstance(value, str) else isinstance(value, list) and "token" not in name
 
 
 def _rope(value: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
