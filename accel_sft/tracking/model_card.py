@@ -51,7 +51,7 @@ def model_card(
     metadata = ModelCardData(
         base_model=base_model if on_hub else None,
         library_name="transformers" if adapter == "none" else "peft",
-        pipeline_tag="text-generation",
+        pipeline_tag="text-generation" if model_class == "AutoModelForCausalLM" else "image-text-to-text",
         tags=["accel_sft", "sft"],
     )
     base = f"`{Path(base_model).name}`"

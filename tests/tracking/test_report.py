@@ -17,6 +17,7 @@ from accel_sft import UserError
 from accel_sft.io.files import write_atomically, write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.recordable import command_line, masked_words, recordable
+from accel_sft.tracking.model_card import of_merged
 from accel_sft.tracking.run_report import comparison_rows, energy_text, print_report, render_report, write_report
 
 
@@ -287,6 +288,14 @@ def test_an_adapters_card_names_peft_and_a_folder_is_no_hub_id(tmp_path):
     assert str(tmp_path) not in text
     assert "A lora adapter of `base`, trained for the task `math` with accel_sft." in text
     assert "AutoPeftModelForCausalLM.from_pretrained" in text
+
+
+def test_the_card_of_a_model_that_reads_images_says_so():
+    images = {"model_class": "AutoModelForImageTextToText"}
+    tags = [yaml.safe_load(card(**more).split("---\n")[1])["pipeline_tag"] for more in ({}, images)]
+    assert tags == ["text-generation", "image-text-to-text"]
+    merged = of_merged(card(adapter="lora", **images))
+    assert yaml.safe_load(merged.split("---\n")[1])["pipeline_tag"] == "image-text-to-text"
 
 
 def test_reports_are_written_without_torch():
