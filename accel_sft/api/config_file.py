@@ -40,7 +40,7 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
         name = key.value.replace("-", "_")
         if name in first_lines:
             problems.append(f"{shown(name)} is given twice, on lines {first_lines[name]} and {_line(key)}; keep one")
-        elif name in known and HIDDEN in str(_value(known[name], node)):
+        elif name in known and _value(known[name], node) == HIDDEN:
             lacking = f"{where}: {known[name].flag}: secrets are not in a run's file; give it on the command line"
             problems.append(None if name in given else lacking)
         elif name in known:

@@ -26,7 +26,8 @@ def recorded_options(
         same_data: whether files that the record names are to be read.
     Raises:
         UserError: the settings name files and `same_data` is not set; a run's folder may be someone else's, and name
-            any file of this machine. Or the record hides a value as a secret, and `given` could have it.
+            any file of this machine. Or the record hides a value as a secret, and `given` could have it; or a value of
+            the record is none that the setting may have now.
     """
     before = record["task_options"]
     mine = [s for s in task_settings if s.name in before.keys() - {*(given or ())}]
@@ -36,7 +37,9 @@ def recorded_options(
         raise UserError(f"{where}: secrets are not in its record; give {flags} again")
     if hidden:
         print(f"note: {where}: secrets are not in its record, so the default of {flags} is used", file=sys.stderr)
-    mine = [s for s in mine if s not in hidden and not s.problem(before[s.name])]
+    mine = [s for s in mine if s not in hidden]
+    if problems := [line for s in mine if (line := s.problem(before[s.name]))]:
+        raise UserError(*(f"{line}; so says the run.json of {where}" for line in problems))
     files = [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]
     if files and not same_data:
         named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)

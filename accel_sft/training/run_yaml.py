@@ -12,7 +12,7 @@ import yaml
 import accel_sft
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import TASK
-from accel_sft.api.options import settings
+from accel_sft.api.options import HIDDEN, settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record
 from accel_sft.io.files import write_atomically
@@ -53,6 +53,7 @@ def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainCon
     defaults |= {setting.name: setting.default for setting in settings(type(task))}
     mine = {**config.as_dict(), **{setting.name: getattr(task, setting.name) for setting in settings(type(task))}}
     kept = {name: value for name, value in recordable(mine).items() if name not in _LEFT_OUT}
+    kept |= {name: HIDDEN for name, value in kept.items() if value != mine[name] and HIDDEN in str(value)}
     chosen = {name: value for name, value in kept.items() if value != defaults[name]}
     rest = {name: value for name, value in kept.items() if name not in chosen}
     told = "# By default; remove what is below to have the defaults of another model, or of a later version.\n"

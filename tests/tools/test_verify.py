@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import pytest
@@ -123,6 +124,14 @@ def verified(run: RunDir, *options: str) -> tuple[int, dict]:
     done = CliRunner().invoke(verify, [str(run), "--json", *options])
     assert done.stdout, done.output
     return done.exit_code, json.loads(done.stdout)
+
+
+def test_a_secret_that_run_yaml_hides_is_no_difference(tmp_path):
+    (tmp_path / "run.yaml").write_text("task: t\nhf_token: '***'\nrows: '***'\nseed: '***'\n")
+    record = {"config": {"seed": 3}, "task_options": {"hf_token": "***", "rows": "https://***@host/rows.jsonl"}}
+    run = SimpleNamespace(run_dir=RunDir(tmp_path), record=record, has_evidence=True, trained=[])
+    (found,) = records._settings(run)
+    assert (found.level, found.what) == ("differs", "seed is ***, and 3 in run.json")
 
 
 def test_nothing_is_found_in_a_run_that_is_as_it_was_trained(honest):

@@ -447,6 +447,8 @@ def test_a_value_that_a_record_hides_is_asked_for(tmp_path, capsys):
     assert (
         "note: RUN run: secrets are not in its record, so the default of --tokenizer is used" in capsys.readouterr().err
     )
+    with pytest.raises(UserError, match=r"--tokenizer 5: expected text; so says the run.json of --model run"):
+        recorded_options({**record, "task_options": {"tokenizer": 5}}, [own], [], "--model run", same_data=False)
     claim._check_unchanged(record, {**record, "task_options": {"tokenizer": "gpt2"}}, RunDir(tmp_path))
     assert "its record hides --tokenizer as a secret, so a change cannot be seen" in capsys.readouterr().out
     with pytest.raises(UserError, match="--tokenizer: the run was started with"):

@@ -15,7 +15,7 @@ from accel_sft.api import registry
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import TASK
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import settings
+from accel_sft.api.options import HIDDEN, settings
 from accel_sft.io import manifest
 from accel_sft.io.evidence import made_by, other_versions
 from accel_sft.io.files import mapping
@@ -175,7 +175,8 @@ def _settings(run: Recorded) -> Iterator[Finding]:
     if not file.is_file() and run.has_evidence:
         found.append(differs(file.name, "is missing"))
     for name, value in again.items():
-        if name != TASK and recorded.get(name, value) != value:
+        hidden = value == HIDDEN and HIDDEN in str(recorded.get(name))
+        if name != TASK and not hidden and recorded.get(name, value) != value:
             found.append(differs("run.yaml", f"{name} is {value}, and {recorded[name]} in run.json"))
     known = {setting.name for setting in settings(TrainConfig)}
     config = TrainConfig(**{name: value for name, value in run.record["config"].items() if name in known})
