@@ -100,7 +100,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         if averages:
             about["averaged_steps"] = averages.updates
         if not wait and self._has_room is None:
-            reason = first_reason(no_room_for_a_copy(self.model, self.launch, averaged=averages is not None))
+            on_gpu = accelerator.device.type == "cuda"
+            reason = first_reason(
+                no_room_for_a_copy(self.model, self.launch, averaged=averages is not None, on_gpu=on_gpu)
+            )
             self._has_room, self._held = reason is None, None if reason else {}
             if reason:
                 self.log(f"{reason}: training waits while checkpoints are written")

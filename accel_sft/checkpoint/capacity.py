@@ -65,10 +65,11 @@ def check_host_memory(
     Team(accelerator).firsts(check)
 
 
-def no_room_for_a_copy(model: Any, launch: Launch, *, averaged: bool = False) -> str | None:
+def no_room_for_a_copy(model: Any, launch: Launch, *, averaged: bool = False, on_gpu: bool = False) -> str | None:
     """Say why this machine's ranks cannot keep a copy of what they write of a checkpoint; None if they can."""
     ranks = launch.shard_ranks if launch.backend == "fsdp" else launch.world_size
-    size = checkpoint_bytes(model, averaged=averaged) * min(launch.local_world_size / ranks, 1.0)
+    pins = on_gpu and launch.offload("optimizer") == "none"
+    size = checkpoint_bytes(model, averaged=averaged, in_pinned_memory=pins) * min(launch.local_world_size / ranks, 1.0)
     return no_room(size, "what is saved")
 
 

@@ -3,14 +3,11 @@
 import contextlib
 import ctypes
 import gc
-import importlib.metadata
 import math
 import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-
-from packaging.version import Version
 
 from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory
@@ -29,21 +26,13 @@ _QUIET = {
 _THREADS = "OMP_NUM_THREADS"
 _before: dict[str | None, str | None] = {}
 """The user's value of OMP_NUM_THREADS by the value that `prepare_environment` wrote over it."""
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+"""Has the GPU's allocator fill gaps that forwards of different lengths leave. torch 2.13 also has an option that pins
+host memory without rounding (pinned_max_round_threshold_mb): with it, a request may get a smaller block from the cache
+of pinned blocks, and a copy writes past its end."""
 WITHOUT_CUDNN = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 """Puts cuDNN's attention last among torch's. torch prefers it on H100 and B200, where it plans for 20 to 40 ms for each
 exact shape, and a forward here seldom has the shape of another. `create_accelerator` turns it off as well."""
-
-
-def allocator_settings() -> str:
-    """Return settings of torch's allocators, by which they waste less memory.
-
-    On a GPU, gaps that forwards of different lengths leave are filled. On the host, memory is pinned by the size that
-    was asked for: rounded up to a power of two, as by default, offloaded states of a 7B model take 165 GiB, not 113.
-    """
-    gaps = "expandable_segments:True"
-    knows_pinning = Version(importlib.metadata.version("torch")) >= Version("2.13")  # an older torch refuses the name
-    return f"{gaps},pinned_max_round_threshold_mb:1" if knows_pinning else gaps
 
 
 def prepare_environment(debug: bool = False) -> None:
@@ -66,7 +55,7 @@ def prepare_environment(debug: bool = False) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     _keep_freed_memory()
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # the variable's newer name
-        os.environ.setdefault(ALLOCATOR, allocator_settings())
+        os.environ.setdefault(*ALLOCATOR)
     os.environ.setdefault(*WITHOUT_CUDNN)
     scripts = sysconfig.get_path("scripts")
     if Path(scripts, "ninja").is_file():

@@ -179,7 +179,10 @@ def copied_bytes(job: Job) -> float:
     if job.launch.backend == "fsdp":
         ranks = job.launch.shard_ranks  # HSDP's first copy of the model writes all
     largest = 0 if job.launch.stage or job.launch.shards_weights else min(job.shape.largest_tensor, job.trained)
-    return each * (largest + (job.trained - largest) / ranks)  # a tensor that all ranks have whole is written by one
+    size = each * (largest + (job.trained - largest) / ranks)  # a tensor that all ranks have whole is written by one
+    if job.launch.offload("optimizer") != "none":
+        return size
+    return size * job.rounding(FLOAT32 / (ranks if job.launch.shards_weights else 1))  # what a GPU copies to is pinned
 
 
 def exported_bytes(job: Job) -> float:

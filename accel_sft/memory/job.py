@@ -26,6 +26,11 @@ ROOMY_LOGITS = 2**28
 parameters; pieces of this size are larger than a usual forward's, so that larger ones would save no time."""
 
 
+def pinned(size: float) -> float:
+    """Bytes of the block that torch pins in host memory for `size` bytes: the next power of two."""
+    return 2.0 ** math.ceil(math.log2(size)) if size > 0 else 0.0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
     """A training run, as far as memory and speed depend on it.
@@ -176,6 +181,18 @@ class Job:
     def parameters(self) -> int:
         """Number of all parameters, an adapter's included."""
         return self.shape.parameters + (self.trained if self.is_frozen else 0)
+
+    def rounding(self, each: float, *, whole_model: bool = False) -> float:
+        """Bytes that torch pins in host memory for tensors of `each` bytes an element, each in a block of its own, per
+        byte of them: of the trained ones, or of the whole model's. It is 1 where ranks train on the CPU."""
+        if self.on_cpu:
+            return 1.0
+        sizes = list(self.shape.tensors())
+        if self.is_frozen and not whole_model:
+            on = list(self.shape.adapted(self.adapter, self.target_modules))
+            pairs = [(count, ranks * self.lora_r, m) for count, ranks, m in on]
+            sizes = [(count, rank * width) for count, rank, m in pairs for width in (m.inputs, m.outputs)] or sizes
+        return sum(count * pinned(each * n) for count, n in sizes) / sum(count * each * n for count, n in sizes)
 
     def weights_bytes(self, each: int) -> float:
         """Bytes of all weights, where one that is not in 4 bits takes `each` bytes."""

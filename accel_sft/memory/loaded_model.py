@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.launch.info import Launch
 from accel_sft.memory.closed_form import CUDA_BYTES, FILE_BYTES, checkpoint_bytes_each
+from accel_sft.memory.job import pinned
 from accel_sft.memory.states import AVERAGE, FLOAT32, IMPORTANCES, MASTER, MOMENTS, WHOLE
 
 
@@ -139,9 +140,13 @@ def forward_bytes(
     return itemsize * (tokens * numbers + seen + copies + weights / layers) + 12 * logits
 
 
-def checkpoint_bytes(model: Any, *, averaged: bool = False) -> int:
-    """Return how many bytes a checkpoint of this model takes on the disk, of all ranks together, at most."""
-    return sum(trained_sizes(model)) * (checkpoint_bytes_each(averaged) + (IMPORTANCES if _is_adalora(model) else 0))
+def checkpoint_bytes(model: Any, *, averaged: bool = False, in_pinned_memory: bool = False) -> int:
+    """Return how many bytes a checkpoint of this model takes, of all ranks together, at most: on the disk, or in pinned
+    host memory, which rounds each tensor up."""
+    sizes: list[float] = list(trained_sizes(model))
+    if in_pinned_memory:
+        sizes = [pinned(FLOAT32 * size) / FLOAT32 for size in sizes]
+    return int(sum(sizes)) * (checkpoint_bytes_each(averaged) + (IMPORTANCES if _is_adalora(model) else 0))
 
 
 def least_host_bytes(model: Any, launch: Launch, *, on_cpu: bool, optimizer: str, averaged: bool = False) -> float:

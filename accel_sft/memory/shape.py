@@ -141,6 +141,15 @@ class ModelShape:
         single = [m.copies * m.inputs * m.outputs for block in self.blocks for m in block.matrices]
         return max([self.vocab_size * self.hidden_size, *single])
 
+    def tensors(self) -> Iterator[tuple[int, int]]:
+        """Yield the number of equal tensors, and the elements of one, for all tensors but vectors; experts that are
+        fused are one tensor."""
+        yield (1 if self.tied else 2), self.vocab_size * self.hidden_size
+        for block in self.blocks:
+            for m in block.matrices:
+                of_one = m.inputs * m.outputs
+                yield (block.count * m.copies, of_one) if m.is_linear else (block.count, m.copies * of_one)
+
     @property
     def linear(self) -> int:
         """Elements of the matrices of the blocks' linear layers: those that a 4-bit base keeps in 4 bits."""

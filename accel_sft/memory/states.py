@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from accel_sft.memory.job import Job
+from accel_sft.memory.job import Job, pinned
 
 MASTER, MOMENTS, FLOAT32, AVERAGE = 4, 8, 4, 4
 """Bytes per trained parameter: its float32 copy, AdamW's two moments, its gradient as AdamW takes it, and its average
@@ -42,7 +42,8 @@ class Placed:
         in_flight: the largest tensor's gradient, before it is moved to where gradients are kept.
         update: further gradients while the optimizer steps: copies, casts, flattened ones.
         gathered: whole weights that a forward or backward has gathered or cast.
-        buffers: buffers for exchange, staging and swapping, allocated once.
+        buffers: buffers for exchange, staging and swapping, allocated once; and what pinned host memory takes more than
+            was asked for.
         sharding: what is needed only while the engine is built.
     """
 
@@ -120,6 +121,7 @@ def _data_parallel(job: Job) -> Placed:
         held=gradients if several else 0,
         gradients=0 if several else gradients,
         gathered=cast,
+        sharding=gradients if several else 0,  # DDP's first buckets, as it arranges them anew
     )
 
 
@@ -169,6 +171,9 @@ def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
     device.sharding = flattening
     host = Placed(master=MASTER * share, moments=MOMENTS * share, held=FLOAT32 * share + e * share)
     host.buffers = e * share + largest
+    if _pins(job, "optimizer"):  # the matrices' part of weights, gradients and their copy in the computing type
+        host.buffers += _rounded_up(MASTER * share, FLOAT32 * share, e * share, largest)
+        host.buffers += e * share * (job.rounding(e) - 1)  # each parameter's gradient
     return device, host
 
 
@@ -190,6 +195,7 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
         device.weights = weights
     elif param == "cpu":
         host.weights = weights
+        host.buffers += _rounded_up(e * share) if _pins(job, "param") else 0.0
     else:
         host.buffers += e * min(_SWAP_BUFFERS, job.parameters)
     states = {"master": MASTER * share, "moments": MOMENTS * share, "held": job.sums_bytes * share}
@@ -202,6 +208,9 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
         off = share - stays
         host = host.plus(Placed(master=MASTER * off, moments=MOMENTS * off, held=job.sums_bytes * share))
         host.gradients = host.sharding = FLOAT32 * off
+        if _pins(job, "optimizer"):
+            most = min(off, sub_group)
+            host.buffers += _rounded_up(job.sums_bytes * share) + off / max(most, 1) * _rounded_up(FLOAT32 * most)
         device = device.plus(Placed(master=MASTER * stays, moments=MOMENTS * stays, held=FLOAT32 * stays))
         device.update = FLOAT32 * min(stays, sub_group)  # torch's AdamW keeps a square root of a sub-group at once
     else:
@@ -250,7 +259,24 @@ def _fsdp(job: Job) -> tuple[Placed, Placed]:
     working.in_flight = 0.0 if job.is_frozen else FLOAT32 * head
     if str((job.launch.yaml.get("fsdp_config") or {}).get("fsdp_reshard_after_forward", True)).lower() == "false":
         working.gathered = e * job.parameters
-    return (working, states) if job.launch.offload("param") != "none" else (working.plus(states), Placed())
+    if job.launch.offload("param") == "none":
+        return working.plus(states), Placed()
+    # each parameter's shard is pinned, and its gradient as it comes
+    weights, gradients = job.rounding(weights_bytes(job) / job.parameters / n, whole_model=True), job.rounding(each / n)
+    states.buffers = states.weights * (weights - 1) + states.gradients * (gradients - 1)
+    return working, states
+
+
+def _pins(job: Job, what: str) -> bool:
+    """Whether DeepSpeed pins the host memory of the offloaded `optimizer` or `param`: beside GPUs, unless a JSON says
+    otherwise (launch/accelerator.py)."""
+    own = job.launch.zero.get(f"offload_{what}") or {}
+    return not job.on_cpu and bool(own.get("pin_memory", not job.launch.zero))
+
+
+def _rounded_up(*sizes: float) -> float:
+    """Bytes by which pinned blocks of host memory are larger than the sizes that are asked for."""
+    return sum(pinned(size) - size for size in sizes)
 
 
 def _zero(job: Job, key: str, default: Any) -> float:
