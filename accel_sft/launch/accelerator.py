@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d, register_rendezvous_handler
+from torch.nn.parallel import DistributedDataParallel
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -180,9 +181,10 @@ def prepare_model(
     with compiling(launch):
         way = tensor_parallel if launch.tensor_ranks > 1 else ulysses
         model, optimizer = way.prepare(accelerator, model, optimizer)
-    if accelerator.distributed_type.value.startswith("MULTI_"):
+    if isinstance(model, DistributedDataParallel):
         # buffers (rotary position angles) are equal on all ranks; to broadcast them, ranks would wait in each forward
         model.broadcast_buffers = False
+        _arrange_buckets(model)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     if type(optimizer.optimizer).__name__ in ("FP16_UnfusedOptimizer", "FP16_Optimizer"):
@@ -190,6 +192,20 @@ def prepare_model(
     _gather_with_their_modules(model)
     verify_engine(accelerator, launch, model, max_grad_norm)
     return model, optimizer
+
+
+def _arrange_buckets(model: DistributedDataParallel) -> None:
+    """Have DDP arrange its buckets by a backward of zeros, and all gradients be parts of them, before the first step.
+
+    DDP would do so after the first backward of each start. That backward multiplies gradients by 1/N where all later
+    ones divide them by N: on three ranks and more a resumed run would have other bits. And its gradients would be kept
+    beside the buckets. The weights' sum needs no forward and no rows; its gradients come in the reverse order of the
+    weights, about that of a backward through the model.
+    """
+    model.reducer.prepare_for_backward([])
+    total = torch.stack([weight.sum().float() for weight in model.parameters() if weight.requires_grad]).sum()
+    (0 * total).backward()  # type: ignore[no-untyped-call] # torch's
+    model.reducer._rebuild_buckets()
 
 
 def _gather_with_their_modules(model: torch.nn.Module) -> None:

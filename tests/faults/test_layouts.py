@@ -15,7 +15,7 @@ LAYOUTS += ["fsdp2", "fsdp2_offload"] if fsdp2_on_cpu.RUNS_HERE else []
 
 
 def found(folder, *layouts, **options):
-    """What two ranks found out under these layouts, one after the other in the same processes."""
+    """What two ranks, or the launcher's number, found out under these layouts, one after the other in one process."""
     here = {"PYTHONPATH": str(SUPPORT)}
     done = accel_sft(str(folder), *layouts, yaml="ddp", module="layouts", environment=here, **options)
     assert done.status == 0, done.output[-6000:]
@@ -38,6 +38,19 @@ def test_a_resumed_run_ends_with_the_same_bits_at_every_stage_and_offload_with_d
     run = everywhere[f"{name} {precision}"]
     assert run["resumed"] == run["whole"]
     assert len(set(run["losses"])) == len(run["losses"])
+
+
+@pytest.fixture(scope="module")
+def three_ranks(tmp_path_factory):
+    layouts = [name for name in ("ddp", "z2", "z3", "fsdp2") if name in LAYOUTS]
+    folder = tmp_path_factory.mktemp("three")
+    return found(folder, "resumed", *layouts, launcher=("--num_processes", "3"))
+
+
+@pytest.mark.parametrize("name", [name for name in ("ddp", "z2", "z3", "fsdp2") if name in LAYOUTS])
+def test_resumed_run_on_three_ranks_has_the_same_bits(three_ranks, name):
+    """Unlike by two, a division by three and a product with a third differ in the last bit."""
+    assert three_ranks[name]["resumed"] == three_ranks[name]["whole"]
 
 
 def test_a_resumed_run_in_half_precision_throughout_ends_with_the_same_bits(everywhere):

@@ -1,11 +1,12 @@
 """A script for two real ranks: runs one small job under several layouts, each of which also resumes another's state.
 
-    accelerate launch --config_file accelerate_configs/ddp.yaml tests/support/layouts.py FOLDER LAYOUT ...
+    accelerate launch --config_file accelerate_configs/ddp.yaml tests/support/layouts.py FOLDER [resumed] LAYOUT ...
 
 Writes FOLDER/found.json. It has for each layout: the losses of an uninterrupted run, and what its averages of weights
 (`--ema-decay`) predict; digests of its final state and of the final state of a run that was stopped and resumed; what
 happened in steps whose loss or gradient was made infinite on one rank; the losses of a run that resumes from another
-layout's checkpoint; and those of a run whose forwards run out of memory.
+layout's checkpoint; and those of a run whose forwards run out of memory. With `resumed`, which any number of ranks can
+run, it has the losses and digests alone.
 """
 
 # ruff: noqa: E402, the environment comes before torch
@@ -206,15 +207,16 @@ class Job:
 
     def digest(self) -> str:
         """SHA-256, on each rank, of the whole weights in their own precision, and of the rank's optimizer state and
-        averages."""
+        averages, without what pads them to one size on all ranks."""
         digest = hashlib.sha256()
         for _, weight in sorted((self.accelerator.get_state_dict(self.model) or {}).items()):
             digest.update(bits(weight))
-        for held in partitions(self.accelerator, self.model, self.optimizer):
-            for key in MOMENTS if MOMENTS[0] in held.state else ():
-                digest.update(bits(flat(held.state[key])))
-        for average in self.averages.tensors:
-            digest.update(bits(average))
+        every = partitions(self.accelerator, self.model, self.optimizer)
+        for held, average in zip(every, self.averages.tensors, strict=True):
+            moments = [flat(held.state[key]) for key in MOMENTS if MOMENTS[0] in held.state]
+            for tensor in (*moments, average):
+                for span in held.spans:
+                    digest.update(bits(tensor[span.offset : span.offset + span.size]))
         return " ".join(gather_object([digest.hexdigest()]))
 
 
@@ -283,9 +285,8 @@ def norms(yaml: str, folder: Path) -> list[float]:
 
 
 def beside_the_buckets(folder: Path) -> int:
-    """Bytes of the gradients, in the second step's first backward, that are not views of DDP's buckets."""
+    """Bytes of the gradients, in the first step's first backward, that are not views of DDP's buckets."""
     job = Job("ddp", "no", 0.0, folder)
-    job.steps(0, 1)
     batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
     held: list[dict[int, int]] = []
     for last in (False, True):
@@ -329,6 +330,34 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def resumed(yaml: str, precision: str, folder: Path) -> tuple[Job, Job, dict[str, object]]:
+    """An uninterrupted run, one that resumes its checkpoint, and the losses and final digests of both."""
+    run_dir = folder / f"{yaml}-{precision}"
+    run_dir.mkdir(exist_ok=True)
+    job = Job(yaml, precision, 0.2, run_dir)
+    losses = job.steps(0, STOP)
+    path = job.save(run_dir)
+    job.averaged()  # and the rest as if that had not been
+    losses += job.steps(STOP, STEPS)
+    assert not path.exists()
+    job.written()  # as it was then, although steps have gone on from there
+    whole = job.digest()
+    again = Job(yaml, precision, 0.2, run_dir)
+    again.load(path)
+    assert again.steps(STOP, STEPS) == losses[STOP:], f"{yaml} {precision}: other losses"
+    return job, again, {"losses": losses, "whole": whole, "resumed": again.digest()}
+
+
+def only_resumed(folder: Path, layouts: list[str]) -> None:
+    fsdp2_on_cpu.allow()
+    found = {}
+    for yaml in layouts:
+        job, _, found[yaml] = resumed(yaml, "no", folder)
+    if job.accelerator.is_main_process:
+        (folder / "found.json").write_text(json.dumps(found))
+    job.accelerator.wait_for_everyone()
+
+
 def main(folder: Path, layouts: list[str]) -> None:
     fsdp2_on_cpu.allow()
     as_on_a_gpu()
@@ -346,20 +375,7 @@ def main(folder: Path, layouts: list[str]) -> None:
         found["refused"] = Job("ddp", "no", 0.0, folder).refused(folder / "refused")
     for precision in ("no", "bf16", "bfloat16"):
         for yaml in layouts if precision != "bfloat16" else ["ddp"]:
-            run_dir = folder / f"{yaml}-{precision}"
-            run_dir.mkdir(exist_ok=True)
-            job = Job(yaml, precision, 0.2, run_dir)
-            losses = job.steps(0, STOP)
-            path = job.save(run_dir)
-            job.averaged()  # and the rest as if that had not been
-            losses += job.steps(STOP, STEPS)
-            assert not path.exists()
-            job.written()  # as it was then, although steps have gone on from there
-            whole = job.digest()
-            again = Job(yaml, precision, 0.2, run_dir)
-            again.load(path)
-            assert again.steps(STOP, STEPS) == losses[STOP:], f"{yaml} {precision}: other losses"
-            record = {"losses": losses, "whole": whole, "resumed": again.digest()}
+            job, again, record = resumed(yaml, precision, folder)
             parts = partitions(job.accelerator, job.model, job.optimizer)
             record["optimizers"] = sorted({type(each.optimizer).__name__ for each in parts if each.state})
             found[f"{yaml} {precision}"] = {**record, **{how: again.spoiled(how) for how in ("loss", "gradient")}}
@@ -391,4 +407,8 @@ def main(folder: Path, layouts: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    folder, *layouts = sys.argv[1:]
+    if layouts[0] == "resumed":
+        only_resumed(Path(folder), layouts[1:])
+    else:
+        main(Path(folder), layouts)

@@ -15,6 +15,7 @@ LAYOUTS = {
     "plain": {},
     "plain with recomputed activations": {},
     "ddp": {"yaml": "ddp", "launcher": FP32},
+    "ddp on three ranks": {"yaml": "ddp", "launcher": (*FP32, "--num_processes", "3")},
     "z2": {"yaml": "z2", "launcher": FP32},
     "z3": {"yaml": "z3", "launcher": FP32, "real": True},
     "z2_offload": {"yaml": "z2_offload", "launcher": FP32},

@@ -395,7 +395,7 @@ def _real_meshes() -> Iterator[None]:
 
 
 class _Reducer:
-    """DDP's reducer, whose buckets stay as they are made: after the first step it would sort them anew by content."""
+    """DDP's reducer, whose buckets stay as they are made: it would sort them anew by content."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -425,11 +425,16 @@ class Rehearsal:
                 source, config, precision=self.accelerator.mixed_precision, deepspeed=False, total_steps=case.steps
             )
         optimizer = new_optimizer(model, config)
-        self.model, self.optimizer = launching.prepare_model(
-            self.accelerator, launch, model, optimizer, config.max_grad_norm
-        )
-        if launch.backend == "ddp":
-            _over_ranks(self.model, case.ranks)
+        arrange = launching._arrange_buckets
+
+        def arranged(model: Any) -> None:
+            _over_ranks(model, case.ranks)
+            arrange(model)
+
+        with mock.patch.object(launching, "_arrange_buckets", arranged):
+            self.model, self.optimizer = launching.prepare_model(
+                self.accelerator, launch, model, optimizer, config.max_grad_norm
+            )
         if case.attention == "rows":
             prefix_attention.install()
             # a probe compares numbers, which fake tensors have not: the kernels pass it, as on an H100

@@ -377,6 +377,15 @@ def test_a_stretch_that_is_run_again_has_the_same_bits(honest, forks):
     assert finding.what == "weights, optimizer states and log lines are the same to the bit"
 
 
+def test_segment_of_three_ranks_has_the_same_bits(tmp_path, forks):
+    job = (*JOB, *KEPT, "--eval-every", "off")
+    trained = accel_sft(*job, run_dir=tmp_path / "run", **LAYOUTS["ddp on three ranks"])
+    assert trained.status == 0, trained.output
+    run = Recorded.read(RunDir(tmp_path / "run"))
+    finding = rerun.run_again(run, stretches.candidates(run, from_start=False)[-1], 0.0)
+    assert (finding.level, finding.subject) == ("holds", "steps 5 to 6"), finding
+
+
 def test_a_stretch_that_cannot_be_run_again_here_is_no_difference_and_no_success(honest, forks):
     (honest.path.parent / "rows.jsonl").unlink()
     done = CliRunner().invoke(verify, [str(honest.path), "--segments", "1"])
@@ -392,6 +401,7 @@ HONEST = {
     "resumed": (*JOB, *KEPT),
     "killed and resumed": (*STOPPED, "--keep-checkpoints", "every:10", "--save-every", "10", "--tracker", "none"),
     "ddp": (*JOB, *KEPT),
+    "ddp on three ranks": (*JOB, *KEPT),
     "z2": (*JOB, *KEPT),
     "z3": (*JOB, *KEPT),
     "torchrun": (*JOB, *KEPT),
