@@ -1,8 +1,9 @@
 """Warns once if a GPU idles or waits for others during training, and names the likely cause by measurements.
 
 NVML counts the time in which any kernel ran. NCCL's run, and spin, while their rank waits for another: a waiting GPU
-reads 100%. So waiting is measured in the process. The exchange at the end of a step takes the rank that is last the
-least time, which is what its own GPU needs to finish; by as much longer as it takes another rank, that rank has waited.
+reads 100%. So waiting is measured in the processes: a rank whose batches and forwards take less time than another's
+waits for that one in its backward, at least for the difference. Under ZeRO-3 and FSDP, whose ranks wait within a
+forward, and where ranks share rows, it is not measured.
 """
 
 import math
@@ -10,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from accel_sft.tracking.system import ENERGY, SYSTEM_FIELDS, WAIT
+from accel_sft.tracking.system import ENERGY, FORWARDS, SYSTEM_FIELDS
 from accel_sft.tracking.time_spent import BATCHES, COMMUNICATION, OPTIMIZER, PAUSE
 
 WARMUP_STEPS = 10
@@ -20,6 +21,8 @@ WINDOW_READINGS = 20
 LOW_PERCENT = 50.0
 _MUCH = 0.2
 """Share of a window's time from which on an activity counts as a cause."""
+_BEHIND = 0.1
+"""The same for waiting, of which only the part is measured that comes from forwards: backwards take longer."""
 _SMALL_TOKENS = 4096
 """A forward of fewer tokens may take longer to launch than to run."""
 PAUSE_SECONDS = 0.05
@@ -43,7 +46,7 @@ class IdleWatch:
 
     def _begin_window(self) -> None:
         self._readings: dict[int, list[float]] = defaultdict(list)
-        self._waited: defaultdict[int, float] = defaultdict(float)  # seconds by rank
+        self._forward_seconds: defaultdict[int, float] = defaultdict(float)  # by rank
         self._joules: defaultdict[int, float] = defaultdict(float)
         self._spent: Counter[str] = Counter()
         self._forwards, self._tokens, self._seconds = 0, 0, 0.0
@@ -78,7 +81,7 @@ class IdleWatch:
                     self._stale.discard(rank)
                     continue
                 self._readings[rank].append(new[_PERCENT])
-                self._waited[rank] += new[WAIT] - before[WAIT]
+                self._forward_seconds[rank] += new[FORWARDS] - before[FORWARDS]
                 self._joules[rank] += new[ENERGY] - before[ENERGY]
         if self._steps <= WARMUP_STEPS:
             return None
@@ -92,13 +95,14 @@ class IdleWatch:
             return None
         use = {rank: sum(found) / len(found) for rank, found in self._readings.items()}
         least = min(use, key=lambda rank: use[rank])
-        last = min(use, key=lambda rank: self._waited[rank])
-        waits = {rank: (self._waited[rank] - self._waited[last]) / self._seconds for rank in use}
+        last = max(use, key=lambda rank: self._forward_seconds[rank])
+        behind = self._forward_seconds[last]
+        waits = {rank: (behind - self._forward_seconds[rank]) / self._seconds for rank in use}  # NaN: not measured
         longest = max(waits, key=lambda rank: waits[rank])
         warning = None
         if use[least] < LOW_PERCENT:
             warning = self._idling(least, use, len(ranks), waits[least], last)
-        elif waits[longest] >= _MUCH:
+        elif waits[longest] >= _BEHIND:
             warning = self._waiting(longest, use[longest], waits[longest], last)
         self._told = warning is not None
         self._begin_window()
@@ -108,7 +112,7 @@ class IdleWatch:
         power = self._joules[rank] / self._joules[last] if self._joules[last] > 0 else math.nan
         by_power = "" if math.isnan(power) else f", and takes {power:.0%} of the power of rank {last}'s"
         return (
-            f"rank {rank} waits for rank {last} for {share:.0%} of a step, in steps {self._window[0]} to "
+            f"rank {rank} waits for rank {last} for {share:.0%} of a step or longer, in steps {self._window[0]} to "
             f"{self._window[-1]}. Its GPU reads {use:.0f}% busy meanwhile, since kernels that wait count{by_power}. "
             f"Look at rank {last}'s GPU and machine: clocks, temperature, other processes; --profile traces where the "
             "time goes"
@@ -124,7 +128,9 @@ class IdleWatch:
 
     def _cause(self, ranks: int, least: int, waits: float, last: int) -> str:
         where = " on rank 0" if ranks > 1 else ""
-        share = {name: spent / self._seconds for name, spent in self._spent.items()} | {COMMUNICATION: waits}
+        measured = not math.isnan(waits)
+        share = {name: spent / self._seconds for name, spent in self._spent.items()}
+        share[COMMUNICATION] = waits if waits >= _BEHIND else 0.0
         what, look = "reading rows and making batches", "the disk with the token cache"
         if self._images:
             what, look = "reading rows, resizing images and making batches", "the images' size"
@@ -139,10 +145,10 @@ class IdleWatch:
             )
         if ranks > 1:
             causes[COMMUNICATION] = (
-                f"rank {least} waits for rank {last} for {{}} of a step; look for a slower GPU there"
+                f"rank {least} waits for rank {last} for {{}} of a step or longer; look for a slower GPU there"
             )
         likely = max(causes, key=lambda name: share.get(name, 0.0))
-        if share.get(likely, 0.0) >= _MUCH:
+        if share.get(likely, 0.0) >= (_BEHIND if likely == COMMUNICATION else _MUCH):
             return "Likely cause: " + causes[likely].format(f"{100 * share[likely]:.0f}%")
         if "param" in self._offloaded:
             return (
@@ -155,4 +161,5 @@ class IdleWatch:
                 f"step{where}: launching so small kernels takes longer than they run; try a larger --micro-batch-size, "
                 "a larger --global-batch-size, or --compile"
             )
-        return "No cause was measured: batches, optimizer and waiting for ranks each take less than a fifth of a step"
+        waiting = "" if measured else "; how long ranks wait for each other is not measured under this launch"
+        return f"No cause was measured: batches and optimizer each take less than a fifth of a step{waiting}"

@@ -26,7 +26,7 @@ SYSTEM_FIELDS = (
     "gpu_percent",  # share of the time in which a kernel ran
     "gpu_memory_gib",  # in use on the whole device, by every process
     "gpu_energy_joules",  # taken by the whole device since this process began to read it
-    "wait_seconds",  # spent by this rank in the exchange at the end of steps, since its start
+    "forward_seconds",  # that this rank's batches and forwards took since its start; NaN where they wait for others
     "busy_cores",  # that ran any process; this and the next three are read on the first rank of a machine only
     "idle_cores",  # of those that this process may use
     "stolen_cores",  # by a hypervisor
@@ -38,7 +38,7 @@ SYSTEM_FIELDS = (
     "gpu_others_gib",  # memory of others' processes
 )
 """Meaning of each place in `SystemSampler.sample()`."""
-ENERGY, WAIT = SYSTEM_FIELDS.index("gpu_energy_joules"), SYSTEM_FIELDS.index("wait_seconds")
+ENERGY, FORWARDS = SYSTEM_FIELDS.index("gpu_energy_joules"), SYSTEM_FIELDS.index("forward_seconds")
 _SLOW_EVERY = 10
 """Samples from one reading of the CPU's clock and the GPU's processes to the next: each may take ten milliseconds."""
 
@@ -54,7 +54,7 @@ class SystemSampler:
         self._latest = [0.0] + [math.nan] * (len(SYSTEM_FIELDS) - 1)
         self._nvml: Any = None
         self._seen, self._joules_before = 0, 0.0
-        self.waited = 0.0  # the tracker adds to it
+        self.forward_seconds = 0.0  # the tracker adds to it
         self._cores = CoreClock() if os.environ.get("LOCAL_RANK", "0") == "0" else None
         self._slow = [math.nan, math.nan]
         self.problem: str | None = None
@@ -80,7 +80,7 @@ class SystemSampler:
                 self._process.memory_info().rss / GIB,
                 psutil.virtual_memory().used / GIB,
                 *self._gpu(),
-                self.waited,
+                self.forward_seconds,
                 *self._state(),
             ]
         return self._latest
@@ -162,7 +162,7 @@ class Usage:
 
     def by_rank(self) -> list[dict[str, Any]]:
         """`rank`, number of `samples`, and `mean` and `peak` of every field of SYSTEM_FIELDS that could be read, but of
-        energy and waiting."""
+        energy and those behind it."""
         kept = ("rank", "samples", "mean", "peak")
         return [{key: row[key] for key in kept} for _, row in sorted(self._rows.items())]
 

@@ -13,7 +13,7 @@ BATCHES, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, PAUSE = (
     "evaluate or save",
 )
 """What the training process does, by the names of its spans in a trace."""
-_WORDS = {BATCHES: "reading rows and making batches", COMMUNICATION: "waiting for other ranks", OPTIMIZER: "optimizer"}
+_WORDS = {BATCHES: "reading rows and making batches", COMMUNICATION: "exchanging the loss", OPTIMIZER: "optimizer"}
 _REST = "the rest"
 
 

@@ -29,7 +29,7 @@ from accel_sft.tracking.system import (
     host_memory_gib,
     seconds_since_start,
 )
-from accel_sft.tracking.time_spent import COMMUNICATION, PAUSE, TimeSpent
+from accel_sft.tracking.time_spent import PAUSE, TimeSpent
 
 _CURVES = {
     "tokens_per_second": "throughput/tokens_per_second",
@@ -130,7 +130,9 @@ class Tracker(contextlib.AbstractContextManager):
         self._tell_problem()
         return readings
 
-    def step(self, record: Mapping[str, Any], system: Sequence[Sequence[float]] = ()) -> None:
+    def step(
+        self, record: Mapping[str, Any], system: Sequence[Sequence[float]] = (), forward_seconds: float = math.nan
+    ) -> None:
         """Record one optimizer step.
 
         Args:
@@ -138,9 +140,10 @@ class Tracker(contextlib.AbstractContextManager):
                 and any other number. `tokens_per_second` and `tokens_per_second_per_device` are added; NaN and infinity
                 become null in metrics.jsonl.
             system: each rank's `system()`; a curve gets a point when the sample is new.
+            forward_seconds: `TrainStep.forward_seconds` of this rank; its next sample has it.
         """
         seconds, times = spans.taken()
-        self._system.waited += seconds.get(COMMUNICATION, 0.0)
+        self._system.forward_seconds += forward_seconds
         if not self._writes:
             return
         record, curves = dict(record), {}

@@ -3,8 +3,9 @@
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,6 +69,7 @@ class TrainStep:
         self.largest_forward = (0, 0, 0, 0)
         self.most_pixels = 0
         self._divided: list[list[list[Encoded]]] = []  # the last step's forwards, of every rank
+        self._forwards: list[tuple[Any, Any]] = []  # when each of this rank's began and ended
         if most := _most_tokens(run_dir):
             self._limit(most if batching.rows else min(batching.tokens, most))
         self.group = SequenceGroup.of(stepper.accelerator)
@@ -88,6 +90,7 @@ class TrainStep:
         """
         accelerator, oom = self.stepper.accelerator, OutOfMemory()
         share, group = torch.zeros((), device=accelerator.device), self.group
+        began, self._forwards = _now(accelerator.device), []
         with span(BATCHES):
             self._divided = self.batching.divide(examples, group.groups)
             forwards = self._divided[group.group]
@@ -101,6 +104,7 @@ class TrainStep:
                     nll = self._nll(sorted(rows, key=_length)[:1], step)
                     assert nll is not None  # one row is not repeated
                     nll = nll * math.nan
+                self._forwards.append((began, _now(accelerator.device)))
                 value = nll.detach()
                 # 1, or NaN for a loss that is not finite, to make every gradient NaN on all ranks: the step is then
                 # left out. Without it, an infinite loss may have finite gradients
@@ -116,6 +120,7 @@ class TrainStep:
                     oom = self._about(rows)
                 del nll, loss
             share += value
+            began = _now(accelerator.device)
         # ranks that compute the same rows each hand in their part of the loss
         return share / (loss_weight * tensor_ranks(accelerator)), oom
 
@@ -136,6 +141,14 @@ class TrainStep:
                 tokens += _length(row) - shared
                 pairs += (_length(row) ** 2 - shared**2) / 2
         return tokens, pairs
+
+    def forward_seconds(self) -> float:
+        """Seconds in which this rank made the last step's batches and forwards; NaN where those wait for other ranks.
+        Backwards, in which ranks wait too, do not count. It is called once the step's loss has been read."""
+        if not self.stepper.forwards_alone:
+            return math.nan
+        on_gpu = self.stepper.accelerator.device.type == "cuda"
+        return sum(begin.elapsed_time(end) / 1000 if on_gpu else end - begin for begin, end in self._forwards)
 
     def _note_largest(self, rows: list[Encoded]) -> None:
         supervised = sum(row.supervised_tokens for row in rows)
@@ -193,6 +206,15 @@ def reduce_step(
     loss, signal = sum(numbers[0] for numbers in every), int(max(numbers[1] for numbers in every))
     unwritten = any(numbers[5] for numbers in every)
     return loss, min(without, default=OutOfMemory()), signal, unwritten, [numbers[6:] for numbers in every]
+
+
+def _now(device: torch.device) -> Any:
+    """This moment; on a GPU, an event that its clock times once all earlier work is done."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _most_tokens(run_dir: RunDir) -> int | None:

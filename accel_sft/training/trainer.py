@@ -206,7 +206,7 @@ class Trainer:
                 **plan.by_source(rows),
                 **self.prediction.mfu(self.train_step, supervised_tokens, grad_norm, seconds),
             )
-            self.tracker.step(record, system)
+            self.tracker.step(record, system, self.train_step.forward_seconds())
             if self.on_step:
                 self.on_step(record, self.train_step.batching)
             profiler.step()

@@ -510,6 +510,7 @@ def rehearse(case: Case) -> dict[str, Any]:
         mock.patch.object(PartialState, "_prepare_backend", return_value=("fake", DistributedType.MULTI_GPU)),
         mock.patch.object(PartialState, "set_device", lambda state: setattr(state, "device", torch.device("cuda", 0))),
         mock.patch.object(training_step, "nll_sum", nll_sum),
+        mock.patch.object(training_step, "_now"),  # it needs CUDA's events
         mock.patch.object(FakeTensor, "tolist", tolist),
         # else transformers would take the way of a traced model, which asks for no content
         mock.patch.object(import_utils, "is_fake_tensor", return_value=False),

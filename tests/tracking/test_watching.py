@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 import types
 
 import pytest
+from conftest import accel_sft
 from fake_nvml import Nvml
+from places import SUPPORT
+from reference_job import FP32, ONCE
 
 from accel_sft.tracking.idle import WARMUP_STEPS, IdleWatch
 from accel_sft.tracking.profiler import traced_steps
@@ -37,7 +41,7 @@ def test_the_time_of_steps_is_divided_without_a_rest_and_evaluations_are_left_ou
     assert (found["steps"], found["seconds"]) == (2, pytest.approx(0.2))
     assert time_sentence(found) == (
         "a step took 0.1 s in the mean of 2: 40% backward, 20% forward, 15% optimizer, "
-        "10% reading rows and making batches, 10% the rest, 5% waiting for other ranks"
+        "10% reading rows and making batches, 10% the rest, 5% exchanging the loss"
     )
 
 
@@ -88,7 +92,8 @@ def watched(
 ):
     """The warnings of steps of a second; a rank's GPU is used by `percent`, rank 0's by 90 where there are others.
 
-    `waits` are the seconds that each rank is in a step's exchange; a GPU takes 600 W, and 100 W while its rank waits.
+    `waits` are the seconds by which each rank's forwards take less than half of a step; NaN: forwards are not measured.
+    A GPU takes 600 W, and 100 W while its rank waits.
     """
     waits = waits or [0.0] * ranks
     told = []
@@ -96,7 +101,7 @@ def watched(
         paused = {PAUSE: 30.0} if number in pauses else {}
         use = [90.0] * (ranks - 1) + [percent(number) if callable(percent) else percent]
         system = [
-            [float(number), 100.0, 1.0, 1.0, each, 1.0, number * (600 - 500 * wait), number * wait]
+            [float(number), 100.0, 1.0, 1.0, each, 1.0, number * (600 - 500 * wait), number * (0.5 - wait)]
             for each, wait in zip(use, waits, strict=True)
         ]
         record = {"step": number, "tokens": tokens, "seconds": 1.0}
@@ -116,7 +121,12 @@ CAUSES = {
     ),
     "other ranks": (
         {"waits": [0.1, 0.5], "ranks": 2},
-        "Likely cause: rank 1 waits for rank 0 for 40% of a step",
+        "Likely cause: rank 1 waits for rank 0 for 40% of a step or longer",
+    ),
+    "ranks that wait in their forwards": (
+        {"waits": [math.nan, math.nan], "ranks": 2},
+        "No cause was measured: batches and optimizer each take less than a fifth of a step; how long ranks wait for "
+        "each other is not measured under this launch",
     ),
     "images": (
         {"spent": {BATCHES: 0.34}, "images": True},
@@ -131,7 +141,7 @@ CAUSES = {
         {"tokens": 1024, "forwards": 8},
         "Likely cause: a forward has 128 tokens, 8 of them a step: launching so small kernels takes longer",
     ),
-    "an optimizer that is not offloaded": ({"spent": {OPTIMIZER: 0.4}}, "No cause was measured: batches, optimizer"),
+    "an optimizer that is not offloaded": ({"spent": {OPTIMIZER: 0.4}}, "No cause was measured: batches and optimizer"),
 }
 
 
@@ -157,10 +167,21 @@ def test_neither_a_start_nor_an_evaluation_nor_a_busy_gpu_is_warned_of():
 
 def test_a_rank_that_waits_is_named_though_nvml_reads_its_gpu_as_busy():
     (told,) = watched(IdleWatch(), 200, 100.0, ranks=3, waits=[0.5, 0.12, 0.1])
-    assert told.startswith("rank 0 waits for rank 2 for 40% of a step")
+    assert told.startswith("rank 0 waits for rank 2 for 40% of a step or longer, in steps")
     assert "reads 90% busy meanwhile, since kernels that wait count, and takes 64% of the power of rank 2's" in told
-    # what every rank needs for its own work in the exchange is no waiting
-    assert watched(IdleWatch(), 200, 100.0, ranks=2, waits=[0.6, 0.5]) == []
+    assert watched(IdleWatch(), 200, 100.0, ranks=2, waits=[0.09, 0.0]) == []
+    assert watched(IdleWatch(), 200, 100.0, ranks=2, waits=[math.nan, math.nan]) == []
+
+
+@pytest.mark.parametrize("yaml", ["ddp", pytest.param("z2", marks=pytest.mark.long), "z3"])
+def test_rank_that_waits_for_a_slow_rank_says_so(tmp_path, yaml):
+    job = ("math", *ONCE, "--max-steps", "8", "--global-batch-size", "8", "--train-examples", "60", "--tracker", "none")
+    options = {"yaml": yaml, "launcher": FP32, "module": "slow_rank", "environment": {"PYTHONPATH": str(SUPPORT)}}
+    run = accel_sft(*job, run_dir=tmp_path / "run", **options)
+    assert run.status == 0, run.output
+    said = re.findall(r"rank (\d) waits for rank (\d) for (\d+)% of a step or longer", " ".join(run.output.split()))
+    assert [line[:2] for line in said] == ([] if yaml == "z3" else [("0", "1")])  # where it is not measured
+    assert all(int(share) > 10 for *_, share in said)
 
 
 def test_a_gpu_that_begins_to_idle_later_is_told_then():

@@ -28,7 +28,7 @@ MEASURED = {
     "host_memory_gib": ("Host memory of the machine", "memory in use by all (GiB)", "ranks"),
     "cpu_percent": ("CPU of each rank", "CPU use (% of one core)", "ranks"),
     "gpu_memory_gib": ("GPU memory of each rank's device", "memory in use by all (GiB)", "ranks"),
-    "wait_seconds": ("Waiting of each rank", "seconds in the exchange at the end of steps", "ranks"),
+    "forward_seconds": ("Batches and forwards of each rank", "seconds since the start", "ranks"),
     "busy_cores": ("Cores in use", "cores that run any process", "ranks"),
     "gpu_clock_mhz": ("Clock of each rank's GPU", "MHz", "ranks"),
     "gpu_percent": ("GPU use of each rank's device", "time with a kernel running (%)", "ranks"),
