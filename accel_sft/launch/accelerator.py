@@ -22,6 +22,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch import tensor_parallel, ulysses
+from accel_sft.launch.collectives import WITHOUT_LIMIT
 from accel_sft.launch.deepspeed_ops import audit_compilation, compiling, spare_unused_operator
 from accel_sft.launch.deferred import compile_muon_later, deepspeed_where_it_trains
 from accel_sft.launch.environment import WITHOUT_CUDNN, device_count, threads_per_process
@@ -61,8 +62,7 @@ def create_accelerator(
         register_rendezvous_handler("attempt", _rendezvous_of_this_attempt)  # type: ignore[no-untyped-call] # torch's
         group["init_method"] = "attempt://"
     if launch.world_size > 1:
-        # later than the watchdog, which names the hung rank (torch's error does not); a rank may be downloading a model
-        group["timeout"] = datetime.timedelta(seconds=max(config.hang_timeout + 300, 3600))
+        group["timeout"] = group_timeout(config.hang_timeout)
         # DeepSpeed, Ulysses and HSDP make groups without a timeout, some of them amid training: they too shall wait
         # that long, instead of the 600 s after which NCCL ends a rank, and names none
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = group["timeout"]
@@ -104,6 +104,12 @@ def create_accelerator(
             "alone: use accelerate_configs/ddp.yaml or one of z0.yaml to z3.yaml as a model"
         )
     return accelerator, launch
+
+
+def group_timeout(hang_timeout: int) -> datetime.timedelta:
+    """How long a rank may wait in a collective: longer than `--hang-timeout` (0 is no limit), because the watchdog names
+    the hung rank and torch's error does not; and an hour at least, as a rank may be downloading a model."""
+    return datetime.timedelta(seconds=max(hang_timeout + 300, 3600)) if hang_timeout else WITHOUT_LIMIT
 
 
 def _repeat_every_bit() -> None:

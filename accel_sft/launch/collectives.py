@@ -3,6 +3,7 @@
 All of these are collectives: every rank calls them, in the same order, and gets the same answer.
 """
 
+import datetime
 import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,6 +16,10 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.heartbeat import exchange
 
 Result = TypeVar("Result")
+
+WITHOUT_LIMIT = datetime.timedelta(days=20)
+"""Timeout of a process group in which a rank may wait as long as it takes: in milliseconds it has less than 32 bits,
+which torch's store counts with."""
 
 
 def by_each_rank(work: Callable[[], Result | None]) -> list[Result]:

@@ -12,6 +12,7 @@ from conftest import accel_sft
 from places import ROOT, SUPPORT
 from reference_job import JOB, ONCE
 
+from accel_sft.launch.accelerator import group_timeout
 from accel_sft.launch.collectives import any_rank, by_each_rank, first_reason, gather_numbers
 
 RANK = """
@@ -99,6 +100,12 @@ def test_one_process_agrees_with_itself():
     assert any_rank(True)
     assert not any_rank(False)
     assert gather_numbers([1, 2.5]) == [[1.0, 2.5]]
+
+
+def test_hang_timeout_of_zero_limits_no_collective():
+    hours = [group_timeout(seconds).total_seconds() / 3600 for seconds in (0, 600, 7200)]
+    assert hours == [20 * 24, 1, 7500 / 3600]
+    assert group_timeout(0).total_seconds() * 1000 < 2**31  # as torch's store counts
 
 
 @pytest.mark.parametrize(
