@@ -55,7 +55,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     ) -> None:
         self.accelerator, self.model, self.optimizer, self.averages = accelerator, model, optimizer, averages
         self.launch, self.run_dir, self.keep, self.log = launch, run_dir, keep, log
-        self._held: dict[str, torch.Tensor] | None = None  # the copy; None before the first one, and without room
+        self._held: shards.HostCopy | None = None  # the copy; None before the first one, and without room
         self._has_room: bool | None = None  # not known before the first copy
         self._thread: threading.Thread | None = None  # it writes a checkpoint
         self._export: threading.Thread | None = None  # it writes what is exported, on rank 0
@@ -99,12 +99,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         about = {**state, "layout": parallelism(accelerator), "loss_scale": scale}
         if averages:
             about["averaged_steps"] = averages.updates
-        if not wait and self._has_room is None:
+        first = not wait and self._has_room is None
+        if first:
             on_gpu = accelerator.device.type == "cuda"
             reason = first_reason(
                 no_room_for_a_copy(self.model, self.launch, averaged=averages is not None, on_gpu=on_gpu)
             )
-            self._has_room, self._held = reason is None, None if reason else {}
+            self._has_room, self._held = reason is None, None if reason else shards.HostCopy()
             if reason:
                 self.log(f"{reason}: training waits while checkpoints are written")
         partial = target.with_name(f".{target.name}.partial")
@@ -120,6 +121,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 files = shards.write(pieces, partial, accelerator.process_index)
         else:
             copy = list(pieces)
+            if first and (reason := first_reason(self._held.refused)):
+                self.log(f"host memory cannot be pinned ({reason}): copies of checkpoints take longer")
         write = functools.partial(shards.write, copy)
         arguments = write, files, partial, target, about
         before = self._export.join if self._export else None

@@ -41,31 +41,50 @@ Piece = dict[str, torch.Tensor]
 """What one file of a checkpoint has: tensors in host memory by key."""
 
 
+class HostCopy(dict[str, torch.Tensor]):
+    """Copies in host memory, by key, of what one checkpoint has; the next one overwrites them, for to copy into new
+    memory takes several times as long.
+
+    Attributes:
+        refused: why the memory is not pinned, which takes longer too; None while none was refused.
+    """
+
+    refused: str | None = None
+
+    def place(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the memory for a copy of the tensor, which is pinned for one of a GPU."""
+        if key not in self:
+            pinned = _on_gpu(tensor) and self.refused is None
+            try:
+                self[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            except RuntimeError as error:  # cudaHostAlloc's, by a limit of pinned memory, for one
+                if not pinned:
+                    raise
+                self.refused = one_line(str(error), LONGEST_ERROR)
+                return self.place(key, tensor)
+        return self[key]
+
+
 def copied(
     accelerator: Accelerator,
     model: Any,
     optimizer: Any,
     extra: Extra | None = None,
     averages: Averages | None = None,
-    held: Piece | None = None,
+    held: HostCopy | None = None,
 ) -> Iterator[Piece]:
     """Yield copies of this rank's spans, file by file; every rank consumes them to the end, in its main thread.
 
     Args:
-        held: keeps the copies for the next call, which overwrites them: to copy into new memory takes several times as
-            long. The copies are whole once the last one has come. Without it, each piece has memory of its own.
+        held: keeps the copies, which are whole once the last one has come. Without it, each piece has memory of its
+            own.
     """
     piece: Piece = {}
     size, on_gpu = 0, accelerator.device.type == "cuda"
 
     def copy(key: str, tensor: torch.Tensor) -> None:
         nonlocal size
-        place = None if held is None else held.get(key)
-        if place is None:
-            pinned = held is not None and tensor.device.type == "cuda"
-            place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            if held is not None:
-                held[key] = place
+        place = torch.empty(tensor.shape, dtype=tensor.dtype) if held is None else held.place(key, tensor)
         piece[key] = place.copy_(tensor, non_blocking=held is not None)
         size += tensor.nbytes
 
@@ -253,6 +272,10 @@ class _Stored:
         """How often the optimizer had updated the parameter; None if never."""
         places = self.places.get(("step", span.name), {}).values()
         return max((file.get_tensor(key).item() for _, file, key in places), default=None)
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda"
 
 
 def _key(kind: str, span: Span) -> str:

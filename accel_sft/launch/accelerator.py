@@ -107,7 +107,7 @@ def create_accelerator(
 
 
 def group_timeout(hang_timeout: int) -> datetime.timedelta:
-    """How long a rank may wait in a collective: longer than `--hang-timeout` (0 is no limit), because the watchdog names
+    """How long a rank may wait in a collective: longer than `--hang-timeout` (0: no limit), because the watchdog names
     the hung rank and torch's error does not; and an hour at least, as a rank may be downloading a model."""
     return datetime.timedelta(seconds=max(hang_timeout + 300, 3600)) if hang_timeout else WITHOUT_LIMIT
 

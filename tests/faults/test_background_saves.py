@@ -226,6 +226,29 @@ def test_a_run_that_fails_lets_the_checkpoint_behind_it_become_whole(job):
     assert newest(job.run_dir, "auto") == (job.run_dir.checkpoint(1), [])
 
 
+def test_checkpoint_is_written_where_memory_cannot_be_pinned(tmp_path, monkeypatch):
+    """As cudaHostAlloc refuses it, on this rank; the line is once for all."""
+    empty, asked, lines = torch.empty, [], []
+
+    def refusing(*shape, pin_memory=False, **options):
+        asked.append(pin_memory)
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+        return empty(*shape, **options)
+
+    run = Held(tmp_path, monkeypatch, lines.append)
+    run.go_on.set()
+    run.step()
+    monkeypatch.setattr(shards, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(torch, "empty", refusing)
+    for step in (1, 2):
+        run.checkpoints.save({"step": step})
+    run.checkpoints.finish()
+    assert asked.count(True) == 1
+    assert [line for line in lines if "cannot be pinned (CUDA error: out of memory" in line] == lines[:1] == lines
+    assert newest(run.run_dir, "auto")[0] == run.run_dir.checkpoint(2)
+
+
 def test_without_room_for_a_copy_training_waits_and_says_so(tmp_path, monkeypatch):
     said = []
     job = Held(tmp_path, monkeypatch, log=said.append)
