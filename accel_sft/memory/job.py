@@ -182,16 +182,12 @@ class Job:
         """Number of all parameters, an adapter's included."""
         return self.shape.parameters + (self.trained if self.is_frozen else 0)
 
-    def rounding(self, each: float, *, whole_model: bool = False) -> float:
-        """Bytes that torch pins in host memory for tensors of `each` bytes an element, each in a block of its own, per
-        byte of them: of the trained ones, or of the whole model's. It is 1 where ranks train on the CPU."""
+    def rounding(self, each: float) -> float:
+        """By what factor the blocks that torch pins in host memory are larger than the model's matrices of `each` bytes
+        an element, one block a matrix (an adapter's are too small to matter); 1 where ranks train on the CPU."""
         if self.on_cpu:
             return 1.0
         sizes = list(self.shape.tensors())
-        if self.is_frozen and not whole_model:
-            on = list(self.shape.adapted(self.adapter, self.target_modules))
-            pairs = [(count, ranks * self.lora_r, m) for count, ranks, m in on]
-            sizes = [(count, rank * width) for count, rank, m in pairs for width in (m.inputs, m.outputs)] or sizes
         return sum(count * pinned(each * n) for count, n in sizes) / sum(count * each * n for count, n in sizes)
 
     def weights_bytes(self, each: int) -> float:

@@ -262,8 +262,8 @@ def _fsdp(job: Job) -> tuple[Placed, Placed]:
     if job.launch.offload("param") == "none":
         return working.plus(states), Placed()
     # each parameter's shard is pinned, and its gradient as it comes
-    weights, gradients = job.rounding(weights_bytes(job) / job.parameters / n, whole_model=True), job.rounding(each / n)
-    states.buffers = states.weights * (weights - 1) + states.gradients * (gradients - 1)
+    states.buffers = states.weights * (job.rounding(weights_bytes(job) / job.parameters / n) - 1)
+    states.buffers += states.gradients * (job.rounding(each / n) - 1)
     return working, states
 
 

@@ -42,8 +42,9 @@ JOB += ("--train-examples", "60", "--validation-examples", "7")  # two epochs
 JOB += ("--save-every", str(SAVE_EVERY), "--eval-every", str(EVAL_EVERY))
 DROPOUT = ("--adapter", "lora", "--lora-dropout", "0.1")
 FIXED = ("--batching", "shared", "--micro-batch-size", "5")
-LAYOUTS = {"plain": DROPOUT, "ddp": (), "z2": DROPOUT, "z3": ()}
-"""Options of each layout: it trains all weights, or an adapter with dropout; `alternate` adds a fixed batching."""
+LAYOUTS = {"plain": DROPOUT, "ddp": (), "ddp on 3": (), "z2": DROPOUT, "z3 on 3": ()}
+"""Options of each layout, a launch file on two ranks or three: it trains all weights, or an adapter with dropout;
+`alternate` adds a fixed batching."""
 KILLS_PER_FOLDER = 5
 LAUNCH_SECONDS, END_SECONDS = 120, 30
 """Seconds after which a launch counts as hung: since its start, and since it was killed."""
@@ -77,7 +78,8 @@ class Launch:
         command = [sys.executable, "-m", "accel_sft"]
         if layout != "plain":
             command = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch"]
-            command += ["--config_file", str(CONFIGS / f"{layout}.yaml")]
+            yaml, _, ranks = layout.partition(" on ")
+            command += ["--config_file", str(CONFIGS / f"{yaml}.yaml"), "--num_processes", ranks or "2"]
             command += ["--main_process_port", str(_free_port()), "-m", "accel_sft"]
         self.goes_on = any(run_dir.glob("checkpoints/step-*"))
         command += [*JOB, *LAYOUTS[layout], "--output-dir", str(run_dir), "--resume", "auto"]
@@ -234,7 +236,7 @@ def reference(layout: str, folder: Path) -> Reference:
     """Make two uninterrupted runs, which must end alike; the first may compile an operator and fill the cache."""
     outcomes, seconds = [], {}
     for number in range(2):
-        launch = Launch(layout, folder / f"{layout}-reference-{number}", 0)
+        launch = Launch(layout, folder / f"{layout.replace(' ', '-')}-reference-{number}", 0)
         launch.started += 480 * (number == 0)  # time for the compiler
         lengths: dict[str, list[float]] = {}
         before = None
@@ -329,7 +331,7 @@ class Soak:
         for each in mine:
             each.identical = ended_well and not wrong
         word = "identical" if ended_well and not wrong else "DIFFERENT"
-        print(f"{layout:6} {run_dir.name}: {word} after {len(mine)} kills and {number} launches", flush=True)
+        print(f"{layout:8} {run_dir.name}: {word} after {len(mine)} kills and {number} launches", flush=True)
 
     def kill(
         self, launch: Launch, layout: str, expected: Reference, step: int, phase: str, mine: list[Kill]
@@ -358,7 +360,7 @@ class Soak:
         self.kills.append(kill)
         mine.append(kill)
         told = f"{len(self.kills):3}/{self.total}  {launch.run_dir.name}  {who} {number.name}"
-        print(f"{layout:6} {told:44}  {now:10}  step {at:2}{'  HANGS' if kill.hung else ''}", flush=True)
+        print(f"{layout:8} {told:44}  {now:10}  step {at:2}{'  HANGS' if kill.hung else ''}", flush=True)
         return kill
 
 

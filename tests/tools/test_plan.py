@@ -683,9 +683,10 @@ def test_a_run_records_predicted_beside_measured_and_leaves_its_lengths(tmp_path
     assert "of the data as it was tokenized here" in planned.output.replace("\n         ", " ")
 
 
-def test_a_launch_whose_processes_cannot_all_hold_the_weights_is_refused(monkeypatch):
-    """Under FSDP2 every process loads float32 weights whole before they are sharded."""
-    job = job_of(QWEN_14B, "fsdp2", 8)
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_a_launch_whose_processes_cannot_all_hold_the_weights_is_refused(monkeypatch, name):
+    """Every process loads float32 weights whole, before they go to its GPU, or are sharded."""
+    job = job_of(QWEN_14B, name, 8)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**40, 2**40))
     monkeypatch.setattr(predicted.host_memory, "free_bytes", lambda: 256 * GIB)
     needed = 8 * 4 * job.shape.parameters / GIB
