@@ -179,8 +179,7 @@ def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int) -> PrefixedRows:
     bounds = np.array([*[0] * bool(prefix), *starts, prefix + count], dtype=np.int32)
     ends = np.array([0, count], dtype=np.int32)
     cut, placed, segments, behind = _on_device(own.ravel(), back, bounds, ends)
-    seen = _on_device(np.tri(longest, prefix + longest, prefix, dtype=bool))[0] if prefix else None
-    return PrefixedRows(prefix, longest, cut, placed, segments, behind, seen)
+    return PrefixedRows(prefix, longest, cut, placed, segments, behind)
 
 
 def padded(rows: Sequence[Encoded], pad_token_id: int, blank: Encoded | None = None) -> Batch:

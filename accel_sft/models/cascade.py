@@ -113,7 +113,7 @@ def _is_right(kernels: Kernels, device: torch.device, size: int) -> bool:
         tensors = [torch.randn(shape, generator=drawn, dtype=torch.float32, device="cpu") for shape in shapes]
         tensors = [tensor.to(device, kernels.dtype).requires_grad_() for tensor in tensors]
         own, back, segments, behind = (tensor.to(device) for tensor in (*index, *bounds))
-        rows = PrefixedRows(3, 3, own, back, segments, behind, None)
+        rows = PrefixedRows(3, 3, own, back, segments, behind)
         ours = cascade(*tensors, rows, None, kernels)
         found = [ours, *torch.autograd.grad(ours.float().square().sum(), tensors)]
         exact = [tensor.detach().float().cpu().requires_grad_() for tensor in tensors]

@@ -28,7 +28,6 @@ class PrefixedRows:
         back: for each of the N tokens after the prefix: its place in `own`, (N,).
         bounds: where the prefix, if there is one, and each row begin, and where the last row ends; int32.
         behind: 0 and N: the bounds of all rows as one sequence; int32.
-        seen: which prefix tokens and own tokens each of a row's tokens sees, (L, P + L); None without a prefix.
     """
 
     prefix: int
@@ -37,7 +36,6 @@ class PrefixedRows:
     back: torch.Tensor
     bounds: torch.Tensor
     behind: torch.Tensor
-    seen: torch.Tensor | None
 
 
 class Kernels(abc.ABC):

@@ -198,6 +198,13 @@ def test_a_forward_without_examples_gives_a_connected_zero(model):
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
+def test_rows_behind_a_prefix_have_no_mask_of_tokens_by_tokens():
+    alike = [Encoded(number, [7] * 300 + [number] * 300, 310) for number in range(1, 4)]
+    inputs = batching_of(("shared", "rows"), 4096).batch(alike, 0, CPU).inputs
+    tensors = [*inputs.values(), *vars(inputs["rows"]).values()]
+    assert max(each.numel() for each in tensors if torch.is_tensor(each)) == 300 + 3 * 300
+
+
 def test_ranks_without_a_row_leave_a_steps_loss_what_it_is(model, tmp_path):
     """Two of three ranks have nothing to learn from: theirs is a part of a sum, and no 0.0 in a mean."""
     model, examples, parts = copy.deepcopy(model), rows(1), []
