@@ -176,10 +176,13 @@ class ImageInputs:
         pictures = [of_row.origin.pictures(of_row) for of_row in pictured]
         texts = [self.processor.image_token * len(each) for each in pictures]
         opened = [[picture.opened() for picture in each] for each in pictures]
+        import torch
+
         try:
-            return self.processor(
-                text=texts, images=opened, add_special_tokens=False, padding=True, return_tensors="pt"
-            )
+            with torch.device("cpu"):  # whatever the default device is: the values become arrays
+                return self.processor(
+                    text=texts, images=opened, add_special_tokens=False, padding=True, return_tensors="pt"
+                )
         except Exception as error:
             named = ", ".join(of_row.origin.of(of_row) for of_row in pictured)
             raise UserError(f"{named}: {_refusal(error)}") from error

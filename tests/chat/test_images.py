@@ -27,8 +27,10 @@ from vision import Colours
 
 from accel_sft import UserError
 from accel_sft.batching.layouts import Batching
+from accel_sft.chat.blank_image import blank_row
 from accel_sft.chat.conversation import conversation, read_split
 from accel_sft.chat.encoded import Rules
+from accel_sft.chat.image_inputs import ImageInputs
 from accel_sft.chat.pictures import Picture
 from accel_sft.commands import export_data
 from accel_sft.commands.merge import write_merged
@@ -259,6 +261,14 @@ def test_equal_texts_with_other_images_have_other_tokens_in_the_cache_and_anothe
     other = model(**Batching("padded", 512).batch(after.kept[:2], 0, torch.device("cpu")).inputs).logits
     assert torch.equal(logits[0], other[0])
     assert not torch.allclose(logits[1], other[1], atol=0.1)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", *LONG])
+def test_processors_compute_on_the_host_whatever_the_device(made, family):
+    """On GPUs `Batching.batch` makes tensors where the default device is the GPU; processors that heed it would too."""
+    row = blank_row(ImageInputs(lambda: processor_of(made(family))))
+    batch = Batching("padded", 512).batch([row], 0, torch.device("meta"))
+    assert {value.device.type for value in batch.inputs.values()} == {"meta"}
 
 
 def test_rows_that_would_lose_image_tokens_are_left_out(made):
