@@ -147,8 +147,10 @@ def export(
     if adapter or tensor_ranks(accelerator) > 1:
         named = unwrapped.named_parameters() if adapter else unwrapped.state_dict(keep_vars=True).items()
         weights = _whole_weights(accelerator, ((name, p) for name, p in named if p.requires_grad or not adapter))
-    else:
+    elif accelerator.is_main_process or any(map(_is_shared, unwrapped.parameters())):
         weights = accelerator.get_state_dict(model) or {}  # None on other ranks under ZeRO-3
+    else:
+        weights = {}  # under ZeRO-1 and 2 every rank would copy the whole model to host memory
     first_names: dict[int, str] = {}
     for name, parameter in unwrapped.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
@@ -205,6 +207,11 @@ def _whole_weights(accelerator: Accelerator, named: Iterable[tuple[str, Any]]) -
             if accelerator.is_main_process:
                 weights[name] = whole.detach().to("cpu", copy=True)
     return weights
+
+
+def _is_shared(parameter: Any) -> bool:
+    """Whether ranks hold parts of this parameter, as under ZeRO-3 and FSDP."""
+    return hasattr(parameter, "ds_id") or hasattr(parameter, "full_tensor")
 
 
 def _gathered(parameter: Any) -> Any:

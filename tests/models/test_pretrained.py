@@ -69,6 +69,17 @@ def exported(model, folder, source, **more):
     return folder
 
 
+def test_only_the_rank_that_writes_copies_whole_weights(made, tmp_path, monkeypatch):
+    def copied(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(Accelerator, "get_state_dict", copied)
+    with pytest.raises(MemoryError):
+        exported(loaded(made("llama")), tmp_path / "of rank 0", made("llama"))
+    monkeypatch.setattr(Accelerator, "is_main_process", False)
+    assert not exported(loaded(made("llama")), tmp_path / "of rank 1", made("llama")).exists()
+
+
 def backward(model):
     """One step's gradients on text alone."""
     model.train()(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
