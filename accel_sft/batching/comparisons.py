@@ -129,7 +129,7 @@ def _changes(trial: Trial, batch: Batch, changed: Batch, where: torch.Tensor | s
     """
     unchanged: list[torch.Tensor] = []
     for _ in range(LOOKS):
-        before, after = (nll(trial.model, each, FEWEST_LOGITS)[where] for each in (batch, changed))
+        before, after = (nll(trial.model, each)[where] for each in (batch, changed))
         unchanged.append(before)
         if not any_rank(not torch.equal(before, after)):
             return False

@@ -38,6 +38,8 @@ from accel_sft.models.prefix_attention import install
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
 RANDOM_TOKENS = 512
 """Number of tokens compared to find out if training is random: enough for experts drawn at random to differ."""
+HEAD_TOKENS = 256
+"""Number of tokens whose logits are computed whole to check the heads."""
 IMAGES = "rows hold images, whose placeholders are alike where the images are not, and whose positions have two axes"
 """Reason, in messages, why rows with images are padded."""
 
@@ -60,11 +62,6 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
     heads = available_heads(unwrapped, accelerator.device)
     row_sets = _row_sets([*trial.examples, *also])
     longest = max(len(row.input_ids) for row in row_sets[-1])
-    # the fallback: every model is trained with padded rows; if they differ from single ones, the model itself makes
-    # them differ (a router's capacity, noise)
-    whole = Batching("padded", UNLIMITED, head="everywhere")
-    # the longest row's logits everywhere might not fit, and what this row checks does not depend on the head
-    lean = whole if heads == ["everywhere"] else dataclasses.replace(whole, head="labelled")
     found: list[Batching] = []
     reasons: list[str] = []
     dropout = None
@@ -74,17 +71,16 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
         *others, only = asked
         asked, reasons = [only], [f"{' or '.join(others)}: {IMAGES}"] if others else []
     with torch.no_grad(), torch.random.fork_rng():
+        model.eval()
+        plain = _plain(trial, heads, row_sets[0][0])
         model.train()
         if trial.train:
-            some = trial.batch(lean, enough(trial.examples))
+            some = trial.batch(plain, enough(trial.examples))
             dropout = _dropout(unwrapped, is_random(trial, some))
         model.eval()
         if trial.blank and not forwards_alone(accelerator):
-            _refuse_image_by_image(trial, lean, row_sets)
-        alone = [
-            sum(nll_sum(model, trial.batch(way, [row])).item() for row in rows)
-            for way, rows in zip((whole, lean), row_sets, strict=True)
-        ]
+            _refuse_image_by_image(trial, plain, row_sets)
+        alone = [sum(nll_sum(model, trial.batch(plain, [row])).item() for row in rows) for rows in row_sets]
         for name in asked:
             sequences = any(batching.way.one_sequence for batching in found)  # sharing includes packing
             if found and (config.batching != "auto" or (name == "packed" and sequences)):
@@ -100,7 +96,7 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
                     install(accelerator.device)
                 for head in () if reason else heads:
                     batching = Batching(name, UNLIMITED, attention=layout.attention, head=head)
-                    reason = _problem(trial, batching, alone, row_sets, lean.head)
+                    reason = _problem(trial, batching, alone, row_sets, plain.head)
                     if not reason:
                         exact.append(batching)
                         break
@@ -110,7 +106,21 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
             if not exact:
                 reasons.append(f"{name}: {reason}")
     model.train(was_training)
-    return found or [whole], reasons, dropout
+    # the fallback: every model is trained with padded rows; if they differ from single ones, the model itself makes
+    # them differ (a router's capacity, noise)
+    return found or [plain], reasons, dropout
+
+
+def _plain(trial: Trial, heads: Sequence[str], row: Encoded) -> Batching:
+    """Padded rows with the head whose bits repeat and that holds the fewest logits at once, among those whose loss is
+    that of logits at every token. They are compared on HEAD_TOKENS of a row, since all of its logits may not fit."""
+    whole = Batching("padded", UNLIMITED, head="everywhere")
+    if not row.images:  # placeholders of images cannot be cut
+        row = row._replace(input_ids=row.input_ids[:HEAD_TOKENS], prompt_length=1, earlier=(), weights=())
+    expected = nll_sum(trial.model, trial.batch(whole, [row])).item()
+    others = [dataclasses.replace(whole, head=head) for head in heads if head in ("pieces", "labelled")]
+    right = (plain for plain in others if not first_reason(differs(trial, plain, expected, [row])))
+    return next(right, whole)
 
 
 def _is_needless(layout: Layout, exact: Sequence[Batching], *, pictured: bool) -> bool:

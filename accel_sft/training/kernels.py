@@ -34,7 +34,7 @@ def use_liger_kernels(trial: Trial) -> str:
     model = accelerator.unwrap_model(trial.model)
     # where a forward needs other ranks, gradients would be reduced as soon as they are computed
     trial = dataclasses.replace(trial, train=forwards_alone(accelerator))
-    head = "labelled" if "labelled" in available_heads(model, accelerator.device) else "everywhere"
+    head = next(name for name in available_heads(model, accelerator.device) if name != "fused")  # adds in any order
     plain, rows = Batching("padded", UNLIMITED, head=head), enough(trial.examples)
     vectors = [each for each in model.parameters() if trial.train and each.requires_grad and each.ndim == 1]
     loss, gradients = trial.run(plain, rows, vectors)

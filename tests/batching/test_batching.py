@@ -42,7 +42,7 @@ from transformers.masking_utils import sdpa_mask
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
-from accel_sft.batching import autotune, choice, collate, loss
+from accel_sft.batching import autotune, choice, collate, loss, verify
 from accel_sft.batching.autotune import choose_batching, fastest, least_work
 from accel_sft.batching.comparisons import UNLIMITED
 from accel_sft.batching.fitting import within_memory
@@ -671,6 +671,25 @@ def test_a_large_vocabulary_never_stands_whole():
         nll_sum(model, batch).backward()
     events = [event.self_cpu_memory_usage for event in profile.events()]
     assert max(events) < 2 * 4 * loss.MOST_LOGITS
+
+
+class Counted(torch.nn.Linear):
+    counts: list[int]
+
+    def forward(self, hidden):
+        self.counts.append(hidden.shape[:-1].numel())
+        return super().forward(hidden)
+
+
+def test_checks_before_the_first_step_hold_few_logits(model, monkeypatch):
+    model, most = copy.deepcopy(model), 20
+    head = model.get_output_embeddings()
+    head.__class__, head.counts = Counted, []
+    monkeypatch.setattr(verify, "HEAD_TOKENS", most)
+    monkeypatch.setattr(loss, "MOST_LOGITS", most * model.config.vocab_size)
+    long = [Encoded(number, [number + 3, *[7, 8, 9] * 30], 1) for number in range(4)]
+    assert chosen(model, long)[0].head == "pieces"
+    assert max(head.counts) == most
 
 
 def test_a_head_that_is_scaled_afterwards_is_never_in_pieces():

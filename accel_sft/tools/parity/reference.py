@@ -13,6 +13,7 @@ from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.evaluator import Evaluation, Evaluator
 from accel_sft.evaluation.left_padded import generate
+from accel_sft.models.architecture import arguments
 from accel_sft.models.load import load_model
 from accel_sft.models.merge import merge
 from accel_sft.models.source import Source, as_it_began, began_with, find_source
@@ -78,8 +79,10 @@ class Reference:
         """The log-probabilities of every token at each place of the answer, and at the place behind it."""
         model = self.model if model is None else model
         ids = torch.tensor([[*prompt, *answer]], device=model.device)
+        places = len(answer) + 1
+        kept = {"logits_to_keep": places} if "logits_to_keep" in arguments(model) else {}
         with torch.no_grad():
-            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
+            logits = model(input_ids=ids, use_cache=False, **kept).logits[0, -places:]
         return logits.float().log_softmax(-1).cpu()
 
     def continued(self, prompt: list[int], tokens: int, model: Any = None) -> list[int]:
