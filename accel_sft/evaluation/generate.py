@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import first_line
 from accel_sft.batching.comparisons import REDUCED_TOLERANCE, TOLERANCE
-from accel_sft.batching.device_memory import fits, in_halves
+from accel_sft.batching.device_memory import fits, in_halves, out_of_memory
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.decoder import Decoder
@@ -179,14 +179,22 @@ class Generator:
         rows = among[:: max(len(among) // CHECKED_ROWS, 1)][:CHECKED_ROWS]
         prompts = [row.input_ids[: row.prompt_length] for row in rows]
         fed = [(row.input_ids[row.prompt_length], prompt[-1]) for row, prompt in zip(rows, prompts, strict=True)]
+        found: list[list[torch.Tensor]] = []
+
+        def staggered() -> None:
+            found[:] = self._staggered([Row(prompt[prefix:]) for prompt in prompts], fed, prompts[0][:prefix])
+
         try:
-            found = self._staggered([Row(prompt[prefix:]) for prompt in prompts], fed, prompts[0][:prefix])
+            while not fits(staggered, len(prompts), alone=not self.sharded):
+                del prompts[0], fed[0]  # the longest
         except REFUSALS as error:
+            if out_of_memory(error):  # which says nothing about what the model can take
+                raise
             return f"the model takes no shared prefix ({first_line(error)[:100]})"
-        largest = 0.0
+        largest, last = 0.0, {"logits_to_keep": 3} if "logits_to_keep" in arguments(self.model) else {}
         for prompt, more, together in zip(prompts, fed, found, strict=True):
             ids = torch.tensor([[*prompt, *more]], device=self.accelerator.device)
-            alone = self.model(input_ids=ids, use_cache=False).logits[0, -3:]
+            alone = self.model(input_ids=ids, use_cache=False, **last).logits[0, -3:]
             largest = max(largest, *map(nats_apart, alone, together))
         if largest > self._tolerance():
             return f"its predictions behind a shared prefix are not those of single rows (off by {largest:.2g} nats)"

@@ -121,6 +121,8 @@ def _is_right(kernels: Kernels, device: torch.device, size: int) -> bool:
         plain = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen).transpose(1, 2)
         expected = [plain, *torch.autograd.grad(plain.square().sum(), exact)]
         pairs = [(one.float().cpu(), other) for one, other in zip(found, expected, strict=True)]
+    except torch.OutOfMemoryError:  # which says nothing about the kernels
+        raise
     # another torch may lack the kernels or give them other arguments, a device may lack them; the prefix is then
     # copied, which is as exact
     except (AttributeError, RuntimeError, TypeError, ValueError, IndexError, AssertionError):

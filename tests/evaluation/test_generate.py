@@ -1,5 +1,6 @@
 """Answers are those of plain, separate generation, and generating leaves no trace in the model (laws 3 and 4)."""
 
+import contextlib
 import json
 import re
 
@@ -34,7 +35,7 @@ from accel_sft.evaluation import decoder, live_rows
 from accel_sft.evaluation.decoder import Decoder
 from accel_sft.evaluation.division import common_prefix, divide, shares
 from accel_sft.evaluation.evaluator import Evaluator, answer_backend
-from accel_sft.evaluation.generate import Generator
+from accel_sft.evaluation.generate import CHECKED_ROWS, Generator
 from accel_sft.evaluation.live_rows import Row
 from accel_sft.io.heartbeat import heartbeat_count
 from accel_sft.launch import collectives
@@ -407,6 +408,29 @@ def test_an_evaluation_that_finds_no_room_goes_on_in_halves(tiny, tokenizer, exa
     assert len(re.findall("out of device memory with [2-9] rows at once", said)) >= 2  # and the loss
     assert [sample["generated"] for sample in found.samples] == [sample["generated"] for sample in whole.samples]
     assert found.metrics["eval_loss"] == pytest.approx(whole.metrics["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("most", [1, 0])
+def test_the_decoders_check_takes_no_lack_of_memory_for_a_refusal(most, tiny, tokenizer, examples, monkeypatch):
+    def forward(self, new=(), real=Decoder.forward):
+        if len(new) > most:
+            raise torch.OutOfMemoryError("no room")
+        return real(self, new)
+
+    monkeypatch.setattr(Decoder, "forward", forward)
+    generator = Generator(Accelerator(cpu=True), tokenizer, build("tiny", tiny, len(tokenizer)), None)
+    with torch.no_grad(), contextlib.nullcontext() if most else pytest.raises(torch.OutOfMemoryError):
+        generator.choose(examples, NEW_TOKENS)
+    assert generator.message.endswith("are computed once" if most else "")
+
+
+def test_the_decoders_check_computes_few_logits(tiny, tokenizer, examples):
+    counts = []
+    model = build("tiny", tiny, len(tokenizer))
+    model.lm_head.register_forward_pre_hook(lambda module, inputs: counts.append(inputs[0].shape[1]))
+    with torch.no_grad():
+        Generator(Accelerator(cpu=True), tokenizer, model, None).choose(examples, NEW_TOKENS)
+    assert max(counts) <= CHECKED_ROWS
 
 
 def test_ranks_that_share_their_weights_give_the_same_answers(tiny, tokenizer, examples, tmp_path):
