@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -320,11 +321,19 @@ def _refuse_missing_packages(config: TrainConfig) -> None:
         bitsandbytes("--load-in-4bit")
     if config.use_liger_kernel:
         liger()
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # for torch.compile
-    if config.compile and not device_count() and not shutil.which(compiler):
+    gpu = device_count() > 0
+    flag = "--compile" if config.compile else "--use-liger-kernel" if config.use_liger_kernel and gpu else None
+    if not flag:
+        return
+    # on GPUs Triton compiles what launches its kernels, in C
+    language, variable, usual = ("C", "CC", "gcc") if gpu else ("C++", "CXX", "g++")
+    compiler = os.environ.get(variable, "clang++" if sys.platform == "darwin" else usual)
+    if not (shutil.which(compiler) or (compiler == "gcc" and shutil.which("clang"))):
         raise UserError(
-            f"--compile: there is no C++ compiler ({compiler}); install one, name it in CXX, or leave it out"
+            f"{flag}: there is no {language} compiler ({compiler}); install one, name it in {variable}, or leave it out"
         )
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        raise UserError(f"{flag}: Python's headers are missing; apt-get install python3-dev, or leave it out")
 
 
 def _read(task: Task, *, eval_every: str, thinking: str | None) -> Iterator[Sequence[Any]]:

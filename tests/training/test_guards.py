@@ -41,7 +41,7 @@ from accel_sft.io.run_options import recorded_options
 from accel_sft.launch.read import read_launch
 from accel_sft.resilience.exit import report
 from accel_sft.resilience.signals import StopSignals
-from accel_sft.training import claim
+from accel_sft.training import claim, prepare
 
 ALONE = read_launch({}, [])
 """One process without a launcher."""
@@ -583,6 +583,23 @@ def test_an_environment_that_makes_no_sense_is_refused_in_a_line(tmp_path, envir
     assert run.status == 1
     assert f"Error: {told}" in run.output
     assert "Traceback" not in run.output
+
+
+@pytest.mark.parametrize("flag", ["compile", "use_liger_kernel"])
+@pytest.mark.parametrize("lacking", ["there is no C compiler (no-such-compiler)", "Python's headers are missing"])
+def test_what_kernels_on_gpus_are_compiled_with_is_asked_for(flag, lacking, monkeypatch, tmp_path):
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", "no-such-compiler" if "compiler" in lacking else str(compiler))
+    monkeypatch.setattr(prepare, "device_count", lambda: 1)
+    monkeypatch.setattr(prepare, "liger", lambda: None)
+    monkeypatch.setattr(prepare.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(UserError, match=f"--{flag.replace('_', '-')}: {re.escape(lacking)}"):
+        prepare._refuse_missing_packages(TrainConfig(**{flag: True}).resolved({}))
+    (tmp_path / "Python.h").write_text("")
+    monkeypatch.setenv("CC", str(compiler))
+    prepare._refuse_missing_packages(TrainConfig(**{flag: True}).resolved({}))
 
 
 # --- evaluate ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +18,9 @@ SECONDS = 30.0
 
 
 def compiler(machine: Machine) -> Iterator[Finding]:
-    """Report which tools for compiling operators are here; `operators` reports what is missing for each operator."""
-    named = {"C++ compiler": os.environ.get("CXX", "c++"), "ninja": "ninja"}
+    """Report which tools for compiling are here: C++ and ninja for operators, which `operators` reports; on GPUs C for
+    `--compile`."""
+    named = {"C++ compiler": os.environ.get("CXX", "c++"), "ninja": "ninja", "C compiler": os.environ.get("CC", "gcc")}
     found = []
     for name, program in named.items():
         if shutil.which(program):
@@ -26,6 +28,8 @@ def compiler(machine: Machine) -> Iterator[Finding]:
             found.append(f"{name} {lines[0].strip()}" if lines and name == "ninja" else lines[0] if lines else program)
         else:
             found.append(f"no {name}")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        found.append("no headers of Python")
     yield ok(", ".join(found))
 
 
