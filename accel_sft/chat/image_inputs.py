@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.rows.rows import example_name
 
 _OF_TOKENS = ("input_ids", "attention_mask")
+_THREAD, _ONE_AT_A_TIME = ThreadPoolExecutor(1, "images"), threading.Lock()
 _TYPES = "token_type_ids"
 """End of the names of inputs that hold each token's kind, text or image: `mm_token_type_ids`, `token_type_ids`."""
 
@@ -62,6 +65,7 @@ class ImageInputs:
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load
         self._written: dict[tuple[int, int], str] = {}
+        self._ahead: tuple[list[RowImages], Future[Any] | None] = [], None
 
     @functools.cached_property
     def processor(self) -> Any:
@@ -155,6 +159,15 @@ class ImageInputs:
                 inputs[name] = value.numpy()
         return inputs
 
+    def begin(self, pictured: list[RowImages]) -> None:
+        """Have a thread run the processor for the rows whose `tensors` are made next: it takes 5 to 90 ms an image, in
+        which a GPU would idle. The images are read here, as a task need not bear threads.
+
+        Raises:
+            UserError: an image is gone or was changed.
+        """
+        self._ahead = pictured, _THREAD.submit(self._processed, pictured, self._opened(pictured))
+
     def ids(self, images: RowImages) -> list[int]:
         """The tokens that the processor makes of a row's images alone.
 
@@ -172,14 +185,19 @@ class ImageInputs:
         """
         return pixels_in(self._made([images]))
 
-    def _made(self, pictured: Sequence[RowImages]) -> Any:
-        pictures = [of_row.origin.pictures(of_row) for of_row in pictured]
-        texts = [self.processor.image_token * len(each) for each in pictures]
-        opened = [[picture.opened() for picture in each] for each in pictures]
+    def _made(self, pictured: list[RowImages]) -> Any:
+        (begun, made), self._ahead = self._ahead, ([], None)
+        return made.result() if made and begun == pictured else self._processed(pictured, self._opened(pictured))
+
+    def _opened(self, pictured: Sequence[RowImages]) -> list[list[Any]]:
+        return [[picture.opened() for picture in of_row.origin.pictures(of_row)] for of_row in pictured]
+
+    def _processed(self, pictured: Sequence[RowImages], opened: list[list[Any]]) -> Any:
         import torch
 
+        texts = [self.processor.image_token * len(each) for each in opened]
         try:
-            with torch.device("cpu"):  # whatever the default device is: the values become arrays
+            with _ONE_AT_A_TIME, torch.device("cpu"):  # a GPU may be the default device; the values become arrays
                 return self.processor(
                     text=texts, images=opened, add_special_tokens=False, padding=True, return_tensors="pt"
                 )
@@ -191,6 +209,12 @@ class ImageInputs:
         """For each token, 1 if it is an image's, else 0."""
         of_images = {*self.processor.image_token_ids}
         return [[int(token in of_images) for token in row] for row in ids]
+
+
+def begin_images(pictured: list[RowImages]) -> None:
+    """Have a thread run the processor for the next forward's images, if it has any; see `ImageInputs.begin`."""
+    if pictured:
+        pictured[0].origin.inputs.begin(pictured)
 
 
 def pixels_in(inputs: Mapping[str, Any]) -> int:

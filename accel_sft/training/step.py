@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.sequence import SequenceGroup
 from accel_sft.chat.encoded import Encoded
-from accel_sft.chat.image_inputs import pixels_in
+from accel_sft.chat.image_inputs import begin_images, pixels_in
 from accel_sft.io.files import read_json, write_atomically
 from accel_sft.io.heartbeat import exchange
 from accel_sft.io.run_dir import RunDir
@@ -75,7 +75,7 @@ class TrainStep:
         self.group = SequenceGroup.of(stepper.accelerator)
 
     def forward_backward(
-        self, examples: list[Encoded], loss_weight: float, step: int
+        self, examples: list[Encoded], loss_weight: float, step: int, following: Sequence[Encoded] = ()
     ) -> tuple[torch.Tensor, OutOfMemory]:
         """Compute this rank's part of the loss of step `step` (from 1), and add its gradients to the model's.
 
@@ -83,6 +83,7 @@ class TrainStep:
 
         Args:
             loss_weight: sum of the weights of the whole step's supervised tokens, over all ranks.
+            following: rows of the next step, if their images shall be made input while this step computes.
         Returns:
             the loss, shape (), and this rank's out-of-memory.
         Raises:
@@ -94,6 +95,9 @@ class TrainStep:
         with span(BATCHES):
             self._divided = self.batching.divide(examples, group.groups)
             forwards = self._divided[group.group]
+            upcoming = (
+                [*forwards[1:], self.batching.divide(following, group.groups)[group.group][0]] if following else []
+            )
         self._note_largest(max(forwards, key=lambda rows: sum(map(_length, rows))))
         for number, rows in enumerate(forwards, 1):
             with shared_rows(), self.stepper.boundary(last=number == len(forwards)):
@@ -105,6 +109,8 @@ class TrainStep:
                     assert nll is not None  # one row is not repeated
                     nll = nll * math.nan
                 self._forwards.append((began, _now(accelerator.device)))
+                if upcoming:
+                    begin_images([row.images for row in upcoming.pop(0) if row.images])
                 value = nll.detach()
                 # 1, or NaN for a loss that is not finite, to make every gradient NaN on all ranks: the step is then
                 # left out. Without it, an infinite loss may have finite gradients

@@ -181,7 +181,10 @@ class Trainer:
             _seed(self.accelerator.device, plan.seed_of(state.step, masks))
             with span(BATCHES):
                 examples = self.train_examples.take(rows.tolist())
-            share, oom = self.train_step.forward_backward(examples, loss_weight, state.step + 1)
+                following = (
+                    self.train_examples.take(plan.examples(state.step + 1).tolist()) if self.looks_ahead() else []
+                )
+            share, oom = self.train_step.forward_backward(examples, loss_weight, state.step + 1, following)
             self.signals.exit_if_orphaned()
             loss, oom, signal, unwritten, system = reduce_step(
                 share, oom, self.signals.asked, self.tracker.system(), self.checkpoints.failed
@@ -214,6 +217,11 @@ class Trainer:
                 self.checkpoints.finish()  # raises on all ranks what one of them met
             self.stop_if(signal)
             self.evaluate_and_save()
+
+    def looks_ahead(self) -> bool:
+        """Whether this step makes the next one's images input; a CPU has no time left for that."""
+        images, more = len(self.train_examples.pictured), self.state.step + 1 < self.plan.total_steps
+        return bool(images) and more and self.accelerator.device.type != "cpu"
 
     @span(PAUSE)
     def evaluate_and_save(self) -> None:

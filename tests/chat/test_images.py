@@ -10,6 +10,7 @@ import re
 import struct
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy
@@ -29,19 +30,22 @@ from accel_sft import UserError
 from accel_sft.batching.layouts import Batching
 from accel_sft.chat.blank_image import blank_row
 from accel_sft.chat.conversation import conversation, read_split
-from accel_sft.chat.encoded import Rules
-from accel_sft.chat.image_inputs import ImageInputs
+from accel_sft.chat.encoded import Encoded, Rules
+from accel_sft.chat.image_inputs import ImageInputs, RowImages, begin_images
 from accel_sft.chat.pictures import Picture
 from accel_sft.commands import export_data
 from accel_sft.commands.merge import write_merged
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.prompts import prompt_with, read_prompts
+from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import printable
 from accel_sft.models.load import load_tokenizer
 from accel_sft.models.processor import load_processor
 from accel_sft.models.source import find_source
 from accel_sft.testing import TaskConformance
+from accel_sft.training import step as training_step
 from accel_sft.training.prepare import Assembly
+from accel_sft.training.step import TrainStep
 from accel_sft_chat import Chat
 
 TASK = f"{vision.__file__}:Colours"
@@ -269,6 +273,48 @@ def test_processors_compute_on_the_host_whatever_the_device(made, family):
     row = blank_row(ImageInputs(lambda: processor_of(made(family))))
     batch = Batching("padded", 512).batch([row], 0, torch.device("meta"))
     assert {value.device.type for value in batch.inputs.values()} == {"meta"}
+
+
+def test_images_that_a_thread_prepared_make_the_same_batch(made, monkeypatch):
+    kept = encoder(made("qwen2_vl"), Colours(text_too=False))(range(20), "train").kept
+    calls, cpu = [], torch.device("cpu")
+    real = ImageInputs._processed
+    monkeypatch.setattr(ImageInputs, "_processed", lambda *given: calls.append(given) or real(*given))
+    expected = Batching("padded", 512).batch(kept[:3], 0, cpu).inputs
+    state = torch.get_rng_state()
+    for begun, processed in ((kept[:3], 2), (kept[3:5], 4)):
+        begin_images([row.images for row in begun])
+        found = Batching("padded", 512).batch(kept[:3], 0, cpu).inputs
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert len(calls) == processed
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_error_in_the_thread_of_images_is_raised_in_the_step(made, monkeypatch):
+    kept = encoder(made("qwen2_vl"), Colours(text_too=False))(range(20), "train").kept
+    kept[0].images.origin.inputs.processor.image_processor = None
+    told = []
+    for begun in ([], [kept[0].images]):
+        begin_images(begun)
+        with pytest.raises(UserError) as error:
+            Batching("padded", 512).batch(kept[:1], 0, torch.device("cpu"))
+        told.append(str(error.value))
+    assert told[0] == told[1]
+    assert told[0].startswith("train example 0: the model's processor cannot make it input")
+
+
+def test_each_forwards_images_are_begun_before_the_backward_ahead_of_it(monkeypatch, tmp_path):
+    happened = []
+    pictured = [Encoded(number, [1, 2], 1, images=RowImages(number, 1, b"")) for number in range(4)]
+    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, parallelism_config=None)
+    stepper = SimpleNamespace(accelerator=accelerator, forwards_alone=True, alone=True, averaged_over=1)
+    stepper.boundary, stepper.backward = (lambda last: nullcontext()), lambda loss: happened.append("backward")
+    begun = lambda images: happened.append(("begun", [each.index for each in images]))  # noqa: E731
+    monkeypatch.setattr(training_step, "begin_images", begun)
+    monkeypatch.setattr(TrainStep, "_nll", lambda self, rows, step: happened.append(rows[0].index) or torch.zeros(()))
+    step = TrainStep(stepper, Batching("padded", 512, rows=1), 0, RunDir(tmp_path), print)
+    step.forward_backward(pictured[:2], 2, 1, pictured[2:])
+    assert happened == [0, ("begun", [1]), "backward", 1, ("begun", [2]), "backward"]
 
 
 def test_rows_that_would_lose_image_tokens_are_left_out(made):
