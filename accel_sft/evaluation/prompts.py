@@ -93,14 +93,11 @@ def _parse(row: dict[str, Any]) -> tuple[Turns, list[Any], Tools]:
     column: Any = next((row[name] for name in _COLUMNS if row.get(name) is not None), [])
     images = column if isinstance(column, list) else [column]
     if "messages" in row:
-        given = row["messages"]
-        turns = [_without_parts(turn) for turn in given] if isinstance(given, list) else given
-        if expected := expected_of(turns):
+        if expected := expected_of(given := row["messages"]):
             raise RowProblem("messages", expected)
         if any(turn.get("function_call") for turn in given):
             raise RowProblem("messages", "calls of tools in `tool_calls`, not in `function_call`")
-        said = [{name: value for name, value in turn.items() if name != "weight"} for turn in given]
-        turns = [{**turn, "content": turn.get("content") or ""} for turn in said]
+        turns = [{name: value for name, value in turn.items() if name != "weight"} for turn in given]
     elif isinstance(row.get("prompt"), str):
         turns = [{"role": "user", "content": row["prompt"]}]
     else:
@@ -119,16 +116,6 @@ def _tools(given: Any) -> Tools:
     return given and [tool if "function" in tool else {"type": "function", "function": tool} for tool in given]
 
 
-def _without_parts(turn: Any) -> Any:
-    """A turn whose content, if that is a list of parts, is the text of these; "" beside calls of tools."""
-    content = turn.get("content") if isinstance(turn, dict) else None
-    if content is None and isinstance(turn, dict) and turn.get("tool_calls"):
-        return {**turn, "content": ""}
-    if not isinstance(content, list):
-        return turn
-    return {**turn, "content": "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))}
-
-
 def _pictured(turns: Turns, column: list[Any], folder: str, where: str, tools: Tools = None) -> Prompt:
     """The turns, checked as those of a task, with a mark for each image, and the images.
 
@@ -140,7 +127,7 @@ def _pictured(turns: Turns, column: list[Any], folder: str, where: str, tools: T
         UserError: there are more or fewer images than places for them, or an image does not exist.
     """
     left = iter(column)
-    contents = [_as_parts(turn["content"], where, split=bool(column)) for turn in turns]
+    contents = [_as_parts(turn.get("content") or "", where, split=bool(column)) for turn in turns]
     given = [part for parts in contents for part in parts if isinstance(part, dict)]  # `read_parts` names others
     places = [part for part in given if part.get("type") == "image" and len(part) == 1]
     if column and not places:
