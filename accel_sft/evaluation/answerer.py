@@ -190,10 +190,10 @@ def expected_of(turns: Any) -> str | None:
         return 'a list of {"role": ..., "content": ...}'
     for turn in turns:
         content = turn.get("content") if isinstance(turn, dict) else None
-        said = isinstance(content, (str, list)) or (
+        has_content = isinstance(content, (str, list)) or (
             content is None and isinstance(turn, dict) and turn.get("tool_calls")
         )
-        if not said or not isinstance(turn.get("role"), str):
+        if not has_content or not isinstance(turn.get("role"), str):
             return 'a list of {"role": ..., "content": ...}, with text in both'
         if no_text(json.dumps(turn, ensure_ascii=False)):
             return "text: no bytes other than UTF-8, no lone surrogate, and none of U+E008 to U+E00B"

@@ -53,8 +53,8 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]
         rows = read_rows(file, _parse)
         names = [str(place) for place in rows.places(range(len(rows)))]
         folder = os.path.dirname(os.path.abspath(file))
-        found = zip(rows, names, strict=True)
-        prompts = [_pictured(turns, images, folder, where, tools) for (turns, images, tools), where in found]
+        named_rows = zip(rows, names, strict=True)
+        prompts = [_pictured(turns, images, folder, where, tools) for (turns, images, tools), where in named_rows]
         return [prompt._replace(turns=with_system(prompt.turns, system)) for prompt in prompts], names
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").split("\n")

@@ -306,7 +306,7 @@ def test_an_end_forged_outside_contents_is_seen(tokenizer, place, found):
     assert encoded(own, [([], turns, tools)]).control_tokens == found
 
 
-def test_a_control_token_with_a_quote_is_seen_within_a_call(tokenizer):
+def test_a_control_token_with_a_quote_is_seen_in_calls(tokenizer):
     own = copy.deepcopy(tokenizer)
     own.add_special_tokens({"additional_special_tokens": ['<|"|>']})  # as Gemma 4's
     turns = [user("Rain?"), {"role": "assistant", "content": "", "tool_calls": [{**CALL}]}]

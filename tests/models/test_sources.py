@@ -24,7 +24,7 @@ from accel_sft.models.source import find_source, reach
 RECORD = json.dumps({"task": "math", "config": {}, "task_options": {}, "launch": {"precision": "bf16"}})
 
 
-def test_a_hub_id_within_a_runs_folder_is_not_that_run(tmp_path, monkeypatch):
+def test_a_hub_id_within_a_run_is_not_that_run(tmp_path, monkeypatch):
     adapter(tmp_path, "org/gone")
     monkeypatch.chdir(tmp_path)
     assert RunDir.record_around("gpt2") is None

@@ -223,7 +223,7 @@ def test_a_metric_that_more_rows_made_worse_is_not_forecast_to_recover(better):
 
 
 @pytest.mark.parametrize(("errors", "detectable"), [((0.0, 0.0, 0.01), 0.028), ((0.0, 0.0, 0.0), None)])
-def test_sizes_that_answer_as_the_best_one_does_end_no_forecast(errors, detectable):
+def test_sizes_that_answer_like_the_best_end_no_forecast(errors, detectable):
     paired = {f"train-limit {n}": {"examples": 50, "standard_error": one} for n, one in enumerate(errors)}
     record = made({500: (0.9,), 1000: (0.98,), 2000: (0.98,), 4000: (0.98,)}, paired=paired)
     told = [*in_sentences(record)]
