@@ -384,12 +384,15 @@ def test_an_evaluation_leaves_mode_gradients_and_random_state_as_they_were(tiny,
 
 
 def test_an_evaluation_without_memory_ends_with_one_line(tiny, tokenizer, examples, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise torch.OutOfMemoryError("no room")
 
     model = build("tiny", tiny, len(tokenizer))
     monkeypatch.setattr(Generator, "__call__", full)
     with pytest.raises(UserError, match=r"evaluation: out of device memory \(no room\); lower --eval-batch-size"):
+        evaluated(model, tokenizer, examples, Sums())
+    monkeypatch.setattr(model, "forward", full)  # the loss comes first
+    with pytest.raises(UserError, match=r"evaluation: out of device memory \(no room\); lower --max-length"):
         evaluated(model, tokenizer, examples, Sums())
 
 
