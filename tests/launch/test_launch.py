@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 import yaml
 from accelerate.commands import launch as launcher
 from accelerate.commands.config.config_args import BaseConfig, ClusterConfig, load_config_from_file
@@ -29,7 +30,7 @@ from accel_sft.launch import audit as auditing
 from accel_sft.launch import deepspeed_ops, describe, host_memory, parallelism, recordable
 from accel_sft.launch.accelerator import verify_engine
 from accel_sft.launch.audit import audit, refuse
-from accel_sft.launch.environment import threads_per_process, usable_cores
+from accel_sft.launch.environment import ALLOCATOR, threads_per_process, usable_cores
 from accel_sft.launch.info import Launch
 from accel_sft.launch.rank_environment import CONFIG_KEYS
 from accel_sft.launch.read import launch_of_yaml, read_launch
@@ -817,6 +818,17 @@ def test_the_ninja_beside_this_python_comes_before_the_systems(tmp_path):
     )
     before, after = process.communicate(timeout=60)[0].split()
     assert (before, after) == (str(systems), str(Path(sysconfig.get_path("scripts"), "ninja")))
+
+
+def test_torch_knows_the_allocators_setting():
+    """It would refuse one that it does not know, but only when the first tensor is put on a GPU; without one it looks
+    at the values of those that it knows."""
+    if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        return  # a torch from before
+    name, value = ALLOCATOR[1].split(":")
+    torch._C._accelerator_setAllocatorSettings(f"{name}:{value}")
+    with pytest.raises((ValueError, RuntimeError)):
+        torch._C._accelerator_setAllocatorSettings(f"{name}:neither")
 
 
 @pytest.mark.parametrize(
