@@ -4,6 +4,7 @@ Tensors are made on the current device; set it by `with device:` around a call.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch.nn import functional
 
 from accel_sft.chat.encoded import Encoded
+from accel_sft.io.terminal import terminal, wrapped
+from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.models.row_kernels import PrefixedRows
 
 BLOCK = 128
@@ -250,5 +253,20 @@ def _on_device(*arrays: np.ndarray) -> list[torch.Tensor]:
     device = torch.empty(0).device
     tensors = map(torch.from_numpy, arrays)  # on the CPU, whatever is the current device
     if device.type == "cuda":
-        return [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
+        return [_pinned(tensor).to(device, non_blocking=True) for tensor in tensors]
     return [tensor.to(device) for tensor in tensors]
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in pinned memory, or the tensor itself where the system pins no more: its words for that would be
+    taken for a GPU without memory."""
+    try:
+        return tensor.pin_memory()
+    except RuntimeError as error:
+        _say_unpinned(one_line(str(error), LONGEST_ERROR))
+        return tensor
+
+
+@functools.cache
+def _say_unpinned(reason: str) -> None:
+    print(wrapped(f"host memory cannot be pinned ({reason}): copies of batches take longer"), file=terminal())

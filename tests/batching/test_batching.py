@@ -702,6 +702,16 @@ def test_a_head_that_is_scaled_afterwards_is_never_in_pieces():
 # --- what the device has room for ---
 
 
+def test_batch_is_copied_where_memory_cannot_be_pinned(monkeypatch, capsys):
+    def refuse(tensor):
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    rows = [torch.ones(2), torch.ones(3)]
+    assert [collate._pinned(row) for row in rows] == rows
+    assert capsys.readouterr().out.count("host memory cannot be pinned (CUDA error: out of memory") == 1
+
+
 @contextlib.contextmanager
 def room_for(tokens):
     """A device on which an embedding of more tokens than that finds no memory."""
