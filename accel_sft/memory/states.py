@@ -271,7 +271,7 @@ def _pins(job: Job, what: str) -> bool:
     """Whether DeepSpeed pins the host memory of the offloaded `optimizer` or `param`: beside GPUs, unless a JSON says
     otherwise (launch/accelerator.py)."""
     own = job.launch.zero.get(f"offload_{what}") or {}
-    return not job.on_cpu and bool(own.get("pin_memory", not job.launch.zero))
+    return not job.on_cpu and own.get("pin_memory", True) is not False
 
 
 def _rounded_up(*sizes: float) -> float:
