@@ -17,7 +17,8 @@ FILE_BYTES = 2**30
 """Bytes above which a checkpoint file gets no further tensor; about as many bytes are copied to host memory at once."""
 
 CUDA_BYTES = GIB
-"""Bytes of a GPU's memory outside of torch's allocator: the CUDA context, NCCL and the libraries' workspaces."""
+"""Bytes of a GPU's memory outside of torch's allocator: the CUDA context, NCCL and the libraries' workspaces. It is an
+assumption: half of it is the context's; a group of ranks took 0.53 to 0.67 GiB on A100s (NVIDIA/nccl issue 964)."""
 GAPS = 0.08
 """Share of a step's transient memory that torch's GPU allocator loses to gaps and rounding, with expandable segments
 on. Others measured 0.08 to 0.41 without such segments."""
