@@ -635,11 +635,14 @@ def test_gpus_of_unknown_memory_are_asked_for(models, monkeypatch):
     monkeypatch.setattr("accel_sft.tools.plan.machine.nvidia_gpus", lambda: (None, []))
     with pytest.raises(UserError, match="--gpu-memory: give the GiB of one GPU"):
         machine(2, None, 64)
-    assert machine(None, None, 64) == PlannedMachine(0, None, 64 * GIB)
-    assert machine(None, 24, 64) == PlannedMachine(1, 24 * GIB, 64 * GIB)
+    for bf16 in (True, False):
+        monkeypatch.setattr("accel_sft.tools.plan.machine.this_machine_computes_bf16", lambda bf16=bf16, **_: bf16)
+        assert machine(None, None, 64) == PlannedMachine(0, None, 64 * GIB, bf16=bf16)
+        assert machine(0, None, 64) == PlannedMachine(0, None, 64 * GIB, bf16=bf16)
+        assert machine(None, 24, 64) == machine(1, 24, 64) == PlannedMachine(1, 24 * GIB, 64 * GIB)
     gpus = [{"name": "NVIDIA H100 80GB HBM3", "memory_gib": 80.0}, {"name": "NVIDIA L40S", "memory_gib": 40.0}]
     monkeypatch.setattr("accel_sft.tools.plan.machine.nvidia_gpus", lambda: ("1", gpus))
-    assert machine(None, None, 64) == PlannedMachine(2, 40 * GIB, 64 * GIB)
+    assert machine(None, None, 64) == PlannedMachine(2, 40 * GIB, 64 * GIB, bf16=False)
     monkeypatch.setattr("accel_sft.tools.plan.machine.nvidia_gpus", lambda: ("1", gpus[:1]))
     assert machine(None, None, 64).gpu == "NVIDIA H100 80GB HBM3"
     assert machine(8, 80, 64).gpu == ""  # those of another machine
@@ -709,7 +712,7 @@ def test_a_launch_that_cannot_fit_is_refused_before_the_model_is_loaded(tmp_path
     assert "num_hidden_layers 10000000: expected a whole number from 1 to 10,000" in done.output
     large = {**config, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 400, "layer_types": None}
     (tmp_path / "model/config.json").write_text(json.dumps(large))
-    asked = ("math", "--model", str(tmp_path / "model"), "--max-steps", "1")
+    asked = ("math", "--model", str(tmp_path / "model"), "--max-steps", "1", "--train-examples", "50")
     done = accel_sft(*asked, run_dir=tmp_path / "refused")
     assert done.status == 1
     assert "the model states of this launch alone take" in done.output

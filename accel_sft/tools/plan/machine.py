@@ -19,7 +19,7 @@ class PlannedMachine:
         gpu_bytes: memory of one GPU; None without one.
         host_bytes: host memory that training may take.
         is_free: whether `host_bytes` is what is free on this machine now, not what the user gave.
-        bf16: whether its ranks compute in bf16 natively; assumed if the user gives the number of GPUs.
+        bf16: whether its ranks compute in bf16 natively; assumed of GPUs that the user describes.
         gpu: the name of its GPUs; "" if they are another machine's, or not all alike.
     """
 
@@ -59,6 +59,6 @@ def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> 
         gpu_bytes=(min(sizes) * GIB if count else None) if gpu_gib is None else gpu_gib * GIB,
         host_bytes=host_memory.free_bytes() if host_gib is None else host_gib * GIB,
         is_free=host_gib is None,
-        bf16=bool(gpus) or this_machine_computes_bf16(with_gpus=count > 0),
+        bf16=bool(gpus or (count and not sizes)) or this_machine_computes_bf16(with_gpus=count > 0),
         gpu=names.pop() if len(names) == 1 and gpu_gib is None else "",
     )
