@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ import forked
 import pytest
 from filelock import FileLock
 from packaging.version import Version
-from places import CONFIGS
+from places import CONFIGS, SUPPORT
 
 from accel_sft.models.tensor_plan import LOWEST_TORCH
 
@@ -34,6 +35,12 @@ if "PYTEST_CURRENT_TEST" not in os.environ:  # a process that a test starts has 
     for name in [name for name in os.environ if re.match(FOREIGN, name)]:
         del os.environ[name]  # of the user's terminal, account and jobs
 os.environ["TERM"] = "xterm-256color"
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # GPUs have tests of their own: tests/gpu/run
+if os.environ.get("PLANTED_BF16") == "none":  # a CPU with AVX2 and no more, also for the kernels of torch
+    os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+if (every_process := str(SUPPORT / "every_process")) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (every_process, os.environ.get("PYTHONPATH"))))
+    runpy.run_path(f"{every_process}/sitecustomize.py")
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two workers' threads would spin for the same cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 CUTS_WEIGHTS = pytest.mark.skipif(

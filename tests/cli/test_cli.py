@@ -563,8 +563,8 @@ def test_under_the_launcher_a_rank_that_fails_alone_ends_the_run_and_is_the_root
     launcher = os.path.join(os.path.dirname(sys.executable), "accelerate")
     yaml = CONFIGS / "ddp.yaml"
     command = [launcher, "launch", "--config_file", str(yaml), "--main_process_port", "0", "-m", "accel_sft", "fail"]
-    env = {**os.environ, "PYTHONPATH": str(site)}
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert result.returncode != 0
     assert result.stderr.count("Error: the disk of rank one is full\n") == 1
     root_cause = result.stderr.split("Root Cause")[1]
@@ -596,7 +596,11 @@ def test_a_reader_that_leaves_ends_the_command_quietly(site):
     failing(site, "[print(i, flush=True) for i in range(100000)]")
     code = f"{sys.executable} -m accel_sft fail | head -n 1; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(
-        ["bash", "-c", code], env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True, check=False
+        ["bash", "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (result.returncode, result.stderr) == (141, "")
 
@@ -606,7 +610,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(site):
 def test_output_that_cannot_be_written_is_told_in_a_line(command):
     with open("/dev/full", "w") as full:
         argv = [sys.executable, "-m", "accel_sft", *command.split()]
-        result = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        result = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     told = "Error: standard output cannot be written: No space left on device; let it go elsewhere\n"
     assert (result.returncode, result.stderr) == (1, told)
 
@@ -668,7 +672,7 @@ def test_a_new_task_is_a_plugin_that_keeps_the_contract_and_passes_its_test(tmp_
     install(site, "accel-sft-even-odd", entry.replace('"', ""), source, module=module)
     shutil.copytree(project / f"{module}_data", site / f"{module}_data")
     assert "ok" in accel_sft("tasks", site=site).stdout.split("even-odd")[2]
-    env = {**os.environ, "PYTHONPATH": str(site)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))}
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project)]
     subprocess.run(tests, env=env, check=True, capture_output=True)
     subprocess.run(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import fsdp2_on_cpu
@@ -42,6 +44,14 @@ def test_a_cpu_computes_bf16_by_its_flags(kind, tmp_path, monkeypatch):
     assert precision.cpu_flags() == found
     monkeypatch.setattr(host_memory, "SYSTEM", tmp_path / "macOS")
     assert precision.cpu_flags() == []
+
+
+@pytest.mark.parametrize(("planted", "found"), [("none", []), ("avx512_bf16", ["avx512_bf16"])])
+def test_planted_instructions_are_this_process_s_and_those_of_what_it_starts(planted, found, monkeypatch):
+    monkeypatch.setenv("PLANTED_BF16", planted)
+    assert precision.cpu_flags() == found
+    code = "from accel_sft.launch.precision import cpu_flags; print(cpu_flags())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == f"{found}\n"
 
 
 def launch_of_a_rank(folder, content, *flags, user="", deepspeed=None, arrived="no"):
@@ -156,8 +166,9 @@ def test_plan_and_compare_follow_the_machine_that_they_are_for(tmp_path, monkeyp
         for name, told in {"Init": None, "Shutdown": None, "DeviceGetCount": 1, "DeviceGetHandleByIndex": 0}.items():
             has_gpu.setattr(f"pynvml.nvml{name}", lambda *_, told=told: told)
         has_gpu.setattr("pynvml.nvmlDeviceGetCudaComputeCapability", lambda _: (9, 0))
+        has_gpu.delenv("CUDA_VISIBLE_DEVICES")
+        assert precision.this_machine_computes_bf16()
         assert launch_of(tmp_path / "bare.yaml", machine(0, None, 8)).precision[0] == "no"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for flags, expected in ([], "no"), (["avx512_bf16"], "bf16"):
         monkeypatch.setattr(precision, "cpu_flags", lambda flags=flags: flags)
         (cell,), _ = product("math", {"bare": tmp_path / "bare.yaml"}, ["2"], [], {}, [])
@@ -177,7 +188,7 @@ JOB = (
     "--save-every",
     "1",
 )
-NONE = {"PLANTED_FLAGS": ""}
+NONE = {"PLANTED_BF16": "none"}
 
 
 def header(run):
@@ -193,8 +204,9 @@ WITH_FSDP2 = pytest.param(
 
 @pytest.mark.parametrize("yaml_name", ["ddp", "z2", WITH_FSDP2])
 def test_every_backend_computes_in_float32_where_a_rank_lacks_the_instructions(yaml_name, tmp_path):
-    environment = {"PLANTED_FLAGS": "amx_bf16", "PLANTED_FLAGS_1": ""}
-    run = accel_sft(*JOB, yaml=yaml_name, module="planted_cpu", environment=environment, run_dir=tmp_path / "run")
+    environment = {"PLANTED_BF16": "amx_bf16", "PLANTED_BF16_1": "none"}
+    module = "fsdp2_on_cpu" if yaml_name == "fsdp2" else "accel_sft"
+    run = accel_sft(*JOB, yaml=yaml_name, module=module, environment=environment, run_dir=tmp_path / "run")
     assert run.status == 0, run.output
     assert header(run) == f"fp32 ({platform.node()}: {LACKS})"
     record = json.loads((tmp_path / "run/run.json").read_text())
@@ -208,8 +220,8 @@ def test_a_json_that_leaves_it_open_computes_in_bf16_and_its_record_names_it(tmp
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}))
     content = DEEPSPEED | {"deepspeed_config": {"deepspeed_config_file": str(tmp_path / "ds.json")}}
     (tmp_path / "json.yaml").write_text(yaml.safe_dump(content))
-    given = {"module": "planted_cpu", "environment": {"PLANTED_FLAGS": "bf16"}, "run_dir": tmp_path / "run"}
-    run = accel_sft(*JOB, yaml=str(tmp_path / "json"), **given)
+    given = {"yaml": str(tmp_path / "json"), "environment": {"PLANTED_BF16": "bf16"}, "run_dir": tmp_path / "run"}
+    run = accel_sft(*JOB, **given)
     assert run.status == 0, run.output
     assert header(run) == "bf16 (this CPU has bf16)"
     assert "fixes the precision" not in run.output
@@ -218,13 +230,12 @@ def test_a_json_that_leaves_it_open_computes_in_bf16_and_its_record_names_it(tmp
 
 
 def test_a_resumed_run_keeps_the_precision_that_it_began_with_and_says_so(launched, tmp_path):
-    options = {"yaml": "ddp", "module": "planted_cpu"}
-    whole = launched("begun in bf16", *JOB, **options, environment={"PLANTED_FLAGS": "bf16"})
+    whole = launched("begun in bf16", *JOB, yaml="ddp", environment={"PLANTED_BF16": "bf16"})
     shutil.copytree(whole.run_dir, folder := tmp_path / "run")
     shutil.rmtree(folder / "checkpoints/step-000002")
     shutil.rmtree(folder / "final")
     (folder / "result.json").write_text('{"status": "running"}')
-    again = {**options, "environment": NONE, "run_dir": folder}
+    again = {"yaml": "ddp", "environment": NONE, "run_dir": folder}
     refused = accel_sft(*JOB, "--resume", "auto", launcher=("--mixed_precision", "no"), **again)
     assert refused.status != 0
     assert "written under precision bf16, and this launch has no" in " ".join(refused.output.split())

@@ -130,7 +130,7 @@ def test_no_mfu_is_told_of_a_step_that_trained_nothing_or_of_an_unknown_device()
 
 
 def test_a_run_on_a_known_device_tells_its_mfu_everywhere(tmp_path):
-    given = {"yaml": "ddp", "launcher": FP32, "module": "planted_cpu", "run_dir": tmp_path / "run"}
+    given = {"yaml": "ddp", "launcher": FP32, "run_dir": tmp_path / "run"}
     arguments = (*JOB, *ONCE, "--micro-batch-size", "2", "--batching", "padded", "--log-every", "1")
     run = accel_sft(*arguments, **given, environment={"PLANTED_DEVICE": "NVIDIA L4"})
     assert run.status == 0, run.output
