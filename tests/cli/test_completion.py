@@ -99,7 +99,7 @@ def test_the_printed_script_completes_in_bash(folder):
         offered accel-sft plan ./; echo "${#COMPREPLY[@]}"
     """
     command = ["bash", "--norc", "-c", script]
-    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         "complete -o nosort -F _accel_sft_completion accel-sft",
@@ -131,6 +131,6 @@ def test_the_scripts_of_other_shells_are_printed(shell, registers, monkeypatch, 
 def test_the_printed_scripts_run_in_the_shells_that_are_installed(shell, script, offered, folder):
     if not shutil.which(shell):
         pytest.skip(f"no {shell} here")
-    done = subprocess.run([shell, "-c", script], env=environment(folder), capture_output=True, text=True, timeout=60)
+    done = subprocess.run([shell, "-c", script], env=environment(folder), capture_output=True, text=True)
     assert done.stderr == ""
     assert done.stdout.split()[0] == offered

@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from conftest import accel_sft
 from families import FAMILIES
+from limits import limit
 from models import make_tiny
 from reference_job import layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -264,7 +265,7 @@ def test_a_talk_streams_remembers_is_interrupted_and_begins_anew(endless):
 
     def until(pattern):
         nonlocal seen
-        deadline, text = time.monotonic() + 300, ""
+        deadline, text = time.monotonic() + limit(300), ""
         while not re.search(pattern, text):
             assert time.monotonic() < deadline, f"{pattern} is not in {text!r} after {seen!r}"
             if select.select([terminal], [], [], 1)[0]:
@@ -298,7 +299,7 @@ def test_a_talk_streams_remembers_is_interrupted_and_begins_anew(endless):
         say("/reset")
         until(r"a new conversation, with a system message\r\n> ")
         os.write(terminal, b"\x04")
-        assert process.wait(300) == 0
+        assert process.wait() == 0
     finally:
         process.kill()
         process.wait()

@@ -159,7 +159,7 @@ def ctrl_c_leaves_nothing_on_the_disk(folders, cache):
     assert any("of 4 blocks 4 on the disk" in line for line in talk.stderr)
     (mine,) = (path for path in (cache / "offload").iterdir() if path.name.endswith(f"-{talk.pid}"))
     talk.send_signal(signal.SIGINT)
-    talk.wait(60)
+    talk.wait()
     assert not mine.exists()
 
 

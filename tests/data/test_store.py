@@ -19,6 +19,7 @@ import pytest
 from accelerate import Accelerator
 from conftest import accel_sft
 from fake_plugins import install
+from limits import limit
 from models import Sums, encode, make_tiny
 from places import SUPPORT
 from transformers import AutoTokenizer
@@ -67,7 +68,7 @@ def entries(folder):
 @pytest.fixture
 def two_ranks(tokenizer, monkeypatch):
     """Encodes each rank's rows, in a thread for each rank; the results, an error where there was one."""
-    barrier, mine, rank = threading.Barrier(2, timeout=60), {}, threading.local()
+    barrier, mine, rank = threading.Barrier(2, timeout=limit(60)), {}, threading.local()
 
     def gather(objects):
         barrier.wait()

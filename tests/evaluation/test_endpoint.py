@@ -10,6 +10,7 @@ import time
 
 import pytest
 from conftest import accel_sft
+from limits import limit
 from models import Sums
 from reference_job import layout
 from served_model import Served, serving
@@ -207,7 +208,7 @@ def test_a_refusal_that_comes_byte_by_byte_ends_with_the_time_that_an_answer_has
 
         threading.Thread(target=trickle, daemon=True).start()
         with pytest.raises(UserError, match=r"the server answered 400 \(No\)"):
-            Endpoint(f"http://127.0.0.1:{server.getsockname()[1]}/v1", None, timeout=0.2)
+            Endpoint(f"http://127.0.0.1:{server.getsockname()[1]}/v1", None, timeout=limit(0.2))
         ended.set()
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import accel_sft
+from limits import limit
 from places import CONFIGS, SUPPORT
 from reference_job import FP32, layout
 from safetensors.torch import load_file
@@ -50,7 +51,7 @@ class Held:
 
     def held(self, *arguments, **options):
         if threading.current_thread() is not threading.main_thread():
-            assert self.go_on.wait(60)
+            assert self.go_on.wait(limit(60))
         if self.fails:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return self.write(*arguments, **options)
@@ -110,7 +111,7 @@ def test_weights_that_are_exported_are_there_before_a_checkpoint_that_knows_them
     go_on, seen = threading.Event(), []
     job.go_on.set()
     job.checkpoints.finish_export()
-    job.checkpoints.export(lambda: seen.append(go_on.wait(60) and newest(job.run_dir, "auto")))
+    job.checkpoints.export(lambda: seen.append(go_on.wait(limit(60)) and newest(job.run_dir, "auto")))
     job.checkpoints.save({"step": 1})
     assert not job.checkpoints._written.wait(0.5)
     go_on.set()
@@ -136,15 +137,15 @@ def test_a_disk_that_is_full_for_exported_weights_ends_the_run_with_its_line_and
 def test_what_is_exported_waits_for_no_other_ranks_files(job, monkeypatch):
     """Where one of them cannot write, the ranks agree on that only once rank 0 goes on."""
     job.go_on.set()
-    seen, publish = [], job.checkpoints._publish
-    monkeypatch.setattr(job.checkpoints, "_publish", lambda *about: job.checkpoints._over.wait(60) or publish(*about))
+    seen, publish, over = [], job.checkpoints._publish, job.checkpoints._over
+    monkeypatch.setattr(job.checkpoints, "_publish", lambda *about: over.wait(limit(60)) or publish(*about))
     job.checkpoints.save({"step": 1})
     job.checkpoints.export(lambda: seen.append("best"))
     waiting = threading.Thread(target=job.checkpoints.finish_export, daemon=True)
     waiting.start()
-    waiting.join(20)
+    waiting.join(limit(20))
     assert seen == ["best"]
-    job.checkpoints._over.set()
+    over.set()
 
 
 def test_a_run_that_fails_lets_what_is_exported_become_whole(job):
@@ -277,8 +278,8 @@ def with_held_writes(what, run_dir, job, yaml=None):
         command = [str(Path(sysconfig.get_path("scripts"), "accelerate-launch")), *FP32]
         command += ["--config_file", str(CONFIGS / f"{yaml}.yaml"), "--main_process_port", "0"]
     command += ["-m", "held_writes", what, "4", "5", *job, "--save-every", "2", "--output-dir", str(run_dir)]
-    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(SUPPORT), os.environ["PYTHONPATH"]))}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("name", ["plain", pytest.param("z2", marks=LONG), pytest.param("z3", marks=LONG)])

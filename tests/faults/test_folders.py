@@ -41,7 +41,7 @@ def command(yaml=None):
 
 
 def in_a_shell(script, folder, *arguments):
-    return subprocess.run([*MOUNTING, script, str(folder), *arguments], capture_output=True, text=True, timeout=300)
+    return subprocess.run([*MOUNTING, script, str(folder), *arguments], capture_output=True, text=True)
 
 
 @mounting

@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from limits import limit, wait_for
 from places import CONFIGS, ROOT
-from stopping import JOB, STEPS, ranks, steps_done, wait_for, whole
+from stopping import JOB, STEPS, ranks, steps_done, whole
 
 from accel_sft.launch.machines import clocks_apart, differing_versions
 from accel_sft.resilience import exit, peers
@@ -113,7 +114,7 @@ def test_a_rank_in_c_ends_and_names_the_rank_that_failed_on_another_machine(tmp_
     code = MACHINES_OF_ONE_RANK.replace("ENDS", ends)
     command = [sys.executable, "-c", code, str(tmp_path), hang_timeout]
     environment = {**os.environ, **world, "RANK": "0", "LOCAL_RANK": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"Error: rank 2 on machine-2: {told}" in done.stdout
     assert f"rank 2 on machine-2: {told}" in json.loads((tmp_path / "result.json").read_text())["error"]
@@ -157,7 +158,7 @@ def test_a_lost_machine_is_noticed_by_the_others_also_if_its_store_answers_no_mo
         world |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
         command = [sys.executable, "-c", WITHOUT_A_STORE, str(store.pid)]
         try:  # until the last rank closes the output
-            ended = subprocess.run(command, env={**os.environ, **world}, capture_output=True, text=True, timeout=40)
+            ended = subprocess.run(command, env={**os.environ, **world}, capture_output=True, text=True)
         finally:
             store.kill()
     assert "Error: rank 0 on " in ended.stdout
@@ -215,10 +216,9 @@ def test_two_launchers_of_ranks_in_c_end_when_one_fails_on_the_second_machine(tm
     flags = ("--config_file", str(CONFIGS / "ddp.yaml"), "--num_machines", "2", "--num_processes", "4")
     flags += ("--max_restarts", "0")
     with machines("accelerate launch", tmp_path / "run", flags=flags, program=(str(script),)) as both:
-        assert [launch.wait(100) for launch in both] == [1, 1]
-        assert (
-            time.time() - (tmp_path / "began").stat().st_mtime < 45
-        )  # not the launchers' 30 seconds one after another
+        assert [launch.wait() for launch in both] == [1, 1]
+        took = time.time() - (tmp_path / "began").stat().st_mtime
+        assert took < 30 + limit(15)  # not the launchers' 30 seconds one after another
     said = (tmp_path / "run-0.log").read_text()
     assert re.search(f"Error: {why}", said)
     assert re.search(f"traceback : {why}", said.split("Root Cause")[1])  # the launcher's summary
@@ -231,7 +231,7 @@ def test_two_machines_of_which_one_lost_its_rank_start_again_and_go_on(launcher,
     with machines(launcher, run_dir) as both:
         wait_for(lambda: steps_done(run_dir) >= 18)
         ranks(both[1])[0].kill()
-        ends = [launch.wait(240) for launch in both]
+        ends = [launch.wait() for launch in both]
     said = (tmp_path / "run-0.log").read_text()
     assert ends == [0, 0], said + (tmp_path / "run-1.log").read_text()
     assert "resumed" in said
@@ -277,7 +277,7 @@ def test_two_machines_of_which_one_differs(launched, tmp_path, differs):
         {"ANOTHER_PEFT": ""} if differs == "library" else {"ACCEL_SFT_CACHE": str(tmp_path / "no folder" / "cache")}
     )
     with machines("accelerate launch", tmp_path / "run", second=second) as both:
-        ends = [launch.wait(240) for launch in both]
+        ends = [launch.wait() for launch in both]
     said = " ".join((tmp_path / "run-0.log").read_text().split())
     if differs == "library":
         assert ends == [1, 1]
@@ -329,7 +329,7 @@ def job_of_slurm(folder, **more):
 
 @pytest.mark.parametrize(("ended", "again"), [("interrupted 1", True), ("failed 1", False), ("complete 0", False)])
 def test_slurms_job_is_put_back_into_the_queue_only_if_a_signal_ended_the_run(tmp_path, ended, again):
-    assert job_of_slurm(tmp_path, ENDED=ended).wait(20) == int(ended[-1])
+    assert job_of_slurm(tmp_path, ENDED=ended).wait() == int(ended[-1])
     assert (tmp_path / "srun").read_text() == "64 540\n"
     assert (tmp_path / "requeued").exists() == again
 
@@ -342,10 +342,10 @@ def test_a_job_of_slurm_that_reaches_its_time_limit_goes_on_when_it_is_started_a
         for task in map(int, (tmp_path / "tasks").read_text().split()):  # as --signal=TERM@600 does
             for each in [psutil.Process(task), *psutil.Process(task).children(recursive=True)]:
                 each.terminate()
-        assert job.wait(120) == status
+        assert job.wait() == status
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"
         (tmp_path / "requeued").unlink()
-        assert job_of_slurm(tmp_path).wait(240) == 0, (tmp_path / "0.log").read_text()
+        assert job_of_slurm(tmp_path).wait() == 0, (tmp_path / "0.log").read_text()
         assert not (tmp_path / "requeued").exists()
     finally:
         job.kill()

@@ -14,10 +14,11 @@ import pytest
 import torch
 from conftest import accel_sft
 from fake_plugins import install
+from limits import wait_for
 from places import CONFIGS
 from reference_job import FP32, JOB, ONCE, layout, same_curve
 from safetensors.torch import load_file
-from stopping import steps_done, wait_for
+from stopping import steps_done
 
 LYING = """
 import os, sys, time

@@ -14,8 +14,9 @@ import psutil
 import pytest
 import torch
 from conftest import accel_sft
+from limits import limit, wait_for
 from safetensors.torch import load_file
-from stopping import JOB, LAUNCHES, ranks, started, steps_done, wait_for, whole
+from stopping import JOB, LAUNCHES, ranks, started, steps_done, whole
 
 
 def same_end(run, run_dir):
@@ -44,7 +45,7 @@ def test_a_signal_ends_the_step_with_a_checkpoint_and_the_run_goes_on_to_the_sam
     with started(run_dir, LAUNCHES[name]) as process:
         wait_for(lambda: steps_done(run_dir) >= 3)
         ranks(process)[-1].send_signal(number)  # of two ranks to one alone: both learn of it
-        status = process.wait(60)
+        status = process.wait()
     said = (tmp_path / "run.log").read_text()
     assert status == (128 + number if name == "plain" else 1), said
     result = json.loads((run_dir / "result.json").read_text())
@@ -65,7 +66,7 @@ def test_a_signal_while_steps_are_traced_writes_the_checkpoint_before_the_trace(
     with started(run_dir, None, "--profile", "--eval-every", "off") as process:
         wait_for(lambda: steps_done(run_dir) >= 3)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 128 + signal.SIGINT
+        assert process.wait() == 128 + signal.SIGINT
     (trace,), latest = (run_dir / "profile").iterdir(), run_dir / "checkpoints" / "latest"
     assert latest.read_text() == f"step-{steps_done(run_dir):06d}\n"
     assert latest.stat().st_mtime_ns < trace.stat().st_mtime_ns  # which the launcher's 30 seconds may be too short for
@@ -79,7 +80,7 @@ def test_a_signal_ends_an_evaluation_before_its_next_answers_but_not_one_that_is
         wait_for(lambda: "answers: the" in (tmp_path / "run.log").read_text())  # those of the untrained model
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.wait() == 128 + signal.SIGTERM
     assert "stopped by SIGTERM after step 0, with a checkpoint" in (tmp_path / "run.log").read_text()
     assert not (run_dir / "metrics.jsonl").exists()
     resumed = accel_sft(*JOB, *few, "--resume", "auto", run_dir=run_dir)
@@ -121,7 +122,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
         wait_for(lambda: steps_done(run_dir) >= 3)
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        assert process.wait(limit(20)) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
     assert json.loads((run_dir / "result.json").read_text())["status"] == "running"
 
 
@@ -162,7 +163,7 @@ def test_a_rank_that_waits_for_one_that_never_comes_hears_a_signal_all_the_same(
         assert process.stdout.readline() == b"waits\n"
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.wait(limit(20)) == 128 + signal.SIGTERM
 
 
 FORKING = """
@@ -186,7 +187,7 @@ with signals.StopSignals() as stopping:
 @pytest.mark.parametrize("when", ["deferred", "as it starts"])
 def test_what_a_task_has_forked_dies_by_a_signal_and_the_rank_lives_on(when):
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "one"}
-    done = subprocess.run([sys.executable, "-c", FORKING, when], env=environment, timeout=40, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", FORKING, when], env=environment, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
@@ -218,7 +219,7 @@ def test_a_rank_that_lost_another_says_so_although_its_launcher_sends_sigterm(tm
     record.parent.mkdir()
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "one", "WORLD_SIZE": "2"}
     environment["TORCHELASTIC_ERROR_FILE"] = str(record)
-    done = subprocess.run([sys.executable, "-c", FAILING], env=environment, timeout=40, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", FAILING], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "Error: rank 1 was killed\n")
     assert json.loads(record.read_text())["message"]["message"] == "rank 1 was killed"
 
@@ -256,7 +257,7 @@ def test_a_killed_rank_is_started_again_and_goes_on_from_the_last_checkpoint(lau
     with started(run_dir, "ddp", "--max_restarts", "1") as process:
         wait_for(lambda: steps_done(run_dir) >= 18)
         ranks(process)[1].kill()
-        assert process.wait(200) == 0, (tmp_path / "run.log").read_text()
+        assert process.wait() == 0, (tmp_path / "run.log").read_text()
     assert "resumed" in (tmp_path / "run.log").read_text()
     same_end(run, run_dir)
 
@@ -280,7 +281,7 @@ def test_a_rank_that_was_killed_is_named_with_the_memory_there_was(tmp_path):
     with started(run_dir, "z2") as process:
         wait_for(lambda: steps_done(run_dir) >= 3)
         ranks(process)[1].kill()
-        assert process.wait(60) != 0
+        assert process.wait() != 0
     said = (tmp_path / "run.log").read_text()
     # once the launcher has reaped the rank, nobody else can read the signal
     told = r"rank 1 (was killed \(signal 9, .*\)|ended without an error message \(the launcher's .*\)); host memory"

@@ -88,7 +88,7 @@ def test_both_ranks_get_the_answer_that_all_of_them_make(tmp_path):
         "0",
     ]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*launch, script, tmp_path], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*launch, script, tmp_path], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == EXPECTED, rank

@@ -9,9 +9,10 @@ import sys
 import pytest
 import yaml
 from conftest import accel_sft
+from limits import wait_for
 from places import CONFIGS, SUPPORT
 from reference_job import FP32, JOB, ONCE, layout, same_curve
-from stopping import STEPS, ranks, started, steps_done, wait_for
+from stopping import STEPS, ranks, started, steps_done
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.launch import environment, start

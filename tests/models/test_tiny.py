@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from limits import limit
 from places import SUPPORT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -105,7 +106,7 @@ def test_words_of_any_length_are_spelt_without_a_search_in_them(tmp_path):
     texts = ["".join(letters[at:]) for at in range(60)]
     started = time.monotonic()
     build_tiny(tmp_path, texts, 0)
-    assert time.monotonic() - started < 60  # it took minutes
+    assert time.monotonic() - started < limit(60)  # it took minutes
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.decode(tokenizer(texts[0])["input_ids"]) == texts[0]
 

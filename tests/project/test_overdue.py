@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import limits
 import psutil
 from places import SUPPORT
 
@@ -40,11 +41,11 @@ ABORTED = r"\nFatal Python error: Aborted\n\n.*\n"
 def test_a_hanging_test_ends_with_the_stacks_of_its_processes_and_leaves_none(tmp_path):
     (tmp_path / "test_hanging.py").write_text(HANGING.format(tmp_path))
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "overdue", "--timeout", "60", str(tmp_path)]
-    given = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+    given = {**os.environ, "PYTHONPATH": str(SUPPORT), limits.SLOWNESS: "1.5"}
     done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
     assert "2 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     first, second = re.split("_ test_with_a_limit_of_its_own _", done.stdout)
-    assert "Timeout (>60.0s) from pytest-timeout" in first
+    assert "Timeout (>90.0s) from pytest-timeout" in first
     assert "subprocess.TimeoutExpired" in second
     parent, child = rf"process \d+, .*{ABORTED}  File .*subprocess", rf"process \d+, .*{tmp_path}{ABORTED}"
     for said in (first, second):

@@ -47,7 +47,7 @@ def asked(folder: Path, driver: str | None) -> list[str]:
         program(folder / "bin" / "nvidia-smi", NVIDIA.replace("DRIVER", driver))
     environment = os.environ | {"PYTHON": str(folder / "bin" / "python"), "ASKED": str(folder / "asked")}
     environment["PATH"] = f"{folder / 'bin'}:{environment['PATH']}"
-    done = subprocess.run(["bash", folder / "setup.sh"], capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(["bash", folder / "setup.sh"], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return (folder / "asked").read_text().splitlines()
 

@@ -67,7 +67,7 @@ def test_the_readmes_lead_to_each_other():
 
 def test_every_page_is_translated_to_nine_tenths_as_it_stands_today(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-q", "-b", "gettext", "-d", str(tmp_path / "cache"), "docs"]
-    subprocess.run([*command, str(tmp_path / "messages")], cwd=ROOT, check=True, timeout=300)
+    subprocess.run([*command, str(tmp_path / "messages")], cwd=ROOT, check=True)
     extracted = {path.stem: path for path in (tmp_path / "messages").glob("*.pot")}
     assert sorted(extracted) == PAGES
     english = {}
@@ -113,7 +113,7 @@ def test_a_changed_sentence_is_shown_in_english_and_the_rest_of_its_page_in_chin
     assert before in text
     page.write_text(text.replace(before, after), encoding="utf-8")
     for target in ("docs-messages", "docs-messages", *(["docs-zh"] if build else [])):
-        subprocess.run(["make", "-s", target, f"PYTHON={sys.executable}"], cwd=tmp_path, check=True, timeout=600)
+        subprocess.run(["make", "-s", target, f"PYTHON={sys.executable}"], cwd=tmp_path, check=True)
     for path in CATALOGUES.glob("*.po"):
         updated = tmp_path / path.relative_to(ROOT)
         if path.stem == "tutorial":

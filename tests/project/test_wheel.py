@@ -23,7 +23,7 @@ LAUNCH_FILES = ROOT / "accelerate_configs"
 
 
 def run(*command, **options) -> str:
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, **options)
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
     assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}"
     return done.stdout
 

@@ -55,7 +55,7 @@ def test_a_data_set_is_read_from_the_hub_that_hf_endpoint_names(tmp_path):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | home
         command = [sys.executable, "-c", SCRIPT, *names]
         done = subprocess.run(
-            command, env={**environment, "PYTHONPATH": paths}, cwd=tmp_path, capture_output=True, text=True, timeout=300
+            command, env={**environment, "PYTHONPATH": paths}, cwd=tmp_path, capture_output=True, text=True
         )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
@@ -75,7 +75,7 @@ def fetch_of_modelscope(kind, files, folder):
     command = [Path(sys.executable).with_name("modelscope"), "download", kind, "org/sums", "--local_dir", folder]
     with hub("org/sums", files) as address:
         environment = {**os.environ, "MODELSCOPE_ENDPOINT": address, "HOME": str(folder.parent)}
-        subprocess.run(command, env=environment, check=True, timeout=300)
+        subprocess.run(command, env=environment, check=True)
 
 
 def test_a_model_of_modelscope_is_fetched_by_its_program(tmp_path):

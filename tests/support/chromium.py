@@ -14,6 +14,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from limits import limit
+
 EXECUTABLE = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 _FLAGS = """
     --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-quic --no-first-run --disable-sync
@@ -67,7 +69,7 @@ class Page:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._writes, json.dumps(message).encode() + b"\0")
-        until = time.monotonic() + _SECONDS
+        until = time.monotonic() + limit(_SECONDS)
         while True:
             while b"\0" not in self._rest:
                 ready, _, _ = select.select([self._reads], [], [], until - time.monotonic())
@@ -90,7 +92,7 @@ class Page:
 
     def wait(self, script: str) -> None:
         """Wait until an expression is true in the page."""
-        until = time.monotonic() + _SECONDS
+        until = time.monotonic() + limit(_SECONDS)
         while not self.run(f"Boolean({script})"):
             assert time.monotonic() < until, f"never true: {script}"
             time.sleep(0.05)

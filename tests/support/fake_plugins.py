@@ -92,5 +92,5 @@ def accel_sft(*arguments: str, site: Path | None = None, env: dict[str, str] | N
     environment = {**os.environ, "PYTHONPATH": path, **(env or {})}
     command = [sys.executable, "-m", "accel_sft", *arguments]
     return subprocess.run(
-        command, env=environment, cwd=cwd, capture_output=True, text=True, encoding="utf-8", timeout=120, check=False
+        command, env=environment, cwd=cwd, capture_output=True, text=True, encoding="utf-8", check=False
     )

@@ -17,7 +17,8 @@ import signal
 import sys
 from pathlib import Path
 
-from stopping import steps_done, wait_for
+from limits import wait_for
+from stopping import steps_done
 
 from accel_sft.launch.environment import prepare_environment
 

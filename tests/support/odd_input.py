@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from limits import limit
 
 from accel_sft import UserError
 from accel_sft.chat.conversation import conversation
@@ -79,7 +80,8 @@ values = st.sampled_from(VALUES) | json_values
 
 def holds(count: int, inputs: st.SearchStrategy, check: Any) -> None:
     """Assert that `check` holds for `count` inputs: the same inputs each time if `count` is below 1000."""
-    chosen = settings(max_examples=count, deadline=timedelta(seconds=20), derandomize=count < 1000, database=None)
+    deadline = timedelta(seconds=limit(20))
+    chosen = settings(max_examples=count, deadline=deadline, derandomize=count < 1000, database=None)
     chosen = settings(
         chosen, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink], print_blob=True
     )

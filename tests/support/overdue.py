@@ -1,7 +1,8 @@
 """Ends a test that hangs at its time limit, shows the stacks of all processes that it started, and kills them.
 
-The limit is pytest-timeout's (`timeout` in pyproject.toml, or a mark of the test). If the test's own process waits in C
-code, it handles no signal: then pytest's `faulthandler_timeout` ends it later.
+The limit is pytest-timeout's (`timeout` in pyproject.toml, or a mark of the test), on a slow machine a longer one
+(limits.py). If the test's own process waits in C code, it handles no signal: then pytest's `faulthandler_timeout` ends
+it later.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 import psutil
 import pytest
 import pytest_timeout
+from limits import limit, measure
 
 STARTED_BY = "ACCEL_SFT_STARTED_BY_TESTS"
 """Environment variable with the process id of the tests, by which orphaned processes are found."""
@@ -25,15 +27,20 @@ DUMP_SECONDS = 5
 
 
 def pytest_configure() -> None:
+    measure()
     os.environ[STARTED_BY] = str(os.getpid())
     os.environ["PYTHONFAULTHANDLER"] = "1"  # at SIGABRT, Python writes the stacks of its threads to stderr
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
-@pytest.hookimpl(wrapper=True)
+def pytest_report_header() -> str:
+    return f"limits of time: {limit(1):.1f} times those of the reference machine"
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item, settings):
     """When the time is up, end the processes first, while they still hang, and then let pytest-timeout act."""
-    done = yield
+    pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=limit(settings.timeout)))
     if callable(fail := signal.getsignal(signal.SIGALRM)):
 
         def when_overdue(number, frame):
@@ -43,7 +50,7 @@ def pytest_timeout_set_timer(item, settings):
             fail(number, frame)
 
         signal.signal(signal.SIGALRM, when_overdue)
-    return done
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import psutil
@@ -24,13 +23,6 @@ def steps_done(run_dir):
     file = run_dir / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     return max((json.loads(line)["step"] for line in lines if '"loss"' in line and line.endswith("}")), default=0)
-
-
-def wait_for(condition, seconds=240):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not come to that"
-        time.sleep(0.01)
 
 
 def ranks(process):

@@ -23,6 +23,7 @@ import psutil
 import pytest
 from fake_nvml import Nvml
 from fake_plugins import accel_sft, install, only_plugins_of
+from limits import limit
 from places import SUPPORT
 
 from accel_sft import UserError
@@ -136,7 +137,7 @@ def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path):
     script = program(tmp_path, "hangs", f"sleep 600 & echo $! > {tmp_path}/child; echo begun; wait")
     answer = ask([str(script)], 1.0)
     assert (answer.status, answer.out) == (None, "begun\n")
-    child, until = int((tmp_path / "child").read_text()), time.monotonic() + 60
+    child, until = int((tmp_path / "child").read_text()), time.monotonic() + limit(60)
     while psutil.pid_exists(child):  # it is not this process's child: nobody here waits until its kill has taken effect
         with contextlib.suppress(psutil.NoSuchProcess):
             if psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
@@ -266,7 +267,7 @@ def in_a_small_disk(folder, size, code):
     mount = 'mount -t tmpfs -o "size=$0" tmpfs "$1" || exit 77; shift; exec "$@"'
     command = ["unshare", "-rm", "sh", "-c", mount, size, str(folder), sys.executable, "-c", code]
     path = os.pathsep.join([str(SUPPORT), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
@@ -401,7 +402,7 @@ def test_the_hub_is_asked_only_if_wanted_and_for_a_limited_time(monkeypatch):
             "torch cannot be imported",
         ),
         ("import os; os.kill(os.getpid(), 4)", "failed in the step: import torch (ended by SIGILL)", "not be asked"),
-        ("import time; time.sleep(600)", "no answer within 3 s, in the step: import torch", "not be asked"),
+        ("import time; time.sleep(600)", "no answer within {} s, in the step: import torch", "not be asked"),
     ],
     ids=["broken", "crashes", "hangs"],
 )
@@ -410,11 +411,12 @@ def test_a_torch_that_cannot_be_imported_is_told_and_no_launch_file_works(tmp_pa
     monkeypatch.setattr(torch_facts, "import_path", dict)  # it puts the package first, and beside it may be a torch
     package = str(Path(packages.accel_sft.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), package)))
-    facts = torch_facts.find(3.0)
+    seconds = round(limit(3))
+    facts = torch_facts.find(seconds)
     broken = machine(**vars(facts))
     (found,) = packages.imports(broken)
     assert found.level == "problem"
-    assert told in found.what
+    assert told.format(seconds) in found.what
     rows = [launch_table.row(broken, file) for file in SHIPPED]
     assert {row.works for row in rows} == {False}
     assert all(why in row.why for row in rows)
@@ -679,12 +681,12 @@ def test_an_operator_is_compiled_as_a_launch_does_or_the_error_is_named(tmp_path
     [
         pytest.param(
             "time.sleep(600)",
-            r"no sum within 4 s \(rank 0 imported torch, rank 1 did not import torch\)",
+            r"no sum within {} s \(rank 0 imported torch, rank 1 did not import torch\)",
             marks=pytest.mark.long,
         ),
         (
             "from torch import distributed; distributed.all_reduce = lambda *_: time.sleep(600)",
-            r"no sum within 4 s \(rank 0 joined the others, rank 1 joined the others\)",
+            r"no sum within {} s \(rank 0 joined the others, rank 1 joined the others\)",
         ),
         ("pass\nfrom torch import distributed; distributed.all_reduce = lambda *_: 0", "rank 0: the sum is wrong"),
         ("os._exit(3)", r"rank 1 ended with status 3"),
@@ -695,8 +697,9 @@ def test_ranks_that_do_not_add_up_are_told_within_the_time(tmp_path, rank_1_does
     lines = ["import os, time", "if os.environ.get('RANK') == '1':", f"    {rank_1_does}"]
     (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
     paths = os.pathsep.join((str(tmp_path), *(path for path in sys.path if path)))
-    why = ranks.exchange("gloo", 2, seconds=4, more={"PYTHONPATH": paths})
-    assert re.fullmatch(told, why)
+    seconds = round(limit(4))
+    why = ranks.exchange("gloo", 2, seconds=seconds, more={"PYTHONPATH": paths})
+    assert re.fullmatch(told.format(seconds), why)
     assert not [child for child in psutil.Process().children() if "rank_script" in " ".join(child.cmdline())]
 
 
@@ -772,7 +775,7 @@ def test_the_report_of_this_machine(tmp_path):
     assert not lock.exists()
     assert found["imports"] == [("ok", "torch, accelerate, transformers, peft, deepspeed can be imported")]
     assert found["GPU"] == [("ok", "none; training runs on the CPU")]
-    assert re.match(r"\d+\.\d times ", found["bf16"][0][1])
+    assert re.search(r"\d+\.\d times (as fast as|slower than) float32", found["bf16"][0][1])
     assert found["exchange"][0][1].startswith("2 ranks added up numbers by gloo (")
     table = {row["file"]: row for row in report["launch_files"]}
     assert len(table) == len(SHIPPED)
@@ -801,7 +804,7 @@ def test_the_report_begins_at_once_and_an_interrupt_leaves_nothing_behind(tmp_pa
         rest = process.stdout.read()
     assert (process.returncode, "Launch files" in rest) == (130, False)
     with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(int(asked)).wait(10)
+        psutil.Process(int(asked)).wait(limit(10))
     assert not psutil.pid_exists(int(asked))
 
 

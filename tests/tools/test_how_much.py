@@ -37,7 +37,6 @@ def how_much(site, cwd, *arguments):
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=300,
     )
 
 

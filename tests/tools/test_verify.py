@@ -16,10 +16,11 @@ import forked
 import pytest
 from click.testing import CliRunner
 from conftest import accel_sft, stopped
+from limits import wait_for
 from places import STORED_RUNS
 from reference_job import JOB, LAYOUTS
 from stopping import JOB as STOPPED
-from stopping import steps_done, wait_for
+from stopping import steps_done
 from tampering import (
     drop_checkpoint,
     edit_checkpoint,

@@ -522,7 +522,7 @@ def in_a_small_disk(folder, size, *arguments):
     script = f'mount -t tmpfs -o size={size} tmpfs "$0" && "$@"; status=$?; cat "$0"/run/result.json; exit $status'
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(folder)]
     command += [sys.executable, "-m", "accel_sft", *arguments, "--output-dir", str(folder / "run")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.skipif(
@@ -551,7 +551,7 @@ def test_a_run_whose_output_is_taken_by_nobody_goes_on_and_says_so(tmp_path, tol
     os.close(reading)
     command = [sys.executable, "-m", "accel_sft", *JOB, "--max-steps", "1", "--output-dir", str(tmp_path)]
     with open("/dev/full", "w") if told.startswith("No") else os.fdopen(writing, "w") as out:
-        run = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+        run = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stderr.endswith(f"Warning: standard output was not written to its end: {told}\n")
     assert "Traceback" not in run.stderr
