@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -47,11 +48,16 @@ def test_a_cpu_computes_bf16_by_its_flags(kind, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("planted", "found"), [("none", []), ("avx512_bf16", ["avx512_bf16"])])
-def test_planted_instructions_are_this_process_s_and_those_of_what_it_starts(planted, found, monkeypatch):
+def test_planted_instructions_are_this_process_s_and_those_of_what_it_starts(planted, found, tmp_path, monkeypatch):
     monkeypatch.setenv("PLANTED_BF16", planted)
+    monkeypatch.setenv("CPU_DEPENDENT", str(tmp_path / "noted"))
     assert precision.cpu_flags() == found
     code = "from accel_sft.launch.precision import cpu_flags; print(cpu_flags())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == f"{found}\n"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert precision.settled(launch_of_a_rank(tmp_path, BARE), ON_CPU).precision[0] == ("bf16" if found else "no")
+    precision.settled(launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "no"}), ON_CPU)  # depends on no CPU
+    assert (tmp_path / "noted").read_text() == f"{os.environ['PYTEST_CURRENT_TEST']}\n" * 3
 
 
 def launch_of_a_rank(folder, content, *flags, user="", deepspeed=None, arrived="no"):

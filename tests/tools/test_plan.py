@@ -707,12 +707,12 @@ def test_a_launch_whose_processes_cannot_all_hold_the_weights_is_refused(monkeyp
 def test_a_launch_that_cannot_fit_is_refused_before_the_model_is_loaded(tmp_path):
     build_tiny(tmp_path / "model", ["1 + 1", "2 + 2"] * 20, 0)
     config = json.loads((tmp_path / "model/config.json").read_text())
-    (tmp_path / "model/config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**7, "layer_types": None}))
-    done = accel_sft("math", "--model", str(tmp_path / "model"), "--max-steps", "1", run_dir=tmp_path / "endless")
-    assert "num_hidden_layers 10000000: expected a whole number from 1 to 10,000" in done.output
+    (tmp_path / "model/config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**5, "layer_types": None}))
+    asked = ("math", "--model", str(tmp_path / "model"), "--max-steps", "1", "--train-examples", "50")
+    done = accel_sft(*asked, run_dir=tmp_path / "endless")
+    assert "num_hidden_layers 100000: expected a whole number from 1 to 10,000" in done.output
     large = {**config, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 400, "layer_types": None}
     (tmp_path / "model/config.json").write_text(json.dumps(large))
-    asked = ("math", "--model", str(tmp_path / "model"), "--max-steps", "1", "--train-examples", "50")
     done = accel_sft(*asked, run_dir=tmp_path / "refused")
     assert done.status == 1
     assert "the model states of this launch alone take" in done.output

@@ -31,27 +31,32 @@ class Planting(PathFinder):
 
 
 def plant_cpu(precision):
-    own_lines, own_settled, root = precision._cpu_lines, precision.settled, precision.host_memory.SYSTEM
+    own_lines, own_flags, own_settled = precision._cpu_lines, precision.cpu_flags, precision.settled
+    root, settling = precision.host_memory.SYSTEM, []
 
     def lines():
-        callers = [sys._getframe(depth).f_code.co_name for depth in (1, 2, 3)]
-        if root != precision.host_memory.SYSTEM:  # a test has planted files of its own
-            return own_lines()
-        if callers[0] == "cpu_flags" and callers[1:] != ["computes_bf16", "settled"]:
-            note_test()
         flags = os.environ.get(f"PLANTED_BF16_{os.environ.get('RANK')}", os.environ.get("PLANTED_BF16"))
-        if flags is None:
+        if flags is None or root != precision.host_memory.SYSTEM:  # a test may have planted files of its own
             return own_lines()
         others = [line for line in own_lines() if not line.lower().startswith(("flags", "features"))]
         return [*others, f"flags\t\t: {flags}"]
 
+    def cpu_flags():
+        if not settling and root == precision.host_memory.SYSTEM:
+            note_test()
+        return own_flags()
+
     def settled(*given):
-        launch = own_settled(*given)
+        settling.append(given)
+        try:
+            launch = own_settled(*given)
+        finally:
+            settling.pop()
         if "this CPU" in launch.precision[1]:  # every launch asks for the instructions; most name their precision
             note_test()
         return launch
 
-    precision._cpu_lines, precision.settled = lines, settled
+    precision._cpu_lines, precision.cpu_flags, precision.settled = lines, cpu_flags, settled
 
 
 def note_test():
