@@ -1,30 +1,68 @@
 #!/usr/bin/env bash
 # Puts torch for this machine, accel_sft and its tasks into .venv. Safe to run again: the second time takes a moment.
+# --test adds what the tests, checkers and documentation need.
+# DEVICE=gpu or cpu asks for that torch where it is to run elsewhere (a login node, an image), DEVICE=cu126 for a build.
 # PYTHON=python3.12 chooses another interpreter. The user's own environment, active or not, is left alone.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
 TORCH_VERSION=2.13.0
 TORCH_INDEX=https://download.pytorch.org/whl
-TORCH_DRIVER=580 # the oldest NVIDIA driver for what PyPI holds of that version (CUDA 13)
-TORCH_OLDER=cu126 # the build for drivers from 560 on
+TORCH_DRIVER=580 # the oldest NVIDIA driver for what PyPI holds of that version (CUDA 13: from Turing on)
+TORCH_OLDER=cu126 # the build for drivers from 560 on, and for GPUs before Turing (7.5) whatever their driver; up to Hopper
+NVIDIA=/proc/driver/nvidia/version
 PYTHON=${PYTHON:-python3}
 VENV=$PWD/.venv
-# a user's pip settings that send packages elsewhere than into the environment
-unset PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+# what of a user's settings sends packages elsewhere than into the environment, or keeps Python from writing bytecode
+unset PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles what a run needs when it needs it, and asks for no CUDA toolkit while it is installed
 export DS_BUILD_OPS=0 DS_IGNORE_CUDA_DETECTION=1
 
 say() { printf '%s\n' "setup: $*"; }
 fail() { printf '%s\n' "setup: $*" >&2; exit 1; }
-pip() { "$VENV/bin/python" -m pip --disable-pip-version-check install -qq --no-compile --progress-bar off "$@"; }
-has_gpu() { [[ -e /proc/driver/nvidia/version ]] || { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }; }
-# the driver's major version; nothing if it does not say
-driver() { nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n '1s/^\([0-9][0-9]*\)\..*/\1/p' || true; }
+python() { "$VENV/bin/python" -W ignore "$@"; }
+pip() { python -m pip --disable-pip-version-check install -qq --no-compile --progress-bar off "$@"; }
+has_gpu() { [[ -e $NVIDIA ]] || { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }; }
+# the driver's major version; nothing if neither nvidia-smi nor the kernel module says it
+driver() {
+    { nvidia-smi --query-gpu=driver_version --format=csv,noheader; cat "$NVIDIA"; } 2>/dev/null |
+        sed -n 's/^\(NVRM version:.* \)\{0,1\}\([0-9]\{3,\}\)\.[0-9.]*\( .*\)\{0,1\}$/\2/p' | sed -n 1p || true
+}
+# compute capabilities of the GPUs, times ten, lowest first
+capabilities() {
+    nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sed -n 's/^\([0-9]*\)\.\([0-9]\)$/\1\2/p' | sort -n || true
+}
+# the build of torch for this machine: "cpu", "cu126", or "usual", what PyPI has
+torch_build() {
+    local driver lowest highest
+    case ${DEVICE:-} in
+        gpu) ;;
+        cpu) if [[ $(uname -sm) == "Linux x86_64" ]]; then echo cpu; else echo usual; fi; return ;;
+        cu[0-9]*) echo "$DEVICE"; return ;;
+        "") has_gpu || { DEVICE=cpu torch_build; return; } ;;
+        *) fail "DEVICE=$DEVICE: gpu, cpu or a build of torch, such as $TORCH_OLDER" ;;
+    esac
+    driver=$(driver) lowest=$(capabilities | sed -n 1p) highest=$(capabilities | sed -n '$p')
+    if [[ ${lowest:-75} -lt 75 ]]; then
+        echo "$TORCH_OLDER"
+    elif [[ ${driver:-$TORCH_DRIVER} -ge $TORCH_DRIVER ]]; then
+        echo usual
+    elif [[ ${highest:-90} -ge 100 ]]; then
+        fail "the NVIDIA driver is $driver; torch $TORCH_VERSION needs $TORCH_DRIVER for this GPU: update it, or DEVICE=cpu bash setup.sh"
+    else
+        echo "$TORCH_OLDER"
+    fi
+}
 # torch of one build ("cpu", "cu126"): the usual index holds none of them; a mirror or a wheel folder of one's own may
 pip_torch() {
     pip "torch==$TORCH_VERSION+$1" 2>/dev/null || pip "torch==$TORCH_VERSION+$1" --extra-index-url "$TORCH_INDEX/$1"
 }
+
+case $* in
+    "") extras="" ;;
+    --test) extras="[test]" ;;
+    *) fail "$*: there is one option, --test" ;;
+esac
 
 command -v "$PYTHON" >/dev/null || fail "$PYTHON not found; install Python 3.11 or newer (Debian: apt install python3 python3-venv python3-dev)"
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
@@ -39,16 +77,17 @@ if [[ -n ${VIRTUAL_ENV:-} && $VIRTUAL_ENV != "$VENV" ]]; then
     say "the active environment $VIRTUAL_ENV is left as it is; accel_sft goes to $VENV"
 fi
 
-device=cpu driver=$TORCH_DRIVER
-if has_gpu; then device=gpu driver=$(driver); driver=${driver:-$TORCH_DRIVER}; fi
+build=$(torch_build) || exit 1
 # what the environment was made from: when it is unchanged, there is nothing to do
-state=$(cksum setup.sh pyproject.toml tasks/*/pyproject.toml && printf "%s %s %s\n" "$VENV" "$version" "$device")
+if [[ -f $VENV/setup-state && $(<"$VENV/setup-state") == *" [test]" ]]; then extras="[test]"; fi # once there, it stays
+state=$(cksum setup.sh pyproject.toml tasks/*/pyproject.toml && printf "%s %s %s %s\n" "$VENV" "$version" "$build" "$extras")
 installed() {
     [[ -x $VENV/bin/python && -f $VENV/setup-state && $(<"$VENV/setup-state") == "$state" ]] &&
-        "$VENV/bin/python" -c '
+        python -c '
+import sys
 from importlib.metadata import version
-for name in ("torch", "deepspeed", "pytest", "accel-sft", "accel-sft-chat", "accel-sft-math", "accel-sft-ner"):
-    version(name)' 2>/dev/null
+for name in ("torch", "deepspeed", "accel-sft", "accel-sft-chat", "accel-sft-math", "accel-sft-ner", *sys.argv[1:]):
+    version(name)' ${extras:+pytest} 2>/dev/null
 }
 if installed; then
     say "everything is installed in $VENV"
@@ -71,22 +110,44 @@ if [[ ! -e $VENV ]]; then
     "$PYTHON" -m venv "$VENV"
 fi
 
-if ! "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then
-    if [[ $device == cpu && $(uname -sm) == "Linux x86_64" ]]; then
-        say "installing torch $TORCH_VERSION, CPU build (no NVIDIA GPU here)"
-        pip_torch cpu || fail "torch could not be installed; see pip's message above"
-    elif [[ $device == gpu && $driver -lt $TORCH_DRIVER ]]; then
-        say "installing torch $TORCH_VERSION for CUDA 12.6 (the NVIDIA driver is $driver; the usual build needs $TORCH_DRIVER)"
-        pip_torch "$TORCH_OLDER" || fail "torch could not be installed; see pip's message above, or update the NVIDIA driver"
-    else
-        say "installing torch $TORCH_VERSION"
-        pip "torch==$TORCH_VERSION" || fail "torch could not be installed; see pip's message above"
-    fi
+# the pip that comes with Python 3.11 resolves a third as fast
+pip --upgrade pip "setuptools>=77" || fail "pip could not be updated; see its message above"
+# DeepSpeed's wheel, made beside the installation of torch: with torch it would look for a compiler and CUDA
+python -m pip --disable-pip-version-check wheel -qq --progress-bar off --no-deps -w "$VENV/wheels" \
+    "$(sed -n "s/^ *\"\(deepspeed[<>=].*\)\",$/\1/p" pyproject.toml)" &
+wheel=$!
+# a torch that is there is kept, unless it is of a build that this machine cannot use or DEVICE rules out
+torch=$(python -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null) || torch=
+case "$build $torch" in
+    "cpu $TORCH_VERSION"*) if [[ -n ${DEVICE:-} && $torch != *+cpu ]]; then other=yes; fi ;; # one for GPUs has kernels for CPUs
+    "cpu "*) ;;
+    *+cpu | "usual $TORCH_VERSION+$TORCH_OLDER") other=yes ;;
+    "cu"*" $TORCH_VERSION"*) if [[ $torch != *"+$build" ]]; then other=yes; fi ;;
+esac
+if [[ -n ${other:-} ]]; then
+    say "replacing torch $torch by the $build build"
+    python -m pip uninstall -qq -y torch
+fi
+if [[ -z $torch || -n ${other:-} ]]; then
+    say "installing torch $TORCH_VERSION, $build build"
+    if [[ $build == usual ]]; then pip "torch==$TORCH_VERSION"; else pip_torch "$build"; fi ||
+        fail "torch could not be installed; see pip's message above"
 fi
 
+# a run's imports, so that each process of it begins with their bytecode: torch's while pip installs the rest
+python -c 'import torch._dynamo, torch.distributed.run, torch.utils.cpp_extension' 2>/dev/null &
+bytecode=$!
 say "installing accel_sft, its tasks and what they need (a minute or a few)"
-pip -e ".[test]" -e tasks/chat -e tasks/math -e tasks/ner || fail "the installation failed; see pip's message above"
-# pip would do it on one core; as it does, files that this Python cannot read are passed over: some libraries have them
-"$VENV/bin/python" -W ignore -m compileall -qq -j 0 "$VENV/lib" || true
+wait "$wheel" && pip --no-build-isolation --find-links "$VENV/wheels" \
+    -e ".$extras" -e tasks/chat -e tasks/math -e tasks/ner || fail "the installation failed; see pip's message above"
+wait "$bytecode" || true
+if [[ $extras ]]; then # tests import nearly everything; files that this Python cannot read are passed over
+    python -m compileall -qq -j 0 "$VENV/lib" || true
+fi
+python -c '
+import accelerate.commands.accelerate_cli, scipy.stats, torch.distributed.run, torch.utils.tensorboard
+import transformers.generation.utils, transformers.models.auto.tokenization_auto, transformers.models.qwen2.modeling_qwen2
+import accel_sft.cli.group, accel_sft.commands.train, accel_sft.training.trainer
+import deepspeed.launcher.runner' >/dev/null 2>&1 || true
 printf '%s' "$state" >"$VENV/setup-state"
 say "done; the programs are in $VENV/bin"

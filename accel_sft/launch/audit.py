@@ -137,7 +137,7 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
     hidden = launch.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or dropped or launch.yaml.get("use_cpu")
     if not devices and not hidden and NVIDIA.exists():
         what = f"torch {importlib.metadata.version('torch')} sees none of this machine's NVIDIA GPUs"
-        mend = "update the driver (see nvidia-smi), or get torch for this driver: delete .venv and run setup.sh again"
+        mend = "update the driver (see nvidia-smi), or get torch for this driver: bash setup.sh in the checkout"
         yield error(what, f'{mend}; to train on the CPU, set CUDA_VISIBLE_DEVICES=""')
     if launch.yaml.get("use_cpu") and devices:
         what = f"{where}: use_cpu: true is ignored, {devices} GPUs will be used"

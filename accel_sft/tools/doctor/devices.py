@@ -68,11 +68,11 @@ def cuda(machine: Machine) -> Iterator[Finding]:
     if facts.cuda is None:
         if not machine.devices:
             what = f"torch {facts.version} is a build without CUDA: it uses none of the GPUs"
-            yield problem(what, "install the CUDA build: delete .venv and run setup.sh again, or see pytorch.org")
+            yield problem(what, "install the CUDA build: bash setup.sh in the checkout, or see pytorch.org")
         return
     words = f"torch {facts.version} for CUDA {facts.cuda}, the driver runs up to {found.cuda or 'an unknown one'}"
     if found.cuda and int(found.cuda.split(".")[0]) < int(facts.cuda.split(".")[0]):
-        mend = "update the driver, or install torch for the driver's CUDA: delete .venv and run setup.sh again"
+        mend = "update the driver, or install torch for the driver's CUDA: bash setup.sh in the checkout"
         yield problem(words, mend)
     elif not machine.devices:
         complaint = facts.cuda_complaint or facts.fault or "it does not say why"
