@@ -141,13 +141,16 @@ say "installing accel_sft, its tasks and what they need (a minute or a few)"
 wait "$wheel" && pip --no-build-isolation --find-links "$VENV/wheels" \
     -e ".$extras" -e tasks/chat -e tasks/math -e tasks/ner || fail "the installation failed; see pip's message above"
 wait "$bytecode" || true
+python -c 'import deepspeed.launcher.runner, scipy.stats, torch.utils.tensorboard' >/dev/null 2>&1 &
+bytecode=$!
+python -c '
+import accelerate.commands.accelerate_cli, torch.distributed.run
+import transformers.generation.utils, transformers.models.auto.tokenization_auto, transformers.models.qwen2.modeling_qwen2
+import accel_sft.cli.group, accel_sft.commands.train, accel_sft.training.trainer' >/dev/null 2>&1 || true
+wait "$bytecode" || true
 if [[ $extras ]]; then # tests import nearly everything; files that this Python cannot read are passed over
     python -m compileall -qq -j 0 "$VENV/lib" || true
 fi
-python -c '
-import accelerate.commands.accelerate_cli, scipy.stats, torch.distributed.run, torch.utils.tensorboard
-import transformers.generation.utils, transformers.models.auto.tokenization_auto, transformers.models.qwen2.modeling_qwen2
-import accel_sft.cli.group, accel_sft.commands.train, accel_sft.training.trainer
-import deepspeed.launcher.runner' >/dev/null 2>&1 || true
+rm -rf "$VENV/wheels"
 printf '%s' "$state" >"$VENV/setup-state"
 say "done; the programs are in $VENV/bin"

@@ -17,7 +17,8 @@ case "$*" in
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     *"-m pip --version") ;;
     *"-m pip "*) echo "$DS_BUILD_OPS $DS_IGNORE_CUDA_DETECTION $*" >>"$ASKED" ;;
-    *"-m compileall "* | *"import torch._dynamo"* | *"import accel_sft.cli"*) echo "bytecode$PYTHONDONTWRITEBYTECODE $*" >>"$ASKED" ;;
+    *"-m compileall "* | *"import torch._dynamo"* | *"import deepspeed"* | *"import accel_sft.cli"*)
+        echo "bytecode$PYTHONDONTWRITEBYTECODE $*" >>"$ASKED" ;;
     *_base_executable*) echo "$0" ;;
     *importlib.metadata*) [ -n "$TORCH" ] && echo "$TORCH" ;;
     *) exec {sys.executable} "$@" ;;
@@ -138,7 +139,7 @@ def test_training_comes_without_what_only_tests_need(tmp_path):
     assert packages.endswith(" -e . -e tasks/chat -e tasks/math -e tasks/ner")
     assert "--no-build-isolation" in packages
     assert not any("compileall" in line for line in lines)
-    assert len([line for line in lines if line.startswith("bytecode ")]) == 2, "bytecode of torch, then of the rest"
+    assert len([line for line in lines if line.startswith("bytecode ")]) == 3, "bytecode of torch, then of the rest"
     assert all("--no-compile" in line for line in lines if " install " in line)
     assert all(line.startswith("0 1 ") for line in lines if "-m pip " in line), (
         "DeepSpeed would look for a CUDA toolkit"
