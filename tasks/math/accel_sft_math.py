@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 import random
 import re
@@ -15,8 +16,8 @@ from accel_sft import RowProblem, Task, UserError, option, read_rows
 SYSTEM_PROMPT = "You are a helpful assistant that solves the maths below."
 _NAMED_NUMBERS = 10
 """Most numbers that an error names."""
-_KIND_SHARE = 0.12
-"""Share of all numbers up to which a rarer kind is repeated."""
+_KIND_SHARE, _ONE_SHARE = 0.12, 0.36
+"""Share of all numbers up to which a rarer kind is repeated, and that of a kind whose numbers begin with 1."""
 _MOST_REPEATS = 12
 """Most repetitions of a rare kind."""
 
@@ -33,6 +34,14 @@ class Example:
     question: str
     number: int
     answer: str
+
+
+class _BuiltIn(list[Example]):
+    """Rows with a fingerprint, by which the token cache knows them without their messages."""
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -149,7 +158,7 @@ class Math(Task):
         else:
             numbers = sorted(_random(self, "numbers").sample(range(1, self.max_number + 1), self.validation_examples))
         draw = _random(self, "validation")
-        return [self._example(number, draw) for number in numbers]
+        return _BuiltIn(self._example(number, draw) for number in numbers)
 
     @functools.cached_property
     def _train(self) -> Sequence[Example]:
@@ -160,7 +169,7 @@ class Math(Task):
         if not numbers:
             raise UserError(f"--validation-file {self.validation_file}: has every number up to {self.max_number}")
         draw = _random(self, "train")
-        rows: list[Example] = []
+        rows = _BuiltIn()
         while len(rows) < self.train_examples:
             draw.shuffle(numbers)
             rows += [self._example(number, draw) for number in numbers[: self.train_examples - len(rows)]]
@@ -247,16 +256,16 @@ def _with_rare_ones_often(numbers: list[int]) -> list[int]:
 
     Rare are short numbers, and those that begin with 1, whose second addend has fewer digits than the number.
     """
+    share = {False: _KIND_SHARE, True: _ONE_SHARE}
     kinds: dict[tuple[int, bool], list[int]] = {}
     for number in numbers:
         digits = str(number)
         if digits.strip("0") != "1":  # 10, 100, ... split without a carry only as n + 0: no habit to learn
             kinds.setdefault((len(digits), digits[0] == "1"), []).append(number)
-    least = _KIND_SHARE * len(numbers)
     return [
         number
-        for group in kinds.values()
-        for number in group * min(math.ceil(max(1, least / len(group))), _MOST_REPEATS)
+        for (_, one), group in kinds.items()
+        for number in group * min(math.ceil(max(1, share[one] * len(numbers) / len(group))), _MOST_REPEATS)
     ]
 
 
