@@ -97,7 +97,9 @@ class TrainConfig:
         help="Rows of a forward: behind one copy of what they share, packed, or padded; auto: the least work.",
     )
     epochs: float | None = _data(None, basic=True, min=0, help="Passes over the training examples.")
-    max_steps: int | None = _data(None, basic=True, min=1, help="Optimizer steps; wins over --epochs.")
+    max_steps: int | None = _data(
+        None, basic=True, min=1, help="Optimizer steps; wins over --epochs. tiny: by the task."
+    )
 
     optimizer: str = _optim(
         "adamw",

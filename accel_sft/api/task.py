@@ -23,6 +23,8 @@ class Task(abc.ABC):
     If it is "eval_loss", with `higher_is_better` False, the validation loss decides, and no answer is generated.
     """
     higher_is_better: ClassVar[bool] = True
+    tiny_steps: ClassVar[int] = 1400
+    """Steps for which the built-in model `tiny` learns the task, unless --max-steps or --epochs is given."""
 
     @abc.abstractmethod
     def dataset(self, split: str) -> Sequence[Any]:

@@ -44,7 +44,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
         UserError: something that the user can fix.
     """
     launch = begin()
-    config = resolved(config)
+    config = resolved(config, task)
     with terminal.dispensable_output(), StopSignals() as signals, contextlib.ExitStack() as at_end:
         at_end.callback(release)
         with Watchdog(config.hang_timeout):

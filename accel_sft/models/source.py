@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line, what_and_where
+from accel_sft.api.task import Task
 from accel_sft.io.files import expanded, read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import waiting
@@ -146,9 +147,10 @@ def is_tiny(model: str, *, init_from: str | None = None) -> bool:
     return model == "tiny"
 
 
-def resolved(config: Settings) -> Settings:
-    """The settings with the defaults of the model to train in place of each None."""
-    return config.resolved(TINY_DEFAULTS if is_tiny(config.model, init_from=config.init_from) else {})
+def resolved(config: Settings, task: Task | type[Task]) -> Settings:
+    """The settings with the defaults of the model to train, and of the task for tiny, in place of each None."""
+    tiny = is_tiny(config.model, init_from=config.init_from)
+    return config.resolved({**TINY_DEFAULTS, "max_steps": task.tiny_steps} if tiny else {})
 
 
 def reach(name: str) -> None:

@@ -22,7 +22,6 @@ TINY_DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.1,
     "adam_beta2": 0.98,
     "global_batch_size": 64,
-    "max_steps": 700,
     "max_length": 512,
 }
 """Training settings that suit tiny's random start, used where the user sets none: a pretrained model's learning rate

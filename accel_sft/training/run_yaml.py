@@ -46,7 +46,7 @@ def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainCon
     file = file_record(type(task))
     named = {TASK: f"{file['path']}:{file['class']}" if file else task_name}
     usual = TrainConfig(model=config.model, init_from=config.init_from, adapter=config.adapter)
-    defaults = resolved(usual).as_dict()
+    defaults = resolved(usual, task).as_dict()
     # values that count as defaults: None for the model, so that it counts as chosen; the adapter, whose own default is
     # none, was given above because other settings' defaults depend on it
     defaults |= {"model": None, "init_from": None, "adapter": "none", "template_date": config.template_date}

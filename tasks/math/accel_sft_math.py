@@ -49,6 +49,7 @@ class Math(Task):
     """Split a number into two addends: "5=" is answered with the prefix and "1 + 4"."""
 
     main_metric: ClassVar[str] = "accuracy"
+    tiny_steps: ClassVar[int] = 700
 
     train_file: str | None = option(
         None, rows=True, help="Training rows: instruction, input, output; JSON array or JSON Lines."

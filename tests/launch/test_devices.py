@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -19,6 +20,8 @@ from accel_sft.launch import environment, start
 from accel_sft.launch.audit import audit
 from accel_sft.launch.parallelism import fitted
 from accel_sft.launch.read import launch_of_yaml
+from accel_sft.tools.compare.cells import product
+from accel_sft.tools.compare.environment import nvidia_gpus
 
 
 def planted(gpus, **more):
@@ -124,6 +127,27 @@ def test_unused_gpus_are_counted_in_groups(file, devices, note, monkeypatch):
     monkeypatch.setattr("accel_sft.launch.audit.audit_operators", lambda launch, devices: [])
     found = [str(each) for each in audit(TrainConfig(), read(file), devices)]
     assert [note in line for line in found] == [True] * bool(note), found
+
+
+@pytest.mark.parametrize(
+    ("named", "left"),
+    [(None, "abc"), ("", ""), ("-1", ""), ("2,0", "ca"), ("1", "b"), ("7", ""), ("GPU-1f0e,GPU-77aa", "ab")],
+)
+def test_tools_count_the_gpus_that_a_launch_would_see(named, left, monkeypatch):
+    memory = SimpleNamespace(total=2**30)
+    answers = {"SystemGetDriverVersion": "580.1", "DeviceGetCount": 3, "DeviceGetMemoryInfo": memory}
+    for name, answer in {"Init": None, "Shutdown": None, **answers}.items():
+        monkeypatch.setattr(f"pynvml.nvml{name}", lambda *_, answer=answer: answer)
+    monkeypatch.setattr("pynvml.nvmlDeviceGetHandleByIndex", "abc".__getitem__)
+    monkeypatch.setattr("pynvml.nvmlDeviceGetName", str)
+    monkeypatch.setattr("pynvml.nvmlDeviceGetCudaComputeCapability", lambda _: (9, 0))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert "".join(gpu["name"] for gpu in nvidia_gpus()[1]) == left
+    for typed in ([], ["2"]):
+        (cell,), _ = product("math", {"z2": CONFIGS / "z2.yaml"}, typed, [], {}, [])
+        assert cell.launch["processes"] == (1 if len(left) == 1 and not typed else 2)
 
 
 def test_rank_beyond_the_devices_ends_before_it_forms_a_group(monkeypatch):

@@ -659,6 +659,7 @@ def test_gpu_sharing_host_memory_is_planned_by_given_size(monkeypatch):
     for name, answer in {"Init": None, "Shutdown": None, "DeviceGetHandleByIndex": 0, **answers}.items():
         monkeypatch.setattr(pynvml, f"nvml{name}", lambda *_, answer=answer: answer)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuses)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert environment()["devices"] == [{"name": "NVIDIA GB10", "memory_gib": None}]
     with pytest.raises(UserError, match="as the driver does not tell that of NVIDIA GB10"):
         machine(None, None, 64)

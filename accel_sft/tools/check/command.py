@@ -53,7 +53,7 @@ def run(task_name: str, task: Task, config: CheckConfig) -> None:
             "start it without accelerate launch, and with LOCAL_RANK unset"
         )
     target = page_file(config.html, "--html", "check.html") if config.html else None
-    config = resolved(config)
+    config = resolved(config, task)
     config = dataclasses.replace(config, template_date=config.template_date or time.strftime("%Y-%m-%d"))
     with terminal.quiet(None, config.debug, shown_on=2 if config.json else 1) as shown:
         with tempfile.TemporaryDirectory(prefix="accel_sft-") as folder, terminal.waiting(f"check {task_name}"):

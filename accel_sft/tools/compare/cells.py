@@ -13,10 +13,11 @@ from typing import Any
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, Setting
 from accel_sft.launch.launcher import PRECISION
-from accel_sft.launch.parallelism import sized
+from accel_sft.launch.parallelism import fitted, sized
 from accel_sft.launch.precision import expected, this_machine_computes_bf16
 from accel_sft.launch.read import launch_of_yaml
 from accel_sft.launch.recordable import masked_words, recordable
+from accel_sft.tools.compare.environment import nvidia_gpus
 
 SINGLE = "single"
 """The value of --launch that stands for one process without a launcher."""
@@ -157,7 +158,8 @@ def _read(file: Path | None, chosen: Mapping[str, str], flags: Sequence[str]) ->
         facts |= {"processes": 1, "precision": precision or "no"}
         environment = {PRECISION: precision} if precision else {}
         return {"launch": facts, "launcher": (sys.executable,), "environment": environment, "fingerprint": ""}
-    launch = expected(launch_of_yaml(file, *flags), this_machine_computes_bf16())
+    launch = fitted(launch_of_yaml(file, *flags), len(nvidia_gpus()[1]))
+    launch = expected(launch, this_machine_computes_bf16())
     flags = (*flags, *sized(launch, launch.world_size)[2:])  # under tensor parallelism all processes share each matrix
     if launch.machines > 1:
         raise UserError(

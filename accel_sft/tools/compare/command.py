@@ -190,7 +190,7 @@ def _check(cells: Sequence[Cell], discard_steps: int, parse: Parse) -> tuple[lis
         except UserError as error:
             problems += error.problems
             continue
-        config = resolved(config)
+        config = resolved(config, task)
         if config.max_steps is not None and config.max_steps <= discard_steps:
             told = f"--max-steps {config.max_steps}: the first {discard_steps} are not counted (--discard-steps)"
             problems.append(f"{told}; train more steps, or discard fewer")

@@ -40,7 +40,8 @@ def environment() -> dict[str, Any]:
 
 
 def nvidia_gpus() -> tuple[str | None, list[dict[str, Any]]]:
-    """The NVIDIA driver's version, and each GPU's name and memory; None and [] if NVML finds no driver.
+    """The NVIDIA driver's version, and each GPU's name and memory, as far as CUDA_VISIBLE_DEVICES shows it; None and []
+    if NVML finds no driver.
 
     The memory is None if the driver does not tell it, as of a GPU that shares the host's (GB10, Jetson).
     """
@@ -63,4 +64,7 @@ def nvidia_gpus() -> tuple[str | None, list[dict[str, Any]]]:
         gpus = [{"name": pynvml.nvmlDeviceGetName(each), "memory_gib": memory_gib(each)} for each in handles]
     finally:
         pynvml.nvmlShutdown()
-    return driver, gpus
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpus))))).split(",")
+    if all(name.strip().isdecimal() or name in ("", "-1") for name in named):
+        return driver, [gpus[int(name)] for name in named if name.strip().isdecimal() and int(name) < len(gpus)]
+    return driver, gpus[: len(named)]  # named by UUID

@@ -45,7 +45,7 @@ def run(
         flags = ", ".join(map(flag_of, varied))
         raise UserError(f"{flags}: how-much varies the rows and the seed only; give one value")
     config, of_run = parse(cells[0].words[1:])[1]()
-    config, validation = resolved(config), len(read_split(of_run, "validation"))
+    config, validation = resolved(config, of_run), len(read_split(of_run, "validation"))
     sizes = _sizes(asked["sizes"], len(read_split(of_run, "train")), validation)
     seeds = [str(number) for number in range(1, asked["seeds"] + 1)]
     varied_here = {setting.name: setting for setting in settings(TrainConfig) if setting.name in (ROWS, "seed")}

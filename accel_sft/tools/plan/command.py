@@ -41,7 +41,7 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
         UserError: a model or launch file cannot be read, an option does not fit the model, or a probe cannot be
             made.
     """
-    asked, config = config, resolved(config)
+    asked, config = config, resolved(config, task)
     assert config.global_batch_size is not None  # resolved
     here = machine(config.gpus, config.gpu_memory, config.host_memory)
     if config.probe and (this := machine(None, None, None)).gpus != here.gpus:

@@ -89,7 +89,7 @@ class Rehearsal:
     def __init__(self, task_name: str, task: Task, config: RehearseConfig, folder: Path, stages: Stages) -> None:
         self.task_name, self.task, self.folder, self.stages = task_name, task, folder, stages
         self.asked: RehearseConfig = config
-        self.config = resolved(config)
+        self.config = resolved(config, task)
         self.plan: StepPlan | None = None
 
     def run(self) -> None:
