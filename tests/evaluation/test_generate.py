@@ -40,7 +40,6 @@ from accel_sft.evaluation.live_rows import Row
 from accel_sft.io.heartbeat import heartbeat_count
 from accel_sft.launch import collectives
 from accel_sft.models.adapters import merged, reason_unmergeable
-from accel_sft.models.source import Source
 from accel_sft_math import Math
 
 NEW_TOKENS = 12
@@ -365,7 +364,7 @@ def test_an_adapter_stays_apart_on_all_ranks_where_one_has_no_room(tiny, tokeniz
 def evaluated(model, tokenizer, examples, task):
     config = TrainConfig(max_new_tokens=3).resolved({})
     accelerator = Accelerator(cpu=True)
-    backend = answer_backend(accelerator, config, tokenizer, model, Source("m", "m"), sharded=False)
+    backend = answer_backend(accelerator, config, tokenizer, model, sharded=False)
     evaluator = Evaluator(accelerator, tokenizer, task, range(len(examples)), examples, config, backend)
     return evaluator(model, Batching("shared", 256))
 

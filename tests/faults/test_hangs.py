@@ -348,8 +348,8 @@ def test_a_task_that_hangs_as_it_is_imported_is_named(tmp_path):
     command, environment = importing(tmp_path, "--hang-timeout", f"{limit(2):.0f}")
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "rank 3 is stuck in <module> (" in done.stdout
-    assert "accel_sft_stuck.py:4" in done.stdout
+    assert "rank 3 is stuck in <module> (" in done.stderr
+    assert "accel_sft_stuck.py:4" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -364,8 +364,8 @@ def test_a_loop_without_an_end_before_training_is_no_work_also_without_a_launche
         del environment[name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
-    assert f"rank 0 is stuck in {place.replace('SITE', str(tmp_path))}" in done.stdout
-    stacks = [path.read_text() for path in tmp_path.glob("run/logs/hang-*")] or [done.stdout]
+    assert f"rank 0 is stuck in {place.replace('SITE', str(tmp_path))}" in done.stdout + done.stderr
+    stacks = [path.read_text() for path in tmp_path.glob("run/logs/hang-*")] or [done.stdout + done.stderr]
     assert "most recent call first" in stacks[0]
 
 

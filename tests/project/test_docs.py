@@ -18,6 +18,7 @@ from places import ROOT
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
 OTHER_PROGRAMS = {"--logdir", "--editable"} | {"--dataset", "--local_dir"} | {"--shout", "--no-shout"}
 OTHER_PROGRAMS |= {"--enable-lora", "--lora-modules", "--outfile", "--outtype"} | {"--all", "--no-deps", "--no-binary"}
+OTHER_PROGRAMS |= {"--test"}  # setup.sh
 OTHER_PROGRAMS |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--requeue"}
 OTHER_PROGRAMS |= {"--open-mode", "--signal", "--kill-on-bad-exit", "--model_name", "--model_flavor", "--pretrain"}
 OTHER_PROGRAMS |= {"--gpus", "--minutes", "--check", "--again", "--state", "--tiny", "--list"}

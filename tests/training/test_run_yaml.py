@@ -17,6 +17,7 @@ from accel_sft.api import registry
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml, task_in
 from accel_sft.api.options import option
+from accel_sft.api.task import Task
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.rank_environment import own_words
 from accel_sft.launch.read import launch_of_yaml, read_launch
@@ -55,6 +56,7 @@ def test_the_command_in_run_yaml_starts_the_run_again_to_the_same_bits(launched,
 class Odd:
     """Stands for a task whose options have every type, and texts that mean something else in YAML."""
 
+    tiny_steps = Task.tiny_steps
     needed: str = option(help="")
     word: str = option("plain", help="")
     empty: str | None = option(None, help="")
