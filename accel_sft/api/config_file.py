@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, Setting, settings, shown
-from accel_sft.api.other_names import OTHER_NAMES
+from accel_sft.api.other_names import OTHER_NAMES, REMOVED
 
 TASK = "task"
 """The key that names the task, in a file that describes a whole run."""
@@ -50,6 +50,8 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
             problems.append(problem and f"{where}: {problem}")
         elif name == TASK:
             problems.append(None if _text(node) else f"{where}: task: expected a task's name")
+        elif name in REMOVED and _text(node) == REMOVED[name]:
+            pass  # the run.yaml of an earlier version
         elif ours := OTHER_NAMES.get(f"--{name.replace('_', '-')}"):
             problems.append(f"{where}: unknown option {key.value!r}: {ours}")
         else:

@@ -25,3 +25,5 @@ OTHER_NAMES = {
     "--report-to": "it is --tracker here",
     "--use-peft": "it is --adapter lora here",
 }
+REMOVED = {"generate_with": "transformers"}
+"""Options of earlier versions, with their values in the records of runs, which mean nothing now."""

@@ -10,6 +10,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml, task_in
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import option, settings
+from accel_sft.api.other_names import REMOVED
 from accel_sft.io.run_dir import kept
 from accel_sft.models.source import is_tiny
 
@@ -137,7 +138,7 @@ def test_a_resume_may_change_the_layout_and_not_the_mathematics():
     assert line == "--ema-decay: the run was started with None, not 0.9"
     (line,) = changed(before, TrainConfig(seed=7).as_dict())
     assert line.startswith("--seed: the run was started with 42, not 7")
-    assert {setting.name for setting in settings(TrainConfig)} >= LAYOUT
+    assert {setting.name for setting in settings(TrainConfig)} >= LAYOUT - REMOVED.keys()
 
 
 def test_yaml_takes_names_with_either_dash_and_gives_them_their_types(yaml):
@@ -151,6 +152,12 @@ def test_yaml_takes_names_with_either_dash_and_gives_them_their_types(yaml):
         "size": 5,
         "patience": None,
     }
+
+
+def test_option_of_an_earlier_version_is_passed_over(yaml):
+    assert load_yaml(yaml("seed: 7\ngenerate_with: transformers\n"), TrainConfig) == ({"seed": 7}, [])
+    (problem,) = load_yaml(yaml("generate_with: vllm\n"), TrainConfig)[1]
+    assert "accel-sft serve RUN" in problem
 
 
 @pytest.mark.parametrize("text", ["no", "1e4", "0x10", "'8'", "010"])
