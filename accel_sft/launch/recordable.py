@@ -17,14 +17,17 @@ from accel_sft.api.options import HIDDEN
 
 _SECRET = re.compile(
     r"(?:^|_)(?:[a-z]*(?:secret|password|passwd|passphrase|credential)s?"
-    r"|(?:access|account|admin|api|auth|bearer|client|deploy|hf|hub|license|private|service|ssh)_?(?:key|token)s?"
+    r"|(?:access|account|admin|[a-z]*api|auth|bearer|client|deploy|encryption|hf|hub|license|master|private|service"
+    r"|session|signing|ssh|storage)_?(?:key|token)s?\d*"
     r"|^(?!(?:.*_)?(?:audio|begin|bos|cls|control|end|eos|image|mask|pad|sep|special|start|stop|unk|video)_token)"
     r"(?:.*_)?token(?:_?\d+)?$)(?:_|$)"
 )
 """Matches names of secrets, in small letters with _ between words: `hf_token`, not `eos_token` or `max_tokens`."""
-_PERHAPS = re.compile(r"(?:^|_)(?:key|token)s?(?:_|$)")
+_PERHAPS = re.compile(r"(?:^|_)(?:key|token)s?\d*(?:_|$)")
 """Matches names whose value is a secret if it looks random: an `answer_key` is more often a column than a password."""
 _RANDOM = re.compile(r"(?=[A-Za-z]*\d)[A-Za-z\d]{16}|[\da-fA-F]{8}-[\da-fA-F]{4}-")
+_CONTROL = re.compile(r"<.*>|\[\w+\]")
+"""Matches tokens of models: `<|end|>`, `</s>`, `[SEP]`."""
 _ASSIGNED = re.compile(r"([\w-]+)\s*[=: ]\s*(?=\S)")
 """The beginning of an assignment in a line of a launch file: `export HF_TOKEN=...`, `--api-key ...`."""
 _VARIABLE = re.compile(r"([?&][\w.-]+|\b[A-Z][A-Z0-9_]*)=([^\s&'\"]+)")
@@ -57,13 +60,15 @@ def recordable(value: Any, name: str = "") -> Any:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    """Whether an option, key or variable of this name has a secret as its value. Variables, in capitals, have no
-    columns' names: each KEY is one."""
-    words = re.sub(r"(?<=[a-z\d])(?=[A-Z])|\W", "_", name.lstrip("-")).lower()
+    """Whether an option, key or variable of this name has a secret as its value. Variables of environments, in
+    capitals, and of URLs have no columns' names: each KEY is one."""
+    words = re.sub(r"(?<=[a-z\d])(?=[A-Z])|\W", "_", name.lstrip("-?&")).lower()
     if value in (None, "") or not (_SECRET.search(words) or _PERHAPS.search(words)):
         return False
+    if isinstance(value, float) or (isinstance(value, str) and _CONTROL.fullmatch(value)):
+        return False  # a rate by token, or a token of the model
     random = isinstance(value, str) and _RANDOM.search(value)
-    return bool(random or _SECRET.search(words) or re.search(r"(?:\b|_)KEYS?(?:\b|_)", name))
+    return bool(random or _SECRET.search(words) or re.search(r"^[?&]|(?:\b|_)KEYS?\d*(?:\b|_)", name))
 
 
 def masked(text: str) -> str:

@@ -130,6 +130,21 @@ def test_no_secret_of_a_launch_file_or_of_settings_is_recorded():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["COMET_API_KEY2=hunter2", "https://a.org/b?hapikey=hunter2", "https://a.org/b?subscription-key=hunter2"]
+    + ["https://a.org/b?c=d&key=hunter2", "--encryption-key=hunter2"],
+)
+def test_secrets_in_commands_and_urls_are_hidden(text):
+    assert "hunter2" not in recordable.masked_words([text])[0]
+    assert "hunter2" not in recordable.masked(text) or text.startswith("--")
+
+
+def test_options_that_resemble_secrets_are_recorded():
+    settings = {"answer_key": "label", "answer_token": "<ans>", "loss_per_token": 0.5, "new_tokens": ["a"]}
+    assert recordable.recordable(settings) == settings
+
+
 def test_compiling_under_zero_3_is_told_to_save_little(built):
     by_name = {path.stem: seen_by_a_rank(path) for path in SHIPPED}
     (found,) = audit(TrainConfig(compile=True), by_name["z3"], devices=0)
