@@ -132,8 +132,13 @@ def test_no_secret_of_a_launch_file_or_of_settings_is_recorded():
 
 @pytest.mark.parametrize(
     "text",
-    ["COMET_API_KEY2=hunter2", "https://a.org/b?hapikey=hunter2", "https://a.org/b?subscription-key=hunter2"]
-    + ["https://a.org/b?c=d&key=hunter2", "--encryption-key=hunter2"],
+    [
+        "COMET_API_KEY2=hunter2",
+        "https://a.org/b?hapikey=hunter2",
+        "https://a.org/b?subscription-key=hunter2",
+        "https://a.org/b?c=d&key=hunter2",
+        "--encryption-key=hunter2",
+    ],
 )
 def test_secrets_in_commands_and_urls_are_hidden(text):
     assert "hunter2" not in recordable.masked_words([text])[0]
