@@ -21,6 +21,7 @@ export DS_BUILD_OPS=0 DS_IGNORE_CUDA_DETECTION=1
 say() { printf '%s\n' "setup: $*"; }
 fail() { printf '%s\n' "setup: $*" >&2; exit 1; }
 python() { "$VENV/bin/python" -W ignore "$@"; }
+job() { exec "$VENV/bin/python" -W ignore "$@"; } # for the background: its process id is Python's
 pip() { python -m pip --disable-pip-version-check install -qq --no-compile --progress-bar off "$@"; }
 has_gpu() { [[ -e $NVIDIA ]] || { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }; }
 # the driver's major version; nothing if neither nvidia-smi nor the kernel module says it
@@ -110,10 +111,12 @@ if [[ ! -e $VENV ]]; then
     "$PYTHON" -m venv "$VENV"
 fi
 
-# the pip that comes with Python 3.11 resolves a third as fast
-pip --upgrade pip "setuptools>=77" || fail "pip could not be updated; see its message above"
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT # a shell's jobs outlive it, and Ctrl-C does not reach them
+# the pip that comes with Python 3.11 resolves a third as fast; a folder of wheels may hold no other
+pip --upgrade pip "setuptools>=77" 2>/dev/null || pip "setuptools>=77" ||
+    fail "setuptools could not be installed; see pip's message above"
 # DeepSpeed's wheel, made beside the installation of torch: with torch it would look for a compiler and CUDA
-python -m pip --disable-pip-version-check wheel -qq --progress-bar off --no-deps -w "$VENV/wheels" \
+job -m pip --disable-pip-version-check wheel -qq --progress-bar off --no-deps -w "$VENV/wheels" \
     "$(sed -n "s/^ *\"\(deepspeed[<>=].*\)\",$/\1/p" pyproject.toml)" &
 wheel=$!
 # a torch that is there is kept, unless it is of a build that this machine cannot use or DEVICE rules out
@@ -135,13 +138,13 @@ if [[ -z $torch || -n ${other:-} ]]; then
 fi
 
 # a run's imports, so that each process of it begins with their bytecode: torch's while pip installs the rest
-python -c 'import torch._dynamo, torch.distributed.run, torch.utils.cpp_extension' 2>/dev/null &
+job -c 'import torch._dynamo, torch.distributed.run, torch.utils.cpp_extension' 2>/dev/null &
 bytecode=$!
 say "installing accel_sft, its tasks and what they need (a minute or a few)"
 wait "$wheel" && pip --no-build-isolation --find-links "$VENV/wheels" \
     -e ".$extras" -e tasks/chat -e tasks/math -e tasks/ner || fail "the installation failed; see pip's message above"
 wait "$bytecode" || true
-python -c 'import deepspeed.launcher.runner, scipy.stats, torch.utils.tensorboard' >/dev/null 2>&1 &
+job -c 'import deepspeed.launcher.runner, scipy.stats, torch.utils.tensorboard' >/dev/null 2>&1 &
 bytecode=$!
 python -c '
 import accelerate.commands.accelerate_cli, torch.distributed.run
