@@ -117,12 +117,13 @@ class ImageInputs:
         try:
             size = (image := picture.opened()).size
             if size not in self._written:
-                made = self.processor(
-                    text=[self.processor.image_token],
-                    images=[[image]],
-                    add_special_tokens=False,
-                    return_text_replacement_offsets=True,
-                )
+                with _ONE_AT_A_TIME:
+                    made = self.processor(
+                        text=[self.processor.image_token],
+                        images=[[image]],
+                        add_special_tokens=False,
+                        return_text_replacement_offsets=True,
+                    )
                 ((replaced,),) = made["text_replacement_offsets"]
                 self._written[size] = replaced["replacement"]
         except UserError as error:
