@@ -74,6 +74,8 @@ def cache(common):
     folder.mkdir(exist_ok=True, mode=0o700)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCEL_SFT_CACHE", str(folder))
+        # its kernels are of the CPU that is planted: on another kind they crash
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         yield folder
 
 

@@ -41,7 +41,18 @@ def how_much(site, cwd, *arguments):
 
 
 def test_parts_of_the_rows_are_trained_on_the_smallest_first_and_the_page_has_the_curve(site, tmp_path):
-    run = ("--global-batch-size", "4", "--max-steps", "2", "--output-dir", "learnt", "--size", "64")
+    run = (
+        "--global-batch-size",
+        "4",
+        "--max-steps",
+        "2",
+        "--learning-rate",
+        "1e-9",
+        "--output-dir",
+        "learnt",
+        "--size",
+        "64",
+    )
     done = how_much(site, tmp_path, "--sizes", "64,8,32", "--seeds", "1", *run)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "learnt" / "comparison.json").read_text())
