@@ -105,8 +105,8 @@ def audit_devices(launch: Launch, devices: int, where: str) -> Iterator[Finding]
         if ranks < (most := devices - devices % group):
             flags = " ".join(sized(launch, most))
             yield note(f"{where}: {ranks} of this machine's {gpus} used", f"for more: {flags} in front of -m")
-        elif launch.yaml["num_processes"] > ranks:
-            what = f"{where}: for {launch.yaml['num_processes']} processes, but this machine has {gpus}"
+        elif (asked := int(launch.yaml["num_processes"])) > ranks:  # a file may have it in quotes
+            what = f"{where}: for {asked} processes, but this machine has {gpus}"
             yield note(what, "a process for each; the loss curve is the same")
 
 

@@ -48,7 +48,7 @@ def test_file_for_two_processes_trains_on_one_gpu(launched, tmp_path, file, real
 
 
 def test_file_for_three_processes_trains_on_two_gpus(launched, tmp_path):
-    content = yaml.safe_load((CONFIGS / "ddp.yaml").read_text()) | {"num_processes": 3}
+    content = yaml.safe_load((CONFIGS / "ddp.yaml").read_text()) | {"num_processes": "3"}
     (tmp_path / "three.yaml").write_text(yaml.safe_dump(content))
     run = accel_sft(*JOB, *ONCE, **planted(2, yaml=str(tmp_path / "three"), launcher=FP32, run_dir=tmp_path / "run"))
     assert run.status == 0, run.output
