@@ -97,6 +97,7 @@ fi
 
 # scripts in an environment hold its path and its Python: one of ours that was moved, or broken off, is made anew
 usable() { "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }
+rmdir "$VENV" 2>/dev/null || true # an empty one: a set-up was ended before it wrote what it is
 if [[ -f $VENV/made-for ]] && ! { [[ $(<"$VENV/made-for") == "$VENV $version" ]] && usable; }; then
     rm -rf "$VENV"
 elif [[ -e $VENV ]] && ! usable; then

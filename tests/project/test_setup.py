@@ -176,5 +176,18 @@ def test_failed_installation_leaves_no_job_behind(tmp_path):
     assert not any("-e ." in line for line in lines)
 
 
+def test_set_up_ended_at_once_is_begun_again(tmp_path):
+    checkout = Checkout(tmp_path)
+    (tmp_path / ".venv").mkdir()
+    assert any(" -e . " in line for line in checkout.setup()[0])
+
+
+def test_environment_of_someone_else_is_left_alone(tmp_path):
+    checkout = Checkout(tmp_path)
+    (tmp_path / ".venv" / "lib").mkdir(parents=True)
+    assert "is not one that setup.sh made" in checkout.setup(status=1)[1]
+    assert (tmp_path / ".venv" / "lib").exists()
+
+
 def test_unknown_option_is_refused(tmp_path):
     assert "--tests: there is one option, --test" in Checkout(tmp_path).setup("--tests", status=1)[1]
