@@ -21,6 +21,7 @@ from accel_sft.io.text import LONGEST_ERROR, one_line
 _NUMBERS = ("F", "I")
 """Pillow's modes whose values it clips to 0 and 255 in converting to RGB, so that floats from 0 to 1 become black."""
 _GREY_OF_16_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+_TRANSPARENT = ("RGBA", "RGBa", "LA", "La", "PA")
 _BITS_PER_SAMPLE = 258
 """Number of TIFF's tag BitsPerSample, to be read because Pillow opens grey values of 12 bits as `I;16` too."""
 _PROGRAMS = ("EPS",)
@@ -63,7 +64,8 @@ class Picture:
         return hashlib.sha256(shape.encode() + image.tobytes()).hexdigest()
 
     def opened(self) -> Any:
-        """The image as transformers opens it: a file upright and in RGB, a PIL image as it is (16-bit grey as 8-bit).
+        """The image as transformers opens it: a file upright and in RGB, a PIL image as it is. Grey of 16 bits becomes
+        grey of 8, and what is transparent white, as vLLM and Qwen's own code have it.
 
         Raises:
             UserError: it cannot be read, or Pillow is missing.
@@ -93,12 +95,14 @@ class Picture:
             raise UserError(f"{self} cannot be read: {one_line(str(error), LONGEST_ERROR)}") from error
 
     def _of_eight_bits(self, image: Any) -> Any:
-        """Return the image, 16-bit grey scaled to 8 bits. Call this before Pillow decodes the pixels, maybe too many.
+        """Return the image, 16-bit grey scaled to 8 bits, and on white if it is transparent. Call this before Pillow
+        decodes the pixels, maybe too many.
 
         Raises:
             UserError: it has pixels of 32 bits, or too many pixels.
         """
         import PIL.Image
+        import PIL.ImageOps
 
         most = PIL.Image.MAX_IMAGE_PIXELS
         width, height = image.size
@@ -109,6 +113,10 @@ class Picture:
             )
         if image.mode in _GREY_OF_16_BITS:
             return _scaled(image)
+        if image.mode in _TRANSPARENT or "transparency" in image.info:
+            image = PIL.ImageOps.exif_transpose(image).convert("RGBA")
+            white = PIL.Image.new("RGBA", image.size, "white")
+            return PIL.Image.alpha_composite(white, image).convert("RGB")
         if image.mode in _NUMBERS:
             raise UserError(
                 f"{self} has pixels of 32 bits (Pillow's mode {image.mode}), and nothing says which of them are black "
@@ -157,6 +165,7 @@ def _scaled(grey: Any) -> Any:
     (bits, *_) = getattr(grey, "tag_v2", {}).get(_BITS_PER_SAMPLE) or (16,)
     most = 2**bits - 1
     values = np.asarray(PIL.ImageOps.exif_transpose(grey)).astype(np.uint32)
+    values[values == grey.info.get("transparency", most)] = most
     return PIL.Image.fromarray(((values * 255 + most // 2) // most).astype(np.uint8))
 
 
@@ -169,15 +178,17 @@ def picture_of(part: dict[str, Any], what: str) -> Picture:
     given = [part[key] for key in _KEYS if part.get(key) is not None]
     if len(given) != 1:
         raise UserError(f"{what} gave the part {str(part)[:80]!r}, expected one image in it")
-    (value,) = given
-    if isinstance(value, dict):  # OpenAI's {"url": ...}, and {"bytes": ..., "path": ...} of the library datasets
-        value = next((value[key] for key in ("url", "bytes", "path") if value.get(key) is not None), None)
+    (value,), encoded = given, "base64" in part
+    while isinstance(value, dict):  # OpenAI's {"url": ...}, {"bytes": ..., "path": ...} of the library datasets
+        key = next((key for key in ("url", "bytes", "base64", "path") if value.get(key) is not None), "")
+        encoded |= key in ("bytes", "base64")  # `read_rows` gives bytes as {"base64": ...}
+        value = value.get(key)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, (bytes, bytearray)):
         return Picture(bytes(value))
     if isinstance(value, str):
-        return Picture(_file_or_bytes(value, what, encoded="base64" in part))
+        return Picture(_file_or_bytes(value, what, encoded=encoded))
     if all(hasattr(value, name) for name in ("mode", "size", "tobytes", "convert")):
         return Picture(value)
     raise UserError(f"{what} gave the image {str(value)[:80]!r}, expected a path, bytes or a PIL image")

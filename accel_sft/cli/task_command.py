@@ -2,6 +2,7 @@
 
 import collections
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -169,7 +170,7 @@ class TaskCommand(click.Command):
             missing = [s for s in offered if s.required and s.name not in usable]
             problems += [f"{s.flag}: a value is needed" for s in missing if s.name not in wrong]
             try:  # without the wrong values, so that conflicts between the other settings are reported too
-                built += [] if missing else [registry.build(self.name, cls, usable)]
+                built += [] if missing else [self._built(cls, usable, usual)]
             except UserError as error:
                 flags = set(wrong.values())
                 problems += [line for line in error.problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
@@ -179,6 +180,21 @@ class TaskCommand(click.Command):
         if problems:
             raise UserError(*dict.fromkeys(problems))
         return tuple(built)
+
+    def _built(self, cls: type, values: dict[str, Any], usual: dict[str, Any]) -> Any:
+        """Build settings from `values`, without those of a run's record (`usual`) that do not go with those given."""
+        try:
+            return registry.build(self.name, cls, values)
+        except UserError as error:
+            blamed = {line.split()[0].strip(":") for line in error.problems}
+            unfit = {s.name: s.flag for s in self.task_settings if s.name in usual and s.flag in blamed}
+            if not unfit or values.keys() <= usual.keys():
+                raise
+            flags = " and ".join(unfit.values())
+            print(
+                f"note: {flags} of the run's record is left out, as it does not go with these options", file=sys.stderr
+            )
+        return registry.build(self.name, cls, {name: value for name, value in values.items() if name not in unfit})
 
     def _other_task(self, path: str) -> list[str]:
         named = task_in(path)

@@ -81,7 +81,7 @@ class {cls}(Task):
     def dataset(self, split):
         """The examples of "train" or "validation"; none may be in both."""
         if path := getattr(self, f"{{split}}_file"):
-            return read_rows(path, parse)
+            return read_rows(path, parse, split=split)
         numbers = range(900) if split == "train" else range(900, 1000)
         return [{{"question": f"Is {{n}} even or odd?", "answer": ("even", "odd")[n % 2]}} for n in numbers]
 '''

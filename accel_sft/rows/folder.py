@@ -1,25 +1,95 @@
-"""Finds the data files of a folder. Needs only the standard library."""
+"""Finds the data files of a folder, and the split of each. Needs only the standard library."""
 
 import os
+import re
+from collections.abc import Collection
 from pathlib import Path
 
 from accel_sft.api.errors import UserError
 from accel_sft.rows.formats import COMPRESSIONS, READERS, format_of, is_data_file
+from accel_sft.rows.row_file import more
 
-_ABOUT_DATA = frozenset({"dataset_dict.json", "dataset_info.json", "dataset_infos.json"})
-"""Files that describe a data set of the hub and hold none of its rows."""
+_NO_DATA = re.compile(r"\..*|config\.json|dataset_(dict|infos?)\.json|state\.json|cache-\w+\.arrow")
+"""Names of hidden files, and of those beside the rows of a data set that hold none, or copies of them."""
+_USUAL = {"train": ["train"], "validation": ["validation", "test"]}
+"""For each use of a folder or data set: the splits that are read if none is named, the first of them that exists."""
+_WORDS = {"validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation", "train": "train|training"}
+_IN_NAME = {
+    split: re.compile(rf"(^|[-._ 0-9])({words})([-._ 0-9]|$)", re.IGNORECASE) for split, words in _WORDS.items()
+}
+"""What is in the names of each split's files and folders, as in `datasets` (data_files.py)."""
+_SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+"""Files of a data set of the hub; its splits may have any names, and it has no other rows."""
 
 
-def data_files(folder: Path) -> list[Path]:
-    """The data files of a folder and its subfolders, except hidden files and those that describe a data set.
+def folder_of(name: str | Path) -> tuple[str, str] | None:
+    """The folder that FOLDER or FOLDER:SPLIT names, and the split or ""; None if there is no such folder."""
+    if os.path.exists(name):
+        return (str(name), "") if os.path.isdir(name) else None
+    folder, _, split = str(name).rpartition(":")
+    return (folder, split) if split and os.path.isdir(folder) else None
 
-    Links are followed, and each folder is read once. Texts (.txt) are data where there is nothing else; a README.md
-    never is.
 
+def chosen_split(name: str, splits: Collection[str], use: str) -> tuple[str, list[str]]:
+    """The split of a folder or data set that is read if none is named, and a line on the others.
+
+    Args:
+        name: the folder or data set in messages.
+        use: "train" or "validation".
     Raises:
-        UserError: there are no data files, or a subfolder cannot be read.
+        UserError: no split has the usual name.
     """
+    only = ["train"] if [*splits] == ["train"] else []
+    chosen, *_ = [split for split in _USUAL[use] if split in splits] or only or [""]
+    others = [split for split in splits if split != chosen]
+    if not chosen:
+        raise UserError(f"{name}: has no split {_USUAL[use][0]}, but {', '.join(others)}; name one: {name}:{others[0]}")
+    line = f"{name}: the split {chosen} is read, not {' or '.join(others)}; to read another, name it: {name}:"
+    return chosen, [line + others[0]] if others else []
 
+
+def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[Path], list[str]]:
+    """The data files of a split of a folder and its subfolders, and lines on those that are not read.
+
+    Without splits, these are all files except hidden ones and those that describe a data set. Links are followed, and
+    each folder is read once. Texts (.txt) are data where there is nothing else; a README.md never is.
+
+    Args:
+        split: "" for the usual one of `use`, "train" or "validation".
+    Raises:
+        UserError: there are no data files, or none of this split, or a subfolder cannot be read.
+    """
+    found = _all_files(folder)
+    names = {path: path.relative_to(folder).as_posix() for path in found}
+    if (folder / "dataset_dict.json").is_file():  # written by `save_to_disk`
+        exact = {path: name.partition("/")[0] for path, name in names.items() if "/" in name}
+    else:
+        exact = {path: shard[1] for path, name in names.items() if (shard := _SHARD.fullmatch(name))}
+    splits: dict[str, list[Path]] = {}
+    lines: list[str] = []
+    for path in found:
+        splits.setdefault(exact.get(path, "") if exact else _split_by_name(names[path]), []).append(path)
+    beside = splits.pop("", [])
+    if not split:
+        split, lines = chosen_split(str(folder), sorted(splits), use)
+    if split not in splits:
+        raise UserError(f"{folder}: has no split {split}; it has {', '.join(sorted(splits))}")
+    if beside:
+        lines.append(f"{folder}: not read, as in none of its splits: {beside[0].name}{more(len(beside) - 1)}")
+    return splits[split], lines
+
+
+def _split_by_name(name: str) -> str:
+    """The split of a file by its path in the folder. If anything in it names another split than train, it is that."""
+    *folders, file = name.split("/")
+    for part in (*reversed(folders), file):
+        signs = [split for split, sign in _IN_NAME.items() if sign.search(part)]
+        if len(signs) == 1 and signs != ["train"]:
+            return signs[0]
+    return "train"
+
+
+def _all_files(folder: Path) -> list[Path]:
     def failed(error: OSError) -> None:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror}); make it readable, or take it away")
 
@@ -32,7 +102,7 @@ def data_files(folder: Path) -> list[Path]:
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        paths = [Path(parent, name) for name in names if not name.startswith(".") and name not in _ABOUT_DATA]
+        paths = [Path(parent, name) for name in names if not _NO_DATA.fullmatch(name)]
         # a broken link is kept, so that the reader reports it
         there = [path for path in paths if path.is_file() or not path.exists()]
         found += filter(is_data_file, there)

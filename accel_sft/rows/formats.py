@@ -6,28 +6,33 @@ that need it; for the others the standard library is enough.
 
 from __future__ import annotations
 
+import base64
+import codecs
+import contextlib
 import csv
 import datetime
 import decimal
 import io
+import itertools
 import json
 import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from accel_sft.api.errors import UserError
-from accel_sft.rows.json_stream import MAX_ROW_BYTES, Located, located
+from accel_sft.rows.json_stream import MAX_ROW_BYTES, Located, located, not_utf8
 
 Reader = Callable[[BinaryIO, str], Iterator[Located]]
 """Takes a seekable stream and the file's name in messages, and yields the values as `located` does."""
-_BATCH_ROWS = 256
+BATCH_ROWS = 256
 _MOST_DECOMPRESSED, _MOST_TIMES = 256 << 20, 200
 """A compressed file may hold this many bytes or, if that is more, this many times its size (text: 3 to 10 times)."""
 _FIELDS_SHOWN = 80
+Opener = Callable[[BinaryIO], Any]
 
 
 class Format(NamedTuple):
@@ -50,14 +55,18 @@ class Format(NamedTuple):
     @property
     def has_lines(self) -> bool:
         """Whether a row is named by its line, and not by its number."""
-        return self.suffix != ".parquet"
+        return self.suffix not in (".parquet", ".arrow")
 
 
-def format_of(path: Path) -> Format:
-    """Return the format that a file's name stands for."""
+def format_of(path: Path, begin: bytes = b"") -> Format:
+    """Return the format that a file's name stands for, unless the bytes with which it begins are those of another."""
     *_, before, last = ("", "", *(suffix.lower() for suffix in path.suffixes))
     compression = last if last in COMPRESSIONS else ""
     suffix = before if compression else last
+    if begin.startswith(b"PAR1\x15"):  # "not text" would be poor advice about these
+        return Format(".parquet", "")
+    signs = zip(COMPRESSIONS, _BEGINNINGS, strict=True)
+    compression = compression or next((known for known, sign in signs if re.match(sign, begin)), "")
     return Format(suffix if suffix in READERS else "", compression)
 
 
@@ -116,7 +125,13 @@ def _zstandard(stream: BinaryIO) -> Any:
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd")
 
 
-COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {".gz": _gzip, ".bz2": _bzip2, ".xz": _xz, ".zst": _zstandard}
+def _utf16(stream: BinaryIO) -> Any:
+    return contextlib.nullcontext(codecs.EncodedFile(stream, "utf-8", "utf-16"))
+
+
+COMPRESSIONS: dict[str, Opener] = {".gz": _gzip, ".bz2": _bzip2, ".xz": _xz, ".zst": _zstandard, ".utf16": _utf16}
+_BEGINNINGS = [rb"\x1f\x8b", rb"BZh91AY&SY", rb"\xfd7zXZ\x00", rb"\(\xb5/\xfd", rb"\xff\xfe|\xfe\xff"]
+"""With what the files of each of COMPRESSIONS begin, whatever their names; no text does."""
 
 
 def _damaged() -> tuple[type[Exception], ...]:
@@ -126,16 +141,20 @@ def _damaged() -> tuple[type[Exception], ...]:
 
 
 def _comma_separated(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """Yield the rows below the header, with each cell as text."""
-    return _delimited(stream, name, ",")
+    """Yield the rows below the header, with each cell as text; the header may have another delimiter than commas."""
+    return _delimited(stream, name, ",;\t")
 
 
 def _tab_separated(stream: BinaryIO, name: str) -> Iterator[Located]:
     """Like `_comma_separated`, for a file with tabs."""
-    return _delimited(stream, name, "\t")
+    return _delimited(stream, name, "\t,;")
 
 
-def _delimited(stream: BinaryIO, name: str, delimiter: str) -> Iterator[Located]:
+def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located]:
+    """Yield the rows of a table whose delimiter is the first of these that its header has outside quotes."""
+    stream.seek(0)
+    header_line = re.sub(rb'"[^"]*"', b"", stream.readline(MAX_ROW_BYTES))
+    delimiter = next((mark for mark in delimiters if mark.encode() in header_line), delimiters[0])
     stream.seek(0)
     csv.field_size_limit(min(sys.maxsize, (1 << 31) - 1))  # a cell may hold a chat; the default is 128 KiB
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
@@ -147,10 +166,12 @@ def _delimited(stream: BinaryIO, name: str, delimiter: str) -> Iterator[Located]
             if not record:  # an empty line
                 continue
             if header is None:
-                header = record
-                if problem := _header_problem(header):
-                    yield Located(ValueError(problem), begin, 0, b"")
+                header = [text if text.strip() else f"Unnamed: {at}" for at, text in enumerate(record)]  # as pandas
+                if problem := _doubled(header):
+                    yield Located(ValueError(f"the header has {problem}"), begin, 0, b"")
                     return
+            elif record[-1] == header[-1] and record[1:] == header[1:]:
+                yield Located(ValueError("the header again, where files were joined; take it out"), begin, 0, b"")
             elif len(record) != len(header):
                 shown = ", ".join(header)[:_FIELDS_SHOWN]
                 problem = f"{len(record)} fields, where the header has {len(header)} ({shown})"
@@ -160,16 +181,10 @@ def _delimited(stream: BinaryIO, name: str, delimiter: str) -> Iterator[Located]
                 yield Located(row, begin, 0, json.dumps(row).encode())
     except csv.Error as error:
         yield Located(ValueError(f"not CSV ({error}); the rest is unread"), line + 1, 0, b"")
-    except UnicodeDecodeError:
-        raise UserError(f"{name}:{line + 1}: not UTF-8, here or in the lines after; save the file as UTF-8") from None
+    except UnicodeDecodeError as error:
+        raise not_utf8(f"{name}:{line + 1}", "here or in the lines after", error.object) from None
     finally:
         text.detach()  # otherwise `text` would close the caller's stream
-
-
-def _header_problem(header: list[str]) -> str:
-    if not all(column.strip() for column in header):
-        return "the header has a column without a name; the first line names the columns"
-    return f"the header has {doubled}" if (doubled := _doubled(header)) else ""
 
 
 def _doubled(columns: list[str]) -> str:
@@ -180,24 +195,45 @@ def _doubled(columns: list[str]) -> str:
     return ""
 
 
-def _parquet(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """The rows of a Parquet file, each with its number (from 1) in place of a line."""
+def _columns(stream: BinaryIO, name: str) -> Iterator[Located]:
+    """The rows of a Parquet file, or of a stream of Arrow's as `datasets` saves them."""
     import pyarrow
-    from pyarrow import parquet
+    from pyarrow import ipc, parquet
 
+    stream.seek(0)
+    is_parquet = stream.read(4) == b"PAR1"
     stream.seek(0)
     number = 0
     try:
-        opened = parquet.ParquetFile(stream)
-        if problem := _doubled(opened.schema_arrow.names):
-            raise UserError(f"{name}: it has {problem}")
-        for batch in opened.iter_batches(_BATCH_ROWS):
-            for row in batch.to_pylist():
-                number += 1
-                yield row_as_json(row, number)
+        tables = parquet.ParquetFile(stream).iter_batches(BATCH_ROWS) if is_parquet else ipc.open_stream(stream)
+        for row in arrow_rows(tables, name):
+            number = row.line
+            yield row
     except (pyarrow.ArrowException, OSError) as error:
         cause = " ".join(str(error).split())[:200]
-        raise UserError(f"{name}: cannot be read as Parquet behind row {number} ({cause}); is it whole?") from None
+        raise UserError(f"{name}: not Parquet or Arrow behind row {number} ({cause}); is it whole?") from None
+
+
+def arrow_rows(tables: Iterable[Any], name: str) -> Iterator[Located]:
+    """Yield the rows of tables or batches of Arrow's, each with its number (from 1) in place of a line."""
+    numbers = itertools.count(1)
+    for table in tables:
+        if problem := _doubled(table.schema.names):
+            raise UserError(f"{name}: it has {problem}")
+        for row in table.to_pylist():
+            row = {field.name: _as_written(row[field.name], field.type) for field in table.schema}
+            yield row_as_json(row, next(numbers))
+
+
+def _as_written(value: Any, type: Any) -> Any:
+    """A value as it was before Arrow gave all objects of a column the same keys: without nulls, unless Arrow knows no
+    other value of the key. Of JSON that `datasets` keeps as a text, the value."""
+    if isinstance(value, dict):
+        given = [field for field in type if value[field.name] is not None or str(field.type) == "null"]
+        return {field.name: _as_written(value[field.name], field.type) for field in given}
+    if isinstance(value, list) and hasattr(type, "value_type"):
+        return [_as_written(each, type.value_type) for each in value]
+    return json.loads(value) if value and getattr(type, "extension_name", "") == "arrow.json" else value
 
 
 def row_as_json(row: dict[str, Any], number: int) -> Located:
@@ -207,10 +243,13 @@ def row_as_json(row: dict[str, Any], number: int) -> Located:
 
 
 def _as_json(value: Any) -> Any:
-    """Replace a value that JSON cannot hold. Bytes become an object, so that no parser takes them for text."""
+    """Replace a value that JSON cannot hold. Bytes become an object, which no parser takes for text and
+    `picture_of` reads."""
     if isinstance(value, (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)):
         return str(value)
-    return {"bytes": len(value)} if isinstance(value, bytes) else {"unknown": type(value).__name__}
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    return {"unknown": type(value).__name__}
 
 
 def _document(stream: BinaryIO, name: str) -> Iterator[Located]:
@@ -230,7 +269,7 @@ def _document(stream: BinaryIO, name: str) -> Iterator[Located]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise UserError(f"{name}:{line}: not UTF-8; save the file as UTF-8") from None
+        raise not_utf8(f"{name}:{line}", f"byte {error.start}", content) from None
     yield row_as_json({"text": text}, 1)
 
 
@@ -243,7 +282,8 @@ READERS: dict[str, Reader] = {
     ".ndjson": located,
     ".csv": _comma_separated,
     ".tsv": _tab_separated,
-    ".parquet": _parquet,
+    ".parquet": _columns,
+    ".arrow": _columns,
     ".txt": _document,
     ".md": _document,
 }

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.io.text import LONGEST_ERROR, one_line
-from accel_sft.rows.formats import is_data_file, row_as_json
-from accel_sft.rows.json_stream import Located
+from accel_sft.rows.folder import chosen_split
+from accel_sft.rows.formats import is_data_file
 
 _SPLIT = r"[\w.-]+(\[[\d%:-]+\])?"
 _NAME = re.compile(rf"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>{_SPLIT}))?")
@@ -24,11 +23,13 @@ def is_dataset_name(name: str) -> bool:
     return bool(_NAME.fullmatch(name)) and not os.path.exists(path.parent) and not is_data_file(path)
 
 
-def load(name: str) -> Any:
-    """The `datasets.Dataset` called `name`; the split is train if `name` has none.
+def load(name: str, use: str) -> tuple[Any, list[str]]:
+    """The `datasets.Dataset` called `name`, and a line on the other splits if `name` has none.
 
+    Args:
+        use: "train" or "validation", by which the split is chosen.
     Raises:
-        UserError: `datasets` is not installed, or cannot load the data set.
+        UserError: `datasets` is not installed, or cannot load the data set; or none of its splits has the usual name.
     """
     try:
         import datasets
@@ -38,18 +39,17 @@ def load(name: str) -> Any:
         ) from None
     found = _NAME.fullmatch(name)
     assert found  # callers ask `is_dataset_name` first
-    split = found["split"] or "train"
+    split = found["split"]
+    of_split = f", split {split}" if split else ""
     try:
-        return datasets.load_dataset(found["id"], found["config"], split=split)
+        loaded = datasets.load_dataset(found["id"], found["config"], split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = one_line(f"{type(error).__name__}: {' '.join(str(error).split())}", LONGEST_ERROR)
         raise UserError(
-            f"{name}: not a file or folder, and the hub gives no data set {found['id']}, split {split} ({cause}); "
+            f"{name}: not a file or folder, and the hub gives no data set {found['id']}{of_split} ({cause}); "
             "write ORG/NAME:SPLIT, or ORG/NAME:CONFIG:SPLIT"
         ) from None
-
-
-def rows_of(dataset: Any) -> Iterator[Located]:
-    """The rows of a Dataset, each with its number (from 1) in place of a line."""
-    for number, row in enumerate(dataset, 1):
-        yield row_as_json(row, number)
+    if split:
+        return loaded, []
+    split, lines = chosen_split(name, [*loaded], use)
+    return loaded[split], lines

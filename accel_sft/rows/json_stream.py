@@ -19,6 +19,8 @@ MAX_ROW_BYTES = 64 << 20
 _MAX_NAME = 80
 """Maximum number of characters of a field's name that a message repeats: names in a file may have any length."""
 _BLANK = re.compile(r"[ \t\r\n]*")
+_WRAPPED = re.compile(rb'(?m)^\s*\{\s*"(data|rows|examples|instances)"\s*:\s*\[\s*[{\]]')
+"""How an object with the rows under its only key begins."""
 
 
 class Located(NamedTuple):
@@ -70,7 +72,7 @@ class ParsedRow(NamedTuple):
 
 
 def located(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """Yield the values of a JSON array or of JSON Lines, which the content tells apart.
+    """Yield the values of a JSON array, also one in {"data": [...]}, or of JSON Lines, as the content decides.
 
     Args:
         stream: read from its beginning; a byte-order mark is accepted.
@@ -84,8 +86,13 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
     while (mark := stream.read(1)).isspace():
         pass
     stream.seek(begin)
-    if mark == b"[":
-        yield from _array(_text(stream.read(), name, 1, begin), begin)
+    wrapped = False
+    if found := _WRAPPED.match(stream.read(_MAX_NAME)):
+        stream.seek(begin + found.end())
+        wrapped = not _WRAPPED.search(stream.read(MAX_ROW_BYTES))  # else these are JSON Lines, each with such a key
+    stream.seek(begin)
+    if mark == b"[" or wrapped:
+        yield from _array(_text(stream.read(), name, 1, begin), begin, "}" if wrapped else "")
         return
     for line in itertools.count(1):
         if not (raw := stream.readline(MAX_ROW_BYTES + 1)):
@@ -93,6 +100,7 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
         if len(raw) > MAX_ROW_BYTES:
             raise UserError(f"{name}:{line}: a line of more than {MAX_ROW_BYTES >> 20} MiB; give each row its own line")
         text = _text(raw, name, line, begin)
+        text = text.removeprefix("\ufeff")  # of a file that was joined to another
         if text.strip():
             yield Located(_decoded(text.removesuffix("\n")), line, begin, raw)
         begin += len(raw)
@@ -103,7 +111,15 @@ def _text(raw: bytes, name: str, line: int, begin: int) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line, byte = line + raw.count(b"\n", 0, error.start), begin + error.start
-        raise UserError(f"{name}:{line}: not UTF-8 (byte {byte}); save the file as UTF-8") from None
+        raise not_utf8(f"{name}:{line}", f"byte {byte}", raw) from None
+
+
+def not_utf8(place: str, where: str, content: bytes) -> UserError:
+    """The error about content that is not UTF-8, and perhaps no text at all."""
+    if b"\0" in content:
+        return UserError(f"{place}: not text ({where}), perhaps an archive; give the files of which it was made")
+    fix = "convert it: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW (or from GB18030, SHIFT-JIS)"
+    return UserError(f"{place}: not UTF-8 ({where}); {fix}")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any] | ValueError:
@@ -153,8 +169,9 @@ def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
             yield from _problems_in(part, depth + 1)
 
 
-def _array(text: str, offset: int) -> Iterator[Located]:
-    """Yield the array's elements; a syntax error is yielded last. `offset` is the number of bytes before `text`."""
+def _array(text: str, offset: int, end: str) -> Iterator[Located]:
+    """Yield the array's elements; a syntax error is yielded last. `offset` is the number of bytes before `text`; `end`
+    follows the array."""
     at, line, mark = 0, 1, "["
 
     def move(end: int) -> bytes:
@@ -180,14 +197,14 @@ def _array(text: str, offset: int) -> Iterator[Located]:
                 yield problem("a comma before ']' announces a row that is not there")
             break
         try:
-            value, end = _DECODER.raw_decode(text, at)
+            value, behind = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             move(getattr(error, "pos", at))
             yield problem(f"{_reason(error)}; the rest is unread")
             return
-        yield Located(_checked(value), line, offset, move(end))
+        yield Located(_checked(value), line, offset, move(behind))
         if (mark := next_mark()) not in [",", "]"]:
             yield problem("expected ',' or ']' here; is the file cut off?")
             return
-    if rest := text[at + 1 :].strip()[:20]:
-        yield problem(f"text after the end of the array: {rest!r}")
+    if (rest := text[at + 1 :].strip()) != end:
+        yield problem(f"text after the end of the array: {rest[:20]!r}" if rest else f"expected {end!r} at the end")

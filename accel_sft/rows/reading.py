@@ -24,7 +24,7 @@ from accel_sft.io import cache
 from accel_sft.rows import hub
 from accel_sft.rows.bad_rows import BadRow, Place, left_out_rows
 from accel_sft.rows.fingerprint import code_fingerprint
-from accel_sft.rows.formats import READERS, Format, decompress, format_of
+from accel_sft.rows.formats import BATCH_ROWS, READERS, Format, arrow_rows, decompress, format_of
 from accel_sft.rows.json_stream import Located, ParsedRow, RowLeftOut, RowProblem, located
 from accel_sft.rows.row_file import PLACE, OpenFile, RowFile, Tally, named
 
@@ -37,10 +37,11 @@ the cache."""
 _ANNOUNCED_BYTES = 64 << 20
 """Files of at least this many bytes are announced by a line when their rows are converted."""
 _KIND, _PLACES, _TEXT = "rows", "places.bin", "rows.jsonl"
-_FORM = 3
+_FORM = 4
 """Version of a cache entry's form; it changes when older entries can no longer be read."""
 _EXPECTED = "a JSON, JSONL, CSV, Parquet or text file"
 _NO_ROWS = "a JSON array of objects or one JSON object per line"
+
 Parse = Callable[[dict[str, Any]], Any]
 About = tuple[str, Format, str | None, str]
 """Name, format, content and SHA-256: the first fields of a RowFile."""
@@ -52,14 +53,14 @@ def read_file(path: Path, parse: Parse) -> RowFile:
     Raises:
         UserError: as `read_rows`.
     """
-    name, format = str(path), format_of(path)
-    known = code_fingerprint(parse)
+    name, known = str(path), code_fingerprint(parse)
     try:
         stream = path.open("rb")
         before = os.fstat(stream.fileno())
         regular = stat.S_ISREG(before.st_mode)
         if not regular and not stat.S_ISFIFO(before.st_mode):
             raise UserError(f"{name}: a device, not a file; give {_EXPECTED}")
+        format = format_of(path, stream.peek(16))
         converted = bool(format.compression) or not format.is_text_of_rows
         held = not regular or (before.st_size < IN_MEMORY_BYTES and not converted)  # a pipe can be read only once
         content = stream.read(-1 if regular else MAX_PIPED_BYTES + 1) if held else OpenFile(os.dup(stream.fileno()))
@@ -96,14 +97,16 @@ def unreadable(error: OSError) -> str:
     return f"cannot be read ({error.strerror}); give an existing one: {_EXPECTED}"
 
 
-def read_dataset(path: Path, parse: Parse) -> RowFile:
-    """Like `read_file`, for a data set of the hub.
+def read_dataset(path: Path, parse: Parse, use: str, lines: list[str]) -> RowFile:
+    """Like `read_file`, for a data set of the hub, read for `use` ("train" or "validation"); what `hub.load` notes is
+    added to `lines`.
 
     Raises:
         UserError: as `hub.load`; or there are bad rows, which are named by number.
     """
     name, known = str(path), code_fingerprint(parse)
-    dataset = hub.load(name)
+    dataset, more = hub.load(name, use)
+    lines += more
     key = _key(dataset._fingerprint, known)
     format = Format(".parquet", "")  # rows are named by number, as in Parquet files
     about = name, format, known and key, dataset._fingerprint
@@ -112,8 +115,9 @@ def read_dataset(path: Path, parse: Parse) -> RowFile:
     with contextlib.ExitStack() as stack:
         folder, keep = _workspace(stack, known is not None, True)
         try:
-            with (folder / _TEXT).open("wb") as lines:
-                checked = _validated(hub.rows_of(dataset), name, format, parse, lines)
+            with (folder / _TEXT).open("wb") as text:
+                rows = arrow_rows(dataset.with_format("arrow").iter(BATCH_ROWS), name)
+                checked = _validated(rows, name, format, parse, text)
         except OSError as error:
             raise UserError(f"{name}: cannot be written in {folder} ({error.strerror}); free space there") from None
         return _made(folder, key if keep else None, about, OpenFile(os.open(folder / _TEXT, os.O_RDONLY)), checked)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 from accel_sft.api.errors import UserError
 from accel_sft.rows.bad_rows import Place
-from accel_sft.rows.folder import data_files
+from accel_sft.rows.folder import data_files, folder_of
 from accel_sft.rows.hub import is_dataset_name
 from accel_sft.rows.json_stream import ParsedRow
 from accel_sft.rows.reading import MAX_PROBLEMS, read_dataset, read_file, unreadable
@@ -182,20 +182,24 @@ class Rows(Sequence[Row]):
         return f"<{len(self):,} rows of {self.name}>"
 
 
-def read_rows(path: str | Path, parse: Callable[..., Row | ParsedRow], *, with_folder: bool = False) -> Rows[Row]:
+def read_rows(
+    path: str | Path, parse: Callable[..., Row | ParsedRow], *, with_folder: bool = False, split: str = "train"
+) -> Rows[Row]:
     """Read the rows of a file, or of all data files in a folder, and parse each row once.
 
     Args:
-        path: a .parquet, .csv or .tsv file; any other is a JSON array of objects or JSON Lines, told apart by content.
-            A .txt or .md file is one row, {"text": ...}. If .gz, .bz2, .xz or .zst follows, it is decompressed. Text is
-            UTF-8 (a byte-order mark is accepted). In a
-            folder and its subfolders, the files with these suffixes or .json, .jsonl, .ndjson are read in the order of
-            their names. ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT that is no path is a data set of the
-            Hugging Face hub, read by the library `datasets`. Several names, joined by commas, are read in this order.
+        path: a .parquet, .arrow, .csv or .tsv file; any other is a JSON array of objects or JSON Lines, told apart by
+            content. A .txt or .md file is one row, {"text": ...}. Compressed by gzip, bzip2, xz or zstandard, it is
+            decompressed. Text is UTF-8, or UTF-16 with a byte-order mark. In FOLDER or FOLDER:SPLIT and its subfolders,
+            the files with these suffixes or .json, .jsonl, .ndjson are read in the order of their names, but no copies.
+            ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT that is no path is a data set of the Hugging Face hub,
+            read by the library `datasets`. Several names, joined by commas, are read in this order.
         parse: turns an object into an example (or a ParsedRow), raises RowProblem for a malformed one and RowLeftOut
             for one to do without; a pure function, called again for each use. A CSV row has text in every column.
         with_folder: `parse` has an argument `folder`, to which paths in a row are relative: the folder `path`, or the
             folder that the file `path` is in.
+        split: "train" or "validation": which split of a folder or data set is read where it has several and `path`
+            names none; a line says so. For "validation" that may be its split test.
     Returns:
         The examples. Rows of a large file are read again whenever they are used, so that a million take no memory; rows
         of formats other than JSON are kept in the cache as JSON.
@@ -205,23 +209,36 @@ def read_rows(path: str | Path, parse: Callable[..., Row | ParsedRow], *, with_f
     read: list[RowFile] = []
     parsers, given = [], []
     problems: list[str] = []
+    lines: list[str] = []
     for name in row_names(path):
-        folder = str(name) if os.path.isdir(name) else os.path.dirname(name)  # Path.is_dir raises for some names
+        folder, of_folder = folder_of(name) or (os.path.dirname(name), None)
         parser = functools.partial(parse, folder=folder) if with_folder else parse
-        reader = read_dataset if is_dataset_name(str(name)) else read_file
-        files = data_files(name) if os.path.isdir(name) else [name]
-        given.append((str(name), len(files)))
+        reader = functools.partial(read_dataset, use=split, lines=lines) if is_dataset_name(str(name)) else read_file
+        files, beside = ([name], []) if of_folder is None else data_files(Path(folder), of_folder, split)
+        lines += beside
+        before, refused = len(read), []
+        alike: dict[bytes, RowFile] = {}
         for file in files:
             try:
-                read.append(reader(file, parser))
-                parsers.append(parser)
+                found = reader(file, parser)
+                first = alike.setdefault(array.array("I", found.groups()).tobytes(), found)
+                if found is first or not len(found) or any(found.row(n) != first.row(n) for n in range(len(found))):
+                    read.append(found)
+                else:
+                    lines.append(f"{file}: not read, as it has the same rows as {first.name}")
             except UserError as error:
                 problems += error.problems
+                refused.append(file.name)
             if len(problems) >= MAX_PROBLEMS:
                 raise UserError(*problems)
+        if refused and len(read) > before:
+            problems.append(f"{folder}: if {', '.join(refused)} is no data, take it out, or name the files to read")
+        parsers += [parser] * (len(read) - before)
+        given.append((str(name), len(read) - before))
     if problems:
         raise UserError(*problems)
-    rows = Rows(str(path), tuple(read), tuple(parsers), range(sum(map(len, read))), _notes(read), tuple(given))
+    notes = lines + _notes(read)
+    rows = Rows(str(path), tuple(read), tuple(parsers), range(sum(map(len, read))), notes, tuple(given))
     if not len(rows):
         raise UserError(*rows.notes, f"{path}: no row is left to use")
     return rows
@@ -233,7 +250,7 @@ def row_names(names: str | Path) -> list[Path]:
     Raises:
         UserError: a name is empty.
     """
-    parts, found = str(names).split(","), []
+    parts, found = [os.path.expanduser(part) for part in str(names).split(",")], []
     while parts:  # the name of an existing file may contain commas
         several = range(len(parts), 1, -1)
         count = next((count for count in several if os.path.exists(",".join(parts[:count]))), 1)
@@ -255,7 +272,7 @@ def absent_rows(names: str, flag: str) -> list[str]:
     lines = []
     for name in found:
         try:
-            if not is_dataset_name(str(name)):
+            if not (is_dataset_name(str(name)) or folder_of(name)):
                 os.stat(name)
         except OSError as error:
             folder = Path(name).parent

@@ -153,7 +153,7 @@ class Math(Task):
     @functools.cached_property
     def _validation(self) -> Sequence[Example]:
         if self.validation_file:
-            return read_rows(self.validation_file, self._parse)
+            return read_rows(self.validation_file, self._parse, split="validation")
         if self.held_out == "largest":
             numbers = range(self.max_number - self.validation_examples + 1, self.max_number + 1)
         else:

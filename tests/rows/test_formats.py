@@ -85,10 +85,12 @@ BAD = {
     "too few fields": ("a.csv", b"answer,more\nx,y\nz\n", ":3: 1 fields, where the header has 2 (answer, more)"),
     "not the column": ("a.csv", b"answers\nx\n", ":2: field 'answer': expected text, got NoneType"),
     "a column twice": ("a.csv", b"answer,answer\nx,y\n", ":1: the header has the column 'answer' twice; give each"),
-    "a column unnamed": ("a.csv", b",answer\n0,y\n", ":1: the header has a column without a name"),
+    "files joined": ("a.csv", b"answer,more\nx,y\n\xef\xbb\xbfanswer,more\n", ":3: the header again, where files were"),
+    "an archive": ("a.jsonl", b"PK\x03\x04\x14\0\xff", ":1: not text (byte 6), perhaps an archive; give the files"),
+    "a key beside the rows": ("a.json", b'{"data": [{"answer": "x"}], "n": 1}', ":1: text after the end of the array"),
     "no end of a quote": ("a.csv", b'answer\n"x\n', ":2: not CSV (unexpected end of data); the rest is unread"),
     "a header alone": ("a.csv", b"answer\n", ": no rows; expected a header and rows"),
-    "latin-1": ("a.csv", "answer\nx\né\n".encode("latin-1"), ": not UTF-8, here or in the lines after"),
+    "latin-1": ("a.csv", "answer\nx\né\n".encode("latin-1"), ": not UTF-8 (here or in the lines after); convert it"),
     "a bad line": ("a.jsonl.gz", gzip.compress(JSONL + b"{}"), ":5: field 'answer': expected text, got NoneType"),
     "cut off": ("a.jsonl.gz", gzip.compress(JSONL)[:-9], ": cannot be decompressed (Compressed file ended"),
     "cut off, xz": ("a.jsonl.xz", lzma.compress(JSONL)[:-9], ": cannot be decompressed (Compressed file ended"),
@@ -96,7 +98,7 @@ BAD = {
     "not bzip2": ("a.jsonl.bz2", JSONL, ": cannot be decompressed (Invalid data stream"),
     "not xz": ("a.jsonl.xz", JSONL, ": cannot be decompressed (Input format not supported"),
     "not zstandard": ("a.jsonl.zst", JSONL, ": cannot be decompressed ("),
-    "not Parquet": ("a.parquet", JSONL, ": cannot be read as Parquet behind row 0 ("),
+    "not Parquet": ("a.parquet", JSONL, ": not Parquet or Arrow behind row 0 ("),
 }
 
 
@@ -108,6 +110,37 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, expected):
     (problem,) = caught.value.problems
     got = problem.removeprefix(str(tmp_path / name))
     assert got.startswith(expected) or (expected.startswith(": not UTF-8") and expected in got)
+    assert len(got) < 140
+
+
+ODD = {
+    "gzip by content": ("a.jsonl", gzip.compress(JSONL), TEXTS),
+    "bzip2 by content": ("a.csv", bz2.compress(CSV), TEXTS),
+    "xz by content": ("a.json", lzma.compress(JSONL), TEXTS),
+    "zstandard by content": ("a.jsonl", zstandard(JSONL), TEXTS),
+    "UTF-16": ("a.jsonl", JSONL.decode().encode("utf-16-le").join([b"\xff\xfe", b""]), TEXTS),
+    "UTF-16, the other order": ("a.csv", CSV.decode().encode("utf-16-be").join([b"\xfe\xff", b""]), TEXTS),
+    "UTF-16, a text": ("a.txt", '{"answer": "王"}'.encode("utf-16"), ["王"]),
+    "semicolons": ("a.csv", b'more;"answer, all";answer\n1,5;x;a,b\n', ["a,b"]),
+    "tabs": ("a.csv", b"answer\tmore\na,b\ty\n", ["a,b"]),
+    "an index": ("a.csv", b",answer\n0,x\n1,y\n", ["x", "y"]),
+    "rows in an object": ("a.json", b'{"data": [{"answer": "x"},\n {"answer": "y"}]}', ["x", "y"]),
+    "rows in an object, indented": ("a.json", b'{\n "instances": [\n  {"answer": "x"}\n ]\n}\n', ["x"]),
+    "rows with data": ("a.jsonl", b'{"data": [{}], "answer": "x"}\n{"data": [{}], "answer": "y"}\n', ["x", "y"]),
+    "byte-order marks within": ("a.jsonl", b"\xef\xbb\xbf".join([b"", JSONL, JSONL]), TEXTS * 2),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "texts"), ODD.values(), ids=ODD)
+def test_odd_files_are_read_by_their_content(tmp_path, name, content, texts):
+    (tmp_path / name).write_bytes(content)
+    assert list(read_rows(tmp_path / name, answer)) == texts
+    assert list(read_rows(tmp_path / name, answer)) == texts, "from the cache, where it is kept"
+
+
+def test_parquet_under_another_name_is_read(tmp_path):
+    parquet(tmp_path / "a.json", [{"answer": text} for text in TEXTS])
+    assert list(read_rows(tmp_path / "a.json", answer)) == TEXTS
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("xz", lzma.compress)])
@@ -163,7 +196,9 @@ def test_a_folder_is_its_files_in_order(tmp_path):
         (tmp_path / name).write_text("{}\n")
     with pytest.raises(UserError) as caught:
         read_rows(tmp_path, answer)
-    assert [problem.partition(":1:")[0] for problem in caught.value.problems] == [f"{tmp_path}/{n}.jsonl" for n in "ab"]
+    *problems, advice = caught.value.problems
+    assert [problem.partition(":1:")[0] for problem in problems] == [f"{tmp_path}/{n}.jsonl" for n in "ab"]
+    assert "if a.jsonl, b.jsonl is no data" in advice
 
 
 def test_a_link_in_a_folder_loses_no_rows(tmp_path):

@@ -41,7 +41,9 @@ def tried(name):
         return str(error)
 
 rows = read_rows("org/sums", answer)
+held = read_rows("org/sums", answer, split="validation")
 print(json.dumps({name: tried(name) for name in sys.argv[1:]} | {"places": [str(p) for p in rows.places([0, 2])],
+                 "notes": rows.notes, "held": [*held, *held.notes],
                  "fingerprints": [rows.fingerprint, read_rows("org/sums:main:train", answer).fingerprint]}))
 """
 
@@ -63,7 +65,10 @@ def test_a_data_set_is_read_from_the_hub_that_hf_endpoint_names(tmp_path):
     assert found["org/sums:test"] == found["org/sums:main:test"] == ["99"]
     assert found["places"] == ["org/sums row 1", "org/sums row 3"]
     assert len(set(found["fingerprints"])) == 1
-    assert "org/none: not a file or folder, and the hub gives no data set org/none, split train" in found["org/none"]
+    line = "org/sums: the split {} is read, not {}; to read another, name it: org/sums:{}"
+    assert found["notes"] == [line.format("train", "test", "test")]
+    assert found["held"] == ["99", line.format("test", "train", "train")]
+    assert "org/none: not a file or folder, and the hub gives no data set org/none (Repo" in found["org/none"]
     assert 'split dev (ValueError: Unknown split "dev"' in found["org/sums:dev"]
     assert "write ORG/NAME:SPLIT, or ORG/NAME:CONFIG:SPLIT" in found["org/sums:other:test"]
     assert all("\n" not in found[name] for name in names[3:6])
@@ -89,7 +94,8 @@ def test_a_data_set_of_modelscope_is_fetched_by_its_program_and_read_as_a_folder
         "--dataset", {**FILES, "dataset_infos.json": b'{"default": {"features": {}}}'}, tmp_path / "data"
     )
     assert (tmp_path / "data" / "dataset_infos.json").exists()
-    assert list(read_rows(tmp_path / "data", answer)) == ["99", *(row["answer"] for row in ROWS)]
+    assert list(read_rows(tmp_path / "data", answer)) == [row["answer"] for row in ROWS]
+    assert list(read_rows(tmp_path / "data", answer, split="validation")) == ["99"]
 
 
 def test_without_the_library_a_line_says_what_to_install(monkeypatch, tmp_path):

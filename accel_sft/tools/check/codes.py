@@ -100,6 +100,11 @@ CODES = {
         "the chat template's prompts do not end in the header of the answer, which is learnt with it",
         "end the template with it, if add_generation_prompt: other servers show what was learnt in answers",
     ),
+    "D216": Code(
+        "warning",
+        "a text is what programs write for a missing value, such as nan or None",
+        "leave the value empty, or take the row out, unless the word is meant: it is learnt as a word",
+    ),
     "D301": Code("warning", "longer than --max-length, and left out", "raise --max-length, or shorten the rows"),
     "D302": Code(
         "warning",

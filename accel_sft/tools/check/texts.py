@@ -21,8 +21,10 @@ from accel_sft.chat.thinking import divided
 from accel_sft.tools.check.findings import Findings
 from accel_sft.tools.check.keys import AnswerKeys
 
-DAMAGED = re.compile("[\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
+DAMAGED = re.compile("[\ufeff\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """Signs of a wrong encoding: the replacement character, control characters, and UTF-8 read as Latin-1 or cp1252."""
+_MISSING = {"nan", "NaN", "None", "null", "NULL", "<NA>"}
+"""What programs write for a missing value: all of a text or, where Alpaca's input stands, a question's last line."""
 _SENTENCE = ".,;:!?…。，！？、；：·()[]{}（）【】《》—–"
 _QUOTES = dict.fromkeys(map(ord, "'\"`‘’“”«»「」『』"))
 _MARKS = re.compile(rf"(?<!\d)[{re.escape(_SENTENCE)}]|[{re.escape(_SENTENCE)}](?!\d)")
@@ -126,6 +128,10 @@ def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
             faults.setdefault("D212", f"answer: {shortened(target)}")
         if not any(turn["content"].strip() for turn in each.turns if turn["role"] != "system"):
             faults.setdefault("D207", f"answer: {shortened(target)}")
+    for turn in (*chat.turns, chat.answer):
+        text = turn["content"].strip()
+        if (text.rpartition("\n")[2] if turn["role"] == "user" else text) in _MISSING:
+            faults.setdefault("D216", f"{turn['role']}: {shortened(text)}")
     for text in chat.texts():
         if not (text.isascii() and text.isprintable()) and (damage := DAMAGED.search(text)):
             faults["D210"] = around(text, damage)

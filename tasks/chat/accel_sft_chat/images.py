@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel_sft import RowProblem
-from accel_sft_chat.messages import IMAGE, Turn, kind
+from accel_sft_chat.messages import IMAGE, Turn, image_address, kind
 
 PUT_FIRST = f"with images and no {IMAGE} in their texts, which are put before the first question"
 
@@ -18,7 +18,7 @@ def with_images(turns: list[Turn], value: Any, column: str, folder: str) -> tupl
     """The turns, each with the paths of its images, and notes on what was done to the row.
 
     Args:
-        value: the row's column of images: a path or a list of paths; None if there is none.
+        value: the row's column of images: one or a list, each a path or bytes; None if there is none.
         folder: the folder that paths are relative to.
     Raises:
         RowProblem: the numbers of images and of marks differ.
@@ -59,10 +59,10 @@ def _as_parts(turn: Turn) -> dict[str, Any]:
 
 def _paths(value: Any, column: str) -> list[str]:
     found = value if isinstance(value, list) else [] if value is None else [value]
-    paths = [image.get("path") if isinstance(image, dict) else image for image in found]
+    paths = [image_address(image) for image in found]
     for number, path in enumerate(paths):
         if not isinstance(path, str) or not path:
-            raise RowProblem(f"{column}[{number}]", f"the path of an image, got {kind(path)}")
+            raise RowProblem(f"{column}[{number}]", f"an image's path or bytes, got {kind(path)}")
     return paths
 
 

@@ -158,10 +158,20 @@ def _images(value: Any, field: str) -> list[str | None]:
     return [_path(part, f"{field}[{number}]") for number, part in parts if part["type"] in _IMAGES]
 
 
+def image_address(image: Any) -> Any:
+    """An image's path or address. Its bytes, which `read_rows` gives as {"base64": ...}, win over a path beside them,
+    and become a data: address."""
+    if not isinstance(image, dict):
+        return image
+    content = image.get("bytes") or image
+    if isinstance(content, dict):
+        content = content.get("base64")
+    return f"data:image/*;base64,{content}" if content else image.get("url", image.get("path"))
+
+
 def _path(part: Turn, field: str) -> str | None:
     given = next((part[name] for name in ("image", "path", "url", "image_url") if part.get(name) is not None), None)
-    if isinstance(given, dict):
-        given = given.get("url", given.get("path"))
+    given = image_address(given)
     if given is not None and not isinstance(given, str):
         raise RowProblem(field, f"an image by its path, got {kind(given)}")
     return given

@@ -26,6 +26,8 @@ _REMEMBERED = (
     "{:,} rows are evaluated that are trained on too (--held-out 0): their scores say what is remembered, not what is "
     "learnt"
 )
+_MISSING = {"nan", "NaN", "None", "null", "NULL", "<NA>"}
+"""What programs write for a missing value: all of a text or, where Alpaca's input stands, a question's last line."""
 _FILES = (
     "JSON, JSONL, CSV, Parquet or text, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME); "
     "may be repeated."
@@ -100,7 +102,7 @@ class Chat(Task):
         if found := self.problems():
             raise UserError(*found)
         if split == "validation" and self.validation_file:
-            rows = self._read(self.validation_file)
+            rows = self._read(self.validation_file, split)
             return self._with_advice(rows, rows.notes)
         if not self.train_file:
             raise UserError("--train-file: needed to train")
@@ -161,22 +163,14 @@ class Chat(Task):
             rows.notes.append(line)
         return rows
 
-    def _read(self, path: str) -> Any:
+    def _read(self, path: str, split: str = "train") -> Any:
         how = named_columns(self.columns), self.learn, self.system_prompt
-        return read_rows(path, functools.partial(parse_row, *how), with_folder=True)
+        return read_rows(path, functools.partial(parse_row, *how), with_folder=True, split=split)
 
     @functools.cached_property
     def _divided(self) -> tuple[Sequence[Dialogue], Sequence[Dialogue]]:
         """The rows to train on, and the rows held out."""
         rows = self._read(self.train_file)
-        if len(rows) == 1:
-            if self.held_out != 0:
-                raise UserError(
-                    f"{self.train_file}: it is a single row, so none can be held out; give --validation-file, or "
-                    "--held-out 0 to evaluate what is trained on"
-                )
-            rows.notes.append(_REMEMBERED.format(1))
-            return rows, rows
         if not self.held_out:
             wanted = min(round(_SHARE * len(rows)), _MOST)
         else:
@@ -185,7 +179,15 @@ class Chat(Task):
             raise UserError(
                 f"--held-out {self.held_out:g}: {self.train_file} has {len(rows)} rows; leave some to train on"
             )
-        train, validation = rows.held_out(max(wanted, 1), self.data_seed)
+        try:
+            train, validation = rows.held_out(max(wanted, 1), self.data_seed)
+        except UserError:  # all rows are of one group
+            if self.held_out != 0:
+                raise UserError(
+                    f"{self.train_file}: it is {'a single row' if len(rows) == 1 else 'one prompt in all rows'}, so "
+                    "none can be held out; give --validation-file, or --held-out 0 to evaluate what is trained on"
+                ) from None
+            validation = dataclasses.replace(rows[: max(wanted, 1)], notes=[])
         if self.held_out == 0:
             validation.notes.append(_REMEMBERED.format(len(validation)))
             return rows, validation
@@ -210,9 +212,12 @@ def parse_row(
         RowLeftOut: nothing in the row can be learnt.
     """
     read = read_row(row, columns, folder)
+    texts = [turn["content"].strip() for turn in read.turns]
+    ends = [t.rpartition("\n")[2] if turn["role"] == "user" else t for turn, t in zip(read.turns, texts, strict=True)]
+    missing = [f"with a text that is {end!r}, which is learnt as a word" for end in ends if end in _MISSING]
     if read.form.startswith(RAW_TEXT):
         if not read.turns[0]["content"].strip():
             raise RowLeftOut("the text is empty")
         return ParsedRow(Dialogue([], read.turns, None), "", (f"read as {read.form}", *read.notes))
     made, notes = dialogue(read.turns, read.system_text, read.tools, learn, system_prompt)
-    return ParsedRow(made, made.question, (f"read as {read.form}", *read.notes, *notes))
+    return ParsedRow(made, made.question, (f"read as {read.form}", *read.notes, *missing[:1], *notes))

@@ -13,14 +13,14 @@ _MAX_SHOWN = 5
 """Most problems of a row, or shared sentences, that an error names."""
 
 
-def read(path: str) -> Sequence[Sentence]:
-    """The sentences of a JSONL file or JSON array, with any names of types, not only CLUENER's ten.
+def read(path: str, split: str = "train") -> Sequence[Sentence]:
+    """The sentences of a JSONL file, a JSON array or a folder's split, with any names of types, not only CLUENER's ten.
 
     Raises:
         UserError: names file, line and field of every row that is not
             {"text": "...", "label": {type: {surface: [[first, last], ...]}}} with text[first : last + 1] == surface.
     """
-    return read_rows(path, parse)
+    return read_rows(path, parse, split=split)
 
 
 def read_unseen(path: str, validation: Any) -> Sequence[Sentence]:

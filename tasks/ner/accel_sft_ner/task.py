@@ -72,7 +72,7 @@ class Ner(Task):
         if found := self.problems():
             raise UserError(*found)
         if self.train_file and self.validation_file:
-            validation = cluener.read(self.validation_file)
+            validation = cluener.read(self.validation_file, "validation")
             if self.allow_overlap:
                 train = cluener.read(self.train_file)
             else:

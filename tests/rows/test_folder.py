@@ -1,0 +1,148 @@
+"""Of a folder one split is read, told by the names that `datasets` goes by; a line names what is not read."""
+
+import gzip
+import json
+
+import pytest
+from parsers import answer
+
+from accel_sft import UserError, read_rows
+from accel_sft.rows.rows import absent_rows
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / ".cache"))
+
+
+def written(folder, *names):
+    """Files with one row each, whose answer is the file's name; returns the folder's name."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps({"answer": name}) + "\n")
+    return str(folder)
+
+
+SPLITS = {
+    "a name alone": (["train.jsonl", "test.jsonl"], {"train": ["train.jsonl"], "test": ["test.jsonl"]}),
+    "shards": (
+        ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/dev-00000-of-00001.jsonl"],
+        {
+            "train": ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"],
+            "dev": ["data/dev-00000-of-00001.jsonl"],
+        },
+    ),
+    "folders": (["train/a.jsonl", "dev/train.jsonl"], {"train": ["train/a.jsonl"], "validation": ["dev/train.jsonl"]}),
+    "a folder of both": (
+        ["train_test_split/train.jsonl", "train_test_split/x.eval.jsonl"],
+        {"train": ["train_test_split/train.jsonl"], "test": ["train_test_split/x.eval.jsonl"]},
+    ),
+    "others train": (["a.jsonl", "b 2.jsonl", "Test-1.jsonl"], {"train": ["a.jsonl", "b 2.jsonl"]}),
+    "no such words": (["latest.jsonl", "device.jsonl"], {"train": ["device.jsonl", "latest.jsonl"]}),
+}
+
+
+@pytest.mark.parametrize(("names", "splits"), SPLITS.values(), ids=SPLITS)
+def test_splits_are_told_apart_by_their_names(tmp_path, names, splits):
+    folder = written(tmp_path / "ds", *names)
+    assert list(read_rows(folder, answer)) == splits["train"]
+    for split, expected in splits.items():
+        assert absent_rows(f"{folder}:{split}", "--train-file") == []
+        rows = read_rows(f"{folder}:{split}", answer)
+        assert (list(rows), rows.notes) == (expected, [])
+
+
+def test_splits_that_are_not_read_are_offered(tmp_path):
+    folder = written(tmp_path / "ds", "train.jsonl", "test.jsonl", "val.jsonl")
+    assert read_rows(folder, answer).notes == [
+        f"{folder}: the split train is read, not test or validation; to read another, name it: {folder}:test"
+    ]
+    rows = read_rows(folder, answer, split="validation")
+    assert list(rows) == ["val.jsonl"]
+    assert rows.notes[0].startswith(f"{folder}: the split validation is read, not test or train;")
+    (tmp_path / "ds" / "val.jsonl").unlink()
+    assert list(read_rows(folder, answer, split="validation")) == ["test.jsonl"]
+    (tmp_path / "ds" / "test.jsonl").unlink()
+    rows = read_rows(folder, answer, split="validation")
+    assert (list(rows), rows.notes) == (["train.jsonl"], [])
+
+
+def test_a_folder_without_the_split_is_refused_by_name(tmp_path):
+    folder = written(tmp_path / "ds", "test.jsonl", "dev.jsonl")
+    with pytest.raises(UserError, match=f"{folder}: has no split train, but test, validation; name one: {folder}:test"):
+        read_rows(folder, answer)
+    with pytest.raises(UserError, match=f"{folder}: has no split dev; it has test, validation"):
+        read_rows(f"{folder}:dev", answer)
+    shards = written(tmp_path / "hub", "data/train_sft-00000-of-00001.jsonl", "data/test_sft-00000-of-00001.jsonl")
+    for use in ("train", "validation"):
+        with pytest.raises(UserError, match=f"but test_sft, train_sft; name one: {shards}:test_sft"):
+            read_rows(shards, answer, split=use)
+    assert list(read_rows(f"{shards}:train_sft", answer)) == ["data/train_sft-00000-of-00001.jsonl"]
+
+
+def test_files_beside_the_shards_of_a_data_set_are_named(tmp_path):
+    folder = written(tmp_path / "ds", "data/train-00000-of-00001.jsonl", "raw.jsonl", "z.jsonl")
+    rows = read_rows(folder, answer)
+    assert list(rows) == ["data/train-00000-of-00001.jsonl"]
+    assert rows.notes == [f"{folder}: not read, as in none of its splits: raw.jsonl, and 1 more"]
+
+
+def test_a_copy_of_a_file_is_not_read_again(tmp_path):
+    rows = "".join(json.dumps({"answer": str(n)}) + "\n" for n in range(3))
+    for name in ("train.jsonl", "train (1).jsonl"):
+        (tmp_path / name).write_text(rows)
+    (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    (tmp_path / "other.jsonl").write_text(rows.replace("2", "3"))
+    found = read_rows(tmp_path, answer)
+    assert list(found) == [*"013", *"012"]
+    assert found.notes == [
+        f"{tmp_path}/train.jsonl{end}: not read, as it has the same rows as {tmp_path}/train (1).jsonl" for end in ("", ".gz")
+    ]
+    assert found.sources == [tmp_path.name]
+    assert len(read_rows(f"{tmp_path}/train.jsonl,{tmp_path}/train (1).jsonl", answer)) == 6, "what is named is read"
+
+
+def test_a_stranger_in_a_folder_is_named_as_such(tmp_path):
+    folder = written(tmp_path, "a.jsonl", "config.json", "state.json")
+    assert list(read_rows(folder, answer)) == ["a.jsonl"]
+    (tmp_path / "package.json").write_text('{"name": "x"}')
+    with pytest.raises(UserError) as caught:
+        read_rows(folder, answer)
+    assert caught.value.problems[1:] == (
+        f"{folder}: if package.json is no data, take it out, or name the files to read",
+    )
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    written(tmp_path, "a.jsonl", "b.jsonl")
+    assert absent_rows("~/a.jsonl,~/b.jsonl", "--train-file") == []
+    assert list(read_rows("~/a.jsonl,~/b.jsonl", answer)) == ["a.jsonl", "b.jsonl"]
+
+
+def test_saved_data_sets_are_read_with_their_images_and_without_arrow_s_nulls(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    calls = [{"city": "Paris"}, {"expr": "1"}]
+    rows = [{"answer": "x", "call": call, "none": {"unit": None}, "at": {"bytes": b"\xff", "path": "a.png"}} for call in calls]
+    saved = datasets.Dataset.from_list(rows)
+    datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(tmp_path / "ds")
+    saved.to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "ds" / "train" / "cache-0a.arrow").write_bytes(b"of map()")
+    expected = [
+        {"answer": "x", "call": call, "none": {"unit": None}, "at": {"bytes": {"base64": "/w=="}, "path": "a.png"}}
+        for call in calls
+    ]
+    assert list(read_rows(tmp_path / "ds", dict)) == expected
+    assert list(read_rows(f"{tmp_path}/ds:test", dict)) == expected[:1]
+    assert list(read_rows(tmp_path / "a.parquet", dict)) == expected
+    (tmp_path / "ds" / "train" / "data-00000-of-00001.arrow").write_bytes(b"ARROW")
+    with pytest.raises(UserError, match=r"arrow: not Parquet or Arrow behind row 0 \("):
+        read_rows(tmp_path / "ds", dict)
+
+
+def test_json_that_datasets_stores_as_text_is_a_value(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"answer": "x", "call": {"a": [1, None]}}, {"answer": "y", "call": {"b": "c"}}]
+    features = datasets.Features({"answer": datasets.Value("string"), "call": datasets.Json()})
+    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "a.parquet")
+    assert list(read_rows(tmp_path / "a.parquet", dict)) == rows
