@@ -10,6 +10,7 @@ import re
 import struct
 import subprocess
 import sys
+import zlib
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -403,6 +404,57 @@ def test_a_grey_ramp_of_16_bits_stays_a_ramp_in_training_and_in_an_export(form, 
 def test_grey_values_of_12_bits_reach_from_black_to_white():
     image = Picture(tiff_of_12_bits()).opened()
     assert numpy.asarray(image)[..., 0].ravel().tolist() == [255 * number // 15 for number in range(16)]
+
+
+def png_of_16_bits(kind, values, transparency=b""):
+    """One line of pixels: PNG's kind 0 is grey, 4 grey and alpha, 6 colours and alpha."""
+    channels = {0: 1, 4: 2, 6: 4}[kind]
+    header = struct.pack(">IIBBBBB", len(values) // channels, 1, 16, kind, 0, 0, 0)
+    line = zlib.compress(b"\0" + struct.pack(f">{len(values)}H", *values))
+    chunks = [(b"IHDR", header), *([(b"tRNS", transparency)] if transparency else []), (b"IDAT", line), (b"IEND", b"")]
+    parts = [
+        struct.pack(">I", len(part)) + name + part + struct.pack(">I", zlib.crc32(name + part)) for name, part in chunks
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def transparent(mode):
+    """A black pixel that is transparent beside a red or grey one, as a file."""
+    image = Image.new(mode, (2, 1))
+    if mode == "P":
+        image.putpalette([0, 0, 0, 90, 90, 90])
+    image.putpixel((1, 0), {"RGBA": (90, 90, 90, 255), "LA": (90, 255), "P": 1, "RGB": (90, 90, 90), "L": 90}[mode])
+    image.save(
+        file := io.BytesIO(),
+        "png",
+        **({} if mode.endswith("A") else {"transparency": (0, 0, 0) if mode == "RGB" else 0}),
+    )
+    return file.getvalue()
+
+
+TRANSPARENT = {mode: transparent(mode) for mode in ("RGBA", "LA", "P", "RGB", "L")} | {
+    "grey of 16 bits": png_of_16_bits(0, [7, 90 * 257], struct.pack(">H", 7)),
+    "grey and alpha of 16 bits": png_of_16_bits(4, [7, 0, 90 * 257, 65535]),
+    "colours and alpha of 16 bits": png_of_16_bits(6, [7, 7, 7, 0, 90 * 257, 90 * 257, 90 * 257, 65535]),
+}
+
+
+@pytest.mark.parametrize("content", TRANSPARENT.values(), ids=TRANSPARENT)
+def test_what_is_transparent_becomes_white(content):
+    for given in (content, Image.open(io.BytesIO(content))):
+        image = Picture(given).opened()
+        assert image.mode in ("RGB", "L")
+        assert numpy.asarray(image.convert("RGB"))[0].tolist() == [[255] * 3, [90] * 3]
+
+
+def test_a_half_transparent_image_stays_upright():
+    image = Image.new("RGBA", (4, 2), (0, 0, 0, 51))
+    exif = image.getexif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    image.save(file := io.BytesIO(), "png", exif=exif)
+    found = Picture(file.getvalue()).opened()
+    assert found.size == (2, 4)
+    assert found.getpixel((0, 0)) == (204, 204, 204)
 
 
 def test_pil_images_with_other_palettes_are_others():

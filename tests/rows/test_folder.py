@@ -96,7 +96,8 @@ def test_a_copy_of_a_file_is_not_read_again(tmp_path):
     found = read_rows(tmp_path, answer)
     assert list(found) == [*"013", *"012"]
     assert found.notes == [
-        f"{tmp_path}/train.jsonl{end}: not read, as it has the same rows as {tmp_path}/train (1).jsonl" for end in ("", ".gz")
+        f"{tmp_path}/train.jsonl{end}: not read, as it has the same rows as {tmp_path}/train (1).jsonl"
+        for end in ("", ".gz")
     ]
     assert found.sources == [tmp_path.name]
     assert len(read_rows(f"{tmp_path}/train.jsonl,{tmp_path}/train (1).jsonl", answer)) == 6, "what is named is read"
@@ -123,7 +124,10 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
 def test_saved_data_sets_are_read_with_their_images_and_without_arrow_s_nulls(tmp_path):
     datasets = pytest.importorskip("datasets")
     calls = [{"city": "Paris"}, {"expr": "1"}]
-    rows = [{"answer": "x", "call": call, "none": {"unit": None}, "at": {"bytes": b"\xff", "path": "a.png"}} for call in calls]
+    rows = [
+        {"answer": "x", "call": call, "none": {"unit": None}, "at": {"bytes": b"\xff", "path": "a.png"}}
+        for call in calls
+    ]
     saved = datasets.Dataset.from_list(rows)
     datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(tmp_path / "ds")
     saved.to_parquet(tmp_path / "a.parquet")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import json
 import random
 
 import chats
+import pyarrow.parquet
 import pytest
 from conftest import accel_sft
+from PIL import Image
 
 from accel_sft import RowLeftOut, RowProblem, UserError
 from accel_sft.api.contract import contract_faults
@@ -710,6 +713,31 @@ def test_images_are_looked_for_beside_the_file_that_names_them(tmp_path):
     assert found == [f"{tmp_path}/one/a.png", f"{tmp_path}/two/a.png"]
 
 
+def test_images_within_a_parquet_file_win_over_files_beside_it(tmp_path):
+    pictures = []
+    for colour in ("red", "blue"):
+        Image.new("RGB", (2, 2), colour).save(file := io.BytesIO(), "png")
+        pictures.append(file.getvalue())
+    (tmp_path / "a.png").write_bytes(pictures[1])
+    said = {"role": "assistant", "content": [text("a")]}
+    within, asked = (
+        {"bytes": pictures[0], "path": "a.png"},
+        [{"role": "user", "content": [part(), text("what?")]}, said],
+    )
+    forms = {
+        "bytes and path": {"messages": asked, "images": [within]},
+        "no path": {"messages": asked, "images": [{"bytes": pictures[0], "path": None}]},
+        "bytes alone": {"prompt": "<image>what?", "completion": "a", "image": pictures[0]},
+        "a part": {"messages": [{"role": "user", "content": [{"type": "image", "image": within}]}, said]},
+        "no bytes": {"messages": asked, "images": [{"bytes": None, "path": "a.png"}]},
+    }
+    for form, row in forms.items():
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+        task = Chat(validation_file=str(tmp_path / "rows.parquet"))
+        (picture,) = conversation(task, task.dataset("validation"), "validation", 0).images
+        assert picture.file()[0] == pictures[form == "no bytes"], form
+
+
 def test_images_stay_with_their_turns_and_tell_rows_apart(rows, tmp_path):
     first, second = {"role": "user", "content": "<image> and <image>"}, {"role": "user", "content": "now <image>"}
     row = {
@@ -731,7 +759,7 @@ def test_images_stay_with_their_turns_and_tell_rows_apart(rows, tmp_path):
     ("row", "told"),
     [
         ({"prompt": "<image><image>?", "completion": "a", "images": ["1"]}, "an image for each of 2 <image> .* got 1"),
-        ({"prompt": "<image>?", "completion": "a", "images": [5]}, r"images\[0\]': expected the path of an image"),
+        ({"prompt": "<image>?", "completion": "a", "images": [5]}, r"images\[0\]': expected an image's path or bytes"),
         (messages({"role": "user", "content": [part(), text("?")]}, ANSWER), "an image for each of 1 <image> .* got 0"),
         (messages({"role": "user", "content": [part("a"), text("<image>")]}, ANSWER), "a text without <image>"),
     ],
@@ -768,6 +796,37 @@ def test_without_rows_held_out_all_are_trained_on_and_some_evaluated(tmp_path):
     assert len(task.dataset("train")) == 40
     assert [note for note in task.dataset("validation").notes if "(--held-out 0)" in note]
     assert len(task.dataset("validation")) == 2
+
+
+def test_one_prompt_in_all_rows_needs_rows_of_its_own_or_none_held_out(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "u", "completion": "a {n}"}}\n' for n in range(40)))
+    task = Chat(train_file=str(tmp_path / "rows.jsonl"), held_out=0)
+    assert len(task.dataset("train")) == 40
+    assert task.dataset("validation").notes[0].startswith("2 rows are evaluated that are trained on too")
+    assert "2 rows" not in str(task.dataset("train").notes)
+    with pytest.raises(UserError, match=r"it is one prompt in all rows, .* --validation-file, or --held-out 0"):
+        Chat(train_file=str(tmp_path / "rows.jsonl")).dataset("train")
+
+
+def test_missing_values_that_are_written_as_words_are_noted(rows):
+    word = {"instruction": "u", "output": "a"}
+    _, notes = rows(
+        {**word, "input": "nan"}, {**word, "input": ""}, {**word, "input": "x\n None "}, {**word, "output": "null"}
+    )
+    assert sorted(notes[1:]) == [
+        f"1 row with a text that is '{value}', which is learnt as a word (line {line})"
+        for value, line in (("None", 3), ("nan", 1), ("null", 4))
+    ]
+    _, notes = rows({**word, "output": "It returns:\nNone"}, {**word, "input": "nano"})
+    assert notes[1:] == []
+
+
+def test_the_splits_of_a_folder_are_trained_on_and_evaluated(tmp_path):
+    for split, count in {"train": 3, "test": 2}.items():
+        (tmp_path / f"{split}.jsonl").write_text(f'{{"prompt": "u", "completion": "{split}"}}\n' * count)
+    task = Chat(train_file=str(tmp_path), validation_file=str(tmp_path))
+    found = {split: [task.target(row) for row in task.dataset(split)] for split in ("train", "validation")}
+    assert found == {"train": ["train"] * 3, "validation": ["test"] * 2}
 
 
 def texts(folder, *documents, name="rows.jsonl"):

@@ -317,6 +317,7 @@ def test_texts_are_the_same_but_for_case_white_space_and_punctuation(one, other,
         ("donâ€™t", True),
         ("Ärger, São, Âge", False),
         ("a\x07", True),
+        ("a\ufeffb", True),
     ],
 )
 def test_what_a_wrong_encoding_leaves_behind_is_seen(text, damaged):

@@ -130,7 +130,7 @@ def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
             faults.setdefault("D207", f"answer: {shortened(target)}")
     for turn in (*chat.turns, chat.answer):
         text = turn["content"].strip()
-        if (text.rpartition("\n")[2] if turn["role"] == "user" else text) in _MISSING:
+        if (text.rpartition("\n")[2].strip() if turn["role"] == "user" else text) in _MISSING:
             faults.setdefault("D216", f"{turn['role']}: {shortened(text)}")
     for text in chat.texts():
         if not (text.isascii() and text.isprintable()) and (damage := DAMAGED.search(text)):

@@ -27,7 +27,7 @@ _REMEMBERED = (
     "learnt"
 )
 _MISSING = {"nan", "NaN", "None", "null", "NULL", "<NA>"}
-"""What programs write for a missing value: all of a text or, where Alpaca's input stands, a question's last line."""
+"""What programs write for a missing value: a text, or a question's last line, which is Alpaca's input."""
 _FILES = (
     "JSON, JSONL, CSV, Parquet or text, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME); "
     "may be repeated."
@@ -212,12 +212,12 @@ def parse_row(
         RowLeftOut: nothing in the row can be learnt.
     """
     read = read_row(row, columns, folder)
-    texts = [turn["content"].strip() for turn in read.turns]
-    ends = [t.rpartition("\n")[2] if turn["role"] == "user" else t for turn, t in zip(read.turns, texts, strict=True)]
-    missing = [f"with a text that is {end!r}, which is learnt as a word" for end in ends if end in _MISSING]
+    asked = [turn["content"].rpartition("\n")[2] for turn in read.turns if turn["role"] == "user"]
+    texts = map(str.strip, [*asked, *(turn["content"] for turn in read.turns)])
+    missing = [f"with a text that is {text!r}, which is learnt as a word" for text in texts if text in _MISSING]
     if read.form.startswith(RAW_TEXT):
         if not read.turns[0]["content"].strip():
             raise RowLeftOut("the text is empty")
-        return ParsedRow(Dialogue([], read.turns, None), "", (f"read as {read.form}", *read.notes))
+        return ParsedRow(Dialogue([], read.turns, None), "", (f"read as {read.form}", *read.notes, *missing[:1]))
     made, notes = dialogue(read.turns, read.system_text, read.tools, learn, system_prompt)
     return ParsedRow(made, made.question, (f"read as {read.form}", *read.notes, *missing[:1], *notes))
