@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import math
 import os
 import shutil
 import sys
@@ -166,8 +167,7 @@ class Prepared:
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
         limit_line = f"--train-limit {config.train_limit}: the first {read:,} of {read + self.beyond_limit:,} examples"
-        batch, rows = plan.global_batch_size, plan.epoch_rows
-        twice = f"--global-batch-size {batch}: more than the {rows:,} rows, of which a step learns some more than once"
+        repeated = f"--global-batch-size {plan.global_batch_size} is more than the rows: a step learns some twice or more"
         merged = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
         return [
             *([merged] if self.assembly.source.adapter and config.adapter == "none" else []),
@@ -175,7 +175,7 @@ class Prepared:
             *train.lines(),
             *validation.lines(),
             *([limit_line] if self.beyond_limit else []),
-            *([twice] if min(batch, plan.stream_length or batch) > rows else []),
+            *([repeated] if min(plan.global_batch_size, plan.stream_length or math.inf) > plan.epoch_rows else []),
             *([f"--mix: {in_words(plan)}"] if config.mix else []),
             f"{len(train.kept):,} training {examples} ({tokens:,} tokens, {supervised:,} supervised), "
             f"{evaluated} validation; {plan.total_steps:,} {steps} of {plan.global_batch_size}",

@@ -21,12 +21,16 @@ from places import CONFIGS
 from accel_sft.__main__ import main
 from accel_sft.api import registry
 from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.other_names import OTHER_NAMES
 from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.cli.group import cli
+from accel_sft.cli.task_command import TaskCommand
 from accel_sft.cli.task_tools import TOOLS
 from accel_sft.io import terminal
+from accel_sft_chat import Chat
+from accel_sft_math import Math
 
 # A run that never reaches training: what the command hands over is printed, or fails as the option --size says.
 RECORD = """
@@ -765,3 +769,28 @@ def test_a_task_s_option_that_is_a_tool_s_own_is_refused_by_that_tool_alone(run,
     assert refused.stderr.startswith(f"Error: task clashing: option {flag} ")
     assert "is this command's own and the task's too" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
+
+
+OF_RECORD = {
+    "held out": (Chat, {"train_file": "a.jsonl", "held_out": 0.0}, "--held-out"),
+    "built-in rows": (Math, {"max_number": 50, "held_out": "largest"}, "--max-number and --held-out"),
+    "a metric": (Chat, {"train_file": "a.jsonl", "metric": "regex", "regex": "x"}, "--regex"),
+}
+
+
+@pytest.mark.parametrize(("task", "recorded", "unfit"), OF_RECORD.values(), ids=OF_RECORD)
+def test_recorded_options_give_way_to_those_given(tmp_path, capsys, task, recorded, unfit):
+    record = {"task": task.__name__.lower(), "task_options": {}, "config": {}, "versions": {}}
+    (tmp_path / "run.json").write_text(json.dumps(record | {"task_options": recorded}))
+    (tmp_path / "v.jsonl").write_text("{}")
+    rows = str(tmp_path / "v.jsonl")
+    given = ["--model", str(tmp_path), "--validation-file", rows, "--train-file", rows]
+    given += ["--metric", "exact"] if unfit == "--regex" else []
+    command = TaskCommand(record["task"], task, "", TOOLS["evaluate"])
+    with command.make_context(record["task"], given):
+        _, made = command.read(click.get_current_context())
+    assert made.validation_file == rows
+    note = capsys.readouterr().err
+    assert note == f"note: {unfit} of the run's record is left out, as it does not go with these options\n"
+    with pytest.raises(UserError), command.make_context(record["task"], [*given, "--held-out", "0"]):
+        command.read(click.get_current_context())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from accel_sft.api.config import TrainConfig
 from accel_sft.data.step_plan import StepPlan
+from accel_sft.training.prepare import Prepared
 
 GENERATOR = np.random.default_rng(0)
 LENGTHS = GENERATOR.integers(4, 90, 23)
@@ -42,6 +45,19 @@ def test_a_step_is_a_pure_function():
     there = [list(forward.examples(step)) for step in steps]
     back = [list(backward.examples(step)) for step in reversed(steps)]
     assert there == back[::-1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "epochs", "steps", "told"),
+    [(23, 9.0, None, False), (24, 9.0, None, True), (24, 1.0, None, False), (24, None, 1, True)],
+)
+def test_a_step_with_some_rows_twice_is_announced(batch, epochs, steps, told):
+    kept = type("Kept", (list,), {"examples": 23})(range(23))
+    split = SimpleNamespace(kept=kept, left_out={}, lines=list)
+    assembly = SimpleNamespace(config=TrainConfig(), source=SimpleNamespace(adapter=None), template=None)
+    lines = Prepared(None, assembly, split, split, plan(batch, epochs, steps)).lines
+    repeated = len({*plan(batch, epochs, steps).examples(0)}) < len(plan(batch, epochs, steps).examples(0))
+    assert ("--global-batch-size 24 is more than the rows" in str(lines)) is told is repeated
 
 
 def test_the_epoch_ends_where_it_ends():
