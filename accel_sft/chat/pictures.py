@@ -21,7 +21,6 @@ from accel_sft.io.text import LONGEST_ERROR, one_line
 _NUMBERS = ("F", "I")
 """Pillow's modes whose values it clips to 0 and 255 in converting to RGB, so that floats from 0 to 1 become black."""
 _GREY_OF_16_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
-_TRANSPARENT = ("RGBA", "RGBa", "LA", "La", "PA")
 _BITS_PER_SAMPLE = 258
 """Number of TIFF's tag BitsPerSample, to be read because Pillow opens grey values of 12 bits as `I;16` too."""
 _PROGRAMS = ("EPS",)
@@ -113,7 +112,7 @@ class Picture:
             )
         if image.mode in _GREY_OF_16_BITS:
             return _scaled(image)
-        if image.mode in _TRANSPARENT or "transparency" in image.info:
+        if image.mode.endswith(("A", "a")) or "transparency" in image.info:
             image = PIL.ImageOps.exif_transpose(image).convert("RGBA")
             white = PIL.Image.new("RGBA", image.size, "white")
             return PIL.Image.alpha_composite(white, image).convert("RGB")

@@ -190,10 +190,8 @@ class TaskCommand(click.Command):
             unfit = {s.name: s.flag for s in self.task_settings if s.name in usual and s.flag in blamed}
             if not unfit or values.keys() <= usual.keys():
                 raise
-            flags = " and ".join(unfit.values())
-            print(
-                f"note: {flags} of the run's record is left out, as it does not go with these options", file=sys.stderr
-            )
+            line = f"note: {' and '.join(unfit.values())} of the run's record: left out beside these options"
+            print(line, file=sys.stderr)
         return registry.build(self.name, cls, {name: value for name, value in values.items() if name not in unfit})
 
     def _other_task(self, path: str) -> list[str]:

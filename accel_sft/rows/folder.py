@@ -12,7 +12,7 @@ from accel_sft.rows.row_file import more
 _NO_DATA = re.compile(r"\..*|config\.json|dataset_(dict|infos?)\.json|state\.json|cache-\w+\.arrow")
 """Names of hidden files, and of those beside the rows of a data set that hold none, or copies of them."""
 _USUAL = {"train": ["train"], "validation": ["validation", "test"]}
-"""For each use of a folder or data set: the splits that are read if none is named, the first of them that exists."""
+"""For each use: the splits of which the first that exists is read, if none is named."""
 _WORDS = {"validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation", "train": "train|training"}
 _IN_NAME = {
     split: re.compile(rf"(^|[-._ 0-9])({words})([-._ 0-9]|$)", re.IGNORECASE) for split, words in _WORDS.items()
@@ -31,31 +31,26 @@ def folder_of(name: str | Path) -> tuple[str, str] | None:
 
 
 def chosen_split(name: str, splits: Collection[str], use: str) -> tuple[str, list[str]]:
-    """The split of a folder or data set that is read if none is named, and a line on the others.
+    """The split of the folder or data set `name` that is read for `use`, train or validation, and a line on the others.
 
-    Args:
-        name: the folder or data set in messages.
-        use: "train" or "validation".
     Raises:
         UserError: no split has the usual name.
     """
-    only = ["train"] if [*splits] == ["train"] else []
-    chosen, *_ = [split for split in _USUAL[use] if split in splits] or only or [""]
-    others = [split for split in splits if split != chosen]
-    if not chosen:
-        raise UserError(f"{name}: has no split {_USUAL[use][0]}, but {', '.join(others)}; name one: {name}:{others[0]}")
-    line = f"{name}: the split {chosen} is read, not {' or '.join(others)}; to read another, name it: {name}:"
-    return chosen, [line + others[0]] if others else []
+    usual = [split for split in _USUAL[use] if split in splits] or ["train"] * ([*splits] == ["train"])
+    others = [split for split in splits if split not in usual[:1]]
+    if not usual:
+        raise UserError(f"{name}: has no split {use}, but {', '.join(others)}; name one: {name}:{others[0]}")
+    line = f"{name}: the split {usual[0]} is read, not {' or '.join(others)}; to read another, name it: {name}:"
+    return usual[0], [line + others[0]] if others else []
 
 
 def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[Path], list[str]]:
     """The data files of a split of a folder and its subfolders, and lines on those that are not read.
 
     Without splits, these are all files except hidden ones and those that describe a data set. Links are followed, and
-    each folder is read once. Texts (.txt) are data where there is nothing else; a README.md never is.
+    each folder is read once. Texts (.txt) are data where there is nothing else; a README.md never is. If `split` is
+    "", it is chosen by `use`, "train" or "validation".
 
-    Args:
-        split: "" for the usual one of `use`, "train" or "validation".
     Raises:
         UserError: there are no data files, or none of this split, or a subfolder cannot be read.
     """

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from accel_sft.api.errors import UserError
-from accel_sft.rows.json_stream import MAX_ROW_BYTES, Located, located, not_utf8
+from accel_sft.rows.json_stream import MAX_ROW_BYTES, Located, decoded, located, not_utf8
 
+Opener = Callable[[BinaryIO], Any]
 Reader = Callable[[BinaryIO, str], Iterator[Located]]
 """Takes a seekable stream and the file's name in messages, and yields the values as `located` does."""
 BATCH_ROWS = 256
 _MOST_DECOMPRESSED, _MOST_TIMES = 256 << 20, 200
 """A compressed file may hold this many bytes or, if that is more, this many times its size (text: 3 to 10 times)."""
 _FIELDS_SHOWN = 80
-Opener = Callable[[BinaryIO], Any]
 
 
 class Format(NamedTuple):
@@ -170,7 +170,7 @@ def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located
                 if problem := _doubled(header):
                     yield Located(ValueError(f"the header has {problem}"), begin, 0, b"")
                     return
-            elif record[-1] == header[-1] and record[1:] == header[1:]:
+            elif [record[0].removeprefix("\ufeff") or header[0], *record[1:]] == header:
                 yield Located(ValueError("the header again, where files were joined; take it out"), begin, 0, b"")
             elif len(record) != len(header):
                 shown = ", ".join(header)[:_FIELDS_SHOWN]
@@ -247,9 +247,8 @@ def _as_json(value: Any) -> Any:
     `picture_of` reads."""
     if isinstance(value, (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)):
         return str(value)
-    if isinstance(value, bytes):
-        return {"base64": base64.b64encode(value).decode()}
-    return {"unknown": type(value).__name__}
+    is_bytes = isinstance(value, bytes)
+    return {"base64": base64.b64encode(value).decode()} if is_bytes else {"unknown": type(value).__name__}
 
 
 def _document(stream: BinaryIO, name: str) -> Iterator[Located]:
@@ -265,12 +264,7 @@ def _document(stream: BinaryIO, name: str) -> Iterator[Located]:
         return
     if len(content) > MAX_ROW_BYTES:
         raise UserError(f"{name}: more than {MAX_ROW_BYTES >> 20} MiB in one text; divide it into several files")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise not_utf8(f"{name}:{line}", f"byte {error.start}", content) from None
-    yield row_as_json({"text": text}, 1)
+    yield row_as_json({"text": decoded(content, name, 1, 0).removeprefix("\ufeff")}, 1)
 
 
 _ROWS_OF_JSON = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*"')

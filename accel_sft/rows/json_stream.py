@@ -92,21 +92,22 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
         wrapped = not _WRAPPED.search(stream.read(MAX_ROW_BYTES))  # else these are JSON Lines, each with such a key
     stream.seek(begin)
     if mark == b"[" or wrapped:
-        yield from _array(_text(stream.read(), name, 1, begin), begin, "}" if wrapped else "")
+        yield from _array(decoded(stream.read(), name, 1, begin), begin, "}" if wrapped else "")
         return
     for line in itertools.count(1):
         if not (raw := stream.readline(MAX_ROW_BYTES + 1)):
             return
         if len(raw) > MAX_ROW_BYTES:
             raise UserError(f"{name}:{line}: a line of more than {MAX_ROW_BYTES >> 20} MiB; give each row its own line")
-        text = _text(raw, name, line, begin)
+        text = decoded(raw, name, line, begin)
         text = text.removeprefix("\ufeff")  # of a file that was joined to another
         if text.strip():
             yield Located(_decoded(text.removesuffix("\n")), line, begin, raw)
         begin += len(raw)
 
 
-def _text(raw: bytes, name: str, line: int, begin: int) -> str:
+def decoded(raw: bytes, name: str, line: int, begin: int) -> str:
+    """The text of bytes that begin on this line and byte of a file; a UserError names the first that is not UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

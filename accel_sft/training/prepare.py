@@ -167,7 +167,9 @@ class Prepared:
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
         limit_line = f"--train-limit {config.train_limit}: the first {read:,} of {read + self.beyond_limit:,} examples"
-        repeated = f"--global-batch-size {plan.global_batch_size} is more than the rows: a step learns some twice or more"
+        repeated = (
+            f"--global-batch-size {plan.global_batch_size} is more than the rows: a step learns some twice or more"
+        )
         merged = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
         return [
             *([merged] if self.assembly.source.adapter and config.adapter == "none" else []),

@@ -791,6 +791,6 @@ def test_recorded_options_give_way_to_those_given(tmp_path, capsys, task, record
         _, made = command.read(click.get_current_context())
     assert made.validation_file == rows
     note = capsys.readouterr().err
-    assert note == f"note: {unfit} of the run's record is left out, as it does not go with these options\n"
+    assert note == f"note: {unfit} of the run's record: left out beside these options\n"
     with pytest.raises(UserError), command.make_context(record["task"], [*given, "--held-out", "0"]):
         command.read(click.get_current_context())
