@@ -29,8 +29,8 @@ _REMEMBERED = (
 _MISSING = {"nan", "NaN", "None", "null", "NULL", "<NA>"}
 """What programs write for a missing value: a text, or a question's last line, which is Alpaca's input."""
 _FILES = (
-    "JSON, JSONL, CSV, Parquet or text, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME); "
-    "may be repeated."
+    "JSON, JSONL, CSV, Parquet or text, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME), "
+    "either with :SPLIT; may be repeated."
 )
 
 
