@@ -165,7 +165,7 @@ def _placed(part: Any, left: Iterator[Any], folder: str) -> Any:
 
     def placed(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: placed(inner) for key, inner in value.items()}
+            return {key: inner if key in ("bytes", "base64") else placed(inner) for key, inner in value.items()}
         return os.path.join(folder, value) if isinstance(value, str) and ":" not in value[:10] else value
 
     return {key: value if key in ("type", "base64") else placed(value) for key, value in part.items()}

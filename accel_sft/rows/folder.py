@@ -40,8 +40,13 @@ def chosen_split(name: str, splits: Collection[str], use: str) -> tuple[str, lis
     others = [split for split in splits if split not in usual[:1]]
     if not usual:
         raise UserError(f"{name}: has no split {use}, but {', '.join(others)}; name one: {name}:{others[0]}")
-    line = f"{name}: the split {usual[0]} is read, not {' or '.join(others)}; to read another, name it: {name}:"
-    return usual[0], [line + others[0]] if others else []
+    if not others:
+        return usual[0], []
+    other = min(others, key="validation".__ne__)
+    line = (
+        f"{name}: the split {usual[0]} is read, not {' or '.join(others)}; to use it: --validation-file {name}:{other}"
+    )
+    return usual[0], [line]
 
 
 def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[Path], list[str]]:

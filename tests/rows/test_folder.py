@@ -55,7 +55,7 @@ def test_splits_are_told_apart_by_their_names(tmp_path, names, splits):
 def test_splits_that_are_not_read_are_offered(tmp_path):
     folder = written(tmp_path / "ds", "train.jsonl", "test.jsonl", "val.jsonl")
     assert read_rows(folder, answer).notes == [
-        f"{folder}: the split train is read, not test or validation; to read another, name it: {folder}:test"
+        f"{folder}: the split train is read, not test or validation; to use it: --validation-file {folder}:validation"
     ]
     rows = read_rows(folder, answer, split="validation")
     assert list(rows) == ["val.jsonl"]

@@ -65,7 +65,7 @@ def test_a_data_set_is_read_from_the_hub_that_hf_endpoint_names(tmp_path):
     assert found["org/sums:test"] == found["org/sums:main:test"] == ["99"]
     assert found["places"] == ["org/sums row 1", "org/sums row 3"]
     assert len(set(found["fingerprints"])) == 1
-    line = "org/sums: the split {} is read, not {}; to read another, name it: org/sums:{}"
+    line = "org/sums: the split {} is read, not {}; to use it: --validation-file org/sums:{}"
     assert found["notes"] == [line.format("train", "test", "test")]
     assert found["held"] == ["99", line.format("test", "train", "train")]
     assert "org/none: not a file or folder, and the hub gives no data set org/none (Repo" in found["org/none"]
