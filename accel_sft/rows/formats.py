@@ -142,7 +142,7 @@ def _damaged() -> tuple[type[Exception], ...]:
 
 def _comma_separated(stream: BinaryIO, name: str) -> Iterator[Located]:
     """Yield the rows below the header, with each cell as text; the header may have another delimiter than commas."""
-    return _delimited(stream, name, ",;\t")
+    return _delimited(stream, name, ",;\t|")
 
 
 def _tab_separated(stream: BinaryIO, name: str) -> Iterator[Located]:

@@ -60,7 +60,9 @@ def read_file(path: Path, parse: Parse) -> RowFile:
         regular = stat.S_ISREG(before.st_mode)
         if not regular and not stat.S_ISFIFO(before.st_mode):
             raise UserError(f"{name}: a device, not a file; give {_EXPECTED}")
-        format = format_of(path, stream.peek(16))
+        if (begin := stream.peek(16)).startswith(b"version https://git-lfs"):
+            raise UserError(f"{name}: a pointer of Git LFS, not the file itself; fetch it: git lfs pull")
+        format = format_of(path, begin)
         converted = bool(format.compression) or not format.is_text_of_rows
         held = not regular or (before.st_size < IN_MEMORY_BYTES and not converted)  # a pipe can be read only once
         content = stream.read(-1 if regular else MAX_PIPED_BYTES + 1) if held else OpenFile(os.dup(stream.fileno()))

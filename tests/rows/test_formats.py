@@ -86,7 +86,7 @@ BAD = {
     "not the column": ("a.csv", b"answers\nx\n", ":2: field 'answer': expected text, got NoneType"),
     "a column twice": ("a.csv", b"answer,answer\nx,y\n", ":1: the header has the column 'answer' twice; give each"),
     "files joined": ("a.csv", b"answer,more\nx,y\n\xef\xbb\xbfanswer,more\n", ":3: the header again, where files were"),
-    "an archive": ("a.jsonl", b"PK\x03\x04\x14\0\xff", ":1: not text (byte 6), perhaps an archive; give the files"),
+    "an archive": ("a.jsonl", b"PK\x03\x04\x14\0\xff", ":1: not text (byte 6); unpack an archive; UTF-16"),
     "a key beside the rows": ("a.json", b'{"data": [{"answer": "x"}], "n": 1}', ":1: text after the end of the array"),
     "no end of a quote": ("a.csv", b'answer\n"x\n', ":2: not CSV (unexpected end of data); the rest is unread"),
     "a header alone": ("a.csv", b"answer\n", ": no rows; expected a header and rows"),
@@ -98,6 +98,7 @@ BAD = {
     "not bzip2": ("a.jsonl.bz2", JSONL, ": cannot be decompressed (Invalid data stream"),
     "not xz": ("a.jsonl.xz", JSONL, ": cannot be decompressed (Input format not supported"),
     "not zstandard": ("a.jsonl.zst", JSONL, ": cannot be decompressed ("),
+    "Git LFS": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid x\n", ": a pointer of Git LFS, not the"),
     "not Parquet": ("a.parquet", JSONL, ": not Parquet or Arrow behind row 0 ("),
 }
 
@@ -122,6 +123,7 @@ ODD = {
     "UTF-16, the other order": ("a.csv", CSV.decode().encode("utf-16-be").join([b"\xfe\xff", b""]), TEXTS),
     "UTF-16, a text": ("a.txt", '{"answer": "王"}'.encode("utf-16"), ["王"]),
     "semicolons": ("a.csv", b'more;"answer, all";answer\n1,5;x;a,b\n', ["a,b"]),
+    "bars": ("a.csv", b"more|answer\nx|y\n", ["y"]),
     "tabs": ("a.csv", b"answer\tmore\na,b\ty\n", ["a,b"]),
     "an index": ("a.csv", b",answer\n0,x\n1,y\n", ["x", "y"]),
     "rows in an object": ("a.json", b'{"data": [{"answer": "x"},\n {"answer": "y"}]}', ["x", "y"]),
