@@ -21,6 +21,9 @@ _IN_NAME = {
 _SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 """Files of a data set of the hub; its splits may have any names, and it has no other rows."""
 
+_CONFIG = re.compile(r"(?m)^ *- config_name: *(\S+)")
+"""A configuration in the card of a data set."""
+
 
 def folder_of(name: str | Path) -> tuple[str, str] | None:
     """The folder that FOLDER or FOLDER:SPLIT names, and the split or ""; None if there is no such folder."""
@@ -36,17 +39,14 @@ def chosen_split(name: str, splits: Collection[str], use: str) -> tuple[str, lis
     Raises:
         UserError: no split has the usual name.
     """
-    usual = [split for split in _USUAL[use] if split in splits] or ["train"] * ([*splits] == ["train"])
+    usual = [split for split in _USUAL.get(use, [use]) if split in splits] or ["train"] * ([*splits] == ["train"])
     others = [split for split in splits if split not in usual[:1]]
     if not usual:
         raise UserError(f"{name}: has no split {use}, but {', '.join(others)}; name one: {name}:{others[0]}")
     if not others:
         return usual[0], []
-    other = min(others, key="validation".__ne__)
-    line = (
-        f"{name}: the split {usual[0]} is read, not {' or '.join(others)}; to use it: --validation-file {name}:{other}"
-    )
-    return usual[0], [line]
+    offered = f"--validation-file {name}:{min(others, key='validation'.__ne__)}"
+    return usual[0], [f"{name}: the split {usual[0]} is read, not {' or '.join(others)}; to use it: {offered}"]
 
 
 def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[Path], list[str]]:
@@ -59,16 +59,15 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
     Raises:
         UserError: there are no data files, or none of this split, or a subfolder cannot be read.
     """
-    found = _all_files(folder)
-    names = {path: path.relative_to(folder).as_posix() for path in found}
+    names = {path: path.relative_to(folder).as_posix() for path in _all_files(folder)}
     if (folder / "dataset_dict.json").is_file():  # written by `save_to_disk`
         exact = {path: name.partition("/")[0] for path, name in names.items() if "/" in name}
     else:
         exact = {path: shard[1] for path, name in names.items() if (shard := _SHARD.fullmatch(name))}
     splits: dict[str, list[Path]] = {}
     lines: list[str] = []
-    for path in found:
-        splits.setdefault(exact.get(path, "") if exact else _split_by_name(names[path]), []).append(path)
+    for path, name in names.items():
+        splits.setdefault(exact.get(path, "") if exact else _split_by_name(name), []).append(path)
     beside = splits.pop("", [])
     if not split:
         split, lines = chosen_split(str(folder), sorted(splits), use)
@@ -76,6 +75,12 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
         raise UserError(f"{folder}: has no split {split}; it has {', '.join(sorted(splits))}")
     if beside:
         lines.append(f"{folder}: not read, as in none of its splits: {beside[0].name}{more(len(beside) - 1)}")
+    card = folder / "README.md"
+    configs = dict.fromkeys(_CONFIG.findall(card.read_text(errors="replace")) if card.is_file() else ())
+    if len(configs) > 1:
+        lines.append(
+            f"{folder}: read are all its configurations, {', '.join(configs)}; for one, name its files or folder"
+        )
     return splits[split], lines
 
 

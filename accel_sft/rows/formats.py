@@ -232,7 +232,7 @@ def _as_written(value: Any, type: Any) -> Any:
         given = [field for field in type if value[field.name] is not None or str(field.type) == "null"]
         return {field.name: _as_written(value[field.name], field.type) for field in given}
     if isinstance(value, list) and hasattr(type, "value_type"):
-        return [_as_written(each, type.value_type) for each in value]
+        return [_as_written(element, type.value_type) for element in value]
     return json.loads(value) if value and getattr(type, "extension_name", "") == "arrow.json" else value
 
 

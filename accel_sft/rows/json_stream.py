@@ -87,8 +87,8 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
         pass
     stream.seek(begin)
     wrapped = False
-    if found := _WRAPPED.match(stream.read(_MAX_NAME)):
-        stream.seek(begin + found.end())
+    if opening := _WRAPPED.match(stream.read(_MAX_NAME)):
+        stream.seek(begin + opening.end())
         wrapped = not _WRAPPED.search(stream.read(MAX_ROW_BYTES))  # else these are JSON Lines, each with such a key
     stream.seek(begin)
     if mark == b"[" or wrapped:

@@ -220,12 +220,13 @@ def read_rows(
         alike: dict[bytes, RowFile] = {}
         for file in files:
             try:
-                found = reader(file, parser)
-                first = alike.setdefault(array.array("I", found.groups()).tobytes(), found)
-                if found is first or not len(found) or any(found.row(n) != first.row(n) for n in range(len(found))):
-                    read.append(found)
+                of_file = reader(file, parser)
+                groups = array.array("I", of_file.groups() if len(files) > 1 else ()).tobytes()
+                earlier = alike.setdefault(groups, of_file) if groups else of_file
+                if earlier is not of_file and all(of_file.row(n) == earlier.row(n) for n in range(len(of_file))):
+                    lines.append(f"{file}: not read, as it has the same rows as {earlier.name}")
                 else:
-                    lines.append(f"{file}: not read, as it has the same rows as {first.name}")
+                    read.append(of_file)
             except UserError as error:
                 problems += error.problems
                 refused.append(file.name)

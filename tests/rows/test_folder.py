@@ -1,4 +1,4 @@
-"""Of a folder one split is read, told by the names that `datasets` goes by; a line names what is not read."""
+"""Of a folder one split is read, by the names that `datasets` uses; a line names what is not read."""
 
 import gzip
 import json
@@ -43,7 +43,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize(("names", "splits"), SPLITS.values(), ids=SPLITS)
-def test_splits_are_told_apart_by_their_names(tmp_path, names, splits):
+def test_splits_are_distinguished_by_their_names(tmp_path, names, splits):
     folder = written(tmp_path / "ds", *names)
     assert list(read_rows(folder, answer)) == splits["train"]
     for split, expected in splits.items():
@@ -85,6 +85,16 @@ def test_files_beside_the_shards_of_a_data_set_are_named(tmp_path):
     rows = read_rows(folder, answer)
     assert list(rows) == ["data/train-00000-of-00001.jsonl"]
     assert rows.notes == [f"{folder}: not read, as in none of its splits: raw.jsonl, and 1 more"]
+
+
+def test_configurations_of_a_card_are_named(tmp_path):
+    folder = written(tmp_path / "ds", "main/train.jsonl", "other/train.jsonl")
+    (tmp_path / "ds" / "README.md").write_text("---\nconfigs:\n- config_name: main\n- config_name: other\n---\n")
+    assert read_rows(folder, answer).notes == [
+        f"{folder}: read are all its configurations, main, other; for one, name its files or folder"
+    ]
+    (tmp_path / "ds" / "README.md").write_text("---\nconfigs:\n- config_name: main\n---\n")
+    assert read_rows(folder, answer).notes == []
 
 
 def test_a_copy_of_a_file_is_not_read_again(tmp_path):
