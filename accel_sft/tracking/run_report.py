@@ -16,6 +16,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.io.files import is_number, mapping, write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import markdown_cell, markdown_table, one_line, shown
+from accel_sft.tracking.labels import label_tables
 from accel_sft.tracking.significance import span, verdict, words_for
 from accel_sft.tracking.time_spent import time_sentence
 
@@ -123,6 +124,9 @@ def render_report(
     parts = [f"# {markdown_cell(title)}" if title else "# Report"]
     training = [(label, shown(result[key])) for key, label in _TRAINING.items() if result.get(key) is not None]
     training += [("energy", text)] if (text := energy_text(result.get("energy"))) else []
+    if result.get("stopped_early"):
+        step = mapping(result.get("best")).get("step") or 0
+        training.append(("stopped early", f"by --patience: no better {result.get('main_metric')} after step {step}"))
     trained = "steps" in result  # `evaluate` writes a report too
     parts += ["## Training", markdown_table(["", ""], training)] if trained else []
     if spent := result.get("time_spent"):
@@ -135,6 +139,8 @@ def render_report(
         parts += ["## Launch, data and settings", markdown_table(["", ""], _settings_rows(record))]
     if result.get("before") or result.get("after"):  # neither with --eval-every off
         parts += ["## Base and tuned", comparison_table(result)]
+    for title, header, lines in label_tables(result.get("labels")):
+        parts += [f"## {title}", markdown_table(header, lines)]
     if result.get("phases"):
         parts += ["## Memory at the end of each start-up phase", phases_table(result["phases"])]
     if result.get("memory"):

@@ -89,7 +89,7 @@ FAULTS = {
         ("D210", row("What is 110 of CafÃ©?", "110")),
         ("D211", row("What is 111?", "111 ")),
         ("D213", row("What is DROPPED 111?", "111")),
-        ("D216", row("What is 118?\nnan", "118")),
+        ("D217", row("What is 118?\nnan", "118")),
         ("D301", row("What is " + "1" * 60, "112")),
         ("D303", row("What is 113?", "\u200b")),
         ("D305", row("TWICE 114?", "114")),

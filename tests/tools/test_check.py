@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -14,9 +15,10 @@ from conftest import accel_sft
 from fake_plugins import install
 from places import ROOT
 
+from accel_sft.data.token_store import StoredEncoding
 from accel_sft.tools.check.codes import CODES, GRADES
 from accel_sft.tools.check.findings import Findings
-from accel_sft.tools.check.keys import AnswerKeys
+from accel_sft.tools.check.keys import AnswerNames
 from accel_sft.tools.check.reading import read_splits
 from accel_sft.tools.check.texts import DAMAGED, normalised, read_texts
 from accel_sft_math import Math
@@ -410,6 +412,57 @@ def test_a_label_that_is_rare_and_misspelt_is_found(tmp_path):
     assert finding["rows"][0]["detail"] == "'adress' stands 1 time, 'address' 103 times"
 
 
+SLIPS = {
+    "a letter left out": ({"shipping": 120, "billing": 118, "shiping": 2}, ["shiping"]),
+    "case and punctuation, however frequent": ({"billing": 50, "Billing.": 40}, ["Billing."]),
+    "several words": ({"order status": 99, "order_status": 3, "Order  status": 2}, ["order_status", "Order  status"]),
+    "letters in another order": ({"negative": 60, "negtaive": 2}, ["negtaive"]),
+    "an accent": ({"réclamation": 60, "reclamation": 4}, ["reclamation"]),
+    "beside a long answer": ({"billing": 90, "biling": 2, "x" * 500: 1}, ["biling"]),
+    "Chinese": ({"物流": 90, "物流。": 2, "退货咨询": 90, "退款咨询": 2}, ["物流。"]),
+    "opposites": ({"positive": 90, "negative": 2, "legal": 90, "illegal": 2, "safe": 90, "unsafe": 2}, []),
+    "letters": ({"A": 90, "B": 2, "C": 90}, []),
+    "short words": ({"cat": 90, "car": 80, "Iraq": 90, "Iran": 2}, []),
+    "both frequent": ({"adapter": 90, "adopter": 80}, []),
+    "numbers": ({"1": 90, "5": 2, "-1": 90, "10": 90, "100": 2, "1.5": 90, "15": 2}, []),
+    "numbers in words": ({"1 star": 90, "5 star": 2, "class 11": 90, "class 1": 2}, []),
+    "signs": ({"C++": 90, "C": 2, "C#": 2, "👍": 90, "👎": 2, "★★★★★": 90, "★★★★": 2, "?": 90, "!": 2}, []),
+    "texts": ({f"A text of number {number}": 1 for number in range(90)} | {"shipping": 90, "shiping": 2}, []),
+}
+
+
+@pytest.mark.parametrize(("counts", "misspelt"), SLIPS.values(), ids=SLIPS)
+def test_rare_label_spelt_like_frequent_one_is_found(counts, misspelt):
+    names, found = AnswerNames(), Findings()
+    answers = [label for label, count in counts.items() for _ in range(count)]
+    for index, answer in enumerate(answers):
+        names.add("train", index, answer)
+    lines = names.report(found)
+    rows = [row for each in found.placed({}) for row in each.rows if each.code == "D216"]
+    assert [answers[row.index] for row in rows] == [label for label in answers if label in misspelt]
+    named = ", ".join(f"{label[:61]} {count}" for label, count in Counter(answers).most_common())
+    assert lines == ([] if len(counts) > 90 else [f"{len(counts)} labels: {named}"])
+    if misspelt:
+        assert f"{misspelt[0]!r} stands {counts[misspelt[0]]} times, " in {*(row.detail for row in rows)}.pop()
+
+
+def test_training_names_misspelt_labels_from_tokens(tmp_path):
+    from accel_sft.tools.check.quick import quick_findings, quick_lines
+
+    decoded = {(7, 8): "shipping", (7,): "shiping", (9,): "billing"}
+    tokenizer = mock.Mock(
+        bos_token_id=None, unk_token_id=None, decode=lambda ids, skip_special_tokens: decoded[ids[:-1]]
+    )
+    rows = [
+        ([number + 20, *decoded_ids, 2], 1)
+        for number, decoded_ids in enumerate([(7, 8)] * 30 + [(9,)] * 30 + [(7,)] * 2)
+    ]
+    train, validation = (StoredEncoding(split, stored(tmp_path / split, rows)) for split in ("train", "validation"))
+    lines = quick_lines(quick_findings(train, validation, tokenizer, frozenset({2})), "chat")
+    (line,) = [line for line in lines if line.startswith("warning D216: train: 2 rows: ")]
+    assert "'shiping' stands 4 times, 'shipping' 60 times (examples 60, 61)" in line
+
+
 def test_where_thinking_is_kept_an_answer_without_any_is_found(tmp_path):
     class Thoughtful(Math):
         def messages(self, example):
@@ -421,7 +474,7 @@ def test_where_thinking_is_kept_an_answer_without_any_is_found(tmp_path):
     special, answers = mock.Mock(faults=lambda chat: []), ["<think>two</think>2", "2", " "]
     for keeps, rows in ((False, []), (True, [1])):
         found = Findings()
-        read_texts(Thoughtful(), answers, "train", special, AnswerKeys(), found, keeps_thinking=keeps)
+        read_texts(Thoughtful(), answers, "train", special, AnswerNames(), found, keeps_thinking=keeps)
         assert [row.index for each in found.placed({}) if each.code == "D212" for row in each.rows] == rows
 
 
@@ -453,12 +506,14 @@ def test_weights_that_are_all_the_same_are_found(tmp_path, weights, told):
     assert [(each.code, row.detail) for each in found.placed({}) for row in each.rows] == [("D310", t) for t in told]
 
 
-def stored(folder, rows, weights=((), (), (), (), ())):
+def stored(folder, rows, weights=()):
     """A store of these tokens, prompt lengths and weights."""
     from accel_sft.chat.encoded import Encoded, Encoding
     from accel_sft.data.token_store import TokenStore, merge, write_part
 
-    kept = [Encoded(n, *row, weights=counts) for n, (row, counts) in enumerate(zip(rows, weights, strict=False))]
+    folder.mkdir(exist_ok=True)
+    weights = weights or [()] * len(rows)
+    kept = [Encoded(n, *row, weights=counts) for n, (row, counts) in enumerate(zip(rows, weights, strict=True))]
     write_part(folder / "part", [Encoding("train", kept)], "train")
     return TokenStore(folder / "tokens.arrow", merge([folder / "part"], folder / "tokens.arrow"))
 

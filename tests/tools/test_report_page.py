@@ -32,6 +32,7 @@ from accel_sft.tools.report.curves import charts, means, thin
 from accel_sft.tools.report.events import system_readings
 from accel_sft.tools.report.page import MOST_BYTES
 from accel_sft.tools.report.runs import named, read_run
+from accel_sft.tracking.labels import label_scores
 
 HOSTILE = '</script><img src=x onerror="window.hurt = 1"><!--{{ 7 * 7 }}\u202e'
 VEGA = Path(runs.__file__).parent / "vega"
@@ -125,6 +126,24 @@ def test_the_page_has_the_runs_curves_answers_and_differing_settings(two, tmp_pa
     assert "max_steps" not in differing
     order = [dict(attrs).get("id") for tag, attrs in elements.found if tag == "section"]
     assert order.index("main") < order.index("answers") < order.index("speed") < order.index("memory")
+
+
+def test_page_has_scores_by_label_and_confusion_table(two, tmp_path):
+    run, target = copy(two[0], tmp_path / "run"), tmp_path / "page.html"
+    given = [
+        {"expected": label, "generated": answer, "scores": {"x": float(label == answer)}}
+        for label, answer in [("billing", "billing")] * 3
+        + [("<b>returns", "billing")]
+        + [("<b>returns", "<b>returns")] * 2
+    ]
+    change(run / "result.json", **label_scores(given, "x"))
+    report(run, "--output", target)
+    prose = Elements(target.read_text(encoding="utf-8")).prose()
+    assert (
+        "Scores by label label examples precision recall F1 billing 3 0.750 1.000 0.857 <b>returns 3 1.000 0.667 0.800"
+        in prose
+    )
+    assert "expected, and answered: billing <b>returns (other) billing 3 <b>returns 1 2 " in prose
 
 
 def test_mfu_has_a_column_and_a_curve_where_a_run_has_it(two, tmp_path):

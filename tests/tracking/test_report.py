@@ -17,6 +17,7 @@ from accel_sft import UserError
 from accel_sft.io.files import write_atomically, write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.recordable import command_line, masked_words, recordable
+from accel_sft.tracking.labels import label_scores, label_tables
 from accel_sft.tracking.model_card import of_merged
 from accel_sft.tracking.run_report import comparison_rows, energy_text, print_report, render_report, write_report
 
@@ -151,6 +152,69 @@ def test_long_prompts_stand_above_their_answers_where_columns_would_be_narrow():
     assert max(map(cell_len, told.splitlines())) <= 80
     for name, text in (("prompt", prompt), ("base", answer), ("tuned", answer), ("right", "yes")):
         assert re.search(rf"^{name} +{text} *$", told, re.M)
+
+
+def labelled(*counted, key="exact_match"):
+    """Answers to examples with labels, by (expected, generated, number of such examples)."""
+    return [
+        {"index": 0, "prompt": "?", "expected": label, "generated": answer, "scores": {key: float(label == answer)}}
+        for label, answer, count in counted
+        for _ in range(count)
+    ]
+
+
+def test_scores_by_label_are_scikit_learns():
+    given = labelled(("a b", "a b", 5), ("a b", "c", 2), ("c", "c", 3), ("c", "nonsense", 1), ("other", "a b", 2))
+    result = label_scores(given, "exact_match")
+    # classification_report(expected, generated, labels=["a b", "c", "other"], zero_division=0)
+    expected = {"a b": (5 / 7, 5 / 7, 5 / 7), "c": (3 / 5, 3 / 4, 2 / 3), "other": (0, 0, 0)}
+    for label, shares in expected.items():
+        found = result["labels"][label]
+        assert (found["precision"], found["recall"], found["f1"]) == pytest.approx(shares)
+    assert result["macro_f1"] == pytest.approx((5 / 7 + 2 / 3) / 3)
+    assert result["labels"]["c"]["answers"] == {"c": 3, "": 1}
+    page = render_report(result, [], given)
+    assert "| label | examples | precision | recall | F1 |" in page
+    assert "| c | 4 | 0.600 | 0.750 | 0.667 |" in page
+    assert "| macro mean |  | 0.438 | 0.488 | 0.460 |" in page
+    assert "| expected, and answered: | a b | c | other | (other) |" in page
+    assert "| c |  | 3 |  | 1 |" in page
+
+
+def test_confusion_table_has_few_labels_and_counts_all_answers():
+    given = labelled(*((str(number), str((number + 1) % 20), 20 - number) for number in range(20)))
+    (_, _, scores), (title, header, rows) = label_tables(label_scores(given, "exact_match")["labels"])
+    assert len(scores) == 21
+    assert (len(header), len(rows), title) == (14, 12, "Answers by expected label, the 12 most frequent")
+    assert [sum(int(count or 0) for count in row[1:]) for row in rows] == list(range(20, 8, -1))
+    assert rows[-1] == ["11", *[""] * 12, "9"]  # 12 is not among them
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        labelled(*((f"text {number}", "text", 1) for number in range(30))),
+        labelled(*((f"{'long ' * 20}{number % 2}", "text", 10) for number in range(2))),
+        labelled(("a", "a", 30)),
+        labelled(("a", "a", 10), ("b", "b", 10), key="other_metric"),
+        [{**each, "scores": {"exact_match": 0.0}} for each in labelled(("a", "a", 10), ("b", "b", 10))],
+    ],
+    ids=["no answers", "texts", "long texts", "one label", "metric of all answers", "metric of something else"],
+)
+def test_answers_that_are_no_labels_have_no_scores_by_label(given):
+    assert label_scores(given, "exact_match") == {}
+
+
+@pytest.mark.parametrize("damage", [5, {}, {"a": 1}, {"a": {"examples": "x"}}, [1], {"a": {"answers": {"a": "x"}}}])
+def test_labels_of_another_form_are_left_out(damage):
+    assert "Scores by label" not in render_report({"labels": damage}, [], [])
+
+
+def test_report_says_that_patience_ended_the_run():
+    result = {**RESULT, "stopped_early": True, "best": {"step": 40}, "main_metric": "accuracy"}
+    assert "| stopped early | by --patience: no better accuracy after step 40 |" in render_report(result, [], [])
+    assert "stopped early" not in render_report({**result, "stopped_early": False}, [], [])
 
 
 def test_an_evaluation_without_a_base_has_one_side():

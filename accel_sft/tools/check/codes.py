@@ -102,6 +102,11 @@ CODES = {
     ),
     "D216": Code(
         "warning",
+        "a label is spelt nearly like a more frequent one",
+        "spell it like the other, unless it is meant",
+    ),
+    "D217": Code(
+        "warning",
         "a text is what programs write for a missing value, such as nan or None",
         "leave the value empty, or take the row out, unless the word is meant: it is learnt as a word",
     ),

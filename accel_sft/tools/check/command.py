@@ -34,7 +34,7 @@ from accel_sft.tools.check.encoding import encode_split
 from accel_sft.tools.check.examples import Shown, pieces_of
 from accel_sft.tools.check.figures import SplitFigures, StepFigures, split_figures, step_figures
 from accel_sft.tools.check.findings import Findings
-from accel_sft.tools.check.keys import AnswerKeys
+from accel_sft.tools.check.keys import AnswerNames
 from accel_sft.tools.check.reading import Selection, bad_rows_of, read_splits, unreadable
 from accel_sft.tools.check.scores import OwnScores
 from accel_sft.tools.check.texts import SpecialTokens, Texts, beginning_of, read_texts
@@ -94,13 +94,13 @@ class Audit:
             assembly = Assembly(Accelerator(cpu=True), self.task, lenient, self.source)
             eos_ids = assembly.encode.rules.eos_ids
             special = SpecialTokens(assembly.tokenizer, eos_ids)
-            keys = AnswerKeys()
+            names = AnswerNames()
             keeps = self.config.thinking == "keep"
             texts = {
-                split: read_texts(self.task, examples, split, special, keys, self.found, keeps_thinking=keeps)
+                split: read_texts(self.task, examples, split, special, names, self.found, keeps_thinking=keeps)
                 for split, examples in self.splits.items()
             }
-            keys.report(self.found)
+            self.notes += names.report(self.found)
             for split in self.splits:
                 self._encode(assembly, split, texts[split])
             counts = self._repeats(texts)

@@ -1,58 +1,74 @@
-"""Finds keys of JSON answers that are most likely misspelt: rare, and spelt nearly like a frequent key."""
+"""Finds names in answers that are most likely misspelt, being rare beside one spelt alike: labels, and keys of JSON."""
 
 from __future__ import annotations
 
-import difflib
+import contextlib
+import itertools
 import json
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from difflib import SequenceMatcher
 
 from accel_sft.tools.check.findings import Findings
+from accel_sft.tools.check.texts import normalised
+from accel_sft.tracking.labels import LONGEST_LABEL, are_labels
 
-_TIMES = 100
-"""A key is rare beside another key that occurs at least this many times as often."""
-_NEAR = 0.8
-"""Two keys are spelt nearly alike if their similarity (difflib's ratio, from 0 to 1) is at least this."""
+_TIMES, _FEWEST_LETTERS = 10, 5
+"""A name that differs from another by a slip is misspelt if the other occurs at least this many times as often, and has
+this many letters: Iran is not Iraq."""
 _LONGEST = 1 << 16
 """Maximum number of characters of an answer that is parsed."""
-_MOST_KEYS = 1000
-"""With more distinct keys than this, keys are taken for content, such as persons' names, and nothing is reported."""
-_NAMED = 20
-"""Maximum number of rows that are named for one key."""
+_MOST = 1000
+"""With more distinct names than this, they are taken for content, such as persons' names, and nothing is reported."""
+_NAMED, _COUNTED = 200, 12
+"""Maximum number of rows that are named for one name, and of labels whose rows are counted in a line."""
 
 
-class AnswerKeys:
-    """Counts the keys of answers that are JSON objects, such as entity types, and remembers each key's first rows."""
+class AnswerNames:
+    """Counts answers, which may be labels, and the keys of those that are JSON objects, such as entity types."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._rows: dict[str, list[tuple[str, int]]] = {}
+        self._counts: dict[str, Counter[str]] = {"D214": Counter(), "D216": Counter()}
+        self._rows: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
 
     def add(self, split: str, index: int, answer: str) -> None:
-        """Count the keys of an example's answer, if it is a JSON object."""
-        if not answer.startswith("{") or len(answer) > _LONGEST or len(self._counts) > _MOST_KEYS:
-            return
-        try:
-            keys = json.loads(answer).keys()
-        except (ValueError, RecursionError):
-            return
-        self._counts.update(keys)
-        for key in keys:
-            if len(rows := self._rows.setdefault(key, [])) < _NAMED:
-                rows.append((split, index))
+        """Count an example's answer, and its keys if it is a JSON object."""
+        self._count("D216", split, index, [answer.strip()[: LONGEST_LABEL + 1]])
+        if answer.startswith("{") and len(answer) <= _LONGEST:
+            with contextlib.suppress(ValueError, RecursionError):
+                self._count("D214", split, index, json.loads(answer))
 
-    def report(self, found: Findings) -> None:
-        """Report the rows of keys that are most likely misspelt."""
-        if len(self._counts) > _MOST_KEYS:
-            return
-        for key, count in self._counts.items():
-            frequent = [other for other, times in self._counts.items() if times >= _TIMES * count]
-            if meant := next((other for other in frequent if _near(key, other)), None):
-                detail = f"{key!r} stands {count:,} time{'s' * (count != 1)}, {meant!r} {self._counts[meant]:,} times"
-                for split, index in self._rows[key]:
-                    found.add("D214", split, index, detail)
+    def _count(self, code: str, split: str, index: int, names: Iterable[str]) -> None:
+        for name in names if len(self._counts[code]) <= _MOST else ():
+            self._counts[code][name] += 1
+            if len(self._rows[code, name]) < _NAMED:
+                self._rows[code, name].append((split, index))
+
+    def report(self, found: Findings) -> list[str]:
+        """Report the rows of names that are most likely misspelt; return a line that counts the labels, if any."""
+        labels = are_labels(self._counts["D216"])
+        for code, counts in self._counts.items():
+            ranked = counts.most_common() if len(counts) <= _MOST and (labels or code == "D214") else []
+            for place, (name, count) in enumerate(ranked):
+                more = [other for other in ranked[:place] if code == "D216" or other[1] >= _TIMES * count]
+                meant = [(other, times) for other, times in more if _misspelt(name, other, times / count)]
+                for (other, times), (split, index) in itertools.product(meant[:1], self._rows[code, name]):
+                    detail = f"{name!r} stands {count:,} time{'s' * (count != 1)}, {other!r} {times:,} times"
+                    found.add(code, split, index, detail)
+        named = [f"{name} {count:,}" for name, count in self._counts["D216"].most_common()]
+        if len(named) > _COUNTED:
+            named = [*named[: _COUNTED - 2], "...", named[-1]]  # the rarest may be a mistake
+        return [f"{len(self._counts['D216'])} labels: {', '.join(named)}"] if labels else []
 
 
-def _near(key: str, other: str) -> bool:
-    if sorted(key.casefold()) == sorted(other.casefold()):  # the same letters in another order or case
-        return True
-    return difflib.SequenceMatcher(None, key, other).ratio() >= _NEAR
+def _misspelt(name: str, other: str, times: float) -> bool:
+    """Whether a name is the other but for case, white space and punctuation or, if rare, for one letter or the order of
+    letters. The first letter and digits are meant: typical and atypical, class 1 and class 2 are two labels."""
+    one, two = normalised(name), normalised(other)
+    if one == two or times < _TIMES or len(two) < _FEWEST_LETTERS or one[:1] != two[:1]:
+        return one == two != ""
+    codes = SequenceMatcher(None, one, two).get_opcodes()
+    edits = [(one[a:b], two[c:d]) for kind, a, b, c, d in codes if kind != "equal"]
+    slip = sorted(one) == sorted(two) or (len(edits) == 1 and max(map(len, edits[0])) == 1)
+    # a character of Chinese is a word, and is no lower-case letter
+    return slip and all(mark.islower() or mark in " _-'" for mark in "".join(map("".join, edits)))

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.tools.check.findings import DataFinding, Findings
+from accel_sft.tools.check.keys import AnswerNames
 from accel_sft.tools.check.repeats import first_with_same, report_leaks
 from accel_sft.tools.check.tokens import report_tokens, token_facts
 
-_NAMED = 5
-"""Maximum number of rows that one line names."""
+_NAMED, _DETAILS = 5, 2
+"""Maximum number of rows that one line names, and of their details."""
+_LABEL_TOKENS, _ROWS = 16, 5000
+"""If most answers have no more tokens, they may be labels; so many rows of a split are read for them."""
 
 
 def quick_findings(
     train: StoredEncoding, validation: StoredEncoding, tokenizer: Any, eos_ids: frozenset[int]
 ) -> list[DataFinding]:
     """Return what can be found from both splits' tokens alone; nothing is tokenized, and no text is read."""
-    found, facts = Findings(), {}
+    found, facts, names = Findings(), {}, AnswerNames()
+    decode = functools.lru_cache(functools.partial(tokenizer.decode, skip_special_tokens=True))
     for encoding in (train, validation):
         split = encoding.split
         facts[split] = token_facts(encoding.kept, tokenizer, eos_ids)
@@ -28,6 +33,10 @@ def quick_findings(
             for index in encoding.control_tokens[where]:
                 found.add(code, split, index)
         report_tokens(facts[split], split, same, [*encoding.cut, *encoding.windowed], tokenizer, found)
+        if np.median(encoding.kept.answers) <= _LABEL_TOKENS:
+            for row in encoding.kept[:_ROWS]:
+                names.add(split, row.index, decode(tuple(row.input_ids[row.prompt_length :])))
+    names.report(found)
     held_out, trained = facts["validation"].of_last_rows(), facts["train"].of_last_rows()
     for row in np.flatnonzero((first := first_with_same(held_out.rows)) < np.arange(len(first))):
         like = "validation", int(held_out.indices[first[row]])
@@ -45,9 +54,10 @@ def quick_lines(findings: list[DataFinding], task_name: str) -> list[str]:
         count, numbers = finding.count, ", ".join(str(row.index) for row in finding.rows[:_NAMED])
         more = f", and {count - _NAMED:,} more" if count > _NAMED else ""
         if finding.grade != "note":
+            details = " and ".join(list(dict.fromkeys(row.detail for row in finding.rows if row.detail))[:_DETAILS])
             lines.append(
-                f"warning {finding.code}: {finding.split}: {count:,} row{'s' * (count != 1)}: {finding.about.what} "
-                f"(example{'s' * (count != 1)} {numbers}{more}); {finding.about.mend}"
+                f"warning {finding.code}: {finding.split}: {count:,} row{'s' * (count != 1)}: {finding.about.what}"
+                f"{': ' * bool(details)}{details} (example{'s' * (count != 1)} {numbers}{more}); {finding.about.mend}"
             )
     if lines:
         lines.append(f"accel-sft check {task_name}, with this run's options, names every such row and looks further")

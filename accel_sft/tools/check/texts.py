@@ -8,7 +8,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,9 @@ from accel_sft.chat.conversation import Conversation, Turn, conversation
 from accel_sft.chat.image_parts import shown
 from accel_sft.chat.thinking import divided
 from accel_sft.tools.check.findings import Findings
-from accel_sft.tools.check.keys import AnswerKeys
+
+if TYPE_CHECKING:  # it imports `normalised`
+    from accel_sft.tools.check.keys import AnswerNames
 
 DAMAGED = re.compile("[\ufeff\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """Signs of a wrong encoding: the replacement character, control characters, and UTF-8 read as Latin-1 or cp1252."""
@@ -72,7 +74,7 @@ def read_texts(
     examples: Sequence[Any],
     split: str,
     special: SpecialTokens,
-    keys: AnswerKeys,
+    names: AnswerNames,
     found: Findings,
     *,
     keeps_thinking: bool = False,
@@ -80,7 +82,7 @@ def read_texts(
     """Read every example's conversation, and report the faults of its texts.
 
     Args:
-        keys: counts the keys of answers.
+        names: counts labels, and the keys of answers.
         keeps_thinking: whether `--thinking keep` is given, so that each answer should have thinking.
     """
     count = len(examples)
@@ -100,7 +102,7 @@ def read_texts(
             found.add(code, split, index, detail)
         prompt = "\x1e".join(f"{turn['role']}\x1f{turn['content']}{_calls(turn)}" for turn in chat.turns) + seen
         prompt = prompt or chat.target  # raw text, of which no two contradict each other
-        keys.add(split, index, chat.target)
+        names.add(split, index, chat.target)
         target = chat.target + _calls(chat.answer)
         loose = normalised(prompt)
         texts = prompt, f"{prompt}\x1d{target}", loose, f"{loose}\x1d{normalised(target)}"
@@ -131,7 +133,7 @@ def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
     for turn in (*chat.turns, chat.answer):
         text = turn["content"].strip()
         if (text.rpartition("\n")[2].strip() if turn["role"] == "user" else text) in _MISSING:
-            faults.setdefault("D216", f"{turn['role']}: {shortened(text)}")
+            faults.setdefault("D217", f"{turn['role']}: {shortened(text)}")
     for text in chat.texts():
         if not (text.isascii() and text.isprintable()) and (damage := DAMAGED.search(text)):
             faults["D210"] = around(text, damage)

@@ -20,6 +20,7 @@ from accel_sft.tools.report.comparison import Comparison
 from accel_sft.tools.report.events import system_readings
 from accel_sft.tools.report.paired import paired_runs
 from accel_sft.tools.report.runs import Run
+from accel_sft.tracking.labels import label_tables
 from accel_sft.tracking.metrics_file import mean_mfu
 from accel_sft.tracking.run_report import comparison_rows, is_number, sources_text
 
@@ -71,6 +72,7 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
         "rows": [_row(run) for run in every],
         "scores": {**scores, "rows": scores["rows"][:MOST_ROWS]},
         "ranked": paired_runs(every),
+        "labels": [(run.name, *table) for run in every for table in label_tables(run.result.get("labels"))],
         "settings": {**chosen, **{kind: chosen[kind][:MOST_ROWS] for kind in ("differing", "common")}},
         "predicted": memory.predicted_and_measured(every),
         "policy": _policy(parts["scripts"]),

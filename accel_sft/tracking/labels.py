@@ -1,0 +1,66 @@
+"""Scores by label, and which label was answered in place of which, where the expected answers are a few short texts."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accel_sft.io.text import one_line
+
+_MOST, LONGEST_LABEL, _COLUMNS = 200, 60, 12
+"""Maximum number of different labels, of characters of a label, and of labels in a confusion table."""
+_OTHER = "(other)"
+_SHARES = ("precision", "recall", "f1")
+
+Table = tuple[str, list[str], list[list[str]]]
+"""A title, a header and rows."""
+
+
+def are_labels(counts: Mapping[str, int]) -> bool:
+    """Whether answers are labels, by how often each occurs: a few short texts that repeat."""
+    total, short = sum(counts.values()), sum(n for text, n in counts.items() if 0 < len(text) <= LONGEST_LABEL)
+    return 1 < len(counts) <= min(_MOST, total // 2) and short >= 0.9 * total
+
+
+def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict[str, Any]:
+    """The keys `labels` and `macro_f1` of a result; none where expected answers are no labels, or this metric does not
+    say which answers are right.
+
+    An answer is of the expected label if its `main_metric` is 1, else of the label that it equals; "" stands for none.
+    The precision of a label that was never answered is 0, as scikit-learn has it. Frequent labels come first.
+    """
+    expected = Counter(str(sample["expected"]).strip() for sample in samples)
+    answers: dict[str, Counter[str]] = {label: Counter() for label, _ in expected.most_common()}
+    for sample in samples if are_labels(expected) else ():
+        label, answer = (str(sample[key]).strip() for key in ("expected", "generated"))
+        right = sample["scores"].get(main_metric)
+        if right is None or (right != 1 and answer == label):
+            return {}
+        answers[label][label if right == 1 else answer if answer in answers else ""] += 1
+    given = sum(answers.values(), Counter())
+    found: dict[str, dict[str, Any]] = {}
+    for label, each in answers.items():
+        right, count, times = each[label], expected[label], given[label]
+        shares = right / max(times, 1), right / count, 2 * right / (times + count)
+        found[label] = {"examples": count, **dict(zip(_SHARES, shares, strict=True)), "answers": dict(each)}
+    return {"labels": found, "macro_f1": sum(each["f1"] for each in found.values()) / len(found)} if given else {}
+
+
+def label_tables(labels: Any) -> list[Table]:
+    """The scores by label and the confusion table, from `labels` of a result; none if it has another form."""
+    try:
+        shares = [[f"{each['examples']:,}", *(f"{each[key]:.3f}" for key in _SHARES)] for each in labels.values()]
+        means = [f"{sum(each[key] for each in labels.values()) / len(labels):.3f}" for key in _SHARES]
+        names, confusion = [*labels][:_COLUMNS], []
+        for name in names:
+            counts = [labels[name]["answers"].get(other, 0) for other in names]
+            others = sum(labels[name]["answers"].values()) - sum(counts)
+            confusion.append([one_line(name), *(str(count or "") for count in (*counts, others))])
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):  # someone else's file
+        return []
+    rows = [[one_line(name), *row] for name, row in zip(labels, shares, strict=True)]
+    scores = [*rows, ["macro mean", "", *means]]
+    title = "Answers by expected label" + f", the {_COLUMNS} most frequent" * (len(labels) > _COLUMNS)
+    return [
+        ("Scores by label", ["label", "examples", "precision", "recall", "F1"], scores),
+        (title, ["expected, and answered:", *map(one_line, names), _OTHER], confusion),
+    ]
