@@ -101,7 +101,8 @@ def _checked(task: Task, given: Mapping[str, Any]) -> dict[str, float]:
         raise _unusable(error) from error
     main = task.main_metric
     if main not in metrics:
-        raise UserError(f"the task's aggregate() gave {sorted(metrics)}, without its main_metric {main!r}")
+        method = "aggregate" if type(task).aggregate is not Task.aggregate else "score"  # the default takes its keys
+        raise UserError(f"the task's {method}() gave {sorted(metrics)}, without its main_metric {main!r}; add it")
     if taken := metrics.keys() & {"step", "loss", EVAL_LOSS, *COSTS}:
         names = ", ".join(sorted(taken))
         raise UserError(f"the task's aggregate() gave {names}: names of the trainer's own numbers")

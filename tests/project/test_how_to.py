@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import sys
 
 import click
 import pytest
 from places import ROOT
 from test_docs import _flags_of
 
+from accel_sft.api import registry
 from accel_sft.cli.group import cli
+from accel_sft.evaluation.scoring import aggregated, check_scoring, scored
 
 HOW_TO = (ROOT / "docs/how-to.md").read_text(encoding="utf-8")
 REFERENCE = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
@@ -72,9 +76,35 @@ def _own_flags(command: click.Command | None) -> set[str]:
     return _flags_of(click.Command(command.name, params=command.get_params(click.Context(command))))
 
 
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """The working directory, with the page's task in it."""
+    (source,) = re.findall(r"^```python\n# first_word.py\n(.*?)^```", HOW_TO, re.S | re.M)
+    (tmp_path / "first_word.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("accel_sft_file_first_word", None)
+
+
 @pytest.mark.parametrize("words", _commands(HOW_TO), ids=shlex.join)
-def test_every_command_names_what_is_there(words):
+def test_every_command_names_what_is_there(words, recipe):
     assert _unknown(words) == []
+
+
+def test_recipe_for_own_metric_scores_chat_files(recipe, monkeypatch):
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(recipe / ".cache"))
+    rows = [{"prompt": f"{n}?", "completion": f"{'odd' if n % 2 else 'even'} it is"} for n in range(40)]
+    (recipe / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = registry.load("./first_word.py")(train_file="data.jsonl", held_out=10)
+    examples = task.dataset("validation")
+    check_scoring(task, examples)
+    answers = [task.target(example).split()[0] for example in examples]
+    assert {*answers} == {"odd", "even"}
+    scores = [scored(task, examples, index, "odd I think") for index in range(10)]
+    assert aggregated(task, scores) == {"first_word": answers.count("odd") / 10}
+    (problem,) = type(task)(train_file="data.jsonl", metric="exact").problems()
+    assert problem == "--metric exact: answers are scored by first_word of the task; leave it out"
 
 
 def test_there_is_a_command_for_every_wish():

@@ -492,7 +492,10 @@ OPTIONS = {
     "no expression": ({"train_file": "x", "metric": "regex"}, "--regex: goes with --metric regex"),
     "no metric": ({"train_file": "x", "regex": "x"}, "--regex: goes with --metric regex"),
     "half an expression": ({"train_file": "x", "metric": "regex", "regex": "("}, "--regex (: not a regular expression"),
-    "unknown": ({"train_file": "x", "metric": "bleu"}, "--metric bleu: not one of f1, exact, chrf, json, regex, loss"),
+    "unknown": (
+        {"train_file": "x", "metric": "bleu"},
+        "--metric bleu: not one of f1, exact, accuracy, chrf, json, regex, loss",
+    ),
 }
 
 
@@ -505,6 +508,7 @@ def test_options_that_do_not_fit_are_refused(options, expected):
 
 
 SCORES = {
+    "accuracy": [("a", " a\n", 1.0), ("a", "A", 0.0)],
     "f1": [
         ("a b", "b, A!", 1.0),
         ("a b c d", "a b", 2 / 3),
@@ -787,6 +791,23 @@ def test_answers_of_one_word_are_best_scored_by_another_metric(tmp_path):
         (tmp_path / name).write_text(20 * (json.dumps({"prompt": "u", "completion": answer}) + "\n"))
     assert len(notes(tmp_path / "short")) == 1
     assert notes(tmp_path / "short", metric="exact") == notes(tmp_path / "long") == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "told"),
+    [
+        (600, {}, "30 of 600 rows are held out of FILE: few, a score of 0.5 is ±0.17 (95%); --held-out 100: ±0.10"),
+        (60, {}, "3 of 60 rows are held out of FILE: few, a score of 0.5 is ±0.37 (95%); --held-out 15: ±0.23"),
+        (60, {"held_out": 20}, "20 of 60 rows are held out of FILE: few, a score of 0.5 is ±0.20 (95%); --validation"),
+        (200, {"held_out": 100}, "100 of 200 rows are held out of FILE: to evaluate (--held-out"),
+        (60, {"metric": "loss"}, "3 of 60 rows are held out of FILE: to evaluate (--held-out"),
+    ],
+)
+def test_few_rows_held_out_are_named_with_their_interval(tmp_path, rows, options, told):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": f"a {n}"}) + "\n" for n in range(rows)))
+    (note,) = [n for n in Chat(train_file=str(path), **options).dataset("validation").notes if "held out" in n]
+    assert note.replace(str(path), "FILE").startswith(told)
 
 
 def test_without_rows_held_out_all_are_trained_on_and_some_evaluated(tmp_path):

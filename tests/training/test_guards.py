@@ -86,7 +86,8 @@ def fail(*_):
         ("aggregate", lambda self, scores: {"right": "much"}, r"aggregate\(\) failed, .* 'much'"),
         ("aggregate", lambda self, scores: None, r"aggregate\(\) failed, or gave something other than a number"),
         ("aggregate", fail, r"aggregate\(\) failed, .*RuntimeError: ill"),
-        ("aggregate", lambda self, scores: {"other": 1.0}, r"gave \['other'\], without its main_metric 'right'"),
+        ("aggregate", lambda self, scores: {"other": 1.0}, r"aggregate\(\) gave \['other'\], without its main_metric"),
+        ("score", lambda self, example, text: {"other": 1.0}, r"score\(\) gave \['other'\], without its main_metric"),
         (
             "aggregate",
             lambda self, scores: {"right": 1.0, "loss": 0.0, "generate_seconds": 0.0},
@@ -137,7 +138,7 @@ def test_a_task_that_turns_gradients_off_is_trained_all_the_same(tmp_path):
             "'yes'",
             "score() gave 'accuracy' 'yes', of which there is no mean",
         ),
-        ('"accuracy"\n', '"f1"\n', "the task's aggregate() gave ['accuracy'], without its main_metric 'f1'"),
+        ('"accuracy"\n', '"f1"\n', "the task's score() gave ['accuracy'], without its main_metric 'f1'"),
         (
             '{"accuracy":',
             '1 / 0 or {"accuracy":',

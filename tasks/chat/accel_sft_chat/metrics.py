@@ -88,6 +88,7 @@ def loss_only(expected: str, text: str) -> dict[str, float]:
 METRICS = {
     "f1": Metric("token_f1", f1),
     "exact": Metric("exact_match", exact),
+    "accuracy": Metric("exact_match", exact),  # the name under which it is looked for
     "chrf": Metric("chrf", chrf),
     "json": Metric("json_equal", json_equal),
     "regex": Metric("regex_match", exact),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -18,6 +19,8 @@ _SHARE, _MOST = 0.05, 500
 """Share of --train-file's rows that is held out by default, and the most rows."""
 _FEWEST, _LOOKED_AT = 20, 200
 """Fewest rows of an evaluation from which a note on their answers is given, and most rows that are looked at."""
+_ENOUGH = 100
+"""Rows held out from which on nothing is said of how well a score of them is known."""
 _ONE_WORD = (
     "answers are single words, and --metric f1 gives one with further words a part of the mark; --metric exact counts "
     "right answers alone"
@@ -63,9 +66,14 @@ class Chat(Task):
     regex: str | None = option(None, help="For --metric regex: what it finds in the answer must equal the row's.")
 
     def __post_init__(self) -> None:
-        if self.metric in METRICS:  # `problems` reports an unknown metric
+        if self.metric in METRICS and not self._own_metric:  # `problems` reports an unknown metric
             self.main_metric = METRICS[self.metric].key
             self.higher_is_better = self.metric not in UNANSWERED
+
+    @property
+    def _own_metric(self) -> bool:
+        """Whether a subclass has a main metric of its own, which its score() gives."""
+        return next(cls for cls in type(self).__mro__ if "main_metric" in vars(cls)) is not Chat
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -82,6 +90,8 @@ class Chat(Task):
             named_columns(self.columns)
         except ValueError as error:
             found.append(f"--columns {self.columns}: {error}")
+        if self._own_metric and self.metric != "f1":
+            found.append(f"--metric {self.metric}: answers are scored by {self.main_metric} of the task; leave it out")
         if (self.metric == "regex") != (self.regex is not None):
             found.append("--regex: goes with --metric regex, and it with --regex; give both or none")
         elif self.regex is not None:
@@ -143,16 +153,21 @@ class Chat(Task):
         Raises:
             UserError: --metric compares answers, and raw text has none.
         """
-        raw = self.metric not in UNANSWERED and any(f"read as {RAW_TEXT}" in note for note in notes)
-        if raw and any(not row.prompt for row in rows):
+        if self.metric not in UNANSWERED and self._by_loss(notes) and any(not row.prompt for row in rows):
             return self._by_perplexity(rows)
-        told = self.metric == "f1" and len(rows) >= _FEWEST
+        told = self.metric == "f1" and not self._own_metric and len(rows) >= _FEWEST
         short = told and all(len(comparable(row.answer).split()) == 1 for row in rows[:_LOOKED_AT])
         if short and _ONE_WORD not in rows.notes:
             rows.notes.append(_ONE_WORD)
         return rows
 
+    def _by_loss(self, notes: Sequence[str]) -> bool:
+        """Whether no answer is scored, as there is raw text among the rows, or the metric is a loss."""
+        return self.metric in UNANSWERED or any(f"read as {RAW_TEXT}" in note for note in notes)
+
     def _by_perplexity(self, rows: Any) -> Any:
+        if self._own_metric:
+            raise UserError(f"{self.main_metric}: raw text has no answer to score; train on it with the task chat")
         if self.metric != "f1":  # not the default: somebody asked for it
             raise UserError(
                 f"--metric {self.metric}: raw text has no answer to compare; leave it out, or --metric perplexity"
@@ -191,11 +206,25 @@ class Chat(Task):
         if self.held_out == 0:
             validation.notes.append(_REMEMBERED.format(len(validation)))
             return rows, validation
-        validation.notes.append(
-            f"{len(validation):,} of {len(rows):,} rows are held out of {self.train_file} to evaluate (--held-out, "
-            "--validation-file); rows with the same prompt are on one side"
-        )
+        known = "to evaluate (--held-out, --validation-file); rows with the same prompt are on one side"
+        if len(validation) < _ENOUGH and not self._by_loss(rows.notes):
+            known = _few(len(validation), len(rows))
+        validation.notes.append(f"{len(validation):,} of {len(rows):,} rows are held out of {self.train_file}: {known}")
         return train, validation
+
+
+def _few(count: int, of: int) -> str:
+    """How well a score of so few rows is known, and how many of all rows would do better."""
+    more = min(_ENOUGH, of // 4)
+    known = f"few, a score of 0.5 is ±{_reach(count):.2f} (95%)"
+    return (
+        f"{known}; --held-out {more}: ±{_reach(more):.2f}" if more > count else f"{known}; --validation-file for more"
+    )
+
+
+def _reach(count: int) -> float:
+    """Half of the 95% interval (Wilson's) of a rate of one half."""
+    return 0.98 / math.sqrt(count + 1.96**2)
 
 
 def parse_row(
