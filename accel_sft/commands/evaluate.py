@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from rich.cells import cell_len
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -41,7 +40,7 @@ from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking import resampled
 from accel_sft.tracking import run_report as report
-from accel_sft.tracking.labels import label_scores, label_tables
+from accel_sft.tracking.labels import label_tables
 from accel_sft.tracking.system import peak_memory_gib, reset_peak_memory
 from accel_sft.training.prepare import Assembly
 
@@ -143,13 +142,11 @@ def _publish(
     }
     run_dir = RunDir(Path(config.output_dir)) if config.output_dir else None
     resampled.add_intervals(result, task, before.samples, after.samples, run_dir)
-    result |= label_scores(after.samples, task.main_metric)
     console = Console(highlight=False)
     report.print_report(result, before.samples, after.samples, console)
     for title, header, rows in label_tables(result.get("labels")):
-        wide = f"{title}: too wide for this terminal; --output-dir FOLDER writes it to FOLDER/report.md"
-        fits = cell_len("  ".join(header)) <= console.width
-        console.print(Markdown(f"{title}\n\n{markdown_table(header, rows)}") if fits else wide)
+        wide = len("  ".join(header)) > console.width and f"{title}: too wide for a terminal; --output-dir keeps it"
+        console.print(wide or Markdown(f"{title}\n\n{markdown_table(header, rows)}"))
     if run_dir:
         run_dir.write_result(result)
         report.write_report(run_dir, result, before.samples, after.samples)

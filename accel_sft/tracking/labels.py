@@ -2,17 +2,14 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from accel_sft.io.text import one_line
 
 _MOST, LONGEST_LABEL, _COLUMNS = 200, 60, 12
 """Maximum number of different labels, of characters of a label, and of labels in a confusion table."""
-_OTHER = "(other)"
 _SHARES = ("precision", "recall", "f1")
-
-Table = tuple[str, list[str], list[list[str]]]
-"""A title, a header and rows."""
 
 
 def are_labels(counts: Mapping[str, int]) -> bool:
@@ -22,11 +19,11 @@ def are_labels(counts: Mapping[str, int]) -> bool:
 
 
 def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict[str, Any]:
-    """The keys `labels` and `macro_f1` of a result; none where expected answers are no labels, or this metric does not
-    say which answers are right.
+    """A result's `labels`, the most frequent first, and `macro_f1`; {} unless the expected answers are labels, and this
+    metric says which answers are right.
 
     An answer is of the expected label if its `main_metric` is 1, else of the label that it equals; "" stands for none.
-    The precision of a label that was never answered is 0, as scikit-learn has it. Frequent labels come first.
+    The precision of a label that was never answered is 0, as scikit-learn has it.
     """
     expected = Counter(str(sample["expected"]).strip() for sample in samples)
     answers: dict[str, Counter[str]] = {label: Counter() for label, _ in expected.most_common()}
@@ -36,31 +33,34 @@ def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict
         if right is None or (right != 1 and answer == label):
             return {}
         answers[label][label if right == 1 else answer if answer in answers else ""] += 1
+    labels: dict[str, Any] = {}
     given = sum(answers.values(), Counter())
-    found: dict[str, dict[str, Any]] = {}
     for label, each in answers.items():
         right, count, times = each[label], expected[label], given[label]
         shares = right / max(times, 1), right / count, 2 * right / (times + count)
-        found[label] = {"examples": count, **dict(zip(_SHARES, shares, strict=True)), "answers": dict(each)}
-    return {"labels": found, "macro_f1": sum(each["f1"] for each in found.values()) / len(found)} if given else {}
+        labels[label] = {"examples": count, "answers": dict(each), **dict(zip(_SHARES, shares, strict=True))}
+    return {"labels": labels, "macro_f1": fmean(each["f1"] for each in labels.values())} if given else {}
 
 
-def label_tables(labels: Any) -> list[Table]:
-    """The scores by label and the confusion table, from `labels` of a result; none if it has another form."""
+def label_tables(labels: Any) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, header and rows of the scores by label, and of the confusion table; none if `labels` has another form."""
     try:
-        shares = [[f"{each['examples']:,}", *(f"{each[key]:.3f}" for key in _SHARES)] for each in labels.values()]
-        means = [f"{sum(each[key] for each in labels.values()) / len(labels):.3f}" for key in _SHARES]
-        names, confusion = [*labels][:_COLUMNS], []
+        scores = [
+            [one_line(label), f"{each['examples']:,}", *(f"{each[share]:.3f}" for share in _SHARES)]
+            for label, each in labels.items()
+        ]
+        scores.append(
+            ["macro mean", "", *(f"{fmean(each[share] for each in labels.values()):.3f}" for share in _SHARES)]
+        )
+        confusion, names = [], [*labels][:_COLUMNS]
         for name in names:
             counts = [labels[name]["answers"].get(other, 0) for other in names]
-            others = sum(labels[name]["answers"].values()) - sum(counts)
-            confusion.append([one_line(name), *(str(count or "") for count in (*counts, others))])
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):  # someone else's file
+            counts.append(sum(labels[name]["answers"].values()) - sum(counts))
+            confusion.append([one_line(name), *(str(count or "") for count in counts)])
+    except (AttributeError, KeyError, TypeError, ValueError):  # someone else's file
         return []
-    rows = [[one_line(name), *row] for name, row in zip(labels, shares, strict=True)]
-    scores = [*rows, ["macro mean", "", *means]]
     title = "Answers by expected label" + f", the {_COLUMNS} most frequent" * (len(labels) > _COLUMNS)
     return [
         ("Scores by label", ["label", "examples", "precision", "recall", "F1"], scores),
-        (title, ["expected, and answered:", *map(one_line, names), _OTHER], confusion),
+        (title, ["expected, and answered:", *map(one_line, names), "(other)"], confusion),
     ]

@@ -14,6 +14,7 @@ from accel_sft.api.task import Task
 from accel_sft.io.files import is_number, mapping, read_json, read_text, write_atomically
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir
+from accel_sft.tracking.labels import label_scores
 from accel_sft.tracking.run_report import COSTS
 from accel_sft.tracking.significance import RESAMPLES, Measured, needed, paired, resample
 
@@ -36,7 +37,8 @@ def add_intervals(
     after: Sequence[dict[str, Any]],
     run_dir: RunDir | None,
 ) -> None:
-    """Add `intervals` to a result with `before` and `after`, of which these are the answers; nothing without answers.
+    """Add `intervals`, and the scores of labels, to a result with `before` and `after`, of which these are the answers;
+    nothing without answers.
 
     Args:
         run_dir: where resamples of the main metric are kept if its noise is not known from the answers' scores alone,
@@ -57,7 +59,7 @@ def add_intervals(
         without |= {key: f"{name}: the same on every resample" for key, span in spans.items() if not span} | reasons
     tests = {key: paired(old, sides["after"][key]) for key, old in sides["before"].items() if key in sides["after"]}
     intervals["change"] = {key: {**test, "examples_needed": needed(test)} for key, test in tests.items() if test}
-    result["intervals"] = {**intervals, "without": without}
+    result |= {"intervals": {**intervals, "without": without}, **label_scores(after, task.main_metric)}
     main = sides["after"].get(task.main_metric)
     if run_dir and main and main.each is None:
         kept = {"metric": task.main_metric, "value": main.value, "resamples": main.resampled}

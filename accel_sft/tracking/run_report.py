@@ -102,7 +102,8 @@ def about_intervals(result: Mapping[str, Any]) -> str:
     for key, reason in mapping(known.get("without")).items():
         without.setdefault(str(reason), []).append(key)
     reasons = "; ".join(f"{', '.join(keys)} ({reason})" for reason, keys in without.items())
-    told = f"Intervals are of 95%, over {count:,} examples." if is_number(count) else ""
+    few = "; of so few, about 90% where scores are skewed" if is_number(count) and count < 30 else ""
+    told = f"Intervals are of 95%, over {count:,} examples{few}." if is_number(count) else ""
     if known.get("change"):
         told += " A change is a paired test on the same examples, at 5%."
     return told + (f" Without an interval: {reasons}." if reasons else "")

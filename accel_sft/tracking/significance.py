@@ -52,14 +52,14 @@ class Measured:
         return next(iter(resample(len(scores), RESAMPLES, lambda indices: [scores[indices].mean(axis=-1)])), [])
 
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval: Wilson's for a rate, whose scores are all 0 or 1; else of the resamples (percentiles).
+        """The 95% interval: Wilson's for a rate, whose scores are all 0 or 1; else percentiles of the resamples.
         None if the resamples do not differ, as they then tell nothing of the noise."""
         from scipy.stats import binomtest
 
         if self.each is not None and _is_rate(self.each):
             found = binomtest(round(sum(self.each)), len(self.each)).proportion_ci(1 - LEVEL, "wilson")
             return float(found.low), float(found.high)
-        return _percentiles(self.resampled)
+        return _percentiles(self.resampled, len(self.examples))
 
 
 def average(of_seeds: Sequence[Measured]) -> Measured | None:
@@ -134,7 +134,7 @@ def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
         p = 2 * binom.cdf(fewer, changed, 0.5) - binom.pmf(fewer, changed, 0.5)
     elif before.resampled and after.resampled:
         resampled = [b - a for a, b in zip(before.resampled, after.resampled, strict=False)]
-        error, reach = float(np.std(resampled)), _percentiles(resampled)
+        error, reach = float(np.std(resampled)), _percentiles(resampled, count)
         if error > _SAME:
             p = 2 * t.sf(abs(difference) / error, count - 1)
         else:  # each example changed alike, to rounding: a sign test
@@ -250,10 +250,14 @@ def _newcombe(before: Measured, after: Measured) -> tuple[float, float]:
     return b - a - reach(b - low_b, high_a - a), b - a + reach(high_b - b, a - low_a)
 
 
-def _percentiles(numbers: Sequence[float]) -> tuple[float, float] | None:
+def _percentiles(numbers: Sequence[float], examples: int) -> tuple[float, float] | None:
+    """An interval of resamples, of few examples as much wider as Student's t is (Hesterberg, 2015)."""
     import numpy as np
+    from scipy.stats import norm, t
 
     if len(numbers) == 0:
         return None
-    low, high = np.quantile(numbers, (LEVEL / 2, 1 - LEVEL / 2)).tolist()
+    others = max(examples - 1, 1)
+    tail = norm.cdf(math.sqrt((others + 1) / others) * t.ppf(LEVEL / 2, others))
+    low, high = np.quantile(numbers, (tail, 1 - tail)).tolist()
     return (low, high) if high - low > _SAME else None

@@ -22,7 +22,6 @@ from accel_sft.models.compiled import compile_seconds
 from accel_sft.tracking import resampled
 from accel_sft.tracking import run_report as report
 from accel_sft.tracking.disturbed import sentences, stretches
-from accel_sft.tracking.labels import label_scores
 from accel_sft.tracking.metrics_file import mean_mfu, read_lines
 from accel_sft.tracking.model_card import model_card
 from accel_sft.tracking.time_spent import time_sentence
@@ -122,7 +121,6 @@ def publish(
     }
     before, after = (run_dir.read_samples(step) for step in (0, state.evaluated_step))
     resampled.add_intervals(result, task, before, after, run_dir)
-    result |= label_scores(after, task.main_metric)
     report.write_report(run_dir, result, before, after)
     write_manifest(run_dir, result_text(result), evidence)
     run_dir.write_result(result)

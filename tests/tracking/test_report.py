@@ -14,12 +14,15 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from accel_sft import UserError
+from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.io.files import write_atomically, write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.recordable import command_line, masked_words, recordable
 from accel_sft.tracking.labels import label_scores, label_tables
 from accel_sft.tracking.model_card import of_merged
+from accel_sft.tracking.resampled import add_intervals
 from accel_sft.tracking.run_report import comparison_rows, energy_text, print_report, render_report, write_report
+from accel_sft_chat import Chat
 
 
 def sample(index, generated, **scores):
@@ -165,7 +168,8 @@ def labelled(*counted, key="exact_match"):
 
 def test_scores_by_label_are_scikit_learns():
     given = labelled(("a b", "a b", 5), ("a b", "c", 2), ("c", "c", 3), ("c", "nonsense", 1), ("other", "a b", 2))
-    result = label_scores(given, "exact_match")
+    result = {"before": {}, "after": {"exact_match": 8 / 13}}
+    add_intervals(result, Chat(train_file="-", metric="exact"), [], given, None)
     # classification_report(expected, generated, labels=["a b", "c", "other"], zero_division=0)
     expected = {"a b": (5 / 7, 5 / 7, 5 / 7), "c": (3 / 5, 3 / 4, 2 / 3), "other": (0, 0, 0)}
     for label, shares in expected.items():
@@ -188,6 +192,26 @@ def test_confusion_table_has_few_labels_and_counts_all_answers():
     assert (len(header), len(rows), title) == (14, 12, "Answers by expected label, the 12 most frequent")
     assert [sum(int(count or 0) for count in row[1:]) for row in rows] == list(range(20, 8, -1))
     assert rows[-1] == ["11", *[""] * 12, "9"]  # 12 is not among them
+
+
+def test_evaluate_prints_and_writes_scores_by_label(tmp_path, capsys, monkeypatch):
+    from accel_sft.commands.evaluate import _publish
+    from accel_sft.evaluation.evaluator import Evaluation
+
+    monkeypatch.setenv("COLUMNS", "80")
+    named, labels = {"model": "m"}, [f"label of {number}" for number in range(3)]
+    for count, told in (
+        (3, "label of 1 3 0.333 1.000 0.500"),
+        (1, "Answers by expected label: too wide for a terminal; --output-dir"),
+    ):
+        given = labelled(*((label * (1 if count > 1 else 5), labels[1], 3) for label in labels), ("a", "a", 9))
+        (tmp_path / str(count)).mkdir()
+        config = EvaluateConfig(model="m", output_dir=str(tmp_path / str(count)))
+        _publish("chat", Chat(train_file="-", metric="exact"), config, named, [Evaluation({"exact_match": 0.7}, given)])
+        printed = " ".join(capsys.readouterr().out.split("Scores by label")[1].split())
+        assert told in printed
+        assert "## Answers by expected label" in (tmp_path / str(count) / "report.md").read_text()
+    assert json.loads((tmp_path / "3" / "result.json").read_text())["labels"]["a"]["f1"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from matrix import matrix, run
 from rich.cells import cell_len
 from rich.console import Console
+from scipy.stats import t
 
 import significance as simulated
 from accel_sft.io.files import write_json_lines
@@ -19,7 +20,7 @@ from accel_sft.tools.report.paired import paired_runs
 from accel_sft.tools.report.runs import Run
 from accel_sft.tracking import resampled, significance
 from accel_sft.tracking.resampled import add_intervals, measured, read_measured
-from accel_sft.tracking.run_report import print_report, render_report
+from accel_sft.tracking.run_report import about_intervals, print_report, render_report
 from accel_sft.tracking.significance import against_best, average, needed, paired, verdict, words_for
 
 WORDS = words_for(True)
@@ -164,6 +165,15 @@ def test_the_interval_of_micro_f1_is_of_the_tasks_own_aggregate_and_always_the_s
     assert set(told["after"]) == {"f1", "right"}  # the loss has no scores of examples
 
 
+@pytest.mark.parametrize("count", [12, 30, 100])
+def test_interval_of_few_scores_is_as_wide_as_students_t(count):
+    """Percentiles alone are 0.85 times as wide at 12 examples, and cover less than they say."""
+    scores = np.random.default_rng(1).random(count)
+    low, high = measured({"a": scores.mean()}, answers("a", scores.tolist()), None)[0]["a"].interval()
+    student = t.ppf(0.975, count - 1) * scores.std(ddof=1) / math.sqrt(count)
+    assert (high - low) / 2 == pytest.approx(student, rel=0.08)
+
+
 def test_metrics_by_source_are_of_the_answers_of_that_source():
     samples = [{**each, "source": "ab"[place % 3 > 0] + ".jsonl"} for place, each in enumerate(micro_answers(1, 0.5))]
     result = {"before": {}, "main_metric": "f1", "after": {"eval_loss": 1.0, "eval_loss/a.jsonl": 1.0}}
@@ -271,6 +281,12 @@ def test_report_and_terminal_have_the_interval_of_each_metric_and_what_the_test_
         words = " ".join(shown.getvalue().split("f1", 1)[1].split())
         for word in told.replace("(", "").replace(")", "").split():
             assert word in words, word
+
+
+def test_few_examples_are_named_beside_their_intervals():
+    for count, few in ((12, True), (60, False)):
+        told = about_intervals(evaluated(micro_answers(1, 0.5, count), micro_answers(2, 0.8, count)))
+        assert ("; of so few, about 90% where scores are skewed." in told) is few
 
 
 @pytest.mark.parametrize("damage", [5, {"after": {"f1": [1, None]}, "change": {"f1": {"p": "x"}}}, {"change": [1]}])

@@ -100,11 +100,7 @@ CODES = {
         "the chat template's prompts do not end in the header of the answer, which is learnt with it",
         "end the template with it, if add_generation_prompt: other servers show what was learnt in answers",
     ),
-    "D216": Code(
-        "warning",
-        "a label is spelt nearly like a more frequent one",
-        "spell it like the other, unless it is meant",
-    ),
+    "D216": Code("warning", "a label is spelt nearly like a frequent one", "spell both alike, unless it is meant"),
     "D217": Code(
         "warning",
         "a text is what programs write for a missing value, such as nan or None",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -14,8 +13,7 @@ from accel_sft.tools.check.texts import normalised
 from accel_sft.tracking.labels import LONGEST_LABEL, are_labels
 
 _TIMES, _FEWEST_LETTERS = 10, 5
-"""A name that differs from another by a slip is misspelt if the other occurs at least this many times as often, and has
-this many letters: Iran is not Iraq."""
+"""How many times as often the other name occurs, and its fewest letters, for a slip: Iran is not Iraq."""
 _LONGEST = 1 << 16
 """Maximum number of characters of an answer that is parsed."""
 _MOST = 1000
@@ -50,15 +48,14 @@ class AnswerNames:
         for code, counts in self._counts.items():
             ranked = counts.most_common() if len(counts) <= _MOST and (labels or code == "D214") else []
             for place, (name, count) in enumerate(ranked):
-                more = [other for other in ranked[:place] if code == "D216" or other[1] >= _TIMES * count]
-                meant = [(other, times) for other, times in more if _misspelt(name, other, times / count)]
-                for (other, times), (split, index) in itertools.product(meant[:1], self._rows[code, name]):
-                    detail = f"{name!r} stands {count:,} time{'s' * (count != 1)}, {other!r} {times:,} times"
-                    found.add(code, split, index, detail)
+                for other, times in ranked[:place]:
+                    if (code == "D216" or times >= _TIMES * count) and _misspelt(name, other, times / count):
+                        detail = f"{name!r} stands {count:,} time{'s' * (count != 1)}, {other!r} {times:,} times"
+                        for split, index in self._rows.pop((code, name), ()):
+                            found.add(code, split, index, detail)
         named = [f"{name} {count:,}" for name, count in self._counts["D216"].most_common()]
-        if len(named) > _COUNTED:
-            named = [*named[: _COUNTED - 2], "...", named[-1]]  # the rarest may be a mistake
-        return [f"{len(self._counts['D216'])} labels: {', '.join(named)}"] if labels else []
+        rarest = f", ..., {named[-1]}" if len(named) > _COUNTED else ""
+        return [f"{len(named)} labels: {', '.join(named[:_COUNTED])}{rarest}"] if labels else []
 
 
 def _misspelt(name: str, other: str, times: float) -> bool:

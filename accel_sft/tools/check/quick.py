@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ def quick_findings(
 ) -> list[DataFinding]:
     """Return what can be found from both splits' tokens alone; nothing is tokenized, and no text is read."""
     found, facts, names = Findings(), {}, AnswerNames()
-    decode = functools.lru_cache(functools.partial(tokenizer.decode, skip_special_tokens=True))
+    decode = functools.cache(functools.partial(tokenizer.decode, skip_special_tokens=True))
     for encoding in (train, validation):
         split = encoding.split
         facts[split] = token_facts(encoding.kept, tokenizer, eos_ids)
@@ -34,8 +35,8 @@ def quick_findings(
                 found.add(code, split, index)
         report_tokens(facts[split], split, same, [*encoding.cut, *encoding.windowed], tokenizer, found)
         if np.median(encoding.kept.answers) <= _LABEL_TOKENS:
-            for row in encoding.kept[:_ROWS]:
-                names.add(split, row.index, decode(tuple(row.input_ids[row.prompt_length :])))
+            for kept in itertools.islice(encoding.kept, _ROWS):
+                names.add(split, kept.index, decode(tuple(kept.input_ids[kept.prompt_length :])))
     names.report(found)
     held_out, trained = facts["validation"].of_last_rows(), facts["train"].of_last_rows()
     for row in np.flatnonzero((first := first_with_same(held_out.rows)) < np.arange(len(first))):
