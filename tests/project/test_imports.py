@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "tools": "",
     "tools.report": "api io memory tracking",
     "tools.doctor": "api io launch tracking",
-    "tools.check": "api io launch rows chat data models batching evaluation training",
+    "tools.check": "api io launch rows chat data models batching tracking evaluation training",
     "tools.parity": "api io launch rows chat data models batching tracking evaluation resilience training commands",
     "tools.compare": "api io launch models tracking tools.report",
     "tools.plan": "api io launch models batching evaluation memory tools.compare",
