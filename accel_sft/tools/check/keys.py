@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 from accel_sft.tools.check.findings import Findings
-from accel_sft.tools.check.texts import normalised
 from accel_sft.tracking.labels import LONGEST_LABEL, are_labels
 
 _TIMES, _FEWEST_LETTERS = 10, 5
@@ -20,6 +21,9 @@ _MOST = 1000
 """With more distinct names than this, they are taken for content, such as persons' names, and nothing is reported."""
 _NAMED, _COUNTED = 200, 12
 """Maximum number of rows that are named for one name, and of labels whose rows are counted in a line."""
+_SENTENCE = ".,;:!?…。，！？、；：·()[]{}（）【】《》—–"
+_QUOTES = dict.fromkeys(map(ord, "'\"`‘’“”«»「」『』"))
+_MARKS = re.compile(rf"(?<!\d)[{re.escape(_SENTENCE)}]|[{re.escape(_SENTENCE)}](?!\d)")
 
 
 class AnswerNames:
@@ -69,3 +73,9 @@ def _misspelt(name: str, other: str, times: float) -> bool:
     slip = sorted(one) == sorted(two) or (len(edits) == 1 and max(map(len, edits[0])) == 1)
     # a character of Chinese is a word, and is no lower-case letter
     return slip and all(mark.islower() or mark in " _-'" for mark in "".join(map("".join, edits)))
+
+
+def normalised(text: str) -> str:
+    """`text` without case, quotes, punctuation and repeated white space; numbers keep their points and commas."""
+    text = unicodedata.normalize("NFKC", text).casefold().translate(_QUOTES)
+    return " ".join(_MARKS.sub(" ", text).split())

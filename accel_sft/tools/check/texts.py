@@ -6,9 +6,8 @@ import dataclasses
 import hashlib
 import json
 import re
-import unicodedata
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,17 +18,12 @@ from accel_sft.chat.conversation import Conversation, Turn, conversation
 from accel_sft.chat.image_parts import shown
 from accel_sft.chat.thinking import divided
 from accel_sft.tools.check.findings import Findings
-
-if TYPE_CHECKING:  # it imports `normalised`
-    from accel_sft.tools.check.keys import AnswerNames
+from accel_sft.tools.check.keys import AnswerNames, normalised
 
 DAMAGED = re.compile("[\ufeff\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """Signs of a wrong encoding: the replacement character, control characters, and UTF-8 read as Latin-1 or cp1252."""
 _MISSING = {"nan", "NaN", "None", "null", "NULL", "<NA>"}
 """What programs write for a missing value: all of a text or, where Alpaca's input stands, a question's last line."""
-_SENTENCE = ".,;:!?…。，！？、；：·()[]{}（）【】《》—–"
-_QUOTES = dict.fromkeys(map(ord, "'\"`‘’“”«»「」『』"))
-_MARKS = re.compile(rf"(?<!\d)[{re.escape(_SENTENCE)}]|[{re.escape(_SENTENCE)}](?!\d)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +133,6 @@ def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
             faults["D210"] = around(text, damage)
             break
     return faults
-
-
-def normalised(text: str) -> str:
-    """`text` without case, quotes, punctuation and repeated white space; numbers keep their points and commas."""
-    text = unicodedata.normalize("NFKC", text).casefold().translate(_QUOTES)
-    return " ".join(_MARKS.sub(" ", text).split())
 
 
 def text_hash(text: str) -> int:
