@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from accel_sft.tools.check.tokens import report_tokens, token_facts
 
 _NAMED, _DETAILS = 5, 2
 """Maximum number of rows that one line names, and of their details."""
-_LABEL_TOKENS, _ROWS = 16, 5000
-"""If most answers have no more tokens, they may be labels; so many rows of a split are read for them."""
+_LABEL_TOKENS, _ROWS, _TOGETHER = 16, 5000, 125
+"""If most answers have no more tokens, they may be labels; so many rows of a split are read, some at a time."""
 
 
 def quick_findings(
@@ -35,8 +34,9 @@ def quick_findings(
                 found.add(code, split, index)
         report_tokens(facts[split], split, same, [*encoding.cut, *encoding.windowed], tokenizer, found)
         if np.median(encoding.kept.answers) <= _LABEL_TOKENS:
-            for kept in itertools.islice(encoding.kept, _ROWS):
-                names.add(split, kept.index, decode(tuple(kept.input_ids[kept.prompt_length :])))
+            for begin in range(0, _ROWS, _TOGETHER):
+                for kept in encoding.kept[begin : begin + _TOGETHER]:
+                    names.add(split, kept.index, decode(tuple(kept.input_ids[kept.prompt_length :])))
     names.report(found)
     held_out, trained = facts["validation"].of_last_rows(), facts["train"].of_last_rows()
     for row in np.flatnonzero((first := first_with_same(held_out.rows)) < np.arange(len(first))):
