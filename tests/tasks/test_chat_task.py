@@ -789,7 +789,9 @@ def test_answers_of_one_word_are_best_scored_by_another_metric(tmp_path):
 
     for name, answer in {"short": "yes", "long": "yes, it is"}.items():
         (tmp_path / name).write_text(20 * (json.dumps({"prompt": "u", "completion": answer}) + "\n"))
-    assert len(notes(tmp_path / "short")) == 1
+    labels = [{"prompt": "u", "completion": f"order {what}"} for what in ("status", "return") * 10]
+    (tmp_path / "labels").write_text("".join(json.dumps(row) + "\n" for row in labels))
+    assert len(notes(tmp_path / "short")) == len(notes(tmp_path / "labels")) == 1
     assert notes(tmp_path / "short", metric="exact") == notes(tmp_path / "long") == []
 
 

@@ -19,11 +19,13 @@ _SHARE, _MOST = 0.05, 500
 """Share of --train-file's rows that is held out by default, and the most rows."""
 _FEWEST, _LOOKED_AT = 20, 200
 """Fewest rows of an evaluation from which a note on their answers is given, and most rows that are looked at."""
+_LONGEST_LABEL = 60
+"""Characters of a label, an answer that several rows have."""
 _ENOUGH = 100
 """Rows held out from which on nothing is said of how well a score of them is known."""
 _ONE_WORD = (
-    "answers are single words, and --metric f1 gives one with further words a part of the mark; --metric exact counts "
-    "right answers alone"
+    "answers are single words or labels, and --metric f1 gives one with further words a part of the mark; --metric "
+    "exact counts right answers alone"
 )
 _REMEMBERED = (
     "{:,} rows are evaluated that are trained on too (--held-out 0): their scores say what is remembered, not what is "
@@ -145,7 +147,7 @@ class Chat(Task):
         return score(comparable(example.answer), comparable_text(text) if calls else text)
 
     def _with_advice(self, rows: Any, notes: Sequence[str]) -> Any:
-        """The rows to evaluate, with a note added if all answers are single words: --metric exact suits these. Raw text
+        """The rows to evaluate, with a note if answers are single words or labels, which --metric exact suits. Raw text
         among them is scored by perplexity.
 
         Args:
@@ -156,7 +158,9 @@ class Chat(Task):
         if self.metric not in UNANSWERED and self._by_loss(notes) and any(not row.prompt for row in rows):
             return self._by_perplexity(rows)
         told = self.metric == "f1" and not self._own_metric and len(rows) >= _FEWEST
-        short = told and all(len(comparable(row.answer).split()) == 1 for row in rows[:_LOOKED_AT])
+        answers = [comparable(row.answer) for row in rows[:_LOOKED_AT]] if told else []
+        labels = 1 < len({*answers}) <= len(answers) // 4 and max(map(len, answers)) <= _LONGEST_LABEL
+        short = told and (labels or all(len(answer.split()) == 1 for answer in answers))
         if short and _ONE_WORD not in rows.notes:
             rows.notes.append(_ONE_WORD)
         return rows
