@@ -36,7 +36,8 @@ def quick_findings(
         if np.median(encoding.kept.answers) <= _LABEL_TOKENS:
             for begin in range(0, _ROWS, _TOGETHER):
                 for kept in encoding.kept[begin : begin + _TOGETHER]:
-                    names.add(split, kept.index, decode(tuple(kept.input_ids[kept.prompt_length :])))
+                    answer = decode(tuple(kept.input_ids[kept.prompt_length :]))
+                    names.add(split, kept.index, answer.rpartition("</think>")[2])
     names.report(found)
     held_out, trained = facts["validation"].of_last_rows(), facts["train"].of_last_rows()
     for row in np.flatnonzero((first := first_with_same(held_out.rows)) < np.arange(len(first))):
