@@ -19,11 +19,10 @@ def are_labels(counts: Mapping[str, int]) -> bool:
 
 
 def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict[str, Any]:
-    """A result's `labels`, the most frequent first, and `macro_f1`; {} unless the expected answers are labels, and this
-    metric says which answers are right.
+    """A result's `labels`, the most frequent first, and `macro_f1`; {} unless the expected answers are labels.
 
     An answer is of the expected label if its `main_metric` is 1, else of the label that it equals; "" stands for none.
-    The precision of a label that was never answered is 0, as scikit-learn has it.
+    {} also where that metric does not say which answers are right.
     """
     expected = Counter(str(sample["expected"]).strip() for sample in samples)
     answers: dict[str, Counter[str]] = {label: Counter() for label, _ in expected.most_common()}
@@ -37,7 +36,7 @@ def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict
     given = sum(answers.values(), Counter())
     for label, each in answers.items():
         right, count, times = each[label], expected[label], given[label]
-        shares = right / max(times, 1), right / count, 2 * right / (times + count)
+        shares = right / max(times, 1), right / count, 2 * right / (times + count)  # as scikit-learn has them
         labels[label] = {"examples": count, "answers": dict(each), **dict(zip(_SHARES, shares, strict=True))}
     return {"labels": labels, "macro_f1": fmean(each["f1"] for each in labels.values())} if given else {}
 
@@ -45,13 +44,10 @@ def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict
 def label_tables(labels: Any) -> list[tuple[str, list[str], list[list[str]]]]:
     """Title, header and rows of the scores by label, and of the confusion table; none if `labels` has another form."""
     try:
-        scores = [
-            [one_line(label), f"{each['examples']:,}", *(f"{each[share]:.3f}" for share in _SHARES)]
-            for label, each in labels.items()
-        ]
-        scores.append(
-            ["macro mean", "", *(f"{fmean(each[share] for each in labels.values()):.3f}" for share in _SHARES)]
-        )
+        means = {share: fmean(each[share] for each in labels.values()) for share in _SHARES}
+        counted = [(one_line(label), f"{each['examples']:,}", each) for label, each in labels.items()]
+        every = [*counted, ("macro mean", "", means)]
+        scores = [[label, count, *(f"{each[share]:.3f}" for share in _SHARES)] for label, count, each in every]
         confusion, names = [], [*labels][:_COLUMNS]
         for name in names:
             counts = [labels[name]["answers"].get(other, 0) for other in names]
