@@ -12,6 +12,7 @@ import accel_sft
 from accel_sft.api import registry
 from accel_sft.api.config_file import task_in
 from accel_sft.api.errors import UserError
+from accel_sft.api.other_names import OTHER_COMMANDS
 from accel_sft.api.task_file import task_file
 from accel_sft.cli.help import HelpContext
 from accel_sft.cli.options import USUAL
@@ -88,7 +89,9 @@ class TaskGroup(click.Group):
                 see = "to see some together: accel-sft report RUN ..."
                 ctx.fail(f"{cmd_name} is a run, and compare makes runs of its own; {see}")
             near = registry.suggestion(cmd_name, [*registry.names(), *self.commands])
-            ctx.fail(f"no task or tool {cmd_name!r}{near}; `accel-sft tasks` lists the tasks that are installed here")
+            usual = f"{near}; `accel-sft tasks` lists the tasks that are installed here"
+            theirs = OTHER_COMMANDS.get(cmd_name)
+            ctx.fail(f"no task or tool {cmd_name!r}{f'; {theirs}' if theirs else usual}")
         known = not ctx.resilient_parsing or (cmd_name in registry.SHIPPED and cmd_name in registry.names())
         task_class = load_task(cmd_name, USUAL.hang_timeout) if known else None
         summary = registry.summary_of(task_class, cmd_name) if task_class else summaries[cmd_name]

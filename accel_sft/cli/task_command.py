@@ -25,6 +25,7 @@ from accel_sft.rows.rows import absent_rows
 
 _SHORT_HEADINGS = {ADAPTER: MODEL, DATA: "Training", OPTIM: "Training", EVAL: "Training"}
 """The heading under which `--help` lists the few options of a section; `--help-all` has each section's own."""
+_EACH_ITS_OPTION = "each value needs its option, as in --train-file A --train-file B"
 
 
 class TaskCommand(click.Command):
@@ -104,16 +105,21 @@ class TaskCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Raise a UserError that says what to write instead, for options that people know from other trainers."""
+        words, known = [*args], {flag for param in self.params for flag in param.opts}
         try:
             return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            if hint := OTHER_NAMES.get(error.option_name):
-                raise UserError(f"{error.option_name} is no option of {ctx.command_path}: {hint}") from None
+        except click.NoSuchOption:
+            names = dict.fromkeys(word.partition("=")[0].replace("_", "-") for word in words)
+            if theirs := [name for name in names if name in OTHER_NAMES and name not in known]:
+                what = f"is no option of {ctx.command_path}"
+                raise UserError(*(f"{name} {what}: {OTHER_NAMES[name]}" for name in theirs)) from None
             raise
         except click.UsageError as error:
-            if "unexpected extra argument" in error.message and any(param.multiple for param in self.params):
-                told = f"{error.message}; each value needs its option, as in --train-file A --train-file B"
-                raise click.UsageError(told, error.ctx) from None
+            if "unexpected extra argument" in error.message:
+                switch = re.search(r"\b(true|false)\b", error.message, re.IGNORECASE)
+                told = "a switch has no value: --compile or --no-compile" if switch else _EACH_ITS_OPTION
+                if switch or any(param.multiple for param in self.params):
+                    raise click.UsageError(f"{error.message}; {told}", error.ctx) from None
             raise
 
     def invoke(self, ctx: click.Context) -> None:

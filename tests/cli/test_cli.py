@@ -23,7 +23,7 @@ from accel_sft.api import registry
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
-from accel_sft.api.other_names import OTHER_NAMES
+from accel_sft.api.other_names import OTHER_COMMANDS, OTHER_NAMES
 from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.cli.group import cli
 from accel_sft.cli.task_command import TaskCommand
@@ -321,13 +321,49 @@ def test_options_of_other_trainers_are_refused_with_ours(run, site, args, told):
     assert told in line
 
 
+def test_every_foreign_option_of_a_command_is_named_at_once(run, site):
+    """A command of another trainer, as it is, with an option of the task's own that is called as one elsewhere."""
+    words = "--stage sft --template qwen --shout --quantization_bit=4 --val_size 0.1 --lora_rank 8 --save_steps 100"
+    result = run("good", *words.split())
+    hints = dict(line.split(" is no option of accel-sft good: ") for line in result.stderr.splitlines())
+    assert [*hints] == [f"Error: --{name}" for name in NOT_OURS]
+    assert hints["Error: --quantization-bit"] == "it is --load-in-4bit here"
+    assert hints["Error: --val-size"] == "the task chat takes --held-out"
+    assert max(map(len, result.stderr.splitlines())) <= 160
+
+
+NOT_OURS = "stage", "template", "quantization-bit", "val-size", "lora-rank", "save-steps"
+
+
+def test_a_switch_with_a_value_says_how_to_write_it(run, site):
+    told = "unexpected extra argument (True); a switch has no value: --compile or --no-compile"
+    assert told in run("good", "--gradient_checkpointing", "True").stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        *((name, "`accel-sft chat --model MODEL --train-file FILE`") for name in ("train", "sft")),
+        *((name, "preferences are not trained here") for name in ("dpo", "rlhf", "grpo", "orpo", "kto", "reward")),
+    ],
+)
+def test_commands_of_other_trainers_are_refused_with_ours(run, site, name, told):
+    (*_, line) = run(name, "--model", "m").stderr.splitlines()
+    assert line.startswith(f"Error: no task or tool '{name}'; ")
+    assert told in line
+    assert len(line) <= 160
+
+
 def test_names_of_other_trainers_lead_to_options_that_exist():
-    ours = {setting.flag for setting in settings(EvaluateConfig)}
+    ours = {setting.flag for cls in (EvaluateConfig, Chat) for setting in settings(cls)}
     named = {
-        word for hint in OTHER_NAMES.values() for word in re.findall(r"--[a-z-]+", hint) if "accelerate" not in hint
+        word for hint in OTHER_NAMES.values() for word in re.findall(r"--[a-z0-9-]+", hint) if "accelerate" not in hint
     }
     assert named <= ours
     assert not ours & OTHER_NAMES.keys()
+    commands = {word for hint in OTHER_COMMANDS.values() for word in re.findall(r"`accel-sft ([a-z-]+)", hint)}
+    assert commands <= {*cli.commands, "chat"}
+    assert not OTHER_COMMANDS.keys() & {*cli.commands, *registry.SHIPPED}
 
 
 def test_a_second_value_behind_an_option_is_refused_with_how_to_repeat_it():
