@@ -3,42 +3,23 @@
 docs/command-line.md has a table for readers.
 """
 
-_HERE = {
-    "--adapter": "finetuning-type peft-type train-type tuner-type",
-    "--attn-implementation": "attn-impl flash-attention flash-attn sdp-attention xformers-attention",
-    "--chat-template": "chat-template-path",
-    "--compile": "torch-compile",
-    "--dtype": "infer-dtype torch-dtype",
-    "--epochs": "num-epochs num-train-epochs",
-    "--eval-batch-size": "per-device-eval-batch-size",
-    "--eval-every": "eval-steps eval-strategy evals-per-epoch evaluation-strategy",
-    "--eval-limit": "max-eval-samples",
-    "--hang-timeout": "ddp-timeout",
-    "--init-from": "adapter-name-or-path adapters lora-model-dir",
-    "--keep-checkpoints": "save-total-limit",
-    "--learning-rate": "lr",
-    "--load-in-4bit": "quant-bits quantization-bit",
-    "--log-every": "logging-steps",
-    "--lora-modules-to-save": "additional-target modules-to-save",
-    "--lora-r": "lora-rank",
-    "--lora-target-modules": "lora-target target-modules",
-    "--lr-scheduler": "lr-scheduler-type",
-    "--max-length": "cutoff-len max-seq-len max-seq-length model-max-length sequence-len",
-    "--mix": "interleave-probs",
-    "--model": "base-model model-id model-id-or-path model-name model-name-or-path",
-    "--optimizer": "optim",
-    "--patience": "early-stopping-patience",
-    "--resume": "auto-resume-from-checkpoints resume-from-checkpoint",
-    "--run-name": "wandb-name",
-    "--save-every": "save-steps save-strategy saves-per-epoch",
-    "--thinking": "enable-thinking",
-    "--tracker": "report-to use-wandb",
-    "--tracker-project": "wandb-project",
-    "--train-limit": "max-train-samples",
-    "--train-only": "freeze-trainable-layers freeze-trainable-modules unfrozen-parameters",
-    "--use-liger-kernel": "enable-liger-kernel liger-kernel use-liger",
-}
-"""Options here, each with names that it has elsewhere."""
+_HERE = """
+adapter: finetuning-type peft-type train-type tuner-type;
+attn-implementation: attn-impl flash-attention flash-attn sdp-attention xformers-attention;
+dtype: infer-dtype torch-dtype; epochs: num-epochs num-train-epochs; eval-batch-size: per-device-eval-batch-size;
+eval-every: eval-steps eval-strategy evals-per-epoch evaluation-strategy; eval-limit: max-eval-samples;
+hang-timeout: ddp-timeout; init-from: adapter-name-or-path adapters lora-model-dir;
+keep-checkpoints: save-total-limit; learning-rate: lr; load-in-4bit: quant-bits quantization-bit;
+log-every: logging-steps; lora-r: lora-rank; lora-target-modules: lora-target target-modules;
+lr-scheduler: lr-scheduler-type; max-length: cutoff-len max-seq-len max-seq-length model-max-length sequence-len;
+mix: interleave-probs; model: base-model model-id model-id-or-path model-name model-name-or-path;
+optimizer: optim; patience: early-stopping-patience; resume: auto-resume-from-checkpoints resume-from-checkpoint;
+run-name: wandb-name; save-every: save-steps save-strategy saves-per-epoch; tracker: report-to use-wandb;
+tracker-project: wandb-project; train-limit: max-train-samples;
+train-only: freeze-trainable-layers freeze-trainable-modules unfrozen-parameters;
+use-liger-kernel: enable-liger-kernel liger-kernel use-liger
+"""
+"""An option here and its names elsewhere, entry by entry."""
 _ANSWERS = "answers alone are learnt; `accel-sft check` shows which tokens"
 _BATCH = "--global-batch-size is a step's rows over all devices; a forward's rows are chosen by itself"
 _FILES = "the task chat takes {}, a file, a folder or a data set of the hub"
@@ -60,7 +41,8 @@ _ELSEWHERE = {
     "leave it out: supervised fine-tuning is the only stage here": "rl rlhf-type stage",
     "leave it out: it is not needed here": (
         "dataloader-num-workers dataset-num-proc dataset-processes ddp-find-unused-parameters "
-        "gradient-checkpointing-kwargs overwrite-cache preprocessing-num-workers remove-unused-columns save-safetensors"
+        "gradient-checkpointing-kwargs overwrite-cache plot-loss preprocessing-num-workers "
+        "remove-unused-columns save-safetensors"
     ),
     "8 bits are not trained on; --load-in-4bit is QLoRA": "load-in-8bit",
     "leave it out: noise on embeddings (NEFTune) is not offered": "neftune-alpha neftune-noise-alpha",
@@ -72,14 +54,13 @@ _ELSEWHERE = {
     "the task chat takes --metric": "metric-for-best-model",
     "every run keeps its best weights in best/, by the task's metric": "load-best-model-at-end",
     "name a new --output-dir, or continue the run in it by --resume auto": "overwrite-output-dir",
-    "`accel-sft report RUN` draws the curves": "plot-loss",
     "`accel-sft push RUN ORG/NAME` uploads a run": "hub-model-id push-to-hub",
     "serve the run by `accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`": "generate-with",
     "--adapter lora trains an adapter": "use-lora use-peft",
 }
 """Hints, each with the options elsewhere that it is for."""
-OTHER_NAMES = {f"--{name}": f"it is {ours} here" for ours, names in _HERE.items() for name in names.split()}
-OTHER_NAMES |= {f"--{name}": hint for hint, names in _ELSEWHERE.items() for name in names.split()}
+_HINTS = {f"it is --{ours.strip()} here": names for ours, names in (each.split(":") for each in _HERE.split(";"))}
+OTHER_NAMES = {f"--{name}": hint for hint, names in (_HINTS | _ELSEWHERE).items() for name in names.split()}
 
 _ANSWERS_ONLY = "preferences are not trained here; `accel-sft chat` learns answers from rows of messages"
 _COMMANDS = {

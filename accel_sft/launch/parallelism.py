@@ -116,7 +116,8 @@ def _fsdp(launch: Launch, where: str) -> Iterator[Finding]:
     copies, shard = launch.parallelism.get("dp_replicate", 1), launch.parallelism.get("dp_shard", 1)
     processes = f"{launch.world_size} process{'es' * (launch.world_size > 1)}"
     if copies > 1 and (launch.world_size % copies or launch.shard_ranks < 2):
-        what = f"{where}: {processes} do not make {copies} copies of the model, each shared out over two or more"
+        count = f"a multiple of {copies} processes, {2 * copies} or more"
+        what = f"{where}: {copies} sharded copies of the model need {count}, not {launch.world_size}"
         mend = f"--num_processes {2 * copies}, or another multiple of {copies}"
         yield error(what, f"{mend}; accelerate_configs/fsdp2.yaml has one copy")
     elif shard not in (1, launch.shard_ranks):

@@ -49,6 +49,16 @@ class Estimate:
         return self.local_ranks * max(totals(self.host).values(), default=0.0)
 
     @property
+    def host_needed(self) -> dict[str, float]:
+        """Bytes of each phase in one rank's host memory, without the copies of `spare_bytes`."""
+        return {phase: size - self.spare_bytes * (phase in WITH_COPY) for phase, size in totals(self.host).items()}
+
+    @property
+    def host_needed_bytes(self) -> float:
+        """`host_peak_bytes` without these copies: host memory of less does not fit."""
+        return self.local_ranks * max(self.host_needed.values(), default=0.0)
+
+    @property
     def tightest(self) -> str | None:
         """The phase that takes the most memory of the accelerator, or of the host where ranks train on the CPU."""
         found = totals(self.device or self.host)
@@ -61,8 +71,7 @@ class Estimate:
 
     def over(self, gpu_memory: float | None, host_memory: float | None) -> tuple[str, ...]:
         """Which of `device` and `host` has too little memory; a memory of None is not compared."""
-        host = max((size - self.spare_bytes * (at in WITH_COPY) for at, size in totals(self.host).items()), default=0.0)
-        pairs = ("device", self.device_peak_bytes, gpu_memory), ("host", self.local_ranks * host, host_memory)
+        pairs = ("device", self.device_peak_bytes, gpu_memory), ("host", self.host_needed_bytes, host_memory)
         return tuple(name for name, needed, there in pairs if there is not None and needed > there)
 
 

@@ -169,7 +169,7 @@ def _misfits(job: Job, force: bool) -> list[str]:
             raise UserError(*(f"{line}, or add --force" for line in lines))
         return lines
     found = estimate(job)
-    peaks = {"device": found.device_peak_bytes, "host": found.host_peak_bytes}
+    peaks = {"device": found.device_peak_bytes, "host": found.host_needed_bytes}
     return [
         f"{where[place]}: at its peak this launch is predicted to take {peaks[place] / GIB:.1f} GiB, and "
         f"{(free[place] or 0) / GIB:.1f} are free: it may run out; see `accel-sft plan`"

@@ -448,6 +448,28 @@ def test_the_commonest_job_gets_the_fastest_launch_with_the_options_that_it_need
     assert command.count("--eval-batch-size") == ("eval-batch-size" in f"{flags} {given}")
 
 
+def test_full_7b_on_two_small_gpus_shows_host_disk_and_adapter(models):
+    done = accel_sft(
+        "plan", "chat", "--model", str(models / "7b"), *("--gpus", "2", "--gpu-memory", "24", "--host-memory", "128")
+    )
+    table, _, told = done.output.partition("\nmemory ")
+    rows = [line.split() for line in table.splitlines() if re.match(r"\w+ +[0-9.]+!? +\w+ +[0-9.]+", line)]
+    assert len(rows) >= 12
+    assert all(float(row[3].rstrip("!")) <= 128 for row in rows if not row[3].endswith("!"))
+    assert "2 sharded copies of the model need a multiple of 2 processes, 4 or more, not 2" in " ".join(table.split())
+    told = " ".join(told.split())
+    assert "Recommended: z3_nvme" in told
+    assert "; with --adapter lora --gradient-checkpointing --eval-batch-size 32 ddp needs no offload, " in told
+    assert "a checkpoint 85.1 GiB, 3 at once (--keep-checkpoints 2); 127.7 GiB on the NVMe drive" in told
+
+
+def test_an_adapter_is_named_where_no_full_training_fits(models):
+    machine = ("--gpus", "1", "--gpu-memory", "16", "--host-memory", "28")
+    done = accel_sft("plan", "chat", "--model", str(models / "7b"), *machine)
+    assert done.status == 1
+    assert "with --adapter lora --load-in-4bit --gradient-checkpointing ddp needs" in " ".join(done.output.split())
+
+
 def test_a_larger_forward_has_more_rows_and_no_longer_answers():
     small, large = (job_of(QWEN_7B, tokens=tokens, eval_tokens=2048) for tokens in (2048, 8192))
     evaluations = [totals(closed_form.estimate(each).device)["evaluate"] for each in (small, large)]
@@ -573,7 +595,8 @@ def test_exit_status_1_says_that_nothing_fits(models):
     done = planned(models, "--host-memory", "20")
     assert done.status == 1
     told = " ".join(done.output.split())
-    assert "No launch file fits, nor does one with --gradient-checkpointing. Try --adapter lora, a lower" in told
+    assert "No launch file fits, nor does one with --gradient-checkpointing; with --adapter lora" in told
+    assert ". Try --adapter lora, a lower" in told
 
 
 def test_where_host_memory_alone_is_short_more_gpus_are_not_the_advice():

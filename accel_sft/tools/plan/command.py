@@ -26,7 +26,7 @@ from accel_sft.models.source import errors_explained, find_source, is_tiny, reso
 from accel_sft.models.tiny import TINY_SHAPE, TINY_VOCABULARY
 from accel_sft.tools.plan import table
 from accel_sft.tools.plan.machine import PlannedMachine, machine
-from accel_sft.tools.plan.plans import SIMPLEST_FIRST, Plan, launch_of, plan, recommended
+from accel_sft.tools.plan.plans import SIMPLEST_FIRST, Plan, instead, launch_of, offloads, plan, recommended
 
 _CPU_TOKENS = 1024
 """Tokens of the smallest forward that the trainer chooses on a CPU, if --micro-batch-size is auto."""
@@ -42,7 +42,6 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
             made.
     """
     asked, config = config, resolved(config, task)
-    assert config.global_batch_size is not None  # resolved
     here = machine(config.gpus, config.gpu_memory, config.host_memory)
     if config.probe and (this := machine(None, None, None)).gpus != here.gpus:
         raise UserError(f"--probe: the plan is for {here.describe()}; this machine: {this.describe()}")
@@ -50,13 +49,25 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     content, name, folder = model_config(config, lengths.vocabulary)
     shape, stored = read_shape(content, name, folder), stored_bytes(content)
     only = matching(content, name, config.train_only)
-    plans, jobs = [], {}
-    for name, file in launch_files(config.launch):
-        launch = launch_of(file, here)
-        step_tokens = config.global_batch_size * lengths.mean * launch.tensor_ranks / launch.world_size
-        jobs[name] = job = job_of(config, task, shape, stored, launch, here, lengths, step_tokens, only)
-        plans.append(plan(name, file, job, here, step_tokens, lengths.mean))
+    files = [(name, file, launch_of(file, here)) for name, file in launch_files(config.launch)]
+
+    def planned(config: PlanConfig) -> tuple[list[Plan], dict[str, Job]]:
+        assert config.global_batch_size is not None  # resolved
+        plans, jobs = [], {}
+        for name, file, launch in files:
+            step_tokens = config.global_batch_size * lengths.mean * launch.tensor_ranks / launch.world_size
+            jobs[name] = job_of(config, task, shape, stored, launch, here, lengths, step_tokens, only)
+            plans.append(plan(name, file, jobs[name], here, step_tokens, lengths.mean))
+        return plans, jobs
+
+    plans, jobs = planned(config)
     best, why = recommended(plans)
+    if here.gpus and config.adapter == "none" and not only and offloads(best):
+        for flags, in_4bit in (("--adapter lora", False), ("--adapter lora --load-in-4bit", True)):
+            adapted = dataclasses.replace(config, adapter="lora", load_in_4bit=in_4bit)
+            if not offloads(light := recommended(planned(adapted)[0])[0]):
+                why += instead(light, flags, best)
+                break
     command = command_of(task_name, task, asked, best, here) if best else None
     if not config.json:
         for line in table.lines(plans, shape, here, lengths, config, jobs, best, why, command):

@@ -187,6 +187,19 @@ def recommended(plans: Sequence[Plan]) -> tuple[Plan | None, str]:
     return best, why + _but(best)
 
 
+def offloads(plan: Plan | None) -> bool:
+    """Whether there is no plan, or one that keeps weights or optimizer states in host memory or on a disk."""
+    launch = plan.job.launch if plan and plan.job else None
+    return not launch or {launch.offload("param"), launch.offload("optimizer")} != {"none"}
+
+
+def instead(light: Plan | None, flags: str, best: Plan | None) -> str:
+    """The end of a sentence on the plan `light`, with these flags, for those for whom `best` is too slow."""
+    assert light is not None
+    times = f", {1 + _speedup(light, best):.0f} times as fast" if best else ""
+    return f"; with {flags} {light.flags}".rstrip() + f" {light.name} needs no offload{times}"
+
+
 def tried(job: Job, best: Plan) -> str:
     """A sentence on which changes of the job were tried, and which the recommended plan needs; "" if none were."""
     also = [] if job.gradient_checkpointing else ["with --gradient-checkpointing"]

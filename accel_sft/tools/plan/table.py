@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accel_sft.api.tool_configs import PlanConfig
-from accel_sft.memory.estimate import COMPONENTS, PHASES, Estimate, Memory, totals
+from accel_sft.memory.closed_form import checkpoint_bytes_each
+from accel_sft.memory.estimate import COMPONENTS, PHASES, Estimate, totals
 from accel_sft.memory.flops import peaks
 from accel_sft.memory.job import Job
 from accel_sft.memory.lengths import Lengths
 from accel_sft.memory.shape import ModelShape
+from accel_sft.memory.states import nvme_bytes
 from accel_sft.tools.plan.machine import PlannedMachine
 from accel_sft.tools.plan.plans import MARGIN, Plan, tried
 
@@ -74,13 +76,14 @@ def lines(
     if best is None:
         refused = all(each.problem for each in plans)
         none = "No launch file is recommended: each has a problem, named above."
-        why = f"No launch file fits{_also(config)}. {_mend(plans, config)}{_elsewhere(plans, here)}"
-        yield _text(none if refused else why, 0)
+        why = f"No launch file fits{_also(config)}{why.partition('fits')[2]}. {_mend(plans, config)}"
+        yield _text(none if refused else why + _elsewhere(plans, here), 0)
         return
     named = f"{best.name} with {best.flags}" if best.more else best.name
     yield _text(f"Recommended: {named}, {why}.", 0)
     if line := tried(asked[best.name], best):
         yield _text(line, 0)
+    yield _text(f"Disk: {_disk(best, config)}.", 0)
     yield from f"{command}".splitlines()
 
 
@@ -140,6 +143,7 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
         "largest_tokens": plan.largest_tokens,
         "device_peak_bytes": plan.estimate.device_peak_bytes,
         "host_peak_bytes": plan.estimate.host_peak_bytes,
+        "host_needed_bytes": plan.estimate.host_needed_bytes,
         "tightest": plan.estimate.tightest,
         "speed": dataclasses.asdict(plan.speed) if plan.speed else None,
         "estimate": dataclasses.asdict(plan.estimate),
@@ -157,9 +161,9 @@ def _row(plan: Plan, here: PlannedMachine, fastest: float) -> tuple[str, ...]:
     return (
         plan.name,
         _gib(found.device_peak_bytes) + "!" * ("device" in plan.over),
-        _peak_phase(found.device),
-        _gib(found.host_peak_bytes) + "!" * ("host" in plan.over),
-        _peak_phase(found.host),
+        _largest(totals(found.device)),
+        _gib(found.host_needed_bytes) + "!" * ("host" in plan.over),
+        _largest(found.host_needed),
         fits,
         forward,
         _gib(plan.speed.sent_bytes) if plan.speed else "",
@@ -175,9 +179,8 @@ def _fastest(plans: Sequence[Plan]) -> float:
     return min((each.speed.seconds for each in plans if each.fits and each.speed), default=0.0)
 
 
-def _peak_phase(memory: Memory) -> str:
-    found = totals(memory)
-    return max(found, key=found.__getitem__) if found else ""
+def _largest(phases: Mapping[str, float]) -> str:
+    return max(phases, key=phases.__getitem__) if phases else ""
 
 
 def _notes(plans: Sequence[Plan], here: PlannedMachine) -> Iterator[str]:
@@ -187,8 +190,10 @@ def _notes(plans: Sequence[Plan], here: PlannedMachine) -> Iterator[str]:
     rows = f"{jobs[0].rows} longest examples" if jobs[0].rows > 1 else "the longest example"
     what = f"a forward of {jobs[0].tokens:,} tokens" + (f" ({rows})" if here.gpus else "")
     where = "one GPU" if here.gpus else "all ranks of this machine"
-    host = "host: of all ranks of a machine, with their copy of a checkpoint, for which there need not be room"
-    yield _text(f"memory   at its peak phase, with {what}; {host}; !: too little", 9)
+    yield _text(f"memory   at its peak phase, with {what}; host: of all ranks of a machine; !: too little", 9)
+    if spare := max(each.estimate.local_ranks * each.estimate.spare_bytes for each in plans if each.estimate):
+        room = f"{_gib(spare)} GiB of host memory more let training go on while checkpoints are written"
+        yield _text(f"copies   up to {room}; they are left out where there is no room", 9)
     yield _text("fits     in memory; accel-sft doctor says what else a launch file needs", 9)
     if any("gradient_checkpointing" in each.more for each in plans):
         yield _text("g        with --gradient-checkpointing", 9)
@@ -248,6 +253,22 @@ def _mend(plans: Sequence[Plan], config: PlanConfig) -> str:
     host = "fewer processes (each needs some), or more host memory, which alone is short"
     ways.append("or more GPUs" if short else host)
     return f"Try {', '.join(ways)}."
+
+
+def _disk(plan: Plan, config: PlanConfig) -> str:
+    """What a run under this plan writes, and moves in a step."""
+    assert plan.job is not None
+    assert plan.speed is not None
+    job, kept = plan.job, str(config.keep_checkpoints)
+    parts = [f"best/ and final/ {_gib(job.stored_bytes * (job.trained if job.is_frozen else job.parameters))} GiB each"]
+    if job.saves:
+        size = checkpoint_bytes_each(job.ema_decay is not None) * job.trained
+        at_once = f", {int(kept) + 1} at once" if kept.isdecimal() else ""
+        parts.append(f"a checkpoint {_gib(size)} GiB{at_once} (--keep-checkpoints {kept})")
+    if swapped := nvme_bytes(job):
+        moved = _gib(plan.speed.host_bytes * job.local_ranks)
+        parts.append(f"{_gib(swapped)} GiB on the NVMe drive, to and from which a step moves {moved} GiB")
+    return "; ".join(parts)
 
 
 def _gib(size: float) -> str:
