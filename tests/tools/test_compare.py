@@ -593,7 +593,10 @@ def test_a_difference_below_the_spread_is_called_undecided_and_one_round_unknown
     once = [(name, size, speeds[:1], *rest) for name, size, speeds, *rest in cells]
     (tmp_path / "once").mkdir()
     record = made_record(tmp_path / "once", once)
-    assert "A cell ran only once, so it is not known whether such differences repeat" in "\n".join(record["findings"])
+    assert not any("is the fastest" in line or "was the fastest" in line for line in record["findings"][1:])
+    assert record["findings"][0] == (
+        "Which cell is the fastest is not known, as a cell ran only once: --repeat 3 shows which differences repeat."
+    )
     assert record["cells"][0]["spread"]["tokens_per_second"] is None
 
 
@@ -628,7 +631,7 @@ def test_a_disturbed_round_is_marked_and_its_times_do_not_count(tmp_path):
     assert read_comparison(tmp_path, "stages").cells[0].reason == "round 3 disturbed"
     first["runs"][1]["disturbed"] = ["steps 2 to 9: other processes took 1.0 of 2 cores"]
     summarise(record, tmp_path)
-    assert any("A cell has only one round that counts, so" in line for line in findings(record))
+    assert any("not known, as a cell has only one round that counts: " in line for line in findings(record))
 
 
 def printed(record):
@@ -721,7 +724,7 @@ def test_a_sweep_without_a_metric_says_so_and_one_over_launches_tells_speed_too(
     cells = [(1e-4, 8, 1, 0.5, 0.3), (3e-4, 8, 1, 0.7, 0.1)]
     record = made_sweep(tmp_path / "launches", cells, varied=("launch", "learning_rate"))
     assert record["findings"][0].startswith("learning-rate 0.0003 is the best by accuracy")
-    assert any("is the fastest" in line for line in record["findings"])
+    assert any("Which cell is the fastest is not known" in line for line in record["findings"])
 
 
 def test_every_rendering_takes_a_cell_without_numbers(tmp_path):

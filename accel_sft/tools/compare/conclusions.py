@@ -57,7 +57,11 @@ def _fastest(best: Cell, measured: Sequence[Cell]) -> Iterator[str]:
     if not others:
         yield f"{best['name']} is the only cell that was measured: {speed}."
         return
-    if close := [cell for cell in others if decided(best, cell) is False]:
+    if any(decided(best, cell) is None for cell in others):
+        others_too = any(cell["spread"][SPEED] is None and len(cell["runs"]) > 1 for cell in measured)
+        once = "has only one round that counts" if others_too else "ran only once"
+        yield f"Which cell is the fastest is not known, as a cell {once}: --repeat 3 shows which differences repeat."
+    elif close := [cell for cell in others if not decided(best, cell)]:
         behind = max(1 - cell["median"][SPEED] / best["median"][SPEED] for cell in close)
         spread = max(cell["spread"][SPEED] for cell in (best, *close))
         which = " and ".join(cell["name"] for cell in (best, *close))
@@ -65,14 +69,8 @@ def _fastest(best: Cell, measured: Sequence[Cell]) -> Iterator[str]:
             f"Undecided which is the fastest: {which}. They differ by {percent(behind)} at most, and rounds of one and "
             f"the same cell by up to {percent(spread)}; {best['name']} has {speed}."
         )
-    elif any(decided(best, cell) is None for cell in others):
-        yield f"{best['name']} was the fastest: {speed}."
     else:
         yield f"{best['name']} is the fastest: {speed}."
-    if any(decided(best, cell) is None for cell in others):
-        others_too = any(cell["spread"][SPEED] is None and len(cell["runs"]) > 1 for cell in measured)
-        once = "has only one round that counts" if others_too else "ran only once"
-        yield f"A cell {once}, so it is not known whether such differences repeat; --repeat 3 tells."
 
 
 def _leanest(best: Cell, measured: Sequence[Cell]) -> Iterator[str]:
@@ -98,7 +96,8 @@ def _offload(measured: Sequence[Cell]) -> Iterator[str]:
         if plain is None:
             continue
         ratio = plain["median"][SPEED] / cell["median"][SPEED]
-        time = f"{cell['name']} takes {ratio:.2f} times the time of {plain['name']}"
+        in_one = " in one round" if decided(cell, plain) is None else ""
+        time = f"{cell['name']} takes {ratio:.2f} times the time of {plain['name']}{in_one}"
         if decided(cell, plain) is False:
             time = f"between {cell['name']} and {plain['name']} the difference in time is within the spread"
         yield f"What offload costs here: {time}; {_moved(cell, plain)}."
@@ -180,9 +179,9 @@ def _options(measured: Sequence[Cell], varied: Sequence[str]) -> Iterator[str]:
             group = next((group for group in groups if _alike(group[0], cell, name)), None)
             groups.append([cell]) if group is None else group.append(cell)
         ranked = [sorted(group, key=lambda cell: cell["median"][SPEED]) for group in groups if len(group) > 1]
-        clear = [group for group in ranked if decided(group[0], group[-1]) is not False]
+        clear = [group for group in ranked if decided(group[0], group[-1])]
         flag = flag_of(name)
-        if not ranked:
+        if not ranked or any(decided(group[0], group[-1]) is None for group in ranked):
             continue
         if not clear:
             yield f"{flag} makes no difference larger than the spread between rounds."
