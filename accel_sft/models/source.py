@@ -153,29 +153,33 @@ def resolved(config: Settings, task: Task | type[Task]) -> Settings:
     return config.resolved({**TINY_DEFAULTS, "max_steps": task.tiny_steps} if tiny else {})
 
 
-def reach(name: str) -> None:
-    """See that a folder or the hub has `name`: without a network, libraries would try for most of a minute.
+def _reach(name: str) -> None:
+    """Look once for the hub, if none of the files of `name` are kept here: libraries would try for most of a minute.
 
     Raises:
-        UserError: it is a hub id of which nothing is kept here, and the hub cannot be reached.
+        OSError: the hub cannot be reached.
     """
-    from huggingface_hub import constants, get_session, try_to_load_from_cache
+    from huggingface_hub import constants, file_download, get_session
 
-    with errors_explained(name):
-        if Path(name).exists() or try_to_load_from_cache(name, "config.json"):
-            return
-        try:
-            get_session().head(constants.ENDPOINT, timeout=10)
-        except Exception as error:  # the HTTP library's own, of which huggingface_hub has had three
-            raise OSError(f"couldn't connect to '{constants.ENDPOINT}' ({first_line(error)})") from error
+    kept = Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(repo_id=name, repo_type="model")
+    if (kept / "snapshots").is_dir():
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:  # the HTTP library's own, of which huggingface_hub has had three
+        raise OSError(f"couldn't connect to '{constants.ENDPOINT}' ({first_line(error)})") from error
 
 
 @contextlib.contextmanager
 def errors_explained(name: str) -> Iterator[None]:
     """Turn libraries' errors in loading `name` into a UserError that says what cannot be loaded, and why."""
     try:
-        with contextlib.nullcontext() if Path(name).exists() else waiting(f"waiting for {name} from the hub"):
+        if Path(name).exists():
             yield
+        else:
+            with waiting(f"waiting for {name} from the hub"):
+                _reach(name)
+                yield
     except (UserError, MemoryError):
         raise
     except Exception as error:  # files may hold anything, and libraries fail on it in ways of their own

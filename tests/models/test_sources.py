@@ -14,13 +14,15 @@ from models import make_tiny
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
+from accel_sft.api.tool_configs import PlanConfig
 from accel_sft.commands.evaluate import _differences
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import RunDir
-from accel_sft.models import load, source
+from accel_sft.models import load
 from accel_sft.models.compiled import compile_blocks
 from accel_sft.models.load import load_model
-from accel_sft.models.source import find_source, reach
+from accel_sft.models.source import errors_explained, find_source
+from accel_sft.tools.plan.command import model_config
 
 RECORD = json.dumps({"task": "math", "config": {}, "task_options": {}, "launch": {"precision": "bf16"}})
 
@@ -53,11 +55,14 @@ def test_an_adapter_of_a_run_that_was_moved_finds_the_runs_own_base(tmp_path):
     assert (found.weights, found.adapter) == (str(run / "base"), str(run / "final"))
 
 
-def test_a_hub_that_cannot_be_reached_is_not_tried_again_and_again(monkeypatch):
+def test_unreachable_hub_is_tried_once_before_anything_loads(monkeypatch, caplog):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     told = r"couldn.t connect to 'http://127.0.0.1:9' \(.*\); see to the network, or name a folder"
     with pytest.raises(UserError, match=told):
-        reach("some/model")
+        model_config(PlanConfig(model="some/model"))
+    with pytest.raises(UserError, match=told), errors_explained("some/model"):
+        pytest.fail("libraries would try for most of a minute")
+    assert "thrown while requesting" not in caplog.text
 
 
 def test_an_adapter_whose_base_is_gone_says_so(tmp_path):
@@ -87,9 +92,12 @@ def test_what_looks_like_a_folder_is_not_looked_for_on_the_hub(tmp_path, monkeyp
         find_source(name)
 
 
-def test_the_hub_is_waited_for_aloud(monkeypatch, capsys):
+def test_the_hub_is_waited_for_aloud_and_kept_models_need_none(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--org--model" / "snapshots" / "main").mkdir(parents=True)
     monkeypatch.setattr(terminal, "SECONDS_OF_SILENCE", 0.05)
-    with source.errors_explained("org/model"):
+    with errors_explained("org/model"):
         time.sleep(0.5)
     assert re.fullmatch(r"(waiting for org/model from the hub: \d s so far\n)+", capsys.readouterr().out)
 

@@ -28,7 +28,7 @@ from accel_sft.launch.launcher import under_launcher
 from accel_sft.launch.parallelism import fitted
 from accel_sft.launch.precision import recorded
 from accel_sft.launch.read import launch_of_yaml
-from accel_sft.models.source import find_source, reach, resolved
+from accel_sft.models.source import find_source, resolved
 from accel_sft.tools.check.command import Audit
 from accel_sft.tools.plan.command import launch_files, words_of
 from accel_sft.tools.rehearse import model_files, runs
@@ -141,8 +141,6 @@ class Rehearsal:
         day = self.config.template_date or time.strftime("%Y-%m-%d")
         with reported(self.stages, "data"):
             audited = Audit(self.task_name, self.task, CheckConfig(**given | {"template_date": day}), self.folder)
-            if audited.source:
-                reach(audited.source.weights)
             report = audited.report()
             flaws = []
             for finding in report.findings:
