@@ -19,60 +19,59 @@ tracker-project: wandb-project; train-limit: max-train-samples;
 train-only: freeze-trainable-layers freeze-trainable-modules unfrozen-parameters;
 use-liger-kernel: enable-liger-kernel liger-kernel use-liger
 """
-"""An option here and its names elsewhere, entry by entry."""
-_ANSWERS = "answers alone are learnt; `accel-sft check` shows which tokens"
-_BATCH = "--global-batch-size is a step's rows over all devices; a forward's rows are chosen by itself"
-_FILES = "the task chat takes {}, a file, a folder or a data set of the hub"
-_LAUNCH = "it is the launch file's: accelerate launch --config_file accelerate_configs/{}.yaml"
-_LAYOUT = "--batching chooses the layout, by itself"
-_PRECISION = "precision is the launch's: accelerate launch --mixed_precision {}"
-_TRAINS = "leave it out: a task's name alone trains, and evaluates before and after"
-_ELSEWHERE = {
-    _ANSWERS: "assistant-only-loss completion-only-loss train-on-inputs train-on-prompt",
-    _BATCH: "batch-size gradient-accumulation-steps per-device-train-batch-size",
-    _FILES.format("--train-file"): "data-path dataset dataset-dir dataset-name datasets",
-    _FILES.format("--validation-file"): "dataset-test-split eval-dataset test-datasets val-dataset",
-    _LAUNCH.format("fsdp2"): "fsdp fsdp-config",
-    _LAUNCH.format("z2"): "deepspeed",
-    _LAYOUT: "group-by-length neat-packing packing padding-free sample-packing",
-    _PRECISION.format("bf16"): "bf16 pure-bf16",
-    _PRECISION.format("fp16"): "fp16",
-    _TRAINS: "do-eval do-predict do-train",
-    "leave it out: supervised fine-tuning is the only stage here": "rl rlhf-type stage",
-    "leave it out: it is not needed here": (
-        "dataloader-num-workers dataset-num-proc dataset-processes ddp-find-unused-parameters "
-        "gradient-checkpointing-kwargs overwrite-cache plot-loss preprocessing-num-workers "
-        "remove-unused-columns save-safetensors"
-    ),
-    "8 bits are not trained on; --load-in-4bit is QLoRA": "load-in-8bit",
-    "leave it out: noise on embeddings (NEFTune) is not offered": "neftune-alpha neftune-noise-alpha",
-    "leave it out: --lora-target-modules is all-linear by default": "lora-target-linear",
-    "it is --train-limit here, and --eval-limit for evaluation": "max-samples",
-    "the model's own chat template is used; --chat-template names another": "template template-type",
-    "the task chat takes --columns": "dataset-text-field",
-    "the task chat takes --held-out": "split-dataset-ratio val-set-size val-size",
-    "the task chat takes --metric": "metric-for-best-model",
-    "every run keeps its best weights in best/, by the task's metric": "load-best-model-at-end",
-    "name a new --output-dir, or continue the run in it by --resume auto": "overwrite-output-dir",
-    "`accel-sft push RUN ORG/NAME` uploads a run": "hub-model-id push-to-hub",
-    "serve the run by `accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`": "generate-with",
-    "--adapter lora trains an adapter": "use-lora use-peft",
-}
-"""Hints, each with the options elsewhere that it is for."""
-_HINTS = {f"it is --{ours.strip()} here": names for ours, names in (each.split(":") for each in _HERE.split(";"))}
-OTHER_NAMES = {f"--{name}": hint for hint, names in (_HINTS | _ELSEWHERE).items() for name in names.split()}
+"""Options here, each with names that it has elsewhere."""
+_HINTS = """
+assistant-only-loss completion-only-loss train-on-inputs train-on-prompt = answers alone are learnt, always
+batch-size gradient-accumulation-steps per-device-train-batch-size = --global-batch-size is all devices' rows of a step
+bf16 pure-bf16 = precision is the launch's: accelerate launch --mixed_precision bf16
+data-path dataset dataset-dir dataset-name datasets = the task chat takes --train-file, also for data sets of the hub
+dataloader-num-workers dataset-num-proc dataset-processes ddp-find-unused-parameters = leave it out: it is not needed
+dataset-test-split eval-dataset test-datasets val-dataset = the task chat takes --validation-file
+dataset-text-field = the task chat takes --columns
+deepspeed = ZeRO is the launch file's: accelerate launch --config_file accelerate_configs/z2.yaml
+do-eval do-predict do-train = leave it out: a task's name alone trains, and evaluates before and after
+fp16 = precision is the launch's: accelerate launch --mixed_precision fp16
+fsdp fsdp-config = FSDP is the launch file's: accelerate launch --config_file accelerate_configs/fsdp2.yaml
+generate-with = serve the run by `accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`
+gradient-checkpointing-kwargs overwrite-cache plot-loss preprocessing-num-workers = leave it out: it is not needed
+group-by-length neat-packing packing padding-free sample-packing = --batching chooses the layout, by itself
+hub-model-id push-to-hub = `accel-sft push RUN ORG/NAME` uploads a run
+load-best-model-at-end = every run keeps its best weights in best/, by the task's metric
+load-in-8bit = 8 bits are not trained on; --load-in-4bit is QLoRA
+lora-target-linear = leave it out: --lora-target-modules is all-linear by default
+max-samples = it is --train-limit here, and --eval-limit for evaluation
+metric-for-best-model = the task chat takes --metric
+neftune-alpha neftune-noise-alpha = leave it out: noise on embeddings (NEFTune) is not offered
+overwrite-output-dir = name a new --output-dir, or continue the run in it by --resume auto
+remove-unused-columns save-safetensors = leave it out: it is not needed
+rl rlhf-type stage = leave it out: supervised fine-tuning is the only stage here
+split-dataset-ratio val-set-size val-size = the task chat takes --held-out
+template template-type = the model's own chat template is used; --chat-template names another
+use-lora use-peft = --adapter lora trains an adapter
+"""
+_COMMANDS = """
+cpo dpo grpo kto orpo ppo reward rlhf rloo rm simpo = preferences are not trained here; `accel-sft chat` learns answers
+deploy vllm-serve = `accel-sft serve RUN` serves a model
+export merge-lora = `accel-sft merge RUN OUT` writes an adapter's weights into its base's
+fine-tune finetune llm-sft sft train = train on chat files by `accel-sft chat --model MODEL --train-file FILE`
+infer inference = `accel-sft generate RUN` asks a model
+pre-train pretrain pt = train on raw text by `accel-sft chat --model MODEL --train-file TEXTS`
+"""
 
-_ANSWERS_ONLY = "preferences are not trained here; `accel-sft chat` learns answers from rows of messages"
-_COMMANDS = {
-    "train on chat files by `accel-sft chat --model MODEL --train-file FILE`": "fine-tune finetune llm-sft sft train",
-    "train on raw text by `accel-sft chat --model MODEL --train-file TEXTS`": "pre-train pretrain pt",
-    _ANSWERS_ONLY: "cpo dpo grpo kto orpo ppo reward rlhf rloo rm simpo",
-    "`accel-sft generate RUN` asks a model": "infer inference",
-    "`accel-sft merge RUN OUT` writes an adapter's weights into its base's": "export merge-lora",
-    "`accel-sft serve RUN` serves a model": "deploy vllm-serve",
-}
-OTHER_COMMANDS = {name: hint for hint, names in _COMMANDS.items() for name in names.split()}
+
+def _by_name(lines: str) -> dict[str, str]:
+    pairs = (line.split(" = ") for line in lines.strip().splitlines())
+    return {name: hint for names, hint in pairs for name in names.split()}
+
+
+OTHER_COMMANDS = _by_name(_COMMANDS)
 """What to write for commands of other trainers, none of which is a command here."""
+OTHER_NAMES = {f"--{name}": hint for name, hint in _by_name(_HINTS).items()}
+OTHER_NAMES |= {
+    f"--{name}": f"it is --{ours.strip()} here"
+    for ours, names in (entry.split(":") for entry in _HERE.split(";"))
+    for name in names.split()
+}
 
 REMOVED = {"generate_with": "transformers"}
 """Options of earlier versions, with their values in the records of runs, which mean nothing now."""

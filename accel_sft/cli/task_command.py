@@ -25,7 +25,6 @@ from accel_sft.rows.rows import absent_rows
 
 _SHORT_HEADINGS = {ADAPTER: MODEL, DATA: "Training", OPTIM: "Training", EVAL: "Training"}
 """The heading under which `--help` lists the few options of a section; `--help-all` has each section's own."""
-_EACH_ITS_OPTION = "each value needs its option, as in --train-file A --train-file B"
 
 
 class TaskCommand(click.Command):
@@ -117,7 +116,8 @@ class TaskCommand(click.Command):
         except click.UsageError as error:
             if "unexpected extra argument" in error.message:
                 switch = re.search(r"\b(true|false)\b", error.message, re.IGNORECASE)
-                told = "a switch has no value: --compile or --no-compile" if switch else _EACH_ITS_OPTION
+                told = "each value needs its option, as in --train-file A --train-file B"
+                told = "a switch has no value: --compile or --no-compile" if switch else told
                 if switch or any(param.multiple for param in self.params):
                     raise click.UsageError(f"{error.message}; {told}", error.ctx) from None
             raise

@@ -219,13 +219,6 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
     return device, host
 
 
-def nvme_bytes(job: Job) -> float:
-    """Bytes of the files that DeepSpeed swaps a machine's part of parameters, states and gradients to; 0 without."""
-    of_states = MASTER + MOMENTS + FLOAT32 if job.launch.offload("optimizer") == "nvme" else 0
-    of_weights = job.computes_bytes if job.launch.offload("param") == "nvme" else 0
-    return (of_states * job.trained + of_weights * job.parameters) * job.local_ranks / job.ranks
-
-
 def _stays(job: Job, share: float) -> float:
     """Elements of a rank's part that Twin-Flow steps on the device: the first sub-groups, as many whole ones as `ratio`
     leaves there. Vectors, without weight decay, are a group of their own, which comes last. Where a CPU is the device,

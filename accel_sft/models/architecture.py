@@ -1,8 +1,8 @@
 """Reads from a model's classes and configuration: its forward's arguments, its attention, what weights text reaches."""
 
 import inspect
+import itertools
 import re
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that a model's forward raises where it does not support a layout of rows."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def without_adapter(model: Any) -> Any:
@@ -68,6 +69,16 @@ def parts_of(names: Iterable[str]) -> list[str]:
 
 
 def alike(names: Iterable[str]) -> list[str]:
-    """Names that differ in numbers alone (of layers, of experts) as one, with how many they are."""
-    found = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
-    return [f"{name} ({count})" if count > 1 else name for name, count in found.items()]
+    """Names that differ in numbers alone (of layers, of experts) as one: `layers.0-3,7.norm.weight (5)`."""
+    found: dict[str, list[list[str]]] = {}
+    for name in names:
+        found.setdefault(_NUMBER.sub("*", name), []).append(_NUMBER.findall(name))
+    return [_with_numbers(form, numbers) for form, numbers in found.items()]
+
+
+def _with_numbers(form: str, numbers: list[list[str]]) -> str:
+    for place in zip(*numbers, strict=True):
+        runs = itertools.groupby(enumerate(sorted({*map(int, place)})), lambda at: at[1] - at[0])
+        ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
+        form = form.replace("*", ",".join(f"{low}-{high}" if high > low else str(low) for low, high in ends), 1)
+    return f"{form} ({len(numbers)})" if len(numbers) > 1 else form

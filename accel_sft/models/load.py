@@ -134,12 +134,7 @@ def load_model(
         model = new_adapter(model, config, total_steps, log, adapter_start, images=images, new_tokens=new_tokens)
     freeze_beyond_text(model, log, images=images, pattern=config.train_only if train else None)
     if train and config.train_only is not None:
-        freeze_others(model, config.train_only, log)
-        if new_tokens and not model.get_input_embeddings().weight.requires_grad:
-            raise UserError(
-                f"--train-only {config.train_only}: --chat-template adds {len(new_tokens)} tokens, whose embeddings "
-                "would stay untrained; let it match the embedding too, such as embed_tokens"
-            )
+        freeze_others(model, config.train_only, log, new_tokens)
     if train and precision != "no" and not deepspeed:
         leave_casts_to_autocast(model)
     if train and config.gradient_checkpointing:

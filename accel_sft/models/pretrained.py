@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +172,12 @@ def freeze_beyond_text(
         log(f"not trained, {why}: {', '.join(parts_of(beyond))}")
 
 
-def freeze_others(model: torch.nn.Module, pattern: str, log: Callable[[str], None]) -> None:
+def freeze_others(model: Any, pattern: str, log: Callable[[str], None], new_tokens: Sequence[int] = ()) -> None:
     """Freeze the trained parameters but those whose names the regular expression finds a match in (`--train-only`), and
     log which are left. A tied head goes by the name of its embedding.
 
     Raises:
-        UserError: it matches none of them.
+        UserError: it matches none of them, or not the embedding of `new_tokens`.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     trained = {name for name in names if re.search(pattern, name)}
@@ -185,7 +185,26 @@ def freeze_others(model: torch.nn.Module, pattern: str, log: Callable[[str], Non
         raise UserError(no_match(pattern, names))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
+    if new_tokens and not model.get_input_embeddings().weight.requires_grad:
+        raise UserError(
+            f"--train-only {pattern}: --chat-template adds {len(new_tokens)} tokens, whose embeddings would stay "
+            "untrained; let it match the embedding too, such as embed_tokens"
+        )
     log(f"--train-only trains {', '.join(alike(name for name in names if name in trained))}")
+
+
+def would_train(
+    name: str, config: TrainConfig, log: Callable[[str], None], *, images: bool, new: Sequence[int]
+) -> None:
+    """Log what `--train-only` trains, and raise what training would, by a model without memory."""
+    from transformers import AutoConfig
+
+    with errors_explained(name), torch.device("meta"):
+        settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        kind = class_of(settings, images=images)
+        model = kind.from_config(settings, trust_remote_code=config.trust_remote_code)
+    freeze_beyond_text(model, log, images=images, pattern=config.train_only)
+    freeze_others(model, str(config.train_only), log, new)
 
 
 def processor_files(name: str, model: torch.nn.Module) -> list[Path]:

@@ -202,8 +202,7 @@ def test_yaml_tells_all_its_problems(yaml):
 
 def test_yaml_says_what_the_names_of_other_trainers_are_here(yaml):
     assert refused(yaml("per_device_train_batch_size: 4\nlr: 1e-4\n")) == [
-        "line 1: unknown option 'per_device_train_batch_size': --global-batch-size is a step's rows over all devices; "
-        "a forward's rows are chosen by itself",
+        "line 1: unknown option 'per_device_train_batch_size': --global-batch-size is all devices' rows of a step",
         "line 2: unknown option 'lr': it is --learning-rate here",
     ]
 

@@ -64,11 +64,21 @@ def test_each_planted_fault_is_found_by_its_code_and_line_and_nothing_else(site,
 
 def test_a_clean_file_gives_no_finding(site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
-    run = check(site, *files, "--json", "--strict", model=model)
+    run = check(site, *files, "--json", "--strict", "--train-only", r"layers\.0\.mlp", model=model)
     assert run.status == 0
     report = report_of(run)
     assert report["findings"] == []
     assert [split["used"] for split in report["splits"]] == [8, 4]
+    (trains,) = [note for note in report["notes"] if "--train-only trains " in note]
+    assert "gpt_neox.layers.0.mlp.dense_h_to_4h.weight" in trains
+    assert "attention" not in trains
+
+
+def test_train_only_without_a_match_is_refused(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    run = check(site, *files, "--train-only", "no_such", model=model)
+    assert run.status == 1
+    assert "--train-only no_such: no weight's name matches; names are like " in run.output
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from accel_sft.io import terminal
 from accel_sft.io.files import json_safe, write_atomically
 from accel_sft.io.page_file import page_file
 from accel_sft.launch.launcher import under_launcher
-from accel_sft.models.pretrained import text_settings, vocabulary_problem
+from accel_sft.models.pretrained import text_settings, vocabulary_problem, would_train
 from accel_sft.models.source import Source, find_source, resolved
 from accel_sft.models.tiny import build_tiny
 from accel_sft.rows.rows import Rows
@@ -184,6 +184,10 @@ class Audit:
         grown = self.config.chat_template or assembly.source.grown  # training enlarges the embeddings
         if not grown and (problem := vocabulary_problem(weights, text, largest)):
             self.found.add("D601", "", detail=problem)
+        if self.config.train_only is not None:
+            images = any(len(each.kept.pictured) for each in known.values())
+            new = assembly.template.new_tokens if assembly.template else ()
+            would_train(weights, self.config, self.notes.append, images=images, new=new)
         positions = getattr(text, "max_position_embeddings", None) or float("inf")
         for split, each in known.items():
             for row in np.flatnonzero(each.kept.lengths > positions).tolist():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from accel_sft.models.source import errors_explained, find_source, is_tiny, reso
 from accel_sft.models.tiny import TINY_SHAPE, TINY_VOCABULARY
 from accel_sft.tools.plan import table
 from accel_sft.tools.plan.machine import PlannedMachine, machine
-from accel_sft.tools.plan.plans import SIMPLEST_FIRST, Plan, instead, launch_of, offloads, plan, recommended
+from accel_sft.tools.plan.plans import SIMPLEST_FIRST, Plan, launch_of, plan, recommended, without_offload
 
 _CPU_TOKENS = 1024
 """Tokens of the smallest forward that the trainer chooses on a CPU, if --micro-batch-size is auto."""
@@ -52,22 +53,17 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     files = [(name, file, launch_of(file, here)) for name, file in launch_files(config.launch)]
 
     def planned(config: PlanConfig) -> tuple[list[Plan], dict[str, Job]]:
-        assert config.global_batch_size is not None  # resolved
         plans, jobs = [], {}
         for name, file, launch in files:
-            step_tokens = config.global_batch_size * lengths.mean * launch.tensor_ranks / launch.world_size
+            step_tokens = int(config.global_batch_size or 0) * lengths.mean * launch.tensor_ranks / launch.world_size
             jobs[name] = job_of(config, task, shape, stored, launch, here, lengths, step_tokens, only)
             plans.append(plan(name, file, jobs[name], here, step_tokens, lengths.mean))
         return plans, jobs
 
     plans, jobs = planned(config)
     best, why = recommended(plans)
-    if here.gpus and config.adapter == "none" and not only and offloads(best):
-        for flags, in_4bit in (("--adapter lora", False), ("--adapter lora --load-in-4bit", True)):
-            adapted = dataclasses.replace(config, adapter="lora", load_in_4bit=in_4bit)
-            if not offloads(light := recommended(planned(adapted)[0])[0]):
-                why += instead(light, flags, best)
-                break
+    if here.gpus and config.adapter == "none" and not only:
+        why += without_offload(best, lambda in_4bit: planned(replace(config, adapter="lora", load_in_4bit=in_4bit))[0])
     command = command_of(task_name, task, asked, best, here) if best else None
     if not config.json:
         for line in table.lines(plans, shape, here, lengths, config, jobs, best, why, command):
@@ -77,7 +73,7 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
         raise UserError("--probe: no launch file fits; name one by --launch to look at it all the same")
     found = {}
     for each in chosen:
-        probed = dataclasses.replace(asked, **each.more, dry_run=False, resume="off", patience=None)
+        probed = replace(asked, **each.more, dry_run=False, resume="off", patience=None)
         found[each.name] = probed_beside(each, [task_name, *words_of(probed, task)])
     if config.json:
         as_json = table.as_json(plans, shape, here, lengths, best, why, command)
@@ -198,7 +194,7 @@ def command_of(task_name: str, task: Task, asked: PlanConfig, best: Plan, here: 
     words = ["accelerate", "launch", "--config_file", f"{best.name}.yaml" if is_shipped else str(best.file)]
     if here.gpus:
         words += sized(best.job.launch, best.job.ranks)
-    words += ["-m", "accel_sft", task_name, *words_of(dataclasses.replace(asked, **best.more), task)]
+    words += ["-m", "accel_sft", task_name, *words_of(replace(asked, **best.more), task)]
     fetch = f"accel-sft launch-file {best.name} > {best.name}.yaml\n" if is_shipped else ""
     return fetch + shlex.join(words)
 

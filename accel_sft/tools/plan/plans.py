@@ -1,7 +1,7 @@
 """Makes a plan for each launch file (whether it fits, with how large a forward, how fast) and recommends one."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ MOST_TOKENS = 2**17
 MARGIN = 0.92
 """Share of a memory that a prediction may fill without a warning; the rest is more than predictions' mean error."""
 OUTCOMES = ROOMY, BARELY, OVER = "be slower", "barely fit", "not fit"
-"""How a job fits into memory, the best first, in words that complete "it would ..."."""
+"""How a job fits into memory, the best first, in words that complete "without them it would ..."."""
 _Memory = tuple[float | None, float | None]
 """Bytes of one GPU and of the host; None if unknown, or if there is no GPU."""
 _ACCELERATES_NAMES = {"deepspeed": "DEEPSPEED", "fsdp": "FSDP", "ddp": "MULTI_GPU"}
@@ -187,27 +187,21 @@ def recommended(plans: Sequence[Plan]) -> tuple[Plan | None, str]:
     return best, why + _but(best)
 
 
-def offloads(plan: Plan | None) -> bool:
-    """Whether there is no plan, or one that keeps weights or optimizer states in host memory or on a disk."""
-    launch = plan.job.launch if plan and plan.job else None
-    return not launch or {launch.offload("param"), launch.offload("optimizer")} != {"none"}
+def without_offload(best: Plan | None, planned: Callable[[bool], Sequence[Plan]]) -> str:
+    """The end of a sentence on how an adapter does without the offload that `best` needs; "" if it needs none, or none
+    does without. `planned` gives the plans of an adapter, and whether on a base in 4 bits."""
 
+    def offloads(plan: Plan | None) -> bool:
+        launch = plan.job.launch if plan and plan.job else None
+        return not launch or {launch.offload("param"), launch.offload("optimizer")} != {"none"}
 
-def instead(light: Plan | None, flags: str, best: Plan | None) -> str:
-    """The end of a sentence on the plan `light`, with these flags, for those for whom `best` is too slow."""
-    assert light is not None
-    times = f", {1 + _speedup(light, best):.0f} times as fast" if best else ""
-    return f"; with {flags} {light.flags}".rstrip() + f" {light.name} needs no offload{times}"
-
-
-def tried(job: Job, best: Plan) -> str:
-    """A sentence on which changes of the job were tried, and which the recommended plan needs; "" if none were."""
-    also = [] if job.gradient_checkpointing else ["with --gradient-checkpointing"]
-    also += [f"with fewer than {job.eval_rows} answers at once in evaluations"] if job.eval_rows > 1 else []
-    if not also:
-        return ""
-    why = f"without {best.flags} {best.name} would {best.without}" if best.more else f"{best.name} needs no such change"
-    return f"Each launch file was tried {' and '.join(also)} too: {why}."
+    for in_4bit in (False, True) if offloads(best) else ():
+        light, _ = recommended(planned(in_4bit))
+        if light and not offloads(light):
+            flags = f"--adapter lora {'--load-in-4bit ' * in_4bit}{light.flags}".rstrip()
+            times = f", {1 + _speedup(light, best):.0f} times as fast" if best else ""
+            return f"; with {flags} {light.name} needs no offload{times}"
+    return ""
 
 
 def _speedup(plan: Plan, other: Plan) -> float:

@@ -12,9 +12,9 @@ from accel_sft.memory.flops import peaks
 from accel_sft.memory.job import Job
 from accel_sft.memory.lengths import Lengths
 from accel_sft.memory.shape import ModelShape
-from accel_sft.memory.states import nvme_bytes
+from accel_sft.memory.states import FLOAT32, MASTER, MOMENTS
 from accel_sft.tools.plan.machine import PlannedMachine
-from accel_sft.tools.plan.plans import MARGIN, Plan, tried
+from accel_sft.tools.plan.plans import MARGIN, Plan
 
 GIB = 2**30
 _COLUMNS = 80
@@ -79,10 +79,8 @@ def lines(
         why = f"No launch file fits{_also(config)}{why.partition('fits')[2]}. {_mend(plans, config)}"
         yield _text(none if refused else why + _elsewhere(plans, here), 0)
         return
-    named = f"{best.name} with {best.flags}" if best.more else best.name
-    yield _text(f"Recommended: {named}, {why}.", 0)
-    if line := tried(asked[best.name], best):
-        yield _text(line, 0)
+    more = f" with {best.flags} (without, it would {best.without})" if best.more else ""
+    yield _text(f"Recommended: {best.name}{more}, {why}.", 0)
     yield _text(f"Disk: {_disk(best, config)}.", 0)
     yield from f"{command}".splitlines()
 
@@ -265,7 +263,9 @@ def _disk(plan: Plan, config: PlanConfig) -> str:
         size = checkpoint_bytes_each(job.ema_decay is not None) * job.trained
         at_once = f", {int(kept) + 1} at once" if kept.isdecimal() else ""
         parts.append(f"a checkpoint {_gib(size)} GiB{at_once} (--keep-checkpoints {kept})")
-    if swapped := nvme_bytes(job):
+    swapped = (MASTER + MOMENTS + FLOAT32) * job.trained * (job.launch.offload("optimizer") == "nvme")
+    swapped += job.computes_bytes * job.parameters * (job.launch.offload("param") == "nvme")
+    if swapped := swapped * job.local_ranks / job.ranks:
         moved = _gib(plan.speed.host_bytes * job.local_ranks)
         parts.append(f"{_gib(swapped)} GiB on the NVMe drive, to and from which a step moves {moved} GiB")
     return "; ".join(parts)
