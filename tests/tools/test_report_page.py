@@ -635,6 +635,11 @@ def test_charts_follow_the_list_of_runs_the_range_and_a_drag(two, tmp_path, open
     page.wait(f"Math.min(...{ticks}) === 1 && Math.max(...{ticks}) === 6")
     page.choose("#axis", "minutes")
     page.wait("document.querySelector('#main-0').textContent.includes('training time (minutes)')")
+    page.send("Emulation.setDeviceMetricsOverride", width=390, height=900, deviceScaleFactor=1, mobile=False)
+    cells = "document.querySelectorAll('[aria-label=\"Before and after training\"] td')"
+    edges = page.run(f"[...{cells}].map(each => each.getBoundingClientRect().right)")
+    assert len(edges) >= 6
+    assert max(edges) <= 390  # on a phone every number is seen
     assert page.complaints() == [(tmp_path / "page.html").as_uri()]
 
 

@@ -263,7 +263,7 @@ def _disk(plan: Plan, config: PlanConfig) -> str:
         size = checkpoint_bytes_each(job.ema_decay is not None) * job.trained
         at_once = f", {int(kept) + 1} at once" if kept.isdecimal() else ""
         parts.append(f"a checkpoint {_gib(size)} GiB{at_once} (--keep-checkpoints {kept})")
-    swapped = (MASTER + MOMENTS + FLOAT32) * job.trained * (job.launch.offload("optimizer") == "nvme")
+    swapped: float = (MASTER + MOMENTS + FLOAT32) * job.trained * (job.launch.offload("optimizer") == "nvme")
     swapped += job.computes_bytes * job.parameters * (job.launch.offload("param") == "nvme")
     if swapped := swapped * job.local_ranks / job.ranks:
         moved = _gib(plan.speed.host_bytes * job.local_ranks)
