@@ -364,7 +364,7 @@ def test_what_all_records_were_made_to_agree_with_is_found_where_its_stretch_is_
     assert status == 1
     assert report["stretches"] == [stretch]
     assert report["chance"] == pytest.approx(1 / 3)
-    assert "found with a chance of 33%" in report["told"][0]
+    assert "a forged step, with records that agree with it, is found with a probability of 33%" in report["told"][0]
     found = [f"{each['subject']}: {each['what']}" for each in report["findings"] if each["level"] == "differs"]
     assert any(expected in line for line in found), found
 
@@ -391,11 +391,9 @@ def test_a_stretch_that_cannot_be_run_again_here_is_no_difference_and_no_success
     (honest.path.parent / "rows.jsonl").unlink()
     done = CliRunner().invoke(verify, [str(honest.path), "--segments", "1"])
     assert done.exit_code == 1, done.output
-    assert (
-        f"{honest.path}: nothing differs from what it records; 2 of 2 stretches could not be run again" in done.output
-    )
+    assert f"{honest.path}: nothing differs from what it records; 2 of 2 segments could not be run again" in done.output
     assert "rows.jsonl" in done.output
-    assert "with a chance of" not in done.output
+    assert "with a probability of" not in done.output
 
 
 HONEST = {

@@ -22,7 +22,7 @@ _COLORS = {"holds": "green", "open": "yellow", "differs": "red"}
     show_default=True,
     help="Stretches between checkpoints to run again; 0: only compare files, and run nothing of the run.",
 )
-@click.option("--seed", type=click.IntRange(0), help="Draws the stretches; default: another one each time.")
+@click.option("--seed", type=click.IntRange(0), help="Draws the segments; default: another one each time.")
 @click.option(
     "--from-start", is_flag=True, help="Draw from the steps before the first checkpoint too, however many they are."
 )
@@ -109,7 +109,7 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
             click.echo(line)
         seeded = f" (--seed {seed})" if again else ""
         verdict = "nothing differs from what it records" if same else "it is not what it records"
-        verdict += f"; {failed} of {len(drawn)} stretches could not be run again here" * bool(failed)
+        verdict += f"; {failed} of {len(drawn)} segments could not be run again here" * bool(failed)
         click.echo(f"{run}: {verdict}{seeded}")
     if failed or not same:
         raise SystemExit(1)

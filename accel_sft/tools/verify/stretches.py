@@ -57,11 +57,9 @@ def in_words(run: Recorded, possible: Sequence[Stretch], again: Sequence[Stretch
     covered = sum(stretch.steps for stretch in again)
     lines = []
     if again:
-        odds = f"{chance(possible, len(again)):.0%}"
         lines.append(
-            f"{len(again)} of {len(possible)} stretches were run again, {covered:,} of {total:,} steps: a change in "
-            f"one step of a stretch, with which all records were made to agree, would have been found with a chance of "
-            f"{odds}"
+            f"{len(again)} of {len(possible)} segments were run again, {covered:,} of {total:,} steps; a forged step, "
+            f"with records that agree with it, is found with a probability of {chance(possible, len(again)):.0%}"
         )
     first = possible[0].begin if possible else total
     behind = total - (possible[-1].end if possible else first)
@@ -73,7 +71,7 @@ def in_words(run: Recorded, possible: Sequence[Stretch], again: Sequence[Stretch
     if behind and possible:
         lines.append(f"steps {total - behind + 1} to {total} are after the last checkpoint")
     if run.machines > 1:
-        lines.append("no stretch can be run again: the run was on several machines")
+        lines.append("no segment can be run again: the run was on several machines")
     elif not possible:
-        lines.append("no stretch can be run again: no two checkpoints are kept")
+        lines.append("no segment can be run again: no two checkpoints are kept")
     return lines
