@@ -25,7 +25,7 @@ assistant-only-loss completion-only-loss train-on-inputs train-on-prompt = answe
 batch-size gradient-accumulation-steps per-device-train-batch-size = --global-batch-size is all devices' rows of a step
 bf16 pure-bf16 = precision is the launch's: accelerate launch --mixed_precision bf16
 data-path dataset dataset-dir dataset-name datasets = the task chat takes --train-file, also for data sets of the hub
-dataloader-num-workers dataset-num-proc dataset-processes ddp-find-unused-parameters = leave it out: it is not needed
+dataloader-num-workers dataset-num-proc overwrite-cache plot-loss remove-unused-columns = leave it out: it is not needed
 dataset-test-split eval-dataset test-datasets val-dataset = the task chat takes --validation-file
 dataset-text-field = the task chat takes --columns
 deepspeed = ZeRO is the launch file's: accelerate launch --config_file accelerate_configs/z2.yaml
@@ -33,7 +33,7 @@ do-eval do-predict do-train = leave it out: a task's name alone trains, and eval
 fp16 = precision is the launch's: accelerate launch --mixed_precision fp16
 fsdp fsdp-config = FSDP is the launch file's: accelerate launch --config_file accelerate_configs/fsdp2.yaml
 generate-with = serve the run by `accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`
-gradient-checkpointing-kwargs overwrite-cache plot-loss preprocessing-num-workers = leave it out: it is not needed
+dataset-processes gradient-checkpointing-kwargs preprocessing-num-workers = leave it out: it is not needed
 group-by-length neat-packing packing padding-free sample-packing = --batching chooses the layout, by itself
 hub-model-id push-to-hub = `accel-sft push RUN ORG/NAME` uploads a run
 load-best-model-at-end = every run keeps its best weights in best/, by the task's metric
@@ -43,7 +43,6 @@ max-samples = it is --train-limit here, and --eval-limit for evaluation
 metric-for-best-model = the task chat takes --metric
 neftune-alpha neftune-noise-alpha = leave it out: noise on embeddings (NEFTune) is not offered
 overwrite-output-dir = name a new --output-dir, or continue the run in it by --resume auto
-remove-unused-columns save-safetensors = leave it out: it is not needed
 rl rlhf-type stage = leave it out: supervised fine-tuning is the only stage here
 split-dataset-ratio val-set-size val-size = the task chat takes --held-out
 template template-type = the model's own chat template is used; --chat-template names another
@@ -59,19 +58,16 @@ pre-train pretrain pt = train on raw text by `accel-sft chat --model MODEL --tra
 """
 
 
-def _by_name(lines: str) -> dict[str, str]:
-    pairs = (line.split(" = ") for line in lines.strip().splitlines())
-    return {name: hint for names, hint in pairs for name in names.split()}
+def _by_name(lines: list[str], prefix: str = "") -> dict[str, str]:
+    pairs = (line.split(" = ") for line in lines)
+    return {prefix + name: hint for names, hint in pairs for name in names.split()}
 
 
-OTHER_COMMANDS = _by_name(_COMMANDS)
+OTHER_COMMANDS = _by_name(_COMMANDS.strip().splitlines())
 """What to write for commands of other trainers, none of which is a command here."""
-OTHER_NAMES = {f"--{name}": hint for name, hint in _by_name(_HINTS).items()}
-OTHER_NAMES |= {
-    f"--{name}": f"it is --{ours.strip()} here"
-    for ours, names in (entry.split(":") for entry in _HERE.split(";"))
-    for name in names.split()
-}
+_pairs = (entry.split(":") for entry in _HERE.split(";"))
+OTHER_NAMES = _by_name([f"{names} = it is --{ours.strip()} here" for ours, names in _pairs], "--")
+OTHER_NAMES |= _by_name(_HINTS.strip().splitlines(), "--")
 
 REMOVED = {"generate_with": "transformers"}
 """Options of earlier versions, with their values in the records of runs, which mean nothing now."""

@@ -193,16 +193,14 @@ def freeze_others(model: Any, pattern: str, log: Callable[[str], None], new_toke
     log(f"--train-only trains {', '.join(alike(name for name in names if name in trained))}")
 
 
-def would_train(
-    name: str, config: TrainConfig, log: Callable[[str], None], *, images: bool, new: Sequence[int]
-) -> None:
+def would_train(name: str, config: TrainConfig, log: Callable[[str], None], images: bool, new: Sequence[int]) -> None:
     """Log what `--train-only` trains, and raise what training would, by a model without memory."""
     from transformers import AutoConfig
 
+    trusted = {"trust_remote_code": config.trust_remote_code}
     with errors_explained(name), torch.device("meta"):
-        settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-        kind = class_of(settings, images=images)
-        model = kind.from_config(settings, trust_remote_code=config.trust_remote_code)
+        settings = AutoConfig.from_pretrained(name, **trusted)
+        model = class_of(settings, images=images).from_config(settings, **trusted)
     freeze_beyond_text(model, log, images=images, pattern=config.train_only)
     freeze_others(model, str(config.train_only), log, new)
 

@@ -154,11 +154,9 @@ def resolved(config: Settings, task: Task | type[Task]) -> Settings:
 
 
 def _reach(name: str) -> None:
-    """Look once for the hub, if none of the files of `name` are kept here: libraries would try for most of a minute.
-
-    Raises:
-        OSError: the hub cannot be reached.
-    """
+    """Raise OSError if no file of `name` is kept here and the hub cannot be reached: libraries try for a minute."""
+    if Path(name).exists():
+        return
     from huggingface_hub import constants, file_download, get_session
 
     kept = Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(repo_id=name, repo_type="model")
@@ -174,12 +172,9 @@ def _reach(name: str) -> None:
 def errors_explained(name: str) -> Iterator[None]:
     """Turn libraries' errors in loading `name` into a UserError that says what cannot be loaded, and why."""
     try:
-        if Path(name).exists():
+        with contextlib.nullcontext() if Path(name).exists() else waiting(f"waiting for {name} from the hub"):
+            _reach(name)
             yield
-        else:
-            with waiting(f"waiting for {name} from the hub"):
-                _reach(name)
-                yield
     except (UserError, MemoryError):
         raise
     except Exception as error:  # files may hold anything, and libraries fail on it in ways of their own

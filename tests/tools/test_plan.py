@@ -467,7 +467,7 @@ def test_an_adapter_is_named_where_no_full_training_fits(models):
     machine = ("--gpus", "1", "--gpu-memory", "16", "--host-memory", "28")
     done = accel_sft("plan", "chat", "--model", str(models / "7b"), *machine)
     assert done.status == 1
-    assert "with --adapter lora --load-in-4bit --gradient-checkpointing ddp needs" in " ".join(done.output.split())
+    assert "with --adapter lora --load-in-4bit --gradient-checkpointing ddp fits" in " ".join(done.output.split())
 
 
 def test_a_larger_forward_has_more_rows_and_no_longer_answers():
@@ -596,7 +596,7 @@ def test_exit_status_1_says_that_nothing_fits(models):
     assert done.status == 1
     told = " ".join(done.output.split())
     assert "No launch file fits, nor does one with --gradient-checkpointing; with --adapter lora" in told
-    assert ". Try --adapter lora, a lower" in told
+    assert ". Try a lower --max-length, a smaller model, or more GPUs." in told
 
 
 def test_where_host_memory_alone_is_short_more_gpus_are_not_the_advice():

@@ -187,7 +187,7 @@ class Audit:
         if self.config.train_only is not None:
             images = any(len(each.kept.pictured) for each in known.values())
             new = assembly.template.new_tokens if assembly.template else ()
-            would_train(weights, self.config, self.notes.append, images=images, new=new)
+            would_train(weights, self.config, self.notes.append, images, new)
         positions = getattr(text, "max_position_embeddings", None) or float("inf")
         for split, each in known.items():
             for row in np.flatnonzero(each.kept.lengths > positions).tolist():

@@ -62,7 +62,7 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
 
     plans, jobs = planned(config)
     best, why = recommended(plans)
-    if here.gpus and config.adapter == "none" and not only:
+    if config.adapter == "none" and not only:
         why += without_offload(best, lambda in_4bit: planned(replace(config, adapter="lora", load_in_4bit=in_4bit))[0])
     command = command_of(task_name, task, asked, best, here) if best else None
     if not config.json:

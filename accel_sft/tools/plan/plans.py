@@ -200,7 +200,7 @@ def without_offload(best: Plan | None, planned: Callable[[bool], Sequence[Plan]]
         if light and not offloads(light):
             flags = f"--adapter lora {'--load-in-4bit ' * in_4bit}{light.flags}".rstrip()
             times = f", {1 + _speedup(light, best):.0f} times as fast" if best else ""
-            return f"; with {flags} {light.name} needs no offload{times}"
+            return f"; with {flags} {light.name} {'needs no offload' if best else 'fits'}{times}"
     return ""
 
 

@@ -55,7 +55,8 @@ def lines(
     elif lengths.pixels:
         yield _text("images   not counted beside their pixels: config.json does not name the vision tower's sizes")
     yield ""
-    rows = [_HEAD, _UNITS, *(_row(each, here, _fastest(plans)) for each in plans)]
+    fastest = min((each.speed.seconds for each in plans if each.fits and each.speed), default=0.0)
+    rows = [_HEAD, _UNITS, *(_row(each, here, fastest) for each in plans)]
     if not here.gpus:
         rows = [row if _is_problem(row) else (row[0], *row[3:]) for row in rows]
     widths = [max(len(row[at]) for row in rows if not _is_problem(row)) for at in range(len(rows[0]))]
@@ -76,7 +77,8 @@ def lines(
     if best is None:
         refused = all(each.problem for each in plans)
         none = "No launch file is recommended: each has a problem, named above."
-        why = f"No launch file fits{_also(config)}{why.partition('fits')[2]}. {_mend(plans, config)}"
+        also = "" if config.gradient_checkpointing else ", nor does one with --gradient-checkpointing"
+        why = f"No launch file fits{also}{why.partition('fits')[2]}. {_mend(plans, config)}"
         yield _text(none if refused else why + _elsewhere(plans, here), 0)
         return
     more = f" with {best.flags} (without, it would {best.without})" if best.more else ""
@@ -173,10 +175,6 @@ def _is_problem(row: tuple[str, ...]) -> bool:
     return len(row) <= 2
 
 
-def _fastest(plans: Sequence[Plan]) -> float:
-    return min((each.speed.seconds for each in plans if each.fits and each.speed), default=0.0)
-
-
 def _largest(phases: Mapping[str, float]) -> str:
     return max(phases, key=phases.__getitem__) if phases else ""
 
@@ -228,10 +226,6 @@ def _text(text: str, indent: int = 9) -> str:
     return textwrap.fill(text, _COLUMNS, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _also(config: PlanConfig) -> str:
-    return "" if config.gradient_checkpointing else ", nor does one with --gradient-checkpointing"
-
-
 def _elsewhere(plans: Sequence[Plan], here: PlannedMachine) -> str:
     """A hint to give --host-memory, if a plan with GPUs fails only for this machine's free host memory; else ""."""
     if not (here.gpus and here.is_free and any(each.over == ("host",) for each in plans)):
@@ -242,8 +236,6 @@ def _elsewhere(plans: Sequence[Plan], here: PlannedMachine) -> str:
 
 def _mend(plans: Sequence[Plan], config: PlanConfig) -> str:
     ways = []
-    if config.adapter == "none":
-        ways.append("--adapter lora")
     if config.micro_batch_size not in ("auto", "1"):
         ways.append("--micro-batch-size auto")
     ways += ["a lower --max-length", "a smaller model"]
