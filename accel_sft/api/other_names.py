@@ -21,7 +21,7 @@ use-liger-kernel: enable-liger-kernel liger-kernel use-liger
 """
 """Options here, each with names that it has elsewhere."""
 _HINTS = """
-assistant-only-loss completion-only-loss train-on-inputs train-on-prompt = answers alone are learnt, always
+assistant-only-loss completion-only-loss train-on-inputs train-on-prompt = of chats, answers alone are learnt
 batch-size gradient-accumulation-steps per-device-train-batch-size = --global-batch-size is all devices' rows of a step
 bf16 pure-bf16 = precision is the launch's: accelerate launch --mixed_precision bf16
 data-path dataset dataset-dir dataset-name datasets = the task chat takes --train-file, also for data sets of the hub
