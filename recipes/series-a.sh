@@ -16,10 +16,12 @@ LAUNCH=${LAUNCH:-z0,z1,z2,z2_offload,z3,z3_offload}
 length=(--epochs 1)
 [[ -z ${STEPS:-} ]] || length=(--max-steps "$STEPS")
 
-# 16 examples on each of two processes; 1,798 numbers are trained on, and the 200 above them held out
+# 16 examples on each of two processes; 1,798 numbers are trained on, and the 200 above them held out; the answers begin
+# with the prefix of the published rows
 python -m accel_sft compare math --model "$MODEL" --launch "$LAUNCH" --mixed-precision bf16 \
     --repeat "${ROUNDS:-2}" --discard-steps "${DISCARD:-3}" --keep-weights --output-dir "$OUT" \
     --max-number 1998 --train-examples 1798 --validation-examples 200 --held-out largest --addends uniform \
+    --answer-prefix '王大丫丫的回答是--->' \
     --adapter lora --lora-r 8 --lora-alpha 64 --lora-dropout 0.01 \
     --lora-target-modules q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj \
     --global-batch-size 32 --micro-batch-size 16 "${length[@]}" --learning-rate 1e-4 --lr-scheduler cosine \

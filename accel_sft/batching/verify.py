@@ -199,7 +199,7 @@ def _layouts_for(
     if not sequences and name != "padded":
         others = " and ".join(attentions(model, "sdpa", "flex_attention"))
         other = f"{others} can" if others else "the model has no other"
-        reason = f"attention {implementation} cannot be told who sees whom; {other}"
+        reason = f"attention {implementation} cannot take a mask of rows; {other}"
     elif sequences and "position_ids" not in arguments(model):
         reason = "the model takes no positions"
     elif sequences and (limited := limited_layers(model, longest)):

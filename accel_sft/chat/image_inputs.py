@@ -225,7 +225,7 @@ def pixels_in(inputs: Mapping[str, Any]) -> int:
 
 def _refusal(error: Exception) -> str:
     cause = one_line(f"{type(error).__name__}: {error}", LONGEST_ERROR)
-    return f"the model's processor cannot make it input ({cause}); mend it, or take the row out"
+    return f"the model's processor cannot make it input ({cause}); fix it, or take the row out"
 
 
 @dataclasses.dataclass(frozen=True)

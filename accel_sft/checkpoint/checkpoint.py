@@ -109,9 +109,10 @@ def load(
         raise UserError(f"{path}: not a checkpoint of accel_sft; name another one, or start a new run with --init-from")
     before, here = state["layout"].get("precision"), parallelism(accelerator)["precision"]
     if before != here:
+        then, now = ("float32" if each == "no" else each for each in (before, here))
         raise UserError(
-            f"{path}: written under precision {before}, and this launch has {here}: the same steps would compute other "
-            f"numbers; resume it with --mixed_precision {before}, or start a new run from its weights with --init-from"
+            f"{path}: was written in {then}, and this launch computes in {now}, with other results; resume it with "
+            f"--mixed_precision {before}, or start a new run from its weights with --init-from"
         )
     shards.read(accelerator, model, optimizer, path, averages)
     if averages:

@@ -20,7 +20,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.describe import resume_command
 from accel_sft.launch.precision import recorded
 from accel_sft.launch.recordable import masked
-from accel_sft.launch.start import begin, start
+from accel_sft.launch.start import begin, show, start
 from accel_sft.models.compiled import trouble_of_compiling
 from accel_sft.models.source import resolved
 from accel_sft.resilience.exit import EXPLAIN_SECONDS, leave_together
@@ -52,16 +52,17 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             accelerator, launch = start(launch, config, task, began_with=began_with)
             if config.dry_run:
                 return
-            run_dir, config, finished = claim_run_dir(accelerator, launch, recorded_name(task_name), task, config)
+            asked, name = config, recorded_name(task_name)
+            run_dir, config, finished, fresh = claim_run_dir(accelerator, launch, name, task, config)
         if finished:
             accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
             for line in changes_since_finished(run_dir, task) if accelerator.is_main_process else ():
                 print(terminal.wrapped(line), file=terminal.terminal())
             return
-        accelerator.print(terminal.wrapped(f"folder    {run_dir}", 10))
+        show(accelerator, launch, asked, task, str(run_dir))
         signals.run_dir, signals.to_continue = run_dir, resume_command(run_dir.path, config.output_dir)
         watch, log = Watchdog(config.hang_timeout, run_dir), run_dir.log(accelerator.process_index)
-        with _ending(accelerator, run_dir, config.output_dir, signals), terminal.quiet(log, config.debug), watch:
+        with _ending(accelerator, run_dir, fresh, signals), terminal.quiet(log, config.debug), watch:
             prepared = prepare_data(accelerator, launch, run_dir, task, config)
             made_by = write_run_record(run_dir, recorded_name(task_name), prepared)
             with Tracker(
@@ -103,19 +104,20 @@ def _warnings(accelerator: Accelerator, task_name: str, prepared: Prepared) -> l
 
 
 @contextlib.contextmanager
-def _ending(accelerator: Accelerator, run_dir: RunDir, output_dir: str | None, signals: StopSignals) -> Iterator[None]:
+def _ending(accelerator: Accelerator, run_dir: RunDir, fresh: bool, signals: StopSignals) -> Iterator[None]:
     """Inside, an exception is explained and written to result.json before it is raised again.
 
-    If a UserError comes before the run has a record, a folder that the user did not name is deleted instead.
+    If a UserError comes before the first evaluation, a `fresh` folder, in which nothing was before, is deleted instead:
+    TensorBoard and `report` would list a run without a number.
     """
     try:
         yield
     except BaseException as raised:
         signals.failing()  # if the launcher is gone, ranks lose each other: their errors are not the cause
         error = _explained(run_dir, signals, raised)
-        begun = run_dir.record.exists() or output_dir is not None
-        if not begun and isinstance(error, UserError) and accelerator.is_main_process:
-            shutil.rmtree(run_dir.path, ignore_errors=True)  # the user did not name it, and it holds nothing of use
+        if fresh and isinstance(raised, UserError) and not signals.deferred:
+            if accelerator.is_main_process:
+                shutil.rmtree(run_dir.path, ignore_errors=True)
         else:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             run_dir.write_ended(status, masked(str(error)) or type(error).__name__)
@@ -148,7 +150,7 @@ def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> B
     if "Expected to have finished reduction" in str(error):  # by DDP, which waits for every gradient
         return UserError(
             "a trained weight gets no gradient, for which data parallel training waits; leave it out with "
-            "--train-only, or launch with accelerate_configs/z2.yaml, whose log names it (trained in vain)"
+            "--train-only, or launch with accelerate_configs/z2.yaml, which names it (weights without a gradient)"
         )
     if lost := signals.lost_peers(EXPLAIN_SECONDS):  # a broken collective's error does not name the lost ranks
         return UserError(lost)

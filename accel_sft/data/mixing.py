@@ -42,7 +42,7 @@ def rows_by_source(train: StoredEncoding, mix: str) -> tuple[dict[str, np.ndarra
     numbers = np.asarray(examples.sources_of(indices.tolist()))
     found = {name: np.flatnonzero(numbers == number) for number, name in enumerate(shares)}
     if empty := [name for name, rows in found.items() if not len(rows)]:
-        raise UserError(f"--mix {mix}: no row of {', '.join(empty)} is left to train on; mend them, or leave it out")
+        raise UserError(f"--mix {mix}: no row of {', '.join(empty)} is left to train on; fix them, or leave it out")
     return found, tuple(shares.values())
 
 

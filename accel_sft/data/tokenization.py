@@ -99,8 +99,8 @@ class SplitEncoder:
         rows, examples = len(encoding.kept), encoding.kept.examples
         if encoding.windowed:
             encoding.notes.append(
-                f"{encoding.split}: texts longer than --max-length ({len(encoding.windowed):,}) are cut into windows "
-                "that overlap by one token, so that each token is learnt once"
+                f"{encoding.split}: {len(encoding.windowed):,} texts above --max-length become windows that overlap by "
+                "one token, so that each token is learnt once"
             )
         elif rows > examples:
             encoding.notes.append(

@@ -79,7 +79,7 @@ class Generator:
         prefix = common_prefix(examples)
         longest = max(example.prompt_length for example in examples) + max_new_tokens
         with self.ready() as adapter:
-            reason = None if self.sampling == GREEDY else "the most likely tokens are not what is asked for"
+            reason = None if self.sampling == GREEDY else "tokens are drawn by chance"
             reason = reason or _reason_unsupported(self.model, examples, longest)
             reason = reason or self._reason_inexact(examples, prefix)
             self.plain = first_reason(reason)

@@ -63,7 +63,7 @@ def problems(task: Task) -> list[str]:
     """A line if the task's metric is none of answers."""
     if task.main_metric not in UNANSWERED:
         return []
-    return [f"--url: the task's metric is {task.main_metric}, which servers do not tell; choose a metric of answers"]
+    return [f"--url: the task's metric is {task.main_metric}, which servers do not return; choose a metric of answers"]
 
 
 def evaluate(accelerator: Accelerator, task: Task, config: EvaluateConfig, endpoint: Endpoint) -> Evaluation:

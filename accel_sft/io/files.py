@@ -176,6 +176,22 @@ def expanded(name: str, what: str = "--model") -> Path:
         raise UserError(f"{what} {name}: nobody here has this home folder; write the path in full") from None
 
 
+def made_folder(path: Path, *, mine: bool) -> Path:
+    """Make this folder, unless it is there, and return it. A folder that is to be `mine` alone is a new one: where two
+    commands choose a name in the same second, the second one's ends with -2."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made, number = path, 1
+    while True:
+        try:
+            made.mkdir(exist_ok=not mine)
+            return made
+        except FileExistsError:
+            if not mine:  # a file has the name
+                raise
+            number += 1
+            made = path.with_name(f"{path.name}-{number}")
+
+
 def abandoned(folder: Path) -> list[Path]:
     """The files that a killed `write_atomically` left in a folder; only meaningful where no other process writes."""
     return [path for path in folder.glob(".*.tmp") if path.name.split(".")[-2].isdecimal()]

@@ -22,6 +22,7 @@ from accel_sft.launch.precision import cpu_flags
 
 _ACCELERATE = (1, 15)
 """The version of accelerate that reads the keys below. A newer one may read others too."""
+BY_FILE = "accelerate launch --config_file FILE -m accel_sft ... (files: accel-sft launch-file)"
 NVIDIA = Path("/dev/nvidiactl")
 """Exists if the NVIDIA driver runs and has given this machine, or this container, a GPU."""
 _YAML_DEEPSPEED = """
@@ -142,10 +143,9 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
     if launch.yaml.get("use_cpu") and devices:
         what = f"{where}: use_cpu: true is ignored, {devices} GPUs will be used"
         yield warning(what, 'set CUDA_VISIBLE_DEVICES="" to train on the CPU')
-    if not launch.environment.get(PRECISION):
-        mend = "accelerate launch --config_file FILE -m accel_sft ...; accel-sft launch-file lists files"
-        what = f"{launch.world_size} processes, plain data parallel" if launch.world_size > 1 else "one process"
-        yield note(f"started without accelerate launch: {what}, full precision", mend)
+    if not launch.environment.get(PRECISION) and launch.world_size > 1:
+        what = f"{launch.world_size} processes, plain data parallel, in full precision"
+        yield note(what, f"for more: {BY_FILE}")
 
 
 def _precision(launch: Launch, devices: int) -> Iterator[Finding]:

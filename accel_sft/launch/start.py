@@ -11,22 +11,22 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.launch_limits import TENSOR_PARALLEL, launch_problem
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
-from accel_sft.io.terminal import quiet, wrapped
+from accel_sft.io.terminal import quiet, terminal, wrapped
 from accel_sft.io.text import printable
 from accel_sft.launch.accelerator import create_accelerator
-from accel_sft.launch.audit import audit, refuse
-from accel_sft.launch.describe import describe
+from accel_sft.launch.audit import BY_FILE, audit, refuse
+from accel_sft.launch.describe import SHOWN, describe
 from accel_sft.launch.environment import device_count, share_cores
 from accel_sft.launch.info import Launch
+from accel_sft.launch.launcher import PRECISION
 from accel_sft.launch.machines import compare_machines
 from accel_sft.launch.parallelism import fitted
 from accel_sft.launch.read import read_launch
 from accel_sft.launch.recordable import recordable
 
-_TOY = (
-    "note: --model is tiny, a toy of a million random weights, which knows no language: good to see that all works, "
-    "no more; to fine-tune a model, name it: --model Qwen/Qwen2.5-0.5B-Instruct (a hub id), or a folder"
-)
+_TOY = "note: training the built-in toy model. For a real one: --model Qwen/Qwen2.5-0.5B-Instruct"
+_ALWAYS = "model", "max_length", "global_batch_size", "epochs", "max_steps", "learning_rate", "seed"
+"""Settings that are shown also where they are at the trainer's defaults."""
 
 
 def begin() -> Launch:
@@ -49,7 +49,7 @@ def begin() -> Launch:
 def start(
     launch: Launch, config: TrainConfig, task: Task, *, train: bool = True, began_with: str | None = None
 ) -> tuple[Accelerator, Launch]:
-    """Audit a launch, build its Accelerator, and print the resolved launch and settings once.
+    """Audit a launch, build its Accelerator, and print the findings; of a dry run and an evaluation, `show` it too.
 
     Args:
         launch: from `begin`. It is returned with its precision; record that.
@@ -61,7 +61,7 @@ def start(
     # notes are about training: an evaluation is not slower without a launcher, and has the run's own precision
     findings = [each for each in audit(config, launch) if train or each.level != "note"]
     refuse(findings)
-    with quiet(None, config.debug) as terminal:
+    with quiet(None, config.debug) as stream:
         accelerator, launch = create_accelerator(config, launch, train=train, began_with=began_with)
         backend = TENSOR_PARALLEL if launch.tensor_ranks > 1 else accelerator.distributed_type.value
         if problem := launch_problem(config, backend, launch.stage, launch.offload("optimizer")):
@@ -70,41 +70,44 @@ def start(
             findings += compare_machines()
             refuse(findings)
         if accelerator.is_main_process:
-            rows = [row for row in describe(accelerator, launch, config.max_grad_norm) if train or row[0] != "clipping"]
-            width = max(len(name) for name, _ in rows)
-            for name, value in rows:
-                print(wrapped(f"{name:<{width}}  {value}", width + 2), file=terminal)
             for finding in findings:
-                print(wrapped(f"{finding.level}: {finding}"), file=terminal)
-            print(wrapped("settings  " + _settings_line(config, train), 10), file=terminal)
-            if line := _task_line(task):
-                print(wrapped(printable("task      " + line), 10), file=terminal)
-            if config.model == "tiny" and not config.init_from and _rows_of(task):
-                print(wrapped(_TOY), file=terminal)
-            if config.dry_run:
-                print("the launch is valid; data and model were not checked", file=terminal)
+                print(wrapped(f"{finding.level}: {finding}"), file=stream)
+    if config.dry_run or not train:
+        show(accelerator, launch, config, task, train=train)
     return accelerator, launch
 
 
-def _settings_line(config: TrainConfig, train: bool) -> str:
-    """The settings that differ from the trainer's defaults, and model and seed in any case."""
-    usual, values = TrainConfig(), config.as_dict()
-    if not train:
+def show(
+    accelerator: Accelerator, launch: Launch, config: TrainConfig, task: Task, folder: str = "", *, train: bool = True
+) -> None:
+    """Print the launch, behind the run's folder if there is one, and the settings, on rank 0. With `--dry-run`, which
+    leaves no record of the launch, each of its rows has a line."""
+    if not accelerator.is_main_process:
+        return
+    rows = describe(accelerator, launch)
+    lines = [f"{name:<9} {value}" for name, value in rows]
+    if not config.dry_run:
+        launched = ", ".join(value for name, value in rows if name in SHOWN)
+        if train and launch.backend == "plain" and not launch.environment.get(PRECISION):
+            launched += f"; several: {BY_FILE}"
+        lines = [f"run       {folder}: {launched}" if folder else f"launch    {launched}"]
+    lines.append(printable(f"settings  {_settings_line(config, task, train)}"))
+    for line in lines + ["the launch is valid; data and model were not checked"] * config.dry_run:
+        print(wrapped(line, 10), file=terminal())
+
+
+def _settings_line(config: TrainConfig, task: Task, train: bool) -> str:
+    """The settings that differ from the defaults, those of _ALWAYS in any case, then the task's own; when a run is
+    evaluated, the run's settings count."""
+    usual, values = TrainConfig().resolved({}), config.as_dict()
+    if train:
+        del values["output_dir"]  # the line of the run has it
+    else:
         used = {setting.name for setting in settings(TrainConfig) if setting.section in (MODEL, EVAL)}
-        used |= {"max_length", "thinking", "output_dir"}
-        values = {k: v for k, v in values.items() if k in used}
-    differing = {k: v for k, v in values.items() if v != getattr(usual, k) or k in ("model", "seed")}
-    return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in differing.items())
-
-
-def _rows_of(task: Task) -> list[str]:
-    """The files, folders or data sets with rows that the user named in the task's options."""
-    return [name for setting in settings(type(task)) if setting.rows and (name := getattr(task, setting.name))]
-
-
-def _task_line(task: Task) -> str:
-    """The task's settings that differ from its defaults; when a run is evaluated, the run's settings count."""
+        values = {k: v for k, v in values.items() if k in used | {"max_length", "thinking", "output_dir"}}
+    differing = {k: v for k, v in values.items() if v is not None and (v != getattr(usual, k) or k in _ALWAYS)}
     mine = [setting for setting in settings(type(task)) if getattr(task, setting.name) != setting.default]
-    values = recordable({setting.name: getattr(task, setting.name) for setting in mine})
-    shown = {name: f"{value:g}" if isinstance(value, float) else value for name, value in values.items()}
-    return ", ".join(f"{setting.flag[2:]} {shown[setting.name]}" for setting in mine)
+    differing |= recordable({setting.name: getattr(task, setting.name) for setting in mine})
+    shown = {k.replace("_", "-"): f"{v:g}" if isinstance(v, float) else v for k, v in differing.items()}
+    toy = config.model == "tiny" and not config.init_from and any(setting.rows for setting in mine)
+    return ", ".join(f"{name} {value}" for name, value in shown.items()) + f"; {_TOY}" * toy

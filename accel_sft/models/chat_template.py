@@ -127,11 +127,11 @@ def _failure(error: UserError) -> str:
     """Why a template fails, and where: the error of a rendering is of a model's own template, and a task's messages."""
     cause = error.__cause__
     if isinstance(cause, jinja2.TemplateSyntaxError):
-        return f"line {cause.lineno}: {one_line(cause.message or '', LONGEST_ERROR)}; mend it, or name another"
+        return f"line {cause.lineno}: {one_line(cause.message or '', LONGEST_ERROR)}; fix it, or name another"
     if cause is None:
         return first_line(error)
     told = str(cause) if isinstance(cause, jinja2.TemplateError) else f"{type(cause).__name__}: {cause}"
-    return f"it fails on a conversation: {one_line(told, LONGEST_ERROR)}; mend it, or name another"
+    return f"it fails on a conversation: {one_line(told, LONGEST_ERROR)}; fix it, or name another"
 
 
 def template_of(tokenizer: Any, name: str) -> Any:

@@ -45,7 +45,7 @@ def load_tokenizer(
         raise UserError(no_template(source.tokenizer))
     if tokenizer.chat_template is not None and not isinstance(tokenizer.chat_template, (str, dict)):
         kind = type(tokenizer.chat_template).__name__
-        raise UserError(f"--model {source.tokenizer}: its chat template is {kind}, expected text; mend the tokenizer")
+        raise UserError(f"--model {source.tokenizer}: its chat template is {kind}, expected text; fix the tokenizer")
     if tokenizer.eos_token_id is None:
         raise UserError(f"--model {source.tokenizer}: its tokenizer names no eos_token to end an answer with")
     if not tokenizer("The answer is 1.", add_special_tokens=False)["input_ids"]:

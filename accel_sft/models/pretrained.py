@@ -142,7 +142,7 @@ def _refuse_incomplete(name: str, found: dict[str, Any]) -> None:
     defects = {"lack": sorted(found["missing_keys"]), "have in another shape than config.json says": sorted(shapes)}
     wrong = [
         f"--model {name}: its files {what} {len(keys)} of the model's weights, which would start random "
-        f"({_named(keys)}); name files that are whole, or mend its config.json"
+        f"({_named(keys)}); name files that are whole, or fix its config.json"
         for what, keys in defects.items()
         if keys
     ]

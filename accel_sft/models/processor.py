@@ -45,7 +45,7 @@ def load_processor(source: Source, *, model: str, trust_remote_code: bool) -> An
         else:
             processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
     if getattr(processor, "image_token", None) is None or not hasattr(processor, "image_token_ids"):
-        raise UserError(f"--model {name}: {type(processor).__name__} does not tell which tokens are an image's")
+        raise UserError(f"--model {name}: {type(processor).__name__} names no token of an image")
     return processor
 
 

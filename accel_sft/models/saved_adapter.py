@@ -68,7 +68,7 @@ def _check_shape(folder: str, settings: TrainConfig) -> None:
         fields = ADAPTERS[settings.adapter].saved_settings
         asked |= {key: (field, getattr(settings, field)) for key, field in fields.items()}
     wrong = [
-        f"--{field.replace('_', '-')} {value}: the adapter in {folder} has {saved.get(key)}, and keeps it; say so"
+        f"--{field.replace('_', '-')} {value}: the adapter in {folder} has {saved.get(key)}; give that, or leave it out"
         for key, (field, value) in asked.items()
         if value is not None and _comparable(saved.get(key)) != _comparable(value)
     ]

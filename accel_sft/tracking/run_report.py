@@ -20,8 +20,8 @@ from accel_sft.tracking.labels import label_tables
 from accel_sft.tracking.significance import span, verdict, words_for
 from accel_sft.tracking.time_spent import time_sentence
 
-SHOWN_SAMPLES = 20
-"""Maximum number of answers listed in a report; all answers are in the run's samples folder."""
+SHOWN_SAMPLES, PRINTED_SAMPLES = 20, 5
+"""Maximum number of answers listed in a report, and at the terminal by a run, whose samples folder has all."""
 
 COSTS = {
     "generate_seconds": "time for all answers (s)",
@@ -37,6 +37,7 @@ COSTS = {
 _TRAINING = {
     "status": "status",
     "steps": "steps",
+    "stop_reason": "stopped early",
     "train_seconds": "training time (s)",
     "tokens_per_second": "training tokens/s (mean of all steps)",
     "tokens_per_second_per_device": "training tokens/s of each device",
@@ -125,9 +126,7 @@ def render_report(
     parts = [f"# {markdown_cell(title)}" if title else "# Report"]
     training = [(label, shown(result[key])) for key, label in _TRAINING.items() if result.get(key) is not None]
     training += [("energy", text)] if (text := energy_text(result.get("energy"))) else []
-    if result.get("stopped_early"):
-        step = mapping(result.get("best")).get("step") or 0
-        training.append(("stopped early", f"by --patience: no better {result.get('main_metric')} after step {step}"))
+    training += [("answers", text.removeprefix("answers: ")) for text in result.get("answering") or ()]
     trained = "steps" in result  # `evaluate` writes a report too
     parts += ["## Training", markdown_table(["", ""], training)] if trained else []
     if spent := result.get("time_spent"):
@@ -202,10 +201,16 @@ def write_report(run_dir: RunDir, result: Mapping[str, Any], before_samples: Sam
     return run_dir.report
 
 
-def print_report(result: Mapping[str, Any], before_samples: Samples, after_samples: Samples, console: Console) -> None:
-    """Print base beside tuned and the first answers, as wide as the console."""
+def print_report(
+    result: Mapping[str, Any], samples: Samples, tuned: Samples, console: Console, most_answers: int = SHOWN_SAMPLES
+) -> None:
+    """Print the first answers (`samples` are the base's), then base beside tuned, as wide as the console."""
     before = result.get("before") or {}
     sides = ["base", "tuned"] if before else ["model"]  # `evaluate` without a base has one side
+    if rows := _side_by_side(samples, tuned)[:most_answers]:
+        marks = {sample["index"]: _mark(sample["scores"].get(result.get("main_metric"))) for sample in tuned}
+        title = f"answers ({len(rows)} of {max(len(samples), len(tuned))})"
+        console.print(_answers(title, rows, marks, sides, console.width))
     table = Table(box=box.SIMPLE_HEAD, title=" and ".join(sides), title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("", overflow="fold")
     for name in sides:
@@ -218,14 +223,13 @@ def print_report(result: Mapping[str, Any], before_samples: Samples, after_sampl
     if table.row_count:  # nothing was evaluated with --eval-every off
         for text in filter(None, (table, compared_weights(result), about_intervals(result))):
             console.print(text, markup=False)
-    rows = _side_by_side(before_samples, after_samples)
-    if not rows:
-        return
-    title = f"answers ({len(rows)} of {max(len(before_samples), len(after_samples))})"
+
+
+def _answers(title: str, rows: list[list[str]], marks: Mapping[int, str], sides: list[str], width: int) -> Table:
+    """Prompts, expected answers and those of each side, in columns unless the prompts' would be too narrow."""
     answers = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", expand=True)
     texts = ("expected", *sides)
-    marks = {sample["index"]: _mark(sample["scores"].get(result.get("main_metric"))) for sample in after_samples}
-    columns = console.width - 3 * (len(texts) + 1) - 1  # less each column's padding and the lines between
+    columns = width - 3 * (len(texts) + 1) - 1  # less each column's padding and the lines between
     columns -= 3 + _MARK if any(marks.values()) else 0
     lines = [[one_line(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)) for text in row[1:5]] for row in rows]
     longest = max(map(cell_len, (*texts, *(text for _, *others in lines for text in others))))
@@ -233,17 +237,16 @@ def print_report(result: Mapping[str, Any], before_samples: Samples, after_sampl
     wide = min(columns * 3 // (3 * len(texts) + 2), longest)
     left = columns - len(texts) * wide
     if left < _NARROW and any(cell_len(line[0]) > left for line in lines):
-        console.print(_one_below_another(title, texts, rows, lines, marks))
-        return
+        return _one_below_another(title, texts, rows, lines, marks)
     answers.add_column("prompt", width=left, overflow="fold")
     for name in texts:
         answers.add_column(name, width=wide, overflow="fold")
     if any(marks.values()):
         answers.add_column("right", width=_MARK)
     for (index, *_), (prompt, expected, base, tuned) in zip(rows, lines, strict=True):
-        cells = (prompt, expected, base, tuned) if before else (prompt, expected, tuned)
+        cells = (prompt, expected, base, tuned) if "base" in sides else (prompt, expected, tuned)
         answers.add_row(*map(Text, cells), *([marks.get(int(index), "")] if any(marks.values()) else []))
-    console.print(answers)
+    return answers
 
 
 def _one_below_another(

@@ -23,7 +23,7 @@ from accel_sft.chat.conversation import read_split
 from accel_sft.checkpoint.checkpoint import settle
 from accel_sft.io import cache
 from accel_sft.io.evidence import made_by, other_versions
-from accel_sft.io.files import abandoned, expanded, mapping, write_atomically
+from accel_sft.io.files import abandoned, expanded, made_folder, mapping, write_atomically
 from accel_sft.io.lock import lock
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import Team, decided_by_main
@@ -43,13 +43,13 @@ _SHARED_SECONDS = 10
 
 def claim_run_dir(
     accelerator: Accelerator, launch: Launch, task_name: str, task: Task, config: TrainConfig
-) -> tuple[RunDir, TrainConfig, bool]:
+) -> tuple[RunDir, TrainConfig, bool, bool]:
     """Create or reuse the run's folder, the same on every rank.
 
     Returns:
         the folder; `config`, with the day that templates are told, and with `--resume auto` if an earlier attempt of
-        this launch claimed the folder; and whether the folder's run is complete already, with these settings. Others
-        are refused later, by name.
+        this launch claimed the folder; whether the folder's run is complete already, with these settings (others are
+        refused later, by name); and whether nothing was in the folder.
     Raises:
         UserError: the folder is not empty and `--resume` is off, belongs to something else, or cannot be written.
     """
@@ -58,7 +58,7 @@ def claim_run_dir(
     if machines > 1 and not config.output_dir:
         raise UserError("--output-dir: name a folder that all machines share; this launch has several")
 
-    def claim() -> tuple[RunDir, str, str, bool]:
+    def claim() -> tuple[RunDir, str, str, bool, bool]:
         # in torchrun's temporary folder a file tells later attempts of this launch the run's folder
         attempt = folder_of_ranks()
         shared = attempt.parent / "accel_sft-run-dir" if attempt else None
@@ -68,7 +68,7 @@ def claim_run_dir(
             earlier = ""  # of another run of this attempt
         name = config.output_dir or earlier or f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         path = expanded(name, "--output-dir").absolute()
-        run_dir, resume = RunDir(path), config.resume
+        resume = config.resume
         if resume == "off" and str(path) == earlier:
             resume = "auto"
         if resume not in ("off", "auto") and Path(resume).resolve().parent.parent != path.resolve():
@@ -77,7 +77,8 @@ def claim_run_dir(
                 "to start a new run from another one's weights, use --init-from"
             )
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path = made_folder(path, mine=not (config.output_dir or earlier))
+            run_dir = RunDir(path)
             lock(path)
             # A run that was killed while it wrote its first file left no more than these.
             begun = {file for file in abandoned(path) if file.name.startswith(".result.json.")}
@@ -104,17 +105,17 @@ def claim_run_dir(
         # templates are told the day on which the run was started, whenever and on whichever rank they are rendered
         day = config.template_date or before["config"].get("template_date") or time.strftime("%Y-%m-%d")
         settled = {**config.as_dict(), "template_date": day}
-        return run_dir, resume, day, complete and not _changes(before, settled, _options(task))
+        return run_dir, resume, day, complete and not _changes(before, settled, _options(task)), not occupied
 
     try:
-        run_dir, resume, day, finished = decided_by_main(accelerator, claim)
+        run_dir, resume, day, finished, fresh = decided_by_main(accelerator, claim)
         if machines > 1:
             _check_shared(accelerator, run_dir)
     except Exception as error:  # such as a collective's, if another rank was lost
         for run_dir in claimed:
             run_dir.write_ended("failed", lost_peers() or str(error))
         raise
-    return run_dir, dataclasses.replace(config, resume=resume, template_date=day), finished
+    return run_dir, dataclasses.replace(config, resume=resume, template_date=day), finished, fresh
 
 
 def _check_shared(accelerator: Accelerator, run_dir: RunDir) -> None:

@@ -52,7 +52,7 @@ class InVain:
             adapter = hasattr(unwrapped, "peft_config")
             mend = "name other layers in --lora-target-modules" if adapter else "leave them out with --train-only"
             self._log(
-                f"warning: trained in vain: in {self._updates} steps no gradient has reached {len(vain)} of "
+                f"warning: weights without a gradient: in {self._updates} steps none has reached {len(vain)} of "
                 f"{len(names)} trained weights ({', '.join(self.found)}): the loss does not depend on them; {mend}"
             )
         if idle:

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import math
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -54,6 +55,9 @@ _IMAGES_IN_PARTS = (
     "the data has images, and sequence parallelism gives each rank a part of a row's tokens, so that an image's would "
     "be cut apart; launch with accelerate_configs/z3.yaml or fsdp2.yaml"
 )
+_MANY_EPOCHS = 20
+_USUAL_NOTE = re.compile(r"\w+: ([\d,]+ rows? read as |[\d,]+ of [\d,]+ rows are held out |.* from the cache$)")
+"""Matches notes that most runs on files have: they are joined to the line of the data."""
 _COMPARED = 8
 """Number of validation examples whose system messages are compared."""
 
@@ -157,13 +161,16 @@ class Prepared:
 
     @property
     def lines(self) -> list[str]:
-        """Lines for the console: which examples were left out or cut, then the size of the job."""
+        """Lines for the console: what is to be known of the examples, then the size of the job in a line, with how rows
+        were read and held out."""
         train, validation, plan, config = self.train, self.validation, self.plan, self.assembly.config
         tokens, supervised = int(plan.lengths.sum()), int(plan.supervised.sum())
         evaluated = f"{validation.kept.examples:,}"
         if (limit := config.eval_limit) and limit < validation.kept.examples:
             evaluated = f"{limit:,} of {evaluated}"
-        steps = "step" if plan.total_steps == 1 else "steps"
+        count, epochs = plan.total_steps, plan.epoch(plan.total_steps)
+        steps = f"{count:,} step{'s' * (count != 1)} of {plan.global_batch_size}: {epochs:.3g} epoch"
+        steps += "s" * (epochs != 1) + "; for fewer: --epochs or --max-steps" * (epochs >= _MANY_EPOCHS)
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
         limit_line = f"--train-limit {config.train_limit}: the first {read:,} of {read + self.beyond_limit:,} examples"
@@ -171,16 +178,17 @@ class Prepared:
             f"--global-batch-size {plan.global_batch_size} is more than the rows: a step learns some twice or more"
         )
         merged = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
+        lines = [*train.lines(), *validation.lines()]
+        usual = [line for line in lines if _USUAL_NOTE.match(line)]
         return [
             *([merged] if self.assembly.source.adapter and config.adapter == "none" else []),
             *(self.assembly.template.lines if self.assembly.template else []),
-            *train.lines(),
-            *validation.lines(),
+            *(line for line in lines if line not in usual),
             *([limit_line] if self.beyond_limit else []),
             *([repeated] if min(plan.global_batch_size, plan.stream_length or math.inf) > plan.epoch_rows else []),
             *([f"--mix: {in_words(plan)}"] if config.mix else []),
-            f"{len(train.kept):,} training {examples} ({tokens:,} tokens, {supervised:,} supervised), "
-            f"{evaluated} validation; {plan.total_steps:,} {steps} of {plan.global_batch_size}",
+            f"data      {len(train.kept):,} training {examples} ({tokens:,} tokens, {supervised:,} supervised), "
+            + "; ".join([f"{evaluated} validation", steps, *usual]),
         ]
 
     def counts(self) -> dict[str, int]:

@@ -51,6 +51,12 @@ class TrainState:
         """Whether `patience` evaluations in a row brought no better main metric."""
         return patience is not None and self.without_better >= patience
 
+    def stop_reason(self, total_steps: int, patience: int | None) -> str | None:
+        """Why patience ended the run before its last step; None if it did not."""
+        count = f"{self.without_better} evaluation{'s' * (self.without_better != 1)} in a row no better than the best"
+        why = f"at step {self.step} of {total_steps}, after {count}, of step {self.best_step} (--patience {patience})"
+        return why if self.step < total_steps else None
+
     def update_best(self, value: float, loss: float, higher_is_better: bool) -> bool:
         """Record a main metric; returns whether it is the best so far. At equal values, a lower loss is better.
 

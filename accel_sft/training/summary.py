@@ -105,7 +105,8 @@ def publish(
         "task": task_name,
         "model": config.init_from or config.model,
         "steps": state.step,
-        "stopped_early": state.step < prepared.plan.total_steps,
+        "stopped_early": (reason := state.stop_reason(prepared.plan.total_steps, config.patience)) is not None,
+        "stop_reason": reason,
         "train_seconds": state.seconds,
         "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
         **speed,
@@ -124,7 +125,8 @@ def publish(
     report.write_report(run_dir, result, before, after)
     write_manifest(run_dir, result_text(result), evidence)
     run_dir.write_result(result)
-    report.print_report(result, before, after, console=Console(file=terminal(), highlight=False, width=columns()))
+    console = Console(file=terminal(), highlight=False, width=columns())
+    report.print_report(result, before, after, console, report.PRINTED_SAMPLES)
     scores = {"best": (state.best_step, state.best), "final": (state.step, (state.latest or {}).get(task.main_metric))}
     folders = [
         f"{name}/ (step {step}{f', {task.main_metric} {score:.4g}' if score is not None else ''})"
@@ -142,10 +144,11 @@ def publish(
     commands = [f"accel-sft {command}" for command in commands]
     if "tensorboard" in config.tracker:
         commands.append(f"tensorboard --logdir {folder}")
-    told = [f"on rank 0 {time_sentence(measured['time_spent'])}"] if "time_spent" in measured else []
+    told = [f"stopped early: {reason}"] if reason else []
+    told += [f"on rank 0 {time_sentence(measured['time_spent'])}"] if "time_spent" in measured else []
     told += [f"disturbed: {'; '.join(disturbed)}"] if disturbed else []
     told += [
-        f"{run_dir}: weights in {' and '.join(folders)}{averaged}, numbers in report.md",
+        f"{run_dir}: weights in {' and '.join(folders)}{averaged}, scores and answers in report.md",
         *(f"{'' if number else 'next:':<5} {command}" for number, command in enumerate(commands)),
     ]
     if left_out := result["steps_left_out"]:

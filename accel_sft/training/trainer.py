@@ -70,6 +70,7 @@ class Trainer:
         self.anomalies = Anomalies(
             run_dir, config.on_nonfinite, accelerator.mixed_precision, log, writes=accelerator.is_main_process
         )
+        self.answering: list[str] = []
         self.batching_asked = [config.batching, config.micro_batch_size]
         self.prediction = Prediction(accelerator, prepared.launch, config, assembly.source.weights, log)
         tracker.peaks.begin("load")
@@ -78,7 +79,7 @@ class Trainer:
         tracker.phase("model")
         self.load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
         self.trained_parameters, parameters = parameter_counts(model)
-        log(f"{self.trained_parameters:,} of {parameters:,} parameters are trained")
+        self.trained = f"{self.trained_parameters:,} of {parameters:,} parameters are trained"
         tracker.peaks.begin("shard")
         optimizer = new_optimizer(model, config)
         averaged = config.ema_decay is not None
@@ -97,7 +98,7 @@ class Trainer:
             prepared.longest_answer,
             sharded=prepared.launch.shards_weights,
             between=self.between_answers,
-            log=log,
+            log=self.note_answering,
         )
 
     def resume(self) -> None:
@@ -144,7 +145,7 @@ class Trainer:
             self.tracker.log(use_liger_kernels(trial))
         # the validation loss is computed in the same layout
         batching, message = choose_batching(trial, before=kept, also=self.prepared.validation.kept.extremes())
-        self.tracker.log(message)
+        self.tracker.log(f"model     {self.trained}; {message}")
         choice.write(self.accelerator, self.run_dir, self.batching_asked, batching, job)
         return TrainStep(self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log, blank)
 
@@ -243,6 +244,12 @@ class Trainer:
         """Let a signal end an evaluation, on all ranks, before its next batch of answers."""
         self.stop_if(int(largest_of_ranks(self.signals.asked)))
 
+    def note_answering(self, line: str) -> None:
+        """Keep a line on how answers are generated for the result; only what takes longer than usual is shown too."""
+        self.answering.append(line)
+        if not line.startswith("answers: "):
+            self.tracker.log(line)
+
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Within this context the model has the averages of its weights, with `--ema-decay`; else nothing changes.
@@ -309,6 +316,7 @@ class Trainer:
         self.checkpoints.finish()
         measured = {
             **self.prediction.measured(self.tracker, self.train_step),
+            "answering": self.answering,
             "trained_parameters": self.trained_parameters,
             "steps_left_out": self.anomalies.left_out(),
             "trained_in_vain": self.in_vain.found,

@@ -23,6 +23,7 @@ _MOST_REPEATS = 12
 
 # int() refuses numbers with more digits than a limit that may be set as low as 640; no honest answer comes near it.
 _INTEGER = r"[+-]?[0-9]{1,600}"
+_ANY_SUM = "any two integers with the asked sum are right; the expected answer is one of them"
 _QUESTION = re.compile(rf"\s*({_INTEGER})\s*=\s*")
 _SUM = re.compile(rf"\s*({_INTEGER})\s*\+\s*({_INTEGER})\s*")
 
@@ -38,6 +39,8 @@ class Example:
 
 class _BuiltIn(list[Example]):
     """Rows with a fingerprint, by which the token cache knows them without their messages."""
+
+    notes: Sequence[str] = ()
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -57,7 +60,7 @@ class Math(Task):
     validation_file: str | None = option(
         None, rows=True, help="Validation rows, none of whose numbers may be in training."
     )
-    answer_prefix: str = option("王大丫丫的回答是--->", help="Fixed text before every answer.")
+    answer_prefix: str = option("Answer: ", help="Fixed text before every answer.")
     max_number: int = option(9999, min=3, max=1_000_000, help="Largest number asked about.")
     train_examples: int = option(30_000, min=1, max=10_000_000, help="Built-in training rows; numbers repeat.")
     validation_examples: int = option(200, min=1, help="Numbers held out, one validation row each.")
@@ -153,13 +156,17 @@ class Math(Task):
     @functools.cached_property
     def _validation(self) -> Sequence[Example]:
         if self.validation_file:
-            return read_rows(self.validation_file, self._parse, split="validation")
+            rows = read_rows(self.validation_file, self._parse, split="validation")
+            rows.notes.append(_ANY_SUM)
+            return rows
         if self.held_out == "largest":
             numbers = range(self.max_number - self.validation_examples + 1, self.max_number + 1)
         else:
             numbers = sorted(_random(self, "numbers").sample(range(1, self.max_number + 1), self.validation_examples))
         draw = _random(self, "validation")
-        return _BuiltIn(self._example(number, draw) for number in numbers)
+        held_out = _BuiltIn(self._example(number, draw) for number in numbers)
+        held_out.notes = [_ANY_SUM]
+        return held_out
 
     @functools.cached_property
     def _train(self) -> Sequence[Example]:

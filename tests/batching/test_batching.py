@@ -472,7 +472,7 @@ def test_attention_that_takes_no_mask_of_ours_has_rows_go_on_from_a_cache(tmp_pa
     batching, told = chosen(eager)
     assert (batching.layout, batching.attention) == ("shared", "cache"), told
     assert told.startswith("batching shared (one copy of what rows share, in a cache), up to ")
-    assert "not packed: attention eager cannot be told who sees whom" in told
+    assert "not packed: attention eager cannot take a mask of rows" in told
 
 
 def small(kind, **settings):

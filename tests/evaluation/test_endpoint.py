@@ -306,7 +306,7 @@ def test_what_a_server_is_not_asked_is_refused(served):
         main_metric = "eval_loss"
 
     assert evaluation.problems(Loss()) == [
-        "--url: the task's metric is eval_loss, which servers do not tell; choose a metric of answers"
+        "--url: the task's metric is eval_loss, which servers do not return; choose a metric of answers"
     ]
     with serving(served) as url:
         backend = evaluation.ServedBackend(Endpoint(url, None), Calls(), [1], None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -198,9 +199,9 @@ NONE = {"PLANTED_BF16": "none"}
 
 
 def header(run):
-    """The line of the precision, as one line."""
-    words = " ".join(run.output.split())
-    return words.partition(" precision ")[2].partition(" threads per process ")[0]
+    """The precision in the first line, which ends with it."""
+    (line,) = re.findall(r"^run       .*", run.output, re.M)
+    return re.search(r"(?:fp32|bf16) \(.*\)$", line.partition(", gradients ")[0])[0]
 
 
 WITH_FSDP2 = pytest.param(
@@ -244,7 +245,7 @@ def test_a_resumed_run_keeps_the_precision_that_it_began_with_and_says_so(launch
     again = {"yaml": "ddp", "environment": NONE, "run_dir": folder}
     refused = accel_sft(*JOB, "--resume", "auto", launcher=("--mixed_precision", "no"), **again)
     assert refused.status != 0
-    assert "written under precision bf16, and this launch has no" in " ".join(refused.output.split())
+    assert "was written in bf16, and this launch computes in float32" in " ".join(refused.output.split())
     resumed = accel_sft(*JOB, "--resume", "auto", **again)
     assert resumed.status == 0, resumed.output
     assert header(resumed) == f"bf16 (the run's own; {LACKS}, and emulates it slowly)"

@@ -158,9 +158,9 @@ def test_an_adapter_that_is_trained_on_keeps_type_and_rank(base, tmp_path, confi
     name, other = ("adalora", "lora") if isinstance(config, AdaLoraConfig) else ("lora", "adalora")
     same = {"lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
     assert type_of(loaded(tmp_path, adapter=name, lora_r=2, **same)) == name
-    with pytest.raises(UserError, match=r"--lora-r 3: the adapter in .* has 2, and keeps it"):
+    with pytest.raises(UserError, match=r"--lora-r 3: the adapter in .* has 2; give that"):
         loaded(tmp_path, adapter=name, lora_r=3, **same)
-    with pytest.raises(UserError, match=rf"--adapter {other.upper()}: the adapter in .* has {name.upper()}, and"):
+    with pytest.raises(UserError, match=rf"--adapter {other.upper()}: the adapter in .* has {name.upper()}; give"):
         loaded(tmp_path, adapter=other, lora_r=2, **same)
 
 

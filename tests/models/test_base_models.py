@@ -67,9 +67,9 @@ def test_of_a_file_the_mark_that_ends_answers_becomes_a_token_and_of_a_model_its
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("\n{% for", "line 2: [^;]*; mend it, or name another$"),
-        ("{{ messages[0].content + 1 }}", "it fails on a conversation: TypeError: [^;]*; mend it, or name another$"),
-        ("{{ raise_exception('No.') }}", "it fails on a conversation: No\\.; mend it, or name another$"),
+        ("\n{% for", "line 2: [^;]*; fix it, or name another$"),
+        ("{{ messages[0].content + 1 }}", "it fails on a conversation: TypeError: [^;]*; fix it, or name another$"),
+        ("{{ raise_exception('No.') }}", "it fails on a conversation: No\\.; fix it, or name another$"),
         (" \n", "it is empty; name another$"),
         ("{{ messages[0].content }}", "it writes no answer of an assistant"),
         (None, "neither chatml nor a file, and as a model: .*cannot be loaded"),
@@ -225,7 +225,7 @@ def test_the_perplexity_of_raw_text_is_that_of_plain_transformers(folder, tmp_pa
         run_dir=tmp_path / "run",
     )
     assert run.status == 0, run.output
-    assert "train: texts longer than --max-length (" in run.output
+    assert " texts above --max-length become windows" in run.output
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final").eval()
     nll, count = 0.0, 0

@@ -647,7 +647,9 @@ def test_a_thousand_rows_of_each_form_train_with_one_command_and_the_loss_alone(
         run_dir=tmp_path / "run",
     )  # fmt: skip
     assert run.status == 0, run.output
-    assert "rows are held out of" in " ".join(run.output.split())
+    assert [line.split()[0] for line in run.output.splitlines()[:2]] == ["run", "settings"]
+    (data,) = (line for line in run.output.splitlines() if line.startswith("data "))
+    assert data.index("; 2 steps of ") < data.index(" rows read as ") < data.index(" rows are held out of ")
     assert run.lines("eval_loss")[-1]["eval_loss"] < run.lines("eval_loss")[0]["eval_loss"]
     assert [set(line) for line in run.lines("eval_loss")] == [{"step", "eval_loss"}] * 3
     assert run.result()["best"]["eval_loss"] == min(line["eval_loss"] for line in run.lines("eval_loss"))
@@ -777,8 +779,9 @@ def test_a_run_on_own_rows_without_a_model_says_that_tiny_is_a_toy(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(messages(ASK, ANSWER)) + "\n")
     run = accel_sft("chat", "--train-file", str(tmp_path / "rows.jsonl"), "--dry-run")
     assert run.status == 0, run.output
-    assert "--model is tiny, a toy" in run.output
-    assert "a toy" not in accel_sft("math", "--dry-run").output
+    told = "note: training the built-in toy model. For a real one: --model Qwen/Qwen2.5-0.5B-Instruct"
+    assert told in " ".join(run.output.split())
+    assert "toy" not in accel_sft("math", "--dry-run").output
 
 
 def test_answers_of_one_word_are_best_scored_by_another_metric(tmp_path):

@@ -9,7 +9,8 @@ import pytest
 from accel_sft import Task, UserError
 from accel_sft_math import Example, Math
 
-PREFIX = "王大丫丫的回答是--->"
+PREFIX = Math().answer_prefix
+OF_SERIES_A = "王大丫丫的回答是--->"
 FIVE = Example("5=", 5, f"{PREFIX}1 + 4")
 
 
@@ -41,13 +42,13 @@ def test_is_a_task_that_needs_no_torch():
 
 
 def test_rows_look_like_series_a():
-    task = Math(max_number=50, validation_examples=10, train_examples=80)
+    task = Math(max_number=50, validation_examples=10, train_examples=80, answer_prefix=OF_SERIES_A)
     example = task.dataset("train")[0]
     system, user = task.messages(example)
     assert system["role"] == "system"
     assert "maths" in system["content"]
     assert user == {"role": "user", "content": f"{example.number}="}
-    assert task.target(example).startswith(PREFIX)
+    assert task.target(example).startswith(OF_SERIES_A)
 
 
 @pytest.mark.parametrize("addends", ["no-carry", "uniform"])
@@ -202,6 +203,14 @@ def test_options_that_cannot_be_used_are_one_clear_line(options, words):
 
 
 def test_another_prefix():
-    task = Math(answer_prefix="Answer: ", max_number=30, validation_examples=5)
-    assert all(example.answer.startswith("Answer: ") for example in task.dataset("train"))
-    assert scored("Answer: 2 + 3", answer_prefix="Answer: ") == (1.0, 1.0)
+    task = Math(answer_prefix=OF_SERIES_A, max_number=30, validation_examples=5)
+    assert all(example.answer.startswith(OF_SERIES_A) for example in task.dataset("train"))
+    assert scored(f"{OF_SERIES_A}2 + 3", answer_prefix=OF_SERIES_A) == (1.0, 1.0)
+
+
+def test_a_line_says_which_answers_are_right(tmp_path):
+    files = {"train_file": write(tmp_path / "train.json", [row(5)])}
+    files["validation_file"] = write(tmp_path / "validation.json", [row(7)])
+    for task in (Math(max_number=30, validation_examples=5), Math(**files)):
+        (note,) = task.dataset("validation").notes
+        assert "any two integers with the asked sum are right" in note

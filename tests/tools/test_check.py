@@ -229,14 +229,14 @@ def test_rows_that_a_program_makes_may_repeat_and_have_several_right_answers():
 
 def test_steps_and_tokens_are_those_that_training_reports(site, tmp_path):
     files, _ = planted.write(tmp_path, {})
-    options = (*files, "--global-batch-size", "3", "--epochs", "2", "--eval-every", "off", "--save-every", "off")
+    options = (*files, "--global-batch-size", "3", "--epochs", "20", "--eval-every", "off", "--save-every", "off")
     report = report_of(check(site, *options, "--json"))
     run = accel_sft("planted", *options, environment={"PYTHONPATH": str(site)}, run_dir=tmp_path / "run")
     assert run.status == 0, run.output
     steps = report["steps"]
     line = (
         f"8 training examples ({steps['tokens_per_epoch']:,} tokens, {steps['supervised_tokens_per_epoch']:,} "
-        f"supervised), 4 validation; {steps['steps']} steps of 3"
+        f"supervised), 4 validation; {steps['steps']} steps of 3: 20 epochs; for fewer: --epochs or --max-steps"
     )
     assert line in run.output
     assert "warning D" not in run.output

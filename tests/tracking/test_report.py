@@ -21,7 +21,14 @@ from accel_sft.launch.recordable import command_line, masked_words, recordable
 from accel_sft.tracking.labels import label_scores, label_tables
 from accel_sft.tracking.model_card import of_merged
 from accel_sft.tracking.resampled import add_intervals
-from accel_sft.tracking.run_report import comparison_rows, energy_text, print_report, render_report, write_report
+from accel_sft.tracking.run_report import (
+    PRINTED_SAMPLES,
+    comparison_rows,
+    energy_text,
+    print_report,
+    render_report,
+    write_report,
+)
 from accel_sft_chat import Chat
 
 
@@ -236,9 +243,9 @@ def test_labels_of_another_form_are_left_out(damage):
 
 
 def test_report_says_that_patience_ended_the_run():
-    result = {**RESULT, "stopped_early": True, "best": {"step": 40}, "main_metric": "accuracy"}
-    assert "| stopped early | by --patience: no better accuracy after step 40 |" in render_report(result, [], [])
-    assert "stopped early" not in render_report({**result, "stopped_early": False}, [], [])
+    why = "at step 60 of 100, after 2 evaluations in a row no better than the best, of step 40 (--patience 2)"
+    assert f"| stopped early | {why} |" in render_report({**RESULT, "stop_reason": why}, [], [])
+    assert "stopped early" not in render_report({**RESULT, "stop_reason": None}, [], [])
 
 
 def test_an_evaluation_without_a_base_has_one_side():
@@ -257,10 +264,20 @@ def test_equal_answers_are_broken_alike():
         shown = io.StringIO()
         rows = [{**sample(0, answer, accuracy=1.0), "expected": answer}]
         print_report({"before": BEFORE, "after": AFTER}, rows, rows, console=Console(file=shown, width=width))
-        lines = shown.getvalue().split("answers (1 of 1)")[1].splitlines()[3:]
+        lines = shown.getvalue().split("answers (1 of 1)")[1].split("base and tuned")[0].splitlines()[3:]
         for line in (line for line in lines if line.strip(" ─")):
             parts = line.replace("0=", "", 1).split()
             assert parts == parts[: len(parts) // 3] * 3, line
+
+
+def test_a_run_prints_five_answers_and_then_the_scores():
+    samples = [sample(index, "1 + 2", accuracy=1.0) for index in range(30)]
+    shown = io.StringIO()
+    print_report({"before": BEFORE, "after": AFTER}, samples, samples, Console(file=shown, width=80), PRINTED_SAMPLES)
+    answers, scores = shown.getvalue().split("base and tuned")
+    assert "answers (5 of 30)" in answers
+    assert [line.split()[0] for line in answers.splitlines() if "=" in line] == ["0=", "1=", "2=", "3=", "4="]
+    assert "accuracy" in scores
 
 
 def test_each_answer_is_marked_by_its_own_main_metric():

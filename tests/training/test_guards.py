@@ -346,6 +346,30 @@ def test_a_failed_start_leaves_no_folder_that_nobody_named(tmp_path, monkeypatch
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+def test_refused_run_leaves_nothing_for_tensorboard_or_report(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    few = ("math", "--train-examples", "60", "--adapter", "lora", "--lora-target-modules", "none_such")
+    for folder in (None, tmp_path / "named"):  # refused once the model is there
+        refused = accel_sft(*few, run_dir=folder)
+        assert (refused.status, "none_such" in refused.output) == (1, True), refused.output
+    assert [*tmp_path.rglob("*")] == [tmp_path / "runs"]
+
+
+def test_runs_of_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(claim.time, "strftime", lambda form: "20261126-101500")
+    config, folders = TrainConfig().resolved({}), []
+    for _ in range(3):
+        run_dir, *_ = claim.claim_run_dir(Accelerator(cpu=True), ALONE, "sums", Sums(), config)
+        folders.append(run_dir.path.name)
+    lock.release()
+    assert folders == [f"sums-20261126-101500{more}" for more in ("", "-2", "-3")]
+    (tmp_path / "runs").rename(tmp_path / "other")
+    (tmp_path / "runs").touch()
+    with pytest.raises(UserError, match="cannot be used"):
+        claim.claim_run_dir(Accelerator(cpu=True), ALONE, "sums", Sums(), config)
+
+
 def test_a_folder_of_something_else_is_never_written_to(tmp_path):
     (tmp_path / "letter.txt").write_text("dear reader")
     for resume in ("off", "auto"):
@@ -543,6 +567,9 @@ def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, told):
     assert run.returncode == 1
     assert told in run.stderr
     assert "Traceback" not in run.stderr
+    if size == "14m":  # refused before it trains, and nothing is left
+        assert "{\n" not in run.stdout
+        return
     assert json.loads(run.stdout[run.stdout.rindex("{\n") :])["status"] in ("failed", "running")
 
 

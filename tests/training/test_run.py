@@ -280,7 +280,11 @@ def test_what_a_run_leaves_behind(launched):
     line = run.lines()[0]
     wanted = ("step", "epoch", "loss", "grad_norm", "learning_rate", "supervised_tokens", "tokens_per_second")
     assert all(key in line for key in wanted)
-    assert (run.run_dir / "report.md").read_text().count("王大丫丫") >= 7
+    report = (run.run_dir / "report.md").read_text()
+    assert report.count("Answer: ") >= 7
+    for known in ("computed once", "| launch | z2.yaml"):  # which the terminal says no more, or shortly
+        assert known in report
+    assert {"versions", "threads_per_process", "communication", "device"} <= record["launch"].keys()
 
 
 def test_the_terminal_is_quiet_and_in_order(launched):
@@ -289,9 +293,17 @@ def test_the_terminal_is_quiet_and_in_order(launched):
         assert chatter not in output
     assert output.index("ZeRO-2") < output.index("training examples") < output.index("base and tuned")
     assert output.count("base and tuned") == 1
-    assert f"folder    {layout(launched, 'z2').run_dir}\n" in output
     assert "base: tiny before the first step; tuned: final/, of step 6\n" in output
-    assert re.search(r"^([\d,]+) of \1 parameters are trained$", output, re.MULTILINE)
+    opening = output[output.index("run       ") : output.index("step 6/6")].splitlines()[:6]
+    assert [line.split()[0] for line in opening] == ["run", "settings", "validation:", "data", "model", "step"]
+    run, settings, note, data, model, first = opening
+    assert run.startswith(f"run       {layout(launched, 'z2').run_dir}: ")
+    assert "z2.yaml, DeepSpeed ZeRO-2, 2 processes, cpu (" in run
+    assert "global-batch-size 10" in settings
+    assert "any two integers" in note
+    assert re.search(r"; 6 steps of 10: [\d.]+ epochs", data)
+    assert re.search(r" ([\d,]+) of \1 parameters are trained; batching ", model)
+    assert first.startswith("step 0: ")
 
 
 def lora(launched, yaml):
@@ -424,6 +436,10 @@ def test_patience_stops_early(launched):
     run = launched("patience", *arguments)
     assert run.result()["stopped_early"]
     assert run.result()["steps"] == 2  # the first evaluation is the best so far, the second no better
+    why = "at step 2 of 6, after 1 evaluation in a row no better than the best, of step 1 (--patience 1)"
+    assert run.result()["stop_reason"] == why
+    assert f"\nstopped early: {why}\n" in run.output
+    assert "| stopped early | at step 2 of 6, after 1 evaluation" in (run.run_dir / "report.md").read_text()
 
 
 def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):

@@ -14,7 +14,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record, recorded_name
-from accel_sft.io.files import expanded, write_atomically
+from accel_sft.io.files import expanded, made_folder, write_atomically
 from accel_sft.io.lock import lock
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.io.text import printable, shown
@@ -68,7 +68,7 @@ def run(
     usual = f"runs/compare-{recorded_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = expanded(asked["output_dir"] or usual, "--output-dir").absolute()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = made_folder(folder, mine=not asked["output_dir"])
     except OSError as error:
         raise UserError(f"--output-dir {folder}: cannot be used ({error.strerror})") from None
     lock(folder)

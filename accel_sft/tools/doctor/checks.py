@@ -25,6 +25,6 @@ CHECKS = (
     Check("DeepSpeed's operators", "operators", operators.operators),
     Check("DeepSpeed's operators", "folder", folders.shared_operators),
     Check("Ranks", "/dev/shm", host.shared_memory),
-    Check("Ranks", "exchange", ranks.reached, "letting ranks add up numbers"),
+    Check("Ranks", "exchange", ranks.reached, "starting ranks that exchange numbers"),
 )
 """The first check sets the environment variables of a launch, which all others need."""

@@ -50,7 +50,7 @@ def other_work(machine: Machine) -> Iterator[Finding]:
     if others >= LOST * count:
         most = sorted(shares, key=lambda name: -shares[name])[:3]
         named = ", ".join(f"{name} {shares[name]:.1f}" for name in most if shares[name] >= LOST)
-        mend = "measure nothing until they have ended: times would be longer"
+        mend = "end them, or measure later: measurements are slower beside them"
         yield warning(f"{words}; most of them: {named}" if named else words, mend)
     else:
         yield ok(words)

@@ -241,7 +241,7 @@ class Rehearsal:
         """Say what is trained, and what gets no gradient."""
         lines = made.output.splitlines()
         seen = [self.learns, *(line for line in lines if line.startswith("note: in "))]
-        vain = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: trained in vain")]
+        vain = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: weights without")]
         state = WARNS if self.config.adapter == "none" else FAILS  # some models have parts that only their makers train
         flaws = [dataclasses.replace(flaw, state=state) for flaw in flaws_of(*vain)]
         self.stages.ended("trained", *flaws, seen="; ".join(seen))
