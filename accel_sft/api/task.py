@@ -42,7 +42,8 @@ class Task(abc.ABC):
         An empty list says that target() is raw text, of which every token is learnt, without a chat template.
 
         A content is a text, or a list of parts, {"type": "text", "text": ...} and {"type": "image", "image": ...}, the
-        image a path, bytes or a PIL image.
+        image a path, bytes or a PIL image. A prompt of one turn with `"continued": True` is a text that the answer
+        continues: where the model has no chat template, they are concatenated.
         """
 
     @abc.abstractmethod
@@ -55,6 +56,11 @@ class Task(abc.ABC):
 
     def tools(self, example: Any) -> list[dict[str, Any]] | None:
         """Schemas of the tools that the chat template offers to the model; None if the example has no tools."""
+        return None
+
+    def chat_template_kwargs(self, example: Any) -> dict[str, Any] | None:
+        """What the example sets in the chat template, such as {"enable_thinking": False}; an explicit --thinking off or
+        keep has precedence."""
         return None
 
     @abc.abstractmethod

@@ -32,7 +32,7 @@ class AnswerText:
         Args:
             answer: the generated token ids, end-of-turn included.
         """
-        form = self.rendering.form(chat.turns, "validation", chat.tools)
+        form = self.rendering.form(chat.turns, "validation", chat.offered)
         right = wanted(chat, self.rendering.thinking)
         text = self._said(form, answer, form.learnt_lead, right)
         if text == right or chat.calls:
@@ -53,7 +53,7 @@ class AnswerText:
 
     def said(self, turns: Turns, answer: Sequence[int], tools: Tools = None) -> str:
         """Return the text of an answer generated to turns whose right answer is unknown."""
-        form = self.rendering.form(turns, "prompt", tools)
+        form = self.rendering.form(turns, "prompt", {"tools": tools} if tools else None)
         return self._said(form, answer, form.learnt_lead, "")
 
     def _said(self, form: Form, answer: Sequence[int], lead: str, target: str) -> str:

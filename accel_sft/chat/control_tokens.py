@@ -92,10 +92,10 @@ class ControlTokens:
         """
         if not self._has_any(chat):
             return None
-        learnt = {*chat.learnt, len(chat.turns)}
+        learnt = {*chat.learnt, len(chat.turns)} if chat.turns else ()  # raw text has no turn that could end
         found = [
             Written(text, match, at in learnt and match[0] in ends)
-            for at, part in enumerate((*chat.turns, chat.answer, chat.tools))
+            for at, part in enumerate((*chat.turns, chat.answer, chat.tools, chat.variables))
             for text in _strings(part)
             for match in self.pattern.finditer(text)
         ]
@@ -106,15 +106,15 @@ class ControlTokens:
         conversations of an example share, are looked through once."""
         if self._tools is not chat.tools:
             self._tools, self._in_tools = chat.tools, any(map(self.pattern.search, _strings(chat.tools)))
-        texts = [value for turn in (*chat.turns, chat.answer) for value in turn.values()]
+        texts = [chat.variables, *(value for turn in (*chat.turns, chat.answer) for value in turn.values())]
         return self._in_tools or any(map(self.pattern.search, _strings(texts)))
 
     def guarded(self, chat: Conversation) -> Conversation:
         """The conversation with its texts guarded, for the template."""
         if not self.as_text or not self._has_any(chat):
             return chat
-        answer, tools = self._turn(chat.answer), self._guarded(chat.tools)
-        return chat._replace(turns=self.turns(chat.turns), answer=answer, tools=tools)
+        answer, tools, variables = self._turn(chat.answer), self._guarded(chat.tools), self._guarded(chat.variables)
+        return chat._replace(turns=self.turns(chat.turns), answer=answer, tools=tools, variables=variables)
 
     def turns(self, turns: Turns) -> Turns:
         """The turns with their texts guarded, for the template."""
@@ -148,6 +148,13 @@ class ControlTokens:
         spelled = without_guards(self.pattern.sub(lambda found: OWN + found[0] + OWN, text))
         copied, own = self._copied
         return [own.get(token, token) for token in copied.encode(spelled, add_special_tokens=False).ids]
+
+    @functools.cached_property
+    def begin(self) -> list[int]:
+        """What the tokenizer puts before a text by itself: its bos, or nothing."""
+        whole, (plain,) = self.tokenizer("a")["input_ids"], self.ids(["a"])
+        at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+        return list(whole[:at])
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, with guards in characters that only look like a control token."""

@@ -39,6 +39,8 @@ class Conversation(NamedTuple):
         tools: schemas for the chat template.
         images: the images of `turns`, in their order.
         weights: what the loss of each learnt answer counts, that of `answer` last; () if all count 1.
+        variables: what the chat template is given beside turns and tools.
+        continued: the answer continues the text of the only turn: without a chat template they are concatenated.
     """
 
     turns: Turns
@@ -47,6 +49,13 @@ class Conversation(NamedTuple):
     tools: Tools = None
     images: tuple[Picture, ...] = ()
     weights: tuple[float, ...] = ()
+    variables: dict[str, Any] | None = None
+    continued: bool = False
+
+    @property
+    def offered(self) -> dict[str, Any]:
+        """All that the chat template is given beside the turns, by the names of its variables."""
+        return {**({"tools": self.tools} if self.tools else {}), **(self.variables or {})}
 
     @property
     def target(self) -> str:
@@ -70,8 +79,8 @@ class Conversation(NamedTuple):
     def each(self) -> list["Conversation"]:
         """Return a conversation for each answer that is learnt, in order; each ends with its answer."""
         earlier = [
-            Conversation(self.turns[:at], self.turns[at], tools=self.tools, weights=self.weights[place : place + 1])
-            for place, at in enumerate(self.learnt)
+            self._replace(turns=self.turns[:at], answer=self.turns[at], learnt=(), weights=self.weights[nth : nth + 1])
+            for nth, at in enumerate(self.learnt)
         ]
         if self.images:
             earlier = [each._replace(images=self.images[: marks(each.turns)]) for each in earlier]
@@ -83,8 +92,8 @@ class Conversation(NamedTuple):
             yield from (turn[name] for name in ("reasoning_content", "content") if name in turn)
             if turn.get("tool_calls"):
                 yield json.dumps(turn["tool_calls"], ensure_ascii=False)
-        if self.tools:
-            yield json.dumps(self.tools, ensure_ascii=False)
+        if self.offered:
+            yield json.dumps(self.offered, ensure_ascii=False)
 
 
 def _said(turn: Turn) -> str:
@@ -156,17 +165,20 @@ def conversation(task: Task, examples: Sequence[Any], split: str, index: int) ->
 
 def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -> Conversation:
 
-    def given() -> tuple[Any, Any, Any]:
+    def given() -> tuple[Any, Any, Any, Any]:
         example = examples[index]
-        return task.messages(example), task.target(example), task.tools(example)
+        return task.messages(example), task.target(example), task.tools(example), task.chat_template_kwargs(example)
 
-    turns, target, tools = from_task(f"{where}: the task failed", given)
+    turns, target, tools, variables = from_task(f"{where}: the task failed", given)
     if not isinstance(target, (str, list)):
         raise UserError(f"{where}: target() gave {type(target).__name__}, expected text, or a list of turns")
     images: list[Picture] = []
     turns = checked_turns(turns, f"{where}: messages()", images)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UserError(f"{where}: tools() gave {str(tools)[:80]!r}, expected a list of schemas, or None")
+    if variables is not None and not (isinstance(variables, dict) and all(isinstance(name, str) for name in variables)):
+        raise UserError(f"{where}: chat_template_kwargs() gave {str(variables)[:80]!r}, expected an object, or None")
+    continued = [turn.pop("continued", False) for turn in turns] == [True] and not tools and not images
     if isinstance(target, list):
         found = _with_turns(turns, target, where, images)._replace(tools=tools or None)
     else:
@@ -174,6 +186,7 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
             raise UserError(f"{where}: messages() ends with an assistant turn; the answer belongs in target()")
         answer = {"role": "assistant", "content": unmarked(target, f"{where}: target()")}
         found = Conversation(turns, answer, tools=tools or None)
+    found = found._replace(variables=variables or None, continued=continued)
     if images:
         found = _with_images(found, images, where)
     if any(map(no_text, found.texts())):

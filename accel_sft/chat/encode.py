@@ -4,7 +4,6 @@ which no chat template writes, becomes windows."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
@@ -73,6 +72,8 @@ class _Encoder:
                 found.left_out[EMPTY_ANSWER if not chat.target.strip() else NOTHING_TO_LEARN].append(index)
             if len(rows) > 1:
                 found.windowed.append(index)
+            if rows and self.rendering.control.as_text and self.rendering.control.written(chat, ()):
+                found.control_tokens["texts"].append(index)
             kept += rows
         if raw:
             found.kept = sorted(kept, key=attrgetter("index"))
@@ -87,21 +88,23 @@ class _Encoder:
         (ids,) = self.rendering.control.ids([guarded["content"]])
         if not text.strip() or not ids:
             return []
-        begin, most = self._begin, self.rules.max_length
+        begin, end, most = self.rendering.control.begin, [self.tokens.tokenizer.eos_token_id], self.rules.max_length
+        if not self.rendering.control.as_text:  # a text may have the marks of its begin and of its end itself
+            begin = [] if ids[: len(begin)] == begin else begin
+            last = self.rendering.control.ids([guarded["content"].rstrip()])[0]
+            if last[-1:] and last[-1] in self.rules.eos_ids:
+                ids, end = last, []
         self.rendering.note(
             f"raw text: every token and {self.tokens.tokenizer.eos_token} behind it are learnt"
-            + ("" if begin else "; nothing stands before a text's first token, so that one is not")
+            + (
+                ""
+                if self.rendering.control.begin
+                else "; nothing stands before a text's first token, so that one is not"
+            )
         )
-        ids = [*begin, *ids, self.tokens.tokenizer.eos_token_id]
+        ids = [*begin, *ids, *end]
         starts = range(0, len(ids) - 1, most - 1)
         return [Encoded(index, ids[at : at + most], 1 if at else max(len(begin), 1)) for at in starts]
-
-    @functools.cached_property
-    def _begin(self) -> list[int]:
-        """What the tokenizer puts before a text by itself: its bos, or nothing."""
-        whole, (plain,) = self.tokens.tokenizer("a")["input_ids"], self.rendering.control.ids(["a"])
-        at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
-        return list(whole[:at])
 
     def _of_chats(self, part: Part) -> Encoding:
         cuts, most = self.rules.truncation == "right", self.rules.max_length

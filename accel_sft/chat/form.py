@@ -2,11 +2,12 @@
 their answers."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable
 from typing import Any
 
-from accel_sft.chat.conversation import Tools, Turn, Turns
+from accel_sft.chat.conversation import Turn, Turns
 from accel_sft.chat.template import MARK, ChatTemplate, Rejected
 from accel_sft.chat.thinking import closing_mark
 from accel_sft.io.prefix import common_length
@@ -40,6 +41,7 @@ class Form:
         prompt_end: what is appended to prompts: under `--thinking off`, the end of a block that the prompt opens.
         thinking_as: how a target's thinking is given: in the "content", in its own "field", or "written" by Rendering.
         thinking_marks: what stands before the thinking, and what between the thinking and the answer.
+        own_system: the beginning of what the template writes before the first turn where no turn is the system's.
     """
 
     folds_system: bool = False
@@ -56,6 +58,7 @@ class Form:
     prompt_end: str = ""
     thinking_as: str = "content"
     thinking_marks: tuple[str, str] = ("<think>", "</think>")
+    own_system: str = ""
 
     @property
     def closed_by_template(self) -> str:
@@ -75,8 +78,10 @@ class Form:
     def given(self, turns: Turns) -> Turns:
         """The turns as the template takes them."""
         if self.folds_system:
-            system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
-            turns = [turn for turn in turns if turn["role"] != "system"]
+            said = [turn["content"] for turn in turns if turn["role"] == "system" and turn["content"].strip()]
+            turns, system = [turn for turn in turns if turn["role"] != "system"], "\n\n".join(said)
+            if not said:
+                return dataclasses.replace(self, folds_system=False).given(turns)
             at = next((at for at, turn in enumerate(turns) if turn["role"] == "user"), None)
             if at is None:
                 turns = [{"role": "user", "content": system}, *turns]
@@ -112,26 +117,28 @@ class Forms:
         self._template, self._thinking, self._note = template, thinking, note
         self._known: dict[tuple[Any, ...], Form] = {}
 
-    def __call__(self, turns: Turns, split: str, tools: Tools = None) -> Form:
+    def __call__(self, turns: Turns, split: str, offered: dict[str, Any] | None = None) -> Form:
         """Return the form of conversations with the roles, and the calls, of these turns.
 
         Raises:
             UserError: the template rejects the messages, or fails.
         """
-        # a turn with calls and no text has no text in the probe either: templates check for that
-        silent = ["tool_calls" in turn and not turn["content"] for turn in turns]
+        offered = offered or {}
+        # a turn with calls, or a system turn, that has no text has none in the probe either: templates check for that
+        silent = [not turn["content"].strip() and ("tool_calls" in turn or turn["role"] == "system") for turn in turns]
         called = ("tool_calls" in turn for turn in turns)
-        shape = (tools is not None, *zip((turn["role"] for turn in turns), called, silent, strict=True))
+        variables = json.dumps({**offered, "tools": "tools" in offered}, sort_keys=True, default=str)
+        shape = (variables, *zip((turn["role"] for turn in turns), called, silent, strict=True))
         if shape not in self._known:
             probes = [{**turn, "content": "" if silent[at] else _TURN.format(at)} for at, turn in enumerate(turns)]
             try:
-                self._known[shape] = self._decided(probes, split, tools)
+                self._known[shape] = self._decided(probes, split, offered)
             except Rejected:  # probes are refused by templates that parse contents, such as a tool's JSON
-                self._known[shape] = self._decided(turns, split, tools)
+                self._known[shape] = self._decided(turns, split, offered)
         return self._known[shape]
 
-    def _decided(self, turns: Turns, split: str, tools: Tools) -> Form:
-        form, asked, whole = self._accepted(turns, split, tools)
+    def _decided(self, turns: Turns, split: str, offered: dict[str, Any]) -> Form:
+        form, asked, whole = self._accepted(turns, split, offered)
         head, written, tail = whole.partition(ANSWER)
         if not written:
             return dataclasses.replace(form, drops_answer=True)
@@ -141,7 +148,7 @@ class Forms:
         sound = not unwritten or (turns[-1]["content"] in asked[:at] and not MARK.sub("", lead).strip())
         others, moves = [turn for turn in turns if turn["role"] != "system"], False
         if not sound and not form.folds_system and 0 < len(others) < len(turns):
-            inner = self(others, split, tools)
+            inner = self(others, split, offered)
             moves = inner.sound and not inner.drops_answer
             moves = moves and asked.endswith(inner.unwritten) and head.endswith(inner.lead)
             if moves:
@@ -157,7 +164,7 @@ class Forms:
         if self._thinking == "off":
             form = dataclasses.replace(form, prompt_end=form.closing or form.closed_by_template)
         if self._thinking == "keep":
-            form = self._with_thinking(form, turns, asked, split, tools)
+            form = self._with_thinking(form, turns, asked, split, offered)
         for line in _remarks(form, turns):
             self._note(line)
         if form.sound and MARK.sub("", form.lead).strip() and not re.search(_PROMPT_FLAG, self._template.source):
@@ -166,19 +173,27 @@ class Forms:
                 f'{HEADER_LEARNT} "{header}" before each answer, as prompts do not end in it: other servers show it '
                 f"in answers; end the template with {{% if add_generation_prompt %}}{{{{ '{header}' }}}}{{% endif %}}"
             )
-        if tools and not re.search(r"\btools\b", self._template.source):
-            self._note("warning: the chat template takes no tools; what tools() gives is not in the prompts")
-        return form
+        for name in offered:
+            if not re.search(rf"\b{re.escape(name)}\b", self._template.source):
+                by = "tools() gives" if name == "tools" else "chat_template_kwargs sets"
+                self._note(f"warning: the chat template takes no {name}; what {by} is not in the prompts")
+            elif name in self._template.arguments:
+                self._note(f"--thinking {self._thinking} replaces {name} of chat_template_kwargs")
+        begin, first, _ = asked.partition(turns[0]["content"] or ANSWER)
+        own = " ".join(MARK.sub(" ", begin).split()).removeprefix("system ").removesuffix(" user")
+        bare = first and not offered and turns[0]["role"] == "user"
+        words = len(re.findall(r"[^\W\d_]+", own)) if bare else 0  # a header has one or two
+        return dataclasses.replace(form, own_system=one_line(own)) if words > 2 else form
 
-    def _accepted(self, turns: Turns, split: str, tools: Tools) -> tuple[Form, str, str]:
+    def _accepted(self, turns: Turns, split: str, offered: dict[str, Any]) -> tuple[Form, str, str]:
         """Return the first form in which the template keeps every text, or else the first that it accepts; and in that
         form the prompt, and the rendering with an answer."""
         folds = (False, True) if any(turn["role"] == "system" for turn in turns) else (False,)
         accepted, refused = [], []
         for form in (Form(folds_system=folds_system, parts=parts) for parts in (False, True) for folds_system in folds):
             try:
-                asked = self._template.text(form.given(turns), split, prompt=True, tools=tools)
-                whole = self._template.text(form.with_answer(turns, ANSWER), split, prompt=False, tools=tools)
+                asked = self._template.text(form.given(turns), split, prompt=True, offered=offered)
+                whole = self._template.text(form.with_answer(turns, ANSWER), split, prompt=False, offered=offered)
             except Rejected as error:
                 refused.append(error)
                 continue
@@ -191,12 +206,12 @@ class Forms:
             raise refused[0]
         return accepted[0]
 
-    def _with_thinking(self, form: Form, turns: Turns, asked: str, split: str, tools: Tools) -> Form:
+    def _with_thinking(self, form: Form, turns: Turns, asked: str, split: str, offered: dict[str, Any]) -> Form:
         """Return `form` with the first `thinking_as` under which the template keeps a target's thinking."""
         begins = "" if form.system_moves else form.before_lead(asked)
         in_field = form.with_answer(turns, ANSWER, _THOUGHT)
         try:
-            field = self._template.text(in_field, split, prompt=False, tools=tools)
+            field = self._template.text(in_field, split, prompt=False, offered=offered)
         except Rejected:
             field = ""
         found = re.fullmatch(f"(.*?){_THOUGHT}(.*?){ANSWER}.*", field[len(begins) :], re.S)
@@ -204,7 +219,7 @@ class Forms:
             before = "" if form.system_moves else found[1].strip()
             return dataclasses.replace(form, thinking_as="field", thinking_marks=(before, found[2].strip()))
         in_content = form.with_answer(turns, f"<think>{_THOUGHT}</think>{ANSWER}")
-        whole = self._template.text(in_content, split, prompt=False, tools=tools)
+        whole = self._template.text(in_content, split, prompt=False, offered=offered)
         rest = whole[len(begins) :]
         twice = form.closing_mark and MARK.match(rest.lstrip())  # the prompt opened the block already
         kept = whole.startswith(begins) and _THOUGHT in rest and not twice

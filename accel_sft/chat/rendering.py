@@ -68,9 +68,10 @@ class Rendering:
             UserError: the template rejects the messages, or fails.
         """
         chat = self.control.guarded(Conversation(turns, {"role": "assistant", "content": ""}, tools=tools))
-        form = self.form(turns, "prompt", tools)
+        self.template.check([turn["role"] for turn in turns] == ["user"] and not tools)
+        form = self.form(turns, "prompt", chat.offered)
         given = parted(form.given(chat.turns), images)
-        return self.template.text(given, "prompt", prompt=True, tools=chat.tools) + form.prompt_end
+        return self.template.text(given, "prompt", prompt=True, offered=chat.offered) + form.prompt_end
 
     def examples(self, chats: Sequence[Conversation], split: str) -> list[Rendered]:
         """Each conversation's prompt and the answer that is learnt after it, as guarded texts for `control.ids`.
@@ -78,16 +79,22 @@ class Rendering:
         Raises:
             UserError: the template rejects the messages, or fails.
         """
+        self.template.check(all(chat.continued for chat in chats))
+        if chats and self.template.concatenates:
+            end = f"answers follow their prompts as they are, up to {self.tokenizer.eos_token}"
+            self.note(f"no chat template: {end}; for turns: --chat-template chatml")
         chats = [self.control.guarded(chat) for chat in chats]
-        forms = [self.form(chat.turns, split, chat.tools) for chat in chats]
-        tools, both = [chat.tools for chat in chats], list(zip(forms, chats, strict=True))
+        forms = [self.form(chat.turns, split, chat.offered) for chat in chats]
+        for own in {form.own_system for form in forms} - {""}:
+            self.note(f'chat template: rows without a system prompt get its own: "{own}"')
+        offered, both = [chat.offered for chat in chats], list(zip(forms, chats, strict=True))
         given = [parted(form.given(chat.turns), chat.images) for form, chat in both]
-        asked = self.template.texts(given, tools, split, prompt=True)
+        asked = self.template.texts(given, offered, split, prompt=True)
         full = [parted(self._with_answer(form, chat), chat.images) for form, chat in both]
-        whole = self.template.texts(full, tools, split, prompt=False)
+        whole = self.template.texts(full, offered, split, prompt=False)
         moved = [at for at, form in enumerate(forms) if form.system_moves]
         probes = [parted(forms[at].with_answer(chats[at].turns, ANSWER), chats[at].images) for at in moved]
-        probed = self.template.texts(probes, [tools[at] for at in moved], split, prompt=False)
+        probed = self.template.texts(probes, [offered[at] for at in moved], split, prompt=False)
         heads = {at: text.partition(ANSWER)[0] for at, text in zip(moved, probed, strict=True)}
         return [_joined(form, chat, asked[at], whole[at], heads.get(at)) for at, (form, chat) in enumerate(both)]
 

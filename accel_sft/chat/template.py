@@ -19,7 +19,7 @@ import jinja2
 
 from accel_sft.api.errors import UserError
 from accel_sft.chat.control_tokens import ControlTokens
-from accel_sft.chat.conversation import GUARD, Tools, Turns
+from accel_sft.chat.conversation import GUARD, Turns
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 SECONDS = 60
@@ -54,6 +54,7 @@ class ChatTemplate:
         day: YYYY-MM-DD that the template is told; None: the day on which it is rendered.
     Attributes:
         arguments: the template's variables that `--thinking` sets, such as `enable_thinking`.
+        concatenates: the tokenizer has no chat template; a text and the answer that continues it are concatenated.
     """
 
     def __init__(self, control: ControlTokens, thinking: str, day: str | None) -> None:
@@ -64,16 +65,27 @@ class ChatTemplate:
                 self.source = dated(control.tokenizer.get_chat_template(), day)
         except ValueError as error:  # the tokenizer has several named templates and no default
             raise UserError(f"the model's chat template cannot be chosen: {one_line(str(error))}") from error
+        self.concatenates = not self.source
+        if self.concatenates:
+            begin = json.dumps(control.tokenizer.decode(control.begin))
+            self.source = f"{{{{ {begin} }}}}{{% for turn in messages %}}{{{{ turn.content }}}}{{% endfor %}}"
         on = {"off": False, "keep": True}.get(thinking)
         names = () if on is None else ("enable_thinking", "thinking")
         self.arguments: dict[str, Any] = {name: on for name in names if re.search(rf"\b{name}\b", self.source)}
 
-    def text(self, turns: Turns, split: str, *, prompt: bool, tools: Tools = None) -> str:
-        """Render one conversation as `texts` does."""
-        return self.texts([turns], [tools], split, prompt=prompt)[0]
+    def check(self, continued: bool) -> None:
+        """Raise UserError if there is no chat template, and a conversation is more than a text to be continued."""
+        if self.concatenates and not continued:
+            raise UserError(no_template(self._control.tokenizer.name_or_path))
 
-    def texts(self, chats: Sequence[Turns], tools: Sequence[Tools], split: str, *, prompt: bool) -> list[str]:
-        """Render each conversation with its tools; neighbours with the same tools are rendered in one call.
+    def text(self, turns: Turns, split: str, *, prompt: bool, offered: dict[str, Any] | None = None) -> str:
+        """Render one conversation as `texts` does."""
+        return self.texts([turns], [offered or {}], split, prompt=prompt)[0]
+
+    def texts(
+        self, chats: Sequence[Turns], offered: Sequence[dict[str, Any]], split: str, *, prompt: bool
+    ) -> list[str]:
+        """Render each conversation with what it offers; neighbours that offer the same are rendered in one call.
 
         Args:
             prompt: also write what begins the answer (the generation prompt).
@@ -82,8 +94,8 @@ class ChatTemplate:
             UserError: there is no template, or it does not finish.
         """
         found: list[str] = []
-        for offered, group in itertools.groupby(zip(chats, tools, strict=True), key=itemgetter(1)):
-            given = self.arguments if offered is None else {**self.arguments, "tools": offered}
+        for variables, group in itertools.groupby(zip(chats, offered, strict=True), key=itemgetter(1)):
+            given = {**variables, **self.arguments}
             batch = [turns for turns, _ in group]
             if any("tool_calls" in turn for turns in batch for turn in turns) and self._takes_text_only:
                 batch = [_with_text_arguments(turns) for turns in batch]
@@ -91,8 +103,6 @@ class ChatTemplate:
         return found
 
     def _written(self, chats: Sequence[Turns], given: dict[str, Any], split: str, prompt: bool) -> list[str]:
-        if not self.source:  # raw text alone needs none
-            raise UserError(no_template(self._control.tokenizer.name_or_path))
         roles = "/".join(turn["role"] for turn in chats[0])
         mend = "change the task's messages() or the model"
         try:

@@ -51,6 +51,8 @@ def chat_row(chat: Conversation, folder: Path) -> dict[str, Any]:
     """
     if not chat.turns:
         return {"text": chat.target}
+    if chat.continued:
+        return {"prompt": chat.turns[0]["content"], "completion": chat.target}
     paths = iter([_copied(picture, folder) for picture in chat.images])
     weights = dict(zip((*chat.learnt, len(chat.turns)), chat.weights or itertools.repeat(1.0), strict=False))
     turns = (*(_with_images(turn, paths) for turn in parted(chat.turns, chat.images)), chat.answer)
@@ -58,7 +60,8 @@ def chat_row(chat: Conversation, folder: Path) -> dict[str, Any]:
         {**turn, "weight": weights.get(at, 0)} if turn["role"] == "assistant" and weights.get(at) != 1 else turn
         for at, turn in enumerate(turns)
     ]
-    return {"messages": messages, **({"tools": chat.tools} if chat.tools else {})}
+    beside = {"tools": chat.tools, "chat_template_kwargs": chat.variables}
+    return {"messages": messages, **{name: value for name, value in beside.items() if value}}
 
 
 def _with_images(turn: dict[str, Any], paths: Iterator[str]) -> dict[str, Any]:

@@ -102,6 +102,8 @@ def _parse(row: dict[str, Any]) -> tuple[Turns, list[Any], Tools]:
         turns = [{"role": "user", "content": row["prompt"]}]
     else:
         raise RowProblem("prompt", "text, or `messages` instead")
+    if row.get("chat_template_kwargs"):
+        raise RowProblem("chat_template_kwargs", "no variables of the template, which are read in training alone")
     if not isinstance(system := row.get("system") or "", str):
         raise RowProblem("system", "text")
     return with_system(turns, system), images, _tools(row.get("tools") or None)

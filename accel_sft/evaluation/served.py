@@ -55,6 +55,7 @@ def refuse_beyond_text(chats: Sequence[Conversation]) -> None:
     """Raise UserError for what a server is not asked: images, answers that call tools, and raw text."""
     for index, chat in enumerate(chats):
         found = {"has images": chat.images, "is answered by calling a tool": chat.calls, "is raw text": not chat.turns}
+        found["sets chat_template_kwargs"] = chat.variables
         if what := next((what for what, holds in found.items() if holds), None):
             raise UserError(f"--url: validation example {index} {what}; a server is asked for texts only")
 

@@ -64,11 +64,13 @@ class ParsedRow(NamedTuple):
         group: rows of one group, such as those with one prompt, stay together when some are held out; "": only equal
             rows form a group.
         notes: what was done to the row; each note is counted over all rows and reported with the first of them.
+        unread: names of the row's keys that were not read; one line names and counts those of all rows.
     """
 
     example: Any
     group: str = ""
     notes: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 def located(stream: BinaryIO, name: str) -> Iterator[Located]:

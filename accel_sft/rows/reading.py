@@ -26,7 +26,7 @@ from accel_sft.rows.bad_rows import BadRow, Place, left_out_rows
 from accel_sft.rows.fingerprint import code_fingerprint
 from accel_sft.rows.formats import BATCH_ROWS, READERS, Format, arrow_rows, decompress, format_of
 from accel_sft.rows.json_stream import Located, ParsedRow, RowLeftOut, RowProblem, located
-from accel_sft.rows.row_file import PLACE, OpenFile, RowFile, Tally, named
+from accel_sft.rows.row_file import PLACE, UNREAD, OpenFile, RowFile, Tally, named
 
 MAX_PROBLEMS = 20
 MAX_PIPED_BYTES = 1 << 30
@@ -187,7 +187,7 @@ def _validated(
             parsed = parse(value)
             if not isinstance(parsed, ParsedRow):
                 parsed = ParsedRow(parsed)
-            for note in parsed.notes:
+            for note in (*parsed.notes, *(UNREAD + key for key in parsed.unread)):
                 found.noted.add(note, line, row)
             if lines is not None:
                 begin = lines.tell()

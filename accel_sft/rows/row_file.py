@@ -19,6 +19,8 @@ PLACE = struct.Struct("<qIIII")
 _PLACES_BYTES = PLACE.size << 14
 """Number of bytes of `places` that `groups` reads at once."""
 _NAMED = 5
+UNREAD = "not read: "
+"""How the notes begin that name a key which was not read."""
 
 
 class OpenFile:

@@ -29,10 +29,12 @@ from accel_sft.rows.folder import data_files, folder_of
 from accel_sft.rows.hub import is_dataset_name
 from accel_sft.rows.json_stream import ParsedRow
 from accel_sft.rows.reading import MAX_PROBLEMS, read_dataset, read_file, unreadable
-from accel_sft.rows.row_file import RowFile, more, named
+from accel_sft.rows.row_file import UNREAD, RowFile, more, named
 
 _NAMED = 5
 """Maximum number of rows that a note names."""
+_KEYS = 20
+"""Maximum number of keys that the line on unread keys names."""
 _64_BITS = (1 << 64) - 1
 Row = TypeVar("Row")
 
@@ -303,17 +305,22 @@ def with_places(lines: Sequence[str], examples: Sequence[Any], split: str) -> li
 
 def _notes(files: Sequence[RowFile]) -> list[str]:
     """A line for each note of the parser, and for each reason for which rows were left out."""
-    lines = []
+    lines, unread = [], list[tuple[int, str]]()
     total = sum(len(file) + sum(count for count, _ in file.left_out.values()) for file in files)
     for verb, tallies in (("", [file.noted for file in files]), ("left out: ", [file.left_out for file in files])):
         for what in dict.fromkeys(what for tally in tallies for what in tally):
             count = sum(tally[what][0] for tally in tallies if what in tally)
+            if what.startswith(UNREAD):
+                unread.append((count, what.removeprefix(UNREAD)))
+                continue
             places = [
                 (file, at) for file, tally in zip(files, tallies, strict=True) for at in tally.get(what, (0, []))[1]
             ]
             named = "" if 2 * count > total else f" ({_named(files, places, count)})"
             lines.append(f"{count:,} row{'s' * (count != 1)} {verb}{what}{named}")
-    return lines
+    groups = itertools.groupby(unread[:_KEYS], operator.itemgetter(0))
+    keys = [f"{', '.join(key for _, key in group)} ({n:,} row{'s' * (n != 1)})" for n, group in groups]
+    return [*lines, UNREAD + ", ".join(keys) + more(max(len(unread) - _KEYS, 0))] if unread else lines
 
 
 def _named(files: Sequence[RowFile], places: Sequence[tuple[RowFile, Sequence[Any]]], count: int) -> str:

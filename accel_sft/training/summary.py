@@ -45,14 +45,14 @@ def card(
     """
     config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
     chat = conversation(task, prepared.validation.examples, "validation", prepared.validation.kept[0].index)
-    form = rendering.form(chat.turns, "validation", chat.tools) if chat.turns else Form()
+    form = rendering.form(chat.turns, "validation", chat.offered) if chat.turns else Form()
     return model_card(
         base_model=config.init_from or config.model,
         task=task_name,
         adapter=config.adapter,
         model_class=model_class,
-        messages=parted(form.given(chat.turns), chat.images),
-        template_arguments={**rendering.template.arguments, **({"tools": chat.tools} if chat.tools else {})},
+        messages=[] if rendering.template.concatenates else parted(form.given(chat.turns), chat.images),
+        template_arguments={**chat.offered, **rendering.template.arguments},
         prompt_end=form.prompt_end,
         answer_end=rendering.tail(form),
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,

@@ -63,6 +63,16 @@ def test_what_the_task_trains_on_is_what_chat_trains_on_from_its_files(name, tmp
             assert found.weights == expected.weights == ((0.25, 0.5) if name == "chat, weighed" else ())
 
 
+def test_template_variables_and_texts_to_continue_are_exported(tmp_path):
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "one"}]
+    rows = {"messages": turns, "chat_template_kwargs": {"enable_thinking": False}}, {"prompt": "1", "completion": "one"}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Chat(validation_file=str(tmp_path / "rows.jsonl"))
+    examples = read_split(task, "validation")
+    chats = [conversation(task, examples, "validation", index) for index in range(2)]
+    assert tuple(export_data.chat_row(chat, tmp_path) for chat in chats) == rows
+
+
 def test_the_forms_of_other_trainers_are_made_as_the_page_says(tmp_path, monkeypatch):
     page = ROOT / "docs" / "multinode.md"
     (script,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)

@@ -193,6 +193,7 @@ TOOLS = (
         ({"prompt": "?", "tools": "{"}, "a list of schemas, or JSON of one"),
         ({"prompt": "?", "tools": [3]}, "a list of schemas, or JSON of one"),
         ({"prompt": "?", "system": 3}, "field 'system'"),
+        ({"prompt": "?", "chat_template_kwargs": {"a": 1}}, "no variables of the template"),
         ({"messages": [{"role": "assistant", "content": 3, "tool_calls": [{}]}, *QUESTION]}, "with text in both"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}, *QUESTION]}, "gave the call '{}', expected"),
         ({"messages": ["a"]}, "with text in both"),

@@ -77,7 +77,7 @@ FORMS = {
     ),
     "pair of texts": (
         {"prompt": "u", "completion": "a"},
-        [ASK],
+        [{**ASK, "continued": True}],
         "a",
         "prompt and completion (columns prompt, completion)",
     ),
@@ -183,7 +183,7 @@ BLEMISHES = {
         "a",
         "last turns are no answer to learn; these turns are left out",
     ),
-    "an empty system turn": ([{"role": "system", "content": " "}, ASK, ANSWER], [ASK], "a", ""),
+    "an empty system turn": ([{**SYSTEM, "content": ""}, ASK, ANSWER], [{**SYSTEM, "content": ""}, ASK], "a", ""),
     "an empty answer": (
         [ASK, {"role": "assistant", "content": ""}, AGAIN, MORE],
         [ASK, {"role": "assistant", "content": ""}, AGAIN],
@@ -298,18 +298,22 @@ MALFORMED = {
     "a video": (
         messages({"role": "user", "content": [{"type": "video"}]}, ANSWER),
         "messages[0].content[0]",
-        "a part of type text or image, got 'video'",
+        "a part of type text or image, not 'video'",
     ),
     "a weight below 0": (
         messages(ASK, {**ANSWER, "weight": -0.5}),
         "messages[1].weight",
-        "a number from 0 to 1, got -0.5",
+        "a number from 0 to 1, or true or false, got -0.5",
     ),
-    "a weight above 1": (messages(ASK, {**ANSWER, "weight": 2}), "messages[1].weight", "a number from 0 to 1, got 2"),
+    "a weight above 1": (
+        messages(ASK, {**ANSWER, "weight": 2}),
+        "messages[1].weight",
+        "a number from 0 to 1, or true or false, got 2",
+    ),
     "a weight in a text": (
         messages(ASK, {**ANSWER, "weight": "1"}),
         "messages[1].weight",
-        "a number from 0 to 1, got '1'",
+        "a number from 0 to 1, or true or false, got '1'",
     ),
     "marks that differ": (messages(ASK, {**ANSWER, "weight": 1, "train": False}), "messages[1].train", "the same as"),
     "a call without a name": (
@@ -328,7 +332,7 @@ MALFORMED = {
         "JSON of a",
     ),
     "a null answer": ({"instruction": "u", "output": None}, "output", "text, got null or nothing"),
-    "a number": ({"prompt": 3, "completion": "a"}, "prompt", "text, got int"),
+    "a null in a pair": ({"prompt": "u", "completion": None}, "completion", "text, got null or nothing"),
     "half a history": ({"instruction": "u", "output": "a", "history": [["x"]]}, "history[0]", "[question, answer]"),
     "a history that is no JSON": ({"instruction": "u", "output": "a", "history": "none"}, "history", "JSON of a list"),
     "JSON that would lose something": (
@@ -365,7 +369,7 @@ def test_malformed_rows_are_named_by_line_and_field(rows, tmp_path):
     cases = list(MALFORMED.values())
     for some in (cases[:MAX_PROBLEMS], cases[MAX_PROBLEMS:]):
         with pytest.raises(UserError) as caught:
-            rows(messages(ASK, ANSWER), *(row for row, *_ in some))
+            rows(messages(ASK, ANSWER), *(row for row, *_ in some), strict_rows=True)
         for line, ((_, field, expected), problem) in enumerate(zip(some, caught.value.problems, strict=True), 2):
             at = f"field {field!r}: " if field else ""
             assert problem.startswith(f"{tmp_path}/rows.jsonl:{line}: {at}expected {expected}")
@@ -388,8 +392,14 @@ VALUES = (
     [{}],
     {"role": "user"},
     {"type": "text"},
+    [{"type": "tool_use", "name": "f", "input": {"x": None}}],
+    [{"type": "tool_result", "content": [{"type": "text", "text": "x"}]}],
+    [{"type": "thinking", "thinking": "x"}, {"text": "y"}],
 )
-KEYS = ("weight", "train", "from", "content", "tool_calls", "function_call", "reasoning_content", "tools", "messages")
+KEYS = (
+    *("weight", "train", "loss", "from", "content", "tool_calls", "function_call", "reasoning_content", "thinking"),
+    *("tools", "messages", "system", "body", "chat_template_kwargs", "refusal", "tool_use_id"),
+)
 
 
 def changed(row, draw):
@@ -426,7 +436,7 @@ def test_whatever_a_row_holds_it_is_a_chat_or_is_refused_by_field(form):
 @pytest.mark.parametrize("text", ['[{"name": "Bob", "role": "father"}]', "[[1, 2], [3, 4]]", "[]", "[{", " [1]"])
 def test_a_text_that_is_a_json_list_of_something_else_is_read_and_learnt_as_it_is(rows, text):
     ((prompt, target, _),), _ = rows({"prompt": text, "completion": text})
-    assert prompt == [{"role": "user", "content": text}]
+    assert prompt == [{"role": "user", "content": text, "continued": True}]
     assert target == text
 
 
@@ -445,8 +455,8 @@ def test_cells_of_a_table_may_hold_lists_as_json(rows):
 def test_columns_by_other_names(rows):
     row = {"question": "u", "answer": "a", "persona": "s", "messages": "not meant"}
     (found,), notes = rows(row, columns="prompt=question, completion=answer, system=persona")
-    assert found == ([SYSTEM, ASK], "a", None)
-    assert notes == ["1 row read as prompt and completion (columns question, answer)"]
+    assert found == ([SYSTEM, {**ASK, "continued": True}], "a", None)
+    assert notes == ["1 row read as prompt and completion (columns question, answer)", "not read: messages (1 row)"]
     _, notes = rows(row, columns="prompt=question, completion=answer, system=who")
     assert notes[1] == "1 row without the column who, which --columns names"
     with pytest.raises(UserError, match="got question, answer, persona; name others"):
@@ -662,15 +672,16 @@ def test_check_names_rows_of_chat_files_by_line(tmp_path):
         for n in range(40)
     ]
     lines[3] = lines[2]
-    lines[5] = json.dumps(messages({"role": "user", "content": 5}, ANSWER))
+    lines[5] = json.dumps(messages({"role": "user", "content": None}, ANSWER))
+    lines[11] = json.dumps({"query": "u"})
     lines[7] = "{"
     lines[9] = json.dumps(messages(ASK))
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     done = accel_sft("check", "chat", "--train-file", str(tmp_path / "chats.jsonl"), "--json")
     report = json.JSONDecoder().raw_decode(done.output)[0]
     found = {each["code"]: [f"{row['file']}:{row['line']}" for row in each["rows"]] for each in report["findings"]}
-    expected = {"D101": 8, "D102": 6, "D104": 10, "D401": 4}
-    assert found == {code: [f"{tmp_path}/chats.jsonl:{line}"] for code, line in expected.items()}
+    expected = {"D101": [8], "D102": [12], "D104": [6, 10], "D401": [4]}
+    assert found == {code: [f"{tmp_path}/chats.jsonl:{line}" for line in lines] for code, lines in expected.items()}
 
 
 def part(path=None):
@@ -772,7 +783,7 @@ def test_images_stay_with_their_turns_and_tell_rows_apart(rows, tmp_path):
 )
 def test_images_that_do_not_fit_their_texts_are_told_by_row(rows, row, told):
     with pytest.raises(UserError, match=told):
-        rows(row)
+        rows(row, strict_rows=True)
 
 
 def test_a_run_on_own_rows_without_a_model_says_that_tiny_is_a_toy(tmp_path):
@@ -880,7 +891,7 @@ def test_raw_text_is_a_row_without_a_prompt_and_scored_by_perplexity(tmp_path):
 def test_a_column_beside_raw_text_is_told_and_one_named_otherwise_found(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"body": "Once.", "label": 1}\n{"body": "Twice.", "label": 0}\n')
     rows = Chat(train_file=str(tmp_path / "rows.jsonl"), columns="text=body").dataset("train")
-    assert "2 rows read as raw text (column body; not read: label)" in rows.notes
+    assert {"2 rows read as raw text (column body)", "not read: label (2 rows)"} <= {*rows.notes}
 
 
 @pytest.mark.parametrize("name", ["book.txt", "book.md", "book.txt.gz"])

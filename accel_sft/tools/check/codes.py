@@ -62,7 +62,7 @@ CODES = {
     "D208": Code(
         "warning",
         "special tokens of the model are written in the texts",
-        "take them out: the chat template writes its own, and these are learnt as characters (--control-tokens text)",
+        "take them out: they are learnt as characters; what a template wrote is read by --control-tokens tokens",
     ),
     "D209": Code(
         "error",

@@ -93,7 +93,7 @@ class Audit:
             lenient = dataclasses.replace(self.config, truncation=self.config.truncation.replace("error", "drop"))
             assembly = Assembly(Accelerator(cpu=True), self.task, lenient, self.source)
             eos_ids = assembly.encode.rules.eos_ids
-            special = SpecialTokens(assembly.tokenizer, eos_ids)
+            special = SpecialTokens(assembly.tokenizer, eos_ids, self.config.control_tokens == "text")
             names = AnswerNames()
             keeps = self.config.thinking == "keep"
             texts = {

@@ -50,16 +50,17 @@ class Texts:
 
 
 class SpecialTokens:
-    """Finds the tokenizer's special tokens in texts: only the chat template should write them."""
+    """Finds the tokenizer's special tokens in texts: only the chat template, or raw text for which they are tokens,
+    should have them."""
 
-    def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
-        self._control = ControlTokens(tokenizer)
+    def __init__(self, tokenizer: Any, eos_ids: frozenset[int], as_text: bool = True) -> None:
+        self._control = ControlTokens(tokenizer, as_text)
         self._ends = self._control.spelled(eos_ids)
 
     def faults(self, chat: Conversation) -> list[tuple[str, str]]:
         """Return code and surrounding text of one special token in the texts: the first that ends an answer (D209), or
         else the first of any kind (D208). The list is empty if the texts have no special token."""
-        written = self._control.written(chat, self._ends)
+        written = self._control.written(chat, self._ends) if chat.turns or self._control.as_text else None
         return [("D209" if written.ends_answer else "D208", around(written.text, written.match))] if written else []
 
 

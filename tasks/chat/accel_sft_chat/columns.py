@@ -1,30 +1,41 @@
-"""Recognises a row's published form by its columns: chat messages, prompt and completion, Alpaca's, or raw text."""
+"""Recognises a row's published form by its columns: chat messages, prompt and completion, Alpaca's, or raw text.
+
+What no form reads of a row is refused or named: keys.py decides it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from accel_sft import RowProblem
 from accel_sft_chat.images import with_images
-from accel_sft_chat.messages import IN_PROMPT, Turn, json_in, kind, read_turns
+from accel_sft_chat.keys import REFUSED_IN_ROWS, VIDEOS, Remarks, RowRefused
+from accel_sft_chat.messages import IN_PROMPT, Turn, content_of, json_in, kind, read_turns, text_of
 
 COLUMNS = {
-    "messages": ("messages", "conversations"),
+    "messages": ("messages", "conversations", "conversation", "dialogue", "dialog"),
     "prompt": ("prompt",),
     "completion": ("completion",),
     "instruction": ("instruction",),
     "input": ("input",),
     "output": ("output",),
     "history": ("history",),
-    "system": ("system",),
+    "system": ("system", "system_prompt"),
     "tools": ("tools", "functions"),
     "images": ("images", "image"),
     "text": ("text",),
 }
 """Names by which the column of each kind is recognised; `--columns` gives a kind another name."""
 RAW_TEXT = "raw text"
+_LISTS = ("conversation", "dialogue", "dialog")
+"""Names of columns with messages only where they hold a list: others write a text under them."""
+_VARIABLES = "chat_template_kwargs"
+_VIDEO_MARKS = ("<video>", "<audio>")
+_NO_VIDEO = "with <video> or <audio> in a text and none in the row, where it stays a word"
+_PREFERENCES = "preferences are not trained here; to learn"
 _FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 _SAID = ("content", "tool_calls", "function_call")
 _SHOWN = 8
@@ -39,6 +50,8 @@ class RowTurns(NamedTuple):
         system_text: the text of its system column, or "".
         tools: the schemas of its tools.
         notes: what was done to the row, and which columns of `--columns` it lacks.
+        unread: names of its keys that are not read.
+        variables: what it sets in the chat template.
     """
 
     form: str
@@ -46,6 +59,8 @@ class RowTurns(NamedTuple):
     system_text: str
     tools: list[dict[str, Any]] | None
     notes: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    variables: dict[str, Any] | None = None
 
 
 def named_columns(text: str | None) -> tuple[tuple[str, str], ...]:
@@ -76,91 +91,144 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
         columns: the pairs that `named_columns` returns.
         folder: the folder that the paths of images are relative to.
     Raises:
-        RowProblem: the form is unknown, or a field does not hold what it should.
+        RowProblem: a field does not hold what it should.
+        RowRefused: the form is unknown, or a column says what to learn in a way that is not known here.
     """
-    named = dict(columns)
-    column, forms = _recognised(tuple(row), columns)
+    named, remarks, given = dict(columns), Remarks(), row
+    row = row if columns else _unwrapped(row)
+    keys = tuple(key for key, value in row.items() if key not in _LISTS or isinstance(value, list))
+    column, forms = _recognised(keys, tuple(key for key in keys if row[key] is not None), columns)
     form = next((form for form in forms if row[column(form[0])] is not None), None)
     if form is None:
-        raise _unknown(row, named.values())
+        raise _unknown(row, named.values(), known=bool(forms))
     first = column(form[0])
+    others = [column(what) for what in ("system", "tools", "images")]
     if form[0] == "text":
-        unread = ", ".join(key[:80] for key in row if key != first)
-        turns = [{"role": "assistant", "content": _text(row, first, needed=True)}]
-        return RowTurns(f"{RAW_TEXT} (column {first}{unread and f'; not read: {unread}'})", turns, "", None)
-    system_text, tools = _text(row, column("system")), _tools(row, column("tools"))
+        remarks.look(row, {first}, REFUSED_IN_ROWS)
+        turns = [{"role": "assistant", "content": _text(row, first, remarks, needed=True)}]
+        return RowTurns(f"{RAW_TEXT} (column {first})", turns, "", None, tuple(remarks.notes), tuple(remarks.unread))
+    system_text, tools = _system(row, others[0], remarks), _tools(row, others[1])
+    read = {first, *others, _VARIABLES}
     if form[0] == "messages":
-        turns, is_sharegpt = read_turns(row[first], first)
-        form = f"ShareGPT (column {first}: from, value)" if is_sharegpt else f"messages (column {first}: role, content)"
-    elif form[0] == "prompt":
-        turns = _pair(row, first, second := column("completion"))
-        form = f"prompt and completion (columns {first}, {second})"
+        turns, is_sharegpt = read_turns(row[first], first, remarks)
+        held = first if first in given else "body" if "body" in given else "query, answers"
+        form = f"ShareGPT (column {held}: from, value)" if is_sharegpt else f"messages (column {held}: role, content)"
     else:
-        asked = [_text(row, first), _text(row, column("input"))]
-        question = {"role": "user", "content": "\n".join(part for part in asked if part.strip())}
-        answer = {"role": "assistant", "content": _text(row, second := column("output"), needed=True)}
-        turns = [*_history(row, column("history")), question, answer]
-        form = f"Alpaca (columns {first}, input, {second})"
-    turns, notes = with_images(turns, row.get(images := column("images")), images, folder)
+        second, earlier = column(form[1]), column("history")
+        read |= {second, earlier}
+        if form[0] == "prompt":
+            past = [{**turn, IN_PROMPT: True} for turn in _history(row, earlier, remarks)]
+            turns = [*past, *_pair(row, first, second, remarks)]
+            form = f"prompt and completion (columns {first}, {second})"
+        else:
+            read.add(more := column("input"))
+            asked = [_text(row, name, remarks) for name in (first, more)]
+            question = {"role": "user", "content": "\n".join(part for part in asked if part.strip())}
+            answer = {"role": "assistant", "content": _text(row, second, remarks, needed=True)}
+            turns = [*_history(row, earlier, remarks), question, answer]
+            form = f"Alpaca (columns {first}, input, {second})"
+    remarks.look(row, read, REFUSED_IN_ROWS)
+    judged = "label" if form.startswith("prompt") else "kto_tag"
+    if isinstance(row.get(judged), bool) and judged not in read:
+        way = f"{_PREFERENCES} the good answers alone, keep rows with true and drop this column"
+        raise RowRefused(judged, f"no judgement of the answer: {way}")
+    if any(name in row for name in VIDEOS) and any(mark in turn["content"] for turn in turns for mark in _VIDEO_MARKS):
+        remarks.notes[_NO_VIDEO] = None
+    turns, notes = with_images(turns, row.get(others[2]), others[2], folder)
     missing = (f"without the column {name}, which --columns names" for name in named.values() if name not in row)
-    return RowTurns(form, turns, system_text, tools, (*missing, *notes))
+    if system_text and others[0] not in ("system", *named.values()):
+        form = f"{form[:-1]}; system prompt in {others[0]})"
+    told = (*missing, *remarks.notes, *notes)
+    return RowTurns(form, turns, system_text, tools, told, tuple(remarks.unread), _variables(row))
+
+
+def _unwrapped(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with the messages of what wraps them: OpenAI's batch requests, and xLAM's queries with calls."""
+    body = row.get("body")
+    if isinstance(body, dict) and "messages" in body and "messages" not in row:
+        return {**{key: value for key, value in row.items() if key != "body"}, **body}
+    if row.keys() >= {"query", "answers", "tools"} and "messages" not in row:
+        answer = {"role": "assistant", "content": None, "tool_calls": row["answers"]}
+        rest = {key: value for key, value in row.items() if key not in ("query", "answers")}
+        return {"messages": [{"role": "user", "content": row["query"]}, answer], **rest}
+    return row
 
 
 @functools.lru_cache(64)  # most files have few sets of columns
 def _recognised(
-    row: tuple[str, ...], columns: tuple[tuple[str, str], ...]
+    row: tuple[str, ...], filled: tuple[str, ...], columns: tuple[tuple[str, str], ...]
 ) -> tuple[Callable[[str], str], list[tuple[str, ...]]]:
-    """For rows with these columns: the column of each kind, "" if there is none, and the forms that they may have."""
+    """For rows with these columns: the column of each kind, "" if there is none, and the forms that they may have.
+
+    Args:
+        filled: the columns that have a value.
+    """
     named = dict(columns)
     kinds = {what: (named[what],) if what in named else names for what, names in COLUMNS.items()}
-    found = {what: next((name for name in names if name in row), "") for what, names in kinds.items()}
+    found = {
+        what: next((name for held in (filled, row) for name in names if name in held), "")
+        for what, names in kinds.items()
+    }
     # if columns were named, only the forms that have them are looked for
     forms = [form for form in _FORMS if not named.keys().isdisjoint(form)] or _FORMS
     return found.__getitem__, [form for form in forms if all(found[what] for what in form)]
 
 
-def _unknown(row: Mapping[str, Any], named: Iterable[str]) -> RowProblem:
+def _unknown(row: Mapping[str, Any], named: Iterable[str], *, known: bool) -> RowProblem:
+    """The problem of a row without a form. `known`: its columns have a form, but no value."""
     there = ", ".join(key[:80] + " (null)" * (row[key] is None) for key in list(row)[:_SHOWN]) or "none"
     if absent := [name for name in named if name not in row]:
-        return RowProblem(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
-    return RowProblem(
+        return RowRefused(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
+    if row.keys() >= {"chosen", "rejected"}:
+        way = "messages=chosen" if isinstance(row["chosen"], list) and "prompt" not in row else "completion=chosen"
+        expected = f"one answer, got chosen and rejected: {_PREFERENCES} the chosen alone: --columns {way}"
+        return RowRefused(None, expected)
+    return (RowProblem if known else RowRefused)(
         None,
         "columns messages or conversations, prompt and completion, instruction and output, or text, "
         f"got {there}; name others: --columns prompt=question,completion=answer",
     )
 
 
-def _text(row: Mapping[str, Any], column: str, *, needed: bool = False) -> str:
+def _text(row: Mapping[str, Any], column: str, remarks: Remarks, *, needed: bool = False) -> str:
     """A column's text; "" if there is none and none is needed."""
     value = row.get(column)
-    if isinstance(value, str) or (value is None and not needed):
-        return value or ""
-    raise RowProblem(column, f"text, got {kind(value)}")
+    return "" if value is None and not needed else text_of(value, column, remarks)
 
 
-def _pair(row: Mapping[str, Any], prompt: str, completion: str) -> list[Turn]:
+def _system(row: Mapping[str, Any], column: str, remarks: Remarks) -> str:
+    """The system prompt of a column: a text or, as Anthropic has it, a list of parts."""
+    value = row.get(column)
+    return content_of(value, column, "system", False, remarks)["content"] if value else ""
+
+
+def _pair(row: Mapping[str, Any], prompt: str, completion: str, remarks: Remarks) -> list[Turn]:
     """The turns of a prompt and a completion, each a text or a list of messages; no turn of the prompt is learnt."""
     asked, answered = _messages_in(row[prompt]), _messages_in(row[completion])
     turns = (
-        read_turns(asked, prompt)[0]
-        if isinstance(asked, list)
-        else [{"role": "user", "content": _text(row, prompt, needed=True)}]
+        read_turns(asked, prompt, remarks)[0]
+        if asked
+        else [{"role": "user", "content": _text(row, prompt, remarks, needed=True)}]
     )
     for turn in turns:
         turn[IN_PROMPT] = True
-    if isinstance(answered, list):
-        return [*turns, *read_turns(answered, completion)[0]]
-    return [*turns, {"role": "assistant", "content": _text(row, completion, needed=True)}]
+    if answered:
+        return [*turns, *read_turns(answered, completion, remarks)[0]]
+    if not asked:
+        turns[0]["continued"] = True
+    return [*turns, {"role": "assistant", "content": _text(row, completion, remarks, needed=True)}]
 
 
-def _history(row: Mapping[str, Any], column: str) -> list[Turn]:
-    """Alpaca's earlier turns, from a list of pairs of question and answer, or JSON of one as in a CSV cell."""
+def _history(row: Mapping[str, Any], column: str, remarks: Remarks) -> list[Turn]:
+    """Earlier turns, from a list of pairs of question and answer, or of messages, or JSON of one as in a CSV cell."""
     pairs, turns = row.get(column), []
     if isinstance(pairs, str):
         try:
             pairs = json_in(pairs) if pairs.strip() else None
         except ValueError as error:
             raise RowProblem(column, f"JSON of a list of pairs, [[question, answer], ...] ({error})") from None
+    if pairs and isinstance(pairs, list) and all(map(_is_message, pairs)):
+        return read_turns(pairs, column, remarks)[0]
     for number, pair in enumerate(pairs if isinstance(pairs, list) else [pairs] if pairs else []):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise RowProblem(f"{column}[{number}]", f"[question, answer], two texts, got {kind(pair)}")
@@ -168,18 +236,19 @@ def _history(row: Mapping[str, Any], column: str) -> list[Turn]:
     return turns
 
 
-def _messages_in(value: Any) -> Any:
-    """The messages that a text holds as JSON, as in a CSV cell; any other value unchanged.
+def _messages_in(value: Any) -> list[Any] | None:
+    """A list of messages, one message, or a list that a text holds as JSON, as in a CSV cell; None: it is a text.
 
-    A text may also be a JSON list of something else, which the model is to read or to answer with.
+    A list, or a text that is JSON of one, may also be something else, which the model is to read or to answer with.
     """
-    if not isinstance(value, str) or value.lstrip()[:1] != "[":
-        return value
-    try:
-        found = json_in(value)
-    except ValueError:
-        return value
-    return found if isinstance(found, list) and found and all(map(_is_message, found)) else value
+    if isinstance(value, str):
+        found = None
+        with contextlib.suppress(ValueError):
+            found = json_in(value) if value.lstrip()[:1] == "[" else None
+        return found if isinstance(found, list) and found and all(map(_is_message, found)) else None
+    listed = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)]
+    meant = any(_is_message(each) or each.get("role") in ("user", "assistant", "system") for each in listed)
+    return (value if isinstance(value, list) else listed) if meant else None
 
 
 def _is_message(value: Any) -> bool:
@@ -203,4 +272,21 @@ def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowProblem(f"{column}[{number}]", f"a tool's schema, an object with a name, got {kind(tool)}")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    return [tool if "function" in tool else {"type": "function", "function": _schema(tool)} for tool in tools]
+
+
+def _schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """A flat schema of a tool, OpenAI's for responses, Anthropic's or MCP's, with its parameters under OpenAI's key."""
+    named = {"input_schema": "parameters", "inputSchema": "parameters"}
+    return {named.get(name, name): value for name, value in tool.items() if (name, value) != ("type", "function")}
+
+
+def _variables(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the row sets in the chat template, as TRL's `chat_template_kwargs`: an object, or JSON of one."""
+    value = row.get(_VARIABLES)
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json_in(value) if value.strip() else None
+    if value is not None and not isinstance(value, dict):
+        raise RowProblem(_VARIABLES, f"an object, or JSON of one, got {kind(value)}")
+    return {name: held for name, held in (value or {}).items() if held is not None} or None

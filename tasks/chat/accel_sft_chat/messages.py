@@ -6,13 +6,14 @@ import json
 from typing import Any
 
 from accel_sft import RowProblem
+from accel_sft_chat.keys import AS_JSON, REFUSED_IN_PARTS, REFUSED_IN_TURNS, Remarks, RowRefused
 
 Turn = dict[str, Any]
 """A message with `role` (system, user, assistant or tool) and `content`.
 
-If given: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`; an assistant's `weight`, from 0 to 1, if the row
-says whether the turn is learnt, or how much its loss counts; and `images`, a path for each <image> in the content, None
-for one from the row's column.
+If given: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`; `continued`, True for a text that the answer goes
+on with; an assistant's `weight`, from 0 to 1, if the row says whether the turn is learnt, or how much its loss counts;
+and `images`, a path for each <image> in the content, None for one from the row's column.
 """
 
 IMAGE = "<image>"
@@ -20,8 +21,20 @@ IMAGE = "<image>"
 
 IN_PROMPT = "in_prompt"
 """Key that marks a turn from a row's prompt column, which is not learnt."""
-_IMAGES = ("image", "image_url")
-"""Types of a message's parts that are images."""
+_TEXTS = ("text", "input_text", "output_text")
+_IMAGES = ("image", "image_url", "input_image")
+"""Types of a message's parts that are texts, and of those that are images."""
+_PATHS = ("image", "path", "url", "image_url", "source")
+_ORDER = {"thinking": 0, "tool_result": 0, "": 1, "tool_use": 2}
+"""Types of parts that are something else than the content, and where they stand to it."""
+_THINKING = ("reasoning_content", "reasoning", "thinking")
+_MARKS = ("weight", "train", "loss")
+_BESIDE = {"name", "tool_call_id", "tool_calls", "function_call", *_THINKING, *_MARKS}
+_READ = {names: _BESIDE | {*names} for names in (("role", "content"), ("from", "value"))}
+_READ_WITHOUT_CONTENT = _BESIDE | {"role", "content", "from", "value", "refusal"}
+_ARGUMENTS = ("arguments", "parameters", "input", "args")
+_IN_CALLS = {"id", "type", "index", "function", "name", *_ARGUMENTS}
+OTHERS_MARKED = "with turns marked to be learnt that are not the assistant's, which are not learnt"
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -43,7 +56,7 @@ _ROLES = {
 }
 
 
-def read_turns(value: Any, field: str) -> tuple[list[Turn], bool]:
+def read_turns(value: Any, field: str, remarks: Remarks) -> tuple[list[Turn], bool]:
     """The turns of a list of messages (or of JSON of one), and whether they have ShareGPT's keys.
 
     Raises:
@@ -57,7 +70,22 @@ def read_turns(value: Any, field: str) -> tuple[list[Turn], bool]:
     if not isinstance(value, list) or not value:
         raise RowProblem(field, f"a list of messages, got {kind(value)}")
     sharegpt = any(isinstance(message, dict) and message.get("from") is not None for message in value)
-    return [_turn(message, f"{field}[{number}]") for number, message in enumerate(value)], sharegpt
+    each = (_turns(message, f"{field}[{number}]", remarks) for number, message in enumerate(value))
+    return [turn for turns in each for turn in turns], sharegpt
+
+
+def text_of(value: Any, field: str, remarks: Remarks) -> str:
+    """A text, or a number, a list or an object as JSON.
+
+    Raises:
+        RowProblem: there is no value.
+    """
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise RowProblem(field, f"text, got {kind(value)}")
+    remarks.notes[AS_JSON] = None
+    return json.dumps(value, ensure_ascii=False)
 
 
 def kind(value: Any) -> str:
@@ -92,7 +120,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _turn(message: Any, field: str) -> Turn:
+def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
+    """The turns of a message: one, or the results of tools that stand before a user's text."""
     if not isinstance(message, dict):
         raise RowProblem(field, f"a message, an object with role and content, got {kind(message)}")
     names = ("from", "value") if message.get("from") is not None else ("role", "content")
@@ -101,25 +130,68 @@ def _turn(message: Any, field: str) -> Turn:
         known = "system, user, assistant or tool (human, gpt, function_call, observation)"
         raise RowProblem(f"{field}.{names[0]}", f"{known}, got {kind(role)}")
     role = _ROLES[role.lower()]
+    turn: Turn = {"role": role, "content": ""}
+    given, where = message.get(names[1]), f"{field}.{names[1]}"
+    remarks.look(message, _READ_WITHOUT_CONTENT if given is None else _READ[names], REFUSED_IN_TURNS, f"{field}.")
+    results: list[Turn] = []
     if role == "calls":
-        where, text = f"{field}.{names[1]}", message.get(names[1])
-        turn = {"role": "assistant", "content": "", "tool_calls": _calls(_json(text, where), where)}
+        turn = {"role": "assistant", "content": "", "tool_calls": read_calls(_json(given, where), where, remarks)}
     else:
-        turn = {"role": role, "content": ""}
-        if which := _calling(message, role, field):
-            turn["tool_calls"] = _calls(_json(message[which], f"{field}.{which}"), f"{field}.{which}")
-        given, where = message.get(names[1]), f"{field}.{names[1]}"
-        turn["content"] = _content(given, where, role, bool(turn.get("tool_calls")))
-        if images := _images(given, where):
-            turn["images"] = images
-    for name in ("name", "tool_call_id", "reasoning_content"):
+        blocks, given = _divided(given, role, where)
+        results = [_result(block, f"{where}[{number}]", remarks) for number, block in enumerate(blocks["tool_result"])]
+        if results and given is None:
+            return results
+        which = _calling(message, role, field)
+        calls = read_calls(_json(message[which], f"{field}.{which}"), f"{field}.{which}", remarks) if which else []
+        if calls := calls + (read_calls(blocks["tool_use"], where, remarks) if blocks["tool_use"] else []):
+            turn["tool_calls"] = calls
+        turn |= content_of(message.get("refusal") if given is None else given, where, role, bool(calls), remarks)
+        if blocks["thinking"]:
+            texts = [content_of(block.get("thinking"), where, role, False, remarks) for block in blocks["thinking"]]
+            message = {**message, "thinking": "\n\n".join(text["content"] for text in texts)}
+    for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
-            if not isinstance(message[name], str):
-                raise RowProblem(f"{field}.{name}", f"text, got {kind(message[name])}")
-            turn[name] = message[name]
-    if turn["role"] == "assistant" and (mark := _mark(message, field)) is not None:
+            turn[name] = _text(message[name], f"{field}.{name}")
+    thoughts = {name: _text(message[name], f"{field}.{name}") for name in _THINKING if message.get(name) is not None}
+    if len({*thoughts.values()} - {""}) > 1:
+        raise RowProblem(field, f"one thinking, got another text in each of {', '.join(thoughts)}")
+    if thoughts and turn["role"] == "assistant":
+        turn["reasoning_content"] = max(thoughts.values())
+        if turn["reasoning_content"] and turn["content"].lstrip().startswith("<think>"):
+            raise RowProblem(where, f"no <think>, as the thinking is in {next(iter(thoughts))}")
+    elif any(thoughts.values()):
+        raise RowProblem(f"{field}.{next(iter(thoughts))}", "no thinking in a turn that is not the assistant's")
+    mark = _mark(message, field)
+    if turn["role"] == "assistant" and mark is not None:
         turn["weight"] = mark
-    return turn
+    elif mark:
+        remarks.notes[OTHERS_MARKED] = None
+    return [*results, turn]
+
+
+def _result(block: Turn, field: str, remarks: Remarks) -> Turn:
+    """The turn of a part that is the result of a tool, as Anthropic has them."""
+    remarks.look(block, {"type", "tool_use_id", "content"}, REFUSED_IN_PARTS, f"{field}.")
+    named = {"tool_call_id": block["tool_use_id"]} if isinstance(block.get("tool_use_id"), str) else {}
+    return {
+        "role": "tool",
+        **named,
+        **content_of(block.get("content") or "", f"{field}.content", "tool", False, remarks),
+    }
+
+
+def _divided(value: Any, role: str, field: str) -> tuple[dict[str, list[Turn]], Any]:
+    """The parts of a content that are thinking, calls or results of tools, by type, and the content without them."""
+    if not isinstance(value, list):
+        return {kind: [] for kind in _ORDER}, value
+    types = {"assistant": ("thinking", "tool_use"), "user": ("tool_result",), "tool": ("tool_result",)}.get(role, ())
+    kinds = [part["type"] if isinstance(part, dict) and part.get("type") in types else "" for part in value]
+    order = [_ORDER[kind] for kind in kinds]
+    if order != sorted(order):
+        raise RowProblem(field, "thinking or results of tools, then text, then calls of tools, got another order")
+    blocks = {kind: [part for part, its in zip(value, kinds, strict=True) if its == kind] for kind in _ORDER}
+    rest = blocks.pop("")
+    return blocks, (rest or None) if any(kinds) else value
 
 
 def _calling(message: Turn, role: str, field: str) -> str:
@@ -132,30 +204,59 @@ def _calling(message: Turn, role: str, field: str) -> str:
     return found[0] if found else ""
 
 
-def _content(value: Any, field: str, role: str, called: bool) -> str:
+def content_of(value: Any, field: str, role: str, called: bool, remarks: Remarks) -> Turn:
+    """A message's `content` and, if it has images, its `images`."""
     if isinstance(value, str):
-        return value
-    if value is None and called:
-        return ""
-    if isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value):
-        images = any(part["type"] in _IMAGES for part in value)
-        for number, part in enumerate(value):
-            if part["type"] in _IMAGES:
-                continue
-            if part["type"] != "text" or not isinstance(part.get("text"), str):
-                raise RowProblem(f"{field}[{number}]", f"a part of type text or image, got {kind(part['type'])}")
-            if images and IMAGE in part["text"]:
-                raise RowProblem(f"{field}[{number}].text", f"a text without {IMAGE}, as images are parts here")
-        return "".join(IMAGE if part["type"] in _IMAGES else part["text"] for part in value)
-    if role == "tool" and isinstance(value, (dict, list)):
-        return json.dumps(value, ensure_ascii=False)
-    raise RowProblem(field, f"text, got {kind(value)}")
+        return {"content": value}
+    if called and (value is None or value == []):
+        return {"content": ""}
+    known = (*_TEXTS, *_IMAGES)
+    if isinstance(value, dict) and value.get("type") in known:
+        value = [value]
+    parts = [_typed(part) for part in value] if isinstance(value, list) else []
+    if role == "tool" and value is not None and not (parts and all(part and part["type"] in known for part in parts)):
+        return {"content": json.dumps(value, ensure_ascii=False)}
+    if value == []:
+        raise RowProblem(field, f"text, got {kind(value)}")
+    if not any(parts):
+        return {"content": text_of(value, field, remarks)}
+    images = [part["type"] in _IMAGES for part in parts if part]
+    texts, paths = [], []
+    for number, part in enumerate(parts):
+        where = f"{field}[{number}]"
+        if part and part["type"] in _IMAGES:
+            remarks.look(part, {"type", *_PATHS, *_MARKS}, REFUSED_IN_PARTS, f"{where}.")
+            paths.append(_path(_addressed(part), where))
+            texts.append(IMAGE)
+        elif part and part["type"] in _TEXTS and isinstance(part.get("text"), str):
+            remarks.look(part, {"type", "text", *_MARKS}, REFUSED_IN_PARTS, f"{where}.")
+            if any(images) and IMAGE in part["text"]:
+                raise RowProblem(f"{where}.text", f"a text without {IMAGE}, as images are parts here")
+            texts.append(part["text"])
+        else:
+            raise RowProblem(where, f"a part of type text or image, not {kind(part and part['type'])}")
+        if part and (marked := next((name for name in _MARKS if part.get(name) not in (None, True, 1)), None)):
+            raise RowRefused(f"{where}.{marked}", REFUSED_IN_TURNS["train_detail"])
+    return {"content": "".join(texts), **({"images": paths} if paths else {})}
 
 
-def _images(value: Any, field: str) -> list[str | None]:
-    """The path of each part that is an image; None if the row's column has it."""
-    parts = enumerate(value if isinstance(value, list) else ())
-    return [_path(part, f"{field}[{number}]") for number, part in parts if part["type"] in _IMAGES]
+def _typed(part: Any) -> Turn | None:
+    """A part of a content, with its type, which Qwen's own form leaves out; None if it is no part."""
+    if not isinstance(part, dict):
+        return None
+    if isinstance(part.get("type"), str):
+        return part
+    held = [name for name, value in part.items() if value is not None]
+    return {**part, "type": held[0]} if held in (["text"], ["image"]) else None
+
+
+def _addressed(part: Turn) -> Turn:
+    """An image's part with its address under a key of OpenAI's, also where it has Anthropic's `source`."""
+    source = part.get("source")
+    if not isinstance(source, dict):
+        return part
+    encoded = f"data:{source.get('media_type')};base64,{source['data']}" if source.get("data") else source.get("url")
+    return {**part, "url": encoded}
 
 
 def image_address(image: Any) -> Any:
@@ -187,14 +288,16 @@ def _json(value: Any, field: str) -> Any:
         raise RowProblem(field, expected) from None
 
 
-def _calls(value: Any, field: str) -> list[Turn]:
+def read_calls(value: Any, field: str, remarks: Remarks) -> list[Turn]:
     """Calls of tools in OpenAI's form, with their arguments, often given as a JSON text, as an object."""
     found = []
     for number, call in enumerate(value if isinstance(value, list) else [value]):
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowProblem(f"{field}[{number}]", f"a call with a name and arguments, got {kind(call)}")
-        arguments = function.get("arguments", function.get("parameters"))
+        for keys in (call, function):
+            remarks.look(keys, _IN_CALLS, {}, f"{field}[{number}].")
+        arguments = next((function[name] for name in _ARGUMENTS if function.get(name) is not None), None)
         where = f"{field}[{number}].arguments"
         arguments = {} if arguments in (None, "") else _json(arguments, where)
         if not isinstance(arguments, dict):
@@ -206,14 +309,19 @@ def _calls(value: Any, field: str) -> list[Turn]:
     return found
 
 
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise RowProblem(field, f"text, got {kind(value)}")
+    return value
+
+
 def _mark(message: Turn, field: str) -> float | None:
-    """An assistant turn's weight from 0 to 1, by OpenAI's `weight` or Axolotl's `train`; None if it has neither."""
-    weight, train = message.get("weight"), message.get("train")
-    if weight is not None and (type(weight) not in (int, float) or not 0 <= weight <= 1):
-        got = weight if type(weight) in (int, float) else kind(weight)
-        raise RowProblem(f"{field}.weight", f"a number from 0 to 1, got {got}")
-    if train is not None and not isinstance(train, bool):
-        raise RowProblem(f"{field}.train", f"true or false, got {kind(train)}")
-    if weight is not None and train is not None and bool(weight) != train:
-        raise RowProblem(f"{field}.train", f"the same as weight {weight}, got {train}")
-    return int(train) if weight is None and train is not None else weight
+    """A turn's weight from 0 to 1, by OpenAI's `weight`, Axolotl's `train` or ms-swift's `loss`; None without any."""
+    marks = {name: message[name] for name in _MARKS if message.get(name) is not None}
+    for name, mark in marks.items():
+        if not isinstance(mark, (bool, int, float)) or not 0 <= mark <= 1:
+            got = mark if isinstance(mark, (int, float)) else kind(mark)
+            raise RowProblem(f"{field}.{name}", f"a number from 0 to 1, or true or false, got {got}")
+        if bool(mark) != bool(first := next(iter(marks.values()))):
+            raise RowProblem(f"{field}.{name}", f"the same as {next(iter(marks))} {first}, got {mark}")
+    return min((mark if isinstance(mark, float) else int(mark) for mark in marks.values()), default=None)

@@ -9,9 +9,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from accel_sft import ParsedRow, RowLeftOut, Task, UserError, option, read_rows
+from accel_sft import ParsedRow, RowLeftOut, RowProblem, Task, UserError, option, read_rows
 from accel_sft_chat.columns import RAW_TEXT, named_columns, read_row
 from accel_sft_chat.images import as_parts
+from accel_sft_chat.keys import RowRefused, without_numbers
 from accel_sft_chat.metrics import METRICS, UNANSWERED, comparable, comparable_text, matching, without_thinking
 from accel_sft_chat.turns import LEARN, Dialogue, dialogue
 
@@ -37,6 +38,16 @@ _FILES = (
     "JSON, JSONL, CSV, Parquet or text, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME), "
     "either with :SPLIT; may be repeated."
 )
+_UNSHOWN = re.compile(r", got (['\"]|-?\d+\.\d).*|[:,]? \(.*", re.DOTALL)
+"""What of a problem differs from row to row, so that equal problems are counted together."""
+_RENDERED = re.compile(
+    r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|start\|>|\[INST\]|<\|(user|assistant)\|>|<｜(User|Assistant)｜>"
+)
+"""Marks that chat templates write around turns."""
+_RENDERED_TEXT = (
+    "that a chat template wrote, by their marks: give their messages or, if these are the model's own tokens, "
+    "--control-tokens tokens"
+)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -58,6 +69,7 @@ class Chat(Task):
     columns: str | None = option(
         None, help="Columns by name where they are not recognised: prompt=question,completion=answer"
     )
+    strict_rows: bool = option(False, help="Refuse a file with a malformed row, which is else left out and counted.")
     system_prompt: str | None = option(None, help="System prompt of rows without one.")
     learn: str = option("every", choices=LEARN, help="Turns of the assistant that carry loss; weight 0 never does.")
     metric: str = option(
@@ -136,6 +148,9 @@ class Chat(Task):
     def tools(self, example: Dialogue) -> list[dict[str, Any]] | None:
         return example.tools
 
+    def chat_template_kwargs(self, example: Dialogue) -> dict[str, Any] | None:
+        return example.variables
+
     def score(self, example: Dialogue, text: str) -> dict[str, Any]:
         """Score a generated answer by --metric, without its thinking.
 
@@ -184,7 +199,8 @@ class Chat(Task):
 
     def _read(self, path: str, split: str = "train") -> Any:
         how = named_columns(self.columns), self.learn, self.system_prompt
-        return read_rows(path, functools.partial(parse_row, *how), with_folder=True, split=split)
+        parse = functools.partial(parse_row, *how, strict=self.strict_rows)
+        return read_rows(path, parse, with_folder=True, split=split)
 
     @functools.cached_property
     def _divided(self) -> tuple[Sequence[Dialogue], Sequence[Dialogue]]:
@@ -232,7 +248,13 @@ def _reach(count: int) -> float:
 
 
 def parse_row(
-    columns: tuple[tuple[str, str], ...], learn: str, system_prompt: str | None, row: dict[str, Any], folder: str = ""
+    columns: tuple[tuple[str, str], ...],
+    learn: str,
+    system_prompt: str | None,
+    row: dict[str, Any],
+    folder: str = "",
+    *,
+    strict: bool = True,
 ) -> ParsedRow:
     """A row of a file as a Dialogue, with its question and notes on what was done to it.
 
@@ -240,17 +262,27 @@ def parse_row(
         columns: the pairs that `named_columns` returns.
         learn, system_prompt: the task's options.
         folder: the folder that the paths of images are relative to.
+        strict: refuse a malformed row; if not, it is left out.
     Raises:
         RowProblem: the row is malformed.
         RowLeftOut: nothing in the row can be learnt.
     """
-    read = read_row(row, columns, folder)
+    try:
+        read = read_row(row, columns, folder)
+    except RowProblem as problem:
+        if strict or isinstance(problem, RowRefused):
+            raise
+        raise RowLeftOut(f"malformed ({_UNSHOWN.sub('', without_numbers(str(problem)))})") from problem
     asked = [turn["content"].rpartition("\n")[2] for turn in read.turns if turn["role"] == "user"]
     texts = map(str.strip, [*asked, *(turn["content"] for turn in read.turns)])
     missing = [f"with a text that is {text!r}, which is learnt as a word" for text in texts if text in _MISSING]
     if read.form.startswith(RAW_TEXT):
-        if not read.turns[0]["content"].strip():
+        text = read.turns[0]["content"]
+        if not text.strip():
             raise RowLeftOut("the text is empty")
-        return ParsedRow(Dialogue([], read.turns, None), "", (f"read as {read.form}", *read.notes, *missing[:1]))
+        rendered = [_RENDERED_TEXT] if _RENDERED.search(text) else []
+        notes = (f"read as {read.form}", *read.notes, *missing[:1], *rendered)
+        return ParsedRow(Dialogue([], read.turns, None), "", notes, read.unread)
     made, notes = dialogue(read.turns, read.system_text, read.tools, learn, system_prompt)
-    return ParsedRow(made, made.question, (f"read as {read.form}", *read.notes, *missing[:1], *notes))
+    made = made._replace(variables=read.variables)
+    return ParsedRow(made, made.question, (f"read as {read.form}", *read.notes, *missing[:1], *notes), read.unread)

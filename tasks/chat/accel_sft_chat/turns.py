@@ -28,11 +28,13 @@ class Dialogue(NamedTuple):
         answered: the turns from the first to the last learnt one; an assistant turn that is not learnt has weight 0,
             and one whose loss counts less than 1 has its weight.
         tools: the schemas of tools; None if there are none.
+        variables: what the row sets in the chat template; None if nothing.
     """
 
     prompt: list[Turn]
     answered: list[Turn]
     tools: list[dict[str, Any]] | None
+    variables: dict[str, Any] | None = None
 
     @property
     def answer(self) -> Turn:
@@ -62,7 +64,6 @@ def dialogue(
         RowLeftOut: nothing in the row can be learnt.
     """
     notes: dict[str, None] = {}
-    turns = [turn for turn in turns if turn["role"] != "system" or turn["content"].strip()]
     first = [{"role": "system", "content": system_text}] if system_text.strip() else []
     if turns and turns[0]["role"] == "system":
         if first and first[0]["content"] != turns[0]["content"]:

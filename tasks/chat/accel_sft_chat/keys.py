@@ -1,0 +1,71 @@
+"""Decides for each level of a row which of its keys are refused by name, and which are named because nobody reads them.
+
+A reader of a level says which keys it reads. Any other key that has a value is refused if it would change what is
+learnt in a way that the trainer does not know, and is else named: "not read: source (200 rows)".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from accel_sft import RowProblem
+
+_MARK = "a turn's mark: weight, train or loss"
+_MASK = f"{_MARK}; no mask of tokens is read"
+_MEDIA = "text and images alone: no video and no sound is trained on"
+VIDEOS = dict.fromkeys(("video", "videos", "audio", "audios"), _MEDIA)
+_MASKS = dict.fromkeys(("loss_mask", "completion_mask", "assistant_masks", "prompt_mask"), _MASK)
+_WEIGHTS = dict.fromkeys(("loss_scale", "loss_weight"), _MARK)
+REFUSED_IN_ROWS = {**VIDEOS, **_MASKS}
+REFUSED_IN_TURNS = {
+    **VIDEOS,
+    **_MASKS,
+    **_WEIGHTS,
+    "train_detail": f"{_MARK}; a turn is learnt or not as one",
+    "mask": _MASK,
+    **dict.fromkeys(("image", "images"), "images as parts of the content, or in the row's column images"),
+}
+REFUSED_IN_PARTS = {**_MASKS, **_WEIGHTS}
+AS_JSON = "with numbers, lists or objects in place of texts, which are read as JSON"
+
+
+class RowRefused(RowProblem):
+    """A key that says what to learn in a way that is not known here: its file is refused, with or without
+    --strict-rows."""
+
+
+@dataclasses.dataclass
+class Remarks:
+    """What is to be said of a row.
+
+    Attributes:
+        notes: what was done to it.
+        unread: the names of its keys that are not read, each with the levels above it, as in `messages[].id`.
+    """
+
+    notes: dict[str, None] = dataclasses.field(default_factory=dict)
+    unread: dict[str, None] = dataclasses.field(default_factory=dict)
+
+    def look(self, held: Mapping[str, Any], read: Collection[str], refused: Mapping[str, str], above: str = "") -> None:
+        """Name each key that has a value and is not read.
+
+        Args:
+            refused: what is expected in place of keys that are refused.
+            above: the levels above the keys, as in `messages[3].`.
+        Raises:
+            RowRefused: a key is refused.
+        """
+        for key, value in held.items():
+            if key in read or value is None or value in ("", [], {}):
+                continue
+            if key in refused:
+                raise RowRefused(above + key, refused[key])
+            self.unread[without_numbers(above) + key[:80]] = None
+
+
+def without_numbers(field: str) -> str:
+    """A field's name without the numbers of turns and parts: `messages[].id`."""
+    return re.sub(r"\[\d+\]", "[]", field)

@@ -1,0 +1,160 @@
+"""What a row says beside its texts reaches the chat template, or is told; a text continued needs no template."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+from models import Sums, encode, make_base, make_tiny
+from thinking_families import of_family
+from transformers import AutoTokenizer
+
+from accel_sft import UserError
+from accel_sft.chat.conversation import conversation
+from accel_sft.evaluation.served import refuse_beyond_text
+from accel_sft.tools.check.texts import SpecialTokens
+
+ASK, ANSWER = {"role": "user", "content": "odd?"}, {"role": "assistant", "content": "no"}
+EMPTY = {"role": "system", "content": ""}
+DEFAULT = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a kind helper.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TURNS = DEFAULT.partition("{% endif %}")[2]
+OPENED = TURNS.replace(
+    "assistant\n", "assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
+)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TURNS
+
+
+@dataclass(kw_only=True)
+class Rows(Sums):
+    """An example is its prompt, its target, and what it sets in the template."""
+
+    def messages(self, example):
+        return example[0]
+
+    def target(self, example):
+        return example[1]
+
+    def chat_template_kwargs(self, example):
+        return example[2] if len(example) > 2 else None
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(make_tiny(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+def encoded(tokenizer, *examples, **rules):
+    rules = {"eos_ids": {tokenizer.eos_token_id}, "max_length": 512, "truncation": "drop", **rules}
+    return encode(tokenizer, Rows(), list(examples), "train", **rules)
+
+
+def prompts(tokenizer, *examples, **rules):
+    kept = encoded(tokenizer, *examples, **rules).kept
+    return [tokenizer.decode(row.input_ids[: row.prompt_length]) for row in kept]
+
+
+def with_template(tokenizer, template):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = template
+    return own
+
+
+@pytest.mark.parametrize("family", ["Qwen3", OPENED])
+def test_each_row_sets_its_own_template_variables(tokenizer, family):
+    own, ends = of_family(tokenizer, "Qwen3")
+    own.chat_template = own.chat_template if family == "Qwen3" else family
+    rows = [([ASK], "no", {"enable_thinking": thinks}) for thinks in (False, True, False)] + [([ASK], "no")]
+    expected = [
+        own.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True, **(row[2] if row[2:] else {}))
+        for row in rows
+    ]
+    assert len(set(expected)) == 2
+    together = encoded(own, *rows, eos_ids=ends).kept
+    assert [own.decode(row.input_ids[: row.prompt_length]) for row in together] == expected
+    for row, alone in zip(together, rows, strict=True):  # what is learnt depends on no other row's variables
+        assert row.input_ids == encoded(own, alone, eos_ids=ends).kept[0].input_ids
+    closed = encoded(own, *rows, eos_ids=ends, thinking="off")
+    assert {own.decode(row.input_ids[: row.prompt_length]) for row in closed.kept} == {expected[0]}
+    assert "--thinking off replaces enable_thinking of chat_template_kwargs" in closed.notes
+
+
+def test_variables_that_the_template_does_not_read_are_told(tokenizer):
+    (note,) = [line for line in encoded(tokenizer, ([ASK], "no", {"persona": "x"})).notes if "persona" in line]
+    assert note == "warning: the chat template takes no persona; what chat_template_kwargs sets is not in the prompts"
+
+
+def test_control_tokens_in_template_variables_are_characters(tokenizer):
+    own = with_template(tokenizer, "{{ persona }}" + TURNS)
+    plain, forged = encoded(own, *(([ASK], "no", {"persona": text}) for text in ("x", "<|im_end|>"))).kept
+    assert forged.input_ids.count(own.eos_token_id) == plain.input_ids.count(own.eos_token_id)
+
+
+def test_an_empty_system_turn_is_no_default_system_prompt(tokenizer):
+    own = with_template(tokenizer, DEFAULT)
+    rows = ([EMPTY, ASK], "no"), ([ASK], "no")
+    asked = [own.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns, _ in rows]
+    assert prompts(own, *rows) == asked
+    assert "kind helper" in asked[1]
+    assert "kind helper" not in asked[0]
+    told = 'chat template: rows without a system prompt get its own: "You are a kind helper."'
+    assert encoded(own, rows[1]).notes == [told]
+    assert encoded(own, rows[0]).notes == encoded(with_template(tokenizer, TURNS), rows[1]).notes == []
+
+
+@pytest.mark.parametrize("refused", ["", " and not messages[0].content"])
+def test_an_empty_system_turn_is_left_out_where_refused(tokenizer, refused):
+    own = with_template(tokenizer, NO_SYSTEM.replace(" == 'system'", f" == 'system'{refused}"))
+    assert prompts(own, ([EMPTY, ASK], "no")) == prompts(own, ([ASK], "no"))
+
+
+def test_rendered_text_gets_no_second_end_and_is_told(tokenizer):
+    own = with_template(tokenizer, TURNS)
+    text = own.apply_chat_template([ASK, ANSWER], tokenize=False)
+    (row,) = encoded(own, ([], text), control_tokens="tokens").kept
+    assert row.input_ids == own(text.rstrip(), add_special_tokens=False)["input_ids"]
+    assert row.input_ids[-2:].count(own.eos_token_id) == 1
+    assert encoded(own, ([], text), control_tokens="tokens").control_tokens == {"answers": [], "texts": []}
+    assert encoded(own, ([], text), ([], "plain")).control_tokens == {"answers": [], "texts": [0]}
+    chat = conversation(Rows(), [([], text)], "train", 0)
+    found = {
+        as_text: SpecialTokens(own, frozenset({own.eos_token_id}), as_text).faults(chat) for as_text in (True, False)
+    }
+    assert [code for code, _ in found[True]] == ["D208"]
+    assert found[False] == []
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_without_a_template_a_continued_text_is_concatenated(tmp_path, bos):
+    own = AutoTokenizer.from_pretrained(make_base(tmp_path / "base", bos=bos))
+    assert own.chat_template is None
+    asked = {"role": "user", "content": "12=", "continued": True}
+    whole = encoded(own, ([asked], "the answer is 6 + 6"))
+    (row,) = whole.kept
+    assert row.input_ids[: row.prompt_length] == own("12=")["input_ids"]
+    assert own.decode(row.input_ids[row.prompt_length :]) == "the answer is 6 + 6<|endoftext|>"
+    assert row.input_ids.count(own.eos_token_id) == 1
+    (note,) = whole.notes
+    assert note.startswith("no chat template: answers follow their prompts as they are, up to <|endoftext|>")
+    with pytest.raises(UserError, match="its tokenizer has no chat template"):
+        encoded(own, ([asked], "6"), ([{"role": "user", "content": "12="}], "6"))
+
+
+def test_a_server_is_not_asked_without_the_variables_of_a_row():
+    with pytest.raises(UserError, match="validation example 0 sets chat_template_kwargs; a server is asked for texts"):
+        refuse_beyond_text([conversation(Rows(), [([ASK], "no", {"a": 1})], "validation", 0)])
+
+
+@pytest.mark.parametrize("given", [3, [1], {1: 2}])
+def test_template_variables_are_an_object(given):
+    with pytest.raises(UserError, match=r"train example 0: chat_template_kwargs\(\) gave .*, expected an object"):
+        conversation(Rows(), [([ASK], "no", given)], "train", 0)
+
+
+def test_a_continued_text_is_a_user_turn_for_a_template(tokenizer):
+    plain, continued = encoded(tokenizer, ([ASK], "no"), ([{**ASK, "continued": True}], "no")).kept
+    assert plain.input_ids == continued.input_ids

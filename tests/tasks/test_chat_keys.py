@@ -1,0 +1,317 @@
+"""Every key of a row that would change what is learnt is read, refused by name, or named as not read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from accel_sft import RowLeftOut, UserError
+from accel_sft.chat.conversation import conversation
+from accel_sft_chat import Chat
+from accel_sft_chat.keys import AS_JSON, RowRefused
+from accel_sft_chat.messages import OTHERS_MARKED
+from accel_sft_chat.task import parse_row
+
+SYSTEM, ASK, ANSWER = ({"role": role, "content": role[:1]} for role in ("system", "user", "assistant"))
+AGAIN, MORE = {"role": "user", "content": "u2"}, {"role": "assistant", "content": "a2"}
+CALL = {"type": "function", "function": {"name": "w", "arguments": {"city": "Paris"}}}
+SCHEMA = {"name": "w", "description": "d", "parameters": {"type": "object"}}
+
+
+def messages(*turns, **columns):
+    return {"messages": list(turns), **columns}
+
+
+def said(**more):
+    return messages(ASK, {**ANSWER, **more})
+
+
+def parsed(row, **options):
+    return parse_row((), "every", None, row, **{"strict": False, **options})
+
+
+def text(words, **more):
+    return {"type": "text", "text": words, **more}
+
+
+THOUGHT = [{**ANSWER, "reasoning_content": "t"}]
+READ = {
+    "a system_prompt column": (messages(ASK, ANSWER, system_prompt="s"), [SYSTEM, ASK], [ANSWER]),
+    "a system column of parts": (messages(ASK, ANSWER, system=[text("s")]), [SYSTEM, ASK], [ANSWER]),
+    "an empty system turn": (
+        messages({**SYSTEM, "content": ""}, ASK, ANSWER),
+        [{**SYSTEM, "content": ""}, ASK],
+        [ANSWER],
+    ),
+    "thinking": (said(thinking="t"), [ASK], THOUGHT),
+    "reasoning": (said(reasoning="t", thinking=""), [ASK], THOUGHT),
+    "the same thinking twice": (said(reasoning="t", reasoning_content="t"), [ASK], THOUGHT),
+    "thinking in a part": (said(content=[{"type": "thinking", "thinking": "t"}, text("a")]), [ASK], THOUGHT),
+    "thinking in parts of a part": (
+        said(content=[{"type": "thinking", "thinking": [text("t")]}, text("a")]),
+        [ASK],
+        THOUGHT,
+    ),
+    "loss: false": (messages(ASK, {**ANSWER, "loss": False}, AGAIN, MORE), [ASK, ANSWER, AGAIN], [MORE]),
+    "a loss that is a weight": (said(loss=0.5), [ASK], [{**ANSWER, "weight": 0.5}]),
+    "train: 0": (messages(ASK, {**ANSWER, "train": 0}, AGAIN, MORE), [ASK, ANSWER, AGAIN], [MORE]),
+    "two marks": (said(weight=0.5, train=True), [ASK], [{**ANSWER, "weight": 0.5}]),
+    "loss: null": (said(loss=None), [ASK], [ANSWER]),
+    "a ShareGPT weight": (
+        {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a", "weight": 0.25}]},
+        [ASK],
+        [{**ANSWER, "weight": 0.25}],
+    ),
+    "parts marked as learnt": (said(content=[text("a", train=True, weight=1)]), [ASK], [ANSWER]),
+    "a refusal": (said(content=None, refusal="a"), [ASK], [ANSWER]),
+    "Qwen's parts without types": (messages({**ASK, "content": [{"text": "u"}]}, ANSWER), [ASK], [ANSWER]),
+    "parts of responses": (
+        messages({**ASK, "content": [{"type": "input_text", "text": "u"}]}, ANSWER),
+        [ASK],
+        [ANSWER],
+    ),
+    "a part in place of a list": (said(content=text("a")), [ASK], [ANSWER]),
+    "conversation": ({"conversation": [ASK, ANSWER]}, [ASK], [ANSWER]),
+    "a request of OpenAI's batches": ({"body": messages(ASK, ANSWER), "method": None}, [ASK], [ANSWER]),
+    "one message for a list": ({"prompt": [ASK], "completion": ANSWER}, [ASK], [ANSWER]),
+    "history of messages": (
+        {"instruction": "u2", "output": "a2", "history": [ASK, ANSWER]},
+        [ASK],
+        [ANSWER, AGAIN, MORE],
+    ),
+    "history beside a prompt": (
+        {"prompt": "u2", "completion": "a2", "history": [["u", "a"]]},
+        [ASK, ANSWER, {**AGAIN, "continued": True}],
+        [MORE],
+    ),
+    "xLAM": (
+        {"query": "u", "answers": '[{"name": "w", "arguments": {"city": "Paris"}}]', "tools": json.dumps([SCHEMA])},
+        [ASK],
+        [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
+    ),
+    "a call with args": (
+        said(content="", tool_calls=[{"name": "w", "args": {"city": "Paris"}}]),
+        [ASK],
+        [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
+    ),
+}
+
+
+@pytest.mark.parametrize("row", READ.values(), ids=READ)
+def test_keys_that_are_read_become_turns(row):
+    given, prompt, answered = row
+    found = parsed(given)
+    assert (found.example.prompt, found.example.answered) == (prompt, answered)
+    assert found.unread == ()
+    assert parsed(given, strict=True) == found
+
+
+TRACE = messages(
+    ASK,
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "t", "signature": "x"},
+            text("I look."),
+            {"type": "tool_use", "id": "1", "name": "w", "input": {"city": "Paris"}},
+        ],
+    },
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [text("21")]}, text("u2")]},
+    MORE,
+    tools=[{"name": "w", "description": "d", "input_schema": {"type": "object"}}],
+)
+
+
+def test_agents_traces_become_calls_results_and_thinking():
+    found = parsed(TRACE).example
+    assert found.prompt == [ASK]
+    called, result, again, answer = found.answered
+    assert called == {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "t",
+        "tool_calls": [{"id": "1", **CALL}],
+    }
+    assert result == {"role": "tool", "content": "21", "tool_call_id": "1"}
+    assert (again, answer) == (AGAIN, MORE)
+    assert found.tools == [{"type": "function", "function": SCHEMA}]
+
+
+@pytest.mark.parametrize("schema", [{"type": "function", **SCHEMA}, SCHEMA, {"type": "function", "function": SCHEMA}])
+def test_a_flat_schema_of_a_tool_has_no_second_type(schema):
+    assert parsed(messages(ASK, ANSWER, tools=[schema])).example.tools == [{"type": "function", "function": SCHEMA}]
+
+
+MARKED = "a turn's mark: weight, train or loss"
+REFUSED = {
+    "loss_mask": (messages(ASK, ANSWER, loss_mask=[0, 1]), "loss_mask", MARKED),
+    "completion_mask": ({"prompt": "u", "completion": "a", "completion_mask": [1]}, "completion_mask", MARKED),
+    "videos": (messages({**ASK, "content": "<video>"}, ANSWER, videos=["a.mp4"]), "videos", "text and images alone"),
+    "audios beside raw text": ({"text": "<audio>", "audios": ["a.wav"]}, "audios", "text and images alone"),
+    "a turn's mask": (said(mask=True), "messages[1].mask", MARKED),
+    "a turn's loss_mask": (said(loss_mask=0), "messages[1].loss_mask", MARKED),
+    "train_detail": (said(train_detail=[{"begin_offset": 0}]), "messages[1].train_detail", MARKED),
+    "a part that is not learnt": (said(content=[text("a", train=False)]), "messages[1].content[0].train", MARKED),
+    "a part of less loss": (said(content=[text("a", weight=0.5)]), "messages[1].content[0].weight", MARKED),
+    "a turn's images": (messages({**ASK, "images": ["a"]}, ANSWER), "messages[0].images", "images as parts"),
+    "KTO": ({"prompt": "u", "completion": "a", "label": False}, "label", "no judgement of the answer"),
+    "LLaMA-Factory's KTO": (messages(ASK, ANSWER, kto_tag=True), "kto_tag", "no judgement of the answer"),
+    "preferences": ({"prompt": "u", "chosen": "a", "rejected": "b"}, None, "one answer, got chosen and rejected"),
+    "an unknown form": ({"words": "x"}, None, "columns messages or conversations"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_keys_of_another_meaning_are_refused_by_name(case):
+    row, field, expected = case
+    with pytest.raises(RowRefused) as caught:
+        parsed(row)
+    assert str(caught.value).startswith(f"{f'field {field!r}: ' if field else ''}expected {expected}")
+
+
+def test_preferences_say_how_to_learn_the_chosen_answers():
+    pairs = {"prompt": "u", "chosen": "a", "rejected": "b"}
+    whole = {"chosen": [ASK, ANSWER], "rejected": [ASK, MORE]}
+    for row, way in ((pairs, "completion=chosen"), (whole, "messages=chosen")):
+        with pytest.raises(RowRefused, match=f"preferences are not trained here; .* --columns {way}"):
+            parsed(row)
+        found = parse_row((tuple(way.split("=")),), "every", None, row)
+        assert (found.example.answer, found.unread) == (ANSWER, ("rejected",))
+
+
+BAD_TURNS = {
+    "null": (said(content=None), "messages[].content", "text, got null or nothing"),
+    "a ShareGPT null": (
+        {"conversations": [{"from": "human", "value": None}, {"from": "gpt", "value": "a"}]},
+        "conversations[].value",
+        "text, got null or nothing",
+    ),
+    "a null output": ({"instruction": "u", "output": None}, "output", "text, got null or nothing"),
+    "an empty list": (said(content=[]), "messages[].content", "text, got an empty list"),
+    "a video part": (
+        messages({**ASK, "content": [{"type": "video"}, text("u")]}, ANSWER),
+        "messages[].content[]",
+        "a part of type text or image, not 'video'",
+    ),
+    "two thinkings": (said(thinking="t", reasoning="s"), "messages[]", "one thinking, got another text in each of "),
+    "thinking of the user": (messages({**ASK, "thinking": "t"}, ANSWER), "messages[].thinking", "no thinking in a "),
+    "a text behind a call": (
+        said(content=[{"type": "tool_use", "name": "w", "input": {}}, text("a")]),
+        "messages[].content",
+        "thinking or results of tools, then text, then calls of tools",
+    ),
+    "thinking in two places": (said(content="<think>t</think>a", thinking="t"), "messages[].content", "no <think>, as"),
+    "marks that differ": (said(weight=1, loss=False), "messages[].loss", "the same as weight 1, got False"),
+    "a role with a name in it": (messages({"role": "Bob", "content": "u"}, ANSWER), "messages[].role", "system, user"),
+    "variables that are a list": (messages(ASK, ANSWER, chat_template_kwargs=[1]), "chat_template_kwargs", "an object"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TURNS.values(), ids=BAD_TURNS)
+def test_a_row_with_a_bad_turn_is_left_out(case):
+    row, field, expected = case
+    with pytest.raises(RowLeftOut) as caught:
+        parsed(row)
+    assert str(caught.value).startswith(f"malformed (field {field!r}: expected {expected}")
+    assert "Bob" not in str(caught.value)  # what differs from row to row would make a line for each
+
+
+def test_bad_rows_are_counted_and_strict_rows_refuses_their_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [*[said()] * 5, said(content=None), messages(ASK, AGAIN, {**ANSWER, "content": None})]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = Chat(validation_file=str(path)).dataset("validation")
+    assert len(found) == 5
+    told = "malformed (field 'messages[].content': expected text, got null or nothing)"
+    assert f"2 rows left out: {told} (lines 6, 7)" in found.notes
+    with pytest.raises(UserError, match=r"rows.jsonl:6: field 'messages\[1\].content': expected text, got null"):
+        Chat(validation_file=str(path), strict_rows=True).dataset("validation")
+
+
+UNREAD = {
+    "a second form": (messages(ASK, ANSWER, prompt="x", completion="y"), ("prompt", "completion")),
+    "Alpaca's text": ({"instruction": "u", "output": "a", "text": "u a"}, ("text",)),
+    "raw text's label": ({"text": "u", "label": 1, "id": None}, ("label",)),
+    "a second system prompt": (messages(ASK, ANSWER, system="s", system_prompt="x"), ("system_prompt",)),
+    "OpenAI's": (
+        messages(ASK, {**ANSWER, "refusal": "x", "annotations": [{}], "audio": None}, parallel_tool_calls=False),
+        ("messages[].refusal", "messages[].annotations", "parallel_tool_calls"),
+    ),
+    "Anthropic's": (
+        said(content=[text("a", cache_control={"type": "ephemeral"})], stop_reason="end_turn"),
+        ("messages[].stop_reason", "messages[].content[].cache_control"),
+    ),
+    "a call's": (
+        said(tool_calls=[{**CALL, "score": 1}]),
+        ("messages[].tool_calls[].score",),
+    ),
+    "nothing said": (messages(ASK, {**ANSWER, "name": None}, id=None, tags=[], videos=[], audios=None), ()),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD.values(), ids=UNREAD)
+def test_other_keys_with_values_are_named(case):
+    row, unread = case
+    assert parsed(row).unread == unread
+
+
+def test_one_line_names_and_counts_all_keys_not_read(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{**said(), "id": n, "source": "x", **({"persona": "p"} if n > 6 else {})} for n in range(10)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    notes = Chat(validation_file=str(path)).dataset("validation").notes
+    assert notes[1:] == ["not read: id, source (10 rows), persona (3 rows)"]
+
+
+def test_numbers_lists_and_objects_are_read_as_json():
+    for value, as_text in ((5, "5"), (True, "true"), (["x", 0.5], '["x", 0.5]'), ({"a": "é"}, '{"a": "é"}')):
+        for row in (said(content=value), {"instruction": "u", "output": value}, {"prompt": "u", "completion": value}):
+            found = parsed(row)
+            assert found.example.answer == {"role": "assistant", "content": as_text}
+            assert AS_JSON in found.notes
+    for found in ([], [{"name": "Bob", "role": "father"}]):
+        assert json.loads(parsed({"prompt": "u", "completion": found}).example.answer["content"]) == found
+    assert AS_JSON not in parsed(messages(ASK, {"role": "tool", "content": {"a": 1}}, ANSWER)).notes
+
+
+def test_a_mark_on_a_turn_that_is_not_the_assistants_is_told():
+    assert OTHERS_MARKED in parsed(messages({**ASK, "train": True}, ANSWER)).notes
+    assert OTHERS_MARKED not in parsed(messages({**ASK, "weight": 0, "loss": None}, ANSWER)).notes
+
+
+def test_a_mark_of_a_video_without_a_video_is_told():
+    asked = {**ASK, "content": "What is <video> in HTML?"}
+    assert any("<video>" in note for note in parsed(messages(asked, ANSWER, videos=[])).notes)
+    assert len(parsed(messages(asked, ANSWER)).notes) == len(parsed(messages(ASK, ANSWER, videos=None)).notes) == 1
+
+
+def test_template_variables_of_a_row_reach_its_conversation():
+    given = {"enable_thinking": False, "of_another_row": None}
+    for value in (given, json.dumps(given)):
+        example = parsed(messages(ASK, ANSWER, chat_template_kwargs=value)).example
+        assert conversation(Chat(train_file="x"), [example], "train", 0).offered == {"enable_thinking": False}
+    assert parsed(messages(ASK, ANSWER, chat_template_kwargs={})).example.variables is None
+
+
+@pytest.mark.parametrize(
+    ("row", "continued"),
+    [
+        ({"prompt": "u", "completion": "a"}, True),
+        ({"prompt": "u", "completion": "a", "system": "s"}, False),
+        ({"prompt": "u", "completion": "a", "tools": [SCHEMA]}, False),
+        ({"prompt": [ASK], "completion": [ANSWER]}, False),
+        ({"instruction": "u", "output": "a"}, False),
+        (said(), False),
+    ],
+)
+def test_only_a_plain_prompt_is_a_text_to_be_continued(row, continued):
+    assert conversation(Chat(train_file="x"), [parsed(row).example], "train", 0).continued is continued
+
+
+@pytest.mark.parametrize("marks", ["<|im_start|>user\nu<|im_end|>", "<s>[INST] u [/INST] a", "<｜User｜>u"])
+def test_raw_text_that_a_template_wrote_is_told(marks):
+    (_, note) = parsed({"text": marks}).notes
+    assert note.startswith("that a chat template wrote, by their marks: ")
+    assert "--control-tokens tokens" in note
+    assert len(parsed({"text": "The <b>end</b> of a user."}).notes) == 1
