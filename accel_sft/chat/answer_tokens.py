@@ -92,13 +92,13 @@ class AnswerTokens:
         return whole[: ends[0]] if closers and ends else [*whole, self.tokenizer.eos_token_id]
 
     def _look_at_marks(self, tail: str) -> None:
-        """Add a note if answers end with a mark, such as `<|im_end|>`, that is not one token, and with no end token."""
-        spelled = next((mark for mark in MARK.findall(tail) if len(self._tokens(mark)) > 1), None)
+        """Add a note if answers end with a mark, such as `<|im_end|>`, that is no special token, and no end token."""
+        spelled = next(iter(MARK.findall(tail)), None)
         if spelled and not self._closers[tail]:
             self.rendering.note(
-                f'warning: the chat template ends answers with "{spelled}", which is no token of this tokenizer: '
-                f"{len(self._tokens(spelled))} tokens of plain text are learnt before {self.tokenizer.eos_token}; make "
-                "it one with --chat-template (chatml, a Jinja file, or the model whose template to take)"
+                f'warning: the chat template ends answers with "{spelled}", which is no special token: it is learnt as '
+                f"text before {self.tokenizer.eos_token}; make it one with --chat-template (chatml, a Jinja file, or "
+                "the model whose template to take)"
             )
 
     def _check_control(self, where: str, text: Rendered, whole: list[int]) -> None:

@@ -70,6 +70,7 @@ class _Encoder:
             rows = self._windows(index, chat.target)
             if not rows:
                 found.left_out[EMPTY_ANSWER if not chat.target.strip() else NOTHING_TO_LEARN].append(index)
+            found.raw += bool(rows)
             if len(rows) > 1:
                 found.windowed.append(index)
             if rows and self.rendering.control.as_text and self.rendering.control.written(chat, ()):
@@ -84,14 +85,13 @@ class _Encoder:
     def _windows(self, index: int, text: str) -> list[Encoded]:
         """Return a text and the tokenizer's eos as rows of at most `--max-length` tokens. Each row begins with the last
         token of the one before, so that each token but the text's first is learnt once; [] if there is none."""
-        (guarded,) = self.rendering.control.turns([{"role": "text", "content": text}])
-        (ids,) = self.rendering.control.ids([guarded["content"]])
+        begin, ids, most = self.rendering.begin, self.rendering.text_ids(text), self.rules.max_length
         if not text.strip() or not ids:
             return []
-        begin, end, most = self.rendering.control.begin, [self.tokens.tokenizer.eos_token_id], self.rules.max_length
+        end = [self.tokens.tokenizer.eos_token_id]
         if not self.rendering.control.as_text:  # a text may have the marks of its begin and of its end itself
             begin = [] if ids[: len(begin)] == begin else begin
-            last = self.rendering.control.ids([guarded["content"].rstrip()])[0]
+            last = self.rendering.text_ids(text.rstrip())
             if last[-1:] and last[-1] in self.rules.eos_ids:
                 ids, end = last, []
         self.rendering.note(
@@ -136,6 +136,7 @@ class _Encoder:
                 result.left_out[NO_PROMPT].append(index)
             else:
                 kept += short
+                result.raw += self.rendering.template.concatenates  # asked as text, too
                 if written := self.rendering.control.written(chat, ends):
                     result.control_tokens["answers" if written.ends_answer else "texts"].append(index)
                 if short != rows:

@@ -72,10 +72,12 @@ class Rules:
     """What decides an example's tokens besides its text.
 
     Attributes:
-        eos_ids: `end_of_turn_ids`; if the template ends answers with none of them, answers get the tokenizer's eos.
+        eos_ids: `end_of_turn_ids`, and the token that ends the template's turns; if the template ends answers with none
+            of them, answers get the tokenizer's eos.
         max_length: maximum number of tokens in a row.
         truncation: "drop", "right" or "error": what happens to examples with longer rows.
         thinking, day, control_tokens: as `Rendering` takes them.
+        served_ends: those of `eos_ids` that the model's own generation settings name.
     """
 
     eos_ids: frozenset[int]
@@ -84,6 +86,7 @@ class Rules:
     thinking: str = "template"
     day: str | None = None
     control_tokens: str = "text"
+    served_ends: frozenset[int] = frozenset()
 
     @property
     def too_long(self) -> str:
@@ -95,6 +98,7 @@ class Encoding:
     """The usable examples of a split, and the indices of those left out, by reason.
 
     Attributes:
+        raw: number of kept examples that are raw text.
         windowed: indices of raw texts that make several rows.
         control_tokens: indices of kept examples with control tokens in their texts: in "answers" if one would end an
             answer, else in "texts".
@@ -106,6 +110,7 @@ class Encoding:
     kept: Sequence[Encoded] = dataclasses.field(default_factory=list)
     left_out: dict[str, list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     cut: list[int] = dataclasses.field(default_factory=list)
+    raw: int = 0
     windowed: list[int] = dataclasses.field(default_factory=list)
     control_tokens: dict[str, list[int]] = dataclasses.field(default_factory=lambda: {"answers": [], "texts": []})
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -127,6 +132,7 @@ class Encoding:
         for reason, indices in other.left_out.items():
             self.left_out[reason] += indices
         self.cut += other.cut
+        self.raw += other.raw
         self.windowed += other.windowed
         for where, indices in other.control_tokens.items():
             self.control_tokens[where] += indices
@@ -151,6 +157,10 @@ class Encoding:
 
 def end_of_turn_ids(tokenizer: Any, generation_config: Any = None) -> set[int]:
     """Ids that end an answer: the tokenizer's eos and those the model's generation settings name."""
+    return {tokenizer.eos_token_id, *named_ends(generation_config)} - {None}
+
+
+def named_ends(generation_config: Any) -> set[int]:
+    """The ids at which a model's generation settings, if it has some, say that generation stops."""
     named = getattr(generation_config, "eos_token_id", None)
-    ids = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
-    return {token for token in ids if token is not None}
+    return {*(named if isinstance(named, list) else [named])} - {None}

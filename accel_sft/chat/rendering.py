@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from accel_sft.api.errors import UserError
 from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.conversation import Conversation, Tools, Turns
 from accel_sft.chat.form import ANSWER, Form, Forms
@@ -105,6 +106,27 @@ class Rendering:
             thinking, answer = divided(chat) if form.thinking_as == "field" else (None, chat.target)
         more = {name: value for name, value in chat.answer.items() if name not in ("content", "reasoning_content")}
         return form.with_answer(chat.turns, answer, thinking, more)
+
+    @property
+    def begin(self) -> list[int]:
+        """What the tokenizer puts before a text by itself: its bos, or nothing."""
+        return self.control.begin
+
+    def text_ids(self, text: str) -> list[int]:
+        """The tokens of raw text, which no template writes, without `begin`."""
+        (guarded,) = self.control.turns([{"role": "text", "content": text}])
+        return self.control.ids([guarded["content"]])[0]
+
+    def ends(self) -> list[int]:
+        """The special tokens that the template writes behind an answer; [] if there is no template, or it fails."""
+        if self.template.concatenates:
+            return []
+        try:
+            tail = self.form([{"role": "user", "content": "?"}], "prompt").tail
+        except UserError:  # the task's own messages may pass; they are encoded next, and say why if not
+            return []
+        written = {found[0] for found in self.control.pattern.finditer(tail)}
+        return [token for token in self.control.ids([tail])[0] if self.tokenizer.decode([token]) in written]
 
     def tail(self, form: Form) -> str:
         """Return the plain text that the template writes after an answer, up to the first control token."""

@@ -162,6 +162,8 @@ def export(
         unwrapped.save_pretrained(str(partial), state_dict=weights)
         if start and start.is_file():
             convert(partial, start)
+        if adapter and unwrapped.get_base_model().can_generate():  # peft writes none, and the base's may stop elsewhere
+            unwrapped.get_base_model().generation_config.save_pretrained(str(partial))
         (partial / "README.md").write_text(card, encoding="utf-8")
         for file in beside:
             shutil.copyfile(file, partial / file.name)

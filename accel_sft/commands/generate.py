@@ -52,7 +52,8 @@ def generate(ctx: click.Context, model: str, **options: Any) -> None:
     """Answer a prompt, a file of prompts, or you at the terminal.
 
     RUN_OR_MODEL is a run's folder (its best/ weights, or else final/), exported weights, an adapter, or a hub id.
-    Prompts are asked as the model was trained: with the run's own thinking, system message and longest answer.
+    Prompts are asked as the model was trained: with the run's own thinking, system message and longest answer; after a
+    training on raw text they are texts to go on with.
     """
     from accel_sft.launch.environment import prepare_environment
     from accel_sft.resilience.exit import ExitHandler
@@ -115,12 +116,15 @@ def _run(model: str, options: dict[str, Any]) -> None:
     sampling = Sampling(**{name: value for name, value in chosen.items() if value is not None})
     config, record, folder = _as_trained(model, options)
     refuse(config.offload, ranks=1, quantized=False)
+    raw = options["chat_template"] is None and bool((record or {}).get("raw_text"))
     system = options["system"] if options["system"] is not None else _system_of(record)
     if options["file"]:
         chats, names = read_prompts(options["file"], system)
     else:
         chats, names = [prompt_with(options["prompt"] or "", options["image"], system)], ["PROMPT"]
     images, tools = [chat.images for chat in chats], [chat.tools for chat in chats]
+    if raw and (options["interactive"] or any(images) or any(tools) or any(chat.turns[1:] for chat in chats)):
+        raise UserError(f"{model}: trained on raw text, which it goes on with: give texts alone, or a --chat-template")
     most = config.max_new_tokens or LONGEST_ANSWER
     sides, told = {}, {}
     with terminal.quiet(None, config.debug, shown_on=2) as out:
@@ -135,7 +139,7 @@ def _run(model: str, options: dict[str, Any]) -> None:
         for side, source in _sources(folder, record, options["base"]).items():
             print(terminal.wrapped(f"{side:<5}  {source.adapter or source.weights}", 7), file=out)
             offloaded: dict[str, Any] = {"offload": config.offload, "log": tell} if config.offload else {}
-            answerer = Answerer(accelerator, config, source, sampling, images=any(images), **offloaded)
+            answerer = Answerer(accelerator, config, source, sampling, images=any(images), raw=raw, **offloaded)
             torch.manual_seed(options["seed"])
             if options["interactive"]:
                 sides[side] = answerer

@@ -73,7 +73,8 @@ def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
     named = folder if kind == "transformers" else name  # transformers' server knows no other name
     data = ["--same-data"] if names_files(record) else []
     hint = shlex.join(["accel-sft", "parity", run, "--url", address, "--model", named, *data])
-    click.echo(f"then hold it to the run: {hint}", err=True)
+    told = "trained on raw text: ask at /v1/completions, where no chat template is used"
+    click.echo(told if record and record.get("raw_text") else f"then hold it to the run: {hint}", err=True)
     if options["only_print"]:
         return
     found = shutil.which(words[0])

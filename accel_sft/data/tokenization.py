@@ -23,7 +23,7 @@ from accel_sft.launch.collectives import Team
 from accel_sft.rows.rows import with_places
 
 KIND, FILE = "tokens", "tokens.arrow"
-_NOTED = "left_out", "cut", "windowed", "control_tokens"
+_NOTED = "left_out", "cut", "raw", "windowed", "control_tokens"
 """Fields of an Encoding that are kept beside its tokens."""
 _COMPARED = 32
 """Maximum number of examples that every start tokenizes again, to compare the tokens with the cached ones."""

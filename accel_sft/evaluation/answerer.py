@@ -55,6 +55,7 @@ class Answerer:
         log: called with the lines that loading has to say.
         config: `thinking`, `template_date`, `control_tokens`, `eval_batch_size`, and the settings for loading weights.
         images: whether conversations may have images.
+        raw: whether the only turn's text is gone on with, as the model was trained on raw text.
     Raises:
         UserError: the model cannot be loaded, or has no chat template.
     """
@@ -67,12 +68,14 @@ class Answerer:
         sampling: Sampling = GREEDY,
         *,
         images: bool = False,
+        raw: bool = False,
         offload: str | None = None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.name = source.adapter or source.weights
+        self.name, self.raw = source.adapter or source.weights, raw
         given = GivenTemplate(config.chat_template, config.trust_remote_code) if config.chat_template else None
-        self.tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code, given=given)
+        how: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "templated": not raw}
+        self.tokenizer = load_tokenizer(source, given=given, **how)
         self.rendering = Rendering(self.tokenizer, config.thinking, config.template_date, config.control_tokens)
         self.answer_text = AnswerText(self.rendering)
         self.weights = source.weights
@@ -80,7 +83,7 @@ class Answerer:
         self.images = ImageInputs(load)
         if images:
             _ = self.images.processor  # says at once if the model reads no images
-        how: dict[str, Any] = {"precision": accelerator.mixed_precision, "deepspeed": False, "images": images}
+        how = {"precision": accelerator.mixed_precision, "deepspeed": False, "images": images}
         known = {"largest_id": self.tokenizer.pad_token_id, "tokenizer": self.tokenizer}
         model = load_model(source, config, offload=offload, log=log, **how, **known)
         self.settings = model.config.get_text_config(decoder=True)
@@ -103,8 +106,11 @@ class Answerer:
             UserError: the template rejects the conversation; or its prompt has no tokens, has tokens that the model
                 does not know, or leaves no room for `max_new_tokens` in the model's context.
         """
-        text = self.rendering.prompt(turns, images, tools)
-        (ids,) = self.rendering.control.ids([self.images.prompt(images, text, "prompt") if images else text])
+        if self.raw:
+            ids = [*self.rendering.begin, *self.rendering.text_ids(turns[-1]["content"])]
+        else:
+            text = self.rendering.prompt(turns, images, tools)
+            (ids,) = self.rendering.control.ids([self.images.prompt(images, text, "prompt") if images else text])
         if not ids:
             raise UserError("prompt: the chat template writes nothing of it")
         if problem := vocabulary_problem(self.weights, self.settings, max(ids)):
@@ -164,7 +170,9 @@ class Answerer:
         return self._answer(turns, said.ids)
 
     def _answer(self, turns: Turns, ids: Sequence[int], tools: Tools = None) -> Answer:
-        return Answer(self.answer_text.said(turns, ids, tools), len(ids), bool(ids) and ids[-1] in self.ends)
+        decode = self.tokenizer.decode
+        text = decode(ids, skip_special_tokens=True) if self.raw else self.answer_text.said(turns, ids, tools)
+        return Answer(text, len(ids), bool(ids) and ids[-1] in self.ends)
 
 
 class _Said(TextStreamer):

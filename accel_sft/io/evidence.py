@@ -6,7 +6,6 @@ Checkpoints hold the digests too, and the chain over the lines of metrics.jsonl.
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from accel_sft.api.changes import LAYOUT
@@ -48,14 +47,14 @@ def write_manifest(run_dir: RunDir, result: str, about: dict[str, Any]) -> None:
     """
     content = result.encode()
     known = {run_dir.result.name: [len(content), hashlib.sha256(content).hexdigest()]}
-    names = {str(path.relative_to(run_dir.path)) for path in _files(run_dir)}
-    manifest.write(run_dir.path, about, known, among=names | known.keys())
+    manifest.write(run_dir.path, about, known, among=listed(run_dir) | known.keys())
 
 
-def _files(run_dir: RunDir) -> list[Path]:
+def listed(run_dir: RunDir) -> set[str]:
+    """Names of the files that are here now and that the manifest of a finished run lists, but for result.json."""
     alone = [run_dir.record, run_dir.settings, run_dir.launch, run_dir.deepspeed, run_dir.metrics, run_dir.nonfinite]
     alone += [run_dir.resamples, run_dir.report, run_dir.batching, run_dir.most_tokens, run_dir.adapter_start]
     folders = run_dir.base, run_dir.best, run_dir.final, run_dir.final_plain, run_dir.samples
     within = [path for folder in folders for path in folder.rglob("*")]
     saved = [folder / manifest.MANIFEST for folder in run_dir.all_checkpoints()]
-    return [path for path in (*alone, *within, *saved) if path.is_file()]
+    return {str(path.relative_to(run_dir.path)) for path in (*alone, *within, *saved) if path.is_file()}

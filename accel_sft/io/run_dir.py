@@ -92,12 +92,14 @@ class RunDir:
         return str(found)
 
     @classmethod
-    def choice_in(cls, model: str) -> list[str]:
-        """A line that says which weights `weights_in` takes; empty if it had no choice between best/ and final/."""
+    def choice_in(cls, model: str, *, train: bool = False) -> list[str]:
+        """A line that says which weights `weights_in`, or training from the run, takes; empty if it had no choice
+        between best/ and final/."""
         run = cls(expanded(model))
         if not (run.record.is_file() and run.best.is_dir() and run.final.is_dir()):
             return []
-        return [f"note: this run's best/ weights are taken; for those of its last step name {run.final}"]
+        taken, step, other = ("final", "best", run.best) if train else ("best", "last", run.final)
+        return [f"note: this run's {taken}/ weights are taken; for those of its {step} step name {other}"]
 
     def answers(self, step: int) -> Path:
         """The answers of the evaluation at `step`."""

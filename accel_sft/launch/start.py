@@ -105,7 +105,8 @@ def _settings_line(config: TrainConfig, task: Task, train: bool) -> str:
     else:
         used = {setting.name for setting in settings(TrainConfig) if setting.section in (MODEL, EVAL)}
         values = {k: v for k, v in values.items() if k in used | {"max_length", "thinking", "output_dir"}}
-    differing = {k: v for k, v in values.items() if v is not None and (v != getattr(usual, k) or k in _ALWAYS)}
+    always = _ALWAYS[1:] if config.init_from else _ALWAYS  # the weights' folder stands for the model
+    differing = {k: v for k, v in values.items() if v is not None and (v != getattr(usual, k) or k in always)}
     mine = [setting for setting in settings(type(task)) if getattr(task, setting.name) != setting.default]
     differing |= recordable({setting.name: getattr(task, setting.name) for setting in mine})
     shown = {k.replace("_", "-"): f"{v:g}" if isinstance(v, float) else v for k, v in differing.items()}

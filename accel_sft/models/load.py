@@ -10,15 +10,16 @@ import torch
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.launch_limits import CUT_ADAPTER
-from accel_sft.chat.encoded import Rules, end_of_turn_ids
+from accel_sft.chat.encoded import Rules, named_ends
 from accel_sft.chat.template import no_template
 from accel_sft.launch.environment import device_count
 from accel_sft.models.adapters import leave_casts_to_autocast, new_adapter
 from accel_sft.models.chat_template import GivenTemplate, template_of
 from accel_sft.models.compiled import compile_blocks
+from accel_sft.models.ends import answer_ends, stop_at_ends
 from accel_sft.models.new_tokens import know_tokens
 from accel_sft.models.offload import room_explained
-from accel_sft.models.pretrained import OR_NONE, freeze_beyond_text, freeze_others, pretrained
+from accel_sft.models.pretrained import OR_NONE, freeze_beyond_text, freeze_others, pretrained, text_settings
 from accel_sft.models.saved_adapter import is_of_whole, saved_adapter
 from accel_sft.models.source import Source, errors_explained
 
@@ -82,7 +83,8 @@ def load_model(
         adapter_start: the file of the adapter's first values, if it began as a part of its base's weights.
         images: whether the model is to read images.
         tensor_ranks: number of ranks that share each matrix; each then loads its part.
-        tokenizer: the tokenizer whose tokens the model is to know, if `--chat-template` or an adapter adds some.
+        tokenizer: the tokenizer at whose ends generation stops, and whose tokens the model is to know, if
+            `--chat-template` or an adapter adds some.
         new_tokens: ids that `--chat-template` added to it: a new adapter trains their embeddings.
         offload: where weights are that have no room on the GPU, "host" or "disk"; for evaluation alone.
     Raises:
@@ -121,6 +123,9 @@ def load_model(
         )
     if grown:
         know_tokens(model, tokenizer, config.seed if source.rows_seed is None else source.rows_seed, log)
+    if tokenizer is not None:
+        with errors_explained(source.weights):
+            stop_at_ends(model, tokenizer, log)
     if source.adapter:
         if new_tokens and config.adapter != "none":
             raise UserError(
@@ -185,7 +190,8 @@ def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules
     with errors_explained(source.weights):
         if cached_file(source.weights, "generation_config.json", **OR_NONE):
             generation = GenerationConfig.from_pretrained(source.weights)
-    ends = frozenset(end_of_turn_ids(tokenizer, generation))
+    served = generation or text_settings(source.weights, trust_remote_code=config.trust_remote_code)
+    ends = frozenset(answer_ends(tokenizer, generation))
     if wrong := [token for token in ends if type(token) is not int]:
         raise UserError(f"--model {source.weights}: generation_config.json: eos_token_id {wrong[0]!r} is no number")
     assert config.max_length is not None  # the settings are resolved
@@ -198,4 +204,5 @@ def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules
         thinking=config.thinking,
         day=config.template_date,
         control_tokens=config.control_tokens,
+        served_ends=frozenset(named_ends(served)),
     )

@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional
 
 from accel_sft.api.errors import UserError
-from accel_sft.chat.encoded import end_of_turn_ids
 
 _SAMPLED = 8192
 """Number of rows, spread over the vocabulary, of which new rows get the mean."""
@@ -19,8 +18,7 @@ little to make one of them likely (Hewitt, 2021: the mean keeps the model's pred
 
 
 def know_tokens(model: Any, tokenizer: Any, seed: int, log: Callable[[str], None]) -> None:
-    """Give the model a row of its embedding and its head for each token of the tokenizer, and have generation, also by
-    plain transformers, stop at the tokenizer's eos.
+    """Give the model a row of its embedding and its head for each token of the tokenizer.
 
     New rows are a function of the seed and the old rows. A vocabulary that has room, such as a padded one, stays.
 
@@ -49,10 +47,7 @@ def know_tokens(model: Any, tokenizer: Any, seed: int, log: Callable[[str], None
         if hasattr(model, "vocab_size"):
             model.vocab_size = size
         log(f"embeddings enlarged from {before:,} to {size:,} tokens")
-    ends = end_of_turn_ids(tokenizer, model.generation_config)
-    first = tokenizer.eos_token_id
-    model.generation_config.eos_token_id = [first, *sorted(ends - {first})]
-    text.eos_token_id = first
+    text.eos_token_id = tokenizer.eos_token_id
 
 
 def _enlarged(weight: torch.nn.Parameter, size: int, seed: int) -> torch.nn.Parameter:

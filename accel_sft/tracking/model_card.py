@@ -21,6 +21,7 @@ def model_card(
     template_arguments: Mapping[str, Any],
     prompt_end: str,
     answer_end: str,
+    eos_ids: Sequence[int],
     max_new_tokens: int,
     data: Mapping[str, Any],
     command: str,
@@ -39,6 +40,7 @@ def model_card(
         template_arguments: the template's own variables.
         prompt_end: text that follows the template's text in prompts.
         answer_end: text that follows answers, such as a mark that is no token.
+        eos_ids: tokens that end an answer; an adapter's base may know others.
         max_new_tokens: maximum number of tokens of an answer, as in the run's evaluations.
         data: counts by name, such as {"training examples": 1798}, files and fingerprint.
         command: the command line that trained.
@@ -61,7 +63,7 @@ def model_card(
         f"---\n{metadata.to_yaml()}\n---",
         f"# {markdown_cell(task)}\n\n{what} for the task `{task}` with accel_sft.",
         f"## Usage\n\n{_ASKED if messages else 'It goes on with a text:'}\n\n"
-        + _usage(messages, template_arguments, prompt_end, answer_end, adapter, model_class, max_new_tokens),
+        + _usage(messages, template_arguments, prompt_end, answer_end, eos_ids, adapter, model_class, max_new_tokens),
         "## Before and after\n\n" + comparison_table(result),
         "## Data\n\n" + markdown_table(["", ""], list(data.items())),
         f"## Command\n\n{_fenced('bash', [command])}",
@@ -99,6 +101,7 @@ def _usage(
     template_arguments: Mapping[str, Any],
     prompt_end: str,
     answer_end: str,
+    eos_ids: Sequence[int],
     adapter: str,
     model_class: str,
     max_new_tokens: int,
@@ -135,6 +138,7 @@ def _usage(
         ]
     else:
         asked.append('inputs.pop("token_type_ids", None)')
+    stops = f", eos_token_id={list(eos_ids)}" if adapter != "none" else ""
     if not messages:
         asked = ['inputs = tokenizer("Once", return_tensors="pt")', 'inputs.pop("token_type_ids", None)']
     lines = [
@@ -147,7 +151,7 @@ def _usage(
         f"model, {reader} = {load}, Auto{reader.title()}.from_pretrained(folder)",
         *([f"messages = {json.dumps(list(messages), ensure_ascii=False, indent=4)}"] if messages else []),
         *asked,
-        f"output = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False)",
+        f"output = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False{stops})",
         f'answer = {reader}.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)',
         f"print(answer{f'.removesuffix({answer_end!r})' * bool(answer_end.strip())})",
     ]

@@ -162,6 +162,7 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
         "total_steps": prepared.plan.total_steps,
         "max_new_tokens": prepared.longest_answer,
         "system_prompt": prepared.system_prompt,
+        "raw_text": prepared.train.raw == prepared.train.kept.examples,
         "data": prepared.counts(),
         "data_sha256": prepared.fingerprint(),
         "data_files": _data_files({"train": prepared.train.examples, "validation": prepared.validation.examples}),

@@ -181,6 +181,7 @@ class Prepared:
         lines = [*train.lines(), *validation.lines()]
         usual = [line for line in lines if _USUAL_NOTE.match(line)]
         return [
+            *(RunDir.choice_in(config.init_from, train=True) if config.init_from else []),
             *([merged] if self.assembly.source.adapter and config.adapter == "none" else []),
             *(self.assembly.template.lines if self.assembly.template else []),
             *(line for line in lines if line not in usual),
@@ -268,7 +269,23 @@ def prepare_data(
         tiny = is_tiny(config.model, init_from=config.init_from)
         vocabulary = read_config(Path(source.weights))["vocab_size"] if tiny else 0
         lengths.keep(task, config, plan.lengths, plan.supervised, plan.mean, vocabulary, pixels)
+    train.notes += _ends_served(train, assembly)
     return Prepared(launch, assembly, train, validation, plan, len(train_examples) - len(limited))
+
+
+def _ends_served(train: StoredEncoding, assembly: Assembly) -> list[str]:
+    """If answers end with a token that the model's own settings do not name, make it the eos of the tokenizer that is
+    exported, where many servers stop; and return a line if an adapter's answers do, whose server reads the base's."""
+    rules, tokenizer = assembly.encode.rules, assembly.tokenizer
+    last = (row.input_ids[-1] for row in train.kept[:_COMPARED])
+    end = next((token for token in last if token in rules.eos_ids - rules.served_ends), None)
+    if end is None:
+        return []
+    token = tokenizer.convert_ids_to_tokens(end)
+    if not train.raw and "eos_token" not in str(tokenizer.chat_template):  # such a template would write other prompts
+        tokenizer.eos_token = token
+    what = f"warning: answers end with {token}, at which a server of the base goes on: name it as a stop token there"
+    return [f"{what}, or serve merged weights (accel-sft merge)"] if assembly.config.adapter != "none" else []
 
 
 def _most_pixels(assembly: Assembly, train: StoredEncoding) -> int:

@@ -55,6 +55,7 @@ def card(
         template_arguments={**chat.offered, **rendering.template.arguments},
         prompt_end=form.prompt_end,
         answer_end=rendering.tail(form),
+        eos_ids=sorted(prepared.assembly.encode.rules.eos_ids),
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
         data={**_files(task), **prepared.counts(), "SHA-256 of the tokens": prepared.fingerprint()},
         command=command_line(started_by()),
@@ -138,8 +139,7 @@ def publish(
     file = file_record(type(task))
     named = f"{shown_folder(Path(file['path']))}:{file['class']}" if file else task_name
     data = " --same-data" if _files(task) else ""
-    answers = prepared.assembly.tokenizer.chat_template is not None  # without one, nobody can ask it anything
-    commands = [f"report {folder}", *([f"generate {folder} PROMPT"] if answers else [])]
+    commands = [f"report {folder}", f"generate {folder} PROMPT"]
     commands.append(f"evaluate {shlex.quote(named)} --model {folder}{data}")
     commands = [f"accel-sft {command}" for command in commands]
     if "tensorboard" in config.tracker:

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
+from click.testing import CliRunner
 from conftest import accel_sft, stopped
 from models import Sums, encode, make_base, make_tiny
 from peft import AutoPeftModelForCausalLM
@@ -20,10 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import checkpoint
+from accel_sft.commands.generate import generate
+from accel_sft.commands.serve import serve
 from accel_sft.models.chat_template import GivenTemplate
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
 from accel_sft.models.merge import merge
 from accel_sft.models.source import find_source
+from accel_sft.tools.parity.command import parity
 
 ASKED = [{"role": "user", "content": "12="}]
 STEPS = ("--max-steps", "6", "--global-batch-size", "8", "--max-length", "32", "--learning-rate", "0.01", "--seed", "3")
@@ -240,7 +244,19 @@ def test_the_perplexity_of_raw_text_is_that_of_plain_transformers(folder, tmp_pa
             count += len(window) - 1
     assert run.result()["after"]["perplexity"] == pytest.approx(math.exp(nll / count), rel=1e-5)
     assert run.result()["main_metric"] == "perplexity"
-    assert run.result()["best"]["perplexity"] == min(line["perplexity"] for line in run.lines("perplexity"))
+    asked, folder = "the answer is 12", str(tmp_path / "run")
+    ids = torch.tensor([tokenizer(asked)["input_ids"]])
+    expected = tokenizer.decode(model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :], True)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": asked}) + "\n")
+    files = "--file", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "answers.jsonl")
+    done = accel_sft("generate", folder, *files, "--max-new-tokens", "9")
+    assert done.status == 0, done.output
+    assert json.loads((tmp_path / "answers.jsonl").read_text())["generated"] == expected
+    with pytest.raises(UserError, match="raw text has no answers"):
+        CliRunner().invoke(parity, (folder, "--url", "http://127.0.0.1:9/v1"), catch_exceptions=False)
+    assert "/v1/completions" in CliRunner().invoke(serve, (folder, "--print")).stderr
+    with pytest.raises(UserError, match="trained on raw text"):
+        CliRunner().invoke(generate, (folder, asked, "--system", "Be kind."), catch_exceptions=False)
 
 
 @LONG

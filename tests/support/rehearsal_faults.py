@@ -151,7 +151,6 @@ WITHOUT_ANSWERS = CHAT_TEMPLATE.replace(
 )
 REFUSES = "{% for m in messages %}{% if '17' in m.content %}{{ raise_exception('17') }}{% endif %}{% endfor %}"
 BOS_TWICE = "{{ bos_token }}{{ bos_token }}" + CHAT_TEMPLATE
-SAMPLED = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}
 IGNORED = "zero_stage: 2\n  offload_param_device: cpu"
 LORA = "--adapter", "lora", "--lora-target-modules"
 ROWS = [(f"What follows {n}?", f"It is {n + 1}.") for n in range(40)]
@@ -190,10 +189,6 @@ FAULTS = {
     "a control token that the tokenizer lacks": Fault(
         "model", "has no token", model(template=CHAT_TEMPLATE.replace("<|im_start|>", "<|turn|>"))
     ),
-    # reported: LLaMA-Factory #2767, LLaVA #1144
-    "a generation config that cannot be saved": Fault(
-        "model", "cannot be saved", model(edit=("generation_config.json", SAMPLED))
-    ),
     "an adapter on a layer that is not there": Fault("model", "no such module", model(*LORA, "q_prj")),
     "an adapter that kernels pass by": Fault("model", "is passed by", family("falcon_mamba", *LORA, "in_proj,x_proj")),
     # reported: peft #2545, unsloth #11014
@@ -213,6 +208,9 @@ FAULTS = {
     "an adapter on a tied head": Fault("merge", "tied embeddings", model(*LORA, "lm_head,q_proj"), runs=True),
     # reported: unsloth #416, trl #1623
     "an end that a server does not stop at": Fault(
-        "generate", "goes on", model(edit=("generation_config.json", {"eos_token_id": [0]})), runs=True
+        "generate",
+        "a server of the base goes on",
+        model("--adapter", "lora", edit=("generation_config.json", {"eos_token_id": [0]})),
+        runs=True,
     ),
 }

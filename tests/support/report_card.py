@@ -32,6 +32,7 @@ def card(**changed):
         "template_arguments": {},
         "prompt_end": "",
         "answer_end": "\n",
+        "eos_ids": [2, 0],
         "data": {"train-file": "rows.json", "training examples": 1798},
         "command": "accelerate launch -m accel_sft math --seed 7",
         "settings": {"learning_rate": 1e-4, "output_dir": "/somewhere/run", "max_steps": None},

@@ -23,6 +23,7 @@ class Served:
         template: another chat template than the tokenizer's.
         double_first: the prompt's first token stands there twice.
         ends: whether an end-of-turn token ends an answer.
+        draws: whether tokens are drawn, whatever temperature it is sent, once the likeliest one would end the answer.
         context: tokens of the prompt that are read, the last ones; None: all.
         status: HTTP statuses of the next requests, before any is answered.
         asked: path, headers and body of each request.
@@ -34,6 +35,7 @@ class Served:
     template: str | None = None
     double_first: bool = False
     ends: bool = True
+    draws: bool = False
     context: int | None = None
     names: tuple[str, ...] = ("tuned",)
     status: list[int] = field(default_factory=list)
@@ -79,11 +81,13 @@ class Served:
         read = prompt[-self.context :] if self.context else prompt
         ids, known = [], []
         ending = {self.tokenizer.eos_token_id}
-        finish = "length"
+        finish, drawing = "length", False
         with torch.no_grad():
             while len(ids) < body["max_tokens"]:
                 logits = self.model(torch.tensor([[*read, *ids]])).logits[0, -1].float()
                 token = int(logits.argmax())
+                if drawing := self.draws and (drawing or token in ending):
+                    token = int(logits.index_fill(0, torch.tensor([*ending]), -torch.inf).softmax(-1).multinomial(1))
                 ids.append(token)
                 known.append(float(logits.log_softmax(-1)[token]))
                 if token in ending and self.ends:

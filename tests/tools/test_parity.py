@@ -82,6 +82,7 @@ FAULTS = {
     "adapter": ({"model": "base"}, [causes.WEIGHTS]),
     "tokenizer": ({"tokenizer": with_swapped_words}, [causes.TOKENIZER]),
     "stop token": ({"ends": False}, [causes.STOP]),
+    "sampling": ({"draws": True}, [causes.OTHER]),
     "context": ({"context": 12}, [causes.CONTEXT]),
     "precision": ({"round": lambda weight: _in_blocks(weight, 7)}, [causes.PRECISION]),
     "bf16": ({"round": lambda weight: weight.bfloat16().float()}, [causes.PRECISION]),
@@ -102,7 +103,7 @@ SERVERS = {
 }
 """Real servers: what `--with` calls them, the environment variable that names their program, and the program."""
 LONG, OTHER_FORMS = pytest.mark.long, ("llama", "plain")
-CASES = [pytest.param("vllm", fault, id=fault, marks=LONG if fault == "bf16" else ()) for fault in FAULTS]
+CASES = [pytest.param("vllm", fault, id=fault, marks=LONG if fault in ("bf16", "sampling") else ()) for fault in FAULTS]
 CASES += [
     pytest.param(form, fault, marks=LONG, id=f"{fault}-{form}") for form in ("llama", "plain") for fault in FAULTS
 ]

@@ -94,7 +94,7 @@ def test_nothing_is_reported_of_a_family(family, tmp_path, monkeypatch):
     assert "killed (SIGKILL)" in stages.all["resume"].seen
 
 
-OFTEN = ("a generation config that cannot be saved",)
+OFTEN = ("an adapter on a layer that is not there",)
 """Planted in the default run, too."""
 
 

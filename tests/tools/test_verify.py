@@ -236,6 +236,15 @@ TAMPERINGS = {
         lambda run: edit_tensor(run.final / "adapter_model.safetensors"),
         "final/adapter_model.safetensors: has",
     ),
+    "a file in final/": (
+        lambda run: (run.final / "config.json").write_text("{}"),
+        "final/config.json: was added",
+    ),
+    "a folder best/": (
+        lambda run: shutil.copytree(run.base, run.best / "base"),
+        "best/base/model.safetensors: was added",
+    ),
+    "the largest forward": (lambda run: run.most_tokens.write_text("{}"), "most-tokens.json: was added"),
     "best/": (
         lambda run: edit_tensor(run.best / "adapter_model.safetensors"),
         "best/adapter_model.safetensors: has",

@@ -356,6 +356,9 @@ def test_a_new_run_starts_from_an_earlier_ones_weights(launched):
     second = launched("from plain", *JOB, "--init-from", str(first.run_dir))
     assert second.result()["before"]["eval_loss"] == pytest.approx(first.result()["after"]["eval_loss"], rel=1e-5)
     assert len(second.lines()) == 6
+    told = " ".join(second.output.split())
+    assert f"this run's final/ weights are taken; for those of its best step name {first.run_dir}" in told
+    assert "model tiny" not in told
 
 
 def test_full_training_goes_on_from_an_adapter_run(launched):

@@ -233,7 +233,8 @@ class Causes:
         """Whether answers are the run's and then go on as the run's weights do behind the token that ends an answer."""
         judged = [(pair, reply) for pair, reply in self._judged() if pair.ids and pair.ids[-1] in self.reference.ends]
         goes_on = [(p, r, _rest(self.reference.text(p.ids), r.text)) for p, r in judged]
-        goes_on = [(pair, reply, rest) for pair, reply, rest in goes_on if rest]  # of an answer that is not empty
+        # of an answer that is not empty, by a server that says the same again, as none does that draws tokens
+        goes_on = [(pair, reply, rest) for pair, reply, rest in goes_on if rest and self._repeated(pair, reply)]
         shown = 0
         for pair, reply, rest in goes_on:
             behind = self.reference.text(self.reference.continued([*pair.prompt, *pair.ids], 8)).strip()
@@ -244,6 +245,10 @@ class Causes:
         told = f"{shown} of {len(self.pairs)} answers are the run's and go on behind {mark!r}: {one_line(rest)}"
         mend = f"let {mark!r} end answers: eos_token_id of the served generation_config.json, or `stop`"
         return Finding(STOP, told, mend)
+
+    def _repeated(self, pair: Pair, reply: Reply) -> bool:
+        again = self._asked_exactly(pair)
+        return again is None or again.text.strip() == reply.text.strip()
 
     def precision(self) -> Finding | None:
         """Whether weights that are rounded in a way that servers have come closer to the server's log-probabilities."""

@@ -185,9 +185,7 @@ class Rehearsal:
         assert source is not None
         assert plan is not None
         with reported(self.stages, "model"):
-            first = self._first(self.config.eval_every) if self.config.eval_every != "off" else None
-            when = f"step {first or plan.total_steps:,}, the first export"
-            flaws = [*model_files.flaws(source, self.config, when)]
+            flaws = [*model_files.flaws(source, self.config)]
             if self.stages.failed:  # a model that is loaded for such data may fail for the same reason
                 self.stages.ended("model", *flaws, seen="its files; it is not loaded", when="loading the model")
                 return None
@@ -294,7 +292,5 @@ class Rehearsal:
             seen, flaws = found.merge() if found.source.adapter else ("no adapter to merge", [])
             stages.ended("merge", *flaws, seen=seen, when="accel-sft merge")
         with reported(stages, "generate"):
-            source = audited.source
-            assert source is not None
-            seen, flaws = found.generate(model_files.ends(found.tokenizer, source))
+            seen, flaws = found.generate()
             stages.ended("generate", *flaws, seen=seen, when="the first answer")

@@ -9,11 +9,9 @@ from typing import Any
 
 from accel_sft.api.adapters import names_of
 from accel_sft.api.config import TrainConfig
-from accel_sft.chat.encoded import end_of_turn_ids
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.models.architecture import alike
 from accel_sft.models.chat_template import template_of
-from accel_sft.models.pretrained import OR_NONE
 from accel_sft.models.source import Source
 from accel_sft.models.targets import USED_ALONE, in_block, unfit
 from accel_sft.tools.rehearse.stages import FAILS, WARNS, Flaw
@@ -24,26 +22,14 @@ _MARKS = re.compile(r"<\|[^<>|\s'\"{}]+\|>|<(?:start|end)_of_[a-z]+>")
 _TURNS = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 
 
-def ends(tokenizer: Any, source: Source) -> frozenset[int]:
-    """The tokens at which the run's own answers end."""
-    return frozenset(end_of_turn_ids(tokenizer, _generation_config(source)))
-
-
-def flaws(source: Source, config: TrainConfig, export: str) -> Iterator[Flaw]:
-    """What is wrong with the files. `export` says when the real run writes them for the first time."""
+def flaws(source: Source, config: TrainConfig) -> Iterator[Flaw]:
+    """What is wrong with the files."""
     from transformers import AutoTokenizer
 
     if config.chat_template is None:
         tokenizer = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=config.trust_remote_code)
         tokenizer.chat_template = template_of(tokenizer, source.tokenizer)
         yield from _unknown_marks(tokenizer)
-    if settings := _generation_config(source):
-        try:
-            settings.validate(strict=True)
-        except ValueError as error:
-            why = " ".join(line.strip("- ") for line in str(error).splitlines()[1:2]) or str(error)
-            what = f"{export}: the model's generation_config.json is not valid, and cannot be saved ({why})"
-            yield Flaw(FAILS, what, "mend that file beside the weights: take the sampling flags out, or set do_sample")
 
 
 def trained(assembly: Assembly, encodings: Sequence[StoredEncoding], steps: int) -> tuple[str, list[Flaw]]:
@@ -57,7 +43,7 @@ def trained(assembly: Assembly, encodings: Sequence[StoredEncoding], steps: int)
     model = assembly.load_model(*encodings, total_steps=steps, log=lines.append)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     frozen = sum(not parameter.requires_grad for parameter in model.parameters())
-    told = [line for line in lines if line.startswith(("the adapter leaves out", "not trained,"))]
+    told = [line for line in lines if line.startswith(("the adapter leaves out", "not trained,", "generation_config"))]
     found = []
     if config.adapter != "none" and assembly.source.adapter is None:
         whole = dataclasses.replace(config, adapter="none")
@@ -77,16 +63,6 @@ def trained(assembly: Assembly, encodings: Sequence[StoredEncoding], steps: int)
     within = (part if "." in (part := in_block(name)) else name for name in names)
     short = (re.sub(r"\.lora_\w+\.default(\.weight)?$|^base_model\.model\.", "", name) for name in within)
     return "; ".join([f"{', '.join(dict.fromkeys(short))}; {frozen} others are frozen", *told]), found
-
-
-def _generation_config(source: Source) -> Any:
-    """The model's generation_config.json; None if there is none."""
-    from transformers import GenerationConfig
-    from transformers.utils import cached_file
-
-    if not cached_file(source.weights, "generation_config.json", **OR_NONE):
-        return None
-    return GenerationConfig.from_pretrained(source.weights)
 
 
 def _unknown_marks(tokenizer: Any) -> Iterator[Flaw]:

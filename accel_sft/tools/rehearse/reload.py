@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, what_and_where
-from accel_sft.chat.encoded import Encoded
+from accel_sft.chat.encoded import Encoded, named_ends
 from accel_sft.models.adapters import is_mergeable
+from accel_sft.models.ends import answer_ends
 from accel_sft.models.load import load_model, load_tokenizer
 from accel_sft.models.merge import merge
 from accel_sft.models.pretrained import class_of
@@ -132,8 +133,12 @@ class Reloaded:
         return f"{made.dtype}: {made.describe()}", []
 
     @torch.no_grad()
-    def generate(self, ends: frozenset[int]) -> tuple[str, list[Flaw]]:
+    def generate(self) -> tuple[str, list[Flaw]]:
         """Have plain `generate` write a learnt answer, token by token, and see whether it stops at its end."""
+        from transformers import GenerationConfig
+
+        base, exported = self.model.generation_config, GenerationConfig.from_pretrained(self.final)
+        ends = answer_ends(self.tokenizer, base)
         row = next((row for row in self.rows if row.prompt_length and row.input_ids[-1] in ends), None)
         if row is None:
             return "no answer here has an end to stop at", []
@@ -147,16 +152,15 @@ class Reloaded:
             **self._inputs(row, row.prompt_length),
             do_sample=False,
             max_new_tokens=len(answer) + _BEHIND,
+            eos_token_id=exported.eos_token_id,
             prefix_allowed_tokens_fn=dictated,
         )[0].tolist()
         end = self.tokenizer.convert_ids_to_tokens(answer[-1])
-        if len(made) <= len(row.input_ids):
-            return f"a plain `generate` stops at {end}, which ends the answers", []
-        named = self.model.generation_config.eos_token_id
-        names = [named] if isinstance(named, int) else named or []
-        told = ", ".join(map(str, self.tokenizer.convert_ids_to_tokens(names))) or "none"
-        what = f"answers end with {end}, at which a plain `generate` goes on: generation_config.json stops at {told}"
-        mend = f"add {answer[-1]} to eos_token_id in the model's generation_config.json, before the run"
-        # some servers stop at the tokenizer's eos as well, and plain transformers does not
-        state = WARNS if answer[-1] == self.tokenizer.eos_token_id else FAILS
-        return "", [Flaw(state, what, f"{mend}, or name it to the server as a stop token")]
+        if len(made) > len(row.input_ids):
+            what = f"answers end with {end}, at which a plain `generate` of what was exported goes on"
+            return "", [Flaw(FAILS, what, f"name {end} as a stop token wherever it is served")]
+        seen = f"a plain `generate` stops at {end}, which ends the answers"
+        if not self.source.adapter or answer[-1] in named_ends(base):
+            return seen, []
+        what = f"answers end with {end}, at which a server of the base goes on"
+        return seen, [Flaw(WARNS, what, "name it as a stop token there, or serve merged weights (accel-sft merge)")]

@@ -17,7 +17,7 @@ from accel_sft.api.config_file import TASK
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, settings
 from accel_sft.io import manifest
-from accel_sft.io.evidence import made_by, other_versions
+from accel_sft.io.evidence import listed, made_by, other_versions
 from accel_sft.io.files import mapping
 from accel_sft.io.lock import is_locked
 from accel_sft.io.run_dir import RunDir, step_of
@@ -122,6 +122,8 @@ def _folder(run: Recorded) -> Iterator[Finding]:
         return
     try:
         changes = list(manifest.changes(run.run_dir.path))
+        added = listed(run.run_dir) - manifest.recorded(run.run_dir.path).keys()
+        changes += [(name, "was added: the run did not write it") for name in sorted(added)]
     except (manifest.Damaged, OSError) as damage:
         changes = [(path.name, f"is not as it was written: {damage}")]
     yield from (differs(*change) for change in changes)

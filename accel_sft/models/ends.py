@@ -1,0 +1,45 @@
+"""Where answers end: the tokens at which a model is trained to stop, and which its generation settings are to name."""
+
+import re
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from accel_sft.chat.encoded import end_of_turn_ids, named_ends
+from accel_sft.chat.rendering import Rendering
+
+_IDLE = re.compile(r"^- `(\w+)`: ", re.M)
+"""Names of settings in the error by which transformers refuses to save some that have no effect."""
+
+
+def answer_ends(tokenizer: Any, generation_config: Any) -> set[int]:
+    """Ids that end an answer: `end_of_turn_ids` and, if the chat template writes none of them behind an answer, the
+    first special token that it does write there. Qwen's base models are such: their eos ends texts, and ChatML turns.
+    """
+    ends = end_of_turn_ids(tokenizer, generation_config)
+    written = Rendering(tokenizer).ends()
+    return ends if ends.intersection(written) else ends | {*written[:1]}
+
+
+def stop_at_ends(model: Any, tokenizer: Any, log: Callable[[str], None]) -> None:
+    """Have generation stop where answers end, also that of plain transformers with the exported weights.
+
+    Settings without effect, such as a temperature where nothing is drawn, are taken out if transformers would refuse
+    to save them beside the first exported weights.
+    """
+    if not model.can_generate():
+        return
+    settings = model.generation_config
+    ends, eos = answer_ends(tokenizer, settings), tokenizer.eos_token_id
+    if ends - named_ends(settings):
+        settings.eos_token_id = [eos, *sorted(ends - {eos})]
+    with tempfile.TemporaryDirectory() as folder:  # what is refused depends on the version, and on what was changed
+        try:
+            settings.save_pretrained(folder)
+        except ValueError as error:
+            idle = _IDLE.findall(str(error))
+            given = ", ".join(f"{name} {getattr(settings, name)}" for name in idle)
+            log(f"generation_config.json: {given}: without effect, and left out of what is exported")
+            for name in idle:
+                setattr(settings, name, None)
+            settings.save_pretrained(folder)

@@ -1,0 +1,112 @@
+"""Where answers end: what is learnt there, what exports say of it, and where plain transformers stops."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+from conftest import accel_sft
+from models import Sums, encode, make_base
+from transformers import AutoTokenizer, GenerationConfig
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.checkpoint import checkpoint
+from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
+from accel_sft.models.source import find_source
+from accel_sft.models.tiny import CHAT_TEMPLATE
+
+ENDS = {
+    "Qwen's base": (CHAT_TEMPLATE, "<|im_end|>"),
+    "no line break behind it": (CHAT_TEMPLATE.replace("<|im_end|>\n", "<|im_end|>"), "<|im_end|>"),
+    "two marks": (CHAT_TEMPLATE.replace("<|im_end|>", "<|im_end|><|im_start|>"), "<|im_end|>"),
+    "the tokenizer's own": (CHAT_TEMPLATE.replace("<|im_end|>", "{{ eos_token }}"), "<|endoftext|>"),
+    "no token": (CHAT_TEMPLATE.replace("<|im_end|>", "</s>"), "</s>\n<|endoftext|>"),
+    "a line break": (CHAT_TEMPLATE.replace("<|im_end|>", "{{ '\\n' }}"), "\n\n<|endoftext|>"),
+}
+"""Chat templates of a tokenizer whose eos ends texts, and how an answer ends with each."""
+SAMPLED = {"temperature": 0.7, "top_p": 0.8, "eos_token_id": 0}
+
+
+def base(folder: Path, template: str = CHAT_TEMPLATE, **generation) -> Path:
+    """A base model that ships a chat template, the tokens of which are in its vocabulary."""
+    make_base(folder, spare=8)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    if generation:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def loaded(folder: Path, lines=None, **options):
+    config = TrainConfig(**options).resolved({})
+    source = find_source(str(folder))
+    tokenizer = load_tokenizer(source, trust_remote_code=False)
+    how = {"precision": "no", "deepspeed": False, "total_steps": 3, "tokenizer": tokenizer}
+    model = load_model(source, config, log=(lines if lines is not None else []).append, **how)
+    return model, tokenizer, encoding_rules(tokenizer, source, config)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_token_that_ends_a_turn_ends_the_answer(tmp_path, name):
+    template, end = ENDS[name]
+    model, tokenizer, rules = loaded(base(tmp_path / "base", template))
+    made = encode(tokenizer, Sums(), [24], "train", eos_ids=rules.eos_ids, max_length=99, truncation="drop")
+    (row,) = made.kept
+    assert tokenizer.decode(row.input_ids[row.prompt_length :]) == f"the answer is 12 + 12{end}"
+    assert row.input_ids[-1] in rules.eos_ids
+    named = model.generation_config.eos_token_id
+    assert row.input_ids[-1] in (named if isinstance(named, list) else [named])
+    assert any("is no special token" in note for note in made.notes) == (name == "no token")
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_export_stops_where_answers_end(tmp_path, adapter):
+    model, tokenizer, rules = loaded(base(tmp_path / "base"), adapter=adapter)
+    checkpoint.export(Accelerator(cpu=True), model, tokenizer, tmp_path / "out", "")
+    settings = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert {*settings.eos_token_id} == rules.eos_ids == {0, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+
+
+def test_adapter_of_a_base_with_chatml_is_served_to_its_end(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}=", "completion": "the answer"}) + "\n" for n in range(10, 30))
+    )
+    words = ("--train-file", str(tmp_path / "rows.jsonl"), "--held-out", "0", "--adapter", "lora", "--lora-r", "16")
+    words += ("--learning-rate", "0.02", "--max-steps", "20", "--global-batch-size", "10", "--max-new-tokens", "9")
+    words += ("--eval-every", "off", "--save-every", "off", "--tracker", "none")
+    run = accel_sft("chat", "--model", str(base(tmp_path / "base")), *words, run_dir=tmp_path / "run")
+    assert run.status == 0, run.output
+    assert "answers end with <|im_end|>, at which a server of the base goes on" in " ".join(run.output.split())
+    final = tmp_path / "run" / "final"
+    assert AutoTokenizer.from_pretrained(final).eos_token == "<|im_end|>"  # where vLLM stops
+    monkeypatch.chdir(final)
+    code = re.search("```python\n(.*?)```", Path("README.md").read_text(), re.S)[1]
+    exec(code.replace("max_new_tokens=9", "max_new_tokens=30"), said := {})
+    assert said["answer"] == "the answer"
+
+
+def test_settings_that_could_not_be_saved_are_taken_out_and_named(tmp_path):
+    lines = []
+    model, tokenizer, _ = loaded(base(tmp_path / "base", **SAMPLED), lines)
+    (line,) = [line for line in lines if "generation_config" in line]
+    assert "temperature 0.7, top_p 0.8: without effect" in line
+    checkpoint.export(Accelerator(cpu=True), model, tokenizer, tmp_path / "out", "")
+    settings = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (settings.temperature, settings.eos_token_id[0]) == (None, 0)
+
+
+class Raw(Sums):
+    def messages(self, example):
+        return []
+
+
+def test_raw_text_ends_with_the_tokenizers_own_eos(tmp_path):
+    _, tokenizer, rules = loaded(base(tmp_path / "base"))
+    made = encode(tokenizer, Raw(), [24], "train", eos_ids=rules.eos_ids, max_length=99, truncation="drop")
+    assert tokenizer.decode(made.kept[0].input_ids) == "the answer is 12 + 12<|endoftext|>"
+    assert made.raw == 1
