@@ -10,7 +10,7 @@ LAYOUT = frozenset(
     {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
     | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
     | {"patience", "batching", "compile", "deterministic", "force", "on_nonfinite", "hang_timeout"}
-    | {"use_liger_kernel", "tracker_project", "run_name", *REMOVED}
+    | {"use_liger_kernel", "export_dtype", "tracker_project", "run_name", *REMOVED}
 )
 """Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
 

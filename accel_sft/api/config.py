@@ -25,6 +25,7 @@ class TrainConfig:
     """Every option of a training run. None means not given; `resolved` replaces it where there is a usual value."""
 
     model: str = _model("tiny", basic=True, help="Hub id, folder, or `tiny` (built on the spot).")
+    revision: str | None = _model(None, help="Branch, tag or commit of --model on the hub; default: its newest.")
     init_from: str | None = _model(None, basic=True, help="Start from the weights of an earlier run's folder.")
     trust_remote_code: bool = _model(False, help="Run code that comes with the model (off: refuse it).")
     dtype: str = _model(
@@ -149,6 +150,11 @@ class TrainConfig:
     deterministic: bool = _run(False, help="Repeat every bit on GPUs too, by slower kernels; a CPU does so anyway.")
     save_every: str = _run("auto", help="Steps between checkpoints, epoch, off, or auto (about 4 a run).")
     keep_checkpoints: str = _run("2", help="Newest checkpoints kept; every:N: those of each N-th step, and the newest.")
+    export_dtype: str = _run(
+        "auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="All weights are exported as; auto: as the base's files. An adapter stays as it was trained.",
+    )
     resume: str = _run("off", basic=True, help="auto (newest complete checkpoint), a checkpoint's folder, or off.")
     hang_timeout: int = _run(
         1800, min=0, help="Seconds without progress after which the run ends and names the rank; 0: never."
@@ -181,6 +187,8 @@ class TrainConfig:
             found += _problems_of_mix(str(self.mix), limited=self.train_limit is not None)
         if self.train_only is not None:
             found += _problems_of_train_only(str(self.train_only), adapter=str(self.adapter))
+        if self.export_dtype != "auto" and self.adapter != "none":
+            found.append("--export-dtype: an adapter is exported as it was trained; leave it out (merge has --dtype)")
         if self.ema_decay is not None and self.adapter == "adalora":
             found.append("--ema-decay: --adapter adalora sets ranks to zero in steps, which averages undo; choose lora")
         if self.use_liger_kernel and self.compile:
@@ -198,6 +206,8 @@ class TrainConfig:
             found.append("--patience needs evaluations: set --eval-every")
         if self.init_from and self.model != "tiny":
             found.append("--init-from takes the model of the earlier run: leave --model out")
+        if self.revision and (self.init_from or self.model == "tiny"):
+            found.append("--revision: it is of a hub id that --model names; name one, or leave it out")
         if self.resume != "off" and not self.output_dir:
             found.append(f"--resume {shown(str(self.resume))}: name the run's folder with --output-dir")
         return found + conflicts(self, TrainConfig)

@@ -13,7 +13,7 @@ CHECK, PLAN, REHEARSE = TOOLS = "Check", "Plan", "Rehearsal"
 _check, _plan, _rehearse = (functools.partial(option, section=name, basic=True) for name in TOOLS)
 _OF_WEIGHTS = (
     *("base", "offload", "dtype", "attn_implementation", "trust_remote_code", "chat_template", "max_length"),
-    *("eval_batch_size", "template_date", "control_tokens", "seed"),
+    *("eval_batch_size", "template_date", "control_tokens", "seed", "revision"),
 )
 """Settings of `evaluate` that mean nothing to a server."""
 _OF_SERVERS = "key_from", "timeout"

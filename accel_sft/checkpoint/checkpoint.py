@@ -2,7 +2,8 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from accel_sft.checkpoint.averages import Averages
 from accel_sft.checkpoint.background import Checkpoints
 from accel_sft.checkpoint.plain_lora import convert
 from accel_sft.io import manifest
+from accel_sft.io.exported import complete_config, save_tokenizer
 from accel_sft.io.files import abandoned, begin_folder, put_in_place, remove
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.text import printable
 from accel_sft.launch.describe import parallelism
+from accel_sft.launch.precision import type_in_files
 from accel_sft.launch.tensor_parallel import tensor_ranks
 
 
@@ -130,6 +133,8 @@ def export(
     beside: Sequence[Path] = (),
     start: Path | None = None,
     behind: Checkpoints | None = None,
+    dtype: torch.dtype | None = None,
+    base: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> None:
     """Write all weights for plain transformers, or an adapter alone for peft, with tokenizer and model card.
 
@@ -140,6 +145,8 @@ def export(
         start: the file of the adapter's initial values, if the adapter began as a part of its base's weights. It is
             then exported as an adapter of the original weights.
         behind: writes them behind the next steps, from a copy in host memory where there is room for one.
+        dtype: the type that weights are rounded to, whatever the launch computes in; None: as they are.
+        base: the config.json of the base of full weights.
     """
     if behind:
         behind.finish_export()
@@ -160,6 +167,8 @@ def export(
 
     def fill(partial: Path) -> None:
         unwrapped.save_pretrained(str(partial), state_dict=weights)
+        if not adapter:
+            complete_config(partial, str(dtype).removeprefix("torch.") if dtype else None, base)
         if start and start.is_file():
             convert(partial, start)
         if adapter and unwrapped.get_base_model().can_generate():  # peft writes none, and the base's may stop elsewhere
@@ -171,8 +180,8 @@ def export(
     if behind and behind.has_room_for(weights):
         partial = begin_folder(target) if accelerator.is_main_process else target
         if accelerator.is_main_process:
-            _copy(weights)
-            tokenizer.save_pretrained(str(partial))  # here, since the next evaluation uses the tokenizer
+            _copy(weights, unwrapped, dtype)
+            save_tokenizer(tokenizer, partial)  # here, since the next evaluation uses the tokenizer
 
         def write() -> None:
             if accelerator.is_main_process:
@@ -183,11 +192,13 @@ def export(
         return
     with replacing(accelerator, target) as partial:
         if accelerator.is_main_process:
+            if dtype:
+                _copy(weights, unwrapped, dtype)
             fill(partial)
-            tokenizer.save_pretrained(str(partial))
+            save_tokenizer(tokenizer, partial)
 
 
-def _copy(weights: dict[str, torch.Tensor]) -> None:
+def _copy(weights: dict[str, torch.Tensor], model: Any, dtype: torch.dtype | None) -> None:
     """Put copies in host memory, which training does not change, in the weights' place; tied names still share one.
 
     They are copied whatever the backend: on a CPU, ZeRO-3 gives its small weights themselves.
@@ -196,7 +207,9 @@ def _copy(weights: dict[str, torch.Tensor]) -> None:
     for name, tensor in weights.items():
         names_of.setdefault(id(tensor), []).append(name)
     for names in names_of.values():
-        weights.update(dict.fromkeys(names, weights[names[0]].to("cpu", copy=True)))
+        tensor = weights[names[0]]
+        kind = type_in_files(model, names[0], tensor, dtype) if dtype else tensor.dtype
+        weights.update(dict.fromkeys(names, tensor.to("cpu", kind, copy=True)))
 
 
 def _whole_weights(accelerator: Accelerator, named: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:

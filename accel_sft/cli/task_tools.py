@@ -162,7 +162,7 @@ TOOLS = {
         run=_evaluate,
         config_class=EvaluateConfig,
         takes=_names(
-            "model trust_remote_code dtype attn_implementation max_length eval_limit "
+            "model revision trust_remote_code dtype attn_implementation max_length eval_limit "
             "eval_batch_size max_new_tokens output_dir seed debug dry_run "
             "hang_timeout base offload thinking template_date control_tokens chat_template url key_from timeout"
         ),

@@ -73,7 +73,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     config = config.resolved({})
     if trained and trained["config"].get("load_in_4bit"):
         config = dataclasses.replace(config, load_in_4bit=True)
-    sources = [find_source(RunDir.weights_in(config.model))]
+    sources = [find_source(RunDir.weights_in(config.model), revision=config.revision)]
     if config.base:
         base = began_with(sources[0], trained) if config.base == "auto" else RunDir.weights_in(config.base)
         began = find_source(base)

@@ -11,7 +11,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.commands import gguf as gguf_file
 from accel_sft.commands.generate import one_process
 
-MERGED = click.Choice(["bf16", "bfloat16", "float32"])
+MERGED = click.Choice(["bf16", "bfloat16", "float16", "float32"])
 """Types of merged weights; bf16 and bfloat16 are the same."""
 GGUF = click.Choice(gguf_file.TYPES)
 
@@ -83,6 +83,9 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     """
     import shutil
 
+    from transformers import PreTrainedConfig
+
+    from accel_sft.io.exported import complete_config, save_tokenizer
     from accel_sft.models.load import load_tokenizer
     from accel_sft.models.merge import merge
     from accel_sft.models.pretrained import processor_files
@@ -90,11 +93,13 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     from accel_sft.tracking.model_card import of_merged
 
     source = find_source(folder)
-    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code, templated=False)  # raw text needs none
     dtype = "bf16" if dtype == "bfloat16" else dtype
     made = merge(source, tokenizer, dtype, trust_remote_code=trust_remote_code)
     made.model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    base, _ = PreTrainedConfig.get_config_dict(source.weights)
+    complete_config(target, str(made.model.dtype).removeprefix("torch."), base)
+    save_tokenizer(tokenizer, target)
     for file in processor_files(source.weights, made.model):
         shutil.copyfile(file, target / file.name)
     lines = [f"adapter  {folder}", f"base     {source.weights}", f"merged   {made.dtype} weights; {made.describe()}"]

@@ -13,8 +13,6 @@ from accel_sft.commands.generate import one_process
 from accel_sft.commands.merge import MERGED
 from accel_sft.io.text import one_line
 
-_SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
-
 
 @click.command()
 @click.argument("run", type=click.Path(), metavar="RUN")
@@ -134,7 +132,8 @@ def _stage(source: Path, staged: Path, base_model: str | None) -> list[str]:
         )
     _check_name(base, "--base-model")
     config.unlink()
-    config.write_text(json.dumps({**content, "base_model_name_or_path": base}, indent=2) + "\n", encoding="utf-8")
+    content |= {"base_model_name_or_path": base, **({"revision": None} if base_model else {})}
+    config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if (card := staged / "README.md").exists():
         from huggingface_hub import metadata_load, metadata_save
 
@@ -147,8 +146,10 @@ def _stage(source: Path, staged: Path, base_model: str | None) -> list[str]:
 
 def hub_id(base: str) -> str | None:
     """The hub id of an adapter's base, whose name may also be a folder in the hub's cache; None if unknown."""
-    if found := _SNAPSHOT.search(base):
-        return "/".join(found.groups())
+    from accel_sft.models.source import hub_place
+
+    if place := hub_place(base):
+        return place[0]
     return base if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) and not Path(base).exists() else None
 
 

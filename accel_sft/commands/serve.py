@@ -24,6 +24,7 @@ _NOT_IN_VLLM = {
     "use_dora": "DoRA",
     "modules_to_save": "modules trained in full",
     "trainable_token_indices": "embeddings of new tokens",
+    "target_parameters": "adapted experts",
 }
 """What vLLM cannot serve, by its key in adapter_config.json."""
 _LORA_RANKS = 8, 16, 32, 64, 128, 256, 320, 512
@@ -109,8 +110,11 @@ def _words(kind: str, folder: str, name: str, record: dict[str, Any] | None, ggu
 
 
 def _vllm(folder: str, name: str) -> list[str]:
+    from transformers import PreTrainedConfig
+
     from accel_sft.io.files import read_json
-    from accel_sft.models.source import find_source
+    from accel_sft.models.saved_adapter import is_of_whole
+    from accel_sft.models.source import errors_explained, find_source
 
     source = find_source(folder)
     words = ["vllm", "serve", source.weights]
@@ -122,6 +126,12 @@ def _vllm(folder: str, name: str) -> list[str]:
     if adapter["peft_type"] != "LORA":
         kind = adapter["peft_type"]
         raise UserError(f"--with vllm: vLLM serves only LoRA, but {source.adapter} is {kind}; {_MERGE}")
+    with errors_explained(source.weights):
+        multimodal = "text_config" in PreTrainedConfig.get_config_dict(source.weights)[0]
+    if multimodal and not is_of_whole(source.adapter):  # its names match nothing there, and vLLM would not say so
+        raise UserError(
+            f"--with vllm: {source.adapter} is of the language model alone, not of its whole base; {_MERGE}"
+        )
     rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
     rank = next((most for most in _LORA_RANKS if most >= rank), rank)
     words += ["--tokenizer", source.adapter, "--enable-lora", "--max-lora-rank", str(rank)]

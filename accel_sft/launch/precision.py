@@ -7,6 +7,7 @@ the same again.
 import dataclasses
 import os
 import platform
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -135,3 +136,11 @@ def this_machine_computes_bf16(*, with_gpus: bool = True) -> bool:
         finally:
             pynvml.nvmlShutdown()
     return bool(cpu_flags())
+
+
+def type_in_files(model: Any, name: str, weights: Any, dtype: Any) -> Any:
+    """The type of these weights (a tensor) in files of type `dtype`: another where transformers keeps float32, such as
+    for the biases by which experts are chosen."""
+    kept = model._get_dtype_plan(dtype)
+    usual = dtype if weights.is_floating_point() else weights.dtype
+    return next((kind for pattern, kind in kept.items() if re.search(pattern, name)), usual)

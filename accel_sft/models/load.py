@@ -1,7 +1,7 @@
 """Loads weights and tokenizer of a `Source`: in the right type, with the adapter in place, for Accelerator.prepare."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from accel_sft.models.new_tokens import know_tokens
 from accel_sft.models.offload import room_explained
 from accel_sft.models.pretrained import OR_NONE, freeze_beyond_text, freeze_others, pretrained, text_settings
 from accel_sft.models.saved_adapter import is_of_whole, saved_adapter
-from accel_sft.models.source import Source, errors_explained
+from accel_sft.models.source import Source, errors_explained, hub_place
 
 
 def load_tokenizer(
@@ -122,7 +122,12 @@ def load_model(
             offload=offload,
         )
     if grown:
-        know_tokens(model, tokenizer, config.seed if source.rows_seed is None else source.rows_seed, log)
+        added: Collection[int] = new_tokens
+        if not (added or source.adapter):  # the weights as they were before a template was given
+            base = Source(source.weights, source.weights)
+            own = load_tokenizer(base, trust_remote_code=config.trust_remote_code, templated=False)
+            added = {*tokenizer.get_vocab().values()} - {*own.get_vocab().values()}
+        know_tokens(model, tokenizer, config.seed if source.rows_seed is None else source.rows_seed, log, added)
     if tokenizer is not None:
         with errors_explained(source.weights):
             stop_at_ends(model, tokenizer, log)
@@ -137,6 +142,8 @@ def load_model(
     elif config.adapter != "none" and train:
         torch.manual_seed(config.seed)  # the same new adapter on every rank and at every ZeRO stage
         model = new_adapter(model, config, total_steps, log, adapter_start, images=images, new_tokens=new_tokens)
+        if config.revision and (place := hub_place(source.weights)):
+            model.active_peft_config.revision = place[1]
     freeze_beyond_text(model, log, images=images, pattern=config.train_only if train else None)
     if train and config.train_only is not None:
         freeze_others(model, config.train_only, log, new_tokens)

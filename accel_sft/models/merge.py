@@ -4,15 +4,18 @@ import dataclasses
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
+from accel_sft.launch.precision import type_in_files
 from accel_sft.models.adapters import is_mergeable, type_of
 from accel_sft.models.architecture import without_adapter
 from accel_sft.models.load import load_model
+from accel_sft.models.pretrained import stored_dtype
 from accel_sft.models.source import Source
 
-DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _TOLERANCE = 1e-3
 """Allowed difference between merged and unmerged logits, as a share of the largest logit (or of 1 where all logits are
 smaller). Float32 rounding stays below it; a wrong merge is far above."""
@@ -51,7 +54,7 @@ def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_cod
     """Return the base of `source` with its adapter added: summed in float32 on the CPU, then rounded once.
 
     Args:
-        dtype: a name in DTYPES; None: bf16 if the base's weights are stored in bfloat16, else float32.
+        dtype: a name in DTYPES; None: the type in which the base's weights are stored.
     Raises:
         UserError: there is no adapter, its type cannot be added to weights, the base is quantized, or the merged model
             would predict something else; the message says why.
@@ -61,7 +64,7 @@ def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_cod
     config = TrainConfig(dtype="float32", trust_remote_code=trust_remote_code)
     adapted = load_model(source, config, precision="no", deepspeed=False, tokenizer=tokenizer).eval()
     base = without_adapter(adapted)
-    stored = _stored_dtype(source, trust_remote_code)
+    stored = stored_dtype(AutoConfig.from_pretrained(source.weights, trust_remote_code=trust_remote_code))
     if getattr(base.config, "quantization_config", None):
         raise UserError(
             f"{source.weights}: the base is quantized, and the sum would be rounded to its few values; merge into "
@@ -83,18 +86,12 @@ def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_cod
                 f"{source.adapter}: cannot be merged: the sum's logits would be off by {difference:.2g} (the largest "
                 f"is {largest:.3g}); {why}"
             )
-        dtype = dtype or ("bf16" if stored == torch.bfloat16 else "float32")
-        model = model.to(DTYPES[dtype])
+        dtype = dtype or next((name for name, kind in DTYPES.items() if kind == stored), "float32")
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            tensor.data = tensor.data.to(type_in_files(model, name, tensor, DTYPES[dtype]))
         found = model(input_ids=ids).logits[0].float()
     same = int((found.argmax(-1) == apart.argmax(-1)).sum())
     return Merged(model, dtype, difference, _off(found, apart), largest, same, ids.shape[1])
-
-
-def _stored_dtype(source: Source, trust_remote_code: bool) -> torch.dtype | None:
-    from transformers import AutoConfig
-
-    settings = AutoConfig.from_pretrained(source.weights, trust_remote_code=trust_remote_code)
-    return getattr(settings.get_text_config(decoder=True), "dtype", None) or getattr(settings, "dtype", None)
 
 
 def _off(found: torch.Tensor, expected: torch.Tensor) -> float:

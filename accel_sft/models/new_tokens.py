@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,48 +17,59 @@ _SPREAD = 0.1
 little to make one of them likely (Hewitt, 2021: the mean keeps the model's predictions)."""
 
 
-def know_tokens(model: Any, tokenizer: Any, seed: int, log: Callable[[str], None]) -> None:
+def know_tokens(
+    model: Any, tokenizer: Any, seed: int, log: Callable[[str], None], new_tokens: Collection[int] = ()
+) -> None:
     """Give the model a row of its embedding and its head for each token of the tokenizer.
 
-    New rows are a function of the seed and the old rows. A vocabulary that has room, such as a padded one, stays.
+    New rows are a function of the seed and the old rows. A vocabulary that has room, such as a padded one, stays; the
+    rows there of `new_tokens`, which are often zeros, are made as new ones are.
 
     Raises:
-        UserError: there is no room, and the matrices are cut by tensor parallelism or offloaded.
+        UserError: there are new rows, and the matrices are cut by tensor parallelism or offloaded.
     """
     size = max(tokenizer.get_vocab().values()) + 1
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     before = getattr(embedding.weight, "ds_shape", embedding.weight.shape)[0]
     text = model.config.get_text_config(decoder=True)
-    if size > before:
+    spare = sorted(token for token in new_tokens if token < before)
+    if size > before or spare:
         parts = [part for part in (embedding, head) if part is not None]
         if any(hasattr(part.weight, "placements") or part.weight.is_meta for part in parts):
             raise UserError(
-                f"the tokenizer has {size:,} tokens and the model's embeddings have {before:,} rows, and none can be "
-                "added where tensor parallelism cuts them or --offload places them; launch with "
-                "accelerate_configs/z3.yaml, or name a merged model (accel-sft merge)"
+                "new tokens need rows in the model's embeddings, and none can be made where tensor parallelism cuts "
+                "them or --offload places them; launch with accelerate_configs/z3.yaml, or name a merged model"
             )
         tied = head is not None and head.weight is embedding.weight
-        embedding.weight, embedding.num_embeddings = _enlarged(embedding.weight, size, seed), size
+        grown, size = size > before, max(size, before)
+        embedding.weight, embedding.num_embeddings = _enlarged(embedding.weight, size, spare, seed), size
         if head is not None:
-            head.weight, head.out_features = embedding.weight if tied else _enlarged(head.weight, size, seed), size
+            head.weight, head.out_features = (
+                embedding.weight if tied else _enlarged(head.weight, size, spare, seed),
+                size,
+            )
             if getattr(head, "bias", None) is not None:
-                head.bias = _enlarged(head.bias, size, seed)
+                head.bias = _enlarged(head.bias, size, spare, seed)
         text.vocab_size = size
         if hasattr(model, "vocab_size"):
             model.vocab_size = size
-        log(f"embeddings enlarged from {before:,} to {size:,} tokens")
+        if grown:
+            log(f"embeddings enlarged from {before:,} to {size:,} tokens")
     text.eos_token_id = tokenizer.eos_token_id
 
 
-def _enlarged(weight: torch.nn.Parameter, size: int, seed: int) -> torch.nn.Parameter:
-    """A matrix (V, H), or a vector (V,), with rows up to `size`. What ZeRO-3 had sharded is whole now; DeepSpeed shards
-    it as it starts, as it does an adapter."""
+def _enlarged(weight: torch.nn.Parameter, size: int, spare: list[int], seed: int) -> torch.nn.Parameter:
+    """A matrix (V, H), or a vector (V,), with rows up to `size`; those of `spare` are new too. What ZeRO-3 had
+    sharded is whole now; DeepSpeed shards it as it starts, as it does an adapter."""
     with _whole(weight):
         old = weight.detach().clone()
     some = old[:: -(-len(old) // _SAMPLED)].double()
-    noise = torch.randn(size - len(old), *old.shape[1:], generator=torch.Generator().manual_seed(seed)).to(some)
+    new = [*spare, *range(len(old), size)]
+    noise = torch.randn(len(new), *old.shape[1:], generator=torch.Generator().manual_seed(seed)).to(some)
     rows = some.mean(0) + _SPREAD * some.std(0) * noise
-    return torch.nn.Parameter(torch.cat([old, rows.to(old.dtype)]), requires_grad=weight.requires_grad)
+    found = torch.cat([old, old.new_empty(size - len(old), *old.shape[1:])])
+    found[new] = rows.to(old.dtype)
+    return torch.nn.Parameter(found, requires_grad=weight.requires_grad)
 
 
 def _whole(*weights: Any) -> Any:

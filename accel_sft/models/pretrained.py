@@ -13,7 +13,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.models.architecture import alike, beyond_text, parts_of, without_adapter
 from accel_sft.models.offload import placement, placing
 from accel_sft.models.quantized import in_4bit, keep_as_trained
-from accel_sft.models.source import errors_explained
+from accel_sft.models.source import errors_explained, hub_place
 from accel_sft.models.targets import READ_IMAGES
 from accel_sft.models.tensor_plan import check_plan, cut_over
 
@@ -21,6 +21,7 @@ _NAMED = 4
 _DEQUANTIZED = ("mxfp4", "fp8", "compressed-tensors")
 """Kinds of quantized checkpoints that transformers can dequantize as it loads them, so that they can be trained."""
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+_ALONE = "multimodal weights are loaded as their language model alone, and exported so; merge an adapter to serve it"
 OR_NONE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 """Arguments of transformers' cached_file that make it return None for a file that the model does not have."""
 
@@ -70,6 +71,11 @@ def pretrained(
         **(cut_over(tensor_ranks) if tensor_ranks > 1 else {}),
         **(placing(offload) if offload else {}),
     )
+    # under ZeRO-3 transformers 5.23 keeps renamings that no file needed: exports would have other names
+    if renamed := getattr(model, "_weight_conversions", None):
+        model._weight_conversions = [conversion for conversion in renamed if conversion.was_used()]
+    if place := hub_place(name):  # not the folder in this machine's cache
+        model.name_or_path = place[0]
     if config.load_in_4bit:
         keep_as_trained(model)
         log("the base's linear layers are in 4 bits (NF4)")
@@ -82,7 +88,7 @@ def pretrained(
         if dtype == torch.float32:  # transformers 5.21 leaves experts in the type it dequantized them to
             model.float()
     if text is not settings and not isinstance(model.config, type(settings)):
-        log("multimodal weights are loaded as their language model alone; what is exported, an adapter too, fits that")
+        log(_ALONE)
     elif unused := sorted(found["unexpected_keys"]):
         log(f"not loaded, as config.json describes no such weights: {len(unused)} in its files ({_named(unused)})")
     return model
@@ -110,6 +116,13 @@ def text_settings(name: str, *, trust_remote_code: bool) -> Any:
     with errors_explained(name):
         settings = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     return settings.get_text_config(decoder=True)
+
+
+def stored_dtype(settings: Any) -> torch.dtype:
+    """The type of a model's weights by its configuration; float32 if that has none."""
+    # `dtype` may be a token of a model's own
+    named = getattr(settings.get_text_config(decoder=True), "dtype", None) or getattr(settings, "dtype", None)
+    return named if isinstance(named, torch.dtype) else torch.float32
 
 
 def auto_class(model: torch.nn.Module) -> Any:

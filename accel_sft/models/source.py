@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,9 @@ from accel_sft.models.tiny import TINY_DEFAULTS
 Settings = TypeVar("Settings", bound=TrainConfig)
 _CARRY_ROWS = ("trainable_token_indices", "modules_to_save")
 """Keys of adapter_config.json by which an adapter may carry embeddings of tokens that its base lacks."""
+_SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/(\w+)/")
+_NOT_READ = ["*.gguf", "*.h5", "*.msgpack", "*.onnx*", "*.ot", "*.pt", "*.pth", "original/*"]
+"""Files of a hub id that are not fetched with a revision: weights of other libraries."""
 _SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
 
 
@@ -41,16 +45,20 @@ class Source:
     rows_seed: int | None = None
 
 
-def find_source(model: str, *, init_from: str | None = None) -> Source:
+def find_source(model: str, *, init_from: str | None = None, revision: str | None = None) -> Source:
     """The source that `--init-from` names, or else `--model`.
 
     A folder may hold full weights, an adapter (its base is read from `adapter_config.json`), or a run.
 
+    Args:
+        revision: branch, tag or commit of a hub id, whose files are then fetched into the hub's cache.
     Raises:
         UserError: the folder is not there, or holds none of these.
     """
     name = init_from or model
     folder = expanded(name)
+    if revision and folder.exists():
+        raise UserError(f"--revision {revision}: {name} is a folder; leave it out, or name a hub id")
     if (run := RunDir(folder)).record.is_file():
         if not run.final.is_dir():
             raise UserError(f"{name}: this run has no final/ yet; resume it first, or name one of its folders")
@@ -67,6 +75,7 @@ def find_source(model: str, *, init_from: str | None = None) -> Source:
             base = str(beside)
         elif Path(base).is_absolute() and not Path(base).exists():
             raise UserError(f"{folder}: its base {base} is gone; put it back, or name it in adapter_config.json")
+        base = _fetched(base, adapter.get("revision"))
         return Source(base, str(folder), str(folder), any(adapter.get(key) for key in _CARRY_ROWS))
     if name and folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -82,7 +91,27 @@ def find_source(model: str, *, init_from: str | None = None) -> Source:
             f"--model {name}: there is no {parts[1]} in the folder {parts[0]}; name one that is there, or, if it is a "
             f"hub id, start where there is no {parts[0]}"
         )
+    name = _fetched(name, revision)
     return Source(name, name)
+
+
+def _fetched(name: str, revision: str | None) -> str:
+    """The folder of the hub's cache with this revision of a hub id; `name` itself without a revision."""
+    if not revision or Path(name).exists():
+        return name
+    from huggingface_hub import snapshot_download
+
+    with errors_explained(name):
+        return str(snapshot_download(name, revision=revision, ignore_patterns=_NOT_READ))
+
+
+def hub_place(name: str) -> tuple[str, str] | None:
+    """Hub id and commit of a model of the hub, by its id or its folder in the hub's cache; None for others."""
+    from huggingface_hub import try_to_load_from_cache
+
+    kept = None if Path(name).exists() or name.count("/") > 1 else try_to_load_from_cache(name, "config.json")
+    found = _SNAPSHOT.search(f"{kept}" if isinstance(kept, str) else f"{name}/")
+    return (f"{found[1]}/{found[2]}", found[3]) if found else None
 
 
 def began_with(source: Source, record: Mapping[str, Any] | None) -> str:

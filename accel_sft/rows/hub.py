@@ -13,12 +13,15 @@ from accel_sft.rows.folder import chosen_split
 from accel_sft.rows.formats import is_data_file
 
 _SPLIT = r"[\w.-]+(\[[\d%:-]+\])?"
-_NAME = re.compile(rf"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>{_SPLIT}))?")
+_NAME = re.compile(
+    rf"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w.-]+))?(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>{_SPLIT}))?"
+)
 
 
 def is_dataset_name(name: str) -> bool:
     """Whether `name` is ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT, no folder ORG exists, and `name` does not
-    end like a data file. A split may have a slice in the form of `datasets`, such as train[:500] or train[10%:20%]."""
+    end like a data file. Behind NAME may stand @REVISION: a branch, tag or commit. A split may have a slice in the form
+    of `datasets`, such as train[:500] or train[10%:20%]."""
     path = Path(name)
     return bool(_NAME.fullmatch(name)) and not os.path.exists(path.parent) and not is_data_file(path)
 
@@ -42,7 +45,7 @@ def load(name: str, use: str) -> tuple[Any, list[str]]:
     split = found["split"]
     of_split = f", split {split}" if split else ""
     try:
-        loaded = datasets.load_dataset(found["id"], found["config"], split=split)
+        loaded = datasets.load_dataset(found["id"], found["config"], split=split, revision=found["revision"])
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = one_line(f"{type(error).__name__}: {' '.join(str(error).split())}", LONGEST_ERROR)
         raise UserError(

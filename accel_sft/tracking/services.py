@@ -1,6 +1,7 @@
 """Sends curves and texts to TensorBoard and to Accelerate's trackers; add a tracker that Accelerate lacks here."""
 
 import re
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from accel_sft.api.errors import UserError
+from accel_sft.io.files import write_atomically
 
 _NO_NAME = re.compile(r"[^\w./: -]")
 """Characters that MLflow accepts in no curve's name; a curve by source has the name of a file in it."""
@@ -52,11 +54,13 @@ class Trackers:
         self._writer: Any = None  # torch.utils.tensorboard.SummaryWriter
         self._others: list[GeneralTracker] = []
         name_of_run = settings.get("run_name") or run_dir.name
+        # a resumed run goes on in its own curves
+        same = {"id": _id_in_services(run_dir), "resume": "allow"} if {"wandb", "swanlab"} & {*names} else {}
         arguments = {
-            "wandb": {"name": name_of_run, "dir": str(run_dir)},
-            "swanlab": {"experiment_name": name_of_run, "logdir": str(run_dir / "swanlab")},
+            "wandb": {"name": name_of_run, "dir": str(run_dir), **same},
+            "swanlab": {"experiment_name": name_of_run, "logdir": str(run_dir / "swanlab"), **same},
             "mlflow": {"run_name": name_of_run},
-            "trackio": {"name": name_of_run},
+            "trackio": {"name": name_of_run, "resume": "allow"},
             "clearml": {"task_name": name_of_run},
         }
         for name in names:
@@ -87,9 +91,7 @@ class Trackers:
             self._writer.add_text(tag, markdown, step)
 
     def rewind(self, step: int) -> None:
-        """Delete TensorBoard's points after `step`, or all points if `step` is below 0. Other services keep theirs:
-        there a resumed run is a new one.
-        """
+        """Delete TensorBoard's points after `step`, or all points if `step` is below 0. Other services keep theirs."""
         if self._writer and step < 0:
             self._writer.close()
             for path in self._run_dir.glob("events.out.tfevents.*"):
@@ -121,6 +123,15 @@ class Trackers:
             except Exception as error:  # noqa: BLE001 - another service's failure must not end the training
                 self._others.remove(tracker)
                 self._log(f"--tracker {tracker.name}: {type(error).__name__}: {error}; nothing more is sent there")
+
+
+def _id_in_services(run_dir: Path) -> str:
+    """The id of this run in W&B and SwanLab (which wants 21 characters), made at the first start and kept."""
+    file = run_dir / "logs" / "tracker-id"
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, f"{secrets.token_hex(11)[:21]}\n")
+    return file.read_text(encoding="utf-8").strip()
 
 
 def _tensorboard(run_dir: Path) -> Any:

@@ -30,7 +30,7 @@ from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.launch.describe import launch_record
 from accel_sft.launch.info import Launch
 from accel_sft.launch.recordable import recordable
-from accel_sft.models.source import weights_identity
+from accel_sft.models.source import hub_place, weights_identity
 from accel_sft.resilience.exit import folder_of_ranks, lost_peers
 from accel_sft.rows.fingerprint import code_fingerprint, task_record
 from accel_sft.rows.rows import Rows
@@ -157,6 +157,7 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
     record = {
         "chat_template": template and hashlib.sha256(template.encode()).hexdigest(),
         "task": task_name,
+        "model_commit": (hub_place(assembly.source.weights) or (None, None))[1],
         "config": assembly.config.as_dict(),
         "task_options": _options(assembly.task),
         "total_steps": prepared.plan.total_steps,

@@ -256,7 +256,7 @@ def prepare_data(
         if not run_dir.base.exists() or not run_dir.has_trained():  # a fresh start must not use an earlier tokenizer
             with replacing(accelerator, run_dir.base) as partial:
                 decided_by_main(accelerator, lambda: build_tiny(partial, texts_of(task, train_examples), config.seed))
-    source = find_source(model, init_from=config.init_from)
+    source = source_of(run_dir, model, config)
     assembly = Assembly(accelerator, task, config, source)
     limited = first_examples(train_examples, config.train_limit)
     train = assembly.encode(limited, "train")
@@ -286,6 +286,14 @@ def _ends_served(train: StoredEncoding, assembly: Assembly) -> list[str]:
         tokenizer.eos_token = token
     what = f"warning: answers end with {token}, at which a server of the base goes on: name it as a stop token there"
     return [f"{what}, or serve merged weights (accel-sft merge)"] if assembly.config.adapter != "none" else []
+
+
+def source_of(run_dir: RunDir, model: str, config: TrainConfig) -> Source:
+    """What a run's model is loaded from; a resumed run loads the commit of a hub id that it began with."""
+    revision = config.revision
+    if not (config.init_from or Path(model).exists()) and run_dir.record.is_file() and run_dir.has_trained():
+        revision = run_dir.read_record().get("model_commit") or revision
+    return find_source(model, init_from=config.init_from, revision=revision)
 
 
 def _most_pixels(assembly: Assembly, train: StoredEncoding) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, PreTrainedConfig
 
 from accel_sft.api.config import keep_every
 from accel_sft.batching import choice
@@ -25,7 +26,7 @@ from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ra
 from accel_sft.launch.describe import differences, parallelism, resume_command
 from accel_sft.launch.tensor_parallel import row_groups
 from accel_sft.models.load import parameter_counts
-from accel_sft.models.pretrained import auto_class, processor_files
+from accel_sft.models.pretrained import auto_class, processor_files, stored_dtype
 from accel_sft.resilience.anomalies import Anomalies
 from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.tracking.spans import span, taken
@@ -76,6 +77,12 @@ class Trainer:
         tracker.peaks.begin("load")
         model = assembly.load_model(train, validation, total_steps=self.plan.total_steps, run_dir=run_dir, log=log)
         self.model_class, self.beside = auto_class(model).__name__, processor_files(assembly.source.weights, model)
+        self.exported: dict[str, Any] = {}  # an adapter is exported as it is trained
+        if config.adapter == "none":
+            base = AutoConfig.from_pretrained(assembly.source.weights, trust_remote_code=config.trust_remote_code)
+            asked = config.export_dtype
+            self.exported["dtype"] = stored_dtype(base) if asked == "auto" else getattr(torch, asked)
+            self.exported["base"], _ = PreTrainedConfig.get_config_dict(assembly.source.weights)
         tracker.phase("model")
         self.load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
         self.trained_parameters, parameters = parameter_counts(model)
@@ -290,7 +297,8 @@ class Trainer:
         self.tracker.peaks.begin("export")
         card = summary.card(self.task_name, self.prepared, self.state, self.model_class, self.tracker.energy(), scored)
         tokenizer, start = self.prepared.assembly.tokenizer, self.run_dir.adapter_start
-        checkpoint.export(self.accelerator, self.model, tokenizer, target, card, self.beside, start, behind)
+        written = card, self.beside, start, behind
+        checkpoint.export(self.accelerator, self.model, tokenizer, target, *written, **self.exported)
 
     def save(self, wait: bool = False) -> None:
         """Begin a checkpoint of this step, with counters, metrics and batching so far, or `wait` until it is whole."""

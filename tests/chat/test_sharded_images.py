@@ -78,12 +78,19 @@ def assert_same_curve(ours, theirs):
     assert [json.loads(line)["generated"] for line in answers[0].splitlines()] == [
         json.loads(line)["generated"] for line in answers[1].splitlines()
     ]
+    assert names_and_types(ours.run_dir / "final") == names_and_types(theirs.run_dir / "final")
+
+
+def names_and_types(folder):
+    (file,) = folder.glob("*.safetensors")
+    return {name: weight.dtype for name, weight in load_file(file).items()}
 
 
 # of twenty rows one has an image: in four steps no rank has one, in one step a single rank
-def ranks_without_an_image_keep_nobody_waiting_and_change_no_loss(trained, layout):
+def ranks_without_an_image_keep_nobody_waiting_and_change_no_loss(trained, made, layout):
     skip_unless_it_runs_here(layout)
-    assert_same_curve(trained(layout, *ONE_PICTURED), trained(None, *ONE_PICTURED))
+    assert_same_curve(trained(layout, *ONE_PICTURED), one := trained(None, *ONE_PICTURED))
+    assert names_and_types(one.run_dir / "best") == names_and_types(made())
 
 
 def every_layout_draws_the_curve_of_one_process(trained, layout, family):

@@ -128,6 +128,31 @@ def test_the_difference_is_measured_for_each_type_and_precision(base, tmp_path, 
     assert f"in bf16 by {rounded.rounded:.1e}" in rounded.describe()
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_merged_weights_have_their_bases_names_and_type(base, tmp_path, kind):
+    rounded = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, kind)).save_pretrained(rounded)
+    AutoTokenizer.from_pretrained(base).save_pretrained(rounded)
+    merge_module.write_merged(
+        str(save(rounded, tmp_path / "lora", KINDS["lora"])), tmp_path / "out", None, trust_remote_code=False
+    )
+    types = [
+        {name: weight.dtype for name, weight in load_file(folder / "model.safetensors").items()}
+        for folder in (rounded, tmp_path / "out")
+    ]
+    assert types[0] == types[1]
+    assert {*types[0].values()} == {getattr(torch, kind)}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == kind
+
+
+def test_an_adapter_of_raw_text_is_merged_without_a_template(base, adapter, tmp_path):
+    folder = shutil.copytree(adapter, tmp_path / "lora")
+    (folder / "chat_template.jinja").unlink()
+    merge_module.write_merged(str(folder), tmp_path / "out", None, trust_remote_code=False)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is None
+    assert (logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")) - apart(base, folder)).abs().max() < 1e-5
+
+
 def test_what_cannot_be_merged_is_refused_with_the_reason(base, adapter, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no adapter: there is nothing to merge"):
         merged(base)

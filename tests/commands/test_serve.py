@@ -12,6 +12,7 @@ from conftest import accel_sft
 from models import make_tiny
 from peft import LoraConfig, get_peft_model
 from reference_job import layout
+from safetensors.torch import load_file, save_file
 from tampering import edit_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -71,6 +72,7 @@ def test_a_run_is_served_in_its_precision_and_by_its_name(run, program):
         ({"use_dora": True}, "cannot serve DoRA, which {} has; merge it first"),
         ({"modules_to_save": ["norm"]}, "cannot serve modules trained in full, which {} has"),
         ({"trainable_token_indices": {"embed_tokens": [1]}}, "cannot serve embeddings of new tokens, which {} has"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "cannot serve adapted experts, which {} has"),
         ({"peft_type": "ADALORA"}, "serves only LoRA, but {} is ADALORA; merge it first"),
     ],
 )
@@ -79,6 +81,22 @@ def test_adapters_vllm_cannot_serve_are_refused(adapter, tmp_path, changed, told
     with pytest.raises(UserError) as refused:
         _vllm(str(tmp_path / "other"), "name")
     assert told.format(tmp_path / "other") in str(refused.value)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_vllm_gets_no_adapter_whose_names_the_base_lacks(adapter, tmp_path, whole):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "gemma3", "text_config": {}}')
+    folder = shutil.copytree(adapter, tmp_path / "lora")
+    edit_json(folder / "adapter_config.json", base_model_name_or_path=str(tmp_path / "base"))
+    if whole:
+        weights = load_file(folder / "adapter_model.safetensors")
+        renamed = {name.replace(".layers.", ".language_model.layers."): weight for name, weight in weights.items()}
+        save_file(renamed, folder / "adapter_model.safetensors")
+        assert "--enable-lora" in _vllm(str(folder), "name")
+        return
+    with pytest.raises(UserError, match="lora is of the language model alone, not of its whole base; merge it first"):
+        _vllm(str(folder), "name")
 
 
 @pytest.mark.parametrize(("r", "pattern", "rank"), [(8, None, 8), (9, {}, 16), (4, {"q_proj": 130}, 256)])

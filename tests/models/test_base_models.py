@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from models import Sums, encode, make_base, make_tiny
 from peft import AutoPeftModelForCausalLM
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from reference_job import FP32, same_curve
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
@@ -26,7 +27,7 @@ from accel_sft.commands.serve import serve
 from accel_sft.models.chat_template import GivenTemplate
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
 from accel_sft.models.merge import merge
-from accel_sft.models.source import find_source
+from accel_sft.models.source import Source, find_source
 from accel_sft.tools.parity.command import parity
 
 ASKED = [{"role": "user", "content": "12="}]
@@ -160,6 +161,30 @@ def test_new_rows_are_a_function_of_the_seed(tmp_path):
     assert all(map(torch.equal, first, ends(1)))
     assert not torch.equal(first[0], ends(2)[0])
     assert not torch.equal(first[0][0], first[0][1])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_spare_rows_of_new_tokens_start_as_added_ones_do(tmp_path, tied):
+    folder = make_base(tmp_path / "base", tied=tied, spare=64)
+    weights = load_file(folder / "model.safetensors")
+    tokenizer, template, source = given(folder, "chatml")
+    for name in [name for name in weights if name.endswith(("embed_tokens.weight", "lm_head.weight"))]:
+        weights[name][min(template.new_tokens) :] = 0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = TrainConfig(chat_template="chatml", seed=3).resolved({})
+    load = partial(load_model, precision="no", deepspeed=False, tokenizer=tokenizer)
+    model = load(source, config, total_steps=1, new_tokens=template.new_tokens)
+    ends = [part.weight.detach() for part in (model.get_input_embeddings(), model.get_output_embeddings())]
+    spread = ends[0][: min(template.new_tokens)].std(0).mean()
+    for rows in (end[template.new_tokens] for end in ends):
+        assert not torch.equal(rows[0], rows[1])
+        assert 0 < (rows[0] - rows[1]).abs().mean() < spread
+    assert (ends[0][max(template.new_tokens) + 1 :] == 0).all()
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
+    tokenizer.save_pretrained(tmp_path / "trained")
+    as_it_began = Source(source.weights, str(tmp_path / "trained"), grown=True, rows_seed=3)
+    began = load(as_it_began, TrainConfig().resolved({}), total_steps=0)
+    assert torch.equal(began.get_input_embeddings().weight, ends[0])
 
 
 class Documents(Sums):

@@ -16,17 +16,18 @@ from conftest import accel_sft
 from models import make_tiny
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.forward_layouts import LAYOUTS
 from accel_sft.batching.verify import _layouts_for
 from accel_sft.checkpoint import checkpoint
+from accel_sft.io.exported import complete_config, save_tokenizer
 from accel_sft.io.run_dir import RunDir
 from accel_sft.models.architecture import alike, limited_layers
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
-from accel_sft.models.pretrained import processor_files
+from accel_sft.models.pretrained import processor_files, stored_dtype
 from accel_sft.models.source import find_source
 from accel_sft.training.optimizer import Stepper, new_optimizer
 
@@ -46,11 +47,11 @@ def made(tmp_path_factory):
     return folder
 
 
-def loaded(folder, lines=None, steps=10, **options):
+def loaded(folder, lines=None, steps=10, precision="no", deepspeed=False, **options):
     config = TrainConfig(**options).resolved({})
     log = [].append if lines is None else lines.append
     source = find_source(str(folder))
-    return load_model(source, config, precision="no", deepspeed=False, total_steps=steps, log=log)
+    return load_model(source, config, precision=precision, deepspeed=deepspeed, total_steps=steps, log=log)
 
 
 def changed(folder, target, change, **settings):
@@ -167,7 +168,7 @@ def test_a_language_model_out_of_a_multimodal_one_is_told(made):
     lines = []
     loaded(made("qwen3_5"), lines)
     assert lines == [
-        "multimodal weights are loaded as their language model alone; what is exported, an adapter too, fits that"
+        "multimodal weights are loaded as their language model alone, and exported so; merge an adapter to serve it"
     ]
 
 
@@ -336,3 +337,90 @@ def test_train_only_needs_an_expression_and_no_adapter():
     assert line.startswith("--train-only layers.(: not a regular expression (")
     (line,) = TrainConfig(train_only="norm", adapter="lora").problems()
     assert line.startswith("--train-only: --adapter lora freezes the model's weights itself; ")
+
+
+def in_bf16(folder, target):
+    """A copy of a model with its weights in bfloat16, and one buffer in float32 as DeepSeek publishes it."""
+
+    def rounded(weights):
+        kept = (name for name in weights if "e_score_correction_bias" not in name)
+        weights.update({name: weights[name].bfloat16() for name in kept})
+
+    return changed(folder, target, rounded, dtype="bfloat16")
+
+
+def types_in(folder):
+    return {name: weight.dtype for name, weight in load_file(folder / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3"])
+def test_exports_have_their_bases_names_and_types(made, tmp_path, family, precision):
+    base = in_bf16(made(family), tmp_path / "base")
+    model = loaded(base, precision=precision, deepspeed=precision != "no")
+    assert model.dtype == (torch.float32 if precision == "no" else torch.bfloat16)
+    stored = stored_dtype(AutoConfig.from_pretrained(base))
+    final = exported(model, tmp_path / "final", made(family), dtype=stored)
+    assert types_in(final) == types_in(base)
+    config = json.loads((final / "config.json").read_text())
+    assert {*re.findall(r'"dtype": "(\w+)"', json.dumps(config))} == {"bfloat16"}
+    assert AutoConfig.from_pretrained(final).dtype == torch.bfloat16
+    again = load_file(final / "model.safetensors")
+    assert all(again[name].equal(weight) for name, weight in load_file(base / "model.safetensors").items())
+
+
+def test_other_types_are_exported_where_asked_but_not_of_adapters(made, tmp_path):
+    final = exported(loaded(made("llama")), tmp_path / "final", made("llama"), dtype=torch.float16)
+    assert {*types_in(final).values()} == {torch.float16}
+    assert TrainConfig(export_dtype="float16").problems() == []
+    (problem,) = TrainConfig(export_dtype="float16", adapter="lora").problems()
+    assert problem.startswith("--export-dtype: an adapter is exported as it was trained")
+
+
+def test_configurations_are_read_alike_by_older_and_newer_keys(made, tmp_path):
+    """transformers 4 reads rope_theta, rope_scaling and rope_local_base_freq, or takes defaults."""
+    yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64}
+    local = {"rope_type": "default", "rope_theta": 500.0}
+    found = {}
+    for family, rope in (
+        ("llama", yarn),
+        ("glm4", {**local, "partial_rotary_factor": 0.25}),
+        ("gemma3", {"full_attention": yarn, "sliding_attention": local}),
+    ):
+        content = json.loads((made(family) / "config.json").read_text())
+        text = content.get("text_config", content)
+        text["rope_parameters"] = rope
+        folder = tmp_path / family
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(content))
+        before = AutoConfig.from_pretrained(folder).get_text_config().rope_parameters
+        complete_config(folder, None, {})
+        assert AutoConfig.from_pretrained(folder).get_text_config().rope_parameters == before
+        content = json.loads((folder / "config.json").read_text())
+        found[family] = content.get("text_config", content)
+    assert found["llama"]["rope_theta"] == 5e5
+    assert found["llama"]["rope_scaling"] == {key: value for key, value in yarn.items() if key != "rope_theta"}
+    assert (found["glm4"]["rope_theta"], found["glm4"]["partial_rotary_factor"]) == (500.0, 0.25)
+    assert (found["gemma3"]["rope_theta"], found["gemma3"]["rope_local_base_freq"]) == (5e5, 500.0)
+    assert found["gemma3"]["rope_scaling"]["factor"] == 4.0
+
+
+def test_exports_keep_keys_that_only_older_readers_know(made, tmp_path):
+    base = json.loads((made("qwen3_moe") / "config.json").read_text())
+    base["num_experts"] = base.pop("num_local_experts", 4)
+    base |= {"torch_dtype": "float32", "auto_map": {"AutoConfig": "own.Config"}, "_name_or_path": "/home/me"}
+    final = exported(loaded(made("qwen3_moe")), tmp_path / "final", made("qwen3_moe"), dtype=torch.bfloat16, base=base)
+    content = json.loads((final / "config.json").read_text())
+    assert content["num_experts"] == 4
+    assert content["torch_dtype"] == content["dtype"] == "bfloat16"
+    assert not {"auto_map", "_name_or_path"} & {*content}
+    tokenizer = json.loads((final / "tokenizer_config.json").read_text())
+    assert tokenizer["additional_special_tokens"] == ["<|im_start|>"]
+    assert "extra_special_tokens" not in tokenizer
+    again, own = AutoTokenizer.from_pretrained(final), AutoTokenizer.from_pretrained(made("qwen3_moe"))
+    assert again("a <|im_start|>b")["input_ids"] == own("a <|im_start|>b")["input_ids"]
+    assert again.all_special_tokens == own.all_special_tokens
+    save_tokenizer(PreTrainedTokenizerFast(tokenizer_object=own._tokenizer), tmp_path / "plain")
+    assert json.loads((tmp_path / "plain" / "tokenizer_config.json").read_text())["tokenizer_class"] == (
+        "PreTrainedTokenizerFast"
+    )

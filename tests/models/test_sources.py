@@ -10,7 +10,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from models import make_tiny
+from models import make_base, make_tiny
+from safetensors.torch import load_file, save_file
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
@@ -21,8 +22,9 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.models import load
 from accel_sft.models.compiled import compile_blocks
 from accel_sft.models.load import load_model
-from accel_sft.models.source import errors_explained, find_source
+from accel_sft.models.source import errors_explained, find_source, hub_place
 from accel_sft.tools.plan.command import model_config
+from accel_sft.training.prepare import source_of
 
 RECORD = json.dumps({"task": "math", "config": {}, "task_options": {}, "launch": {"precision": "bf16"}})
 
@@ -165,3 +167,51 @@ def test_attention_by_a_hubs_code_is_refused_unless_it_is_trusted(tmp_path, cont
     config = TrainConfig(attn_implementation="sdpa").resolved({})
     loaded = load_model(find_source(str(folder)), config, precision="no", deepspeed=False)
     assert loaded.config._attn_implementation == "sdpa"
+
+
+@pytest.fixture
+def kept_by_the_hub(tmp_path, monkeypatch):
+    """The cache of a hub that cannot be reached, with two commits of org/model: main has the second, v1 the first."""
+    folder, commits = tmp_path / "models--org--model", ("a" * 40, "b" * 40)
+    for seed, commit in enumerate(commits):
+        base = make_base(folder / "snapshots" / commit)
+        weights = load_file(base / "model.safetensors")
+        save_file({name: w + seed for name, w in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    (folder / "refs").mkdir()
+    for name, commit in zip(("v1", "main"), commits, strict=True):
+        (folder / "refs" / name).write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return commits
+
+
+def test_a_revision_is_loaded_recorded_and_named_in_adapters(kept_by_the_hub, tmp_path):
+    first, second = kept_by_the_hub
+    assert hub_place(find_source("org/model").weights) == ("org/model", second)
+    source = find_source("org/model", revision="v1")
+    assert hub_place(source.weights) == ("org/model", first)
+    config = TrainConfig(model="org/model", revision="v1", adapter="lora").resolved({})
+    model = load_model(source, config, precision="no", deepspeed=False, total_steps=1)
+    assert model.get_base_model().model.norm.weight[0] == 1
+    model.save_pretrained(tmp_path / "lora")
+    adapter = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    assert (adapter["base_model_name_or_path"], adapter["revision"]) == ("org/model", first)
+    assert find_source(str(tmp_path / "lora")).weights == source.weights
+    with pytest.raises(UserError, match=r"--model org/model: .*cannot be loaded"):
+        find_source("org/model", revision="v2")
+    with pytest.raises(UserError, match=r"--revision v1: .*lora is a folder; leave it out"):
+        find_source(str(tmp_path / "lora"), revision="v1")
+    (problem,) = TrainConfig(revision="v1").problems()
+    assert problem.startswith("--revision: it is of a hub id that --model names")
+
+
+def test_resumed_run_loads_the_commit_that_it_began_with(kept_by_the_hub, tmp_path):
+    first, second = kept_by_the_hub
+    run = RunDir(tmp_path / "run")
+    run.final.mkdir(parents=True)
+    config = TrainConfig(model="org/model")
+    for recorded, loaded in (({"model_commit": first}, first), ({}, second), ({"model_commit": second}, second)):
+        run.record.write_text(json.dumps({"task": "math", "config": {}, "task_options": {}, **recorded}))
+        assert hub_place(source_of(run, "org/model", config).weights) == ("org/model", loaded)
+    folder = find_source("org/model", revision=first).weights  # named by itself, it has no other commit
+    assert source_of(run, folder, TrainConfig(model=folder)).weights == folder

@@ -50,7 +50,7 @@ print(json.dumps({name: tried(name) for name in sys.argv[1:]} | {"places": [str(
 
 def test_a_data_set_is_read_from_the_hub_that_hf_endpoint_names(tmp_path):
     names = ["org/sums", "org/sums:test", "org/sums:main:test", "org/none", "org/sums:dev", "org/sums:other:test"]
-    names += ["org/sums:train[:2]", "org/sums:main:train[-1:]"]
+    names += ["org/sums:train[:2]", "org/sums:main:train[-1:]", "org/sums@v1:test", "org/sums@v0:test"]
     with hub("org/sums", FILES) as address:
         paths = os.pathsep.join([str(SUPPORT), *sys.path])
         home = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "ACCEL_SFT_CACHE": str(tmp_path / "cache")}
@@ -73,7 +73,8 @@ def test_a_data_set_is_read_from_the_hub_that_hf_endpoint_names(tmp_path):
     assert "write ORG/NAME:SPLIT, or ORG/NAME:CONFIG:SPLIT" in found["org/sums:other:test"]
     assert all("\n" not in found[name] for name in names[3:6])
     answers = [row["answer"] for row in ROWS]
-    assert [found[name] for name in names[6:]] == [answers[:2], answers[-1:]]
+    assert [found[name] for name in names[6:]] == [answers[:2], answers[-1:], ["99"], found["org/sums@v0:test"]]
+    assert found["org/sums@v0:test"].startswith("org/sums@v0:test: not a file or folder, and the hub gives no")
 
 
 def fetch_of_modelscope(kind, files, folder):

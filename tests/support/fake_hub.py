@@ -34,18 +34,19 @@ def _handler(name: str, files: dict[str, bytes]) -> type[BaseHTTPRequestHandler]
             body = None
             if path.startswith("/api/v1/"):
                 body = of_modelscope(path, urllib.parse.parse_qs(query))
-            elif found := re.fullmatch(rf"/datasets/{name}/resolve/[^/]+/(.*)", path):
+            elif found := re.fullmatch(rf"/datasets/{name}/resolve/(?:main|v1|{COMMIT})/(.*)", path):
                 if (body := files.get(found[1])) is not None:
                     headers = {"ETag": f'"{hashlib.md5(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
-            elif re.fullmatch(rf"/api/datasets/{name}(/revision/[^/]+)?", path):
+            elif re.fullmatch(rf"/api/datasets/{name}(/revision/(main|v1|{COMMIT}))?", path):
                 about = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
                 body = json.dumps(about).encode()
             elif found := re.fullmatch(rf"/api/datasets/{name}/tree/[^/]+/?(.*)", path):
                 listed = [file for file in files if file.startswith(found[1])]
                 each = [{"type": "file", "path": file, "size": len(files[file]), "oid": COMMIT} for file in listed]
                 body = json.dumps(each).encode()
-            elif path.startswith("/api/"):
-                headers = {"X-Error-Code": "RepoNotFound"}
+            elif path.startswith(("/api/", f"/datasets/{name}/resolve/")):
+                there = f"/datasets/{name}/" in path
+                headers = {"X-Error-Code": "RevisionNotFound" if there else "RepoNotFound"}
             self.send_response(404 if body is None else 200)
             for key, value in {**headers, "Content-Length": str(len(body or b""))}.items():
                 self.send_header(key, value)

@@ -718,3 +718,8 @@ def test_a_service_gets_the_project_and_the_name_of_the_run(tmp_path, monkeypatc
         Trackers([name], tmp_path / "one", settings, print)
     assert {"sums", "first"} <= {str(value) for value in told[0].values()}
     assert {"accel_sft", "one"} <= {str(value) for value in told[1].values()}
+    if name != "mlflow":  # which takes no id of ours
+        Trackers([name], tmp_path / "other", {}, print)
+        assert told[0]["id"] == told[1]["id"] != told[2]["id"]
+        assert re.fullmatch("[a-z0-9]{21}", told[0]["id"])
+        assert {each["resume"] for each in told} == {"allow"}

@@ -130,7 +130,7 @@ class Audit:
                 return None
             base = str(folder / "base")
             build_tiny(Path(base), texts_of(self.task, some), config.seed)
-        return find_source(base or config.model, init_from=config.init_from)
+        return find_source(base or config.model, init_from=config.init_from, revision=config.revision)
 
     def _encode(self, assembly: Assembly, split: str, texts: Texts) -> None:
         """Tokenize a split, and check its tokens and labels."""

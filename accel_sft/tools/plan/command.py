@@ -116,7 +116,7 @@ def model_config(config: PlanConfig, vocabulary: int = 0) -> tuple[dict[str, Any
         from huggingface_hub import hf_hub_download
 
         with errors_explained(source.weights):
-            folder = Path(hf_hub_download(source.weights, "config.json")).parent
+            folder = Path(hf_hub_download(source.weights, "config.json", revision=config.revision)).parent
     return read_config(folder), source.weights, folder
 
 

@@ -17,7 +17,7 @@ from accel_sft.models.adapters import is_mergeable
 from accel_sft.models.ends import answer_ends
 from accel_sft.models.load import load_model, load_tokenizer
 from accel_sft.models.merge import merge
-from accel_sft.models.pretrained import class_of
+from accel_sft.models.pretrained import class_of, stored_dtype
 from accel_sft.models.source import Source, find_source
 from accel_sft.tools.rehearse.stages import FAILS, WARNS, Flaw, Stages, flaws_of
 
@@ -63,6 +63,7 @@ class Reloaded:
 
         weights = self.source.weights
         settings = AutoConfig.from_pretrained(weights, trust_remote_code=self.trusted)
+        self.rounded = not self.source.adapter and stored_dtype(settings) != torch.float32
         kind = class_of(settings, images=self.images)
         model = kind.from_pretrained(weights, dtype=torch.float32, trust_remote_code=self.trusted)
         if self.source.adapter:
@@ -101,7 +102,8 @@ class Reloaded:
         seen = f"validation loss {found:.6g} in plain {'peft' if self.source.adapter else 'transformers'}"
         if evaluated is not None:
             seen += f", {evaluated:.6g} in the run"
-            allowed = _EXACT if precision == "no" and not self.config.load_in_4bit else _ROUNDED
+            exact = precision == "no" and not self.config.load_in_4bit and not self.rounded
+            allowed = _EXACT if exact else _ROUNDED
             if not abs(found - evaluated) <= allowed * abs(evaluated):
                 what = f"the exported weights predict otherwise than those that were trained: loss {found:.6g}"
                 mend = "report this as a defect, with the model's config.json"

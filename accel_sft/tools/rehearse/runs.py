@@ -73,6 +73,7 @@ def rehearsed(config: TrainConfig, model: str, longest_answer: int) -> TrainConf
         config,
         model=model,
         init_from=None,
+        revision=None,
         output_dir=None,
         max_steps=STEPS,
         epochs=None,

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.models.architecture import REFUSALS
-from accel_sft.models.pretrained import class_of
+from accel_sft.models.pretrained import class_of, stored_dtype
 from accel_sft.models.shipped_files import shipped_files
 from accel_sft.models.source import Source, errors_explained
 
@@ -61,7 +61,7 @@ def shrink(source: Source, folder: Path, *, trust_remote_code: bool, seed: int =
     with errors_explained(source.weights):
         real = AutoConfig.from_pretrained(source.weights, trust_remote_code=trust_remote_code)
         small, kept, layers = _smallest(real, source.weights, trust_remote_code)
-        kind, dtype = class_of(small, images=True), _dtype(real)
+        kind, dtype = class_of(small, images=True), stored_dtype(real)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             model = kind.from_config(small, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -79,13 +79,6 @@ def shrink(source: Source, folder: Path, *, trust_remote_code: bool, seed: int =
 
 
 _OWN = {"config.json", "adapter_config.json", "README.md"}
-
-
-def _dtype(real: Any) -> Any:
-    import torch
-
-    named = getattr(real.get_text_config(decoder=True), "dtype", None) or getattr(real, "dtype", None)
-    return named if isinstance(named, torch.dtype) else torch.float32
 
 
 def _files_of(name: str) -> Path:
