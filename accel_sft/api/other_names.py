@@ -14,6 +14,7 @@ log-every: logging-steps; lora-r: lora-rank; lora-target-modules: lora-target ta
 lr-scheduler: lr-scheduler-type; max-length: cutoff-len max-seq-len max-seq-length model-max-length sequence-len;
 mix: interleave-probs; model: base-model model-id model-id-or-path model-name model-name-or-path;
 optimizer: optim; patience: early-stopping-patience; resume: auto-resume-from-checkpoints resume-from-checkpoint;
+revision: model-revision;
 run-name: wandb-name; save-every: save-steps save-strategy saves-per-epoch; tracker: report-to use-wandb;
 tracker-project: wandb-project; train-limit: max-train-samples;
 train-only: freeze-trainable-layers freeze-trainable-modules unfrozen-parameters;
