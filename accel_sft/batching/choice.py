@@ -1,23 +1,18 @@
 """Keeps the batching that autotune.py chose, so that every start and every resume uses the same one."""
 
 import dataclasses
-import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
 from accel_sft.batching.layouts import Batching
-from accel_sft.io import cache, manifest
 from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.describe import parallelism
-
-KIND = "batching"
-"""Kind of the cache's entries."""
 
 
 def recorded(asked: Sequence[str], batching: Batching) -> dict[str, Any]:
@@ -62,46 +57,6 @@ def read(accelerator: Accelerator, run_dir: RunDir, job: list[Any]) -> dict[str,
         return record if isinstance(record, dict) and here.items() <= record.items() else None
 
     return decided_by_main(accelerator, found)
-
-
-def measured_once(
-    accelerator: Accelerator, decided: list[Any], measure: Callable[[], Batching]
-) -> tuple[Batching | None, str]:
-    """The batching that `measure` found when it was first called on this machine for `decided`, and where it is kept.
-
-    Every rank calls it. Runs that measure at the same time all use what one of them found. Nothing is measured where
-    the result could not be kept, because another start might find something else.
-
-    Args:
-        decided: everything that the measurement depends on.
-        measure: called on all ranks or on none.
-    Returns:
-        the batching, None where nothing can be kept; and a phrase that says where it is kept, or why it is not.
-    """
-    key = hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-    def look() -> tuple[dict[str, Any] | None, str]:
-        if found := cache.find(KIND, key):
-            return found[1], f"measured before, kept in {found[0]}"
-        try:
-            with cache.partial(KIND):
-                return None, ""
-        except OSError as error:
-            return None, f"not measured: {cache.folder()} cannot be written ({error.strerror})"
-
-    def keep(batching: Batching) -> tuple[dict[str, Any] | None, str]:
-        try:
-            with cache.partial(KIND) as made:
-                path = cache.publish(made, KIND, key, {"chosen": dataclasses.asdict(batching)})
-            return manifest.verify(path), f"measured, kept in {path}"  # another run may have put its own there first
-        except OSError as error:
-            return None, f"not kept: {cache.folder()} cannot be written ({error.strerror})"
-
-    about, where = decided_by_main(accelerator, look)
-    if not where:
-        batching = measure()
-        about, where = decided_by_main(accelerator, lambda: keep(batching))
-    return _batching((about or {}).get("chosen")), where
 
 
 def _batching(chosen: Any) -> Batching | None:

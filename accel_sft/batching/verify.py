@@ -44,14 +44,13 @@ IMAGES = "rows hold images, whose placeholders are alike where the images are no
 """Reason, in messages, why rows with images are padded."""
 
 
-def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batching], list[str], str | None]:
+def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batching], list[str]]:
     """Find the batchings that the model computes exactly, among the layouts asked for, and why it fails the others.
 
     Args:
         also: rows that will be laid out besides the trial's examples; the longest of all rows is tried.
     Returns:
-        batchings without a limit of tokens, at least one; `layout: reason` for each layout that is not exact; and where
-        the model has dropout in training, None if it has none.
+        batchings without a limit of tokens, at least one; and `layout: reason` for each layout that is not exact.
     Raises:
         UserError: ranks would wait for each other's images for ever.
     """
@@ -108,7 +107,7 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
     model.train(was_training)
     # the fallback: every model is trained with padded rows; if they differ from single ones, the model itself makes
     # them differ (a router's capacity, noise)
-    return found or [plain], reasons, dropout
+    return found or [plain], reasons
 
 
 def _plain(trial: Trial, heads: Sequence[str], row: Encoded) -> Batching:

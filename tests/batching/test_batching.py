@@ -43,7 +43,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.batching import autotune, choice, collate, loss, verify
-from accel_sft.batching.autotune import choose_batching, fastest, least_work
+from accel_sft.batching.autotune import choose_batching, least_work
 from accel_sft.batching.comparisons import UNLIMITED
 from accel_sft.batching.fitting import within_memory
 from accel_sft.batching.forward_layouts import LAYOUTS
@@ -307,12 +307,37 @@ def test_a_record_in_words_that_are_unknown_is_not_taken_up(unknown):
     assert choice.restored({"asked": ["auto", "auto"], "chosen": words}, ["auto", "auto"]) is None
 
 
-def test_two_starts_choose_alike_whatever_a_clock_would_say(model, monkeypatch):
+def as_on_a_gpu(monkeypatch):
+    """Have sizes of a forward tried on this CPU."""
+    monkeypatch.setattr(autotune, "UNTRIED", set())
+    monkeypatch.setattr(autotune, "TRIED_ON_DEVICE", (64, 128, 256))
+
+
+@pytest.mark.parametrize("tried", [False, True])
+def test_two_starts_choose_alike_and_read_no_clock(model, monkeypatch, tried):
+    if tried:
+        as_on_a_gpu(monkeypatch)
     alike = {chosen(model)[0] for _ in range(2)}
     clock = itertools.count()
     monkeypatch.setattr("time.perf_counter", lambda: next(clock) ** 2)
     assert {chosen(model)[0] for _ in range(2)} == alike
     assert next(clock) == 0, "nothing was timed"
+
+
+def test_on_a_gpu_the_least_work_of_the_sizes_that_fit_is_taken(model, monkeypatch):
+    as_on_a_gpu(monkeypatch)
+    batching, told = chosen(model)
+    assert "the least work of 9 sizes that fit into memory" in told
+    monkeypatch.setattr(autotune, "within_memory", lambda _, exact, sizes: [batching_of(("padded", "causal"), 64)])
+    assert chosen(model)[0] == batching_of(("padded", "causal"), 64) != batching
+
+
+def test_an_earlier_versions_timed_choice_is_kept_by_its_run(model, monkeypatch):
+    as_on_a_gpu(monkeypatch)
+    timed = batching_of(("padded", "causal"), 128, head="pieces", most_logits=2**25)
+    record = json.loads(json.dumps(choice.recorded(["auto", "auto"], timed)))
+    batching, told = choose_batching(trial(model, rows()), before=choice.restored(record, ["auto", "auto"]))
+    assert (batching, "as before" in told) == (timed, True)
 
 
 def test_the_least_work_wins_over_fewer_forwards_and_over_fewer_tokens(model):
@@ -324,55 +349,6 @@ def test_the_least_work_wins_over_fewer_forwards_and_over_fewer_tokens(model):
     assert large < small  # each forward computes the instruction again
 
 
-@pytest.fixture
-def timing(monkeypatch, tmp_path):
-    """This CPU is treated as a device whose candidates are timed; (the cache's folder, who is the fastest)."""
-    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("accel_sft.batching.autotune.UNTIMED", set())
-    monkeypatch.setattr("accel_sft.batching.autotune.TRIED_ON_DEVICE", (64, 128, 256))
-    quickest = ["padded"]
-    monkeypatch.setattr(autotune, "_seconds", lambda _, batching, __: 0.1 if batching.layout == quickest[0] else 0.5)
-    return tmp_path / "cache", quickest
-
-
-def test_what_was_measured_is_kept_for_the_next_start_and_told(model, timing, monkeypatch):
-    cache, quickest = timing
-    first, told = chosen(model)
-    assert first.layout == "padded"
-    assert f"the best of 9 sizes (measured, kept in {cache}" in told
-    quickest[0] = "shared"
-    monkeypatch.setattr("accel_sft.batching.autotune.TRIED_ON_DEVICE", (64, 128, 256, 512))  # memory is free again
-    assert chosen(model)[0] == first
-    again, told = chosen(model)
-    assert again == first
-    assert f"the best of 12 sizes (measured before, kept in {cache}" in told
-    assert chosen(model, rows(20))[0].layout == "shared", "other data is measured anew"
-    (cache / "batching" / told.split("/batching/")[1][:32] / "manifest.json").write_text("{}")
-    assert chosen(model)[0].layout == "shared", "a damaged entry is made again"
-
-
-def test_the_least_work_stands_unless_a_clock_contradicts_it_beyond_its_spread(model, timing, monkeypatch):
-    sizes = [batching_of(way, tokens) for way in (("shared", "rows"), ("padded", "mask")) for tokens in (512, 1024)]
-    asked = []
-
-    def seconds(padded):
-        wavering = {"shared": itertools.cycle([1.0, 1.4, 1.2]), "padded": itertools.cycle(padded)}
-        monkeypatch.setattr(
-            autotune,
-            "_seconds",
-            lambda _, batching, rows: asked.append((batching, rows)) or next(wavering[batching.layout]),
-        )
-
-    job = trial(model, rows(64, instruction=300, longest=20))
-    seconds(padded=[0.2, 0.9, 0.3])  # of a largest forward; a step has many times as many of padded rows
-    assert fastest(job, sizes).layout == "shared"
-    assert {batching.layout for batching, _ in asked} == {"shared", "padded"}
-    assert len(asked) == 8, "one forward of each layout, once to warm up and three times"
-    assert all(batching.divide(rows, 1) == [[rows]] for batching, rows in asked)
-    seconds(padded=[0.0001, 0.0002])
-    assert fastest(job, sizes).layout == "padded"
-
-
 def test_of_sizes_with_nearly_the_same_work_the_smallest_is_taken_and_few_forwards_are_less_work(model, monkeypatch):
     job, sizes = (
         trial(model, rows(64, instruction=0)),
@@ -382,34 +358,6 @@ def test_of_sizes_with_nearly_the_same_work_the_smallest_is_taken_and_few_forwar
     work = {64: 104.0, 128: 102.9, 256: 101.0, 4096: 100.0}
     monkeypatch.setattr(autotune, "_work", lambda _, batching: work[batching.tokens])
     assert least_work(job, sizes).tokens == 128
-
-
-def test_where_nothing_can_be_kept_nothing_is_measured(model, timing):
-    cache, quickest = timing
-    cache.write_text("a file, not a folder")
-    first, told = chosen(model)
-    assert f"the least work of 9 sizes (not measured: {cache} cannot be written" in told
-    quickest[0] = "shared"
-    assert chosen(model)[0] == first
-
-
-def test_with_dropout_nothing_is_measured_for_its_masks_depend_on_the_layout(model, timing):
-    dropping = copy.deepcopy(model)
-    dropping.config.attention_dropout = 0.1
-    first, told = chosen(dropping)
-    assert "sizes (masks of attention_dropout depend on it)" in told
-    timing[1][0] = "packed"
-    assert chosen(dropping)[0] == first
-    assert not timing[0].exists()
-
-
-def test_of_two_that_measure_at_once_both_use_what_the_first_has_kept(timing):
-    accelerator, found = Accelerator(cpu=True), Batching("packed", 64)
-    other = Batching("padded", 64)
-    mine, told = choice.measured_once(
-        accelerator, ["job"], lambda: choice.measured_once(accelerator, ["job"], lambda: found) and other
-    )
-    assert mine == found, told
 
 
 def test_a_runs_choice_is_kept_in_its_folder_for_its_own_job_and_launch(tmp_path):

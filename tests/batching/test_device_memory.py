@@ -72,7 +72,7 @@ class Tried(Shipped):
     def dataset(self, split):
         from accel_sft.batching import autotune
 
-        autotune.UNTIMED, autotune.TRIED_ON_DEVICE = set(), (64, 128)
+        autotune.UNTRIED, autotune.TRIED_ON_DEVICE = set(), (64, 128)
         return super().dataset(split)
 """
 
@@ -153,7 +153,7 @@ def test_a_trial_there_and_back_leaves_no_trace(launched, tmp_path):
     arguments = ("tried", *JOB[1:], *ONCE)
     run = accel_sft(*arguments, **plugin(tmp_path, "tried", TRIED))
     assert run.status == 0, run.output
-    assert "sizes (measured, kept in" in run.output
+    assert "sizes that fit into memory" in " ".join(run.output.split())
     same_curve(layout(launched, "plain").lines(), run.lines())
 
 
@@ -280,7 +280,7 @@ def test_without_a_trial_forwards_are_as_large_as_the_estimate_lets_them(monkeyp
 def test_pieces_of_the_head_are_as_large_as_the_device_has_room_for_and_a_resumed_run_keeps_them(monkeypatch):
     trial, *_ = job(tiny_llama())
     monkeypatch.setattr(autotune, "TRIED_ON_DEVICE", (64, 128))
-    monkeypatch.setattr(autotune, "UNTIMED", set())
+    monkeypatch.setattr(autotune, "UNTRIED", set())
 
     def chosen(free, before=None):
         monkeypatch.setattr(fitting, "free_bytes", lambda device: free)

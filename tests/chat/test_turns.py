@@ -452,7 +452,7 @@ def test_a_chat_after_some_of_its_turns_is_no_row_that_another_sees(tokenizer, m
     assert rows[2].input_ids[: len(rows[0].input_ids)] == rows[0].input_ids
     config = TrainConfig(batching="shared").resolved({})
     for some in (rows, [row._replace(weights=(0.3, 1.0, 0.1)[: len(row.spans)]) for row in rows]):
-        found, reasons, _ = exact_batchings(Trial(Accelerator(cpu=True), model, config, some, 0), some)
+        found, reasons = exact_batchings(Trial(Accelerator(cpu=True), model, config, some, 0), some)
         assert {each.attention for each in found} == {"rows", "mask"}, reasons
 
 
