@@ -135,8 +135,6 @@ def _run(job: Job, model: Any) -> Simulated:
     # our attention takes all rows packed into one; a model without fused attention takes padded rows
     in_one = without_adapter(model).config._attn_implementation == _ATTENTION
     batch = _batch(job, 1 if in_one else max(job.rows, 1))
-    if job.head == "fused":  # a kernel cannot run on fake tensors; it leaves only the gradient of the head's weights
-        batch = dataclasses.replace(batch, head="pieces")
     with tracker:
         nll_sum(model, batch).backward()
     handle.remove()
@@ -145,8 +143,6 @@ def _run(job: Job, model: Any) -> Simulated:
     with tracker:
         optimizer.step()
     in_head = tracker.peaks["head"]
-    if job.head == "fused":
-        in_head = kept[0] + head.weight.requires_grad * head.weight.numel() * job.computes_bytes
     return Simulated(kept=kept[0], in_head=in_head, in_blocks=tracker.peaks["blocks"], **tracker.resident())
 
 

@@ -6,20 +6,16 @@ Tensors are made on the current device; set it by `with device:` around a call.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from accel_sft.chat.encoded import Encoded
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.models.row_kernels import PrefixedRows
-
-BLOCK = 128
-"""Tokens in a block of FlexAttention's mask."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +53,14 @@ def empty(pad_token_id: int) -> Batch:
     return _tensors({"input_ids": ids}, keep, None, nothing, nothing)
 
 
-def tree(rows: Sequence[Encoded], common: Sequence[int], mask: Callable[[torch.Tensor], Any] | None = None) -> Batch:
+def tree(rows: Sequence[Encoded], common: Sequence[int], *, masked: bool = True) -> Batch:
     """A forward of rows as a tree of the prefixes that they share: depth first, each token once.
 
     A token is seen by the tokens after it up to the end of its subtree, so only by rows that contain it.
 
     Args:
         common: how many leading tokens of each row already stand in the sequence when the row is appended.
-        mask: `dense_mask` or `block_mask`; None for a single row, or where attention separates rows in another way.
+        masked: whether a mask separates rows; False where attention separates them in another way.
     """
     total = sum(len(row.input_ids) for row in rows) - sum(common)
     ids, position, source = (np.zeros(total, dtype=np.int64) for _ in range(3))
@@ -83,8 +79,8 @@ def tree(rows: Sequence[Encoded], common: Sequence[int], mask: Callable[[torch.T
             weight[path[span.start : span.stop]] += counts
         at = new.stop
     batch = _in_one_sequence(ids, position, source, weight)
-    if mask and (end < total).any():  # plain causal attention serves a single row, without a mask
-        batch.inputs["attention_mask"] = mask(*_on_device(end))
+    if masked and (end < total).any():  # plain causal attention serves a single row, without a mask
+        batch.inputs["attention_mask"] = dense_mask(*_on_device(end))
     return batch
 
 
@@ -135,37 +131,9 @@ def dense_mask(end: torch.Tensor) -> torch.Tensor:
     return ((index[:, None] >= index[None]) & (index[:, None] < end[None]))[None, None]
 
 
-def block_mask(end: torch.Tensor) -> Any:
-    """Return the mask of `dense_mask` as FlexAttention's blocks: those seen in part, and those seen whole.
-
-    It is computed from the latest and the earliest end of a subtree in each block, never from the dense mask, whose
-    size is the square of a forward's tokens.
-    """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    def within(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return (query >= key) & (query < end[key])
-
-    count = -(-len(end) // BLOCK)
-    blocks = functional.pad(end, (0, count * BLOCK - len(end))).view(count, BLOCK)
-    number = torch.arange(count, device=end.device)
-    query, key = number[:, None], number[None]
-    whole = (query > key) & (blocks.amin(1)[None] >= (query + 1) * BLOCK)
-    part = (query >= key) & (blocks.amax(1)[None] > query * BLOCK) & ~whole
-    return BlockMask.from_kv_blocks(
-        *_counted(part), *_counted(whole), BLOCK_SIZE=BLOCK, mask_mod=within, seq_lengths=(len(end), len(end))
-    )
-
-
-def _counted(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each query block, return how many key blocks it sees, (1, 1, blocks), and all of them, seen ones first."""
-    order = seen.int().argsort(dim=1, descending=True, stable=True)
-    return seen.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
-
-
 def varlen(rows: Sequence[Encoded]) -> Batch:
     """Rows one after another, with their bounds for FlashAttention."""
-    batch, lengths = tree(rows, [0] * len(rows)), [len(row.input_ids) for row in rows]
+    batch, lengths = tree(rows, [0] * len(rows), masked=False), [len(row.input_ids) for row in rows]
     (bounds,) = _on_device(np.array([0, *np.cumsum(lengths)], dtype=np.int32))
     longest = max(lengths)
     batch.inputs.update(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest)

@@ -6,10 +6,8 @@ an instance, of a new class if need be, into `LAYOUTS`.
 
 import abc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from accel_sft.batching import collate
 from accel_sft.batching.collate import Batch
@@ -80,15 +78,9 @@ class Layout(abc.ABC):
 
 
 class Tree(Layout):
-    """Rows in lexicographic order behind the prefixes they share, with a mask of who sees whom.
+    """Rows in lexicographic order behind the prefixes they share, with a dense mask of who sees whom."""
 
-    Args:
-        mask: makes the mask for this `implementation` of attention from where each token's subtree ends.
-    """
-
-    def __init__(self, name: str, attention: str, implementation: str, mask: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__(name)
-        self.attention, self.implementation, self.mask = attention, implementation, mask
+    attention, implementation = "mask", "sdpa"
 
     def order(self, example: Encoded) -> tuple[Any, int]:
         return (example.input_ids, example.index) if self.shares else super().order(example)
@@ -103,7 +95,7 @@ class Tree(Layout):
         return self.tokens_in(examples) ** 2
 
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
-        return collate.tree(examples, self.common(examples), self.mask)
+        return collate.tree(examples, self.common(examples))
 
 
 class RowByRow(Layout):
@@ -201,12 +193,10 @@ class Cached(Causal):
 
 LAYOUTS: tuple[Layout, ...] = (
     RowByRow("shared"),
-    Tree("shared", "mask", "sdpa", collate.dense_mask),
-    Tree("shared", "blocks", "flex_attention", collate.block_mask),
+    Tree("shared"),
     Cached("shared"),
     RowByRow("packed"),
-    Tree("packed", "mask", "sdpa", collate.dense_mask),
-    Tree("packed", "blocks", "flex_attention", collate.block_mask),
+    Tree("packed"),
     Varlen("packed"),
     Causal("padded"),
     Padded("padded"),

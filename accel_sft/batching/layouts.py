@@ -43,10 +43,10 @@ class Batching:
         tokens: maximum number of tokens computed in one forward (a longer row has a forward to itself).
         rows: maximum number of examples in one forward; if given, `tokens` does not count.
         attention: how attention separates rows in one sequence: `mask`, a dense mask (of padded rows: what is padding);
-            `causal`, no mask (`padded` alone); `blocks`, the dense mask's blocks for FlexAttention; `varlen`, rows'
-            bounds for FlashAttention (`packed` alone); `rows`, which runs them row by row behind the one prefix that
-            all rows of the forward share, in any order (`row_kernels.PrefixedRows`); `cache`, a batch of rows that go
-            on from the cache of their prefix (`prefix_cache.PrefixCache`; `shared` alone).
+            `causal`, no mask (`padded` alone); `varlen`, rows' bounds for FlashAttention (`packed` alone); `rows`,
+            which runs them row by row behind the one prefix that all rows of the forward share, in any order
+            (`row_kernels.PrefixedRows`); `cache`, a batch of rows that go on from the cache of their prefix
+            (`prefix_cache.PrefixCache`; `shared` alone).
         head: where and how logits are computed, one of `loss.HEADS`.
         most_logits: maximum number of logits that the head `pieces` holds at once, chosen by a GPU's free memory; None:
             MOST_LOGITS.

@@ -28,9 +28,9 @@ from accel_sft.chat.encoded import Encoded
 from accel_sft.launch.collectives import first_reason
 from accel_sft.models.architecture import (
     arguments,
-    attentions,
     beyond_text,
     limited_layers,
+    takes_sdpa,
     without_adapter,
 )
 from accel_sft.models.prefix_attention import install
@@ -58,7 +58,7 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
     unwrapped = accelerator.unwrap_model(model)
     names = list(dict.fromkeys(layout.name for layout in LAYOUTS))
     asked = names if config.batching == "auto" else names[names.index(config.batching) :]
-    heads = available_heads(unwrapped, accelerator.device)
+    heads = available_heads(unwrapped)
     row_sets = _row_sets([*trial.examples, *also])
     longest = max(len(row.input_ids) for row in row_sets[-1])
     found: list[Batching] = []
@@ -95,7 +95,7 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
                     install(accelerator.device)
                 for head in () if reason else heads:
                     batching = Batching(name, UNLIMITED, attention=layout.attention, head=head)
-                    reason = _problem(trial, batching, alone, row_sets, plain.head)
+                    reason = _problem(trial, batching, alone, row_sets)
                     if not reason:
                         exact.append(batching)
                         break
@@ -111,13 +111,13 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
 
 
 def _plain(trial: Trial, heads: Sequence[str], row: Encoded) -> Batching:
-    """Padded rows with the head whose bits repeat and that holds the fewest logits at once, among those whose loss is
-    that of logits at every token. They are compared on HEAD_TOKENS of a row, since all of its logits may not fit."""
+    """Padded rows with the head that holds the fewest logits at once, among those whose loss is that of logits at every
+    token. They are compared on HEAD_TOKENS of a row, since all of its logits may not fit."""
     whole = Batching("padded", UNLIMITED, head="everywhere")
     if not row.images:  # placeholders of images cannot be cut
         row = row._replace(input_ids=row.input_ids[:HEAD_TOKENS], prompt_length=1, earlier=(), weights=())
     expected = nll_sum(trial.model, trial.batch(whole, [row])).item()
-    others = [dataclasses.replace(whole, head=head) for head in heads if head in ("pieces", "labelled")]
+    others = [dataclasses.replace(whole, head=head) for head in heads if head != whole.head]
     right = (plain for plain in others if not first_reason(differs(trial, plain, expected, [row])))
     return next(right, whole)
 
@@ -132,25 +132,23 @@ def _is_needless(layout: Layout, exact: Sequence[Batching], *, pictured: bool) -
 
 
 def _problem(
-    trial: Trial, batching: Batching, alone: Sequence[float], row_sets: Sequence[Sequence[Encoded]], head: str
+    trial: Trial, batching: Batching, alone: Sequence[float], row_sets: Sequence[Sequence[Encoded]]
 ) -> str | None:
     """Say why the model does not compute rows exactly in this batching; None if it does. All ranks say the same: with
     different answers they would run different forwards.
 
     Args:
         alone: the sums of the losses of each set's rows as single rows.
-        head: the plain head. No head mixes rows, but some add in no fixed order; the plain one repeats its bits.
     """
     mine = [differs(trial, batching, loss, rows) for loss, rows in zip(alone, row_sets, strict=True)]
     if reason := first_reason(next(filter(None, mine), None)):
         return reason
-    plain = dataclasses.replace(batching, head=head)
     if batching.way.one_sequence:
-        if any(see_each_other(trial, plain, rows) for rows in row_sets):
+        if any(see_each_other(trial, batching, rows) for rows in row_sets):
             return "a change in one row changes another"
-        blind = ignores_positions(trial, plain, row_sets[-1])
+        blind = ignores_positions(trial, batching, row_sets[-1])
         return "the model ignores the positions that it is given" if blind else None
-    if batching.attention != "mask" and any(sees_padding(trial, plain, rows) for rows in row_sets):
+    if batching.attention != "mask" and any(sees_padding(trial, batching, rows) for rows in row_sets):
         return "what stands in padding changes a row"
     if batching.attention == "cache":
         mine = [goes_wrong_behind(trial, batching, rows) for rows in row_sets]
@@ -196,8 +194,7 @@ def _layouts_for(
     sequences = [layout for layout in named if layout.one_sequence]
     reason = None
     if not sequences and name != "padded":
-        others = " and ".join(attentions(model, "sdpa", "flex_attention"))
-        other = f"{others} can" if others else "the model has no other"
+        other = "sdpa can" if takes_sdpa(model) else "the model has no other"
         reason = f"attention {implementation} cannot take a mask of rows; {other}"
     elif sequences and "position_ids" not in arguments(model):
         reason = "the model takes no positions"

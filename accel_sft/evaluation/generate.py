@@ -20,7 +20,7 @@ from accel_sft.evaluation.live_rows import Row
 from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.launch.tensor_parallel import row_groups, tensor_ranks
 from accel_sft.models.adapters import merged, reason_unmergeable
-from accel_sft.models.architecture import REFUSALS, arguments, attentions, limited_layers
+from accel_sft.models.architecture import REFUSALS, arguments, limited_layers, takes_sdpa
 from accel_sft.models.offload import is_offloaded
 from accel_sft.tracking.system import peak_memory_gib
 
@@ -269,7 +269,7 @@ def _reason_unsupported(model: Any, examples: Sequence[Encoded], longest: int) -
         return "a prompt is empty"
     attention = getattr(model.config, "_attn_implementation", None)
     if attention != "sdpa":
-        other = ", sdpa does" if attentions(model, "sdpa") else ""
+        other = ", sdpa does" if takes_sdpa(model) else ""
         return f"attention {attention} takes no shared prefix{other}"
     if "position_ids" not in arguments(model):
         return "the model takes no positions"

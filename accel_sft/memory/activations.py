@@ -160,11 +160,9 @@ def _tower(job: Job) -> tuple[float, float]:
 
 def logits_bytes(job: Job) -> float:
     """Bytes that head and loss hold at once: `LOGIT` and those of a soft cap for each logit, and the head's inputs if
-    the head is fused or works in pieces."""
+    it works in pieces."""
     each = LOGIT + _cap_bytes(job)
     vocabulary, e, hidden = job.shape.vocab_size, job.computes_bytes, job.shape.hidden_size
-    if job.head == "fused":
-        return e * hidden * job.supervised_tokens
     if job.head == "everywhere":
         return each * vocabulary * job.tokens
     most = max(job.most_logits // vocabulary, 1)
@@ -229,8 +227,6 @@ def _head_bytes(job: Job, gradient: float) -> tuple[float, float]:
     narrow = e if e < 4 else 0
     most = max(job.most_logits // vocabulary, 1)
     logit = LOGIT + _cap_bytes(job)
-    if job.head == "fused":
-        return 0.0, gradient
     if _in_pieces(job):
         logits = vocabulary * most
         return (8 + narrow) * logits, max(gradient + logit * logits, 2 * gradient + e * logits, 3 * gradient)

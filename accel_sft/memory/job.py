@@ -53,7 +53,7 @@ class Job:
         supervised_tokens: how many of these tokens have a loss; the logits have as many rows.
         rows: rows in that forward.
         pixels: pixel values of its images, as the processor makes them.
-        head: `labelled`, `everywhere`, `pieces` or `fused`, as in `batching.loss.HEADS`.
+        head: `labelled`, `everywhere` or `pieces`, as in `batching.loss.HEADS`.
         most_logits: maximum number of logits that the head `pieces` holds at once.
         dense_mask: whether attention takes a mask of tokens by tokens, as the layouts `shared` and `packed` give sdpa.
         copied_keys: keys that rows behind a shared prefix see (each row the prefix and itself), of all rows together;

@@ -44,10 +44,9 @@ def limited_layers(model: Any, longest: int) -> str | None:
     return ", ".join(sorted(kinds)) or None
 
 
-def attentions(model: torch.nn.Module, *names: str) -> list[str]:
-    """Which of `names` (sdpa, flex_attention) the model can be loaded with."""
-    has = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
-    return [name for name in names if getattr(without_adapter(model), has[name], False)]
+def takes_sdpa(model: torch.nn.Module) -> bool:
+    """Whether the model can be loaded with torch's own attention, sdpa."""
+    return bool(getattr(without_adapter(model), "_supports_sdpa", False))
 
 
 def beyond_text(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

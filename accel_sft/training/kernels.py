@@ -34,8 +34,7 @@ def use_liger_kernels(trial: Trial) -> str:
     model = accelerator.unwrap_model(trial.model)
     # where a forward needs other ranks, gradients would be reduced as soon as they are computed
     trial = dataclasses.replace(trial, train=forwards_alone(accelerator))
-    head = next(name for name in available_heads(model, accelerator.device) if name != "fused")  # adds in any order
-    plain, rows = Batching("padded", UNLIMITED, head=head), enough(trial.examples)
+    plain, rows = Batching("padded", UNLIMITED, head=available_heads(model)[0]), enough(trial.examples)
     vectors = [each for each in model.parameters() if trial.train and each.requires_grad and each.ndim == 1]
     loss, gradients = trial.run(plain, rows, vectors)
     layers = put_kernels_in(model)

@@ -16,9 +16,6 @@ from accelerate.state import AcceleratorState
 from fake_memory import Device
 from forwards import CPU, WAYS, batching_of, loss_and_gradients, rows
 from models import make_tiny
-from peft import LoraConfig, get_peft_model
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.attention.flex_attention import create_block_mask
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -299,7 +296,9 @@ def test_a_batching_is_recorded_in_the_words_that_runs_hold_and_comes_back():
     assert choices == ("auto", *dict.fromkeys(layout.name for layout in LAYOUTS))
 
 
-@pytest.mark.parametrize("unknown", [{"layout": "woven"}, {"attention": "varlen"}, {"head": "none"}])
+@pytest.mark.parametrize(
+    "unknown", [{"layout": "woven"}, {"attention": "varlen"}, {"attention": "blocks"}, {"head": "fused"}]
+)
 def test_a_record_in_words_that_are_unknown_is_not_taken_up(unknown):
     words = {"layout": "shared", "tokens": 64, "rows": None, "attention": "mask", "head": "pieces", **unknown}
     with pytest.raises(ValueError, match="no batching "):
@@ -507,90 +506,16 @@ def test_flash_attention_is_told_where_packed_rows_end(model, name):
         assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
 
 
-@pytest.mark.parametrize(("count", "instruction"), [(1, 5), (40, 12), (90, 300), (3, 200)])
-def test_the_blocks_are_those_of_the_mask(count, instruction):
-    examples = sorted(rows(count, instruction=instruction), key=lambda example: example.input_ids)
-    ends = []
-    collate.tree(examples, batching_of(("shared", "mask"), 64).way.common(examples), ends.append)
-    for end in ends:
-        made = collate.block_mask(end)
-        expected = create_block_mask(made.mask_mod, None, None, len(end), len(end), device="cpu")
-        assert made.shape == expected.shape
-        assert torch.equal(made.to_dense(), expected.to_dense())
-        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
-            assert torch.equal(getattr(made, name), getattr(expected, name))
-
-
-def test_flex_attention_is_given_blocks_of_the_tree(model):
+def test_flex_attention_shares_rows_behind_a_cache(model):
     flexing = copy.deepcopy(model)
     flexing.set_attn_implementation("flex_attention")
     with torch.compiler.set_stance("force_eager"):  # the same arithmetic without a compiler's minute
         batching, told = chosen(flexing, train=False, batching="shared")  # on a CPU it has no backward
-        assert (batching.layout, batching.attention) == ("shared", "blocks"), told
+        assert (batching.layout, batching.attention) == ("shared", "cache"), told
         with torch.no_grad():
             forwards = (batching.batch(forward, 0, CPU) for forward in batching.divide(rows(), 1)[0])
             got = sum(nll_sum(flexing, batch).item() for batch in forwards)
     assert got == pytest.approx(sum(by_hand(model, example) for example in rows()), rel=1e-5)
-
-
-def test_a_kernel_that_takes_the_head_and_the_loss_together_gets_each_target_once(model, monkeypatch):
-    expected, gradients = loss_and_gradients(model, batching_of(WAYS[-1], 4096), rows())
-
-    def kernel(hidden, weight, targets, reduction):
-        assert hidden.shape == (len(targets), weight.shape[1])
-        return torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction=reduction)
-
-    monkeypatch.setattr(loss, "fused_kernel", lambda device: kernel)
-    assert chosen(model)[0].head == "fused"
-    for way in WAYS:
-        got, ours = loss_and_gradients(model, batching_of(way, 300, head="fused"), rows())
-        assert got == pytest.approx(expected, rel=1e-6)
-        for name, gradient in gradients.items():
-            assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
-    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["lm_head"]))
-    assert chosen(adapted)[0].head == "pieces"
-
-
-def plain(hidden, weight, targets, reduction):
-    return torch.nn.functional.cross_entropy((hidden @ weight.T).float(), targets, reduction=reduction)
-
-
-def test_a_kernel_is_judged_by_its_gradients_too():
-    def dropping(hidden, weight, targets, reduction):
-        hidden = hidden.clone()
-        hidden.register_hook(lambda gradient: gradient * (gradient.abs() > gradient.abs().median()))
-        return plain(hidden, weight, targets, reduction)
-
-    assert loss.is_exact(plain, CPU)
-    assert not loss.is_exact(dropping, CPU)
-
-
-@pytest.mark.parametrize("name", ["Linear", "FSDPLinear"])
-def test_the_kernel_computes_in_the_type_of_autocast_and_takes_a_head_that_fsdp_has_renamed(model, monkeypatch, name):
-    computed = []
-
-    def kernel(hidden, weight, targets, reduction):
-        computed.append((hidden.dtype, weight.dtype))
-        return plain(hidden, weight, targets, reduction)
-
-    monkeypatch.setattr(loss, "fused_kernel", lambda device: kernel)
-    model = copy.deepcopy(model)
-    if name != "Linear":
-        model.lm_head.__class__ = type(name, (FSDPModule, torch.nn.Linear), {})
-    batch = batching_of(WAYS[-1], 4096, head="fused").batch(rows(4), 0, CPU)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        nll_sum(model, batch)
-    assert computed == [(torch.bfloat16, torch.bfloat16)]
-
-
-def test_a_kernel_that_adds_up_in_any_order_is_no_leak(model, monkeypatch):
-    def kernel(hidden, weight, targets, reduction):
-        losses = plain(hidden, weight, targets, reduction)
-        return losses * (1 + 1e-4 * torch.randn_like(losses))
-
-    monkeypatch.setattr(loss, "fused_kernel", lambda device: kernel)
-    batching, told = chosen(model, batching="shared")
-    assert (batching.layout, batching.head) == ("shared", "fused"), told
 
 
 @pytest.mark.parametrize("way", WAYS)
