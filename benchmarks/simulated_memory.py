@@ -94,7 +94,6 @@ def _on_meta(job: Job, config: Mapping[str, Any]) -> Any:
                 lora_target_modules=job.target_modules,
                 **{name: getattr(job, name) for name in AS_CONFIGURED if name.startswith(("adapter", "lora", "use"))},
             )
-            chosen = dataclasses.replace(chosen, lora_init="default")  # others need the weights' values
             model = new_adapter(model, chosen, 100, lambda line: None)
     freeze_beyond_text(model, lambda line: None)
     if job.gradient_checkpointing:

@@ -31,12 +31,10 @@ ADAPTERS: dict[str, AdapterType] = {
 }
 """Adapter types by name, which is peft's name of the type in lower case."""
 
-LORA_ONLY = ("use_rslora", "use_dora", "lora_init", "lora_modules_to_save", "lora_target_parameters", "load_in_4bit")
+LORA_ONLY = ("use_rslora", "use_dora", "lora_modules_to_save", "lora_target_parameters", "load_in_4bit")
 """Settings that need `--adapter lora`. They can be combined, unless `conflicts` reports them."""
 OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 """Settings that every adapter type has; without an adapter they do nothing."""
-SPLITS = ("pissa", "olora")
-"""Values of `--lora-init` that initialize the adapter with a part of the base model's weights, which lose that part."""
 
 
 def names_of(text: str | None) -> list[str]:
@@ -67,18 +65,9 @@ def conflicts(config: Any, defaults: Any) -> list[str]:
     found = []
     if config.adapter != "lora":
         return [f"{flag} works only with --adapter lora: add that, or leave {flag} out" for flag in flags.values()]
-    if config.lora_init in SPLITS:
-        others = [name for name in given if name not in ("lora_init", "lora_modules_to_save", "lora_target_parameters")]
-        found += [
-            f"--lora-init {config.lora_init} cannot be combined with {flags[name]}: the exported adapter would not fit "
-            "the original base model; leave one of the two out"
-            for name in others
-        ]
     if names_of(config.lora_target_parameters):
         if config.use_dora:
             found.append("--lora-target-parameters: peft has no DoRA for parameters; leave --use-dora out")
         if config.lora_dropout:
             found.append("--lora-target-parameters: peft has no dropout for parameters; set --lora-dropout 0")
-        if config.lora_init != "default":
-            found.append("--lora-target-parameters: --lora-init is for linear layers; leave one of the two out")
     return found

@@ -10,7 +10,7 @@ LAYOUT = frozenset(
     {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
     | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
     | {"patience", "batching", "compile", "deterministic", "force", "on_nonfinite", "hang_timeout"}
-    | {"use_liger_kernel", "export_dtype", "tracker_project", "run_name", *REMOVED}
+    | {"use_liger_kernel", "export_dtype", "tracker_project", "run_name", "generate_with"}
 )
 """Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
 
@@ -27,7 +27,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
             continue
         # a record older than an option stands for the option's default, and one older than --thinking for `template`
         default = "template" if key == "thinking" else getattr(TrainConfig, key, None)
-        was, now = before.get(key, default), after.get(key)
+        was, now = before.get(key, default), after.get(key, REMOVED.get(key))
         if was != now:
             flag = f"--{key.replace('_', '-')}"  # `shown` escapes it, as the record may be someone else's
             lines.append(f"{shown(flag)}: the run was started with {shown(str(was))}, not {shown(str(now))}")

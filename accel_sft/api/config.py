@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, Self
 
-from accel_sft.api.adapters import ADAPTERS, SPLITS, conflicts
+from accel_sft.api.adapters import ADAPTERS, conflicts
 from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.api.options import option, problems, shown
 from accel_sft.api.shares import read_shares
@@ -56,9 +56,6 @@ class TrainConfig:
     lora_modules_to_save: str | None = _adapter(None, help="Modules trained in full beside it, such as lm_head.")
     use_rslora: bool = _adapter(False, help="Scale by alpha / sqrt(r), for high ranks (rsLoRA).")
     use_dora: bool = _adapter(False, help="Learn length and direction of weights apart (DoRA).")
-    lora_init: str = _adapter(
-        "default", choices=("default", *SPLITS), help="Begin as a part of the base's weights (PiSSA, OLoRA)."
-    )
     load_in_4bit: bool = _adapter(
         False, basic=True, help="The base's linear layers in 4 bits (QLoRA), by bitsandbytes."
     )

@@ -15,8 +15,6 @@ CUT_ADAPTER = (
 _SHARDED = "which ZeRO-3 has sharded by then; launch stage 2 or less"
 _SETTINGS: dict[tuple[str, Any], Mapping[str, str]] = {
     ("use_dora", True): {"DEEPSPEED 3": f"each forward reads whole weights of the base, {_SHARDED}"},
-    ("lora_init", "pissa"): {"DEEPSPEED 3": f"it takes a part out of the base's weights, {_SHARDED}"},
-    ("lora_init", "olora"): {"DEEPSPEED 3": f"it takes a part out of the base's weights, {_SHARDED}"},
     ("lora_modules_to_save", True): {
         "FSDP": "a matrix that is both embedding and head would be shared out twice; launch with "
         "accelerate_configs/ddp.yaml or z2.yaml",

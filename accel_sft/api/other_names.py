@@ -37,6 +37,7 @@ generate-with = serve the run by `accel-sft serve RUN`, then `accel-sft evaluate
 dataset-processes gradient-checkpointing-kwargs preprocessing-num-workers = leave it out: it is not needed
 group-by-length neat-packing packing padding-free sample-packing = --batching chooses the layout, by itself
 hub-model-id push-to-hub = `accel-sft push RUN ORG/NAME` uploads a run
+init-lora-weights lora-init = PiSSA and OLoRA change the base, on which resume and export rely; LoRA starts at zero
 load-best-model-at-end = every run keeps its best weights in best/, by the task's metric
 load-in-8bit = 8 bits are not trained on; --load-in-4bit is QLoRA
 lora-target-linear = leave it out: --lora-target-modules is all-linear by default
@@ -70,5 +71,5 @@ _pairs = (entry.split(":") for entry in _HERE.split(";"))
 OTHER_NAMES = _by_name([f"{names} = it is --{ours.strip()} here" for ours, names in _pairs], "--")
 OTHER_NAMES |= _by_name(_HINTS.strip().splitlines(), "--")
 
-REMOVED = {"generate_with": "transformers"}
-"""Options of earlier versions, with their values in the records of runs, which mean nothing now."""
+REMOVED = {"generate_with": "transformers", "lora_init": "default"}
+"""Options of earlier versions, and their values in the records of runs that are as they would be without them."""

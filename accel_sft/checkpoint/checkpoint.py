@@ -14,7 +14,6 @@ from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
 from accel_sft.checkpoint.averages import Averages
 from accel_sft.checkpoint.background import Checkpoints
-from accel_sft.checkpoint.plain_lora import convert
 from accel_sft.io import manifest
 from accel_sft.io.exported import complete_config, save_tokenizer
 from accel_sft.io.files import abandoned, begin_folder, put_in_place, remove
@@ -131,7 +130,6 @@ def export(
     target: Path,
     card: str,
     beside: Sequence[Path] = (),
-    start: Path | None = None,
     behind: Checkpoints | None = None,
     dtype: torch.dtype | None = None,
     base: Mapping[str, Any] = types.MappingProxyType({}),
@@ -142,8 +140,6 @@ def export(
 
     Args:
         beside: files that are copied into the folder, too.
-        start: the file of the adapter's initial values, if the adapter began as a part of its base's weights. It is
-            then exported as an adapter of the original weights.
         behind: writes them behind the next steps, from a copy in host memory where there is room for one.
         dtype: the type that weights are rounded to, whatever the launch computes in; None: as they are.
         base: the config.json of the base of full weights.
@@ -169,8 +165,6 @@ def export(
         unwrapped.save_pretrained(str(partial), state_dict=weights)
         if not adapter:
             complete_config(partial, str(dtype).removeprefix("torch.") if dtype else None, base)
-        if start and start.is_file():
-            convert(partial, start)
         if adapter and unwrapped.get_base_model().can_generate():  # peft writes none, and the base's may stop elsewhere
             unwrapped.get_base_model().generation_config.save_pretrained(str(partial))
         (partial / "README.md").write_text(card, encoding="utf-8")

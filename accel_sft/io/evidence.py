@@ -53,7 +53,7 @@ def write_manifest(run_dir: RunDir, result: str, about: dict[str, Any]) -> None:
 def listed(run_dir: RunDir) -> set[str]:
     """Names of the files that are here now and that the manifest of a finished run lists, but for result.json."""
     alone = [run_dir.record, run_dir.settings, run_dir.launch, run_dir.deepspeed, run_dir.metrics, run_dir.nonfinite]
-    alone += [run_dir.resamples, run_dir.report, run_dir.batching, run_dir.most_tokens, run_dir.adapter_start]
+    alone += [run_dir.resamples, run_dir.report, run_dir.batching, run_dir.most_tokens]
     folders = run_dir.base, run_dir.best, run_dir.final, run_dir.final_plain, run_dir.samples
     within = [path for folder in folders for path in folder.rglob("*")]
     saved = [folder / manifest.MANIFEST for folder in run_dir.all_checkpoints()]

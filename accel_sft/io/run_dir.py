@@ -49,8 +49,6 @@ class RunDir:
     """The limit of tokens per forward, set after a step ran out of memory and could not be repeated."""
     base = _inside("base")
     """The built-in model as it was before training."""
-    adapter_start = _inside("adapter-start.safetensors")
-    """The initial weights of an adapter that was initialized with a part of its base's weights."""
     best = _inside("best")
     final = _inside("final")
     final_plain = _inside("final-plain")

@@ -47,8 +47,6 @@ def _unknown(job: Job) -> Iterator[str]:
     """Say what memory this job needs that the closed form leaves out."""
     if job.use_dora:
         yield "DoRA makes the updated weights of a layer whole in each forward: left out, --probe measures them"
-    if job.lora_init != "default":
-        yield f"{job.lora_init} decomposes one matrix after the other in float32 at the start: left out"
     if job.load_in_4bit:
         yield "a layer's weights are made whole for each product, one layer at a time: left out"
     if job.optimizer == "muon":

@@ -14,7 +14,7 @@ REDUCED = {"bf16": 2, "fp16": 2}
 IN_4_BITS = 0.5 + (1 + 4 / 256) / 64
 """Bytes of one element in NF4: half a byte, plus an 8-bit scale for every 64 elements and a 4-byte scale for every 256
 of those scales."""
-AS_CONFIGURED: tuple[str, ...] = ("adapter", "lora_r", "lora_dropout", "use_dora", "lora_init", "lora_modules_to_save")
+AS_CONFIGURED: tuple[str, ...] = ("adapter", "lora_r", "lora_dropout", "use_dora", "lora_modules_to_save")
 AS_CONFIGURED += ("lora_target_parameters", "load_in_4bit", "optimizer", "dtype", "gradient_checkpointing", "compile")
 AS_CONFIGURED += ("ema_decay",)
 """Attributes of a job that have the name and the value of a setting."""
@@ -41,7 +41,7 @@ class Job:
         device: `cuda`, or `cpu`, where ranks train in host memory.
         dtype: the value of `--dtype`.
         stored_bytes: bytes of one element in the weight files.
-        adapter, lora_r, lora_dropout, use_dora, lora_init, lora_modules_to_save, lora_target_parameters, load_in_4bit,
+        adapter, lora_r, lora_dropout, use_dora, lora_modules_to_save, lora_target_parameters, load_in_4bit,
             optimizer, ema_decay: the values of the options of these names.
         target_modules: the value of `--lora-target-modules`.
         only: what `--train-only` trains: the number of elements in the blocks' matrices and of all others, and of a
@@ -74,7 +74,6 @@ class Job:
     target_modules: str = ALL_LINEAR
     lora_dropout: float = 0.0
     use_dora: bool = False
-    lora_init: str = "default"
     lora_modules_to_save: str | None = None
     lora_target_parameters: str | None = None
     load_in_4bit: bool = False

@@ -3,18 +3,16 @@
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from accel_sft.api.adapters import ADAPTERS, SPLITS, names_of
+from accel_sft.api.adapters import ADAPTERS, names_of
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.launch import host_memory
-from accel_sft.models.adapter_start import split
 from accel_sft.models.new_tokens import rows_made, trained_beside, use_rows
 from accel_sft.models.targets import ALL_LINEAR, besides, left_out, targets
 
@@ -157,7 +155,6 @@ def new_adapter(
     settings: TrainConfig,
     total_steps: int,
     log: Callable[[str], None],
-    start: Path | None = None,
     *,
     images: bool = False,
     new_tokens: Sequence[int] = (),
@@ -165,7 +162,6 @@ def new_adapter(
     """The model with a new adapter of the type that `--adapter` names; `log` gets a line on layers without an adapter.
 
     Args:
-        start: the file that `adapter_start.keep` wrote, for an adapter that began as a part of the base's weights.
         images: whether the model is to read images.
         new_tokens: ids of tokens whose rows in embedding and head are trained with the adapter, and saved with it.
     Raises:
@@ -192,8 +188,6 @@ def new_adapter(
             f"--lora-target-modules {named}: peft does not adapt all of these ({why}); name others"
         ) from error
     use_rows(adapted)
-    if settings.lora_init in SPLITS:
-        split(adapted, settings.lora_init, start)
     if common["target_modules"] == ALL_LINEAR and (without := left_out(adapted, images=images)):
         log(f"the adapter leaves out {'; '.join(without)}")
     return adapted

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,7 +64,6 @@ def load_model(
     total_steps: int = 0,
     largest_id: int = 0,
     log: Callable[[str], None] = lambda line: None,
-    adapter_start: Path | None = None,
     images: bool = False,
     tensor_ranks: int = 1,
     tokenizer: Any = None,
@@ -80,7 +78,6 @@ def load_model(
         total_steps: optimizer steps to come; 0 for evaluation alone: a saved adapter stays frozen, no new one is made.
         largest_id: the largest token id that the model will read.
         log: called with lines about what is not loaded or not trained.
-        adapter_start: the file of the adapter's first values, if it began as a part of its base's weights.
         images: whether the model is to read images.
         tensor_ranks: number of ranks that share each matrix; each then loads its part.
         tokenizer: the tokenizer at whose ends generation stops, and whose tokens the model is to know, if
@@ -141,7 +138,7 @@ def load_model(
             model = saved_adapter(model, source.adapter, config, train=train)
     elif config.adapter != "none" and train:
         torch.manual_seed(config.seed)  # the same new adapter on every rank and at every ZeRO stage
-        model = new_adapter(model, config, total_steps, log, adapter_start, images=images, new_tokens=new_tokens)
+        model = new_adapter(model, config, total_steps, log, images=images, new_tokens=new_tokens)
         if config.revision and (place := hub_place(source.weights)):
             model.active_peft_config.revision = place[1]
     freeze_beyond_text(model, log, images=images, pattern=config.train_only if train else None)

@@ -61,8 +61,6 @@ def _with_adapter(model: Any, folder: str, train: bool) -> Any:
 def _check_shape(folder: str, settings: TrainConfig) -> None:
     """Refuse settings that differ from a saved adapter: it keeps its shape, and peft would ignore the settings."""
     saved = read_json(Path(folder) / "adapter_config.json")
-    if settings.lora_init != "default":
-        raise UserError(f"--lora-init {settings.lora_init}: the adapter in {folder} has begun; leave the option out")
     asked = {"peft_type": ("adapter", settings.adapter.upper())}
     if saved["peft_type"] == settings.adapter.upper():
         fields = ADAPTERS[settings.adapter].saved_settings

@@ -15,7 +15,6 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from accel_sft.api.adapters import SPLITS
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.optimizers import OPTIMIZERS
@@ -39,7 +38,6 @@ from accel_sft.launch.tensor_parallel import tensor_ranks
 from accel_sft.launch.ulysses import sequence_ranks
 from accel_sft.memory import lengths
 from accel_sft.memory.model_config import read_config
-from accel_sft.models.adapter_start import keep
 from accel_sft.models.architecture import beyond_text
 from accel_sft.models.chat_template import GivenTemplate
 from accel_sft.models.liger import liger
@@ -83,20 +81,15 @@ class Assembly:
         self.encode = SplitEncoder(accelerator, self.tokenizer, task, rules, load)
         self.blank: Encoded | None = None
 
-    def load_model(
-        self, *encodings: StoredEncoding, total_steps: int = 0, run_dir: RunDir | None = None, **more: Any
-    ) -> Any:
+    def load_model(self, *encodings: StoredEncoding, total_steps: int = 0, **more: Any) -> Any:
         """Load the model for these tokens, to be trained for `total_steps` (0: only evaluated); it is not prepared by
-        accelerate yet. If an adapter begins as a part of its base's weights, its initial values are kept in `run_dir`,
-        and read from there when the run is resumed."""
+        accelerate yet."""
         images = any(len(encoding.kept.pictured) for encoding in encodings)
         if images and sequence_ranks(self.accelerator) > 1:
             raise UserError(_IMAGES_IN_PARTS)
         if images:
             for encoding in encodings:
                 self._check_texts(encoding)
-        begun = run_dir.adapter_start if run_dir and run_dir.has_trained() else None
-        splits = self.config.lora_init in SPLITS
         model = load_model(
             self.source,
             self.config,
@@ -104,7 +97,6 @@ class Assembly:
             deepspeed=self.accelerator.state.deepspeed_plugin is not None,
             total_steps=total_steps,
             largest_id=max(self.tokenizer.pad_token_id, *(encoding.kept.largest_id() for encoding in encodings)),
-            adapter_start=begun if splits else None,
             images=images,
             tensor_ranks=tensor_ranks(self.accelerator),
             tokenizer=self.tokenizer,
@@ -116,9 +108,6 @@ class Assembly:
             # otherwise ranks would wait for the weights of what reads images, or for its gradients; and AdamW, which
             # passes over weights without a gradient, would update them in other steps than ranks do together
             self.blank = blank_row(self.encode.images)
-        if run_dir and not begun:
-            file = run_dir.adapter_start
-            decided_by_main(self.accelerator, lambda: keep(model, file) if splits else file.unlink(missing_ok=True))
         return model
 
     def _check_texts(self, encoding: StoredEncoding) -> None:

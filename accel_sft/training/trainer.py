@@ -75,7 +75,7 @@ class Trainer:
         self.batching_asked = [config.batching, config.micro_batch_size]
         self.prediction = Prediction(accelerator, prepared.launch, config, assembly.source.weights, log)
         tracker.peaks.begin("load")
-        model = assembly.load_model(train, validation, total_steps=self.plan.total_steps, run_dir=run_dir, log=log)
+        model = assembly.load_model(train, validation, total_steps=self.plan.total_steps, log=log)
         self.model_class, self.beside = auto_class(model).__name__, processor_files(assembly.source.weights, model)
         self.exported: dict[str, Any] = {}  # an adapter is exported as it is trained
         if config.adapter == "none":
@@ -296,8 +296,7 @@ class Trainer:
         weights that `scored` names. What is written `behind` the steps is there before the next checkpoint."""
         self.tracker.peaks.begin("export")
         card = summary.card(self.task_name, self.prepared, self.state, self.model_class, self.tracker.energy(), scored)
-        tokenizer, start = self.prepared.assembly.tokenizer, self.run_dir.adapter_start
-        written = card, self.beside, start, behind
+        tokenizer, written = self.prepared.assembly.tokenizer, (card, self.beside, behind)
         checkpoint.export(self.accelerator, self.model, tokenizer, target, *written, **self.exported)
 
     def save(self, wait: bool = False) -> None:

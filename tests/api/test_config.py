@@ -155,9 +155,17 @@ def test_yaml_takes_names_with_either_dash_and_gives_them_their_types(yaml):
 
 
 def test_option_of_an_earlier_version_is_passed_over(yaml):
-    assert load_yaml(yaml("seed: 7\ngenerate_with: transformers\n"), TrainConfig) == ({"seed": 7}, [])
-    (problem,) = load_yaml(yaml("generate_with: vllm\n"), TrainConfig)[1]
-    assert "accel-sft serve RUN" in problem
+    text = "seed: 7\ngenerate_with: transformers\nlora_init: default\n"
+    assert load_yaml(yaml(text), TrainConfig) == ({"seed": 7}, [])
+    problems = load_yaml(yaml("generate_with: vllm\nlora_init: pissa\n"), TrainConfig)[1]
+    assert ["accel-sft serve RUN" in problems[0], "PiSSA" in problems[1]] == [True, True]
+
+
+def test_run_that_began_with_pissa_is_not_resumed_as_plain_lora():
+    began = {"lora_init": "pissa", "generate_with": "vllm"}
+    (line,) = changed(began, {})
+    assert line == "--lora-init: the run was started with pissa, not default"
+    assert changed({"lora_init": "default"}, {}) == []
 
 
 @pytest.mark.parametrize("text", ["no", "1e4", "0x10", "'8'", "010"])

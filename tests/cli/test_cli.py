@@ -310,6 +310,8 @@ def test_options_are_known_with_underscores_too(run, site):
         (("--bf16",), "accelerate launch --mixed_precision bf16"),
         (("--per_device_train_batch_size", "4"), "--global-batch-size"),
         (("--report-to", "wandb"), "--tracker"),
+        (("--init-lora-weights", "pissa"), "PiSSA and OLoRA change the base"),
+        (("--lora-init", "olora"), "LoRA starts at zero"),
         (("--generate-with", "vllm"), "`accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`"),
     ],
 )

@@ -28,7 +28,6 @@ from accel_sft.memory.closed_form import estimate
 from accel_sft.memory.job import AS_CONFIGURED
 from accel_sft.memory.job import Job as Planned
 from accel_sft.memory.model_config import read_shape
-from accel_sft.models.adapter_start import keep
 from accel_sft.models.load import load_model, parameter_counts
 from accel_sft.models.source import find_source
 from accel_sft.training.optimizer import Stepper, new_optimizer
@@ -59,11 +58,8 @@ class Job:
     """A small training in this process, with the package's own parts."""
 
     def __init__(self, accelerator, base, **options):
-        start = options.pop("start", None)
         self.config = TrainConfig(model=str(base), **options).resolved({})
-        self.model = load_model(
-            find_source(str(base)), self.config, precision="no", deepspeed=False, total_steps=4, adapter_start=start
-        )
+        self.model = load_model(find_source(str(base)), self.config, precision="no", deepspeed=False, total_steps=4)
         self.accelerator, self.optimizer = accelerator, new_optimizer(self.model, self.config)
         self.stepper = Stepper(accelerator, self.model, self.optimizer, 1.0)
 
@@ -78,7 +74,7 @@ class Job:
         return self.model.eval()(IDS).logits
 
     def state(self):
-        """All bits: frozen weights too, which PiSSA changes."""
+        """All bits, frozen weights too."""
         tensors = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         for number, values in enumerate(self.optimizer.state.values()):
             tensors |= {f"{number} {key}": torch.as_tensor(value).clone() for key, value in values.items()}
@@ -96,10 +92,8 @@ def needs(load_in_4bit=False, optimizer="adamw", **others):
 VARIANTS = {
     "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
-    "pissa": {"lora_init": "pissa"},
-    "olora": {"lora_init": "olora"},
     "modules of a tied model": {"lora_modules_to_save": "lm_head,norm"},
-    "pissa and modules, by muon": {"lora_init": "pissa", "lora_modules_to_save": "norm", "optimizer": "muon"},
+    "modules, by muon": {"lora_modules_to_save": "norm", "optimizer": "muon"},
     "experts": {"lora_target_parameters": "mlp.experts.gate_up_proj, mlp.experts.down_proj"},
     "qlora": {"load_in_4bit": True},
     "qlora, dora, adamw-8bit": {"load_in_4bit": True, "use_dora": True, "optimizer": "adamw-8bit"},
@@ -115,8 +109,6 @@ def test_a_variant_learns_goes_on_to_the_same_bits_and_is_reloaded_on_the_base_a
     source, run_dir = experts if variant == "experts" else base, RunDir(tmp_path)
     original = AutoModelForCausalLM.from_pretrained(source).eval()
     whole = Job(accelerator, source, **options)
-    if "lora_init" in options:
-        keep(whole.model, run_dir.adapter_start)
     with torch.no_grad():
         before = original(IDS).logits
     quantized = {"rtol": 1, "atol": 1} if "qlora" in variant else {"rtol": 1e-3, "atol": 1e-4}
@@ -125,7 +117,7 @@ def test_a_variant_learns_goes_on_to_the_same_bits_and_is_reloaded_on_the_base_a
     whole.train(range(2))
     path = saved(accelerator, whole.model, whole.optimizer, run_dir, {"step": 2})
     whole.train(range(2, 4))
-    again = Job(accelerator, source, **options, start=run_dir.adapter_start if "lora_init" in options else None)
+    again = Job(accelerator, source, **options)
     checkpoint.load(accelerator, again.model, again.optimizer, path)
     again.train(range(2, 4))
     ours, theirs = again.state(), whole.state()
@@ -135,7 +127,7 @@ def test_a_variant_learns_goes_on_to_the_same_bits_and_is_reloaded_on_the_base_a
     learnt = whole.logits()
     assert (learnt - before).abs().max() > 0.1
     tokenizer = AutoTokenizer.from_pretrained(source)
-    checkpoint.export(accelerator, whole.model, tokenizer, run_dir.final, "", (), run_dir.adapter_start)
+    checkpoint.export(accelerator, whole.model, tokenizer, run_dir.final, "")
     if "qlora" in variant:
         original = find_base_in_4bit(source)
     plain = PeftModel.from_pretrained(original, run_dir.final).eval()
@@ -206,38 +198,15 @@ def test_muon_steps_the_matrices_of_blocks_as_torchs_own_does_and_adamw_the_rest
     assert [name for name in names if not torch.equal(names[name], own[name])] == []
 
 
-def test_a_run_whose_adapter_took_a_part_of_its_base_goes_on_and_is_evaluated_on_the_whole_base(launched, tmp_path):
-    needs(optimizer="muon")
-    job = ("math", "--max-steps", "4", "--save-every", "2", "--global-batch-size", "8", "--train-examples", "60")
-    job += ("--validation-examples", "7", "--max-new-tokens", "4", "--adapter", "lora", "--lora-init", "pissa")
-    job += ("--optimizer", "muon", "--keep-checkpoints", "3")
-    run = launched("pissa by muon", *job)
-    resumed = accel_sft(*job, "--resume", "auto", run_dir=stopped(run, tmp_path / "run", 2))
-    assert resumed.status == 0, resumed.output
-    ours, theirs = (
-        load_file(folder / "final" / "adapter_model.safetensors") for folder in (resumed.run_dir, run.run_dir)
-    )
-    assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
-    saved = json.loads((run.run_dir / "final" / "adapter_config.json").read_text())
-    assert (saved["r"], saved["lora_alpha"], saved["init_lora_weights"]) == (16, 32, True)
-    done = accel_sft("evaluate", "math", "--model", str(run.run_dir), run_dir=tmp_path / "evaluation")
-    assert done.status == 0, done.output
-    found = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
-    assert found["eval_loss"] == pytest.approx(run.result()["after"]["eval_loss"], rel=1e-4)
-
-
 UNDER = {
-    "z2 pissa": ("z2", "--lora-init", "pissa"),
-    "z1 olora": ("z1", "--lora-init", "olora"),
     "z2 dora": ("z2", "--use-dora"),
     "z2 4bit": ("z2", "--load-in-4bit"),
     "z3 rslora": ("z3", "--use-rslora", "--lora-modules-to-save", "lm_head"),
-    "fsdp2 pissa": ("fsdp2", "--lora-init", "pissa"),
     "fsdp2 dora": ("fsdp2", "--use-dora"),
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "z2 pissa" else pytest.param(n, marks=pytest.mark.long) for n in UNDER])
+@pytest.mark.parametrize("name", [n if n == "z2 dora" else pytest.param(n, marks=pytest.mark.long) for n in UNDER])
 def test_a_variant_that_a_launch_is_allowed_draws_the_curve_of_one_process(launched, tmp_path, name):
     yaml, *options = UNDER[name]
     needs(load_in_4bit="--load-in-4bit" in options)
@@ -265,12 +234,9 @@ def test_a_variant_that_a_launch_is_allowed_draws_the_curve_of_one_process(launc
     ("options", "said"),
     [
         ({"use_dora": True}, "--use-dora works only with --adapter lora: add that"),
-        ({"adapter": "adalora", "lora_init": "pissa"}, "--lora-init works only with --adapter lora"),
-        ({"adapter": "lora", "lora_init": "pissa", "use_dora": True}, "pissa cannot be combined with --use-dora"),
-        ({"adapter": "lora", "lora_init": "olora", "load_in_4bit": True}, "cannot be combined with --load-in-4bit"),
+        ({"adapter": "adalora", "use_rslora": True}, "--use-rslora works only with --adapter lora"),
         ({"adapter": "lora", "lora_target_parameters": "x", "use_dora": True}, "leave --use-dora out"),
         ({"adapter": "lora", "lora_target_parameters": "x", "lora_dropout": 0.1}, "set --lora-dropout 0"),
-        ({"adapter": "lora", "lora_target_parameters": "x", "lora_init": "pissa"}, "--lora-init is for linear layers"),
         ({"optimizer": "adam"}, "--optimizer adam: not one of adamw, adamw-8bit, muon"),
     ],
 )
@@ -291,14 +257,12 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(options,
         ),
         ({"optimizer": "adamw-8bit"}, "FSDP", 0, "bitsandbytes steps whole parameters"),
         ({"use_dora": True}, "DEEPSPEED", 3, "--use-dora: each forward reads whole weights"),
-        ({"lora_init": "pissa"}, "DEEPSPEED", 3, "--lora-init pissa: it takes a part out of the base's weights"),
         ({"load_in_4bit": True}, "DEEPSPEED", 3, "--load-in-4bit: bitsandbytes computes with whole weights"),
         ({"load_in_4bit": True}, "FSDP", 0, "in 4 bits are no shards to compute with"),
         ({"optimizer": "muon"}, "FSDP", 0, "are rounded otherwise than those of whole ones"),
         ({"lora_modules_to_save": "lm_head"}, "FSDP", 0, "--lora-modules-to-save: a matrix that is both"),
         ({"lora_modules_to_save": "lm_head"}, "DEEPSPEED", 3, None),
         ({"use_dora": True}, "DEEPSPEED", 2, None),
-        ({"lora_init": "olora"}, "FSDP", 0, None),
         ({"load_in_4bit": True}, "DEEPSPEED", 2, None),
         ({"optimizer": "muon"}, "MULTI_GPU", 0, None),
     ],
@@ -313,7 +277,6 @@ def test_what_a_launch_cannot_train_is_refused_with_the_reason(options, backend,
     [
         ({"lora_modules_to_save": "score"}, "--lora-modules-to-save score: no such module"),
         ({"lora_modules_to_save": "q_proj", "lora_target_modules": "q_proj"}, "names it too; leave one out"),
-        ({"lora_init": "pissa", "lora_r": 129}, "--lora-r 129: --lora-init pissa takes at most 128 directions"),
         ({"lora_target_parameters": "experts.up"}, "no such matrices in this model; it has no experts in one tensor"),
     ],
 )
@@ -327,19 +290,12 @@ def test_experts_that_the_model_has_are_named_where_others_are_asked_for(acceler
         Job(accelerator, experts, **LORA, lora_target_parameters="experts.up")
 
 
-def test_a_part_is_taken_out_of_plain_linear_layers_only(accelerator, tmp_path):
-    """peft adapts the experts of some families in one tensor, whether they are named or not."""
-    with pytest.raises(UserError, match=r"--lora-init olora: it is for plain linear layers, and the adapter also"):
-        Job(accelerator, make(tmp_path, "mixtral"), **LORA, lora_init="olora")
-
-
 def test_an_adapter_that_is_trained_on_keeps_how_it_was_made(accelerator, base, tmp_path):
     Job(accelerator, base, **LORA, use_dora=True, lora_modules_to_save="norm").model.save_pretrained(tmp_path)
     same = LORA | {"use_dora": True, "lora_modules_to_save": "norm"}
     for other, said in (
         ({"use_dora": False}, "--use-dora False: the adapter in .* has True"),
         ({"lora_modules_to_save": "lm_head"}, "--lora-modules-to-save lm_head: the adapter in .* has"),
-        ({"lora_init": "pissa", "use_dora": False}, "--lora-init pissa: the adapter in .* has begun"),
     ):
         with pytest.raises(UserError, match=said):
             Job(accelerator, tmp_path, **(same | other))

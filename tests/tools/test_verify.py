@@ -414,7 +414,6 @@ HONEST = {
     "z3": (*JOB, *KEPT),
     "torchrun": (*JOB, *KEPT),
     "lora": (*JOB, *KEPT, "--adapter", "lora", "--lora-dropout", "0.1"),
-    "pissa": (*JOB, *KEPT, "--adapter", "lora", "--lora-init", "pissa"),
     "averages": (*JOB, *KEPT, "--ema-decay", "0.9"),
     "mix": (),
 }

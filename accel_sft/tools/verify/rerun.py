@@ -95,7 +95,7 @@ def _begin(run: Recorded, stretch: Stretch, again: RunDir) -> None:
     again.checkpoints.mkdir(parents=True)
     files = [run_dir.record, run_dir.batching, run_dir.most_tokens]
     if stretch.begin:
-        files += [run_dir.metrics, run_dir.adapter_start]
+        files += [run_dir.metrics]
         again.checkpoint(stretch.begin).symlink_to(run_dir.checkpoint(stretch.begin).resolve())
         if run_dir.base.is_dir():
             again.base.symlink_to(run_dir.base.resolve())
