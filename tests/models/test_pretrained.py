@@ -214,7 +214,7 @@ def test_a_way_out_is_one_that_the_model_has(made):
     layouts = {layout.name: layout for layout in LAYOUTS}
     for family, way in {"llama": "sdpa can", "deepseek_v4": "the model has no other"}.items():
         model = loaded(made(family), attn_implementation="eager")
-        assert _layouts_for(model, next(iter(layouts)), 99, None)[1].endswith(f"who sees whom; {way}")
+        assert _layouts_for(model, next(iter(layouts)), 99, None)[1].endswith(f"mask of rows; {way}")
 
 
 def test_layers_that_keep_nothing_limit_nothing(made):
