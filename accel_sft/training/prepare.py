@@ -159,7 +159,9 @@ class Prepared:
             evaluated = f"{limit:,} of {evaluated}"
         count, epochs = plan.total_steps, plan.epoch(plan.total_steps)
         steps = f"{count:,} step{'s' * (count != 1)} of {plan.global_batch_size}: {epochs:.3g} epoch"
-        steps += "s" * (epochs != 1) + "; for fewer: --epochs or --max-steps" * (epochs >= _MANY_EPOCHS)
+        steps += "s" * (epochs != 1) + "; for fewer: --epochs, --max-steps or --global-batch-size" * (
+            epochs >= _MANY_EPOCHS
+        )
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
         limit_line = f"--train-limit {config.train_limit}: the first {read:,} of {read + self.beyond_limit:,} examples"

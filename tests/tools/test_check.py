@@ -236,7 +236,8 @@ def test_steps_and_tokens_are_those_that_training_reports(site, tmp_path):
     steps = report["steps"]
     line = (
         f"8 training examples ({steps['tokens_per_epoch']:,} tokens, {steps['supervised_tokens_per_epoch']:,} "
-        f"supervised), 4 validation; {steps['steps']} steps of 3: 20 epochs; for fewer: --epochs or --max-steps"
+        f"supervised), 4 validation; {steps['steps']} steps of 3: 20 epochs; "
+        "for fewer: --epochs, --max-steps or --global-batch-size"
     )
     assert line in run.output
     assert "warning D" not in run.output

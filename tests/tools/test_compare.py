@@ -352,6 +352,12 @@ def test_cells_are_the_product_and_single_has_one_process():
     assert made[0].shown_command(Path("run")).endswith("-m accel_sft math --seed 1 --output-dir run")
 
 
+@pytest.mark.parametrize(("name", "backend", "groups"), [("tp", "tp", 1), ("z3_sp", "deepspeed", 1), ("ddp", "ddp", 2)])
+def test_ranks_that_share_rows_are_one_group(name, backend, groups):
+    (cell,), _ = product("math", {name: Path(f"accelerate_configs/{name}.yaml").absolute()}, ["2"], [], {}, [])
+    assert (cell.launch["backend"], cell.launch["row_groups"]) == (backend, groups)
+
+
 def test_secrets_cannot_be_compared():
     (key,) = (one for one in settings(Keyed) if one.name == "api_key")
     made, _ = product("math", {"single": None}, [], [], {key: ["a"]}, [])

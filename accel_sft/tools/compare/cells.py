@@ -166,10 +166,11 @@ def _read(file: Path | None, chosen: Mapping[str, str], flags: Sequence[str]) ->
             f"--launch {chosen['launch']}: it is of {launch.machines} machines; compare starts launches here"
         )
     facts = {
-        "backend": launch.backend,
+        "backend": "tp" if launch.tensor_ranks > 1 else launch.backend,
         "zero_stage": launch.stage if launch.backend == "deepspeed" else None,
         "offload": {what: launch.offload(what) for what in ("optimizer", "param")},
         "processes": launch.world_size,
+        "row_groups": launch.world_size // (launch.tensor_ranks * launch.sequence_ranks),
         "precision": launch.precision[0],
     }
     # port 0 is any free port: a fixed one that another launch uses would make this launch fail, and only later

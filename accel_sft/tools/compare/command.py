@@ -87,7 +87,9 @@ def run(
     record = open_record(folder, wanted, cells)
     for entry, config in zip(record["cells"], configs, strict=True):
         entry["global_batch_size"] = config.global_batch_size
-        entry["examples_per_rank"] = config.global_batch_size / entry["launch"]["processes"]
+        entry["examples_per_rank"] = config.global_batch_size / entry["launch"].get(
+            "row_groups", entry["launch"]["processes"]
+        )
     _describe(record, folder, cells)
     try:
         rounds.run(record, folder, cells, keep_weights=asked["keep_weights"])

@@ -97,9 +97,9 @@ def _loss(cells: Sequence[Cell]) -> Iterator[str]:
 def _batch(cells: Sequence[Cell]) -> Iterator[str]:
     sizes = {cell["global_batch_size"] for cell in cells}
     if len(sizes) == 1:
-        shares = {cell["launch"]["processes"]: cell["examples_per_rank"] for cell in cells}
-        each = ", ".join(f"{shown(share)} on {count}" for count, share in sorted(shares.items()))
-        ranks = f"; a rank gets, by the number of processes: {each}" if {*shares} != {1} else ""
+        shares = sorted({(cell["launch"]["processes"], cell["examples_per_rank"]) for cell in cells})
+        each = ", ".join(f"{shown(share)} on {count}" for count, share in shares)
+        ranks = f"; a rank gets, by the number of processes: {each}" if {count for count, _ in shares} != {1} else ""
         yield f"A step learns from {sizes.pop()} examples in every cell, over all ranks together{ranks}."
     else:
         told = ", ".join(map(str, sorted(sizes)))
