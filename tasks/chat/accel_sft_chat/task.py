@@ -18,7 +18,7 @@ from accel_sft_chat.turns import LEARN, Dialogue, dialogue
 
 _SHARE, _MOST = 0.05, 500
 """Share of --train-file's rows that is held out by default, and the most rows."""
-_FEWEST, _LOOKED_AT = 20, 200
+_FEWEST, _LOOKED_AT = 12, 200
 """Fewest rows of an evaluation from which a note on their answers is given, and most rows that are looked at."""
 _LONGEST_LABEL = 60
 """Characters of a label, an answer that several rows have."""
