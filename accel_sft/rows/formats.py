@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from accel_sft.api.errors import UserError
-from accel_sft.rows.json_stream import MAX_ROW_BYTES, Located, decoded, located, not_utf8
+from accel_sft.rows.json_stream import MAX_ROW_BYTES, Located, RowProblem, decoded, located, not_utf8
 
 Opener = Callable[[BinaryIO], Any]
 Reader = Callable[[BinaryIO, str], Iterator[Located]]
@@ -33,6 +33,8 @@ BATCH_ROWS = 256
 _MOST_DECOMPRESSED, _MOST_TIMES = 256 << 20, 200
 """A compressed file may hold this many bytes or, if that is more, this many times its size (text: 3 to 10 times)."""
 _FIELDS_SHOWN = 80
+_IMAGES = ("image", "images", "bytes")
+"""Keys under which bytes stay bytes: some formats of images are text."""
 
 
 class Format(NamedTuple):
@@ -221,19 +223,35 @@ def arrow_rows(tables: Iterable[Any], name: str) -> Iterator[Located]:
         if problem := _doubled(table.schema.names):
             raise UserError(f"{name}: it has {problem}")
         for row in table.to_pylist():
-            row = {field.name: _as_written(row[field.name], field.type) for field in table.schema}
-            yield row_as_json(row, next(numbers))
+            number = next(numbers)
+            try:
+                row = {field.name: _as_written(row[field.name], field.type, field.name) for field in table.schema}
+                yield row_as_json(row, number)
+            except ValueError as problem:
+                yield Located(problem, number, 0, b"")
 
 
-def _as_written(value: Any, type: Any) -> Any:
+def _as_written(value: Any, type: Any, name: str) -> Any:
     """A value as it was before Arrow gave all objects of a column the same keys: without nulls, unless Arrow knows no
-    other value of the key. Of JSON that `datasets` keeps as a text, the value."""
+    other value of the key. Of JSON that `datasets` keeps as a text, the value; of bytes that are UTF-8, the text.
+
+    Raises:
+        RowProblem: JSON of the key `name` is malformed.
+    """
     if isinstance(value, dict):
         given = [field for field in type if value[field.name] is not None or str(field.type) == "null"]
-        return {field.name: _as_written(value[field.name], field.type) for field in given}
+        return {field.name: _as_written(value[field.name], field.type, field.name) for field in given}
     if isinstance(value, list) and hasattr(type, "value_type"):
-        return [_as_written(element, type.value_type) for element in value]
-    return json.loads(value) if value and getattr(type, "extension_name", "") == "arrow.json" else value
+        return [_as_written(element, type.value_type, name) for element in value]
+    if isinstance(value, bytes) and name not in _IMAGES and b"\0" not in value:  # other programs write texts so
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.decode()
+    if not value or getattr(type, "extension_name", "") != "arrow.json":
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise RowProblem(name, f"JSON, as the column's type says ({error})") from None
 
 
 def row_as_json(row: dict[str, Any], number: int) -> Located:

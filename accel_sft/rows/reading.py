@@ -37,7 +37,7 @@ the cache."""
 _ANNOUNCED_BYTES = 64 << 20
 """Files of at least this many bytes are announced by a line when their rows are converted."""
 _KIND, _PLACES, _TEXT = "rows", "places.bin", "rows.jsonl"
-_FORM = 4
+_FORM = 5
 """Version of a cache entry's form; it changes when older entries can no longer be read."""
 _EXPECTED = "a JSON, JSONL, CSV, Parquet or text file"
 _NO_ROWS = "a JSON array of objects or one JSON object per line"

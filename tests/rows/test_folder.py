@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import pyarrow.parquet
 import pytest
 from parsers import answer
 
@@ -160,3 +161,8 @@ def test_json_that_datasets_stores_as_text_is_a_value(tmp_path):
     features = datasets.Features({"answer": datasets.Value("string"), "call": datasets.Json()})
     datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "a.parquet")
     assert list(read_rows(tmp_path / "a.parquet", dict)) == rows
+    kind = pyarrow.json_()
+    column = pyarrow.ExtensionArray.from_storage(kind, pyarrow.array(['{"a": 1}', "{"]))
+    pyarrow.parquet.write_table(pyarrow.table({"call": column}), tmp_path / "b.parquet")
+    with pytest.raises(UserError, match="b.parquet: row 2: field 'call': expected JSON, as the column's type says"):
+        read_rows(tmp_path / "b.parquet", dict)

@@ -155,12 +155,19 @@ def test_a_small_file_that_holds_far_more_than_rows_do_is_refused(tmp_path, monk
 
 
 def test_a_bad_row_of_parquet_is_named_by_its_number_and_bytes_are_no_text(tmp_path):
-    path = parquet(tmp_path / "a.parquet", [{"answer": text} for text in (b"1", b"2", b"\xff")])
+    path = parquet(tmp_path / "a.parquet", [{"answer": text} for text in (b"\xfe", b"2\0", b"\xff")])
     with pytest.raises(UserError) as caught:
         read_rows(path, answer)
     assert caught.value.problems == (
         f"{path}: row 1: field 'answer': expected text, got dict; rows 2, 3 have the same problem",
     )
+
+
+def test_texts_of_parquet_as_bytes_are_texts(tmp_path):
+    row = {"answer": "é".encode(), "image": b"P1", "turns": [{"content": b"x", "bytes": b"y"}]}
+    path = parquet(tmp_path / "a.parquet", [row])
+    turns = [{"content": "x", "bytes": {"base64": "eQ=="}}]
+    assert list(read_rows(path, dict)) == [{"answer": "é", "image": {"base64": "UDE="}, "turns": turns}]
 
 
 def test_of_two_columns_of_parquet_with_one_name_none_is_lost(tmp_path):

@@ -188,6 +188,7 @@ BAD_TURNS = {
         "text, got null or nothing",
     ),
     "a null output": ({"instruction": "u", "output": None}, "output", "text, got null or nothing"),
+    "bytes": (said(content={"base64": "/w=="}), "messages[].content", "text, got bytes that are no UTF-8"),
     "an empty list": (said(content=[]), "messages[].content", "text, got an empty list"),
     "a video part": (
         messages({**ASK, "content": [{"type": "video"}, text("u")]}, ANSWER),

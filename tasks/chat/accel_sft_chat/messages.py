@@ -84,6 +84,8 @@ def text_of(value: Any, field: str, remarks: Remarks) -> str:
         return value
     if value is None:
         raise RowProblem(field, f"text, got {kind(value)}")
+    if isinstance(value, dict) and value.keys() == {"base64"}:  # as `read_rows` gives bytes
+        raise RowProblem(field, "text, got bytes that are no UTF-8")
     remarks.notes[AS_JSON] = None
     return json.dumps(value, ensure_ascii=False)
 
