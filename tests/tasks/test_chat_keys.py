@@ -154,6 +154,22 @@ REFUSED = {
     "train_detail": (said(train_detail=[{"begin_offset": 0}]), "messages[1].train_detail", MARKED),
     "a part that is not learnt": (said(content=[text("a", train=False)]), "messages[1].content[0].train", MARKED),
     "a part of less loss": (said(content=[text("a", weight=0.5)]), "messages[1].content[0].weight", MARKED),
+    "thinking that is not learnt": (
+        said(content=[{"type": "thinking", "thinking": "t", "train": False}, text("a")]),
+        "messages[1].content[0].train",
+        MARKED,
+    ),
+    "a call of less loss": (
+        said(content=[{"type": "tool_use", "name": "w", "input": {}, "weight": 0}]),
+        "messages[1].content[0].weight",
+        MARKED,
+    ),
+    "a call that is not learnt": (
+        said(tool_calls=[{**CALL, "loss": False}]),
+        "messages[1].tool_calls[0].loss",
+        MARKED,
+    ),
+    "a mask of a call": (said(tool_calls=[{**CALL, "loss_mask": [0]}]), "messages[1].tool_calls[0].loss_mask", MARKED),
     "a turn's images": (messages({**ASK, "images": ["a"]}, ANSWER), "messages[0].images", "images as parts"),
     "KTO": ({"prompt": "u", "completion": "a", "label": False}, "label", "no judgement of the answer"),
     "LLaMA-Factory's KTO": (messages(ASK, ANSWER, kto_tag=True), "kto_tag", "no judgement of the answer"),
@@ -246,6 +262,10 @@ UNREAD = {
     "a call's": (
         said(tool_calls=[{**CALL, "score": 1}]),
         ("messages[].tool_calls[].score",),
+    ),
+    "of thinking": (
+        said(content=[{"type": "thinking", "thinking": "t", "signature": "x", "train": True}, text("a")]),
+        ("messages[].content[].signature",),
     ),
     "nothing said": (messages(ASK, {**ANSWER, "name": None}, id=None, tags=[], videos=[], audios=None), ()),
 }

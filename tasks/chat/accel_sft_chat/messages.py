@@ -149,6 +149,8 @@ def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
             turn["tool_calls"] = calls
         turn |= content_of(message.get("refusal") if given is None else given, where, role, bool(calls), remarks)
         if blocks["thinking"]:
+            for number, block in enumerate(blocks["thinking"]):
+                _look_at_part(block, {"type", "thinking"}, f"{where}[{number}]", remarks)
             texts = [content_of(block.get("thinking"), where, role, False, remarks) for block in blocks["thinking"]]
             message = {**message, "thinking": "\n\n".join(text["content"] for text in texts)}
     for name in ("name", "tool_call_id"):
@@ -227,19 +229,24 @@ def content_of(value: Any, field: str, role: str, called: bool, remarks: Remarks
     for number, part in enumerate(parts):
         where = f"{field}[{number}]"
         if part and part["type"] in _IMAGES:
-            remarks.look(part, {"type", *_PATHS, *_MARKS}, REFUSED_IN_PARTS, f"{where}.")
+            _look_at_part(part, {"type", *_PATHS}, where, remarks)
             paths.append(_path(_addressed(part), where))
             texts.append(IMAGE)
         elif part and part["type"] in _TEXTS and isinstance(part.get("text"), str):
-            remarks.look(part, {"type", "text", *_MARKS}, REFUSED_IN_PARTS, f"{where}.")
+            _look_at_part(part, {"type", "text"}, where, remarks)
             if any(images) and IMAGE in part["text"]:
                 raise RowProblem(f"{where}.text", f"a text without {IMAGE}, as images are parts here")
             texts.append(part["text"])
         else:
             raise RowProblem(where, f"a part of type text or image, not {kind(part and part['type'])}")
-        if part and (marked := next((name for name in _MARKS if part.get(name) not in (None, True, 1)), None)):
-            raise RowRefused(f"{where}.{marked}", REFUSED_IN_TURNS["train_detail"])
     return {"content": "".join(texts), **({"images": paths} if paths else {})}
+
+
+def _look_at_part(part: Turn, read: set[str], where: str, remarks: Remarks) -> None:
+    """Name what is not read of a part of a turn, and refuse a mark by which it is not learnt like the others."""
+    remarks.look(part, {*read, *_MARKS}, REFUSED_IN_PARTS, f"{where}.")
+    if marked := next((name for name in _MARKS if part.get(name) not in (None, True, 1)), None):
+        raise RowRefused(f"{where}.{marked}", REFUSED_IN_TURNS["train_detail"])
 
 
 def _typed(part: Any) -> Turn | None:
@@ -298,7 +305,7 @@ def read_calls(value: Any, field: str, remarks: Remarks) -> list[Turn]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowProblem(f"{field}[{number}]", f"a call with a name and arguments, got {kind(call)}")
         for keys in (call, function):
-            remarks.look(keys, _IN_CALLS, {}, f"{field}[{number}].")
+            _look_at_part(keys, _IN_CALLS, f"{field}[{number}]", remarks)
         arguments = next((function[name] for name in _ARGUMENTS if function.get(name) is not None), None)
         where = f"{field}[{number}].arguments"
         arguments = {} if arguments in (None, "") else _json(arguments, where)
