@@ -25,6 +25,11 @@ GUARD, OWN = "\ue008\ue009", "\ue00a\ue00b"
 """In texts that are tokenized, GUARD marks a task's control tokens and OWN the template's: see control_tokens.py."""
 _NO_TEXT = re.compile(f"[\ud800-\udfff]|{GUARD}|{OWN}")
 _EXPECTED = 'a list of {"role": ..., "content": ...}'
+_GIVEN = {
+    *("messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"),
+    *("continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
+}
+"""What the trainer itself gives the chat template, or the method that renders it."""
 LEAST_WEIGHT = 1e-6
 """The smallest weight of a turn besides 0: float32 holds the loss of a step whose turns all have it."""
 
@@ -178,6 +183,10 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
         raise UserError(f"{where}: tools() gave {str(tools)[:80]!r}, expected a list of schemas, or None")
     if variables is not None and not (isinstance(variables, dict) and all(isinstance(name, str) for name in variables)):
         raise UserError(f"{where}: chat_template_kwargs() gave {str(variables)[:80]!r}, expected an object, or None")
+    if own := _GIVEN.intersection(variables or ()):
+        raise UserError(
+            f"{where}: chat_template_kwargs() gave {min(own)}, which the trainer gives itself; leave it out"
+        )
     continued = [turn.pop("continued", False) for turn in turns] == [True] and not tools and not images
     if isinstance(target, list):
         found = _with_turns(turns, target, where, images)._replace(tools=tools or None)

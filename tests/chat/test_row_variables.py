@@ -155,6 +155,12 @@ def test_template_variables_are_an_object(given):
         conversation(Rows(), [([ASK], "no", given)], "train", 0)
 
 
+@pytest.mark.parametrize("name", ["tools", "add_generation_prompt"])
+def test_template_variables_that_the_trainer_gives_are_refused(name):
+    with pytest.raises(UserError, match=rf"chat_template_kwargs\(\) gave {name}, which the trainer gives itself"):
+        conversation(Rows(), [([ASK], "no", {name: []})], "train", 0)
+
+
 def test_a_continued_text_is_a_user_turn_for_a_template(tokenizer):
     plain, continued = encoded(tokenizer, ([ASK], "no"), ([{**ASK, "continued": True}], "no")).kept
     assert plain.input_ids == continued.input_ids

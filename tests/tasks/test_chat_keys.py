@@ -173,6 +173,30 @@ REFUSED = {
     "a turn's images": (messages({**ASK, "images": ["a"]}, ANSWER), "messages[0].images", "images as parts"),
     "KTO": ({"prompt": "u", "completion": "a", "label": False}, "label", "no judgement of the answer"),
     "LLaMA-Factory's KTO": (messages(ASK, ANSWER, kto_tag=True), "kto_tag", "no judgement of the answer"),
+    "KTO beside a prompt": (
+        {"prompt": "u", "completion": "a", "kto_tag": True},
+        "kto_tag",
+        "no judgement of the answer",
+    ),
+    "KTO beside messages": (messages(ASK, ANSWER, label=True), "label", "no judgement of the answer"),
+    "ms-swift's second answer": (messages(ASK, ANSWER, rejected_response="b"), "rejected_response", "one answer: "),
+    "ms-swift's second messages": (messages(ASK, ANSWER, rejected_messages=[ASK]), "rejected_messages", "one answer: "),
+    "LLaMA-Factory's preferences": (messages(ASK, ANSWER, chosen=MORE, rejected=ANSWER), "chosen", "one answer, got "),
+    **{
+        f"a row's {name} {value}": (messages(ASK, ANSWER, **{name: value}), name, MARKED)
+        for name in ("weight", "train", "loss", "loss_scale", "loss_weight", "mask")
+        for value in (0, 0.5, False, [1])
+    },
+    "a weight of raw text": ({"text": "u", "weight": 0}, "weight", MARKED),
+    "tokens": ({"prompt": "u", "completion": "a", "input_ids": [1, 2], "labels": [-100, 2]}, "labels", MARKED),
+    "a turn's channel": (said(channel="analysis"), "messages[1].channel", "an answer's thinking"),
+    "a turn that is masked": (said(masked=True), "messages[1].masked", MARKED),
+    "a turn's training": (said(training=False), "messages[1].training", MARKED),
+    "own tools": (
+        messages(ASK, ANSWER, chat_template_kwargs={"tools": []}),
+        "chat_template_kwargs.tools",
+        "variables of the template alone",
+    ),
     "preferences": ({"prompt": "u", "chosen": "a", "rejected": "b"}, None, "one answer, got chosen and rejected"),
     "an unknown form": ({"words": "x"}, None, "columns messages or conversations"),
 }
@@ -189,7 +213,8 @@ def test_keys_of_another_meaning_are_refused_by_name(case):
 def test_preferences_say_how_to_learn_the_chosen_answers():
     pairs = {"prompt": "u", "chosen": "a", "rejected": "b"}
     whole = {"chosen": [ASK, ANSWER], "rejected": [ASK, MORE]}
-    for row, way in ((pairs, "completion=chosen"), (whole, "messages=chosen")):
+    alpaca = {"instruction": "u", "chosen": "a", "rejected": "b"}
+    for row, way in ((pairs, "completion=chosen"), (whole, "messages=chosen"), (alpaca, "output=chosen")):
         with pytest.raises(RowRefused, match=f"preferences are not trained here; .* --columns {way}"):
             parsed(row)
         found = parse_row((tuple(way.split("=")),), "every", None, row)
@@ -249,7 +274,12 @@ def test_bad_rows_are_counted_and_strict_rows_refuses_their_file(tmp_path):
 UNREAD = {
     "a second form": (messages(ASK, ANSWER, prompt="x", completion="y"), ("prompt", "completion")),
     "Alpaca's text": ({"instruction": "u", "output": "a", "text": "u a"}, ("text",)),
-    "raw text's label": ({"text": "u", "label": 1, "id": None}, ("label",)),
+    "raw text's label": ({"text": "u", "label": True, "id": None}, ("label",)),
+    "a column without a name": ({"": "x", **said(), "prompt": "y"}, ('""', "prompt")),
+    "marks that take nothing": (
+        said() | {"weight": 1, "mask": "x", "labels": ["x"], "rejected": False},
+        ("weight", "mask", "labels", "rejected"),
+    ),
     "a second system prompt": (messages(ASK, ANSWER, system="s", system_prompt="x"), ("system_prompt",)),
     "OpenAI's": (
         messages(ASK, {**ANSWER, "refusal": "x", "annotations": [{}], "audio": None}, parallel_tool_calls=False),

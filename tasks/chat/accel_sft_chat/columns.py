@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from accel_sft import RowProblem
 from accel_sft_chat.images import with_images
-from accel_sft_chat.keys import REFUSED_IN_ROWS, VIDEOS, Remarks, RowRefused
+from accel_sft_chat.keys import VIDEOS, Remarks, RowRefused, preferred, refused_in
 from accel_sft_chat.messages import IN_PROMPT, Turn, content_of, json_in, kind, read_turns, text_of
 
 COLUMNS = {
@@ -35,7 +35,11 @@ _LISTS = ("conversation", "dialogue", "dialog")
 _VARIABLES = "chat_template_kwargs"
 _VIDEO_MARKS = ("<video>", "<audio>")
 _NO_VIDEO = "with <video> or <audio> in a text and none in the row, where it stays a word"
-_PREFERENCES = "preferences are not trained here; to learn"
+_GIVEN = {
+    *("messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"),
+    *("continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
+}
+"""Variables and arguments of a chat template that the trainer gives."""
 _FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 _SAID = ("content", "tool_calls", "function_call")
 _SHOWN = 8
@@ -96,6 +100,9 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     """
     named, remarks, given = dict(columns), Remarks(), row
     row = row if columns else _unwrapped(row)
+    if "" in row:  # _recognised returns "" for a column that is not there
+        remarks.look({"": row[""]}, (), {})
+        row = {key: value for key, value in row.items() if key}
     keys = tuple(key for key, value in row.items() if key not in _LISTS or isinstance(value, list))
     column, forms = _recognised(keys, tuple(key for key in keys if row[key] is not None), columns)
     form = next((form for form in forms if row[column(form[0])] is not None), None)
@@ -104,7 +111,9 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     first = column(form[0])
     others = [column(what) for what in ("system", "tools", "images")]
     if form[0] == "text":
-        remarks.look(row, {first}, REFUSED_IN_ROWS)
+        refused = refused_in(row)
+        refused.pop("label", None)  # of a text, not of an answer
+        remarks.look(row, {first}, refused)
         turns = [{"role": "assistant", "content": _text(row, first, remarks, needed=True)}]
         return RowTurns(f"{RAW_TEXT} (column {first})", turns, "", None, tuple(remarks.notes), tuple(remarks.unread))
     system_text, tools = _system(row, others[0], remarks), _tools(row, others[1])
@@ -127,11 +136,7 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
             answer = {"role": "assistant", "content": _text(row, second, remarks, needed=True)}
             turns = [*_history(row, earlier, remarks), question, answer]
             form = f"Alpaca (columns {first}, input, {second})"
-    remarks.look(row, read, REFUSED_IN_ROWS)
-    judged = "label" if form.startswith("prompt") else "kto_tag"
-    if isinstance(row.get(judged), bool) and judged not in read:
-        way = f"{_PREFERENCES} the good answers alone, keep rows with true and drop this column"
-        raise RowRefused(judged, f"no judgement of the answer: {way}")
+    remarks.look(row, read, refused_in(row))
     if any(name in row for name in VIDEOS) and any(mark in turn["content"] for turn in turns for mark in _VIDEO_MARKS):
         remarks.notes[_NO_VIDEO] = None
     turns, notes = with_images(turns, row.get(others[2]), others[2], folder)
@@ -180,9 +185,7 @@ def _unknown(row: Mapping[str, Any], named: Iterable[str], *, known: bool) -> Ro
     if absent := [name for name in named if name not in row]:
         return RowRefused(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
     if row.keys() >= {"chosen", "rejected"}:
-        way = "messages=chosen" if isinstance(row["chosen"], list) and "prompt" not in row else "completion=chosen"
-        expected = f"one answer, got chosen and rejected: {_PREFERENCES} the chosen alone: --columns {way}"
-        return RowRefused(None, expected)
+        return RowRefused(None, preferred(row))
     return (RowProblem if known else RowRefused)(
         None,
         "columns messages or conversations, prompt and completion, instruction and output, or text, "
@@ -289,4 +292,6 @@ def _variables(row: Mapping[str, Any]) -> dict[str, Any] | None:
             value = json_in(value) if value.strip() else None
     if value is not None and not isinstance(value, dict):
         raise RowProblem(_VARIABLES, f"an object, or JSON of one, got {kind(value)}")
+    if own := [name for name in value or () if name in _GIVEN]:
+        raise RowRefused(f"{_VARIABLES}.{own[0]}", "variables of the template alone: the trainer gives this one itself")
     return {name: held for name, held in (value or {}).items() if held is not None} or None

@@ -17,19 +17,52 @@ _MARK = "a turn's mark: weight, train or loss"
 _MASK = f"{_MARK}; no mask of tokens is read"
 _MEDIA = "text and images alone: no video and no sound is trained on"
 VIDEOS = dict.fromkeys(("video", "videos", "audio", "audios"), _MEDIA)
-_MASKS = dict.fromkeys(("loss_mask", "completion_mask", "assistant_masks", "prompt_mask"), _MASK)
+_MASKS = dict.fromkeys(
+    ("loss_mask", "loss_masks", "completion_mask", "assistant_mask", "assistant_masks", "prompt_mask"), _MASK
+)
 _WEIGHTS = dict.fromkeys(("loss_scale", "loss_weight"), _MARK)
-REFUSED_IN_ROWS = {**VIDEOS, **_MASKS}
+_NO_PREFERENCES = "preferences are not trained here; to learn"
+_JUDGED = (
+    f"no judgement of the answer: {_NO_PREFERENCES} the good answers alone, keep rows with true and drop this column"
+)
+_SECOND = f"one answer: {_NO_PREFERENCES} the other answer alone, drop this column"
+_ROW_MARKS = ("weight", "train", "loss", "mask", *_WEIGHTS)
 REFUSED_IN_TURNS = {
     **VIDEOS,
     **_MASKS,
     **_WEIGHTS,
     "train_detail": f"{_MARK}; a turn is learnt or not as one",
-    "mask": _MASK,
+    **dict.fromkeys(("mask", "masked"), _MASK),
+    **dict.fromkeys(("training", "trainable"), _MARK),
+    "channel": "an answer's thinking as its reasoning_content: no channel is read",
     **dict.fromkeys(("image", "images"), "images as parts of the content, or in the row's column images"),
 }
 REFUSED_IN_PARTS = {**_MASKS, **_WEIGHTS}
 AS_JSON = "with numbers, lists or objects in place of texts, which are read as JSON"
+
+
+def refused_in(row: Mapping[str, Any]) -> dict[str, str]:
+    """What is expected in place of the columns of a row that are refused, some of them by what they hold."""
+    refused = {**VIDEOS, **_MASKS, **dict.fromkeys(("rejected_response", "rejected_messages"), _SECOND)}
+    refused |= {name: _JUDGED for name in ("label", "kto_tag") if isinstance(row.get(name), bool)}
+    for name in _ROW_MARKS:
+        value = row.get(name)  # a number of 1 or more does not take anything from what is learnt
+        if isinstance(value, (bool, list)) or (isinstance(value, (int, float)) and value < 1):
+            refused[name] = f"{_MARK}; no mark of a row is read"
+    if row.get("rejected") is not None and row.get("chosen") is not None:
+        refused["chosen"] = preferred(row)
+    if row.get("input_ids") is not None:
+        refused["labels"] = _MASK
+    return refused
+
+
+def preferred(row: Mapping[str, Any]) -> str:
+    """What is expected in place of `chosen` and `rejected`."""
+    whole = isinstance(row["chosen"], list) and "prompt" not in row
+    what = "messages" if whole else "output" if "instruction" in row else "completion"
+    ends_messages = not whole and not row.keys().isdisjoint(("messages", "conversations"))
+    way = "put them into the messages" if ends_messages else f"--columns {what}=chosen"
+    return f"one answer, got chosen and rejected: {_NO_PREFERENCES} the chosen alone: {way}"
 
 
 class RowRefused(RowProblem):
@@ -63,7 +96,7 @@ class Remarks:
                 continue
             if key in refused:
                 raise RowRefused(above + key, refused[key])
-            self.unread[without_numbers(above) + key[:80]] = None
+            self.unread[without_numbers(above) + (key[:80] or '""')] = None
 
 
 def without_numbers(field: str) -> str:
