@@ -1,5 +1,6 @@
 """Finds the data files of a folder, and the split of each. Needs only the standard library."""
 
+import mimetypes
 import os
 import re
 from collections.abc import Collection
@@ -15,9 +16,9 @@ _USUAL = {"train": ["train"], "validation": ["validation", "test"]}
 """For each use: the splits of which the first that exists is read, if none is named."""
 _WORDS = {"validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation", "train": "train|training"}
 _IN_NAME = {
-    split: re.compile(rf"(^|[-._ 0-9])({words})([-._ 0-9]|$)", re.IGNORECASE) for split, words in _WORDS.items()
+    split: re.compile(rf"(^|[-._ =0-9])({words})([-._ =0-9]|$)", re.IGNORECASE) for split, words in _WORDS.items()
 }
-"""What is in the names of each split's files and folders, as in `datasets` (data_files.py)."""
+"""What is in the names of each split's files and folders, as in `datasets` (data_files.py), and behind "="."""
 _SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 """Files of a data set of the hub; its splits may have any names, and it has no other rows."""
 
@@ -59,7 +60,8 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
     Raises:
         UserError: there are no data files, or none of this split, or a subfolder cannot be read.
     """
-    names = {path: path.relative_to(folder).as_posix() for path in _all_files(folder)}
+    found, others = _all_files(folder)
+    names = {path: path.relative_to(folder).as_posix() for path in found}
     if (folder / "dataset_dict.json").is_file():  # written by `save_to_disk`
         exact = {path: name.partition("/")[0] for path, name in names.items() if "/" in name}
     else:
@@ -75,6 +77,8 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
         raise UserError(f"{folder}: has no split {split}; it has {', '.join(sorted(splits))}")
     if beside:
         lines.append(f"{folder}: not read, as in none of its splits: {beside[0].name}{more(len(beside) - 1)}")
+    if others:
+        lines.append(f"{folder}: not read, as of no known format: {others[0].name}{more(len(others) - 1)}")
     card = folder / "README.md"
     configs = dict.fromkeys(_CONFIG.findall(card.read_text(errors="replace")) if card.is_file() else ())
     if len(configs) > 1:
@@ -85,21 +89,25 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
 
 
 def _split_by_name(name: str) -> str:
-    """The split of a file by its path in the folder. If anything in it names another split than train, it is that."""
+    """The split of a file by its path in the folder. If anything in it names another split than train, it is that; a
+    folder that names train too, such as train_test_split, is of both."""
     *folders, file = name.split("/")
     for part in (*reversed(folders), file):
         signs = [split for split, sign in _IN_NAME.items() if sign.search(part)]
-        if len(signs) == 1 and signs != ["train"]:
-            return signs[0]
+        if signs and signs != ["train"] and (part == file or "train" not in signs):
+            return signs[0]  # "train" is the last
     return "train"
 
 
-def _all_files(folder: Path) -> list[Path]:
+def _all_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The data files of a folder, and those that may hold data too, in a format that is not read."""
+
     def failed(error: OSError) -> None:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror}); make it readable, or take it away")
 
     found: list[Path] = []
     texts: list[Path] = []
+    others: list[Path] = []
     seen = set()
     for parent, folders, names in os.walk(folder, onerror=failed, followlinks=True):
         if (real := os.path.realpath(parent)) in seen:  # a link has led to a folder that was read already
@@ -112,10 +120,17 @@ def _all_files(folder: Path) -> list[Path]:
         there = [path for path in paths if path.is_file() or not path.exists()]
         found += filter(is_data_file, there)
         texts += [path for path in there if format_of(path).suffix == ".txt"]
+        others += [path for path in there if path.suffix and not (format_of(path).suffix or _is_medium(path))]
     found = sorted(found or texts)
     if not found:
         compressed = ", ".join(COMPRESSIONS)
         raise UserError(
             f"{folder}: no data files in this folder; expected {', '.join(READERS)}, or {compressed} of one"
         )
-    return found
+    return found, sorted(others)
+
+
+def _is_medium(path: Path) -> bool:
+    """Whether a file is an image, a sound, a film or a text by its suffix."""
+    kind, _ = mimetypes.guess_type(path.name, strict=False)
+    return (kind or "").startswith(("image/", "audio/", "video/", "text/"))

@@ -132,8 +132,8 @@ def _utf16(stream: BinaryIO) -> Any:
 
 
 COMPRESSIONS: dict[str, Opener] = {".gz": _gzip, ".bz2": _bzip2, ".xz": _xz, ".zst": _zstandard, ".utf16": _utf16}
-_BEGINNINGS = [rb"\x1f\x8b", rb"BZh91AY&SY", rb"\xfd7zXZ\x00", rb"\(\xb5/\xfd", rb"\xff\xfe|\xfe\xff"]
-"""With what the files of each of COMPRESSIONS begin, whatever their names; no text does."""
+_BEGINNINGS = [rb"\x1f\x8b", rb"BZh91AY&SY", rb"\xfd7zXZ\x00", rb"\(\xb5/\xfd", rb"\xff\xfe(?!\0\0)|\xfe\xff"]
+"""With what the files of each of COMPRESSIONS begin, whatever their names; no text does. UTF-32 begins like UTF-16."""
 
 
 def _damaged() -> tuple[type[Exception], ...]:
@@ -292,6 +292,8 @@ READERS: dict[str, Reader] = {
     ".json": located,
     ".jsonl": located,
     ".ndjson": located,
+    ".jsonlines": located,
+    ".jl": located,
     ".csv": _comma_separated,
     ".tsv": _tab_separated,
     ".parquet": _columns,

@@ -120,7 +120,9 @@ def decoded(raw: bytes, name: str, line: int, begin: int) -> str:
 def not_utf8(place: str, where: str, content: bytes) -> UserError:
     """The error about content that is not UTF-8, and perhaps no text at all."""
     if b"\0" in content:
-        return UserError(f"{place}: not text ({where}); unpack an archive; UTF-16 needs a byte-order mark")
+        mark = content[:4] in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
+        way = "convert it: iconv -f UTF-32 -t UTF-8 OLD > NEW" if mark else "UTF-16 needs a byte-order mark"
+        return UserError(f"{place}: not text ({where}); {'' if mark else 'unpack an archive; '}{way}")
     fix = "convert it: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW (or from GB18030, SHIFT-JIS)"
     return UserError(f"{place}: not UTF-8 ({where}); {fix}")
 

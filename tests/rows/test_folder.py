@@ -38,6 +38,11 @@ SPLITS = {
         ["train_test_split/train.jsonl", "train_test_split/x.eval.jsonl"],
         {"train": ["train_test_split/train.jsonl"], "test": ["train_test_split/x.eval.jsonl"]},
     ),
+    "of a table's partitions": (
+        ["split=train/a.jsonl", "split=test/a.jsonl"],
+        {"train": ["split=train/a.jsonl"], "test": ["split=test/a.jsonl"]},
+    ),
+    "a file of two names": (["a.jl", "train_eval.jsonl"], {"train": ["a.jl"], "test": ["train_eval.jsonl"]}),
     "others train": (["a.jsonl", "b 2.jsonl", "Test-1.jsonl"], {"train": ["a.jsonl", "b 2.jsonl"]}),
     "no such words": (["latest.jsonl", "device.jsonl"], {"train": ["device.jsonl", "latest.jsonl"]}),
 }
@@ -86,6 +91,14 @@ def test_files_beside_the_shards_of_a_data_set_are_named(tmp_path):
     rows = read_rows(folder, answer)
     assert list(rows) == ["data/train-00000-of-00001.jsonl"]
     assert rows.notes == [f"{folder}: not read, as in none of its splits: raw.jsonl, and 1 more"]
+
+
+def test_files_of_formats_that_are_not_read_are_named(tmp_path):
+    beside = ("d.jsonl.zip", "e.jsonl.bak", "a.png", "LICENSE", "README.md", "x.txt", "config.json")
+    folder = written(tmp_path / "ds", "a.jsonl", "b.jl", "c.jsonlines", *beside)
+    rows = read_rows(folder, answer)
+    assert list(rows) == ["a.jsonl", "b.jl", "c.jsonlines"]
+    assert rows.notes == [f"{folder}: not read, as of no known format: d.jsonl.zip, and 1 more"]
 
 
 def test_configurations_of_a_card_are_named(tmp_path):

@@ -87,6 +87,8 @@ BAD = {
     "a column twice": ("a.csv", b"answer,answer\nx,y\n", ":1: the header has the column 'answer' twice; give each"),
     "files joined": ("a.csv", b"answer,more\nx,y\n\xef\xbb\xbfanswer,more\n", ":3: the header again, where files were"),
     "an archive": ("a.jsonl", b"PK\x03\x04\x14\0\xff", ":1: not text (byte 6); unpack an archive; UTF-16"),
+    "UTF-32": ("a.jsonl", JSONL.decode().encode("utf-32"), ":1: not text (byte 0); convert it: iconv -f UTF-32 -t"),
+    "UTF-32 of a table": ("a.csv", CSV.decode().encode("utf-32"), ":1: not text (here or in the lines after); convert"),
     "a key beside the rows": ("a.json", b'{"data": [{"answer": "x"}], "n": 1}', ":1: text after the end of the array"),
     "no end of a quote": ("a.csv", b'answer\n"x\n', ":2: not CSV (unexpected end of data); the rest is unread"),
     "a header alone": ("a.csv", b"answer\n", ": no rows; expected a header and rows"),
