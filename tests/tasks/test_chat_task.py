@@ -772,9 +772,17 @@ def test_images_stay_with_their_turns_and_tell_rows_apart(rows, tmp_path):
     assert same[0].group != same[1].group
 
 
+@pytest.mark.parametrize("empty", ["", [None], [{}], [{"bytes": None, "path": ""}], {"path": None}])
+def test_places_of_images_without_any_are_passed_over(rows, tmp_path, empty):
+    (found, seen), _ = rows({"instruction": "u", "output": "a", "image": empty}, {**PICTURED["parts"], "image": empty})
+    assert found[0] == [ASK]
+    assert seen[0][0]["content"] == [part(str(tmp_path / "a.png")), text("what?")]
+
+
 @pytest.mark.parametrize(
     ("row", "told"),
     [
+        ({"prompt": "<image>?", "completion": "a", "image": ""}, r"image\[0\]': expected an image's path or bytes"),
         ({"prompt": "<image><image>?", "completion": "a", "images": ["1"]}, "an image for each of 2 <image> .* got 1"),
         ({"prompt": "<image>?", "completion": "a", "images": [5]}, r"images\[0\]': expected an image's path or bytes"),
         (messages({"role": "user", "content": [part(), text("?")]}, ANSWER), "an image for each of 1 <image> .* got 0"),
@@ -843,6 +851,16 @@ def test_one_prompt_in_all_rows_needs_rows_of_its_own_or_none_held_out(tmp_path)
     assert "2 rows" not in str(task.dataset("train").notes)
     with pytest.raises(UserError, match=r"it is one prompt in all rows, .* --validation-file, or --held-out 0"):
         Chat(train_file=str(tmp_path / "rows.jsonl")).dataset("train")
+
+
+def test_a_single_good_row_is_told_with_the_rows_left_out(tmp_path):
+    rows = [{"prompt": "u", "completion": "a"}, *[{"prompt": "u", "completion": None}] * 9]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError) as caught:
+        Chat(train_file=str(tmp_path / "rows.jsonl")).dataset("train")
+    problem, note = caught.value.problems
+    assert "it is a single row" in problem
+    assert note == "9 rows left out: malformed (field 'completion': expected text, got null or nothing)"
 
 
 def test_missing_values_that_are_written_as_words_are_noted(rows):

@@ -23,7 +23,8 @@ def with_images(turns: list[Turn], value: Any, column: str, folder: str) -> tupl
     Raises:
         RowProblem: the numbers of images and of marks differ.
     """
-    paths = _paths(value, column)
+    waiting = sum((turn.get("images") or [None] * turn["content"].count(IMAGE)).count(None) for turn in turns)
+    paths = _paths(value, column, waiting > 0)
     marked = sum(turn["content"].count(IMAGE) for turn in turns)
     notes: tuple[str, ...] = ()
     if paths and not marked:
@@ -57,13 +58,19 @@ def _as_parts(turn: Turn) -> dict[str, Any]:
     return {**rest, "content": [part for part in parts if part.get("text") != ""]}
 
 
-def _paths(value: Any, column: str) -> list[str]:
+def _paths(value: Any, column: str, wanted: bool) -> list[str]:
     found = value if isinstance(value, list) else [] if value is None else [value]
+    found = found if wanted else [image for image in found if not _is_empty(image)]
     paths = [image_address(image) for image in found]
     for number, path in enumerate(paths):
         if not isinstance(path, str) or not path:
             raise RowProblem(f"{column}[{number}]", f"an image's path or bytes, got {kind(path)}")
     return paths
+
+
+def _is_empty(image: Any) -> bool:
+    """Whether this stands where a row has no image: an empty text, null, or an object without values."""
+    return image in ("", None) or (isinstance(image, dict) and not any(image.values()))
 
 
 def _put_first(turns: list[Turn], count: int, column: str) -> list[Turn]:
