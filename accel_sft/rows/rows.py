@@ -193,9 +193,9 @@ def read_rows(
         path: a .parquet, .arrow, .csv or .tsv file; any other is a JSON array of objects or JSON Lines, told apart by
             content. A .txt or .md file is one row, {"text": ...}. Compressed by gzip, bzip2, xz or zstandard, it is
             decompressed. Text is UTF-8, or UTF-16 with a byte-order mark. In FOLDER or FOLDER:SPLIT and its subfolders,
-            the files with these suffixes or .json, .jsonl, .ndjson are read in the order of their names, but no copies.
-            ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT that is no path is a data set of the Hugging Face hub,
-            read by the library `datasets`. Several names, joined by commas, are read in this order.
+            the files with these suffixes or .json, .jsonl, .jsonlines, .jl, .ndjson are read in the order of their
+            names, but no copies. ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT that is no path is a data set of the
+            Hugging Face hub, read by the library `datasets`. Several names, joined by commas, are read in this order.
         parse: turns an object into an example (or a ParsedRow), raises RowProblem for a malformed one and RowLeftOut
             for one to do without; a pure function, called again for each use. A CSV row has text in every column.
         with_folder: `parse` has an argument `folder`, to which paths in a row are relative: the folder `path`, or the
