@@ -118,15 +118,21 @@ class Rendering:
         return self.control.ids([guarded["content"]])[0]
 
     def ends(self) -> list[int]:
-        """The special tokens that the template writes behind an answer; [] if there is no template, or it fails."""
+        """The special tokens that the template writes behind an answer; [] if there is no template, or it fails.
+
+        Those that a question's turn ends with too are first, then the answer's own, such as `</answer>`, from the last.
+        """
         if self.template.concatenates:
             return []
+        turns = [{"role": "user", "content": "?"}]
         try:
-            tail = self.form([{"role": "user", "content": "?"}], "prompt").tail
+            tails = self.prompt(turns).rpartition("?")[2], self.form(turns, "prompt").tail
         except UserError:  # the task's own messages may pass; they are encoded next, and say why if not
             return []
-        written = {found[0] for found in self.control.pattern.finditer(tail)}
-        return [token for token in self.control.ids([tail])[0] if self.tokenizer.decode([token]) in written]
+        written = {found[0] for tail in tails for found in self.control.pattern.finditer(tail)}
+        every = self.control.ids(tails)
+        asked, answered = ([token for token in ids if self.tokenizer.decode([token]) in written] for ids in every)
+        return sorted(answered, key=[*asked, *answered[::-1]].index)
 
     def tail(self, form: Form) -> str:
         """Return the plain text that the template writes after an answer, up to the first control token."""

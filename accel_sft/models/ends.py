@@ -14,7 +14,7 @@ _IDLE = re.compile(r"^- `(\w+)`: ", re.M)
 
 def answer_ends(tokenizer: Any, generation_config: Any) -> set[int]:
     """Ids that end an answer: `end_of_turn_ids` and, if the chat template writes none of them behind an answer, the
-    first special token that it does write there. Qwen's base models are such: their eos ends texts, and ChatML turns.
+    special token that ends turns there. Qwen's base models are such: their eos ends texts, and ChatML turns.
     """
     ends = end_of_turn_ids(tokenizer, generation_config)
     written = Rendering(tokenizer).ends()

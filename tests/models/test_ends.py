@@ -22,6 +22,14 @@ ENDS = {
     "Qwen's base": (CHAT_TEMPLATE, "<|im_end|>"),
     "no line break behind it": (CHAT_TEMPLATE.replace("<|im_end|>\n", "<|im_end|>"), "<|im_end|>"),
     "two marks": (CHAT_TEMPLATE.replace("<|im_end|>", "<|im_end|><|im_start|>"), "<|im_end|>"),
+    "another mark before it": (
+        CHAT_TEMPLATE.replace("<|im_end|>", "{{ '<|a|>' if message.role == 'assistant' }}<|im_end|>"),
+        "<|a|><|im_end|>",
+    ),
+    "two of answers alone": (
+        CHAT_TEMPLATE.replace("<|im_end|>", "{{ '<|a|><|im_end|>' if message.role == 'assistant' }}"),
+        "<|a|><|im_end|>",
+    ),
     "the tokenizer's own": (CHAT_TEMPLATE.replace("<|im_end|>", "{{ eos_token }}"), "<|endoftext|>"),
     "no token": (CHAT_TEMPLATE.replace("<|im_end|>", "</s>"), "</s>\n<|endoftext|>"),
     "a line break": (CHAT_TEMPLATE.replace("<|im_end|>", "{{ '\\n' }}"), "\n\n<|endoftext|>"),
@@ -34,7 +42,7 @@ def base(folder: Path, template: str = CHAT_TEMPLATE, **generation) -> Path:
     """A base model that ships a chat template, the tokens of which are in its vocabulary."""
     make_base(folder, spare=8)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "<|a|>"], special_tokens=True)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     if generation:
