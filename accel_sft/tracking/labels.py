@@ -21,7 +21,7 @@ def are_labels(counts: Mapping[str, int]) -> bool:
 def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict[str, Any]:
     """A result's `labels`, the most frequent first, and `macro_f1`; {} unless the expected answers are labels.
 
-    An answer is of the expected label if its `main_metric` is 1, else of the label that it equals; "" stands for none.
+    An answer is of the label that it equals, else of the expected one if its `main_metric` is 1; "" stands for none.
     {} also where that metric does not say which answers are right.
     """
     expected = Counter(str(sample["expected"]).strip() for sample in samples)
@@ -31,7 +31,7 @@ def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict
         right = sample["scores"].get(main_metric)
         if right is None or (right != 1 and answer == label):
             return {}
-        answers[label][label if right == 1 else answer if answer in answers else ""] += 1
+        answers[label][answer if answer in answers else label if right == 1 else ""] += 1
     labels: dict[str, Any] = {}
     given = sum(answers.values(), Counter())
     for label, each in answers.items():

@@ -526,6 +526,9 @@ SCORES = {
         ("", "", 1.0),
         ("!", "?", 0.0),
         ("x", "", 0),
+        *((right, wrong, 0) for right, wrong in (("-1", "1"), ("C", "C++"), ("C#", "C++"), ("A-", "A"), ("10", "10%"))),
+        ("是-5, 10%的 (C++), grade A-.", "是 \u22125 10 % 的 c++ Grade a-", 1.0),
+        ("co-op 3-4 well-known -", "co op, 3, 4: well - known", 1.0),
     ],
     "exact": [("a", " a\n", 1.0), ("<think>b</think>a", "<think>c\nd</think>\n\na", 1.0), ("a", "A", 0.0)],
     "json": [

@@ -192,6 +192,17 @@ def test_scores_by_label_are_scikit_learns():
     assert "| c |  | 3 |  | 1 |" in page
 
 
+def test_an_answer_that_is_another_label_counts_as_that():
+    given = labelled(("yes", "yes", 5), ("Yes", "yes", 5), ("no", "No.", 5))
+    for each in given:
+        each["scores"]["exact_match"] = 1.0  # as a metric without case and punctuation has it
+    found = label_scores(given, "exact_match")
+    assert {label: each["answers"] for label, each in found["labels"].items()} == {
+        "yes": {"yes": 5}, "Yes": {"yes": 5}, "no": {"no": 5}
+    }  # fmt: skip
+    assert found["macro_f1"] == pytest.approx((2 / 3 + 0 + 1) / 3)
+
+
 def test_confusion_table_has_few_labels_and_counts_all_answers():
     given = labelled(*((str(number), str((number + 1) % 20), 20 - number) for number in range(20)))
     (_, _, scores), (title, header, rows) = label_tables(label_scores(given, "exact_match")["labels"])

@@ -13,7 +13,9 @@ from accel_sft_chat.messages import Turn
 
 # a token is a word, or a character in scripts that put no blanks between words (Han, kana, Hangul, Thai)
 _SPELT = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
-_TOKEN = re.compile(rf"[{_SPELT}]|[^\W_{_SPELT}]+")
+# signs that tell -1 from 1, 10% from 10, C, C++ and C# apart, and A, A+ and A-, are part of the word
+_SIGNS = rf"(?:[+#%]+(?![^\W{_SPELT}])|(?<=\b\w)-(?![\w-]))"
+_TOKEN = re.compile(rf"[{_SPELT}]|(?:(?<![^\W{_SPELT}])(?<!-)-(?=\d))?[^\W_{_SPELT}]+{_SIGNS}?")
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 _FENCE = re.compile(r"\s*```[a-z]*\n(.*?)\n?```\s*", re.DOTALL)
 _TAGS = re.compile(r"</?tool_calls?>|\[/?TOOL_CALLS?\]|<\|/?tool_calls?(_begin|_end|▁begin|▁end)?\|>", re.IGNORECASE)
@@ -37,7 +39,7 @@ def exact(expected: str, text: str) -> dict[str, float]:
 
 
 def f1(expected: str, text: str) -> dict[str, float]:
-    """The F1 of words, each counted as often as it occurs, without case and punctuation.
+    """The F1 of words, each counted as often as it occurs, without case and punctuation that is no sign of the word.
 
     This is SQuAD's score of answers, but no word is left out. If a text has no words, only an exact match counts.
     """
@@ -143,7 +145,7 @@ def _functions(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
 
 
 def _tokens(text: str) -> list[str]:
-    return _TOKEN.findall(text.casefold())
+    return _TOKEN.findall(re.sub(r"\s+%", "%", text.casefold()).replace("\u2212", "-"))
 
 
 _NO_JSON = object()
