@@ -150,7 +150,7 @@ def hub_id(base: str) -> str | None:
 
     if place := hub_place(base):
         return place[0]
-    return base if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) and not Path(base).exists() else None
+    return base if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", base) and not Path(base).exists() else None
 
 
 def _stage_also(run: Path, staged: Path, patterns: tuple[str, ...]) -> None:

@@ -108,8 +108,11 @@ def _fetched(name: str, revision: str | None) -> str:
 def hub_place(name: str) -> tuple[str, str] | None:
     """Hub id and commit of a model of the hub, by its id or its folder in the hub's cache; None for others."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    kept = None if Path(name).exists() or name.count("/") > 1 else try_to_load_from_cache(name, "config.json")
+    kept = None
+    with contextlib.suppress(HFValidationError):  # a folder that is gone
+        kept = None if Path(name).exists() else try_to_load_from_cache(name, "config.json")
     found = _SNAPSHOT.search(f"{kept}" if isinstance(kept, str) else f"{name}/")
     return (f"{found[1]}/{found[2]}", found[3]) if found else None
 

@@ -382,7 +382,7 @@ def test_an_adapter_is_pushed_with_its_bases_hub_id_or_merged(adapter, local_hub
 def test_a_base_in_the_hubs_cache_has_its_hub_id(base):
     assert hub_id("/home/me/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/0123abc") == "Qwen/Qwen2.5-0.5B"
     assert hub_id("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
-    assert hub_id(str(base)) is None
+    assert [hub_id(each) for each in (str(base), "../base", "./base", "my org/base", "a/b/c")] == [None] * 5
 
 
 @pytest.mark.parametrize(
