@@ -10,6 +10,7 @@ import torch
 
 from accel_sft.api.config import TrainConfig, no_match
 from accel_sft.api.errors import UserError
+from accel_sft.io.files import read_json
 from accel_sft.models.architecture import alike, beyond_text, parts_of, without_adapter
 from accel_sft.models.offload import placement, placing
 from accel_sft.models.quantized import in_4bit, keep_as_trained
@@ -119,10 +120,27 @@ def text_settings(name: str, *, trust_remote_code: bool) -> Any:
 
 
 def stored_dtype(settings: Any) -> torch.dtype:
-    """The type of a model's weights by its configuration; float32 if that has none."""
+    """The type of a model's weights by its configuration, or that of most in its first file if that has none."""
     # `dtype` may be a token of a model's own
     named = getattr(settings.get_text_config(decoder=True), "dtype", None) or getattr(settings, "dtype", None)
-    return named if isinstance(named, torch.dtype) else torch.float32
+    return named if isinstance(named, torch.dtype) else _dtype_in_files(settings.name_or_path)
+
+
+def _dtype_in_files(name: str) -> torch.dtype:
+    """The type of most weights in a model's first file, if that is here; float32 if it is not, or is of another kind."""
+    from transformers.modeling_utils import load_state_dict
+    from transformers.utils import cached_file
+
+    sizes = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 0)
+    every = (f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json"))
+    found = (cached_file(name, file, local_files_only=True, **OR_NONE) for file in every if name)
+    if path := next(filter(None, found), None):
+        if path.endswith(".json"):
+            path = str(Path(path).with_name(min(read_json(Path(path))["weight_map"].values())))
+        for weight in load_state_dict(path, map_location="meta").values():
+            sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel() * weight.is_floating_point()
+    most = max(sizes, key=sizes.__getitem__)
+    return most if most in (torch.bfloat16, torch.float16) else torch.float32
 
 
 def auto_class(model: torch.nn.Module) -> Any:

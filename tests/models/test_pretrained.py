@@ -369,6 +369,25 @@ def test_exports_have_their_bases_names_and_types(made, tmp_path, family, precis
     assert all(again[name].equal(weight) for name, weight in load_file(base / "model.safetensors").items())
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "shards"])
+def test_files_without_a_configured_type_say_their_own(made, tmp_path, kind):
+    def halved(weights):
+        kept = (name for name in weights if "norm" not in name)
+        weights.update({name: weights[name].half() for name in kept})
+
+    base = changed(made("llama"), tmp_path / "base", halved)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({key: config[key] for key in config if "dtype" not in key}))
+    if kind == "bin":
+        torch.save(load_file(base / "model.safetensors"), base / "pytorch_model.bin")
+        (base / "model.safetensors").unlink()
+    if kind == "shards":
+        shard = (base / "model.safetensors").rename(base / "model-00001-of-00001.safetensors")
+        index = {"weight_map": dict.fromkeys(load_file(shard), shard.name)}
+        (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert stored_dtype(AutoConfig.from_pretrained(base)) == torch.float16
+
+
 def test_other_types_are_exported_where_asked_but_not_of_adapters(made, tmp_path):
     final = exported(loaded(made("llama")), tmp_path / "final", made("llama"), dtype=torch.float16)
     assert {*types_in(final).values()} == {torch.float16}
