@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,19 +128,19 @@ def stored_dtype(settings: Any) -> torch.dtype:
 
 
 def _dtype_in_files(name: str) -> torch.dtype:
-    """The type of most weights in a model's first file, if that is here; float32 if it is not, or is of another kind."""
+    """The type of most weights in a model's first file, if that is here; float32 if not, or if it is another."""
     from transformers.modeling_utils import load_state_dict
     from transformers.utils import cached_file
 
-    sizes = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 0)
+    sizes = Counter({torch.float32: 0})
     every = (f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json"))
     found = (cached_file(name, file, local_files_only=True, **OR_NONE) for file in every if name)
     if path := next(filter(None, found), None):
         if path.endswith(".json"):
             path = str(Path(path).with_name(min(read_json(Path(path))["weight_map"].values())))
         for weight in load_state_dict(path, map_location="meta").values():
-            sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel() * weight.is_floating_point()
-    most = max(sizes, key=sizes.__getitem__)
+            sizes[weight.dtype] += weight.numel()
+    ((most, _),) = sizes.most_common(1)
     return most if most in (torch.bfloat16, torch.float16) else torch.float32
 
 

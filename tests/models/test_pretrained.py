@@ -424,6 +424,25 @@ def test_configurations_are_read_alike_by_older_and_newer_keys(made, tmp_path):
     assert found["gemma3"]["rope_scaling"]["factor"] == 4.0
 
 
+@pytest.mark.parametrize(
+    ("rope", "written"),
+    [
+        ({"main": {"rope_theta": 5.0}, "compress": {"rope_theta": 6.0}}, {}),
+        ({"full_attention": None, "sliding_attention": {"rope_theta": 5.0}}, {"rope_local_base_freq": 5.0}),
+        (
+            {"full_attention": {"rope_theta": 5.0, "rope_type": "default"}, "sliding_attention": None},
+            {"rope_theta": 5.0},
+        ),
+    ],
+    ids=["other layers", "full attention has none", "sliding attention has none"],
+)
+def test_positions_by_layer_get_old_keys_where_those_exist(tmp_path, rope, written):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "rope_parameters": rope}))
+    complete_config(tmp_path, None, {})
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert {key: content[key] for key in content if key.startswith("rope_")} == {"rope_parameters": rope, **written}
+
+
 def test_exports_keep_keys_that_only_older_readers_know(made, tmp_path):
     base = json.loads((made("qwen3_moe") / "config.json").read_text())
     base["num_experts"] = base.pop("num_local_experts", 4)
