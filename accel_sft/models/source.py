@@ -24,8 +24,8 @@ Settings = TypeVar("Settings", bound=TrainConfig)
 _CARRY_ROWS = ("trainable_token_indices", "modules_to_save")
 """Keys of adapter_config.json by which an adapter may carry embeddings of tokens that its base lacks."""
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/(\w+)/")
-_NOT_READ = ["*.gguf", "*.h5", "*.msgpack", "*.onnx*", "*.ot", "*.pt", "*.pth", "original/*"]
-"""Files of a hub id that are not fetched with a revision: weights of other libraries."""
+_NOT_READ = ["consolidated*", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "*.ot", "*.pt", "*.pth", "original/*"]
+"""Files of a hub id that are not fetched with a revision: weights of other libraries, or in their form."""
 _SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
 
 
@@ -102,7 +102,10 @@ def _fetched(name: str, revision: str | None) -> str:
     from huggingface_hub import snapshot_download
 
     with errors_explained(name):
-        return str(snapshot_download(name, revision=revision, ignore_patterns=_NOT_READ))
+        folder = snapshot_download(name, revision=revision, ignore_patterns=[*_NOT_READ, "pytorch_model*.bin"])
+        if not any(Path(folder).glob("model*.safetensors")):  # else .bin files repeat these
+            folder = snapshot_download(name, revision=revision, ignore_patterns=_NOT_READ)
+    return str(folder)
 
 
 def hub_place(name: str) -> tuple[str, str] | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from fake_hub import hub
 from models import make_base, make_tiny
 from safetensors.torch import load_file, save_file
 
@@ -203,6 +204,22 @@ def test_a_revision_is_loaded_recorded_and_named_in_adapters(kept_by_the_hub, tm
         find_source(str(tmp_path / "lora"), revision="v1")
     (problem,) = TrainConfig(revision="v1").problems()
     assert problem.startswith("--revision: it is of a hub id that --model names")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_revisions_weights_are_fetched_once(tmp_path, monkeypatch, kind):
+    read = {"config.json", "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"}
+    others = {"consolidated.safetensors", "consolidated.00.pth", "original/model.safetensors", "model.gguf"}
+    files = dict.fromkeys({*read, *others, "pytorch_model.bin"}, b"{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    with hub("org/model", files) as address:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        folder = Path(find_source("org/model", revision="v1").weights)
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == read
 
 
 def test_resumed_run_loads_the_commit_that_it_began_with(kept_by_the_hub, tmp_path):

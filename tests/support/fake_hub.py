@@ -1,4 +1,4 @@
-"""A local hub of data sets, for `HF_ENDPOINT` and `MODELSCOPE_ENDPOINT`; it answers what their clients ask."""
+"""A local hub of data sets and models, for `HF_ENDPOINT` and `MODELSCOPE_ENDPOINT`; answers what their clients ask."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def _handler(name: str, files: dict[str, bytes]) -> type[BaseHTTPRequestHandler]
             body = None
             if path.startswith("/api/v1/"):
                 body = of_modelscope(path, urllib.parse.parse_qs(query))
-            elif found := re.fullmatch(rf"/datasets/{name}/resolve/(?:main|v1|{COMMIT})/(.*)", path):
+            elif found := re.fullmatch(rf"(?:/datasets)?/{name}/resolve/(?:main|v1|{COMMIT})/(.*)", path):
                 if (body := files.get(found[1])) is not None:
                     headers = {"ETag": f'"{hashlib.md5(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
-            elif re.fullmatch(rf"/api/datasets/{name}(/revision/(main|v1|{COMMIT}))?", path):
+            elif re.fullmatch(rf"/api/(?:datasets|models)/{name}(/revision/(main|v1|{COMMIT}))?", path):
                 about = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
                 body = json.dumps(about).encode()
-            elif found := re.fullmatch(rf"/api/datasets/{name}/tree/[^/]+/?(.*)", path):
+            elif found := re.fullmatch(rf"/api/(?:datasets|models)/{name}/tree/[^/]+/?(.*)", path):
                 listed = [file for file in files if file.startswith(found[1])]
                 each = [{"type": "file", "path": file, "size": len(files[file]), "oid": COMMIT} for file in listed]
                 body = json.dumps(each).encode()
