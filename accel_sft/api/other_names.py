@@ -4,7 +4,7 @@ docs/command-line.md has a table for readers.
 """
 
 _HERE = """
-adapter: finetuning-type peft-type train-type tuner-type;
+adapter: finetuning-type peft-type train-type tuner-type; chat-template: chat-template-path;
 attn-implementation: attn-impl flash-attention flash-attn sdp-attention xformers-attention;
 dtype: infer-dtype torch-dtype; epochs: num-epochs num-train-epochs; eval-batch-size: per-device-eval-batch-size;
 eval-every: eval-steps eval-strategy evals-per-epoch evaluation-strategy; eval-limit: max-eval-samples;
@@ -31,6 +31,7 @@ dataset-test-split eval-dataset test-datasets val-dataset = the task chat takes 
 dataset-text-field = the task chat takes --columns
 deepspeed = ZeRO is the launch file's: accelerate launch --config_file accelerate_configs/z2.yaml
 do-eval do-predict do-train = leave it out: a task's name alone trains, and evaluates before and after
+enable-thinking = --thinking off asks for none, and --thinking keep learns it
 fp16 = precision is the launch's: accelerate launch --mixed_precision fp16
 fsdp fsdp-config = FSDP is the launch file's: accelerate launch --config_file accelerate_configs/fsdp2.yaml
 generate-with = serve the run by `accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`
@@ -41,13 +42,18 @@ init-lora-weights lora-init = PiSSA and OLoRA change the base, on which resume a
 load-best-model-at-end = every run keeps its best weights in best/, by the task's metric
 load-in-8bit = 8 bits are not trained on; --load-in-4bit is QLoRA
 lora-target-linear = leave it out: --lora-target-modules is all-linear by default
+loraplus-lr-ratio = leave it out: an adapter has one learning rate; LoRA+ is not offered
+loss-type = leave it out: the loss is the cross-entropy of the learnt tokens
+mask-history = the task chat takes --learn last
 max-samples = it is --train-limit here, and --eval-limit for evaluation
 metric-for-best-model = the task chat takes --metric
 neftune-alpha neftune-noise-alpha = leave it out: noise on embeddings (NEFTune) is not offered
 overwrite-output-dir = name a new --output-dir, or continue the run in it by --resume auto
 rl rlhf-type stage = leave it out: supervised fine-tuning is the only stage here
+roles-to-train = the assistant's turns are learnt; the task chat takes --learn every, last or marked
 split-dataset-ratio val-set-size val-size = the task chat takes --held-out
 template template-type = the model's own chat template is used; --chat-template names another
+train-on-eos = leave it out: a learnt turn is learnt with the token that ends it
 use-lora use-peft = --adapter lora trains an adapter
 """
 _COMMANDS = """

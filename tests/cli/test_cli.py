@@ -326,7 +326,7 @@ def test_options_of_other_trainers_are_refused_with_ours(run, site, args, told):
 def test_every_foreign_option_of_a_command_is_named_at_once(run, site):
     """A command of another trainer, as it is, with an option of the task's own that is called as one elsewhere."""
     words = "--stage sft --template qwen --shout --quantization_bit=4 --val_size 0.1 --lora_rank 8 --save_steps 100"
-    result = run("good", *words.split())
+    result = run("good", *words.split(), *(f"--{name}=1" for name in NOT_OURS[6:]))
     hints = dict(line.split(" is no option of accel-sft good: ") for line in result.stderr.splitlines())
     assert [*hints] == [f"Error: --{name}" for name in NOT_OURS]
     assert hints["Error: --quantization-bit"] == "it is --load-in-4bit here"
@@ -334,7 +334,8 @@ def test_every_foreign_option_of_a_command_is_named_at_once(run, site):
     assert max(map(len, result.stderr.splitlines())) <= 160
 
 
-NOT_OURS = "stage", "template", "quantization-bit", "val-size", "lora-rank", "save-steps"
+NOT_OURS = "stage", "template", "quantization-bit", "val-size", "lora-rank", "save-steps", "loraplus-lr-ratio"
+NOT_OURS += "train-on-eos", "roles-to-train", "mask-history", "loss-type", "chat-template-path", "enable-thinking"
 
 
 def test_a_switch_with_a_value_says_how_to_write_it(run, site):
