@@ -419,7 +419,7 @@ class Rehearsal:
             gradient_checkpointing=case.gradient_checkpointing,
         ).resolved({})
         self.accelerator, launch = launching.create_accelerator(config, read_launch())
-        source: Any = SimpleNamespace(weights="rehearsal", adapter=None)
+        source: Any = SimpleNamespace(weights=str(folder), adapter=None)
         with mock.patch.object(load, "pretrained", _model(case)):
             model = load.load_model(
                 source, config, precision=self.accelerator.mixed_precision, deepspeed=False, total_steps=case.steps
