@@ -93,7 +93,9 @@ def test_the_command_writes_a_folder_that_is_new(tmp_path):
     arguments = ("export-data", "math", str(tmp_path / "rows"), "--train-examples", "20", "--validation-examples", "3")
     done = accel_sft(*arguments)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{tmp_path}/rows/train.jsonl: 20 rows\n{tmp_path}/rows/validation.jsonl: 3 rows\n"
+    note, *lines = done.stdout.splitlines()
+    assert note == "any two integers with the asked sum are right; the expected answer is one of them"
+    assert lines == [f"{tmp_path}/rows/train.jsonl: 20 rows", f"{tmp_path}/rows/validation.jsonl: 3 rows"]
     first = json.loads((tmp_path / "rows" / "train.jsonl").read_text().splitlines()[0])
     assert [turn["role"] for turn in first["messages"]] == ["system", "user", "assistant"]
     again = accel_sft(*arguments)

@@ -145,6 +145,7 @@ def test_a_flat_schema_of_a_tool_has_no_second_type(schema):
 
 MARKED = "a turn's mark: weight, train or loss"
 REFUSED = {
+    "a label beside raw text": ({"text": "u", "label": 1}, "label", "no label beside raw text; --columns prompt="),
     "loss_mask": (messages(ASK, ANSWER, loss_mask=[0, 1]), "loss_mask", MARKED),
     "completion_mask": ({"prompt": "u", "completion": "a", "completion_mask": [1]}, "completion_mask", MARKED),
     "videos": (messages({**ASK, "content": "<video>"}, ANSWER, videos=["a.mp4"]), "videos", "text and images alone"),
@@ -274,7 +275,6 @@ def test_bad_rows_are_counted_and_strict_rows_refuses_their_file(tmp_path):
 UNREAD = {
     "a second form": (messages(ASK, ANSWER, prompt="x", completion="y"), ("prompt", "completion")),
     "Alpaca's text": ({"instruction": "u", "output": "a", "text": "u a"}, ("text",)),
-    "raw text's label": ({"text": "u", "label": True, "id": None}, ("label",)),
     "a column without a name": ({"": "x", **said(), "prompt": "y"}, ('""', "prompt")),
     "marks that take nothing": (
         said() | {"weight": 1, "mask": "x", "labels": ["x"], "rejected": False},

@@ -42,6 +42,8 @@ _GIVEN = {
 """Variables and arguments of a chat template that the trainer gives."""
 _FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 _SAID = ("content", "tool_calls", "function_call")
+_LABELS = ("label", "labels", "sentiment", "intent")
+"""Columns beside a text which its reader most often wants to learn, as the data sets of classification have them."""
 _SHOWN = 8
 
 
@@ -111,6 +113,11 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     first = column(form[0])
     others = [column(what) for what in ("system", "tools", "images")]
     if form[0] == "text":
+        if "text" not in named and (label := next((name for name in _LABELS if row.get(name) is not None), None)):
+            expected = (
+                f"--columns prompt={first},completion={label} to learn the label, or text={first} to learn the text"
+            )
+            raise RowRefused(label, f"no label beside raw text; {expected}")
         refused = refused_in(row)
         refused.pop("label", None)  # of a text, not of an answer
         remarks.look(row, {first}, refused)
