@@ -72,16 +72,36 @@ def test_a_signal_while_steps_are_traced_writes_the_checkpoint_before_the_trace(
     assert latest.stat().st_mtime_ns < trace.stat().st_mtime_ns  # which the launcher's 30 seconds may be too short for
 
 
+ANSWERING = """
+import os, signal
+from accel_sft.launch.environment import prepare_environment
+
+prepare_environment()
+from accel_sft.__main__ import main
+from accel_sft.training.trainer import Trainer
+
+between_answers = Trainer.between_answers
+
+def told_to_stop(trainer):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+    between_answers(trainer)
+
+Trainer.between_answers = told_to_stop
+main()
+"""
+
+
 def test_a_signal_ends_an_evaluation_before_its_next_answers_but_not_one_that_is_ignored(tmp_path):
     run_dir, few = tmp_path / "run", ("--validation-examples", "60", "--eval-batch-size", "1", "--max-steps", "2")
+    command = [sys.executable, "-c", ANSWERING, *JOB, *few, "--output-dir", str(run_dir)]
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for what a script starts in the background
-    with started(run_dir, None, *few) as process:
+    try:
+        stopped = subprocess.run(command, capture_output=True, text=True)
+    finally:
         signal.signal(signal.SIGINT, before)
-        wait_for(lambda: "answers: the" in (tmp_path / "run.log").read_text())  # those of the untrained model
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait() == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM after step 0, with a checkpoint" in (tmp_path / "run.log").read_text()
+    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
+    assert "stopped by SIGTERM after step 0, with a checkpoint" in stopped.stdout + stopped.stderr
     assert not (run_dir / "metrics.jsonl").exists()
     resumed = accel_sft(*JOB, *few, "--resume", "auto", run_dir=run_dir)
     assert resumed.status == 0, resumed.output
@@ -98,10 +118,10 @@ from accel_sft.__main__ import main
 
 export = checkpoint.export
 
-def told_to_stop(accelerator, model, tokenizer, folder, *more):
+def told_to_stop(accelerator, model, tokenizer, folder, *more, **settings):
     if folder.name == "final":
         os.kill(os.getpid(), signal.SIGTERM)
-    export(accelerator, model, tokenizer, folder, *more)
+    export(accelerator, model, tokenizer, folder, *more, **settings)
 
 checkpoint.export = told_to_stop
 main()
