@@ -29,7 +29,7 @@ LIMIT_SECONDS = 3600.0
 """Time limit of one launch; the first one with ZeRO may wait for DeepSpeed's operators to compile."""
 _POLL_SECONDS = 0.05
 _ON_THE_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-TRAINED = re.compile(r"^[\d,]+ of [\d,]+ parameters are trained$", re.M)
+TRAINED = re.compile(r"^model +[\d,]+ of [\d,]+ parameters are trained\b", re.M)
 """The line that a run prints once its model is loaded."""
 
 
