@@ -31,7 +31,7 @@ from accel_sft.memory.model_config import on_meta_device, read_shape, stored_par
 from accel_sft.memory.shape import GROUPS
 from accel_sft.memory.states import Placed, least_bytes, placed
 from accel_sft.models.adapters import new_adapter
-from accel_sft.models.tiny import TINY_VOCABULARY, build_tiny
+from accel_sft.models.tiny import TINY_SHAPE, TINY_VOCABULARY, build_tiny
 from accel_sft.tools.compare.environment import environment
 from accel_sft.tools.plan import plans, table
 from accel_sft.tools.plan.machine import GIB, PlannedMachine, machine
@@ -521,6 +521,24 @@ def test_an_offload_costs_nothing_on_a_cpu_where_the_host_is_the_device():
     assert seconds["z3_offload"] == seconds["z3"]
     on_gpus = [speed(job_of(QWEN_05B, name), 1024).seconds for name in ("z2", "z2_offload")]
     assert on_gpus[1] > 1.5 * on_gpus[0]
+
+
+TINY = {"model_type": "qwen2", "vocab_size": TINY_VOCABULARY, **TINY_SHAPE}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_short_steps_are_fastest_where_little_is_exchanged(device):
+    seconds = {
+        name: speed(job_of(TINY, name, device=device, tokens=tokens), tokens).seconds
+        for name, tokens in (("ddp", 480), ("z2", 480), ("z3", 480), ("tp", 960))
+    }
+    assert max(seconds["ddp"], seconds["z2"]) < min(seconds["z3"], seconds["tp"])
+
+
+def test_steps_of_fractions_of_a_token_are_one_forward():
+    machine = PlannedMachine(2, 24 * GIB, 64 * GIB)
+    planned = plans.plan("ddp", CONFIGS / "ddp.yaml", job_of(TINY, "ddp", tokens=100), machine, 480.5)
+    assert planned.speed.forwards == 1
 
 
 def test_a_faster_link_makes_what_is_sent_matter_less():

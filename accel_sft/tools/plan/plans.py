@@ -1,6 +1,7 @@
 """Makes a plan for each launch file (whether it fits, with how large a forward, how fast) and recommends one."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def plan(name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: 
 
     def planned(tried: Job) -> Plan:
         over = (found := estimate(tried)).over(*memory)
-        largest = 0 if over else _largest(tried, memory, max(int(step_tokens), tried.tokens))
+        largest = 0 if over else _largest(tried, memory, max(math.ceil(step_tokens), tried.tokens))
         fewer: dict[str, Any] = {"eval_batch_size": tried.eval_rows} if tried.eval_rows < job.eval_rows else {}
         more = (
             {"gradient_checkpointing": True, **fewer}

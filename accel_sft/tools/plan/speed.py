@@ -10,6 +10,7 @@ docs/planning.md compares them with published runs.
 import dataclasses
 import math
 
+from accel_sft.launch.info import Launch
 from accel_sft.memory.flops import Peaks, model_flops, peaks
 from accel_sft.memory.job import Job
 from accel_sft.memory.states import live_parameters
@@ -26,6 +27,8 @@ DISK, NETWORK = 3e9, 3e9
 """Bytes per second to NVMe, and between machines for one GPU."""
 HOST_UPDATES = 5e8
 """Parameters per second that DeepSpeed's CPU Adam updates on one rank."""
+EXCHANGE_SECONDS, CPU_EXCHANGE_SECONDS = 3e-5, 1e-3
+"""Seconds that an exchange between ranks takes however little is sent, by NCCL and by gloo."""
 FORWARD_TOKENS = 1024
 """Number of tokens that take as long to compute as the fixed cost of one forward."""
 HIDDEN_SHARE = 0.5
@@ -62,8 +65,7 @@ def speed(job: Job, step_tokens: float, gpu: str = "", row_tokens: float = 0.0) 
     flops = model_flops(job).total(1, learnt, row_tokens / 2)  # of a token
     if job.gradient_checkpointing:
         flops += model_flops(dataclasses.replace(job, adapter="none")).total(1, 0, row_tokens / 2) / 3
-    if not job.on_cpu:  # halves of narrow products take CPUs as long as whole ones
-        flops /= launch.tensor_ranks
+    split = 1 if job.on_cpu else launch.tensor_ranks  # halves of narrow products take CPUs as long as whole ones
     rate = (getattr(device, job.precision, None) or device.fp32) * 1e12 * REACHED * (COMPILED if job.compile else 1)
     link, host_link = device.link * 1e9, device.host_link * 1e9
     if job.on_cpu:
@@ -76,8 +78,19 @@ def speed(job: Job, step_tokens: float, gpu: str = "", row_tokens: float = 0.0) 
         host = _host_bytes(job, forwards)
     if launch.offload("optimizer") != "none" and not job.on_cpu:
         update = launch.offload_ratio * job.trained / launch.shard_ranks / HOST_UPDATES
-    compute, exposed = flops * (step_tokens + forwards * FORWARD_TOKENS) / rate, sent / link * (1 - HIDDEN_SHARE)
+    compute = flops * (step_tokens / split + forwards * FORWARD_TOKENS) / rate  # a forward's fixed cost is not split
+    waits = _exchanges(launch, job.shape.layers * forwards) * (CPU_EXCHANGE_SECONDS if job.on_cpu else EXCHANGE_SECONDS)
+    exposed = (sent / link + waits) * (1 - HIDDEN_SHARE)
     return Speed(sent, host, compute + exposed + host / (DISK if disk else host_link) + update, forwards)
+
+
+def _exchanges(launch: Launch, layers: int) -> int:
+    """Number of exchanges between ranks in one step, whose forwards go through so many layers."""
+    if launch.world_size == 1:
+        return 0
+    if launch.tensor_ranks > 1:
+        return 4 * layers
+    return 3 * layers if launch.backend == "fsdp" or launch.stage == 3 else 1
 
 
 def _sent_bytes(job: Job, forwards: int) -> float:
