@@ -50,7 +50,7 @@ def merge(
     from accel_sft.io.run_options import names_files
 
     if not (out or gguf["gguf"]):
-        raise UserError("OUT: name the new folder of the merged weights, or a file with --gguf")
+        raise UserError(f"OUT: name a new folder for the merged weights (accel-sft merge {run} merged), or --gguf FILE")
     file = gguf_file.check_target(gguf["gguf"]) if gguf["gguf"] else None
     converter = gguf_file.find_converter(gguf["converter"]) if file else ""
     with terminal.quiet(None, debug) as stream, contextlib.ExitStack() as stack:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import sys
 import tempfile
 import textwrap
@@ -17,6 +18,7 @@ from accel_sft.api.errors import UserError
 
 SECONDS_OF_SILENCE = 5.0
 """Seconds before `waiting` says what is waited for."""
+_COMMAND = re.compile(r"(next:)?\s*(accel-sft|accelerate|tensorboard) ")
 _terminal: TextIO | None = None
 _dispensable = False
 _refused: str | None = None
@@ -166,8 +168,9 @@ def columns() -> int:
 
 
 def wrapped(text: str, indent: int = 4) -> str:
-    """`text` wrapped between words to the terminal's width; unchanged where there is no terminal."""
-    if not terminal().isatty():
+    """`text` wrapped between words to the terminal's width; unchanged where there is no terminal, and if it is a
+    command, which people copy."""
+    if not terminal().isatty() or _COMMAND.match(text):
         return text
     return textwrap.fill(
         text, columns(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False

@@ -216,7 +216,7 @@ def test_merging_into_folder_and_gguf_makes_no_third_folder(adapter, tmp_path):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ((), "OUT: name the new folder of the merged weights, or a file with --gguf"),
+        ((), "OUT: name a new folder for the merged weights (accel-sft merge"),
         (("--gguf", "/no/such/m.gguf"), "--gguf /no/such/m.gguf: its folder is not there; make it first"),
         (("--gguf", "/proc/m.gguf"), "--gguf /proc/m.gguf: its folder cannot be written (No such file or directory)"),
         (("--gguf", "m.gguf"), "llama.cpp's convert_hf_to_gguf.py is not on PATH; it is in the source of llama-cpp"),

@@ -42,13 +42,14 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
         titles.remove("tokens_per_second")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     columns = [key for key in titles if any(cell["median"][key] is not None for cell in cells)]
+    speed = next((key for key in ("tokens_per_second", "median_step_seconds") if key in columns), None)  # of findings
     names = record["varied"] or ["launch"]
     for name in names:
         table.add_column(name.replace("_", " "), overflow="fold")
     for key in columns:
         title = record["main_metric"] if key == "metric_after" else _TITLES[key]
         table.add_column(title, justify="right")
-        if key == "median_step_seconds":
+        if key == speed:
             table.add_column("spread", justify="right")
         if key == "tokens_per_second":
             table.add_column("of best", justify="right")
@@ -62,7 +63,7 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
             continue
         for key in columns:
             row.append(Text(shown(cell["median"][key]) or "-"))
-            if key == "median_step_seconds":
+            if key == speed:
                 row.append(Text(percent(cell["spread"][key])))
             if key == "tokens_per_second":
                 row.append(Text("-" if cell["ratio_to_best"] is None else f"{cell['ratio_to_best']:.2f}"))
