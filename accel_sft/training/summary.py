@@ -147,8 +147,9 @@ def publish(
     told = [f"stopped early: {reason}"] if reason else []
     told += [f"on rank 0 {time_sentence(measured['time_spent'])}"] if "time_spent" in measured else []
     told += [f"disturbed: {'; '.join(disturbed)}"] if disturbed else []
+    told_in_report = "scores and answers" if after else "scores"  # raw text has no answers
     told += [
-        f"{run_dir}: weights in {' and '.join(folders)}{averaged}, scores {'and answers ' if after else ''}in report.md",
+        f"{run_dir}: weights in {' and '.join(folders)}{averaged}, {told_in_report} in report.md",
         *(f"{'' if number else 'next:':<5} {command}" for number, command in enumerate(commands)),
     ]
     if left_out := result["steps_left_out"]:
