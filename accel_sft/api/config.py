@@ -245,8 +245,8 @@ def _problems_of_keeping(keep: str, save_every: str) -> list[str]:
         return [f"--keep-checkpoints {shown(keep)}: expected a number of checkpoints, or every:N for a number of steps"]
     if every and (save_every == "off" or (save_every.isdecimal() and int(save_every) and every % int(save_every))):
         made = "makes no checkpoints" if save_every == "off" else f"makes none at step {every}"
-        mend = f"leave it out, or give a divisor of {every}"
-        return [f"--keep-checkpoints {keep}: --save-every {save_every} {made}; {mend}"]
+        fix = f"leave it out, or give a divisor of {every}"
+        return [f"--keep-checkpoints {keep}: --save-every {save_every} {made}; {fix}"]
     return []
 
 

@@ -102,10 +102,10 @@ def _module(path: Path, source: bytes) -> types.ModuleType:
 def _refuse_relative(where: str, tree: ast.Module) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
-            written, mended = "." * node.level + (node.module or ""), node.module or node.names[0].name
+            written, fixed = "." * node.level + (node.module or ""), node.module or node.names[0].name
             raise UserError(
                 f"{where}:{node.lineno}: `from {written} import` needs a package, and a file is none; "
-                f"`import {mended}` finds modules beside the file"
+                f"`import {fixed}` finds modules beside the file"
             )
 
 

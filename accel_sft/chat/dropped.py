@@ -35,12 +35,12 @@ def check_all_kept(tokenizer: Any, where: str, chat: Conversation, text: Rendere
         TextDropped: a turn's text is dropped.
     """
     thinking, answer = divided(chat)
-    mendable = not keeps_thinking and thinking is not None
-    if text.apart and not mendable:
+    fixable = not keeps_thinking and thinking is not None
+    if text.apart and not fixable:
         raise _not_a_prefix(tokenizer, where, text)
     wanted = [thinking or "", answer] if keeps_thinking or "reasoning_content" in chat.answer else [chat.target]
     if text.apart or text.form.drops_answer or not all(holds(text.prompt, text.rest, each) for each in wanted):
-        raise _refusal(where, text, chat.target, thinks=mendable)
+        raise _refusal(where, text, chat.target, thinks=fixable)
     if name := lost(chat.calls, text.rest):
         raise _refusal(where, text, f"the call of a tool, with {name}", thinks=False)
     missing = _missing(chat.turns, text.prompt) if text.prompt else None  # rows without any prompt are left out
@@ -70,9 +70,9 @@ def holds(prompt: str, rest: str, target: str) -> bool:
 def _refusal(where: str, text: Rendered, target: str, *, thinks: bool) -> AnswerDropped:
     """The error for a template that drops or cuts an answer; `thinks`: whether to advise --thinking keep."""
     made, answer = one_line(text.whole[common_length([text.prompt, text.whole]) :]), one_line(target)
-    mend = "learn the thinking with --thinking keep, or " if thinks else ""
+    fix = "learn the thinking with --thinking keep, or " if thinks else ""
     return AnswerDropped(
-        f'{where}: the answer would not be trained on: the chat template makes "{made}" of "{answer}"; {mend}give the '
+        f'{where}: the answer would not be trained on: the chat template makes "{made}" of "{answer}"; {fix}give the '
         "tokenizer a chat_template that writes an assistant's content whole, or use another model, or change the "
         "task's target()"
     )

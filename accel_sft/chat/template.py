@@ -104,7 +104,7 @@ class ChatTemplate:
 
     def _written(self, chats: Sequence[Turns], given: dict[str, Any], split: str, prompt: bool) -> list[str]:
         roles = "/".join(turn["role"] for turn in chats[0])
-        mend = "change the task's messages() or the model"
+        fix = "change the task's messages() or the model"
         try:
             with _limited():
                 found: list[str] = self._control.tokenizer.apply_chat_template(
@@ -114,7 +114,7 @@ class ChatTemplate:
         except _NoEnd:
             raise UserError(
                 f"{split}: the model's chat template computed for {SECONDS} seconds on {len(chats)} conversations "
-                f"(roles {roles}) and came to no end; {mend}"
+                f"(roles {roles}) and came to no end; {fix}"
             ) from None
         except Exception as error:  # a template is the model's own program, and may raise anything
             told, cause = "rejects", str(error)
@@ -122,7 +122,7 @@ class ChatTemplate:
                 told, cause = "fails on", f"{type(error).__name__}: {error}"
             raise Rejected(
                 f"{split}: the model's chat template {told} these messages (roles {roles}): "
-                f"{one_line(cause, LONGEST_ERROR)}; {mend}"
+                f"{one_line(cause, LONGEST_ERROR)}; {fix}"
             ) from error
         return [text.replace(_ESCAPED_GUARD, GUARD) for text in found] if self._control.as_text else found
 

@@ -27,11 +27,11 @@ def check_disk(
         size, free = checkpoint_bytes(model, averaged=averaged), shutil.disk_usage(run_dir.path).free
         if free < size * checkpoints + (spare := min(size // 3, MOST_SPARE_BYTES)):
             what = "a checkpoint takes" if checkpoints == 1 else f"{checkpoints} checkpoints that are kept take"
-            mend = "or --save-every off" if checkpoints == 1 else "or keep fewer with --keep-checkpoints"
+            fix = "or --save-every off" if checkpoints == 1 else "or keep fewer with --keep-checkpoints"
             raise UserError(
                 f"{run_dir}: {what} {_shown(size * checkpoints)} and the files beside it {_shown(spare)}, and "
                 f"{_shown(free)} of the disk are free; free space (then go on with --resume auto), name another "
-                f"--output-dir, {mend}"
+                f"--output-dir, {fix}"
             )
 
     decided_by_main(accelerator, check)  # other machines may not see the folder yet

@@ -216,7 +216,7 @@ TOOLS = {
         placeholders=True,
     ),
     "check": TaskTool(
-        summary="Audit a task's data before training: what is wrong, at which line, and how to mend it.",
+        summary="Audit a task's data before training: what is wrong, at which line, and how to fix it.",
         does="Audits this task's data as training would read it; no weights are loaded. Training's other options are "
         "accepted too: put `check` before the task of any training command.",
         run=_check,
@@ -226,7 +226,7 @@ TOOLS = {
         reads_rows=False,  # its report lists missing rows too
     ),
     "rehearse": TaskTool(
-        summary="Go through a whole run on a shrunk model before it is paid for: what would fail, when, and the mend.",
+        summary="Go through a whole run on a shrunk model before it is paid for: what would fail, when, and the fix.",
         does="Goes through this task's whole run in minutes, on CPUs: the real options, data, tokenizer, template and "
         "launch file, with a random model of the same family that has every kind of its layers. Training's other "
         "options are accepted too: put `rehearse` before the task of any training command, and name its launch file "

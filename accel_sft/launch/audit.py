@@ -118,12 +118,12 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
     # of a file's ranks, those beyond the machine's devices have ended (`fitted`)
     most = launch.world_size if "num_processes" in launch.arguments or launch.world_size != devices else int(asked or 0)
     if asked and not launch.world_size <= int(asked) <= most:
-        mend = "set distributed_type to MULTI_GPU (data parallel, also on CPUs) or DEEPSPEED to start several processes"
+        fix = "set distributed_type to MULTI_GPU (data parallel, also on CPUs) or DEEPSPEED to start several processes"
         if launch.machines > 1 or str(launch.arguments.get("num_machines", "1")) != "1":
-            mend = "make --num_processes (all machines together) a multiple of --num_machines"
+            fix = "make --num_processes (all machines together) a multiple of --num_machines"
         kind = launch.yaml.get("distributed_type")
         why = f" (distributed_type {one_line(str(kind))})" if kind else ""
-        yield error(f"{where}: {asked} processes asked for, {launch.world_size} started{why}", mend)
+        yield error(f"{where}: {asked} processes asked for, {launch.world_size} started{why}", fix)
     if devices:
         yield from audit_devices(launch, devices, where)
     if launch.backend == "fsdp" and not devices:
@@ -138,8 +138,8 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
     hidden = launch.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or dropped or launch.yaml.get("use_cpu")
     if not devices and not hidden and NVIDIA.exists():
         what = f"torch {importlib.metadata.version('torch')} sees none of this machine's NVIDIA GPUs"
-        mend = "update the driver (see nvidia-smi), or get torch for this driver: bash setup.sh in the checkout"
-        yield error(what, f'{mend}; to train on the CPU, set CUDA_VISIBLE_DEVICES=""')
+        fix = "update the driver (see nvidia-smi), or get torch for this driver: bash setup.sh in the checkout"
+        yield error(what, f'{fix}; to train on the CPU, set CUDA_VISIBLE_DEVICES=""')
     if launch.yaml.get("use_cpu") and devices:
         what = f"{where}: use_cpu: true is ignored, {devices} GPUs will be used"
         yield warning(what, 'set CUDA_VISIBLE_DEVICES="" to train on the CPU')
@@ -177,8 +177,8 @@ def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
 def _optimizer(config: TrainConfig) -> Iterator[Finding]:
     if config.optimizer == "muon" and config.adapter == "none" and (config.model != "tiny" or config.init_from):
         what = "--optimizer muon trains all weights of a model pretrained with Adam worse than AdamW does"
-        mend = "--optimizer adamw; or --adapter lora, with which Muon does as well as AdamW"
-        yield warning(f"{what} (arXiv 2605.10468)", mend)
+        fix = "--optimizer adamw; or --adapter lora, with which Muon does as well as AdamW"
+        yield warning(f"{what} (arXiv 2605.10468)", fix)
 
 
 def _adapter(config: TrainConfig) -> Iterator[Finding]:
@@ -194,8 +194,8 @@ def _ignored(launch: Launch, max_grad_norm: float, where: str) -> Iterator[Findi
     steps = launch.json.get("gradient_accumulation_steps")
     steps = steps or given.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if str(steps) not in ("auto", "1"):
-        mend = "remove it; --global-batch-size decides the rows of a step"
-        yield warning(f"{where}: gradient_accumulation_steps {one_line(str(steps))} is not used", mend)
+        fix = "remove it; --global-batch-size decides the rows of a step"
+        yield warning(f"{where}: gradient_accumulation_steps {one_line(str(steps))} is not used", fix)
     clip = launch.json.get("gradient_clipping")
     clip = given.get("ACCELERATE_GRADIENT_CLIPPING", "auto") if clip is None else clip
     try:
@@ -208,8 +208,8 @@ def _ignored(launch: Launch, max_grad_norm: float, where: str) -> Iterator[Findi
         yield warning(what, f"remove it, or set --max-grad-norm {clip}")
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         if launch.json.get(key, "auto") != "auto":
-            mend = "remove it; --global-batch-size and --micro-batch-size decide"
-            yield warning(f"{where}: {key} is not used", mend)
+            fix = "remove it; --global-batch-size and --micro-batch-size decide"
+            yield warning(f"{where}: {key} is not used", fix)
     for key, flags in (("optimizer", "--learning-rate, --weight-decay"), ("scheduler", "--lr-scheduler")):
         if key in launch.json:
             yield error(f"{where}: {key} must not be set, because the trainer creates it", f"use {flags}")

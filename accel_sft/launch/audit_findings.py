@@ -12,10 +12,10 @@ class Finding:
 
     level: str
     what: str
-    mend: str
+    fix: str
 
     def __str__(self) -> str:
-        text = f"{self.what}: {self.mend}"
+        text = f"{self.what}: {self.fix}"
         return one_line(text, len(text))  # a key of a file may hold a line break
 
 

@@ -67,24 +67,22 @@ def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
     here = f"DeepSpeed compiles {', '.join(needed)} here, and"
     compiler = os.environ.get("CXX", "c++")
     if not shutil.which(compiler):
-        mend = "install g++ (apt-get install g++), or use accelerate_configs/ddp.yaml"
-        yield error(f"{here} there is no C++ compiler ({compiler})", mend)
+        fix = "install g++ (apt-get install g++), or use accelerate_configs/ddp.yaml"
+        yield error(f"{here} there is no C++ compiler ({compiler})", fix)
     elif (major := _gcc_major(compiler)) < 9:
         yield error(f"{here} {compiler} is GCC {major}", "GCC 9 or newer is needed; name it in CXX")
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        mend = "install python3-dev for this Python (apt-get install python3-dev)"
-        yield error(f"{here} Python's headers are missing", mend)
+        fix = "install python3-dev for this Python (apt-get install python3-dev)"
+        yield error(f"{here} Python's headers are missing", fix)
     if not shutil.which("ninja"):
         yield error(f"{here} ninja is missing", "pip install ninja")
     if "async_io" in needed and not _has_libaio():
-        mend = "apt-get install libaio-dev, or use accelerate_configs/z3_offload.yaml"
-        yield error("NVMe offload needs libaio with its header, which is missing", mend)
+        fix = "apt-get install libaio-dev, or use accelerate_configs/z3_offload.yaml"
+        yield error("NVMe offload needs libaio with its header, which is missing", fix)
     # only for async_io: DeepSpeed compiles cpu_adam without CUDA, even on a machine with GPUs
     if devices and "async_io" in needed and not _has_nvcc():
-        mend = (
-            "install the CUDA toolkit of torch's version and set CUDA_HOME, or use accelerate_configs/z3_offload.yaml"
-        )
-        yield error("NVMe offload is compiled against CUDA, and nvcc is missing", mend)
+        fix = "install the CUDA toolkit of torch's version and set CUDA_HOME, or use accelerate_configs/z3_offload.yaml"
+        yield error("NVMe offload is compiled against CUDA, and nvcc is missing", fix)
 
 
 def audit_compilation(launch: Launch) -> Iterator[Finding]:
@@ -111,8 +109,8 @@ def audit_locks(name: str) -> Iterator[Finding]:
         lock.unlink(missing_ok=True)
         yield note(f"{lock}: a compilation of {name} was killed and left it behind", "it is removed")
     if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # a younger one may be another rank's of this launch
-        mend = "delete the file if no other launch is running"
-        yield warning(f"{lock}: another process compiles {name}; this run will wait for it", mend)
+        fix = "delete the file if no other launch is running"
+        yield warning(f"{lock}: another process compiles {name}; this run will wait for it", fix)
 
 
 def compiling(launch: Launch) -> contextlib.AbstractContextManager[None]:

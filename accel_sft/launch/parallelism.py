@@ -98,8 +98,8 @@ def audit_devices(launch: Launch, devices: int, where: str) -> Iterator[Finding]
     if ranks > devices:
         instead = "ddp" if launch.tensor_ranks > 1 else "z3" if launch.sequence_ranks > 1 else "fsdp2"
         fits = f"accelerate_configs/{instead}.yaml runs on {gpus}"
-        mend = fits if launch.parallelism else f"--num_processes {devices * launch.machines}"
-        yield error(f"{ranks} processes on this machine, {gpus}", mend)
+        fix = fits if launch.parallelism else f"--num_processes {devices * launch.machines}"
+        yield error(f"{ranks} processes on this machine, {gpus}", fix)
     elif "num_processes" in launch.yaml and "num_processes" not in launch.arguments and launch.machines == 1:
         group = max(launch.parallelism.get(name, 1) for name in ("dp_replicate", "sp")) if launch.parallelism else 1
         if ranks < (most := devices - devices % group):
@@ -118,8 +118,8 @@ def _fsdp(launch: Launch, where: str) -> Iterator[Finding]:
     if copies > 1 and (launch.world_size % copies or launch.shard_ranks < 2):
         count = f"a multiple of {copies} processes, {2 * copies} or more"
         what = f"{where}: {copies} sharded copies of the model need {count}, not {launch.world_size}"
-        mend = f"--num_processes {2 * copies}, or another multiple of {copies}"
-        yield error(what, f"{mend}; accelerate_configs/fsdp2.yaml has one copy")
+        fix = f"--num_processes {2 * copies}, or another multiple of {copies}"
+        yield error(what, f"{fix}; accelerate_configs/fsdp2.yaml has one copy")
     elif shard not in (1, launch.shard_ranks):
         what = f"{where}: parallelism_config_dp_shard_size {shard}, where {processes} make it {launch.shard_ranks}"
         yield error(what, "remove it: it follows from --num_processes")
@@ -130,8 +130,8 @@ def _tensor(launch: Launch, where: str) -> Iterator[Finding]:
     size = f"{where}: parallelism_config_tp_size {ranks}"
     if launch.backend in ("deepspeed", "fsdp"):
         name = {"deepspeed": f"ZeRO stage {launch.stage}", "fsdp": "FSDP"}[launch.backend]
-        mend = "accelerate_configs/tp.yaml has it alone; z3.yaml and fsdp2.yaml share out every weight without it"
-        yield error(f"{size}: tensor parallelism beside {name} is not supported", mend)
+        fix = "accelerate_configs/tp.yaml has it alone; z3.yaml and fsdp2.yaml share out every weight without it"
+        yield error(f"{size}: tensor parallelism beside {name} is not supported", fix)
     elif any(sizes[name] > 1 for name in ("dp_replicate", "dp_shard", "sp")) or ranks != launch.world_size:
         processes = f"{launch.world_size} process{'es' * (launch.world_size > 1)}"
         what = f"{size}, and {processes}: tensor parallelism beside data parallelism is not supported"

@@ -73,8 +73,8 @@ class Anomalies:
         self._in_a_row += 1
         anew = "start a new run with a lower --learning-rate"
         if self.on_nonfinite == "stop":
-            mend = f"look at these examples, and continue with --resume auto --on-nonfinite skip; or {anew}"
-            raise UserError(f"{message} (all in {self.file}); {mend}")
+            fix = f"look at these examples, and continue with --resume auto --on-nonfinite skip; or {anew}"
+            raise UserError(f"{message} (all in {self.file}); {fix}")
         if self._in_a_row >= MOST_IN_A_ROW:
             cause = "the weights may be at fault rather than an example"
             raise UserError(f"{message}; that was the {MOST_IN_A_ROW}th in a row (all in {self.file}): {cause}; {anew}")

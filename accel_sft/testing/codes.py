@@ -1,4 +1,4 @@
-"""Codes of the conformance kit's findings, and how to mend each. docs/writing-a-task.md lists them."""
+"""Codes of the conformance kit's findings, and how to fix each. docs/writing-a-task.md lists them."""
 
 CODES = {
     "T101": ("the class breaks the contract of tasks", "give it the methods and options that are named here"),
@@ -16,10 +16,10 @@ CODES = {
     "T404": ("what is no answer scores as well as the right one", "score what is not the answer lower"),
     "T405": ("scores cannot be written as JSON", "give numbers, texts, lists and dicts of them; NaN is none"),
 }
-"""Code -> what is wrong, and how to mend it. A code never changes its meaning."""
+"""Code -> what is wrong, and how to fix it. A code never changes its meaning."""
 
 
 def finding(code: str, detail: str) -> str:
-    """A finding as a failed test shows it: code, meaning, what was seen, and the mend."""
-    what, mend = CODES[code]
-    return f"{code} {what}: {detail}; {mend}"
+    """A finding as a failed test shows it: code, meaning, what was seen, and the fix."""
+    what, fix = CODES[code]
+    return f"{code} {what}: {detail}; {fix}"

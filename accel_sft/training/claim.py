@@ -130,8 +130,8 @@ def _check_shared(accelerator: Accelerator, run_dir: RunDir) -> None:
         until = time.monotonic() + _SHARED_SECONDS
         while not token.exists():
             if time.monotonic() > until:
-                host, mend = socket.gethostname(), "name a folder on a file system that all machines share"
-                raise UserError(f"--output-dir {run_dir}: {host} does not see what rank 0 wrote there; {mend}")
+                host, fix = socket.gethostname(), "name a folder on a file system that all machines share"
+                raise UserError(f"--output-dir {run_dir}: {host} does not see what rank 0 wrote there; {fix}")
             time.sleep(0.2)
 
     token = decided_by_main(accelerator, written)

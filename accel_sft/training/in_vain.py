@@ -50,10 +50,10 @@ class InVain:
         self.found = alike(vain)
         if vain:
             adapter = hasattr(unwrapped, "peft_config")
-            mend = "name other layers in --lora-target-modules" if adapter else "leave them out with --train-only"
+            fix = "name other layers in --lora-target-modules" if adapter else "leave them out with --train-only"
             self._log(
                 f"warning: weights without a gradient: in {self._updates} steps none has reached {len(vain)} of "
-                f"{len(names)} trained weights ({', '.join(self.found)}): the loss does not depend on them; {mend}"
+                f"{len(names)} trained weights ({', '.join(self.found)}): the loss does not depend on them; {fix}"
             )
         if idle:
             self._log(

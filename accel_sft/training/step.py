@@ -190,12 +190,12 @@ class TrainStep:
         if not rows:
             return UserError(f"step {step}: out of device memory; choose a higher ZeRO stage or --adapter lora")
         oom = self._about(rows)
-        mend = "add --gradient-checkpointing, or choose a higher ZeRO stage or --adapter lora"
+        fix = "add --gradient-checkpointing, or choose a higher ZeRO stage or --adapter lora"
         if len(rows) > 1:
             most = min(oom.tokens // 2, _most_tokens(self.run_dir) or oom.tokens)
             write_atomically(self.run_dir.most_tokens, json.dumps({"tokens": most}) + "\n")
-            mend = f"go on with --resume auto --output-dir {self.run_dir}: it keeps to {most:,} tokens a forward"
-        return UserError(f"step {step}: {oom}; {mend}")
+            fix = f"go on with --resume auto --output-dir {self.run_dir}: it keeps to {most:,} tokens a forward"
+        return UserError(f"step {step}: {oom}; {fix}")
 
 
 @exchange()

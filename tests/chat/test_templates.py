@@ -115,7 +115,7 @@ def learnt(tokenizer, examples):
     return [example.input_ids[example.prompt_length :] for example in encoded(tokenizer, examples)]
 
 
-def test_a_template_that_ends_no_prompt_in_the_header_of_answers_is_warned_of_with_what_mends_it(tokenizer):
+def test_a_template_that_ends_no_prompt_in_the_header_of_answers_is_warned_of_with_what_fixes_it(tokenizer):
     own = copy.deepcopy(tokenizer)
 
     def warnings(template):

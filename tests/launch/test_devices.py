@@ -110,7 +110,7 @@ def test_ranks_fitted_to_devices(file, flags, devices, ranks):
 )
 def test_file_that_cannot_be_fitted_names_another(file, flags, devices, fix):
     errors = [found for found in audit(TrainConfig(), read(file, *flags), devices) if found.level == "error"]
-    assert fix in [found.mend for found in errors]
+    assert fix in [found.fix for found in errors]
 
 
 @pytest.mark.parametrize(

@@ -657,8 +657,8 @@ def test_missing_tools_are_named(tmp_path, monkeypatch):
     monkeypatch.delenv("LDFLAGS", raising=False)
     found = audit(TrainConfig(), launch, devices=0)
     errors = "\n".join(lines(found, "error"))
-    for mend in ("install g++", "python3-dev", "pip install ninja", "libaio-dev"):
-        assert mend in errors
+    for fix in ("install g++", "python3-dev", "pip install ninja", "libaio-dev"):
+        assert fix in errors
     (line,) = lines(deepspeed_ops.audit_compilation(launch), "note")
     assert line.startswith("DeepSpeed compiles on first use, once per machine, cpu_adam (")
     assert line.index("1-4 minutes") < line.index("async_io")

@@ -158,7 +158,7 @@ def test_naming_bf16_on_a_cpu_that_emulates_it_is_warned_of(tmp_path, monkeypatc
     launch = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "bf16"}, arrived="bf16")
     monkeypatch.setattr("accel_sft.launch.audit.cpu_flags", list)
     (found,) = [each for each in audit(TrainConfig(), launch, 0) if "bf16" in each.what]
-    assert (found.level, "--mixed_precision no" in found.mend) == ("warning", True)
+    assert (found.level, "--mixed_precision no" in found.fix) == ("warning", True)
     monkeypatch.setattr("accel_sft.launch.audit.cpu_flags", lambda: ["bf16"])
     assert not [each for each in audit(TrainConfig(), launch, 0) if "bf16" in each.what]
 

@@ -212,7 +212,7 @@ BLEMISHES = {
 }
 
 
-def test_blemishes_are_mended_and_told(rows):
+def test_blemishes_are_fixed_and_named(rows):
     found, notes = rows(*(messages(*turns) for turns, *_ in BLEMISHES.values()))
     wanted = [note for *_, note in BLEMISHES.values() if note]
     for line, (name, (_, prompt, answer, note)) in enumerate(BLEMISHES.items(), 1):

@@ -185,7 +185,7 @@ def test_examples_are_marked_without_colour_and_special_tokens_are_seen(site, mo
     run = check(site, *files, "--show", "1", model=model)
     assert "\x1b" not in run.output
     assert "    <s>What is 0 and 0?⏎\n    A: ⟦0</s>⟧\n" in run.output
-    assert run.output.splitlines()[-1] == "planted: nothing was found that needs mending"
+    assert run.output.splitlines()[-1] == "planted: nothing was found that needs fixing"
 
 
 def test_with_colour_there_are_no_marks_and_with_no_color_there_are(site, model, tmp_path):

@@ -124,7 +124,7 @@ def test_a_check_that_fails_is_a_finding_itself():
     (missing,) = Check("Machine", "any", misses_a_library).run(machine())
     assert missing.what.startswith("not checked: no_such_library is missing")
     (mistaken,) = Check("Machine", "any", names_a_mistake).run(machine())
-    assert (mistaken.what, mistaken.mend) == ("RANK is 'a'; unset it; or start one process", "")
+    assert (mistaken.what, mistaken.fix) == ("RANK is 'a'; unset it; or start one process", "")
 
 
 def test_the_worst_of_the_findings_is_that_of_the_report():
@@ -237,7 +237,7 @@ def test_few_open_files_are_a_warning():
         (found,) = host.open_files(machine())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert (found.level, found.mend.split(" ", 2)[:2]) == ("warning", ["ulimit", "-n"])
+    assert (found.level, found.fix.split(" ", 2)[:2]) == ("warning", ["ulimit", "-n"])
     assert levels(host.open_files(machine())) == ["ok"]
 
 
@@ -295,7 +295,7 @@ def test_a_folder_that_cannot_be_written_is_a_problem_where_it_is_needed(tmp_pat
     (tmp_path / "file").touch()
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "file" / "cache"))
     found = list(folders.disk(machine(runs=tmp_path / "file" / "runs")))
-    told = {finding.what.split(":")[0]: (finding.level, finding.mend) for finding in found}
+    told = {finding.what.split(":")[0]: (finding.level, finding.fix) for finding in found}
     assert told["runs"] == ("problem", "make it writable or free space, or name another with --output-dir")
     assert told["token cache"][0] == "warning"  # a run does without it
     assert not (tmp_path / "runs").exists()
@@ -338,7 +338,7 @@ def test_versions_are_held_against_the_package_s_own_bounds(tmp_path, monkeypatc
     newer, older, missing, rest = packages.versions(machine())
     assert newer.level == "warning"
     assert "is newer than what accel_sft was tested with (<1)" in newer.what
-    assert (older.level, older.mend) == ("problem", 'pip install "psutil>=999"')
+    assert (older.level, older.fix) == ("problem", 'pip install "psutil>=999"')
     assert (missing.level, missing.what) == ("problem", "no-such-package is not installed")
     assert rest.what.startswith("1 libraries within the bounds")
 
@@ -467,7 +467,7 @@ def test_a_gpu_that_cannot_compute_stops_every_launch_file(programs):
 
 
 @pytest.mark.parametrize(
-    ("script", "what", "mend"),
+    ("script", "what", "fix"),
     [
         (
             "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
@@ -478,12 +478,12 @@ def test_a_gpu_that_cannot_compute_stops_every_launch_file(programs):
         ("sleep 600", "nvidia-smi gave no answer within 1 s", "install the NVIDIA driver"),
     ],
 )
-def test_a_driver_that_does_not_answer_is_a_problem(programs, monkeypatch, script, what, mend):
+def test_a_driver_that_does_not_answer_is_a_problem(programs, monkeypatch, script, what, fix):
     program(programs, "nvidia-smi", script)
     monkeypatch.setattr(driver, "SECONDS", 1.0)
     found = next(devices.gpus(machine()))
     assert (found.level, found.what) == ("problem", what)
-    assert found.mend.startswith(mend)
+    assert found.fix.startswith(fix)
 
 
 NO_GPU = {"device_count": 0, "device_names": []}
@@ -513,7 +513,7 @@ WELL |= {"slow_celsius": 90, "watts": 700, "usual_watts": 700, "link": 31.5, "fu
 
 
 @pytest.mark.parametrize(
-    ("ill", "what", "mend"),
+    ("ill", "what", "fix"),
     [
         ({"mhz": 1200, "reasons": 0x4}, "GPU 1 computes at 1,200 of 1,980 MHz: power cap", "nvidia-smi -pl"),
         ({"mhz": 900, "reasons": 0x60, "celsius": 91}, "GPU 1 computes at 900 of 1,980 MHz: heat", "look at its fans"),
@@ -531,7 +531,7 @@ WELL |= {"slow_celsius": 90, "watts": 700, "usual_watts": 700, "link": 31.5, "fu
         ({"from pinned": 6.1}, "GPU 1 copies 6.1 GB/s of 32 that its link could carry", "look for other work"),
     ],
 )
-def test_a_gpu_that_is_not_itself_is_told_with_the_mend(ill, what, mend):
+def test_a_gpu_that_is_not_itself_is_told_with_the_fix(ill, what, fix):
     well = COPIES | WELL
     (first,) = condition.gpus(machine(**GPUS, gpus={"0": well}))
     assert (first.level, first.what) == (
@@ -541,7 +541,7 @@ def test_a_gpu_that_is_not_itself_is_told_with_the_mend(ill, what, mend):
     )
     told = list(condition.gpus(machine(**GPUS, gpus={"0": well, "1": well | ill})))
     assert (told[0], levels(told)) == (first, ["ok", "ok", "warning"])
-    assert (told[2].what, told[2].mend.startswith(mend)) == (what, True)
+    assert (told[2].what, told[2].fix.startswith(fix)) == (what, True)
 
 
 def test_without_nvml_nothing_is_told_of_gpus_but_their_copies():
@@ -610,7 +610,7 @@ def state(**other):
 def test_an_operator_that_cannot_be_loaded_is_a_problem_for_those_that_need_it():
     ill = machine(operators={**machine().torch.operators, "cpu_adam": state(failure="ImportError: undefined symbol")})
     found = [finding for finding in operators.operators(ill) if finding.level == "problem"]
-    assert [finding.mend for finding in found] == ["rm -r /ext/cpu_adam, then accel-sft doctor --build"]
+    assert [finding.fix for finding in found] == ["rm -r /ext/cpu_adam, then accel-sft doctor --build"]
     assert (
         "cpu_adam (for z2_offload, z3_nvme, z3_offload, z3_twin_flow) is compiled, and cannot be loaded"
         in found[0].what
@@ -623,7 +623,7 @@ def test_an_operator_not_compiled_yet_is_told_with_what_compiles_it(monkeypatch)
     new = machine(operators=dict.fromkeys(operators.OPERATORS, state(compiled=False)))
     monkeypatch.delenv("CXX", raising=False)
     found = next(operators.operators(new))
-    assert (found.level, found.mend[:26]) == ("ok", "accel-sft doctor --build d")
+    assert (found.level, found.fix[:26]) == ("ok", "accel-sft doctor --build d")
     row = launch_table.row(new, FOLDER / "z2_offload.yaml")
     assert (row.works, row.why) == (True, "the first launch compiles cpu_adam")
 
@@ -634,7 +634,7 @@ def test_a_compiler_that_is_too_old_stops_offload_and_nothing_else(programs, mon
     poor = machine(operators=dict.fromkeys(operators.OPERATORS, state(compiled=False)))
     found = [*operators.operators(poor)]
     assert set(levels(found)) == {"warning"}
-    assert found[0].mend == "GCC 9 or newer is needed; name it in CXX"
+    assert found[0].fix == "GCC 9 or newer is needed; name it in CXX"
     assert next(operators.compiler(poor)).what.startswith("g++ 8.5.0, ninja ")
     table = {row.file: row for row in map(rows_of(poor), SHIPPED)}
     offloading = {"z2_offload", "z3_offload", "z3_nvme", "z3_twin_flow"}
@@ -728,9 +728,9 @@ def test_on_gpus_each_file_starts_a_process_for_each(gpus, flags):
     table = {row.file: row for row in map(rows_of(machine(device_count=gpus)), SHIPPED)}
     assert table["fsdp2"] == LaunchRow("fsdp2", True, flags)
     assert table["hsdp"].works is (gpus == 8)
-    assert gpus == 8 or table["hsdp"].mend.startswith("accelerate_configs/fsdp2.yaml runs on")
+    assert gpus == 8 or table["hsdp"].fix.startswith("accelerate_configs/fsdp2.yaml runs on")
     assert table["tp"].works is (gpus > 1)
-    assert gpus > 1 or table["tp"].mend == "accelerate_configs/ddp.yaml runs on 1 GPU"
+    assert gpus > 1 or table["tp"].fix == "accelerate_configs/ddp.yaml runs on 1 GPU"
     wanted = f"--num_processes {2 * gpus}" if gpus > 1 else ""
     assert table["multinode_z3"] == LaunchRow("multinode_z3", True, wanted, "needs 2 machines like this one")
 
@@ -779,7 +779,7 @@ def test_the_report_of_this_machine(tmp_path):
     assert found["exchange"][0][1].startswith("2 ranks added up numbers by gloo (")
     table = {row["file"]: row for row in report["launch_files"]}
     assert len(table) == len(SHIPPED)
-    assert table["ddp"] == {"file": "ddp", "works": True, "flags": "", "why": "", "mend": ""}
+    assert table["ddp"] == {"file": "ddp", "works": True, "flags": "", "why": "", "fix": ""}
     assert (table["z2"]["works"], table["z2"]["why"]) == (True, "")
     assert (table["fsdp2"]["works"], table["z2_offload"]["why"]) == (False, "cpu_adam cannot be loaded")
     assert not (tmp_path / "runs").exists()

@@ -39,7 +39,7 @@ class Report:
     def verdict(self) -> str:
         """How many errors, warnings and notes there are, in words."""
         if not self.findings:
-            return "nothing was found that needs mending"
+            return "nothing was found that needs fixing"
         counts = [(grade, self.count(grade)) for grade in ("error", "warning", "note")]
         return ", ".join(f"{count} {grade}{'s' * (count != 1)}" for grade, count in counts if count)
 

@@ -1,4 +1,4 @@
-"""The codes of an audit's findings: how grave each is, what it means and how to mend it. docs/check.md lists them.
+"""The codes of an audit's findings: how grave each is, what it means and how to fix it. docs/check.md lists them.
 
 `error`: training refuses the data, or would learn or measure something wrong. `warning`: training leaves the row out,
 or the row is most likely a mistake. `note`: worth knowing. The meaning of a code never changes.
@@ -17,27 +17,27 @@ class Code:
     Attributes:
         grade: one of `GRADES`.
         what: what is wrong, worded to follow "3 rows: ".
-        mend: what the user can do about it.
+        fix: what the user can do about it.
     """
 
     grade: str
     what: str
-    mend: str
+    fix: str
 
 
 CODES = {
-    "D101": Code("error", "not JSON, and training refuses the file", "mend these lines, or take them out"),
+    "D101": Code("error", "not JSON, and training refuses the file", "fix these lines, or take them out"),
     "D102": Code(
         "error",
         "the task's reader refuses the row, and training refuses the file",
         "give the field what is expected there, or take the row out",
     ),
-    "D103": Code("error", "the examples cannot be read", "mend what is said here; the split could not be checked"),
+    "D103": Code("error", "the examples cannot be read", "fix what is said here; the split could not be checked"),
     "D104": Code(
-        "warning", "the task's reader leaves the row out", "mend the row, or take it out; training goes on without it"
+        "warning", "the task's reader leaves the row out", "fix the row, or take it out; training goes on without it"
     ),
     "D201": Code(
-        "error", "messages() or target() fails, or gives what is no conversation", "mend the row, or the task's method"
+        "error", "messages() or target() fails, or gives what is no conversation", "fix the row, or the task's method"
     ),
     "D202": Code(
         "error",
@@ -54,7 +54,7 @@ CODES = {
         "the chat template drops or changes the answer",
         "--thinking keep if it is thinking; else change target(), or give the tokenizer another chat template",
     ),
-    "D205": Code("error", "training refuses these examples", "mend what is said here"),
+    "D205": Code("error", "training refuses these examples", "fix what is said here"),
     "D206": Code("warning", "the answer is empty, and the row is left out", "write the answer, or take the row out"),
     "D207": Code(
         "warning", "no turn but the system's has text", "write the question; a model learns to answer nothing from it"
@@ -132,7 +132,7 @@ CODES = {
         "the tokenizer has no token for some of the text",
         "replace these characters, or choose a model that knows them",
     ),
-    "D307": Code("error", "no example is left to use", "mend what is listed for this split"),
+    "D307": Code("error", "no example is left to use", "fix what is listed for this split"),
     "D308": Code("error", "the collator supervises other tokens than the answer's", "report this as a defect"),
     "D309": Code(
         "warning",
@@ -173,9 +173,9 @@ CODES = {
     "D501": Code(
         "error",
         "the answer itself is not scored as perfect",
-        "mend the answer, or the task's score(): no model can do better than this",
+        "fix the answer, or the task's score(): no model can do better than this",
     ),
-    "D502": Code("error", "score() fails on the answer itself", "mend the row, or the task's score()"),
+    "D502": Code("error", "score() fails on the answer itself", "fix the row, or the task's score()"),
     "D601": Code(
         "error",
         "the model has no embedding for a token of its tokenizer",

@@ -80,7 +80,7 @@ class DataFinding:
             }
             for row in self.rows
         ]
-        about = {"code": self.code, "grade": self.grade, "what": self.about.what, "mend": self.about.mend}
+        about = {"code": self.code, "grade": self.grade, "what": self.about.what, "fix": self.about.fix}
         return {**about, "split": self.split, "count": self.count, "also": self.also, "rows": rows}
 
 

@@ -59,7 +59,7 @@ def quick_lines(findings: list[DataFinding], task_name: str) -> list[str]:
             details = " and ".join(list(dict.fromkeys(row.detail for row in finding.rows if row.detail))[:_DETAILS])
             lines.append(
                 f"warning {finding.code}: {finding.split}: {count:,} row{'s' * (count != 1)}: {finding.about.what}"
-                f"{': ' * bool(details)}{details} (example{'s' * (count != 1)} {numbers}{more}); {finding.about.mend}"
+                f"{': ' * bool(details)}{details} (example{'s' * (count != 1)} {numbers}{more}); {finding.about.fix}"
             )
     if lines:
         lines.append(f"accel-sft check {task_name}, with this run's options, names every such row and looks further")

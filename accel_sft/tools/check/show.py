@@ -76,7 +76,7 @@ def _print_finding(console: Console, finding: DataFinding) -> None:
         _print_indented(console, _row(row), 2, 2)
     if finding.count > ROWS:
         _print_indented(console, Text(f"and {finding.count - ROWS:,} more", "dim"))
-    _print_indented(console, Text(f"-> {finding.about.mend}"), 2, 3)
+    _print_indented(console, Text(f"-> {finding.about.fix}"), 2, 3)
 
 
 def _row(row: FoundRow) -> Text:

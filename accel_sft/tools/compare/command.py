@@ -55,7 +55,7 @@ def run(
             compares by options of its own adds its name (`command`), those options (`own`), the flags that they stand
             for (`stand_for`), and what its runs get in place of DEFAULTS (`defaults`).
     Raises:
-        UserError: the user must mend something (raised before the first launch), or no cell completed.
+        UserError: the user must fix something (raised before the first launch), or no cell completed.
     """
     if under_launcher():
         raise UserError("compare starts launches itself: run it without accelerate launch")
@@ -95,7 +95,7 @@ def run(
         rounds.run(record, folder, cells, keep_weights=asked["keep_weights"])
     except OSError as error:
         what = f"{error.filename or folder}: {error.strerror or error}"
-        raise UserError(f"--output-dir {what}; mend it, and the same command with this folder goes on") from error
+        raise UserError(f"--output-dir {what}; fix it, and the same command with this folder goes on") from error
     if not any(completed(entry) for entry in record["cells"]):
         print(f"\n{folder}: {', '.join(_FILES)}", file=terminal())
         raise UserError("no cell came to its end; each one's reason is above")

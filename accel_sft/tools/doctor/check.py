@@ -19,12 +19,12 @@ LEVELS = ("problem", "warning", "ok")
 __all__ = ["LEVELS", "Check", "Finding", "ok", "problem", "warning", "worst"]
 
 
-def ok(what: str, mend: str = "") -> Finding:
-    return Finding("ok", what, mend)
+def ok(what: str, fix: str = "") -> Finding:
+    return Finding("ok", what, fix)
 
 
-def problem(what: str, mend: str) -> Finding:
-    return Finding("problem", what, mend)
+def problem(what: str, fix: str) -> Finding:
+    return Finding("problem", what, fix)
 
 
 def worst(findings: Iterable[Finding]) -> str:

@@ -1,4 +1,4 @@
-"""`accel-sft doctor`: what this machine can run, what it lacks and how to mend it, and which launch files work."""
+"""`accel-sft doctor`: what this machine can run, what it lacks and how to fix it, and which launch files work."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def doctor(files: tuple[Path, ...], build: bool, network: bool, output_dir: Path
 
 
 def _as_dict(finding: Finding) -> dict[str, str]:
-    return {"level": finding.level, "what": one_line(finding.what, 1000), "mend": one_line(finding.mend, 1000)}
+    return {"level": finding.level, "what": one_line(finding.what, 1000), "fix": one_line(finding.fix, 1000)}
 
 
 def _line(name: str, finding: Finding) -> str:
@@ -88,8 +88,8 @@ def _line(name: str, finding: Finding) -> str:
     level = _styled(f"{finding.level:<{_LEVEL}}", fg=_COLORS[finding.level], bold=finding.level == "problem")
     words = one_line(finding.what, 1000)
     lines = [terminal.wrapped(" " * margin + words, margin)]
-    if finding.mend:
-        lines.append(terminal.wrapped(" " * margin + f"-> {one_line(finding.mend, 1000)}", margin + 3))
+    if finding.fix:
+        lines.append(terminal.wrapped(" " * margin + f"-> {one_line(finding.fix, 1000)}", margin + 3))
     return f"  {level}{name:<{_NAME}}" + "\n".join(lines)[margin:]
 
 

@@ -21,7 +21,7 @@ _SLOW_LINK = 0.5
 """Share of what its link could carry below which copies from pinned memory are slow; 0.8 to 0.9 is usual."""
 _FACTS = ("mhz", "celsius", "slow_celsius", "watts", "usual_watts", "busy_percent", "link", "full_link")
 _WAYS = ("from pinned", "to pinned", "from pageable", "to pageable")
-_MENDS = {
+_FIXES = {
     "power cap": "nvidia-smi -pl raises its power limit",
     "clocks set by a person": "nvidia-smi -rgc and nvidia-smi -rac take the setting back",
     "heat": "look at its fans, dust, and the air around it",
@@ -50,8 +50,8 @@ def other_work(machine: Machine) -> Iterator[Finding]:
     if others >= LOST * count:
         most = sorted(shares, key=lambda name: -shares[name])[:3]
         named = ", ".join(f"{name} {shares[name]:.1f}" for name in most if shares[name] >= LOST)
-        mend = "end them, or measure later: measurements are slower beside them"
-        yield warning(f"{words}; most of them: {named}" if named else words, mend)
+        fix = "end them, or measure later: measurements are slower beside them"
+        yield warning(f"{words}; most of them: {named}" if named else words, fix)
     else:
         yield ok(words)
     if stolen >= LOST * max(busy + stolen, 1.0):
@@ -78,8 +78,8 @@ def quota(machine: Machine) -> Iterator[Finding]:
         periods, out = (host_memory.field(folder / "cpu.stat", f"nr_{name}") for name in ("periods", "throttled"))
         if periods:
             words = f"the container's CPU quota ran out in {out / periods:.0%} of its periods so far"
-            mend = "raise it (--cpus of docker, limits.cpu of Kubernetes), or set none"
-            yield warning(words, mend) if out >= LOST * periods else ok(words)
+            fix = "raise it (--cpus of docker, limits.cpu of Kubernetes), or set none"
+            yield warning(words, fix) if out >= LOST * periods else ok(words)
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
@@ -90,19 +90,19 @@ def gpus(machine: Machine) -> Iterator[Finding]:
         told += [f"{gpu[way]:.3g} GB/s {way} memory" for way in _WAYS if way in gpu]
         yield ok(f"GPU {index}: {', '.join(told) or 'not measured'}")
         why = slowed_by(gpu.get("reasons", math.nan))
-        for word, mend in _MENDS.items():
+        for word, fix in _FIXES.items():
             if word in why:
-                yield warning(f"GPU {index} computes at {mhz:,.0f} of {gpu['highest_mhz']:,.0f} MHz: {word}", mend)
+                yield warning(f"GPU {index} computes at {mhz:,.0f} of {gpu['highest_mhz']:,.0f} MHz: {word}", fix)
         if celsius > slow - _NEAR and "heat" not in why:
-            yield warning(f"GPU {index} slows down at {slow:.0f} °C and has {celsius:.0f}", _MENDS["heat"])
+            yield warning(f"GPU {index} slows down at {slow:.0f} °C and has {celsius:.0f}", _FIXES["heat"])
         if watts < FULL_POWER * usual and "power cap" not in why:
-            yield warning(f"GPU {index} may take {watts:.0f} W, not its usual {usual:.0f}", _MENDS["power cap"])
+            yield warning(f"GPU {index} may take {watts:.0f} W, not its usual {usual:.0f}", _FIXES["power cap"])
         others = gpu.get("others_gib", 0.0)
         if busy >= 100 * LOST or others >= OTHERS_GIB:
             what = f"GPU {index} is used by other processes: {busy:.0f}% of the time, {others:.1f} GiB"
             yield warning(what, "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES chooses other GPUs")
         if (slowest := min(gpu.get(way, math.inf) for way in _WAYS[:2])) < _SLOW_LINK * full:
             what = f"GPU {index} copies {slowest:.1f} GB/s of {full:.0f} that its link could carry"
-            mend = "look for other work on host memory; numactl keeps a process to the GPU's socket"
+            fix = "look for other work on host memory; numactl keeps a process to the GPU's socket"
             slot = f"the link runs at {link:.0f}: look at slot, cable and BIOS"
-            yield warning(what, slot if link < full else mend)
+            yield warning(what, slot if link < full else fix)

@@ -27,8 +27,8 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     if found is None and NVIDIA.exists():
         yield warning("nvidia-smi is not on PATH, so the driver was not checked", "install it, or add its folder")
     if found and found.failure:
-        mend = "restart the machine: the driver's module and its library differ" if "mismatch" in found.failure else ""
-        yield problem(found.failure, mend or "install the NVIDIA driver again, and restart the machine")
+        fix = "restart the machine: the driver's module and its library differ" if "mismatch" in found.failure else ""
+        yield problem(found.failure, fix or "install the NVIDIA driver again, and restart the machine")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if found and found.gpus:
         kinds = dict.fromkeys((name, total) for name, total, _ in found.gpus)
@@ -44,8 +44,8 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     if found and not machine.devices and hidden in ("", "-1"):
         yield ok("hidden from torch by CUDA_VISIBLE_DEVICES: training runs on the CPU")
     for index, failure in facts.device_failures.items():
-        mend = "update the driver, or install a build of torch for this kind of GPU; CUDA_VISIBLE_DEVICES leaves it out"
-        yield problem(f"GPU {index} cannot compute: {failure}", mend)
+        fix = "update the driver, or install a build of torch for this kind of GPU; CUDA_VISIBLE_DEVICES leaves it out"
+        yield problem(f"GPU {index} cannot compute: {failure}", fix)
         machine.unusable.setdefault("devices", f"GPU {index} cannot compute")
 
 
@@ -72,8 +72,8 @@ def cuda(machine: Machine) -> Iterator[Finding]:
         return
     words = f"torch {facts.version} for CUDA {facts.cuda}, the driver runs up to {found.cuda or 'an unknown one'}"
     if found.cuda and int(found.cuda.split(".")[0]) < int(facts.cuda.split(".")[0]):
-        mend = "update the driver, or install torch for the driver's CUDA: bash setup.sh in the checkout"
-        yield problem(words, mend)
+        fix = "update the driver, or install torch for the driver's CUDA: bash setup.sh in the checkout"
+        yield problem(words, fix)
     elif not machine.devices:
         complaint = facts.cuda_complaint or facts.fault or "it does not say why"
         yield problem(f"torch sees no GPU: {complaint}", "update the driver, and restart the machine")

@@ -34,13 +34,13 @@ class FolderUse:
 
     Attributes:
         what: what is kept there, in the report's words.
-        mend: how the user names another folder.
+        fix: how the user names another folder.
         needed: whether training fails without it.
     """
 
     what: str
     folder: Path
-    mend: str
+    fix: str
     needed: bool = True
 
     @property
@@ -75,13 +75,13 @@ def disk(machine: Machine) -> Iterator[Finding]:
             _written_at(place.existing)
         except OSError as error:
             words = f"{place.what}: {place.folder} cannot be written ({error.strerror})"
-            yield level(words, f"make it writable or free space, or {place.mend}")
+            yield level(words, f"make it writable or free space, or {place.fix}")
             continue
         free = shutil.disk_usage(place.existing).free
         if free < LITTLE_DISK:
             less = free < LEAST_DISK
             words = f"{place.what}: {free / GIB:.2f} GiB free in {place.existing}"
-            yield (level if less else warning)(words, f"free space, or {place.mend}")
+            yield (level if less else warning)(words, f"free space, or {place.fix}")
         else:
             enough.setdefault(os.stat(place.existing).st_dev, []).append(place)
     for same in enough.values():

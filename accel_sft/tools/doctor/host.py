@@ -36,11 +36,11 @@ def cores(machine: Machine) -> Iterator[Finding]:
 
 def memory(machine: Machine) -> Iterator[Finding]:
     free, words = host_memory.free_bytes(), host_memory.describe()
-    mend = "free memory (top shows whose it is), raise the container's limit, or train on a larger machine"
+    fix = "free memory (top shows whose it is), raise the container's limit, or train on a larger machine"
     if free < LEAST_MEMORY:
-        yield problem(f"{words}: too little for two ranks of any model", mend)
+        yield problem(f"{words}: too little for two ranks of any model", fix)
     elif free < LITTLE_MEMORY:
-        yield warning(f"{words}: enough for the smallest models only", mend)
+        yield warning(f"{words}: enough for the smallest models only", fix)
     else:
         yield ok(words)
 
@@ -54,8 +54,8 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
     usage = shutil.disk_usage(SHARED_MEMORY)
     words = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB of shared memory free"
     if usage.free < LITTLE_SHARED_MEMORY and machine.devices > 1:
-        mend = "start the container with --shm-size=1g or --ipc=host; or remove what ended programs left there"
-        yield warning(f"{words}: NCCL fails between GPUs where it is full", mend)
+        fix = "start the container with --shm-size=1g or --ipc=host; or remove what ended programs left there"
+        yield warning(f"{words}: NCCL fails between GPUs where it is full", fix)
     else:
         yield ok(words)
 
@@ -68,5 +68,5 @@ def open_files(machine: Machine) -> Iterator[Finding]:
         yield ok(words)
         return
     most = FEW_FILES if hard == resource.RLIM_INFINITY else min(4 * FEW_FILES, hard)
-    mend = f"ulimit -n {most}" if most >= FEW_FILES else f"have the hard limit ({hard}) raised in limits.conf"
-    yield warning(f"{words}: a rank with a tracker and many data files needs more", mend)
+    fix = f"ulimit -n {most}" if most >= FEW_FILES else f"have the hard limit ({hard}) raised in limits.conf"
+    yield warning(f"{words}: a rank with a tracker and many data files needs more", fix)

@@ -24,14 +24,14 @@ class LaunchRow:
         file: the launch file's name without suffix.
         flags: the launcher's flags that it needs here.
         why: why it does not work; if it works, what the user should know before a launch.
-        mend: the remedy, if it does not work and one is known.
+        fix: the remedy, if it does not work and one is known.
     """
 
     file: str
     works: bool
     flags: str = ""
     why: str = ""
-    mend: str = ""
+    fix: str = ""
 
 
 def row(machine: Machine, file: Path) -> LaunchRow:
@@ -46,7 +46,7 @@ def row(machine: Machine, file: Path) -> LaunchRow:
         for finding in audit(TrainConfig(), launch, machine.devices):
             if finding.level == "error":
                 what = re.sub(rf"^{re.escape(str(file))}:? ", "", lacking(finding))
-                return LaunchRow(file.stem, False, why=what, mend=finding.mend)
+                return LaunchRow(file.stem, False, why=what, fix=finding.fix)
         if reason := _unusable(machine, launch):
             return LaunchRow(file.stem, False, why=reason)
         return LaunchRow(file.stem, True, " ".join(machine.flags(file)), _to_know(machine, launch))

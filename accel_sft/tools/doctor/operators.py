@@ -46,24 +46,24 @@ def _operator(machine: Machine, name: str, users: list[str]) -> Iterator[Finding
     if state is None:  # torch or DeepSpeed cannot be imported, which is a finding of its own
         return
     built_now = machine.build and not state["compiled"]  # the build waits for another process's lock itself
-    for kind, what, mend in state["locks"]:
+    for kind, what, fix in state["locks"]:
         if kind != "warning":
-            yield ok(what, mend)
+            yield ok(what, fix)
         elif not built_now:
-            yield warning(what, mend)
+            yield warning(what, fix)
     obstacles = [*audit_compilers([name], machine.devices)]
     if state["failure"]:
         machine.unusable[name] = f"{name} cannot be loaded"
-        mend = f"rm -r {Path(state['library']).parent}, then accel-sft doctor --build"
-        yield problem(f"{needed} is compiled, and cannot be loaded: {state['failure']}", mend)
+        fix = f"rm -r {Path(state['library']).parent}, then accel-sft doctor --build"
+        yield problem(f"{needed} is compiled, and cannot be loaded: {state['failure']}", fix)
     elif obstacles:  # a launch is refused even with a compiled operator, since another torch would compile it anew
         for obstacle in obstacles:
-            yield warning(f"{needed}: {lacking(obstacle)}", obstacle.mend)
+            yield warning(f"{needed}: {lacking(obstacle)}", obstacle.fix)
     elif state["compiled"]:
         yield ok(f"{needed} is compiled")
     elif not machine.build:
-        mend = "accel-sft doctor --build does it now, or else the first launch"
-        yield ok(f"{needed} is not compiled yet ({OPERATORS[name]})", mend)
+        fix = "accel-sft doctor --build does it now, or else the first launch"
+        yield ok(f"{needed} is not compiled yet ({OPERATORS[name]})", fix)
     else:
         yield _build(machine, name, needed, Path(state["library"]))
 
@@ -85,5 +85,5 @@ def _build(machine: Machine, name: str, needed: str, library: Path) -> Finding:
     machine.unusable[name] = f"{name} cannot be compiled"
     return problem(
         f"{needed} could not be compiled: {errors[0] if errors else answer.reason('it does not say why')}",
-        f"mend what {log} says, then accel-sft doctor --build",
+        f"fix what {log} says, then accel-sft doctor --build",
     )

@@ -71,11 +71,11 @@ def imports(machine: Machine) -> Iterator[Finding]:
         if name not in libraries:
             continue
         if failure:
-            mend = f'{sys.executable} -c "import {name}" shows all of it; then install it again'
-            yield problem(f"{name} cannot be imported: {failure}", mend)
+            fix = f'{sys.executable} -c "import {name}" shows all of it; then install it again'
+            yield problem(f"{name} cannot be imported: {failure}", fix)
     if facts.fault:
-        mend = "the same step in a Python of your own shows more: the driver, or a build for another CPU or system"
-        yield problem(f"torch and DeepSpeed could not be asked: {facts.fault}", mend)
+        fix = "the same step in a Python of your own shows more: the driver, or a build for another CPU or system"
+        yield problem(f"torch and DeepSpeed could not be asked: {facts.fault}", fix)
     elif not any(map(facts.failure, libraries)):
         yield ok(f"{', '.join(libraries)} can be imported")
 
@@ -87,7 +87,7 @@ def tasks(machine: Machine) -> Iterator[Finding]:
             registry.load_plugin(plugin)
             usable.append(plugin.name)
         except UserError as error:
-            broken += [warning(line, "mend or uninstall its package; other tasks run") for line in error.problems]
+            broken += [warning(line, "fix or uninstall its package; other tasks run") for line in error.problems]
     yield from broken
     if usable:
         yield ok(", ".join(usable))
@@ -104,5 +104,5 @@ def hub(machine: Machine) -> Iterator[Finding]:
         yield ok("the hub answers")
         return
     why = f"no answer within {NETWORK_SECONDS:.0f} s" if answer.status is None else answer.reason("no reason told")
-    mend = "see HTTPS_PROXY and HF_ENDPOINT; --model takes a folder, and tiny downloads nothing"
-    yield warning(f"the hub cannot be reached: {why}", mend)
+    fix = "see HTTPS_PROXY and HF_ENDPOINT; --model takes a folder, and tiny downloads nothing"
+    yield warning(f"the hub cannot be reached: {why}", fix)

@@ -23,7 +23,7 @@ START_SECONDS = 420
 """Time limit for everything, including the import of torch."""
 GRACE_SECONDS = 3.0
 """Time that the other ranks have, after one rank has failed, to say why they failed."""
-_MENDS = {
+_FIXES = {
     "gloo": "see that this host's name resolves to one of its addresses (getent hosts $(hostname)); or else set "
     "GLOO_SOCKET_IFNAME=lo for one machine",
     "nccl": "NCCL_DEBUG=INFO shows where it stops; where GPUs cannot reach each other directly: NCCL_P2P_DISABLE=1",
@@ -41,7 +41,7 @@ def reached(machine: Machine) -> Iterator[Finding]:
         what = f"{ranks} ranks" if ranks > 1 else "one rank"
         if why := exchange(backend, ranks):
             machine.unusable["ranks"] = f"ranks do not reach each other ({backend})"
-            yield problem(f"{what} did not add up numbers by {backend}: {why}", _MENDS[backend])
+            yield problem(f"{what} did not add up numbers by {backend}: {why}", _FIXES[backend])
         else:
             yield ok(f"{what} added up numbers by {backend} ({time.monotonic() - began:.0f} s)")
 

@@ -163,7 +163,7 @@ def _operators() -> None:
 
     for name in OPERATORS:
         state: dict[str, Any] = {"library": str(library(name)), "compiled": library(name).is_file(), "failure": ""}
-        state["locks"] = [[finding.level, finding.what, finding.mend] for finding in audit_locks(name)]
+        state["locks"] = [[finding.level, finding.what, finding.fix] for finding in audit_locks(name)]
         if state["compiled"]:
             try:
                 _import_module_from_library(name, str(library(name).parent), True)

@@ -34,7 +34,7 @@ def run(
     Args:
         asked: the parameters of `compare`, with `sizes` and `seeds` in place of the options that are varied here.
     Raises:
-        UserError: the user must mend something, or no training completed.
+        UserError: the user must fix something, or no training completed.
     """
     behind = parse([*asked["run_words"]])[0]
     if taken := [flag_of(name) for name in (ROWS, "seed") if name in behind]:

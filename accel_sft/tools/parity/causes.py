@@ -33,7 +33,7 @@ class Finding(NamedTuple):
 
     cause: str
     evidence: str
-    mend: str
+    fix: str
     mild: bool = False
 
 
@@ -59,8 +59,8 @@ class Causes:
         if not found and (differing := self._differing()):
             answers = "1 answer differs" if len(differing) == 1 else f"{len(differing)} answers differ"
             told = f"{answers} where the run's weights are sure, to prompts of the same tokens"
-            mend = "see that the server has these weights, and no penalty or other sampling"
-            found.append(Finding(OTHER, told, mend))
+            fix = "see that the server has these weights, and no penalty or other sampling"
+            found.append(Finding(OTHER, told, fix))
         return found
 
     def lead(self, metric: str, here: float, served: float) -> Finding | None:
@@ -103,14 +103,14 @@ class Causes:
 
     def context(self) -> Finding | None:
         """Whether the server reads or writes no more than so many tokens: twice the prompt is then no longer."""
-        mend = "give the server a longer context (vLLM: --max-model-len, llama.cpp: -c)"
+        fix = "give the server a longer context (vLLM: --max-model-len, llama.cpp: -c)"
         refused = [pair for pair in self.pairs if pair.reply is None]
         if refused:
             told = f"{_examples(refused)} refused: {one_line(refused[0].refusal, 200)}"
             longest = max(len(pair.prompt) for pair in self.pairs if pair.reply)
             if any(len(pair.prompt) < longest for pair in refused):
                 return Finding(OTHER, told, "see by its words what the server does not take")
-            return Finding(CONTEXT, told, mend)
+            return Finding(CONTEXT, told, fix)
         for pair in self._otherwise():
             assert pair.reply
             read = pair.reply.prompt_tokens
@@ -119,13 +119,13 @@ class Causes:
             once, twice = (self._completed(self._text(pair.prompt) * times, 1) for times in (1, 2))
             if once and (twice is None or once.prompt_tokens == twice.prompt_tokens == read):
                 told = f"of a prompt of {len(pair.prompt)} tokens {read} are read, of twice it no more"
-                return Finding(CONTEXT, told, mend)
+                return Finding(CONTEXT, told, fix)
         most = self.reference.most
         cut = [p for p in self.pairs if p.differs and p.reply and p.reply.finish == "length" and p.reply.tokens]
         cut = [p for p in cut if p.reply and p.reply.tokens and p.reply.tokens < min(most, len(p.ids))]
         if cut and cut[0].reply:
             told = f"{_examples(cut)} end after {cut[0].reply.tokens} tokens of {most} that were asked for"
-            return Finding(CONTEXT, told, mend)
+            return Finding(CONTEXT, told, fix)
         return None
 
     def prompts(self) -> Finding | None:
@@ -145,13 +145,13 @@ class Causes:
             else:
                 other, told = theirs != pair.prompt, "of the same text it makes " + self._apart(pair.prompt, theirs)
             if other:
-                mend = "serve the run's own tokenizer files, which stand beside its weights"
-                return Finding(TOKENIZER, told, mend)
+                fix = "serve the run's own tokenizer files, which stand beside its weights"
+                return Finding(TOKENIZER, told, fix)
         first = pair.prompt[:1]
         if self._is_doubled(otherwise):
             told = f"{_examples(otherwise)} begin with {self._text(first)!r} twice"
-            mend = "the template writes it and the tokenizer adds it: take it out of one of the two on the server"
-            return Finding(FIRST_TOKEN, told, mend)
+            fix = "the template writes it and the tokenizer adds it: take it out of one of the two on the server"
+            return Finding(FIRST_TOKEN, told, fix)
         told = f"{_examples(otherwise)} have other prompts, the first one "
         if pair.theirs and pair.theirs != pair.prompt:
             told += self._apart(pair.prompt, pair.theirs)
@@ -160,12 +160,12 @@ class Causes:
         return self._template(told)
 
     def _template(self, told: str) -> Finding:
-        mend = "give the server the run's template (vLLM: --chat-template, llama.cpp: --jinja --chat-template-file)"
+        fix = "give the server the run's template (vLLM: --chat-template, llama.cpp: --jinja --chat-template-file)"
         exact = [(pair, self._asked_exactly(pair)) for pair in self._differing()[:EXAMINED]]
         held = [reply for pair, reply in exact if reply and same(self.reference, pair.ids, reply)]
         if held:
             told += f"; asked by the run's own prompt, {len(held)} of {len(exact)} answers are the run's"
-        return Finding(TEMPLATE, told, mend)
+        return Finding(TEMPLATE, told, fix)
 
     def _template_of_equal_length(self) -> Finding | None:
         """Whether answers become the run's once the server is asked by the run's own prompt."""
@@ -243,8 +243,8 @@ class Causes:
             return None
         mark, rest = self._text([goes_on[0][0].ids[-1]]), goes_on[0][2]
         told = f"{shown} of {len(self.pairs)} answers are the run's and go on behind {mark!r}: {one_line(rest)}"
-        mend = f"let {mark!r} end answers: eos_token_id of the served generation_config.json, or `stop`"
-        return Finding(STOP, told, mend)
+        fix = f"let {mark!r} end answers: eos_token_id of the served generation_config.json, or `stop`"
+        return Finding(STOP, told, fix)
 
     def _repeated(self, pair: Pair, reply: Reply) -> bool:
         again = self._asked_exactly(pair)

@@ -182,7 +182,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         told += [f"  {side:<6}  {one_line(first[side], 200)}" for side in ("run", "served")]
     for cause in found["causes"]:
         kind = "note" if cause["mild"] else "cause"
-        told.append(f"{kind:<7}  {cause['cause']}: {cause['evidence']}; {cause['mend']}")
+        told.append(f"{kind:<7}  {cause['cause']}: {cause['evidence']}; {cause['fix']}")
     told += [f"untested {line}" for line in found["untested"]]
     verdict = "holds    what is served is" if found["holds"] else "differs  what is served is not"
     told.append(f"{verdict} what was trained")

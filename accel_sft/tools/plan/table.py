@@ -78,7 +78,7 @@ def lines(
         refused = all(each.problem for each in plans)
         none = "No launch file is recommended: each has a problem, named above."
         also = "" if config.gradient_checkpointing else ", nor does one with --gradient-checkpointing"
-        why = f"No launch file fits{also}{why.partition('fits')[2]}. {_mend(plans, config)}"
+        why = f"No launch file fits{also}{why.partition('fits')[2]}. {_fix(plans, config)}"
         yield _text(none if refused else why + _elsewhere(plans, here), 0)
         return
     more = f" with {best.flags} (without, it would {best.without})" if best.more else ""
@@ -234,7 +234,7 @@ def _elsewhere(plans: Sequence[Plan], here: PlannedMachine) -> str:
     return f" {free}: --host-memory gives that of another."
 
 
-def _mend(plans: Sequence[Plan], config: PlanConfig) -> str:
+def _fix(plans: Sequence[Plan], config: PlanConfig) -> str:
     ways = []
     if config.micro_batch_size not in ("auto", "1"):
         ways.append("--micro-batch-size auto")

@@ -77,7 +77,7 @@ def run(task_name: str, task: Task, config: RehearseConfig) -> None:
         print(json.dumps(json_safe(whole), indent=2, ensure_ascii=False))
     else:
         verdict = "the run would fail" if stages.failed else "the run holds"
-        counts = f"{stages.count(FAILS)} to mend, {stages.count(WARNS)} to look at"
+        counts = f"{stages.count(FAILS)} to fix, {stages.count(WARNS)} to look at"
         print(f"{verdict}: {counts}; {seconds:.0f} s" + (f"; all of it is in {folder}" if keeps else ""))
     if stages.failed:
         raise SystemExit(1)
@@ -121,7 +121,7 @@ class Rehearsal:
             real = fitted(real, gpus)
             for finding in audit(self.config, real, gpus):
                 state = {"error": FAILS, "warning": WARNS}.get(finding.level)
-                flaws += [Flaw(state, finding.what, finding.mend)] if state else []
+                flaws += [Flaw(state, finding.what, finding.fix)] if state else []
         try:
             tracker_names(self.config.tracker)
         except UserError as error:
@@ -148,7 +148,7 @@ class Rehearsal:
                     row = finding.rows[0] if finding.rows else None
                     named = f" ({'; '.join(filter(None, (row.where, row.detail)))})" if row else ""
                     what = f"{finding.code} {finding.split}: {finding.count:,}: {finding.about.what}{named}"
-                    flaws.append(Flaw(FAILS if finding.grade == "error" else WARNS, what, finding.about.mend))
+                    flaws.append(Flaw(FAILS if finding.grade == "error" else WARNS, what, finding.about.fix))
             train = audited.encodings.get("train")
             seen = "; ".join(f"{split.split} {split.rows:,} rows" for split in report.splits)
             if train is not None and report.steps:
@@ -261,8 +261,8 @@ class Rehearsal:
         if losses[0] != losses[1] or files[0] != files[1]:
             first = next((n for n, (a, b) in enumerate(zip(*losses, strict=False), 1) if a != b), runs.STEPS)
             what = f"a run that was killed and resumed ends with other bits than one without a stop, from step {first}"
-            mend = "see whether the task's data or the model draw random numbers of their own"
-            self.stages.ended("resume", Flaw(FAILS, what, mend), when=when)
+            fix = "see whether the task's data or the model draw random numbers of their own"
+            self.stages.ended("resume", Flaw(FAILS, what, fix), when=when)
             return
         seen = f"killed (SIGKILL) after {left} steps, and resumed to the same bits"
         if not killed.failure:

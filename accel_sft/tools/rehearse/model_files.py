@@ -52,8 +52,8 @@ def trained(assembly: Assembly, encodings: Sequence[StoredEncoding], steps: int)
         adapted = [name.split(".lora_A")[0].removeprefix("base_model.model.") for name in names if "lora_A" in name]
         if idle := [name for name in adapted if name in passed_by]:
             what = f"the adapter of {', '.join(alike(idle))} is passed by: the model reads these weights itself"
-            mend = "leave them out of --lora-target-modules: on GPUs they would be trained in vain"
-            found.append(Flaw(FAILS, what, mend))
+            fix = "leave them out of --lora-target-modules: on GPUs they would be trained in vain"
+            found.append(Flaw(FAILS, what, fix))
         experts = [name for name, weights in plain.named_parameters() if weights.ndim == 3 and "expert" in name]
         asked, given = (names_of(each) for each in (config.lora_target_modules, config.lora_target_parameters))
         if missed := [n for n in experts if n.rsplit(".", 1)[-1] in asked and not any(map(n.endswith, given))]:
@@ -73,5 +73,5 @@ def _unknown_marks(tokenizer: Any) -> Iterator[Flaw]:
     if lacking := [mark for mark in dict.fromkeys(_MARKS.findall(written)) if mark not in known]:
         pieces = len(tokenizer(lacking[0], add_special_tokens=False)["input_ids"])
         what = f"the chat template writes {', '.join(lacking)}, for which the tokenizer has no token: {lacking[0]}"
-        mend = "use the tokenizer that came with the weights, or make them tokens with --chat-template"
-        yield Flaw(WARNS, f"{what} is read as {pieces} pieces of text", mend)
+        fix = "use the tokenizer that came with the weights, or make them tokens with --chat-template"
+        yield Flaw(WARNS, f"{what} is read as {pieces} pieces of text", fix)

@@ -106,8 +106,8 @@ class Reloaded:
             allowed = _EXACT if exact else _ROUNDED
             if not abs(found - evaluated) <= allowed * abs(evaluated):
                 what = f"the exported weights predict otherwise than those that were trained: loss {found:.6g}"
-                mend = "report this as a defect, with the model's config.json"
-                flaws.append(Flaw(FAILS, f"{what}, and {evaluated:.6g} in the run", mend))
+                fix = "report this as a defect, with the model's config.json"
+                flaws.append(Flaw(FAILS, f"{what}, and {evaluated:.6g} in the run", fix))
         template, seed = self.config.chat_template, self.config.seed  # which make the embeddings of new tokens
         plain = TrainConfig(dtype="float32", trust_remote_code=self.trusted, chat_template=template, seed=seed)
         how: dict[str, Any] = {"precision": "no", "deepspeed": False, "tokenizer": self.tokenizer}

@@ -1,4 +1,4 @@
-"""What a rehearsal says: for each stage of a run whether it holds or what would fail, when, and how to mend it."""
+"""What a rehearsal says: for each stage of a run whether it holds or what would fail, when, and how to fix it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Flaw:
 
     state: str
     what: str
-    mend: str = ""
+    fix: str = ""
 
 
 @dataclasses.dataclass
@@ -72,8 +72,8 @@ class Stages:
         for flaw in flaws:
             where = f"{stage.when}: " if stage.when and flaw.state == FAILS else ""
             self._show(wrapped(f"{'':<4}{flaw.state}: {where}{one_line(flaw.what, _LONGEST)}", 8))
-            if flaw.mend:
-                self._show(wrapped(f"{'':<6}-> {one_line(flaw.mend, _LONGEST)}", 9))
+            if flaw.fix:
+                self._show(wrapped(f"{'':<6}-> {one_line(flaw.fix, _LONGEST)}", 9))
 
     @property
     def failed(self) -> bool:
