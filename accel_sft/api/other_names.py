@@ -50,6 +50,7 @@ metric-for-best-model = the task chat takes --metric
 neftune-alpha neftune-noise-alpha = leave it out: noise on embeddings (NEFTune) is not offered
 overwrite-output-dir = name a new --output-dir, or continue the run in it by --resume auto
 rl rlhf-type stage = leave it out: supervised fine-tuning is the only stage here
+probe = `accel-sft compare TASK --launch X --max-steps 20` measures memory beside what `plan` predicts
 roles-to-train = the assistant's turns are learnt; the task chat takes --learn every, last or marked
 split-dataset-ratio val-set-size val-size = the task chat takes --held-out
 template template-type = the model's own chat template is used; --chat-template names another

@@ -66,7 +66,6 @@ class PlanConfig(TrainConfig):
         None, help="Launch file: a shipped one's name, or a path; may be repeated. Default: every shipped one."
     )
     details: bool = _plan(False, help="Each phase's memory by component; one launch file always shows them.")
-    probe: bool = _plan(False, help="Beside it two real steps on this machine: loads the model; minutes.")
     json: bool = _plan(False, help="Print JSON.")
 
 

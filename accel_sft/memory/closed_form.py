@@ -46,7 +46,7 @@ def estimate(job: Job) -> Estimate:
 def _unknown(job: Job) -> Iterator[str]:
     """Say what memory this job needs that the closed form leaves out."""
     if job.use_dora:
-        yield "DoRA makes the updated weights of a layer whole in each forward: left out, --probe measures them"
+        yield "DoRA makes the updated weights of a layer whole in each forward: left out; compare measures them"
     if job.load_in_4bit:
         yield "a layer's weights are made whole for each product, one layer at a time: left out"
     if job.optimizer == "muon":

@@ -355,7 +355,7 @@ def test_the_plan_knows_weights_in_4_bits_and_states_in_8(accelerator, base):
 def test_the_plan_says_what_it_does_not_know(base):
     notes = estimate(counted(base, **LORA, use_dora=True)).notes
     assert notes == (
-        "DoRA makes the updated weights of a layer whole in each forward: left out, --probe measures them",
+        "DoRA makes the updated weights of a layer whole in each forward: left out; compare measures them",
     )
     assert estimate(counted(base, **LORA)).notes == ()
 

@@ -1,6 +1,5 @@
 """`accel-sft plan`: says whether a task's training fits, under which launch file, and how fast; without torch."""
 
-import dataclasses
 import json
 import math
 import shlex
@@ -18,16 +17,15 @@ from accel_sft.evaluation.scoring import UNANSWERED
 from accel_sft.launch.info import Launch
 from accel_sft.launch.parallelism import sized
 from accel_sft.launch.shipped import FOLDER, shipped
-from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import AS_CONFIGURED, Job
 from accel_sft.memory.lengths import Lengths, read
 from accel_sft.memory.model_config import matching, read_config, read_shape, stored_bytes
 from accel_sft.memory.shape import ModelShape
 from accel_sft.models.source import errors_explained, find_source, is_tiny, resolved
 from accel_sft.models.tiny import TINY_SHAPE, TINY_VOCABULARY
-from accel_sft.tools.plan import table
 from accel_sft.tools.plan.machine import PlannedMachine, machine
 from accel_sft.tools.plan.plans import SIMPLEST_FIRST, Plan, launch_of, plan, recommended, without_offload
+from accel_sft.tools.plan.table import Answer
 
 _CPU_TOKENS = 1024
 """Tokens of the smallest forward that the trainer chooses on a CPU, if --micro-batch-size is auto."""
@@ -36,16 +34,13 @@ _EVAL_ROWS = 64
 
 
 def run(task_name: str, task: Task, config: PlanConfig) -> None:
-    """Print the plan; exit with status 0 if a launch file fits, 1 if none does or every probe failed.
+    """Print the plan; exit with status 0 if a launch file fits, 1 if none does.
 
     Raises:
-        UserError: a model or launch file cannot be read, an option does not fit the model, or a probe cannot be
-            made.
+        UserError: a model or launch file cannot be read, or an option does not fit the model.
     """
-    asked, config = config, resolved(config, task)
+    given, config = config, resolved(config, task)
     here = machine(config.gpus, config.gpu_memory, config.host_memory)
-    if config.probe and (this := machine(None, None, None)).gpus != here.gpus:
-        raise UserError(f"--probe: the plan is for {here.describe()}; this machine: {this.describe()}")
     lengths = read(task, config)
     content, name, folder = model_config(config, lengths.vocabulary)
     shape, stored = read_shape(content, name, folder), stored_bytes(content)
@@ -64,39 +59,14 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     best, why = recommended(plans)
     if config.adapter == "none" and not only:
         why += without_offload(best, lambda in_4bit: planned(replace(config, adapter="lora", load_in_4bit=in_4bit))[0])
-    command = command_of(task_name, task, asked, best, here) if best else None
-    if not config.json:
-        for line in table.lines(plans, shape, here, lengths, config, jobs, best, why, command):
-            print(line)
-    chosen = [each for each in plans if each.job and (config.launch or each is best)] if config.probe else []
-    if config.probe and not chosen:
-        raise UserError("--probe: no launch file fits; name one by --launch to look at it all the same")
-    found = {}
-    for each in chosen:
-        probed = replace(asked, **each.more, dry_run=False, resume="off", patience=None)
-        found[each.name] = probed_beside(each, [task_name, *words_of(probed, task)])
+    command = command_of(task_name, task, given, best, here) if best else None
+    answer = Answer(plans, [*jobs.values()], shape, here, lengths, config, best, why, command)
     if config.json:
-        as_json = table.as_json(plans, shape, here, lengths, best, why, command)
-        answered = {name: [dataclasses.asdict(each) for each in of_launch] for name, of_launch in found.items()}
-        print(json.dumps({**as_json, "answers": answered}, indent=2))
-    for name, of_launch in () if config.json else found.items():
-        for line in table.side_by_side(name, of_launch):
+        print(json.dumps(answer.as_json(), indent=2))
+    else:
+        for line in answer.lines():
             print(line)
-    failed = bool(found) and all(any(each.failure for each in of_launch) for of_launch in found.values())
-    raise SystemExit(0 if best and not failed else 1)
-
-
-def probed_beside(plan: Plan, words: list[str]) -> list[Estimate]:
-    """Return two estimates of a plan's memory: the closed form's and the probe's.
-
-    Args:
-        words: the task and the run's options, as words of a command line.
-    """
-    assert plan.job is not None
-    assert plan.estimate is not None
-    from accel_sft.tools.plan.probe import probe
-
-    return [plan.estimate, probe(plan.job, plan.file, words)]
+    raise SystemExit(0 if best else 1)
 
 
 def model_config(config: PlanConfig, vocabulary: int = 0) -> tuple[dict[str, Any], str, Path | None]:
@@ -120,26 +90,26 @@ def model_config(config: PlanConfig, vocabulary: int = 0) -> tuple[dict[str, Any
     return read_config(folder), source.weights, folder
 
 
-def launch_files(asked: str | None) -> list[tuple[str, Path]]:
-    """Return name and path of each launch file that `--launch` asks for or, without it, of every shipped one.
+def launch_files(wanted: str | None) -> list[tuple[str, Path]]:
+    """Return name and path of each launch file that `--launch` names or, without it, of every shipped one.
 
     Raises:
         UserError: a name is neither a shipped launch file nor a path.
     """
     by_name = shipped()
-    if not asked:
-        known = [name for name in SIMPLEST_FIRST if name in by_name]
-        return [(name, by_name[name]) for name in (*known, *sorted(by_name.keys() - {*known}))]
-    found = []
-    for name in asked.split(","):
-        if (stem := name.removesuffix(".yaml")) in by_name and not Path(name).is_file():
-            found.append((stem, by_name[stem]))
-        elif Path(name).is_file():
-            found.append((Path(name).stem, Path(name)))
+    if not wanted:
+        ranked = [name for name in SIMPLEST_FIRST if name in by_name]
+        return [(name, by_name[name]) for name in (*ranked, *sorted(by_name.keys() - {*ranked}))]
+    files = []
+    for name in wanted.split(","):
+        if Path(name).is_file():
+            files.append((Path(name).stem, Path(name)))
+        elif (stem := name.removesuffix(".yaml")) in by_name:
+            files.append((stem, by_name[stem]))
         else:
             near = suggestion(stem, by_name) or f"; shipped are {', '.join(sorted(by_name))}"
             raise UserError(f"--launch {name}: no such file, and no launch file of this name is shipped{near}")
-    return found
+    return files
 
 
 def job_of(
@@ -187,14 +157,14 @@ def job_of(
     )
 
 
-def command_of(task_name: str, task: Task, asked: PlanConfig, best: Plan, here: PlannedMachine) -> str:
+def command_of(task_name: str, task: Task, given: PlanConfig, best: Plan, here: PlannedMachine) -> str:
     """The command line that trains under this plan, with the options that the user gave to `plan`."""
     assert best.job is not None
     is_shipped = best.file.parent == FOLDER
     words = ["accelerate", "launch", "--config_file", f"{best.name}.yaml" if is_shipped else str(best.file)]
     if here.gpus:
         words += sized(best.job.launch, best.job.ranks)
-    words += ["-m", "accel_sft", task_name, *words_of(replace(asked, **best.more), task)]
+    words += ["-m", "accel_sft", task_name, *words_of(replace(given, **best.more), task)]
     fetch = f"accel-sft launch-file {best.name} > {best.name}.yaml\n" if is_shipped else ""
     return fetch + shlex.join(words)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_sft.api.tool_configs import PlanConfig
 from accel_sft.memory.closed_form import checkpoint_bytes_each
-from accel_sft.memory.estimate import COMPONENTS, PHASES, Estimate, totals
+from accel_sft.memory.estimate import COMPONENTS, Estimate, totals
 from accel_sft.memory.flops import peaks
 from accel_sft.memory.job import Job
 from accel_sft.memory.lengths import Lengths
@@ -22,110 +22,93 @@ _HEAD = ("launch file", "GPU", "at", "host", "at", "fits", "forward", "sent", "s
 _UNITS = ("", "GiB", "", "GiB", "", "", "tokens", "GiB/step", "")
 
 
-def lines(
-    plans: Sequence[Plan],
-    shape: ModelShape,
-    here: PlannedMachine,
-    lengths: Lengths,
-    config: PlanConfig,
-    asked: Mapping[str, Job],
-    best: Plan | None,
-    why: str,
-    command: str | None,
-) -> Iterator[str]:
-    """The lines that a terminal shows; the table and the text keep to 80 columns, the command does not.
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What `plan` answers.
 
-    Args:
-        asked: for each launch file, the job with exactly the settings that the user asked for.
+    Attributes:
+        jobs: for each plan, the job with exactly the settings that the user gave.
+        best: the recommended plan, `why` it is that, and the `command` that trains under it.
     """
-    trained = shape.trained(config.adapter, config.lora_r, config.lora_target_modules)
-    if config.train_only is not None:
-        only = next(iter(asked.values())).trained
-        how = f"{only:,} trained (--train-only; activations are counted as if all were)"
-    else:
+
+    plans: Sequence[Plan]
+    jobs: Sequence[Job]
+    shape: ModelShape
+    machine: PlannedMachine
+    lengths: Lengths
+    config: PlanConfig
+    best: Plan | None
+    why: str
+    command: str | None
+
+    def lines(self) -> Iterator[str]:
+        """The lines that a terminal shows; the table and the text keep to 80 columns, the command does not."""
+        yield from self._head()
+        yield ""
+        yield from self._table()
+        yield ""
+        yield from _notes(self.plans, self.machine)
+        for plan in self.plans:
+            if plan.estimate and (self.config.details or len(self.plans) == 1):
+                yield from _details(plan.name, plan.estimate)
+        if self.best is None:
+            refused = all(plan.problem for plan in self.plans)
+            none = "No launch file is recommended: each has a problem, named above."
+            yield _text(none if refused else self._nothing_fits(), 0)
+            return
+        with_more = f" with {self.best.flags} (without, it would {self.best.without})" if self.best.more else ""
+        yield _text(f"Recommended: {self.best.name}{with_more}, {self.why}.", 0)
+        yield _text(f"Disk: {_disk(self.best, self.config)}.", 0)
+        yield from f"{self.command}".splitlines()
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as numbers, with memory in bytes."""
+        shape = self.shape
+        return {
+            "model": {"family": shape.family, "parameters": shape.parameters, **shape.by_group, "source": shape.source},
+            "machine": dataclasses.asdict(self.machine),
+            "lengths": dataclasses.asdict(self.lengths),
+            "plans": [_plan_json(plan) for plan in self.plans],
+            "recommended": self.best.name if self.best else None,
+            "reason": self.why,
+            "command": self.command,
+        }
+
+    def _head(self) -> Iterator[str]:
+        shape, config, lengths = self.shape, self.config, self.lengths
+        trained = shape.trained(config.adapter, config.lora_r, config.lora_target_modules)
         how = "all trained" if config.adapter == "none" else f"frozen, {trained:,} trained ({config.adapter})"
-    yield _text(f"model    {shape.family}, {shape.parameters:,} parameters, {how}; counted from {shape.source}")
-    computed = sorted({"float32" if job.precision == "no" else job.precision for job in asked.values()})
-    yield _text(f"machine  {here.describe()}" + (f"; computes in {' or '.join(computed)}" if computed else ""))
-    yield _text(f"lengths  the longest example has {lengths.longest:,} tokens: {lengths.source}")
-    if shape.other and lengths.pixels is None:
-        yield _text("images   not counted, as the data has not been tokenized here: start a run once, or --probe")
-    elif lengths.pixels and shape.tower and shape.tower.values:
-        yield _text(f"images   up to {lengths.pixels // shape.tower.values:,} patches in one example, of this data")
-    elif lengths.pixels:
-        yield _text("images   not counted beside their pixels: config.json does not name the vision tower's sizes")
-    yield ""
-    fastest = min((each.speed.seconds for each in plans if each.fits and each.speed), default=0.0)
-    rows = [_HEAD, _UNITS, *(_row(each, here, fastest) for each in plans)]
-    if not here.gpus:
-        rows = [row if _is_problem(row) else (row[0], *row[3:]) for row in rows]
-    widths = [max(len(row[at]) for row in rows if not _is_problem(row)) for at in range(len(rows[0]))]
-    for row in rows:
-        if _is_problem(row):
-            yield _text(f"{row[0]:<{widths[0]}}  {row[-1]}", widths[0] + 2)
-            continue
-        yield "  ".join(
-            f"{cell:<{width}}" if at == 0 or _HEAD[at] == "at" else f"{cell:>{width}}"
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-    yield ""
-    yield from _notes(plans, here)
-    shown = [each for each in plans if each.estimate and (config.details or len(plans) == 1)]
-    for each in shown:
-        assert each.estimate is not None
-        yield from _details(each.name, each.estimate)
-    if best is None:
-        refused = all(each.problem for each in plans)
-        none = "No launch file is recommended: each has a problem, named above."
-        also = "" if config.gradient_checkpointing else ", nor does one with --gradient-checkpointing"
-        why = f"No launch file fits{also}{why.partition('fits')[2]}. {_fix(plans, config)}"
-        yield _text(none if refused else why + _elsewhere(plans, here), 0)
-        return
-    more = f" with {best.flags} (without, it would {best.without})" if best.more else ""
-    yield _text(f"Recommended: {best.name}{more}, {why}.", 0)
-    yield _text(f"Disk: {_disk(best, config)}.", 0)
-    yield from f"{command}".splitlines()
+        if config.train_only is not None:
+            how = f"{self.jobs[0].trained:,} trained (--train-only; activations are counted as if all were)"
+        yield _text(f"model    {shape.family}, {shape.parameters:,} parameters, {how}; counted from {shape.source}")
+        computed = sorted({"float32" if job.precision == "no" else job.precision for job in self.jobs})
+        yield _text(f"machine  {self.machine.describe()}" + f"; computes in {' or '.join(computed)}" * bool(computed))
+        yield _text(f"lengths  the longest example has {lengths.longest:,} tokens: {lengths.source}")
+        if shape.other and lengths.pixels is None:
+            yield _text("images   not counted, as the data has not been tokenized here: start a run once")
+        elif lengths.pixels and shape.tower and shape.tower.values:
+            yield _text(f"images   up to {lengths.pixels // shape.tower.values:,} patches in one example, of this data")
+        elif lengths.pixels:
+            yield _text("images   not counted beside their pixels: config.json does not name the vision tower's sizes")
 
+    def _table(self) -> Iterator[str]:
+        fastest = min((plan.speed.seconds for plan in self.plans if plan.fits and plan.speed), default=0.0)
+        rows = [_HEAD, _UNITS, *(_row(plan, plan.estimate, fastest) for plan in self.plans if plan.estimate)]
+        if not self.machine.gpus:
+            rows = [(row[0], *row[3:]) for row in rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            columns = zip(row, rows[0], widths, strict=True)
+            cells = (f"{cell:{'<' if head in ('launch file', 'at') else '>'}{width}}" for cell, head, width in columns)
+            yield "  ".join(cells).rstrip()
+        for plan in self.plans:
+            if plan.problem:
+                yield _text(f"{plan.name:<{widths[0]}}  {plan.problem}", widths[0] + 2)
 
-def as_json(
-    plans: Sequence[Plan],
-    shape: ModelShape,
-    here: PlannedMachine,
-    lengths: Lengths,
-    best: Plan | None,
-    why: str,
-    command: str | None,
-) -> dict[str, Any]:
-    """The content of `lines` as numbers, with memory in bytes."""
-    return {
-        "model": {"family": shape.family, "parameters": shape.parameters, **shape.by_group, "source": shape.source},
-        "machine": dataclasses.asdict(here),
-        "lengths": dataclasses.asdict(lengths),
-        "plans": [_plan_json(each) for each in plans],
-        "recommended": best.name if best else None,
-        "reason": why,
-        "command": command,
-    }
-
-
-def side_by_side(name: str, answers: Sequence[Estimate]) -> Iterator[str]:
-    """Several estimates of one launch's memory, as columns of a table by phase."""
-    for place, attribute in (("one GPU", "device"), ("one rank's host memory", "host")):
-        columns = {each.method: totals(getattr(each, attribute)) for each in answers}
-        phases = [phase for phase in PHASES if any(phase in column for column in columns.values())]
-        if phases:
-            yield ""
-            yield f"{name}: GiB of {place}, by"
-            yield f"{'':<10} " + "  ".join(f"{method:>11}" for method in columns)
-        for phase in phases:
-            cells = [_gib(column[phase]) if phase in column else "-" for column in columns.values()]
-            yield f"{phase:<10} " + "  ".join(f"{cell:>11}" for cell in cells)
-    yield ""
-    for each in answers:
-        if each.failure:
-            yield _text(f"{each.method}: failed: {each.failure}", 2)
-        for note in each.notes:
-            yield _text(f"{each.method}: {note}", 2)
+    def _nothing_fits(self) -> str:
+        also = "" if self.config.gradient_checkpointing else ", nor does one with --gradient-checkpointing"
+        text = f"No launch file fits{also}{self.why.partition('fits')[2]}. {_fix(self.plans, self.config)}"
+        return text + _elsewhere(self.plans, self.machine)
 
 
 def _plan_json(plan: Plan) -> dict[str, Any]:
@@ -150,29 +133,20 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _row(plan: Plan, here: PlannedMachine, fastest: float) -> tuple[str, ...]:
-    found = plan.estimate
-    if found is None:
-        return (plan.name, plan.problem)
+def _row(plan: Plan, estimate: Estimate, fastest: float) -> tuple[str, ...]:
+    assert plan.speed is not None
     fits = "no" if plan.over else "barely" if plan.tight else "yes"
-    fits = f"{fits} {''.join(name[0] for name in plan.more)}" if plan.more else fits
-    forward = f"{plan.largest_tokens:,}" if plan.largest_tokens else "-"
-    speed = f"{fastest / plan.speed.seconds:.2f}" if plan.fits and plan.speed else "-"
     return (
         plan.name,
-        _gib(found.device_peak_bytes) + "!" * ("device" in plan.over),
-        _largest(totals(found.device)),
-        _gib(found.host_needed_bytes) + "!" * ("host" in plan.over),
-        _largest(found.host_needed),
-        fits,
-        forward,
-        _gib(plan.speed.sent_bytes) if plan.speed else "",
-        speed,
+        _gib(estimate.device_peak_bytes) + "!" * ("device" in plan.over),
+        _largest(totals(estimate.device)),
+        _gib(estimate.host_needed_bytes) + "!" * ("host" in plan.over),
+        _largest(estimate.host_needed),
+        f"{fits} {''.join(name[0] for name in plan.more)}".rstrip(),
+        f"{plan.largest_tokens:,}" if plan.largest_tokens else "-",
+        _gib(plan.speed.sent_bytes),
+        f"{fastest / plan.speed.seconds:.2f}" if plan.fits else "-",
     )
-
-
-def _is_problem(row: tuple[str, ...]) -> bool:
-    return len(row) <= 2
 
 
 def _largest(phases: Mapping[str, float]) -> str:
