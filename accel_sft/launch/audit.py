@@ -11,8 +11,8 @@ from accel_sft.api.adapters import unused
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import shown
+from accel_sft.io.findings import LEVELS, Finding, error, note, warning
 from accel_sft.io.text import one_line
-from accel_sft.launch.audit_findings import LEVELS, Finding, error, note, warning
 from accel_sft.launch.deepspeed_ops import audit_operators
 from accel_sft.launch.environment import device_count
 from accel_sft.launch.info import Launch

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accel_sft.api.errors import UserError
+from accel_sft.io.findings import Finding, error, note, warning
 from accel_sft.io.terminal import waiting
-from accel_sft.launch.audit_findings import Finding, error, note, warning
 from accel_sft.launch.info import Launch
 
 OPERATORS = {

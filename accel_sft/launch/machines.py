@@ -4,7 +4,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 
-from accel_sft.launch.audit_findings import Finding, error, warning
+from accel_sft.io.findings import Finding, error, warning
 from accel_sft.launch.collectives import by_each_rank
 from accel_sft.launch.recordable import versions
 

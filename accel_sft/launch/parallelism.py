@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from accel_sft.launch.audit_findings import Finding, error, note
+from accel_sft.io.findings import Finding, error, note
 from accel_sft.launch.info import Launch
 
 if TYPE_CHECKING:

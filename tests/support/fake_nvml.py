@@ -9,8 +9,7 @@ import types
 class Nvml:
     """Stands for the module `pynvml`; an answer of None is "Not Supported", as NVML says of a MIG slice."""
 
-    NVML_CLOCK_SM = NVML_TEMPERATURE_THRESHOLD_SLOWDOWN = 1
-    NVML_TEMPERATURE_GPU = 0
+    NVML_CLOCK_SM = 1
 
     class NVMLError(Exception):
         pass
@@ -26,11 +25,6 @@ class Nvml:
             "PowerManagementLimit": 700_000,
             "PowerManagementDefaultLimit": 700_000,
             "ComputeRunningProcesses": {os.getpid(): 9 * 2**30},
-            "Temperature": 61,
-            "TemperatureThreshold": 90,
-            "UtilizationRates": types.SimpleNamespace(gpu=0),
-            "CurrPcieLinkGeneration": 5,
-            "CurrPcieLinkWidth": 16,
             "MaxPcieLinkGeneration": 5,
             "MaxPcieLinkWidth": 16,
             **answers,

@@ -202,7 +202,7 @@ FAULTS = {
     "data that are drawn anew": Fault(
         "resume", "the data is not what the run was started with", task("drawn"), runs=True
     ),
-    "a learning rate of zero": Fault("reload", "trained in vain", options("--learning-rate", "0"), runs=True),
+    "a learning rate of zero": Fault("reload", "nothing was learnt", options("--learning-rate", "0"), runs=True),
     "weights that nothing uses": Fault("trained", "side.weight, side.bias", side, runs=True),
     # reported: peft #2018
     "an adapter on a tied head": Fault("merge", "tied embeddings", model(*LORA, "lm_head,q_proj"), runs=True),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
-import math
 import os
 import re
 import resource
@@ -27,50 +26,28 @@ from limits import limit
 from places import SUPPORT
 
 from accel_sft import UserError
+from accel_sft.io.findings import Finding, worst
 from accel_sft.launch import host_memory, machine_state
+from accel_sft.launch.deepspeed_ops import OPERATORS
 from accel_sft.launch.machine_state import Cores
 from accel_sft.launch.shipped import FOLDER
-from accel_sft.tools.doctor import (
-    condition,
-    devices,
-    driver,
-    folders,
-    host,
-    launch_table,
-    operators,
-    packages,
-    ranks,
-    torch_facts,
-    torch_script,
-)
-from accel_sft.tools.doctor.check import Check, Finding, ok, problem, warning, worst
+from accel_sft.tools.doctor import command, gpus, host, launches, software, torch_script
+from accel_sft.tools.doctor import machine as machines
 from accel_sft.tools.doctor.command import doctor
-from accel_sft.tools.doctor.launch_table import LaunchRow
-from accel_sft.tools.doctor.machine import Machine
-from accel_sft.tools.doctor.processes import ask
-from accel_sft.tools.doctor.torch_facts import LIBRARIES, TorchFacts
+from accel_sft.tools.doctor.launches import exchange_failure, launch_file
+from accel_sft.tools.doctor.machine import LEVELS, LIBRARIES, Machine, TorchFacts, ask, ok, problem, warning
 
 SHIPPED = sorted(FOLDER.glob("*.yaml"))
-GPUS = {
-    "version": "2.13.0",
-    "cuda": "13.0",
-    "device_count": 2,
-    "device_names": ["NVIDIA H100"] * 2,
-}
-NVIDIA_SMI = """
-case "$*" in
-    *--query-gpu*) {query} ;;
-    *) echo "| NVIDIA-SMI 580.65.06  Driver Version: 580.65.06  CUDA Version: {cuda} |" ;;
-esac
-"""
-TWO_GPUS = "for used in 12 {used}; do echo NVIDIA H100, 580.65.06, 81559, $used; done"
+GPUS = {"version": "2.13.0", "cuda": "13.0", "device_count": 2, "device_names": ["NVIDIA H100"] * 2}
+GPU = {"name": "NVIDIA H100", "total": 80 * 2**30, "used": 2**24, "busy": 0}
+DRIVER = {"driver": "580.65.06", "driver_cuda": 13000, "driver_gpus": {"0": GPU, "1": GPU}}
 
 
 def machine(files=SHIPPED, runs=Path("runs"), **facts):
     """One of which torch would tell these facts; the other libraries can be imported."""
     made = Machine(files, runs)
     compiled = {"library": "?", "compiled": True, "failure": "", "locks": []}
-    every = {name: dict(compiled) for name in operators.OPERATORS}
+    every = {name: dict(compiled) for name in OPERATORS}
     known = {"imports": dict.fromkeys(LIBRARIES, ""), "operators": every} | facts
     vars(made)["torch"] = TorchFacts(**known)
     return made
@@ -118,19 +95,19 @@ def names_a_mistake(machine):
 
 
 def test_a_check_that_fails_is_a_finding_itself():
-    (failed,) = Check("Machine", "any", fail).run(machine())
-    assert failed.level == "problem"
+    (failed,) = machine().findings("any", fail)
+    assert (failed.level, failed.subject) == ("problem", "any")
     assert re.fullmatch(r"the check failed: RuntimeError: ill \(test_doctor.py:\d+\)", failed.what)
-    (missing,) = Check("Machine", "any", misses_a_library).run(machine())
+    (missing,) = machine().findings("any", misses_a_library)
     assert missing.what.startswith("not checked: no_such_library is missing")
-    (mistaken,) = Check("Machine", "any", names_a_mistake).run(machine())
+    (mistaken,) = machine().findings("any", names_a_mistake)
     assert (mistaken.what, mistaken.fix) == ("RANK is 'a'; unset it; or start one process", "")
 
 
 def test_the_worst_of_the_findings_is_that_of_the_report():
-    assert worst([]) == "ok"
-    assert worst([ok("a"), warning("b", "c"), ok("d")]) == "warning"
-    assert worst([warning("b", "c"), problem("e", "f")]) == "problem"
+    assert worst([], LEVELS) == "ok"
+    assert worst([ok("a"), warning("b", "c"), ok("d")], LEVELS) == "warning"
+    assert worst([warning("b", "c"), problem("e", "f")], LEVELS) == "problem"
 
 
 def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path):
@@ -182,12 +159,12 @@ def test_a_container_s_share_of_the_cores_is_what_counts(container, monkeypatch)
 
 
 def test_other_work_on_the_cores_is_told_with_whose_it_is(container, tmp_path, monkeypatch):
-    assert list(condition.other_work(machine())) == []  # no /proc/stat
+    assert list(host.other_work(machine())) == []  # no /proc/stat
     monkeypatch.setattr(host_memory, "SYSTEM", Path("/"))
-    monkeypatch.setattr(condition, "SECONDS", 0.5)
+    monkeypatch.setattr(host, "WATCHED_SECONDS", 0.5)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     try:
-        found = next(iter(condition.other_work(machine())))
+        found = next(iter(host.other_work(machine())))
     finally:
         for process in busy:
             process.kill()
@@ -205,29 +182,10 @@ def test_other_work_on_the_cores_is_told_with_whose_it_is(container, tmp_path, m
     ],
 )
 def test_what_daemons_take_is_no_warning_and_steal_is(monkeypatch, cores, told):
-    monkeypatch.setattr(condition, "SECONDS", 0.0001)
-    monkeypatch.setattr(condition.time, "process_time", lambda: 0.0)
-    monkeypatch.setattr(condition.CoreClock, "since", lambda self: cores)
-    assert levels(condition.other_work(machine())) == told
-
-
-@pytest.mark.parametrize(("mhz", "level"), [(3600, "ok"), (900, "warning"), (None, None)])
-def test_a_core_at_work_whose_clock_stays_low_is_told(monkeypatch, mhz, level):
-    monkeypatch.setattr(condition, "cpu_clock", lambda: (mhz, 3800.0, "powersave") if mhz else (math.nan, math.nan, ""))
-    found = list(condition.clock(machine()))
-    assert levels(found) == ([level] if level else [])
-    assert not mhz or found[0].what == f"{mhz:,} of 3,800 MHz at work, governor powersave"
-
-
-def test_a_cpu_quota_that_runs_out_is_told(container):
-    assert list(condition.quota(machine())) == []
-    for out, level in ((20, "ok"), (400, "warning")):
-        container("cpu.stat", f"usage_usec 5\nnr_periods 1000\nnr_throttled {out}\n")
-        (found,) = condition.quota(machine())
-        assert (found.level, found.what) == (
-            level,
-            f"the container's CPU quota ran out in {out / 10:.0f}% of its periods so far",
-        )
+    monkeypatch.setattr(host, "WATCHED_SECONDS", 0.0001)
+    monkeypatch.setattr(host.time, "process_time", lambda: 0.0)
+    monkeypatch.setattr(host.CoreClock, "since", lambda self: cores)
+    assert levels(host.other_work(machine())) == told
 
 
 def test_few_open_files_are_a_warning():
@@ -254,7 +212,7 @@ print(*(finding.level for finding in host.shared_memory(test_doctor.machine(devi
 def test_ranks_without_a_launcher_are_a_problem(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
-    (found,) = Check("Machine", "variables", host.environment).run(machine())
+    (found,) = machine().findings("variables", host.environment)
     assert (found.level, found.what[:18]) == ("problem", "RANK is not set, M")
 
 
@@ -284,8 +242,8 @@ def in_a_small_disk(folder, size, code):
 )
 def test_a_disk_that_is_full_is_told_before_a_run_is(tmp_path, size, told):
     code = f"""
-from accel_sft.tools.doctor import folders
-for finding in folders.disk(test_doctor.machine(runs=Path({str(tmp_path)!r}, "new/runs"))):
+from accel_sft.tools.doctor import host
+for finding in host.disk(test_doctor.machine(runs=Path({str(tmp_path)!r}, "new/runs"))):
     print(finding.level, finding.what)
 """
     assert told.format(tmp_path) in in_a_small_disk(tmp_path, size, code).splitlines()
@@ -294,9 +252,9 @@ for finding in folders.disk(test_doctor.machine(runs=Path({str(tmp_path)!r}, "ne
 def test_a_folder_that_cannot_be_written_is_a_problem_where_it_is_needed(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "file" / "cache"))
-    found = list(folders.disk(machine(runs=tmp_path / "file" / "runs")))
+    found = list(host.disk(machine(runs=tmp_path / "file" / "runs")))
     told = {finding.what.split(":")[0]: (finding.level, finding.fix) for finding in found}
-    assert told["runs"] == ("problem", "make it writable or free space, or name another with --output-dir")
+    assert told["runs"] == ("problem", "make it writable, free space, or name another with --output-dir")
     assert told["token cache"][0] == "warning"  # a run does without it
     assert not (tmp_path / "runs").exists()
 
@@ -305,27 +263,16 @@ def test_a_quota_is_found_by_writing(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-        found = list(folders.disk(machine(runs=tmp_path)))
+        found = list(host.disk(machine(runs=tmp_path)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert f"runs: {tmp_path} cannot be written (File too large)" in [finding.what for finding in found]
 
 
-@pytest.mark.parametrize(("seconds", "side"), [(100, "100 s ahead of"), (-7200, "7,200 s behind"), (0, "")])
-def test_the_clock_of_a_disk_is_compared_with_this_machine_s(tmp_path, monkeypatch, seconds, side):
-    def sync(file):
-        os.utime(file, (time.time() + seconds,) * 2)
-
-    monkeypatch.setattr(folders.os, "fsync", sync)
-    told = [finding.what for finding in folders.clock(machine(runs=tmp_path)) if finding.level == "warning"]
-    assert bool(told) == bool(side)
-    assert all(f"{side} this machine's" in what for what in told)
-
-
 def test_compiled_operators_in_a_shared_folder_are_a_warning(monkeypatch):
-    assert list(folders.shared_operators(machine())) == []
-    monkeypatch.setattr(folders, "is_local", lambda folder: False)
-    assert levels(folders.shared_operators(machine())) == ["warning"]
+    assert list(host.shared_operators(machine())) == []
+    monkeypatch.setattr(host, "is_local", lambda folder: False)
+    assert levels(host.shared_operators(machine())) == ["warning"]
 
 
 # --- what is installed ---
@@ -335,7 +282,7 @@ def test_versions_are_held_against_the_package_s_own_bounds(tmp_path, monkeypatc
     bounds = ("click<1", "psutil>=999", "no-such-package>=1", "pytest>=1", "absent>=1; extra == 'docs'")
     install(tmp_path, "accel-sft", "", module="unused", requires=bounds)
     monkeypatch.syspath_prepend(tmp_path)
-    newer, older, missing, rest = packages.versions(machine())
+    newer, older, missing, rest = software.versions(machine())
     assert newer.level == "warning"
     assert "is newer than what accel_sft was tested with (<1)" in newer.what
     assert (older.level, older.fix) == ("problem", 'pip install "psutil>=999"')
@@ -344,18 +291,18 @@ def test_versions_are_held_against_the_package_s_own_bounds(tmp_path, monkeypatc
 
 
 def test_a_package_that_is_only_imported_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(packages, "DISTRIBUTION", "no-such-distribution")
-    assert levels(packages.versions(machine())) == ["warning"]
+    monkeypatch.setattr(software, "DISTRIBUTION", "no-such-distribution")
+    assert levels(software.versions(machine())) == ["warning"]
 
 
 def test_broken_tasks_are_warnings_unless_there_is_no_other(tmp_path, monkeypatch):
     install(tmp_path, "accel-sft-broken", "broken = accel_sft_broken:Good", "import no_such_module\n")
     with only_plugins_of(tmp_path, monkeypatch):
-        broken, none = packages.tasks(machine())
+        broken, none = software.tasks(machine())
         assert (broken.level, none.level) == ("warning", "problem")
         assert "No module named 'no_such_module'" in broken.what
         install(tmp_path, "accel-sft-good", "good = accel_sft_good:Good")
-        assert [(finding.level, finding.what) for finding in packages.tasks(machine())][1:] == [("ok", "good")]
+        assert [(finding.level, finding.what) for finding in software.tasks(machine())][1:] == [("ok", "good")]
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -370,23 +317,23 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 def test_the_hub_is_asked_only_if_wanted_and_for_a_limited_time(monkeypatch):
     asking = machine()
-    assert list(packages.hub(asking)) == []
+    assert list(software.hub(asking)) == []
     asking.network = True
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        assert levels(packages.hub(asking)) == ["ok"]
+        assert levels(software.hub(asking)) == ["ok"]
         server.shutdown()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setattr(packages, "NETWORK_SECONDS", 3.0)
-        (found,) = packages.hub(asking)
+        monkeypatch.setattr(software, "NETWORK_SECONDS", 3.0)
+        (found,) = software.hub(asking)
         assert (found.level, found.what) == ("warning", "the hub cannot be reached: no answer within 3 s")
-    monkeypatch.setattr(packages, "NETWORK_SECONDS", 60.0)
+    monkeypatch.setattr(software, "NETWORK_SECONDS", 60.0)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (found,) = packages.hub(asking)
+    (found,) = software.hub(asking)
     assert found.what == "the hub cannot be reached: HF_HUB_OFFLINE is set"
 
 
@@ -408,82 +355,76 @@ def test_the_hub_is_asked_only_if_wanted_and_for_a_limited_time(monkeypatch):
 )
 def test_a_torch_that_cannot_be_imported_is_told_and_no_launch_file_works(tmp_path, monkeypatch, source, told, why):
     (tmp_path / "torch.py").write_text(source)
-    monkeypatch.setattr(torch_facts, "import_path", dict)  # it puts the package first, and beside it may be a torch
-    package = str(Path(packages.accel_sft.__file__).parents[1])
+    monkeypatch.setattr(machines, "import_path", dict)  # it puts the package first, and beside it may be a torch
+    package = str(Path(machines.accel_sft.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), package)))
     seconds = round(limit(3))
-    facts = torch_facts.find(seconds)
+    facts = machines.torch_facts(seconds)
     broken = machine(**vars(facts))
-    (found,) = packages.imports(broken)
+    (found,) = software.imports(broken)
     assert found.level == "problem"
     assert told.format(seconds) in found.what
-    rows = [launch_table.row(broken, file) for file in SHIPPED]
-    assert {row.works for row in rows} == {False}
-    assert all(why in row.why for row in rows)
-    assert list(ranks.reached(broken)) == []
+    rows = [launch_file(broken, file) for file in SHIPPED]
+    assert {row.level for row in rows} == {"no"}
+    assert all(why in row.what for row in rows)
+    assert list(launches.exchange(broken)) == []
 
 
-def rows_of(machine):
-    return lambda file: launch_table.row(machine, file)
+def table_of(machine):
+    """What is said of each shipped launch file, by its name."""
+    return {file.stem: launch_file(machine, file) for file in SHIPPED}
+
+
+def working(machine):
+    return {name for name, row in table_of(machine).items() if row.level == "yes"}
 
 
 def test_a_fault_behind_the_imports_is_told_and_stops_those_that_need_what_was_not_reached():
     half = machine(fault="no answer within 300 s, in the step: load DeepSpeed's operators", operators={})
-    assert levels(packages.imports(half)) == ["problem"]
-    rows = {row.file: row for row in map(rows_of(half), SHIPPED)}
-    assert (rows["ddp"].works, rows["z2"].works) == (True, True)
-    assert rows["z2_offload"].why == "it is not known whether DeepSpeed's operator cpu_adam works here"
-    assert levels(packages.imports(machine())) == ["ok"]
+    assert levels(software.imports(half)) == ["problem"]
+    assert {"ddp", "z2"} <= working(half)
+    assert table_of(half)["z2_offload"].what == "it is not known whether DeepSpeed's operator cpu_adam works here"
+    assert levels(software.imports(machine())) == ["ok"]
 
 
 # --- GPUs ---
 
 
-def smi(programs, cuda="13.0", used=12):
-    query = TWO_GPUS.format(used=used)
-    program(programs, "nvidia-smi", NVIDIA_SMI.format(query=query, cuda=cuda))
-
-
-def test_gpus_are_counted_by_the_driver_and_by_torch(programs):
-    smi(programs)
-    (found,) = devices.gpus(machine(**GPUS))
-    assert (found.level, found.what) == ("ok", "2 x NVIDIA H100 (80 GiB); driver 580.65.06")
-    (fewer,) = devices.gpus(machine(**GPUS | {"device_count": 1}))
+def test_gpus_are_counted_by_the_driver_and_by_torch(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (both,) = gpus.gpus(machine(**GPUS, **DRIVER))
+    assert (both.level, both.what) == ("ok", "2 x NVIDIA H100 (80 GiB); driver 580.65.06")
+    (fewer,) = gpus.gpus(machine(**GPUS | {"device_count": 1}, **DRIVER))
     assert "of which torch sees 1" in fewer.what
-    assert levels(devices.cuda(machine(**GPUS))) == ["ok"]
-
-
-def test_a_gpu_that_others_use_is_a_warning(programs):
-    smi(programs, used=70000)
-    _, busy = devices.gpus(machine(**GPUS))
-    assert (busy.level, busy.what) == ("warning", "GPU 1: 68.4 of 79.6 GiB are in use already")
-
-
-def test_a_gpu_that_cannot_compute_stops_every_launch_file(programs):
-    smi(programs)
-    ill = machine(**GPUS, device_failures={"1": "AcceleratorError: no kernel image"})
-    assert levels(devices.gpus(ill)) == ["ok", "problem"]
-    assert not any(row.works for row in map(rows_of(ill), SHIPPED))
+    assert levels(gpus.cuda(machine(**GPUS, **DRIVER))) == ["ok"]
+    (alone,) = gpus.gpus(machine(**GPUS))
+    assert alone.what == "2 x NVIDIA H100"
+    (shared,) = gpus.gpus(machine(**GPUS, driver="580", driver_gpus={"0": {"name": "GB10"}, "1": {"name": "GB10"}}))
+    assert shared.what == "2 x GB10; driver 580"
 
 
 @pytest.mark.parametrize(
-    ("script", "what", "fix"),
-    [
-        (
-            "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
-            "nvidia-smi fails: Failed to initialize NVML: Driver/library version mismatch",
-            "restart the machine",
-        ),
-        ("exit 9", "nvidia-smi fails: status 9", "install the NVIDIA driver"),
-        ("sleep 600", "nvidia-smi gave no answer within 1 s", "install the NVIDIA driver"),
-    ],
+    ("use", "words"), [({"used": 9 * 2**30}, "0% of the time, 9.0 GiB"), ({"busy": 85}, "85% of the time, 0.0 GiB")]
 )
-def test_a_driver_that_does_not_answer_is_a_problem(programs, monkeypatch, script, what, fix):
-    program(programs, "nvidia-smi", script)
-    monkeypatch.setattr(driver, "SECONDS", 1.0)
-    found = next(devices.gpus(machine()))
-    assert (found.level, found.what) == ("problem", what)
+def test_a_gpu_that_others_use_is_a_warning(use, words):
+    _, busy = gpus.gpus(machine(**GPUS, **DRIVER | {"driver_gpus": {"0": GPU, "1": GPU | use}}))
+    assert (busy.level, busy.what) == ("warning", f"GPU 1 is in use: {words}")
+
+
+def test_a_gpu_that_cannot_compute_stops_every_launch_file():
+    ill = machine(**GPUS, **DRIVER, device_failures={"1": "AcceleratorError: no kernel image"})
+    assert levels(gpus.gpus(ill)) == ["ok", "problem"]
+    assert not working(ill)
+
+
+@pytest.mark.parametrize(
+    ("failure", "fix"), [("Driver/library version mismatch", "restart the machine"), ("Unknown Error", "install the")]
+)
+def test_a_driver_that_does_not_answer_is_a_problem(failure, fix):
+    (found,) = gpus.gpus(machine(driver_failure=failure))
+    assert (found.level, found.what) == ("problem", f"the NVIDIA driver does not answer: {failure}")
     assert found.fix.startswith(fix)
+    assert levels(gpus.gpus(machine(**GPUS, driver_failure=failure))) == ["warning", "ok"]
 
 
 NO_GPU = {"device_count": 0, "device_names": []}
@@ -492,67 +433,40 @@ NO_GPU = {"device_count": 0, "device_names": []}
 @pytest.mark.parametrize(
     ("facts", "driver_cuda", "what"),
     [
-        (NO_GPU, "12.4", "torch 2.13.0 for CUDA 13.0, the driver runs up to 12.4"),
-        (NO_GPU | {"cuda": None}, "13.0", "torch 2.13.0 is a build without CUDA: it uses none of the GPUs"),
-        (NO_GPU | {"cuda_complaint": "CUDA unknown error"}, "13.0", "torch sees no GPU: CUDA unknown error"),
+        (NO_GPU, 12040, "torch 2.13.0 for CUDA 13.0, the driver runs up to 12.4"),
+        (NO_GPU | {"cuda": None}, 13000, "torch 2.13.0 is a build without CUDA: it uses none of the GPUs"),
+        (NO_GPU | {"cuda_complaint": "CUDA unknown error"}, 13000, "torch sees no GPU: CUDA unknown error"),
     ],
     ids=["older driver", "build for CPUs", "complaint"],
 )
-def test_gpus_that_torch_cannot_use_are_a_problem_unless_hidden(programs, monkeypatch, facts, driver_cuda, what):
-    smi(programs, cuda=driver_cuda)
-    (found,) = devices.cuda(machine(**GPUS | facts))
+def test_gpus_that_torch_cannot_use_are_a_problem_unless_hidden(monkeypatch, facts, driver_cuda, what):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    ill = machine(**GPUS | facts | DRIVER | {"driver_cuda": driver_cuda})
+    (found,) = gpus.cuda(ill)
     assert (found.level, found.what) == ("problem", what)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert list(devices.cuda(machine(**GPUS | facts))) == []
-    assert "hidden from torch" in list(devices.gpus(machine(**GPUS | facts)))[-1].what
+    assert list(gpus.cuda(ill)) == []
+    assert "hidden from torch" in list(gpus.gpus(ill))[-1].what
 
 
 COPIES = {"to pinned": 25.0, "from pinned": 26.0, "to pageable": 11.0, "from pageable": 9.0}
-WELL = {"busy_percent": 0, "mhz": 1755, "highest_mhz": 1980, "reasons": 0, "others_gib": 0.0, "celsius": 61}
-WELL |= {"slow_celsius": 90, "watts": 700, "usual_watts": 700, "link": 31.5, "full_link": 31.5}
 
 
-@pytest.mark.parametrize(
-    ("ill", "what", "fix"),
-    [
-        ({"mhz": 1200, "reasons": 0x4}, "GPU 1 computes at 1,200 of 1,980 MHz: power cap", "nvidia-smi -pl"),
-        ({"mhz": 900, "reasons": 0x60, "celsius": 91}, "GPU 1 computes at 900 of 1,980 MHz: heat", "look at its fans"),
-        ({"mhz": 900, "reasons": 0x88}, "GPU 1 computes at 900 of 1,980 MHz: slowdown by hardware", "nvidia-smi -q"),
-        ({"mhz": 900, "reasons": 0x2}, "GPU 1 computes at 900 of 1,980 MHz: clocks set by a person", "nvidia-smi -rgc"),
-        ({"celsius": 88}, "GPU 1 slows down at 90 °C and has 88", "look at its fans"),
-        ({"watts": 400}, "GPU 1 may take 400 W, not its usual 700", "nvidia-smi -pl"),
-        ({"busy_percent": 85}, "GPU 1 is used by other processes: 85% of the time, 0.0 GiB", "nvidia-smi shows"),
-        ({"others_gib": 3.2}, "GPU 1 is used by other processes: 0% of the time, 3.2 GiB", "nvidia-smi shows"),
-        (
-            {"to pinned": 6.1, "link": 7.9},
-            "GPU 1 copies 6.1 GB/s of 32 that its link could carry",
-            "the link runs at 8: look at slot",
-        ),
-        ({"from pinned": 6.1}, "GPU 1 copies 6.1 GB/s of 32 that its link could carry", "look for other work"),
-    ],
-)
-def test_a_gpu_that_is_not_itself_is_told_with_the_fix(ill, what, fix):
-    well = COPIES | WELL
-    (first,) = condition.gpus(machine(**GPUS, gpus={"0": well}))
-    assert (first.level, first.what) == (
-        "ok",
-        "GPU 0: 1,755 MHz at work, 61 °C, 26 GB/s from pinned memory, 25 GB/s to pinned memory, "
-        "9 GB/s from pageable memory, 11 GB/s to pageable memory",
+def test_slow_copies_between_host_and_gpu_are_a_warning():
+    assert list(gpus.copies(machine())) == []
+    well, slow = COPIES | {"link": 31.5}, COPIES | {"from pinned": 6.1, "link": 31.5}
+    first, second, ill, full = gpus.copies(machine(**GPUS, copies={"0": well, "1": slow, "2": {}}))
+    assert levels([first, second, full]) == ["ok"] * 3
+    assert first.what == (
+        "GPU 0: 25 GB/s to pinned memory, 26 GB/s from pinned memory, "
+        "11 GB/s to pageable memory, 9 GB/s from pageable memory"
     )
-    told = list(condition.gpus(machine(**GPUS, gpus={"0": well, "1": well | ill})))
-    assert (told[0], levels(told)) == (first, ["ok", "ok", "warning"])
-    assert (told[2].what, told[2].fix.startswith(fix)) == (what, True)
+    assert (ill.level, ill.what) == ("warning", "GPU 1 copies 6.1 GB/s of 32 that its link could carry")
+    assert full.what == "GPU 2: not measured"
+    assert levels(gpus.copies(machine(**GPUS, copies={"0": COPIES | {"to pinned": 1.0}}))) == ["ok"]  # no link is known
 
 
-def test_without_nvml_nothing_is_told_of_gpus_but_their_copies():
-    assert list(condition.gpus(machine())) == []
-    (told,) = condition.gpus(machine(**GPUS, gpus={"0": COPIES}))
-    assert told.what.startswith("GPU 0: 26 GB/s from pinned memory, 25 GB/s to pinned")
-    (told,) = condition.gpus(machine(**GPUS, gpus={"0": {}}))  # its memory was full
-    assert (told.level, told.what) == ("ok", "GPU 0: not measured")
-
-
-def test_copies_are_timed_and_a_gpu_s_state_is_read_while_it_computes(monkeypatch):
+def test_copies_are_timed_and_links_are_read(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch_script, "COPIED", 1 << 20)
@@ -560,27 +474,67 @@ def test_copies_are_timed_and_a_gpu_s_state_is_read_while_it_computes(monkeypatc
     assert [*speeds] == ["from pageable", "to pageable"]
     assert all(0.01 < speed < 1000 for speed in speeds.values())
 
-    nvml, worked = Nvml(CurrentClocksEventReasons=0x40, ClockInfo=900, CurrPcieLinkWidth=4), []
+    nvml = Nvml(MaxPcieLinkWidth=4)
     named = types.SimpleNamespace(get_device_properties=lambda index: types.SimpleNamespace(uuid="GPU-7"))
     monkeypatch.setattr(machine_state, "open_gpu", lambda uuid: (nvml, uuid))
-    monkeypatch.setattr(torch_script, "LOOK", 0.01)
-    monkeypatch.setattr(torch_script, "_product", lambda *about: worked.append(about))
     monkeypatch.setattr("pynvml.NVMLError", Nvml.NVMLError)
-    state = torch_script._state(types.SimpleNamespace(cuda=named, float32="float32"), "cuda:0")
-    assert worked
-    expected = WELL | {"mhz": 900, "reasons": 0x40, "link": 15.744, "full_link": 62.976}
-    assert state == pytest.approx(expected)
-    for answer in nvml.answers:
-        nvml.answers[answer] = None
-    assert torch_script._state(types.SimpleNamespace(cuda=named, float32="float32"), "cuda:0") == {}
+    assert torch_script._link(types.SimpleNamespace(cuda=named), 0) == pytest.approx({"link": 15.744})
+    nvml.answers["MaxPcieLinkWidth"] = None
+    assert torch_script._link(types.SimpleNamespace(cuda=named), 0) == {}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """`asked(**answers)` gives the facts that the script prints of a driver whose NVML answers so."""
+
+    def facts(count=1, **answers):
+        import pynvml
+
+        printed = {}
+        memory = types.SimpleNamespace(total=80 * 2**30, used=2**24)
+        system = {"SystemGetDriverVersion": "580.65.06", "SystemGetCudaDriverVersion_v2": 13000, "Init": None}
+        device = {"Count": count, "HandleByIndex": 0, "Name": "NVIDIA H100", "MemoryInfo": memory}
+        device |= {"UtilizationRates": types.SimpleNamespace(gpu=7)}
+
+        def answering(answer):
+            def answered(*_):
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+
+            return answered
+
+        for name, answer in (system | {f"DeviceGet{name}": value for name, value in device.items()} | answers).items():
+            monkeypatch.setattr(pynvml, f"nvml{name}", answering(answer))
+        monkeypatch.setattr(torch_script, "tell", lambda **facts: printed.update(facts))
+        torch_script._driver()
+        return printed
+
+    return facts
+
+
+def test_the_driver_is_asked_by_nvml(asked, monkeypatch, tmp_path):
+    import pynvml
+
+    told = {"driver": "580.65.06", "driver_cuda": 13000, "driver_gpus": {"0": GPU | {"busy": 7}}}
+    assert asked() == told
+    refused = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    sliced = asked(DeviceGetMemoryInfo=refused, DeviceGetUtilizationRates=refused)
+    assert sliced["driver_gpus"] == {"0": {"name": "NVIDIA H100"}}
+    mismatch = pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+    assert asked(Init=mismatch)["driver_failure"] == str(mismatch)
+    missing = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    monkeypatch.setattr(torch_script, "NVIDIA", tmp_path / "nvidiactl")
+    assert asked(Init=missing) == {}  # no driver
+    (tmp_path / "nvidiactl").touch()
+    assert asked(Init=missing)["driver_failure"] == str(missing)
 
 
 def test_an_nvcc_of_another_cuda_is_a_warning(programs, tmp_path):
-    smi(programs)
     program(tmp_path / "bin", "nvcc", 'echo "Cuda compilation tools, release 12.4, V12.4.131"')
-    assert levels(devices.cuda(machine(**GPUS))) == ["ok", "warning"]
+    assert levels(gpus.cuda(machine(**GPUS, **DRIVER))) == ["ok", "warning"]
     program(tmp_path / "bin", "nvcc", 'echo "Cuda compilation tools, release 13.1, V13.1.2"')
-    assert levels(devices.cuda(machine(**GPUS))) == ["ok"]
+    assert levels(gpus.cuda(machine(**GPUS, **DRIVER))) == ["ok"]
 
 
 @pytest.mark.parametrize(
@@ -594,10 +548,10 @@ def test_an_nvcc_of_another_cuda_is_a_warning(programs, tmp_path):
     ],
 )
 def test_whether_bf16_is_fast_is_told_as_measured(facts, level, words):
-    (found,) = devices.bf16(machine(**facts))
+    (found,) = gpus.bf16(machine(**facts))
     assert found.level == level
     assert words in found.what
-    assert list(devices.bf16(machine())) == []
+    assert list(gpus.bf16(machine())) == []
 
 
 # --- DeepSpeed's operators ---
@@ -609,48 +563,45 @@ def state(**other):
 
 def test_an_operator_that_cannot_be_loaded_is_a_problem_for_those_that_need_it():
     ill = machine(operators={**machine().torch.operators, "cpu_adam": state(failure="ImportError: undefined symbol")})
-    found = [finding for finding in operators.operators(ill) if finding.level == "problem"]
+    found = [finding for finding in launches.operators(ill) if finding.level == "problem"]
     assert [finding.fix for finding in found] == ["rm -r /ext/cpu_adam, then accel-sft doctor --build"]
     assert (
         "cpu_adam (for z2_offload, z3_nvme, z3_offload, z3_twin_flow) is compiled, and cannot be loaded"
         in found[0].what
     )
-    working = {row.file for row in map(rows_of(ill), SHIPPED) if row.works}
-    assert working & {"z2", "z2_offload", "z3_offload"} == {"z2"}
+    assert working(ill) & {"z2", "z2_offload", "z3_offload"} == {"z2"}
 
 
 def test_an_operator_not_compiled_yet_is_told_with_what_compiles_it(monkeypatch):
-    new = machine(operators=dict.fromkeys(operators.OPERATORS, state(compiled=False)))
+    new = machine(operators=dict.fromkeys(OPERATORS, state(compiled=False)))
     monkeypatch.delenv("CXX", raising=False)
-    found = next(operators.operators(new))
+    found = next(launches.operators(new))
     assert (found.level, found.fix[:26]) == ("ok", "accel-sft doctor --build d")
-    row = launch_table.row(new, FOLDER / "z2_offload.yaml")
-    assert (row.works, row.why) == (True, "the first launch compiles cpu_adam")
+    row = launch_file(new, FOLDER / "z2_offload.yaml")
+    assert (row.level, row.what) == ("yes", "the first launch compiles cpu_adam")
 
 
 def test_a_compiler_that_is_too_old_stops_offload_and_nothing_else(programs, monkeypatch):
     old = program(programs, "old", 'echo "g++ 8.5.0"; echo "Copyright (C) 2018 Free Software Foundation, Inc."')
     monkeypatch.setenv("CXX", str(old))
-    poor = machine(operators=dict.fromkeys(operators.OPERATORS, state(compiled=False)))
-    found = [*operators.operators(poor)]
+    poor = machine(operators=dict.fromkeys(OPERATORS, state(compiled=False)))
+    found = [*launches.operators(poor)]
     assert set(levels(found)) == {"warning"}
     assert found[0].fix == "GCC 9 or newer is needed; name it in CXX"
-    assert next(operators.compiler(poor)).what.startswith("g++ 8.5.0, ninja ")
-    table = {row.file: row for row in map(rows_of(poor), SHIPPED)}
-    offloading = {"z2_offload", "z3_offload", "z3_nvme", "z3_twin_flow"}
-    assert not any(table[file].works for file in offloading)
-    assert {"ddp", "z0", "z1", "z2", "z3"} <= {file for file, row in table.items() if row.works}
-    assert table["z2_offload"].why == f"{old} is GCC 8"
+    assert next(launches.compiler(poor)).what.startswith("g++ 8.5.0, ninja ")
+    assert not working(poor) & {"z2_offload", "z3_offload", "z3_nvme", "z3_twin_flow"}
+    assert {"ddp", "z0", "z1", "z2", "z3"} <= working(poor)
+    assert table_of(poor)["z2_offload"].what == f"{old} is GCC 8"
 
 
 def test_no_compiler_is_told_among_the_tools(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert next(operators.compiler(machine())).what.startswith("no C++ compiler, ninja ")
+    assert next(launches.compiler(machine())).what.startswith("no C++ compiler, ninja ")
 
 
 def test_locks_of_compilations_are_told():
     locks = [["warning", "another process compiles cpu_adam", "wait"], ["note", "a lock was left behind", "removed"]]
-    found = operators._operator(machine(operators={"cpu_adam": state(locks=locks)}), "cpu_adam", ["z2_offload"])
+    found = launches._operator(machine(operators={"cpu_adam": state(locks=locks)}), "cpu_adam", ["z2_offload"])
     assert levels(found) == ["warning", "ok", "ok"]
 
 
@@ -665,88 +616,107 @@ def test_an_operator_is_compiled_as_a_launch_does_or_the_error_is_named(tmp_path
     library.parent.mkdir()
     building = machine(operators={"cpu_adam": state(library=str(library), compiled=False)})
     building.build = True
-    (found,) = operators._operator(building, "cpu_adam", ["z2_offload"])
+    (found,) = launches._operator(building, "cpu_adam", ["z2_offload"])
     assert (found.level, library.is_file()) == (("problem", False) if breaks else ("ok", True))
     if breaks:
         assert "could not be compiled: cpu_adam.cpp:1:2: error: no luck" in found.what
         assert "no luck" in (library.parent / "doctor.log").read_text()
-        assert launch_table.row(building, FOLDER / "z2_offload.yaml").why == "cpu_adam cannot be compiled"
+        assert launch_file(building, FOLDER / "z2_offload.yaml").what == "cpu_adam cannot be compiled"
 
 
 # --- ranks ---
 
 
 @pytest.mark.parametrize(
-    ("rank_1_does", "told"),
+    ("rank_1_does", "why"),
     [
-        pytest.param(
-            "time.sleep(600)",
-            r"no sum within {} s \(rank 0 imported torch, rank 1 did not import torch\)",
-            marks=pytest.mark.long,
-        ),
+        pytest.param("time.sleep(600)", "no sum within {} s", marks=pytest.mark.long),
         (
             "from torch import distributed; distributed.all_reduce = lambda *_: time.sleep(600)",
-            r"no sum within {} s \(rank 0 joined the others, rank 1 joined the others\)",
+            "no sum within {} s",
         ),
-        ("pass\nfrom torch import distributed; distributed.all_reduce = lambda *_: 0", "rank 0: the sum is wrong"),
-        ("os._exit(3)", r"rank 1 ended with status 3"),
+        ("pass\nfrom torch import distributed; distributed.all_reduce = lambda *_: 0", "rank [01]: the sum is wrong"),
+        ("os._exit(3)", "rank 1 ended with status 3"),
     ],
     ids=["does not come", "hangs", "adds nothing", "ends"],
 )
-def test_ranks_that_do_not_add_up_are_told_within_the_time(tmp_path, rank_1_does, told):
+def test_ranks_that_do_not_add_up_are_told_within_the_time(tmp_path, monkeypatch, rank_1_does, why):
     lines = ["import os, time", "if os.environ.get('RANK') == '1':", f"    {rank_1_does}"]
     (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
-    paths = os.pathsep.join((str(tmp_path), *(path for path in sys.path if path)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *(path for path in sys.path if path))))
+    monkeypatch.setattr(machines, "import_path", dict)
     seconds = round(limit(4))
-    why = ranks.exchange("gloo", 2, seconds=seconds, more={"PYTHONPATH": paths})
-    assert re.fullmatch(told.format(seconds), why)
-    assert not [child for child in psutil.Process().children() if "rank_script" in " ".join(child.cmdline())]
+    assert re.fullmatch(why.format(seconds), exchange_failure("gloo", 2, seconds))
+    left = [process for process in psutil.Process().children(recursive=True) if "rank" in process.cmdline()]
+    assert not left
 
 
-@pytest.mark.parametrize(("backend", "limit"), [("gloo", 30), ("nccl", 120)])
-def test_nccl_has_longer_than_gloo_because_it_first_searches_the_machines_links(monkeypatch, backend, limit):
-    monkeypatch.setattr(ranks, "script", lambda name, backend, seconds: [sys.executable, "-c", f"exit({seconds})"])
-    assert ranks.exchange(backend, 1) == f"rank 0 ended with status {limit}"
+@pytest.mark.long
+def test_ranks_end_with_their_time_limit(monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os, time\nif 'RANK' in os.environ:\n    time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *(path for path in sys.path if path))))
+    monkeypatch.setattr(machines, "import_path", dict)
+    monkeypatch.setattr(launches, "RANKS_SECONDS", limit(15))
+    assert exchange_failure("gloo", 2, 30) == "no sum within 30 s"
+    mine = [process for process in psutil.process_iter() if str(tmp_path) in environment_of(process)]
+    assert not [process for process in mine if process.pid != os.getpid()]
+
+
+def environment_of(process):
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get("PYTHONPATH", "")
+    return ""
+
+
+def test_nccl_has_longer_than_gloo_because_it_first_searches_the_machines_links(monkeypatch):
+    limits = {}
+    monkeypatch.setattr(
+        launches, "exchange_failure", lambda backend, ranks, seconds: limits.setdefault(backend, seconds) and ""
+    )
+    assert levels(launches.exchange(machine(**GPUS))) == ["ok", "ok"]
+    assert limits == {"gloo": 30, "nccl": 120}
 
 
 def test_a_network_that_ranks_cannot_use_is_a_problem_and_one_process_is_left(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     cut = machine()
-    (found,) = ranks.reached(cut)
+    (found,) = launches.exchange(cut)
     assert found.level == "problem"
     assert found.what.startswith("2 ranks did not add up numbers by gloo: rank ")
-    assert not any(row.works for row in map(rows_of(cut), SHIPPED))
+    assert not working(cut)
     vars(cut)["torch"].device_count = 1  # one process on one GPU asks nobody
-    assert {"ddp", "z2"} <= {row.file for row in map(rows_of(cut), SHIPPED) if row.works}
+    assert {"ddp", "z2"} <= working(cut)
 
 
 # --- launch files ---
 
 
-@pytest.mark.parametrize(("gpus", "flags"), [(1, ""), (2, ""), (8, "--num_processes 8")], ids=["one", "two", "eight"])
+@pytest.mark.parametrize(
+    ("gpus", "flags"), [(1, ""), (2, ""), (8, "with --num_processes 8")], ids=["one", "two", "eight"]
+)
 def test_on_gpus_each_file_starts_a_process_for_each(gpus, flags):
-    table = {row.file: row for row in map(rows_of(machine(device_count=gpus)), SHIPPED)}
-    assert table["fsdp2"] == LaunchRow("fsdp2", True, flags)
-    assert table["hsdp"].works is (gpus == 8)
+    table = table_of(machine(device_count=gpus))
+    assert table["fsdp2"] == Finding("yes", flags, subject="fsdp2")
+    assert (table["hsdp"].level == "yes") is (gpus == 8)
     assert gpus == 8 or table["hsdp"].fix.startswith("accelerate_configs/fsdp2.yaml runs on")
-    assert table["tp"].works is (gpus > 1)
+    assert (table["tp"].level == "yes") is (gpus > 1)
     assert gpus > 1 or table["tp"].fix == "accelerate_configs/ddp.yaml runs on 1 GPU"
-    wanted = f"--num_processes {2 * gpus}" if gpus > 1 else ""
-    assert table["multinode_z3"] == LaunchRow("multinode_z3", True, wanted, "needs 2 machines like this one")
+    wanted = f"with --num_processes {2 * gpus}; " if gpus > 1 else ""
+    assert table["multinode_z3"] == Finding("yes", f"{wanted}needs 2 machines like this one", subject="multinode_z3")
 
 
 def test_a_file_that_the_launcher_would_refuse_is_told(tmp_path):
     own = tmp_path / "own.yaml"
     own.write_text("distributed_type: DEEPSPED\nnum_processes: 2\n")
-    row = launch_table.row(machine([own]), own)
-    assert (row.works, row.why.rpartition(";")[2]) == (False, " did you mean DEEPSPEED?")
-    assert not launch_table.row(machine([own]), tmp_path / "absent.yaml").works
+    row = launch_file(machine([own]), own)
+    assert (row.level, row.what.rpartition(";")[2]) == ("no", " did you mean DEEPSPEED?")
+    assert launch_file(machine([own]), tmp_path / "absent.yaml").level == "no"
 
 
 def test_without_deepspeed_the_other_files_work():
     without = machine(imports={**dict.fromkeys(LIBRARIES, ""), "deepspeed": "ImportError: ill"})
-    table = {row.file: row for row in map(rows_of(without), SHIPPED)}
-    assert (table["ddp"].works, table["z2"].works, table["z2"].why) == (True, False, "deepspeed cannot be imported")
+    assert working(without) & {"ddp", "z2"} == {"ddp"}
+    assert table_of(without)["z2"].what == "deepspeed cannot be imported"
 
 
 # --- the command ---
@@ -766,7 +736,7 @@ def test_the_report_of_this_machine(tmp_path):
     assert (done.returncode, report["level"]) == (1, "problem")
     found = {}
     for each in report["findings"]:
-        found.setdefault(each["check"], []).append((each["level"], each["what"]))
+        found.setdefault(each["subject"], []).append((each["level"], each["what"]))
     assert [each["what"] for each in report["findings"] if each["level"] == "problem"] == [
         what for _, what in found["operators"] if "cpu_adam" in what
     ]
@@ -777,11 +747,10 @@ def test_the_report_of_this_machine(tmp_path):
     assert found["GPU"] == [("ok", "none; training runs on the CPU")]
     assert re.search(r"\d+\.\d times (as fast as|slower than) float32", found["bf16"][0][1])
     assert found["exchange"][0][1].startswith("2 ranks added up numbers by gloo (")
-    table = {row["file"]: row for row in report["launch_files"]}
+    table = {row["subject"]: (row["level"], row["what"]) for row in report["launch_files"]}
     assert len(table) == len(SHIPPED)
-    assert table["ddp"] == {"file": "ddp", "works": True, "flags": "", "why": "", "fix": ""}
-    assert (table["z2"]["works"], table["z2"]["why"]) == (True, "")
-    assert (table["fsdp2"]["works"], table["z2_offload"]["why"]) == (False, "cpu_adam cannot be loaded")
+    assert table["ddp"] == table["z2"] == ("yes", "")
+    assert (table["fsdp2"][0], table["z2_offload"]) == ("no", ("no", "cpu_adam cannot be loaded"))
     assert not (tmp_path / "runs").exists()
 
 
@@ -789,14 +758,14 @@ def test_the_report_begins_at_once_and_an_interrupt_leaves_nothing_behind(tmp_pa
     (tmp_path / "torch.py").write_text(
         f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
     )
-    package = str(Path(packages.accel_sft.__file__).parents[1])
-    code = "import sys; from accel_sft.__main__ import main; from accel_sft.tools.doctor import torch_facts as t; "
-    code += "t.import_path = dict; sys.argv[1:] = ['doctor']; main()"
+    package = str(Path(machines.accel_sft.__file__).parents[1])
+    code = "import sys; from accel_sft.__main__ import main; from accel_sft.tools.doctor import machine as m; "
+    code += "m.import_path = dict; sys.argv[1:] = ['doctor']; main()"
     paths = os.pathsep.join((str(tmp_path), package, *filter(None, [os.environ.get("PYTHONPATH")])))
     env = {**os.environ, "PYTHONPATH": paths}
     with subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE, text=True, env=env) as process:
         for line in process.stdout:
-            if re.match(r"  \w+ +tasks ", line):
+            if re.match(r"  \w+ +tasks: ", line):
                 break
         while not (tmp_path / "pid").exists() or not (asked := (tmp_path / "pid").read_text()):
             time.sleep(0.05)
@@ -813,10 +782,8 @@ def report(monkeypatch):
     """The command in this process, with these checks and these facts: its status and what it printed."""
     from click.testing import CliRunner
 
-    from accel_sft.tools.doctor import checks
-
     def run(*found, arguments=(), **facts):
-        monkeypatch.setattr(checks, "CHECKS", [Check("Machine", "any", lambda machine: found)])
+        monkeypatch.setattr(command, "checks", lambda: {"Machine": {"any": lambda machine: found}})
         monkeypatch.setattr(Machine, "torch", machine(**facts).torch)
         done = CliRunner().invoke(doctor, arguments)
         return done.exit_code, done.output
@@ -832,7 +799,7 @@ def test_the_exit_status_says_whether_there_is_a_problem(report):
     )  # libaio
     status, text = report(problem("none", "some"))
     assert (status, "1 problem, no warnings." in text) == (1, True)
-    assert text.index("  problem any         none\n") < text.index("-> some\n")
+    assert text.index("  problem any: none\n          -> some\n")
     assert "accelerate launch --config_file ddp.yaml -m accel_sft math" in text
 
 
@@ -840,7 +807,7 @@ def test_the_command_at_the_end_is_one_for_this_machine(report, tmp_path):
     (tmp_path / "mine.yaml").write_text((FOLDER / "ddp.yaml").read_text())
     _, text = report(arguments=[str(tmp_path / "mine.yaml")], **GPUS | {"device_count": 4})
     assert " of 16 launch files work here, on 4 GPUs; no problems, no warnings." in text
-    assert re.search(r"^  mine +yes  with --num_processes 4$", text, re.M)
+    assert re.search(r"^  yes     mine: with --num_processes 4$", text, re.M)
     assert "accelerate launch --config_file ddp.yaml --num_processes 4 -m accel_sft math" in text
 
 
@@ -853,8 +820,3 @@ def test_ranks_of_a_launcher_are_refused(monkeypatch, report):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     status, _ = report()
     assert status == 1
-
-
-def test_a_finding_has_the_form_of_the_audit_s():
-    assert str(problem("no compiler", "install one")) == "no compiler: install one"
-    assert ok("fine") == Finding("ok", "fine", "")

@@ -19,7 +19,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.tool_configs import RehearseConfig
 from accel_sft.models.source import find_source
 from accel_sft.tools.rehearse.command import Rehearsal
-from accel_sft.tools.rehearse.reload import Reloaded, reported
+from accel_sft.tools.rehearse.reload import Reloaded
 from accel_sft.tools.rehearse.shrunk import shrink
 from accel_sft.tools.rehearse.stages import STAGES, Stages
 from accel_sft_math import Math
@@ -66,11 +66,11 @@ SOUND = {
 def test_every_stage_of_a_sound_run_holds(name, tmp_path):
     found = rehearsal(*SOUND[name](tmp_path))
     resumed = found.pop("resume")
-    assert {stage: (each["state"], each["flaws"]) for stage, each in found.items()} == {
+    assert {stage: (each["state"], each["findings"]) for stage, each in found.items()} == {
         stage: ("holds", []) for stage in STAGES if stage != "resume"
     }
     if name == "no checkpoints":
-        assert resumed["flaws"][0]["what"] == "--save-every off: a run that is killed starts over"
+        assert resumed["findings"][0]["what"] == "--save-every off: a run that is killed starts over"
     else:
         assert (resumed["state"], "same bits" in resumed["seen"]) == ("holds", True)
 
@@ -86,9 +86,9 @@ def test_nothing_is_reported_of_a_family(family, tmp_path, monkeypatch):
     task, config = Math(train_examples=100, validation_examples=8), RehearseConfig(model=str(model))
     Rehearsal("math", task, config, tmp_path, stages).run()
     if family == "deepseek_v4":  # its indexer only chooses what attention sees, and takes no gradient: that is true
-        (flaw,), stages.all["trained"].flaws = stages.all["trained"].flaws, []
-        assert (flaw.state, "indexer" in flaw.what, "trained in vain" in flaw.what) == ("warns", True, True)
-    assert {name: (each.state, each.flaws) for name, each in stages.all.items()} == dict.fromkeys(
+        (finding,), stages.all["trained"].findings = stages.all["trained"].findings, []
+        assert (finding.level, "indexer" in finding.what, "without a gradient" in finding.what) == ("warns", True, True)
+    assert {name: (each.state, each.findings) for name, each in stages.all.items()} == dict.fromkeys(
         STAGES, ("holds", [])
     ), (tmp_path / "whole.log").read_text()[-3000:]
     assert "killed (SIGKILL)" in stages.all["resume"].seen
@@ -105,19 +105,19 @@ def test_a_planted_fault_is_found_and_named(name, tmp_path):
     text = done.output
     assert '{\n  "version"' in text, text[-6000:]
     report = json.JSONDecoder().raw_decode(text[text.index('{\n  "version"') :])[0]
-    named = {stage["stage"]: stage["flaws"] for stage in report["stages"] if stage["flaws"]}
+    named = {stage["stage"]: stage["findings"] for stage in report["stages"] if stage["findings"]}
     assert fault.words in json.dumps(named.get(fault.stage, [])), json.dumps(report["stages"], indent=1)
     assert list(named) == [fault.stage], named
-    assert done.status == any(flaw["state"] == "fails" for flaws in named.values() for flaw in flaws)
+    assert done.status == any(finding["level"] == "fails" for findings in named.values() for finding in findings)
 
 
 def test_trainers_message_is_not_cut_at_a_semicolon():
     lines, message = [], "row 3: a; b is no answer; write one; or leave the row out"
     stages = Stages(lines.append)
-    with reported(stages, "data"):
+    with stages.reported("data"):
         raise UserError(message)
-    assert [flaw.what for flaw in stages.all["data"].flaws] == [message]
-    assert " ".join(" ".join(lines).split()).endswith(f"fails: {message}")
+    assert [finding.what for finding in stages.all["data"].findings] == [message]
+    assert " ".join(" ".join(lines).split()).endswith(f"fails {message}")
 
 
 def test_texts_and_tokens_are_not_cut_like_lists_of_layers(tmp_path):
@@ -142,9 +142,9 @@ def test_exported_weights_that_are_not_the_trained_ones_are_found(tmp_path):
     rows = encode(tokenizer, Sums(), Sums().dataset("train"), "train", **rules).kept
     found = Reloaded(final, find_source(str(began)), TrainConfig(), rows)
     twice, otherwise = "tied weights are exported twice", "predict otherwise"
-    assert [flaw.what[: len(twice)] for flaw in found.reload(found.loss(), "no")[1]] == [twice]
-    assert any(otherwise in flaw.what for flaw in found.reload(1.01 * found.loss(), "no")[1])
+    assert [finding.what[: len(twice)] for finding in found.reload(found.loss(), "no")[1]] == [twice]
+    assert any(otherwise in finding.what for finding in found.reload(1.01 * found.loss(), "no")[1])
     same = Reloaded(began, find_source(str(began)), TrainConfig(), rows)
-    assert [flaw.what.split(":")[0] for flaw in same.reload(None, "no")[1]] == ["trained in vain"]
+    assert [finding.what.split(":")[0] for finding in same.reload(None, "no")[1]] == ["nothing was learnt"]
     none = Reloaded(final, find_source(str(began)), TrainConfig(), [])  # --max-length leaves the evaluated ones out
     assert none.reload(None, "no") == ("loaded; no evaluated row is left to compare losses by", [])

@@ -3,32 +3,60 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-import os
 import platform
 import sys
-from collections.abc import Iterator
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING
 
 import click
 
 import accel_sft
 from accel_sft.api.errors import UserError
-from accel_sft.io import terminal
-from accel_sft.io.text import one_line
-from accel_sft.launch.audit_findings import Finding
+from accel_sft.io.findings import Finding, counted, lines, styled, worst
+from accel_sft.io.terminal import quiet
 from accel_sft.launch.launcher import under_launcher
 from accel_sft.launch.shipped import shipped
 
 if TYPE_CHECKING:
-    from accel_sft.tools.doctor.launch_table import LaunchRow
+    from accel_sft.tools.doctor.machine import Machine
+
+    Checks = dict[str, dict[str, Callable[[Machine], Iterable[Finding]]]]
 
 _COLORS = {"ok": "green", "warning": "yellow", "problem": "red", "yes": "green", "no": "red"}
-_NAME, _LEVEL = 12, 8
-"""Widths in terminal cells of the columns before a finding: the check's name and the finding's level."""
+
+
+def checks() -> Checks:
+    """All checks, by the heading that they stand under and their name, in the order in which they are made.
+
+    The first one sets the environment variables of a launch, which all others need.
+    """
+    from accel_sft.tools.doctor import gpus, host, launches, software
+
+    return {
+        "Machine": {
+            "variables": host.environment,
+            "cores": host.cores,
+            "other work": host.other_work,
+            "memory": host.memory,
+            "disk": host.disk,
+            "open files": host.open_files,
+        },
+        "Software": {
+            "versions": software.versions,
+            "tasks": software.tasks,
+            "hub": software.hub,
+            "imports": software.imports,
+        },
+        "Device": {"GPU": gpus.gpus, "copies": gpus.copies, "CUDA": gpus.cuda, "bf16": gpus.bf16},
+        "DeepSpeed's operators": {
+            "compiler": launches.compiler,
+            "operators": launches.operators,
+            "folder": host.shared_operators,
+        },
+        "Ranks": {"/dev/shm": host.shared_memory, "exchange": launches.exchange},
+    }
 
 
 @click.command()
@@ -48,102 +76,54 @@ def doctor(files: tuple[Path, ...], build: bool, network: bool, output_dir: Path
 
     The exit status is 1 if there is a problem. Warnings do not count, nor do launch files for other machines.
     """
-    from accel_sft.tools.doctor import launch_table
-    from accel_sft.tools.doctor.check import worst
-    from accel_sft.tools.doctor.checks import CHECKS
-    from accel_sft.tools.doctor.machine import Machine
+    from accel_sft.tools.doctor.launches import launch_file
+    from accel_sft.tools.doctor.machine import LEVELS, Machine
 
     if under_launcher():
         raise UserError("accel-sft doctor starts its own ranks: start it without accelerate launch")
     machine = Machine([*shipped().values(), *files], output_dir, build, network)
-    machine.progress = functools.partial(_progress, sys.stderr if as_json else sys.stdout)
-    printed = (lambda *_: None) if as_json else click.echo
-    printed(_bold(f"accel_sft {accel_sft.__version__} on {platform.node()}, {platform.system()} {platform.machine()}"))
-    found: list[dict[str, str]] = []
-    subject = ""
-    for check in CHECKS:
-        findings = check.run(machine)
-        if findings and check.subject != subject:
-            subject = check.subject
-            printed(f"\n{_bold(subject)}")
-        for finding in findings:
-            found.append({"subject": check.subject, "check": check.name, **_as_dict(finding)})
-            printed(_line(check.name, finding))
-    rows = [launch_table.row(machine, file) for file in machine.launch_files]
-    level = worst(Finding(each["level"], "", "") for each in found)
+    findings: list[Finding] = []
+    hidden: contextlib.AbstractContextManager[object] = quiet(None, shown_on=2) if as_json else contextlib.nullcontext()
+    with hidden:
+        if not as_json:
+            system = f"{platform.node()}, {platform.system()} {platform.machine()}"
+            click.echo(styled(f"accel_sft {accel_sft.__version__} on {system}", bold=True))
+        for heading, named in checks().items():
+            made = (machine.findings(name, check) for name, check in named.items())
+            findings += _printed(heading, made, as_json)
+        working = _printed("Launch files", ([launch_file(machine, file)] for file in machine.launch_files), as_json)
+    level = worst(findings, LEVELS)
     if as_json:
-        report = {"version": accel_sft.__version__, "level": level, "findings": found}
-        click.echo(json.dumps(report | {"launch_files": [vars(row) for row in rows]}, indent=2, ensure_ascii=False))
+        report = {"findings": [finding.as_dict() for finding in findings]}
+        report |= {"launch_files": [finding.as_dict() for finding in working]}
+        head = {"version": accel_sft.__version__, "level": level}
+        click.echo(json.dumps(head | report, indent=2, ensure_ascii=False))
     else:
-        _print_table(rows, found, machine.devices)
+        _print_end(machine, findings, [finding.subject for finding in working if finding.level == "yes"])
     sys.exit(level == "problem")
 
 
-def _as_dict(finding: Finding) -> dict[str, str]:
-    return {"level": finding.level, "what": one_line(finding.what, 1000), "fix": one_line(finding.fix, 1000)}
+def _printed(heading: str, made: Iterable[list[Finding]], as_json: bool) -> list[Finding]:
+    """Return the findings of some checks; unless they are for JSON, each is printed as soon as it is made."""
+    findings: list[Finding] = []
+    for new in made:
+        if new and not findings and not as_json:
+            click.echo(styled(f"\n{heading}", bold=True))
+        findings += new
+        for finding in () if as_json else new:
+            for line in lines(finding, _COLORS, indent=2):
+                click.echo(line)
+    return findings
 
 
-def _line(name: str, finding: Finding) -> str:
-    margin = 2 + _LEVEL + _NAME
-    level = _styled(f"{finding.level:<{_LEVEL}}", fg=_COLORS[finding.level], bold=finding.level == "problem")
-    words = one_line(finding.what, 1000)
-    lines = [terminal.wrapped(" " * margin + words, margin)]
-    if finding.fix:
-        lines.append(terminal.wrapped(" " * margin + f"-> {one_line(finding.fix, 1000)}", margin + 3))
-    return f"  {level}{name:<{_NAME}}" + "\n".join(lines)[margin:]
-
-
-def _print_table(rows: list[LaunchRow], found: list[dict[str, str]], devices: int) -> None:
-    click.echo(f"\n{_bold('Launch files')}")
-    width = 2 + max(len(row.file) for row in rows)
-    for row in rows:
-        word = "yes" if row.works else "no"
-        words = "; ".join(filter(None, (f"with {row.flags}" if row.flags else "", row.why)))
-        indent = 2 + width + 5
-        line = terminal.wrapped(" " * indent + words, indent)[indent:]
-        click.echo(
-            f"  {row.file:<{width}}{_styled(word, fg=_COLORS[word])}{' ' * (5 - len(word)) + line if line else ''}"
-        )
-    levels = [each["level"] for each in found]
-    where = f"{devices} GPU{'s' * (devices > 1)}" if devices else "the CPU"
-    working = [row for row in rows if row.works]
-    counts = [_counted(levels.count("problem"), "problem"), _counted(levels.count("warning"), "warning")]
-    click.echo(f"\n{len(working)} of {len(rows)} launch files work here, on {where}; {', '.join(counts)}.")
+def _print_end(machine: Machine, findings: list[Finding], working: list[str]) -> None:
+    levels = [finding.level for finding in findings]
+    where = counted(machine.devices, "GPU") if machine.devices else "the CPU"
+    counts = ", ".join(counted(levels.count(level), level) for level in ("problem", "warning"))
+    click.echo(f"\n{len(working)} of {len(machine.launch_files)} launch files work here, on {where}; {counts}.")
     if working:
-        best = next((row for row in working if row.file == "ddp"), working[0])
-        flags = f" {best.flags}" if best.flags else ""
+        name = "ddp" if "ddp" in working else working[0]
+        file = next(file for file in machine.launch_files if file.stem == name)
+        command = ["accelerate", "launch", "--config_file", f"{name}.yaml", *machine.flags(file), "-m accel_sft math"]
         click.echo("To train the example task math with one of them:")
-        click.echo(f"  accel-sft launch-file {best.file} > {best.file}.yaml")
-        click.echo(f"  accelerate launch --config_file {best.file}.yaml{flags} -m accel_sft math")
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count or 'no'} {what}{'s' * (count != 1)}"
-
-
-def _bold(text: str) -> str:
-    return _styled(text, bold=True)
-
-
-def _styled(text: str, **style: Any) -> str:
-    return text if "NO_COLOR" in os.environ else click.style(text, **style)
-
-
-@contextlib.contextmanager
-def _progress(stream: TextIO, what: str) -> Iterator[None]:
-    """Context manager that shows `what` is waited for, and for how long, in the terminal's last line.
-
-    Without a terminal or without rich, standard output gets a line now and then, and standard error (used with --json)
-    gets nothing.
-    """
-    if what and stream.isatty() and find_spec("rich"):
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=Console(file=stream), transient=True) as bar:
-            bar.add_task(what, total=None)
-            yield
-        return
-    with terminal.waiting(what) if what and stream is sys.stdout else contextlib.nullcontext():
-        yield
+        click.echo(f"  accel-sft launch-file {name} > {name}.yaml\n  {' '.join(command)}")

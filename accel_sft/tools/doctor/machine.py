@@ -1,51 +1,65 @@
-"""Holds what the checks of one report share; facts that take long to find out are found once."""
+"""What the checks of one report share: this machine's facts, found out once, and how a check and a program are run."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import accel_sft
 from accel_sft.api.errors import UserError
+from accel_sft.io.findings import Finding, warning
+from accel_sft.io.terminal import waiting
 from accel_sft.launch.deepspeed_ops import operators
 from accel_sft.launch.info import Launch
 from accel_sft.launch.parallelism import fitted, sized
 from accel_sft.launch.read import launch_of_yaml
-from accel_sft.tools.doctor import torch_facts
-from accel_sft.tools.doctor.driver import Driver, ask_driver
-from accel_sft.tools.doctor.torch_facts import TorchFacts
+
+LEVELS = ("problem", "warning", "ok")
+"""Levels of findings, the worst first. A problem means that training fails here, or that the check itself failed."""
+ok, problem = (functools.partial(Finding, level) for level in ("ok", "problem"))
+LIBRARIES = ("torch", "accelerate", "transformers", "peft", "deepspeed")
+"""Libraries in the order of their import. Without the last one, only launch files without DeepSpeed work."""
+FACTS_SECONDS = 300.0
+"""Time limit for the facts of torch; importing the libraries may take a minute from a slow disk."""
+GRACE_SECONDS = 5.0
+"""Time that a program has to end after SIGTERM, before SIGKILL."""
+__all__ = ["Finding", "Machine", "ok", "problem", "warning"]
 
 
 @dataclasses.dataclass
 class Machine:
-    """What the user asked of the report, and what its checks have found out so far.
+    """What the user wants of the report, and what its checks have found out so far.
 
     Attributes:
         launch_files: the launch files in the report's table.
         runs: the folder that runs would be written to.
         build: whether to compile DeepSpeed's operators.
         network: whether to ask the hub.
-        progress: makes a context in which the terminal shows the given text as what is waited for; nothing if empty.
         unusable: why "devices", "ranks" or an operator cannot be used here, by these names. Checks write it, and the
             table of launch files reads it.
+        waits_for: what takes time now, in words for the terminal.
     """
 
     launch_files: Sequence[Path]
     runs: Path = Path("runs")
     build: bool = False
     network: bool = False
-    progress: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     unusable: dict[str, str] = dataclasses.field(default_factory=dict)
+    waits_for: str = ""
 
     @functools.cached_property
     def torch(self) -> TorchFacts:
-        return torch_facts.find()
-
-    @functools.cached_property
-    def driver(self) -> Driver | None:
-        return ask_driver()
+        return torch_facts()
 
     @property
     def devices(self) -> int:
@@ -63,16 +77,156 @@ class Machine:
     def flags(self, file: Path) -> tuple[str, ...]:
         """The launcher's flag that starts one process for each GPU; empty if the file does so, or without GPUs, or if
         the file's groups of ranks do not fit here (the audit then names another file)."""
-        asked = fitted(launch_of_yaml(file), self.devices)
-        wanted = self.devices * asked.machines
-        differs = wanted > asked.world_size or (asked.machines > 1 and wanted < asked.world_size)
-        return sized(asked, wanted) if self.devices and differs else ()
+        own = fitted(launch_of_yaml(file), self.devices)
+        wanted = self.devices * own.machines
+        differs = wanted > own.world_size or (own.machines > 1 and wanted < own.world_size)
+        return sized(own, wanted) if self.devices and differs else ()
 
     def users(self, operator: str) -> list[str]:
         """The names, without suffix, of the launch files that need an operator."""
-        found = []
+        names = []
         for file in self.launch_files:
             with contextlib.suppress(UserError):  # the table of launch files reports such a file
                 if operator in operators(self.launch(file)):
-                    found.append(file.stem)
-        return found
+                    names.append(file.stem)
+        return names
+
+    def findings(self, name: str, check: Callable[[Machine], Iterable[Finding]]) -> list[Finding]:
+        """Make the check of this name; an exception becomes a finding, so that the report goes on."""
+        self.waits_for = f"checking {name}"
+        try:
+            with waiting(lambda: self.waits_for):
+                findings = list(check(self))
+        except UserError as error:
+            findings = [problem(line) for line in error.problems]  # which names its fix
+        except ImportError as error:
+            what = f"not checked: {error.name or 'a library'} is missing ({error})"
+            findings = [problem(what, "bash setup.sh in the checkout installs it with all others")]
+        except Exception as error:  # noqa: BLE001 - whatever breaks one check, the others are still reported
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(frame.filename).name}:{frame.lineno}"
+            what = f"the check failed: {type(error).__name__}: {error} ({where})"
+            findings = [problem(what, "nothing is known of this; please report the line")]
+        return [dataclasses.replace(finding, subject=name) for finding in findings]
+
+
+@dataclasses.dataclass
+class TorchFacts:
+    """Facts that `torch_script` prints; facts of a step that it did not reach keep their defaults.
+
+    Attributes:
+        driver, driver_cuda: the NVIDIA driver's version ("" without a driver), and the newest CUDA that it runs, as
+            1000 * major + 10 * minor.
+        driver_failure: why the driver gave no answer; "" if it gave one, or there is none.
+        driver_gpus: by the driver's index of a GPU its `name`, its memory in bytes (`total`, `used`), and in what
+            percentage of the time it was `busy`; what the driver does not say is missing.
+        imports: why a library cannot be imported, by its name; "" if it can.
+        device_count: number of accelerators that ranks can be spread over.
+        device_failures: by torch's index of a GPU, why it cannot compute.
+        cuda_complaint: torch's warning if it sees no GPU.
+        bf16_speedup: a matrix product's time in float32 divided by that in bf16; None if not measured.
+        copies: by torch's index of a GPU, GB/s of each way of copying, and `link`, what its PCIe link could carry.
+        operators: by the name of a DeepSpeed operator its `library` file, whether that is `compiled`, the `failure` to
+            load it ("" without one), and findings about its `locks`.
+        fault: why the process failed; "" if it did not.
+    """
+
+    driver: str = ""
+    driver_cuda: int = 0
+    driver_failure: str = ""
+    driver_gpus: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    version: str = ""
+    cuda: str | None = None
+    imports: dict[str, str] = dataclasses.field(default_factory=dict)
+    device_count: int = 0
+    device_names: list[str] = dataclasses.field(default_factory=list)
+    device_failures: dict[str, str] = dataclasses.field(default_factory=dict)
+    cuda_complaint: str = ""
+    bf16_native: bool = True
+    bf16_speedup: float | None = None
+    copies: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    operators: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    fault: str = ""
+
+    def failure(self, library: str) -> str:
+        """Why a launch cannot use a library, in a few words; empty if it can."""
+        if library in self.imports:
+            return f"{library} cannot be imported" if self.imports[library] else ""
+        return "torch and DeepSpeed could not be asked"
+
+
+def torch_facts(seconds: float = FACTS_SECONDS) -> TorchFacts:
+    """Run `torch_script` for at most `seconds` and return the facts that it printed."""
+    answer = ask(script("facts"), seconds)
+    facts, step = TorchFacts(), "start Python"
+    for line in answer.out.splitlines():
+        if not line.endswith("}"):  # the process was killed while it wrote the line
+            continue
+        printed = json.loads(line)
+        step = printed.pop("step", step)
+        for name, value in printed.items():
+            merged = {**getattr(facts, name), **value} if isinstance(value, dict) else value
+            setattr(facts, name, merged)
+    if answer.status is None:
+        facts.fault = f"no answer within {seconds:.0f} s, in the step: {step}"
+    elif answer.status:
+        facts.fault = f"the process failed in the step: {step} ({answer.reason('it printed nothing')})"
+    return facts
+
+
+class Answer(NamedTuple):
+    """What a program printed, and its exit status: minus a signal's number if one ended it, None for the time limit."""
+
+    status: int | None
+    out: str
+    error: str
+
+    def reason(self, otherwise: str) -> str:
+        """Why a program failed, in one line: the signal that ended it, the last line it printed, or `otherwise`."""
+        if self.status is not None and self.status < 0:
+            return f"ended by {signal.Signals(-self.status).name}"
+        lines = [line.strip() for line in (self.error or self.out).splitlines() if line.strip()]
+        return lines[-1] if lines else otherwise
+
+
+def ask(command: Sequence[str], seconds: float | None = None) -> Answer:
+    """Run a program to its end, or end it after the time limit, together with its children."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, **import_path()},
+        start_new_session=True,
+    ) as process:
+        try:
+            out, error = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return Answer(None, *process.communicate())
+        except BaseException:
+            _end(process)
+            raise
+    return Answer(process.returncode, out, error)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a program that has a session of its own, with its children. torchrun's ranks have sessions of their own, and
+    end with it on SIGTERM only."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(GRACE_SECONDS)
+
+
+def script(*arguments: str, launcher: Sequence[str] = ()) -> list[str]:
+    """The command that runs `torch_script` with this Python, for ranks below a launcher's module and options."""
+    return [sys.executable, *launcher, "-m", "accel_sft.tools.doctor.torch_script", *arguments]
+
+
+def import_path() -> dict[str, str]:
+    """PYTHONPATH with which another process finds this package, whatever its working directory."""
+    root = str(Path(accel_sft.__file__).parents[1])
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}

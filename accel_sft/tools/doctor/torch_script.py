@@ -1,38 +1,43 @@
-"""A script that prints what torch and DeepSpeed can do here, as lines of JSON; `torch_facts` starts and reads it.
+"""What `doctor` runs in processes of its own: torch's facts, a build of an operator, a rank's exchange, the hub.
 
-A broken driver or library may crash or hang the process that uses it; the lines printed before that still count.
+A broken driver or library may crash or hang its process. The facts are lines of JSON: those printed before still count.
 """
 
 import contextlib
 import functools
 import json
-import math
 import os
+import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
 from accel_sft.api.errors import first_line
-from accel_sft.tools.doctor.torch_facts import LIBRARIES
+from accel_sft.launch.audit import NVIDIA
+from accel_sft.tools.doctor.machine import LIBRARIES
 
 ROUNDS = 5
 """Timed rounds of the matrix products and copies; the fastest counts."""
 COPIED = 1 << 28
 """Bytes of a copy between host and GPU: it takes some ten milliseconds."""
-LOOK = 1.0
-"""Seconds in which a GPU does nothing, before NVML tells how much others use it, and in which it then works."""
 LANE = 0.123
 """GB/s of a lane of PCIe, to be doubled with each generation: 0.985 in the third, 3.94 in the fifth."""
+ELEMENTS = 1 << 20
+"""How many numbers each rank gives to be added up."""
+BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 
 
 def tell(**facts: Any) -> None:
     print(json.dumps(facts), file=_facts, flush=True)
 
 
-def main() -> None:
+def facts() -> None:
+    """Print the facts of `machine.TorchFacts`."""
+    tell(step="ask the driver")
+    _driver()
     tell(step="import torch")
     try:
         import torch
@@ -52,19 +57,41 @@ def main() -> None:
     _operators()
 
 
+def _driver() -> None:
+    """Tell what NVML says of the driver and all GPUs, those too that CUDA_VISIBLE_DEVICES hides."""
+    import pynvml as nvml
+
+    try:
+        nvml.nvmlInit()
+        tell(driver=nvml.nvmlSystemGetDriverVersion(), driver_cuda=nvml.nvmlSystemGetCudaDriverVersion_v2())
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError as error:
+        if NVIDIA.exists() or not isinstance(error, nvml.NVMLError_LibraryNotFound):
+            tell(driver_failure=str(error))
+        return
+    for index, handle in enumerate(handles):
+        row = {"name": nvml.nvmlDeviceGetName(handle)}
+        with contextlib.suppress(nvml.NVMLError):  # not supported where a GPU shares the host's memory
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            row |= {"total": memory.total, "used": memory.used}
+        with contextlib.suppress(nvml.NVMLError):  # not supported by a MIG slice
+            row |= {"busy": nvml.nvmlDeviceGetUtilizationRates(handle).gpu}
+        tell(driver_gpus={str(index): row})
+
+
 def _devices(torch: Any) -> None:
     from accel_sft.launch.environment import device_count
     from accel_sft.launch.precision import computes_bf16
 
     tell(step="find the GPUs")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = device_count()
     if not count:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as a launch does
     cuda = count if torch.cuda.is_available() else 0
     names = [torch.cuda.get_device_name(index) for index in range(cuda)]
-    complaint = str(told[0].message).strip().partition("\n")[0] if told and not count else ""
+    complaint = str(caught[0].message).strip().partition("\n")[0] if caught and not count else ""
     tell(device_count=count, device_names=names, cuda_complaint=complaint)
     tell(step="compute on each device")
     failures = {}
@@ -76,13 +103,12 @@ def _devices(torch: Any) -> None:
     tell(device_failures=failures)
     if failures or cuda != count:
         return
-    tell(step="measure each GPU")
+    tell(step="copy between host and GPUs")
     for index in range(cuda):
-        found: dict[str, float] = {}
-        for measure in (_state, _copies):
-            with contextlib.suppress(RuntimeError):  # its memory is full, which the check of GPUs tells
-                found |= measure(torch, f"cuda:{index}")
-        tell(gpus={str(index): found})
+        speeds: dict[str, float] = {}
+        with contextlib.suppress(RuntimeError):  # its memory is full, which the check of GPUs tells
+            speeds = _copies(torch, f"cuda:{index}") | _link(torch, index)
+        tell(copies={str(index): speeds})
     tell(step="compare bf16 with float32")
     native = computes_bf16(torch.device("cuda:0" if cuda else "cpu"))[0]
     device, size = ("cuda:0", 4096) if cuda else ("cpu", 1024)
@@ -109,50 +135,29 @@ def _seconds(torch: Any, device: str, work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def _state(torch: Any, device: str) -> dict[str, float]:
-    """What NVML says of a GPU at work: fields of `GpuState`, and what `condition` reads; what is unknown is missing."""
-    import pynvml
-
-    from accel_sft.launch.machine_state import gpu_state, open_gpu, others_gib, power_limits
-
-    found: dict[str, float] = {}
-
-    def ask(names: str, question: Callable[[], Iterable[float]]) -> None:
-        with contextlib.suppress(pynvml.NVMLError):
-            found.update(zip(names.split(), question(), strict=True))
-
-    try:
-        nvml, handle = open_gpu(str(torch.cuda.get_device_properties(device).uuid))
-    except pynvml.NVMLError:
-        return found
-    time.sleep(LOOK)  # in this time, of which the use is told, nothing of this process may have run
-    ask("busy_percent", lambda: [nvml.nvmlDeviceGetUtilizationRates(handle).gpu])
-    until = time.monotonic() + LOOK
-    while time.monotonic() < until:
-        _product(torch, torch.float32, device, 4096)
-    read = gpu_state(nvml, handle)._asdict() | {"others_gib": others_gib(nvml, handle)}
-    found |= {name: value for name, value in read.items() if not math.isnan(value)}
-    ask("celsius", lambda: [nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)])
-    slow = nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-    ask("slow_celsius", lambda: [nvml.nvmlDeviceGetTemperatureThreshold(handle, slow)])
-    ask("watts usual_watts", lambda: power_limits(nvml, handle))
-    now = nvml.nvmlDeviceGetCurrPcieLinkGeneration, nvml.nvmlDeviceGetCurrPcieLinkWidth
-    could = nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth
-    ask("link", lambda: [LANE * 2 ** now[0](handle) * now[1](handle)])
-    ask("full_link", lambda: [LANE * 2 ** could[0](handle) * could[1](handle)])
-    return found
-
-
 def _copies(torch: Any, device: str, kinds: Sequence[str] = ("pinned", "pageable")) -> dict[str, float]:
     """GB/s from host memory of each kind to the device, and back; loaders and offload use pinned memory."""
-    found = {}
-    there = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    speeds = {}
+    on_device = torch.empty(COPIED, dtype=torch.uint8, device=device)
     for kind in kinds:
-        here = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=kind == "pinned")
-        for way, to, source in (("from", there, here), ("to", here, there)):
+        on_host = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=kind == "pinned")
+        for way, to, source in (("from", on_device, on_host), ("to", on_host, on_device)):
             times = [_seconds(torch, device, functools.partial(to.copy_, source)) for _ in range(1 + ROUNDS)]
-            found[f"{way} {kind}"] = COPIED / min(times[1:]) / 1e9  # the first warms up
-    return found
+            speeds[f"{way} {kind}"] = COPIED / min(times[1:]) / 1e9  # the first warms up
+    return speeds
+
+
+def _link(torch: Any, index: int) -> dict[str, float]:
+    """GB/s that the GPU's PCIe link could carry; nothing if the driver does not say."""
+    import pynvml
+
+    from accel_sft.launch.machine_state import open_gpu
+
+    with contextlib.suppress(pynvml.NVMLError):
+        nvml, handle = open_gpu(str(torch.cuda.get_device_properties(index).uuid))
+        generation = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
+        return {"link": LANE * 2**generation * nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)}
+    return {}
 
 
 def _operators() -> None:
@@ -176,8 +181,59 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
+def build(name: str) -> None:
+    """Load one of DeepSpeed's operators, which compiles it as a launch would if it is not compiled yet."""
+    from accel_sft.launch.environment import device_count
+
+    if not device_count():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as a launch does
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().create_op_builder(BUILDERS[name]).load()
+
+
+def rank(backend: str, seconds: str) -> None:
+    """Add up numbers with the other ranks (an all-reduce); print why it failed, and exit with status 1 then."""
+    import datetime
+
+    import torch
+    from torch import distributed
+
+    signal.alarm(int(seconds))  # SIGALRM's default action ends this process even while it waits in C++
+    number, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    failure = ""
+    try:
+        if backend == "nccl":
+            torch.cuda.set_device(number)
+        distributed.init_process_group(backend, timeout=datetime.timedelta(seconds=2 * int(seconds)))
+        device = "cuda" if backend == "nccl" else "cpu"
+        numbers = torch.full((ELEMENTS,), float(number + 1), device=device)
+        distributed.all_reduce(numbers)
+        if not (numbers == ranks * (ranks + 1) / 2).all():
+            failure = "the sum is wrong"
+        distributed.barrier()
+    except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+        failure = first_line(error)
+    if failure:
+        print(f"rank {number}: {failure}", flush=True)
+    os._exit(
+        bool(failure)
+    )  # destroying the group holds the GIL until gloo's threads end, and they may wait for the GIL
+
+
+def hub() -> None:
+    """Ask the Hugging Face Hub for one model; exit with the reason if there is no answer."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        sys.exit("HF_HUB_OFFLINE is set")
+    get_session().get(f"{constants.ENDPOINT}/api/models", params={"limit": 1}).raise_for_status()
+
+
 if __name__ == "__main__":
-    _facts = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever the libraries print must not mix with the facts
-    main()
+    if sys.argv[1] == "facts":
+        _facts = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)  # whatever the libraries print must not mix with the facts
+    entries: dict[str, Callable[..., None]] = {"facts": facts, "build": build, "rank": rank, "hub": hub}
+    entries[sys.argv[1]](*sys.argv[2:])
     sys.stdout.flush()

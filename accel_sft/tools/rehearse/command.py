@@ -22,6 +22,7 @@ from accel_sft.api.tool_configs import CheckConfig, RehearseConfig
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.io import terminal
 from accel_sft.io.files import expanded, json_safe
+from accel_sft.io.findings import Finding
 from accel_sft.launch.audit import audit
 from accel_sft.launch.environment import device_count
 from accel_sft.launch.launcher import under_launcher
@@ -31,12 +32,14 @@ from accel_sft.launch.read import launch_of_yaml
 from accel_sft.models.source import find_source, resolved
 from accel_sft.tools.check.command import Audit
 from accel_sft.tools.plan.command import launch_files, words_of
-from accel_sft.tools.rehearse import model_files, runs
-from accel_sft.tools.rehearse.reload import Reloaded, reported
-from accel_sft.tools.rehearse.shrunk import shrink
-from accel_sft.tools.rehearse.stages import FAILS, WARNS, Flaw, Stages, flaws_of
+from accel_sft.tools.rehearse import runs, shrunk
+from accel_sft.tools.rehearse.reload import Reloaded
+from accel_sft.tools.rehearse.stages import FAILS, WARNS, Stages, fails, warns
 from accel_sft.tracking.services import tracker_names
 from accel_sft.training.prepare import Assembly, plan_steps
+
+_LEVELS = {"error": FAILS, "warning": WARNS}
+"""What a finding of an audit means for the real run. Notes are passed over."""
 
 
 def run(task_name: str, task: Task, config: RehearseConfig) -> None:
@@ -88,7 +91,6 @@ class Rehearsal:
 
     def __init__(self, task_name: str, task: Task, config: RehearseConfig, folder: Path, stages: Stages) -> None:
         self.task_name, self.task, self.folder, self.stages = task_name, task, folder, stages
-        self.asked: RehearseConfig = config
         self.config = resolved(config, task)
         self.plan: StepPlan | None = None
 
@@ -102,14 +104,14 @@ class Rehearsal:
         if config is None or self.stages.failed:  # the real run would be refused, or end in vain
             return
         self.runs = runs.Runs(launcher, [self.task_name, *words_of(config, self.task)], self.folder)
-        whole = self.whole(self.runs.start("whole"))
-        if whole:
+        whole = self.runs.start("whole")
+        if self.whole(whole):
             self.resume(whole)
             self.reload(whole, config, audited)
 
     def launch(self) -> list[str]:
         """Audit the launch as the real run does, and what else is decided before a model is loaded."""
-        real, file, flaws = None, None, []
+        real, file, findings = None, None, []
         if self.config.launch:
             (_, file), *others = launch_files(self.config.launch)
             if others:
@@ -120,18 +122,18 @@ class Rehearsal:
                 gpus = real.local_world_size  # of the machine that the run is meant for
             real = fitted(real, gpus)
             for finding in audit(self.config, real, gpus):
-                state = {"error": FAILS, "warning": WARNS}.get(finding.level)
-                flaws += [Flaw(state, finding.what, finding.fix)] if state else []
+                if finding.level in _LEVELS:
+                    findings.append(dataclasses.replace(finding, level=_LEVELS[finding.level]))
         try:
             tracker_names(self.config.tracker)
         except UserError as error:
-            flaws += flaws_of(*error.problems)
+            findings += map(fails, error.problems)
         target = expanded(self.config.output_dir) if self.config.output_dir else None
         if target and self.config.resume == "off" and target.is_dir() and any(target.iterdir()):
             what = f"--output-dir {self.config.output_dir}: not empty, and the run would be refused"
-            flaws.append(Flaw(FAILS, what, "name another folder, or continue the run in it with --resume auto"))
+            findings.append(fails(what, "name another folder, or continue the run in it with --resume auto"))
         words, seen = runs.launcher_of(real, file)
-        self.stages.ended("launch", *flaws, seen=seen, when="the start")
+        self.stages.ended("launch", *findings, seen=seen, when="the start")
         return words
 
     def data(self) -> Audit | None:
@@ -139,39 +141,39 @@ class Rehearsal:
         known = {setting.name for setting in settings(TrainConfig)}
         given = {name: value for name, value in vars(self.config).items() if name in known}
         day = self.config.template_date or time.strftime("%Y-%m-%d")
-        with reported(self.stages, "data"):
+        with self.stages.reported("data"):
             audited = Audit(self.task_name, self.task, CheckConfig(**given | {"template_date": day}), self.folder)
             report = audited.report()
-            flaws = []
+            findings = []
             for finding in report.findings:
-                if finding.grade != "note":
+                if finding.grade in _LEVELS:
                     row = finding.rows[0] if finding.rows else None
                     named = f" ({'; '.join(filter(None, (row.where, row.detail)))})" if row else ""
                     what = f"{finding.code} {finding.split}: {finding.count:,}: {finding.about.what}{named}"
-                    flaws.append(Flaw(FAILS if finding.grade == "error" else WARNS, what, finding.about.fix))
+                    findings.append(Finding(_LEVELS[finding.grade], what, finding.about.fix))
             train = audited.encodings.get("train")
             seen = "; ".join(f"{split.split} {split.rows:,} rows" for split in report.splits)
             if train is not None and report.steps:
                 self.plan = plan_steps(train, self.config)
-                flaws += [*self._never(self.plan), *self._short(audited)]
+                findings += [*self._never(self.plan), *self._short(audited)]
                 seen += f"; {self.plan.total_steps:,} steps of {self.plan.global_batch_size}"
-            self.stages.ended("data", *flaws, seen=seen, when="reading the data")
+            self.stages.ended("data", *findings, seen=seen, when="reading the data")
             return audited
         return None
 
-    def _never(self, plan: StepPlan) -> Iterator[Flaw]:
+    def _never(self, plan: StepPlan) -> Iterator[Finding]:
         for flag, every in (("--save-every", self.config.save_every), ("--eval-every", self.config.eval_every)):
             if every != "off" and self._first(every) is None:
                 lost = {"--save-every": "a run that dies loses all", "--eval-every": "only the last step is scored"}
                 what = f"{flag} {every} is never due in {plan.total_steps:,} steps: {lost[flag]}"
-                yield Flaw(WARNS, what, f"{flag} auto, or fewer steps between")
+                yield warns(what, f"{flag} auto, or fewer steps between")
 
-    def _short(self, audited: Audit) -> Iterator[Flaw]:
+    def _short(self, audited: Audit) -> Iterator[Finding]:
         encoding, most = audited.encodings.get("validation"), self.config.max_new_tokens
         scored = encoding if self.config.eval_every != "off" else None
         if scored and most and (long := int((scored.kept.answers > most).sum())):
             what = f"--max-new-tokens {most}: {long:,} of {len(scored.kept):,} validation answers are longer, and"
-            yield Flaw(WARNS, f"{what} could never be scored as right", "raise it, or leave it out")
+            yield warns(f"{what} could never be scored as right", "raise it, or leave it out")
 
     def _first(self, every: str) -> int | None:
         """The first step of the real run at which `--save-every` or `--eval-every` is due."""
@@ -184,28 +186,28 @@ class Rehearsal:
         source, plan = audited.source, self.plan
         assert source is not None
         assert plan is not None
-        with reported(self.stages, "model"):
-            flaws = [*model_files.flaws(source, self.config)]
+        with self.stages.reported("model"):
+            findings = [*shrunk.file_findings(source, self.config)]
             if self.stages.failed:  # a model that is loaded for such data may fail for the same reason
-                self.stages.ended("model", *flaws, seen="its files; it is not loaded", when="loading the model")
+                self.stages.ended("model", *findings, seen="its files; it is not loaded", when="loading the model")
                 return None
             tiny = self.config.model == "tiny" and not self.config.init_from
             folder, seen = source.weights, "tiny is trained as it is"
             if not tiny:
                 folder = str(self.folder / "model")
-                seen = shrink(source, Path(folder), trust_remote_code=self.config.trust_remote_code)
+                seen = shrunk.shrink(source, Path(folder), trust_remote_code=self.config.trust_remote_code)
                 folder = f"{folder}/adapter" if source.adapter else folder
             encodings = [each for each in audited.encodings.values() if each]
             longest = max(int(each.kept.answers.max()) for each in encodings)
             config = runs.rehearsed(self.config, folder, longest)
             assembly = Assembly(Accelerator(cpu=True), self.task, config, find_source(folder))
-            self.learns, more = model_files.trained(assembly, encodings, runs.STEPS)
-            self.stages.ended("model", *flaws, *more, seen=seen, when="loading the model")
+            self.learns, more = shrunk.trained(assembly, encodings, runs.STEPS)
+            self.stages.ended("model", *findings, *more, seen=seen, when="loading the model")
             return dataclasses.replace(config, model="tiny") if tiny else config
         return None
 
-    def whole(self, made: runs.Run) -> runs.Run | None:
-        """Say how far the run to its end came; None if it did not come to its end."""
+    def whole(self, made: runs.Run) -> bool:
+        """Say of each stage of the run to its end whether it was reached; return whether all were."""
         config, plan = self.config, self.plan
         assert plan is not None
         steps, evaluated = made.lines("loss"), made.lines("eval_loss")
@@ -227,34 +229,34 @@ class Rehearsal:
             stages.insert(1, stages.pop(2))  # the first evaluation comes before the first step
         for name, reached, when, seen in stages:
             if made.failure and not reached:
-                self.stages.ended(name, *flaws_of(*made.failure), when=when)
-                return None
+                self.stages.ended(name, *map(fails, made.failure), when=when)
+                return False
             if reached:
                 self.stages.ended(name, seen=seen, when=when)
             if name == "steps":
                 self.trained(made)
-        return made
+        return True
 
     def trained(self, made: runs.Run) -> None:
         """Say what is trained, and what gets no gradient."""
         lines = made.output.splitlines()
         seen = [self.learns, *(line for line in lines if line.startswith("note: in "))]
         vain = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: weights without")]
-        state = WARNS if self.config.adapter == "none" else FAILS  # some models have parts that only their makers train
-        flaws = [dataclasses.replace(flaw, state=state) for flaw in flaws_of(*vain)]
-        self.stages.ended("trained", *flaws, seen="; ".join(seen))
+        level = WARNS if self.config.adapter == "none" else FAILS  # some models have parts that only their makers train
+        findings = [Finding(level, line) for line in vain]
+        self.stages.ended("trained", *findings, seen="; ".join(seen))
 
     def resume(self, whole: runs.Run) -> None:
         """Kill a second run after its first checkpoint, resume it, and compare what both end with."""
         if self.config.save_every == "off":
-            self.stages.ended("resume", Flaw(WARNS, "--save-every off: a run that is killed starts over"))
+            self.stages.ended("resume", warns("--save-every off: a run that is killed starts over"))
             return
         killed = self.runs.killed("killed")
         left = len(killed.lines("loss"))
         resumed = self.runs.start("killed", "--resume", "auto")
         when = "a resume after a kill"
         if resumed.failure:
-            self.stages.ended("resume", *flaws_of(*resumed.failure), when=when)
+            self.stages.ended("resume", *map(fails, resumed.failure), when=when)
             return
         losses = [[line["loss"] for line in run.lines("loss")] for run in (whole, resumed)]
         files = [{p.name: p.read_bytes() for p in run.dir.final.glob("*.safetensors")} for run in (whole, resumed)]
@@ -262,7 +264,7 @@ class Rehearsal:
             first = next((n for n, (a, b) in enumerate(zip(*losses, strict=False), 1) if a != b), runs.STEPS)
             what = f"a run that was killed and resumed ends with other bits than one without a stop, from step {first}"
             fix = "see whether the task's data or the model draw random numbers of their own"
-            self.stages.ended("resume", Flaw(FAILS, what, fix), when=when)
+            self.stages.ended("resume", fails(what, fix), when=when)
             return
         seen = f"killed (SIGKILL) after {left} steps, and resumed to the same bits"
         if not killed.failure:
@@ -281,16 +283,16 @@ class Rehearsal:
         compared = last and stages.all["resume"].state != FAILS
         evaluated = last[-1]["eval_loss"] if compared else None
         precision = recorded(whole.dir.read_record()) or "no"
-        found: Reloaded | None = None
-        with reported(stages, "reload"):
-            found = Reloaded(final, began, config, rows)
-            seen, flaws = found.reload(evaluated, precision)
-            stages.ended("reload", *flaws, seen=seen, when="the first use of the exported weights")
-        if found is None:
+        exported: Reloaded | None = None
+        with stages.reported("reload"):
+            exported = Reloaded(final, began, config, rows)
+            seen, findings = exported.reload(evaluated, precision)
+            stages.ended("reload", *findings, seen=seen, when="the first use of the exported weights")
+        if exported is None:
             return
-        with reported(stages, "merge"):
-            seen, flaws = found.merge() if found.source.adapter else ("no adapter to merge", [])
-            stages.ended("merge", *flaws, seen=seen, when="accel-sft merge")
-        with reported(stages, "generate"):
-            seen, flaws = found.generate()
-            stages.ended("generate", *flaws, seen=seen, when="the first answer")
+        with stages.reported("merge"):
+            seen, findings = exported.merge() if exported.source.adapter else ("no adapter to merge", [])
+            stages.ended("merge", *findings, seen=seen, when="accel-sft merge")
+        with stages.reported("generate"):
+            seen, findings = exported.generate()
+            stages.ended("generate", *findings, seen=seen, when="the first answer")

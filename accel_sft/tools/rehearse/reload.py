@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.chat.encoded import Encoded, named_ends
+from accel_sft.io.findings import Finding
 from accel_sft.models.adapters import is_mergeable
 from accel_sft.models.ends import answer_ends
 from accel_sft.models.load import load_model, load_tokenizer
 from accel_sft.models.merge import merge
 from accel_sft.models.pretrained import class_of, stored_dtype
 from accel_sft.models.source import Source, find_source
-from accel_sft.tools.rehearse.stages import FAILS, WARNS, Flaw, Stages, flaws_of
+from accel_sft.tools.rehearse.stages import fails, warns
 
 _EXACT, _ROUNDED = 1e-3, 5e-2
 """Allowed difference of the validation loss, as a share of it, of a run in float32, and of one in 16 bits or on a base
@@ -28,17 +27,6 @@ _BEHIND = 4
 """Tokens that may be generated behind the end of an answer, to see whether generation stops there."""
 _ENDS = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "embed_out.weight")
 """Ends of the names of heads and embeddings."""
-
-
-@contextlib.contextmanager
-def reported(stages: Stages, name: str) -> Iterator[None]:
-    """Inside, what fails is said of the stage: libraries may raise anything here."""
-    try:
-        yield
-    except UserError as error:
-        stages.ended(name, *flaws_of(*error.problems))
-    except Exception as error:  # noqa: BLE001
-        stages.ended(name, Flaw(FAILS, f"unexpected: {what_and_where(error)}"))
 
 
 class Reloaded:
@@ -94,40 +82,41 @@ class Reloaded:
                 count += weight * len(span)
         return total / count
 
-    def reload(self, evaluated: float | None, precision: str) -> tuple[str, list[Flaw]]:
+    def reload(self, evaluated: float | None, precision: str) -> tuple[str, list[Finding]]:
         """Compare the loss with the run's own, if it has one, and with that of what the run began with."""
         if not self.rows:
             return "loaded; no evaluated row is left to compare losses by", []
-        found, flaws = self.loss(), []
-        seen = f"validation loss {found:.6g} in plain {'peft' if self.source.adapter else 'transformers'}"
+        loss, findings = self.loss(), []
+        seen = f"validation loss {loss:.6g} in plain {'peft' if self.source.adapter else 'transformers'}"
         if evaluated is not None:
             seen += f", {evaluated:.6g} in the run"
             exact = precision == "no" and not self.config.load_in_4bit and not self.rounded
             allowed = _EXACT if exact else _ROUNDED
-            if not abs(found - evaluated) <= allowed * abs(evaluated):
-                what = f"the exported weights predict otherwise than those that were trained: loss {found:.6g}"
+            if not abs(loss - evaluated) <= allowed * abs(evaluated):
+                what = f"the exported weights predict otherwise than those that were trained: loss {loss:.6g}"
                 fix = "report this as a defect, with the model's config.json"
-                flaws.append(Flaw(FAILS, f"{what}, and {evaluated:.6g} in the run", fix))
+                findings.append(fails(f"{what}, and {evaluated:.6g} in the run", fix))
         template, seed = self.config.chat_template, self.config.seed  # which make the embeddings of new tokens
         plain = TrainConfig(dtype="float32", trust_remote_code=self.trusted, chat_template=template, seed=seed)
         how: dict[str, Any] = {"precision": "no", "deepspeed": False, "tokenizer": self.tokenizer}
-        if self.loss(load_model(self.began, plain, images=self.images, **how).eval()) == found:
-            what = "trained in vain: the exported weights predict what the model predicted before, to the bit"
-            flaws.append(Flaw(FAILS, what, "see that --learning-rate is above 0, and what is trained"))
-        return seen, [*flaws, *self._twice()]
+        if self.loss(load_model(self.began, plain, images=self.images, **how).eval()) == loss:
+            what = "nothing was learnt: the exported weights predict what the model predicted before, to the bit"
+            findings.append(fails(what, "see that --learning-rate is above 0, and what is trained"))
+        return seen, [*findings, *self._twice()]
 
-    def _twice(self) -> list[Flaw]:
+    def _twice(self) -> list[Finding]:
         """A head that is tied to its embedding, and written beside it with other values."""
         configs = self.model.config, self.model.config.get_text_config(decoder=True)
         tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
         files = [load_file(file) for file in self.final.glob("*.safetensors")] if tied else []
         ends = {name: weights for file in files for name, weights in file.items() if name.endswith(_ENDS)}
-        if all(map(next(iter(ends.values()), torch.empty(0)).equal, ends.values())):
+        first, *others = ends.values() or [torch.empty(0)]
+        if all(first.equal(other) for other in others):
             return []
         what = f"tied weights are exported twice, with other values ({', '.join(sorted(ends))}): a server reads one"
-        return [Flaw(FAILS, what, "leave the head out of the adapter, or train both with --lora-modules-to-save")]
+        return [fails(what, "leave the head out of the adapter, or train both with --lora-modules-to-save")]
 
-    def merge(self) -> tuple[str, list[Flaw]]:
+    def merge(self) -> tuple[str, list[Finding]]:
         """Merge the adapter as `accel-sft merge` does."""
         if not is_mergeable(self.model):
             return "adapters of this type stay beside their base", []
@@ -135,7 +124,7 @@ class Reloaded:
         return f"{made.dtype}: {made.describe()}", []
 
     @torch.no_grad()
-    def generate(self) -> tuple[str, list[Flaw]]:
+    def generate(self) -> tuple[str, list[Finding]]:
         """Have plain `generate` write a learnt answer, token by token, and see whether it stops at its end."""
         from transformers import GenerationConfig
 
@@ -160,9 +149,9 @@ class Reloaded:
         end = self.tokenizer.convert_ids_to_tokens(answer[-1])
         if len(made) > len(row.input_ids):
             what = f"answers end with {end}, at which a plain `generate` of what was exported goes on"
-            return "", [Flaw(FAILS, what, f"name {end} as a stop token wherever it is served")]
+            return "", [fails(what, f"name {end} as a stop token wherever it is served")]
         seen = f"a plain `generate` stops at {end}, which ends the answers"
         if not self.source.adapter or answer[-1] in named_ends(base):
             return seen, []
         what = f"answers end with {end}, at which a server of the base goes on"
-        return seen, [Flaw(WARNS, what, "name it as a stop token there, or serve merged weights (accel-sft merge)")]
+        return seen, [warns(what, "name it as a stop token there, or serve merged weights (accel-sft merge)")]

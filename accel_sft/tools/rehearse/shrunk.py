@@ -1,19 +1,29 @@
-"""Makes a model of the real one's family, with every kind of its layers, a few dimensions wide, with random weights."""
+"""The model of a rehearsal: one of the real one's family, shrunk, and what is wrong with its files and its training."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
+from accel_sft.api.adapters import names_of
+from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line
-from accel_sft.models.architecture import REFUSALS
+from accel_sft.data.token_store import StoredEncoding
+from accel_sft.io.findings import Finding
+from accel_sft.models.architecture import REFUSALS, alike
+from accel_sft.models.chat_template import template_of
 from accel_sft.models.pretrained import class_of, stored_dtype
 from accel_sft.models.shipped_files import shipped_files
 from accel_sft.models.source import Source, errors_explained
+from accel_sft.models.targets import USED_ALONE, in_block, unfit
+from accel_sft.tools.rehearse.stages import fails, warns
+from accel_sft.training.prepare import Assembly
 
 _WIDTH, _HEADS, _HEAD = 64, 4, 16
 """Hidden size, attention heads and dimensions of a head; `_HEADS * _HEAD == _WIDTH`, which some families ask for."""
@@ -42,6 +52,9 @@ _COUNTS: dict[int, str] = {
 }
 _SET, _AT_MOST = ({key: n for n, keys in sizes.items() for key in keys.split()} for sizes in (_WIDTHS, _COUNTS))
 """Sizes of the shrunk model, which must suit each other, and the largest of those that need not."""
+_MARKS = re.compile(r"<\|[^<>|\s'\"{}]+\|>|<(?:start|end)_of_[a-z]+>")
+"""Marks that are surely control tokens; others, such as `<think>` and `[INST]`, are plain text in some models."""
+_TURNS = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 _BY_LAYER = ("_indices", "_indexes", "_ids", "_idx")
 """Endings of names of lists that hold numbers of layers."""
 
@@ -188,3 +201,62 @@ def _adapter(model: Any, adapter: str, folder: Path) -> None:
     adapted = get_peft_model(model, config)
     config.base_model_name_or_path = str(folder)  # peft has just put the real one's there
     adapted.save_pretrained(folder / "adapter")
+
+
+def file_findings(source: Source, config: TrainConfig) -> Iterator[Finding]:
+    """What is wrong with the files beside the weights."""
+    from transformers import AutoTokenizer
+
+    if config.chat_template is None:
+        tokenizer = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=config.trust_remote_code)
+        tokenizer.chat_template = template_of(tokenizer, source.tokenizer)
+        yield from _unknown_marks(tokenizer)
+
+
+def trained(assembly: Assembly, encodings: Sequence[StoredEncoding], steps: int) -> tuple[str, list[Finding]]:
+    """Load the shrunk model as the run will; return which weights learn and which do not, and what is wrong with it.
+
+    Raises:
+        UserError: the settings do not fit the model.
+    """
+    lines: list[str] = []
+    config = assembly.config
+    model = assembly.load_model(*encodings, total_steps=steps, log=lines.append)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    frozen = sum(not parameter.requires_grad for parameter in model.parameters())
+    notes = [line for line in lines if line.startswith(("the adapter leaves out", "not trained,", "generation_config"))]
+    findings: list[Finding] = []
+    if config.adapter != "none" and assembly.source.adapter is None:
+        whole = dataclasses.replace(config, adapter="none")
+        plain = Assembly(assembly.accelerator, assembly.task, whole, assembly.source).load_model(*encodings)
+        findings = [*_unreached(names, plain, config)]
+    within = (part if "." in (part := in_block(name)) else name for name in names)
+    short = (re.sub(r"\.lora_\w+\.default(\.weight)?$|^base_model\.model\.", "", name) for name in within)
+    return "; ".join([f"{', '.join(dict.fromkeys(short))}; {frozen} others are frozen", *notes]), findings
+
+
+def _unreached(names: Sequence[str], plain: Any, config: TrainConfig) -> Iterator[Finding]:
+    """Weights of the model, `plain` without its adapter, that the adapter of these parameters does not reach."""
+    passed_by = set(unfit(plain).get(USED_ALONE, ()))
+    adapted = [name.split(".lora_A")[0].removeprefix("base_model.model.") for name in names if "lora_A" in name]
+    if idle := [name for name in adapted if name in passed_by]:
+        what = f"the adapter of {', '.join(alike(idle))} is passed by: the model reads these weights itself"
+        yield fails(what, "leave them out of --lora-target-modules: on GPUs they would get no gradient")
+    experts = [name for name, weights in plain.named_parameters() if weights.ndim == 3 and "expert" in name]
+    modules, parameters = (names_of(value) for value in (config.lora_target_modules, config.lora_target_parameters))
+    if missed := [n for n in experts if n.rsplit(".", 1)[-1] in modules and not any(map(n.endswith, parameters))]:
+        what = f"--lora-target-modules does not reach {', '.join(alike(missed))}, which are no layers"
+        inside = ",".join(dict.fromkeys(name.split(".", 3)[-1] for name in missed))
+        yield warns(what, f"--lora-target-parameters {inside} adapts the experts")
+
+
+def _unknown_marks(tokenizer: Any) -> Iterator[Finding]:
+    if not isinstance(tokenizer.chat_template, str):
+        return
+    written = tokenizer.apply_chat_template(_TURNS, tokenize=False)
+    known = {*tokenizer.get_vocab(), *tokenizer.all_special_tokens}
+    if lacking := [mark for mark in dict.fromkeys(_MARKS.findall(written)) if mark not in known]:
+        pieces = len(tokenizer(lacking[0], add_special_tokens=False)["input_ids"])
+        what = f"the chat template writes {', '.join(lacking)}, for which the tokenizer has no token: {lacking[0]}"
+        fix = "use the tokenizer that came with the weights, or make them tokens with --chat-template"
+        yield warns(f"{what} is read as {pieces} pieces of text", fix)

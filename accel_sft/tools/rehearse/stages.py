@@ -1,30 +1,27 @@
-"""What a rehearsal says: for each stage of a run whether it holds or what would fail, when, and how to fix it."""
+"""The stages of a rehearsal: whether each holds, or what would fail in the real run, when, and how to fix it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from accel_sft.api.errors import UserError, what_and_where
+from accel_sft.io.findings import Finding, lines, worst
 from accel_sft.io.terminal import wrapped
-from accel_sft.io.text import one_line
 
 FAILS, WARNS, HOLDS, NOT_REACHED = "fails", "warns", "holds", "not reached"
-"""What is said of a stage, the gravest first."""
+"""States of a stage. The first two are levels of findings: the real run would fail, or go on and disappoint."""
+fails, warns = (functools.partial(Finding, level) for level in (FAILS, WARNS))
 STAGES = (
     *("launch", "data", "model", "load", "steps", "trained", "evaluation", "checkpoint", "resume", "export"),
     *("reload", "merge", "generate"),
 )
-_LONGEST = 600
-
-
-@dataclasses.dataclass(frozen=True)
-class Flaw:
-    """What is wrong: the real run would fail (`FAILS`), or go on and disappoint (`WARNS`)."""
-
-    state: str
-    what: str
-    fix: str = ""
+_COLORS = {FAILS: "red", WARNS: "yellow"}
+_WIDTH = 12
+"""Width of the columns of a stage's name and state."""
 
 
 @dataclasses.dataclass
@@ -34,23 +31,21 @@ class Stage:
     name: str
     when: str = ""
     seen: str = ""
-    flaws: list[Flaw] = dataclasses.field(default_factory=list)
+    findings: list[Finding] = dataclasses.field(default_factory=list)
     reached: bool = False
 
     @property
     def state(self) -> str:
-        if not self.reached:
-            return NOT_REACHED
-        return min((flaw.state for flaw in self.flaws), key=(FAILS, WARNS).index, default=HOLDS)
+        return worst(self.findings, (FAILS, WARNS, HOLDS)) if self.reached else NOT_REACHED
 
     def as_dict(self) -> dict[str, Any]:
         """The stage as an object of the JSON report."""
-        flaws = [dataclasses.asdict(flaw) for flaw in self.flaws]
-        return {"stage": self.name, "state": self.state, "when": self.when, "seen": self.seen, "flaws": flaws}
+        findings = [finding.as_dict() for finding in self.findings]
+        return {"stage": self.name, "state": self.state, "when": self.when, "seen": self.seen, "findings": findings}
 
 
 class Stages:
-    """All stages of a rehearsal, each printed once it is known.
+    """All stages of a rehearsal, each shown once its state is known.
 
     Args:
         show: prints a line.
@@ -60,30 +55,32 @@ class Stages:
         self._show = show
         self.all = {name: Stage(name) for name in STAGES}
 
-    def ended(self, name: str, *flaws: Flaw, seen: str = "", when: str = "") -> None:
+    def ended(self, name: str, *findings: Finding, seen: str = "", when: str = "") -> None:
         """Say what a stage came to."""
         stage = self.all[name]
         stage.reached, stage.seen = True, seen
-        stage.flaws += flaws
+        stage.findings += [dataclasses.replace(finding, subject=name) for finding in findings]
         stage.when = when or stage.when
-        margin = 24
-        text = f"{name:<{margin // 2}}{stage.state:<{margin // 2}}{seen}"
-        self._show(wrapped(text.rstrip(), margin))
-        for flaw in flaws:
-            where = f"{stage.when}: " if stage.when and flaw.state == FAILS else ""
-            self._show(wrapped(f"{'':<4}{flaw.state}: {where}{one_line(flaw.what, _LONGEST)}", 8))
-            if flaw.fix:
-                self._show(wrapped(f"{'':<6}-> {one_line(flaw.fix, _LONGEST)}", 9))
+        self._show(wrapped(f"{name:<{_WIDTH}}{stage.state:<{_WIDTH}}{seen}".rstrip(), 2 * _WIDTH))
+        for finding in findings:
+            where = stage.when if finding.level == FAILS else ""
+            for line in lines(dataclasses.replace(finding, subject=where), _COLORS, indent=4):
+                self._show(line)
+
+    @contextlib.contextmanager
+    def reported(self, name: str) -> Iterator[None]:
+        """Inside, what fails is said of the stage: libraries may raise anything here."""
+        try:
+            yield
+        except UserError as error:
+            self.ended(name, *map(fails, error.problems))  # each as it is: a "; " need not stand before its fix
+        except Exception as error:  # noqa: BLE001
+            self.ended(name, fails(f"unexpected: {what_and_where(error)}"))
 
     @property
     def failed(self) -> bool:
         """Whether a stage fails."""
         return any(stage.state == FAILS for stage in self.all.values())
 
-    def count(self, state: str) -> int:
-        return sum(flaw.state == state for stage in self.all.values() for flaw in stage.flaws)
-
-
-def flaws_of(*lines: str) -> list[Flaw]:
-    """The problems that the trainer tells, each as it is: a "; " may stand before its fix or elsewhere."""
-    return [Flaw(FAILS, line) for line in lines]
+    def count(self, level: str) -> int:
+        return sum(finding.level == level for stage in self.all.values() for finding in stage.findings)

@@ -1,1 +1,1 @@
-"""`accel-sft verify`: holds a run to its own records, and runs stretches of it again."""
+"""`accel-sft verify`: holds a run to its own records, and runs segments of it again."""

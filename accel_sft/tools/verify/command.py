@@ -1,8 +1,7 @@
-"""`accel-sft verify`: is a run what its records say? Its files are held to each other, and stretches are run again."""
+"""`accel-sft verify`: is a run what its records say? Its files are held to each other, and segments are run again."""
 
 import contextlib
 import json
-import os
 import secrets
 from pathlib import Path
 
@@ -20,7 +19,7 @@ _COLORS = {"holds": "green", "open": "yellow", "differs": "red"}
     type=click.IntRange(0),
     default=3,
     show_default=True,
-    help="Stretches between checkpoints to run again; 0: only compare files, and run nothing of the run.",
+    help="Segments between checkpoints to run again; 0: only compare files, and run nothing of the run.",
 )
 @click.option("--seed", type=click.IntRange(0), help="Draws the segments; default: another one each time.")
 @click.option(
@@ -36,27 +35,26 @@ _COLORS = {"holds": "green", "open": "yellow", "differs": "red"}
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def verify(run: Path, segments: int, seed: int | None, from_start: bool, tolerance: float, as_json: bool) -> None:
-    """Hold a run to its own records, and run stretches of it again.
+    """Hold a run to its own records, and run segments of it again.
 
     For example: accel-sft verify runs/sums --segments 3
 
     First the files of the folder RUN are held to each other and to the data, code and libraries that are here. Then
-    stretches between checkpoints are drawn, run again from the first checkpoint by the recorded launch, offline, in a
+    segments between checkpoints are drawn, run again from the first checkpoint by the recorded launch, offline, in a
     temporary folder (TMPDIR says where), and compared bit by bit. That runs the task and reads the files that run.yaml
     names: start it in the folder where the run was started, and only for runs that you trust so far.
 
-    Where bits may differ without a change, the stretch's line says why by the run's own record, and only losses are
+    Where bits may differ without a change, the segment's line says why by the run's own record, and only losses are
     compared: verify on the kind of machine that the run had.
 
-    The exit status is 1 if anything differs from what is recorded, or a stretch cannot be run again.
+    The exit status is 1 if anything differs from what is recorded, or a segment cannot be run again.
     """
+    from accel_sft.io.findings import Finding, lines, worst
     from accel_sft.io.run_dir import RunDir
     from accel_sft.io.terminal import waiting
-    from accel_sft.io.text import one_line
     from accel_sft.launch.launcher import under_launcher
-    from accel_sft.tools.verify import stretches
-    from accel_sft.tools.verify.records import Finding, Recorded, examine
-    from accel_sft.tools.verify.rerun import WITHIN, run_again
+    from accel_sft.tools.verify import segments as parts
+    from accel_sft.tools.verify.records import LEVELS, Recorded, examine
 
     if under_launcher():
         raise UserError("accel-sft verify starts the run's launch itself: start it without accelerate launch")
@@ -66,50 +64,45 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
     seed = secrets.randbelow(2**31) if seed is None else seed
     findings: list[Finding] = []
 
-    def found(finding: Finding) -> None:
+    def add(finding: Finding) -> Finding:
         findings.append(finding)
-        if not as_json:
-            level = f"{finding.level:<8}"
-            level = level if "NO_COLOR" in os.environ else click.style(level, fg=_COLORS[finding.level])
-            text = f"{finding.subject}: {finding.what}"
-            click.echo(f"{level}{one_line(text, len(text))}")
+        for line in () if as_json else lines(finding, _COLORS):
+            click.echo(line)
+        return finding
 
     recorded = Recorded.read(run_dir)
     for finding in examine(recorded):
-        found(finding)
-    possible = stretches.candidates(recorded, from_start=from_start)
-    drawn = stretches.chosen(possible, segments, seed)
+        add(finding)
+    possible = parts.candidates(recorded, from_start=from_start)
+    drawn = parts.chosen(possible, segments, seed)
     end = recorded.trained[-1]["step"] if recorded.complete and recorded.trained else None
     if segments and end in recorded.saved and recorded.machines == 1:
-        drawn.append(stretches.Stretch(end, end))  # what the last checkpoint is exported as
-    again, failed = [], 0
-    for stretch in drawn:
-        with contextlib.nullcontext() if as_json else waiting(f"running {stretch} again"):
-            finding = run_again(recorded, stretch, tolerance)
-        found(finding)
-        again += [stretch] if stretch.steps and finding.level != "open" else []
-        failed += finding.level == "open"
-    told = stretches.in_words(recorded, possible, again)
-    if any(finding.what.startswith(WITHIN) for finding in findings):
-        told.append("where bits may differ, that is a change by which a loss differs by more than --tolerance")
-    same = all(finding.level != "differs" for finding in findings)
+        drawn.append(parts.Segment(end, end))  # what the last checkpoint is exported as
+    levels = {}
+    for segment in drawn:
+        with contextlib.nullcontext() if as_json else waiting(f"running {segment} again"):
+            finding = parts.run_again(recorded, segment, tolerance)
+        levels[segment] = add(finding).level
+    again = [segment for segment, level in levels.items() if segment.steps and level != "open"]
+    failed = [*levels.values()].count("open")
+    notes = parts.conclusions(recorded, possible, again)
+    if any(finding.what.startswith(parts.WITHIN) for finding in findings):
+        notes.append("where bits may differ, that is a change by which a loss differs by more than --tolerance")
+    same = worst(findings, LEVELS) != "differs"
     if as_json:
         report = {
             "run": str(run),
             "same": same,
             "seed": seed,
-            "findings": [vars(finding) for finding in findings],
-            "stretches": [[stretch.begin, stretch.end] for stretch in again],
-            "chance": stretches.chance(possible, len(again)),
-            "told": told,
+            "findings": [finding.as_dict() for finding in findings],
+            "segments": [[segment.begin, segment.end] for segment in again],
+            "chance": parts.chance(possible, len(again)),
+            "notes": notes,
         }
         click.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
-        for line in told:
-            click.echo(line)
-        seeded = f" (--seed {seed})" if again else ""
         verdict = "nothing differs from what it records" if same else "it is not what it records"
         verdict += f"; {failed} of {len(drawn)} segments could not be run again here" * bool(failed)
-        click.echo(f"{run}: {verdict}{seeded}")
+        click.echo("\n".join([*notes, f"{run}: {verdict}{f' (--seed {seed})' if again else ''}"]))
     if failed or not same:
         raise SystemExit(1)

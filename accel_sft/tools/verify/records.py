@@ -1,7 +1,6 @@
 """Holds a run's files to each other, and to the data, code and libraries that are here. Nothing is run. No torch."""
 
 import dataclasses
-import functools
 import hashlib
 import math
 import sys
@@ -19,6 +18,7 @@ from accel_sft.api.options import HIDDEN, settings
 from accel_sft.io import manifest
 from accel_sft.io.evidence import listed, made_by, other_versions
 from accel_sft.io.files import mapping
+from accel_sft.io.findings import Finding
 from accel_sft.io.lock import is_locked
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.launch.recordable import versions
@@ -26,17 +26,20 @@ from accel_sft.rows.fingerprint import code_fingerprint, task_record
 from accel_sft.tracking.metrics_file import chained, read_lines
 from accel_sft.training.schedule import learning_rate
 
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """What was found of a file or a stretch of steps: it `holds`, `differs`, or cannot be decided (`open`)."""
-
-    level: str
-    subject: str
-    what: str
+LEVELS = ("differs", "open", "holds")
+"""What is said of a file or a segment of steps, the gravest first; `open`: it cannot be decided here."""
 
 
-holds, differs, undecided = (functools.partial(Finding, level) for level in ("holds", "differs", "open"))
+def holds(subject: str, what: str) -> Finding:
+    return Finding("holds", what, subject=subject)
+
+
+def differs(subject: str, what: str) -> Finding:
+    return Finding("differs", what, subject=subject)
+
+
+def undecided(subject: str, what: str) -> Finding:
+    return Finding("open", what, subject=subject)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +87,6 @@ class Recorded:
         return int(mapping(self.record.get("launch")).get("machines") or 1)
 
     @property
-    def has_evidence(self) -> bool:
-        """Whether the run's version kept digests and chains; earlier ones did not."""
-        return "package_code" in self.record
-
-    @property
     def trained(self) -> list[dict[str, Any]]:
         """The lines of steps, without those of evaluations."""
         return [line for line in self.lines if "loss" in line]
@@ -99,11 +97,7 @@ _UNREADABLE = KeyError, TypeError, ValueError, AttributeError, IndexError, Asser
 
 
 def examine(run: Recorded) -> Iterator[Finding]:
-    """Yield what is found of the run's files and of what is here."""
-    if not run.has_evidence:
-        yield undecided(
-            "run.json", "an earlier version wrote this run: it kept no digests of code and no chain of lines"
-        )
+    """Yield the findings about the run's files, and about the data, code and libraries here."""
     for part in (_folder, _checkpoints, _settings, _log, _software, _data):
         try:
             yield from part(run)
@@ -115,9 +109,9 @@ def _folder(run: Recorded) -> Iterator[Finding]:
     """The manifest that a finished run leaves in its folder."""
     path = run.run_dir.path / manifest.MANIFEST
     if not path.exists():
-        if run.complete and run.has_evidence:
+        if run.complete:
             yield differs(path.name, "is missing, and a finished run has one")
-        elif run.has_evidence:
+        else:
             yield undecided(path.name, "the run has not ended: its exported weights and samples are not recorded yet")
         return
     try:
@@ -133,40 +127,43 @@ def _folder(run: Recorded) -> Iterator[Finding]:
 
 
 def _checkpoints(run: Recorded) -> Iterator[Finding]:
-    yield from (differs(name, what) for name, what in run.damaged.items())
-    here = made_by(run.record)
-    others: dict[str, str] = {}
-    makers: dict[tuple[str, str], list[str]] = {}
+    """The checkpoints: each as it was written, by what run.json records, and none replaced or taken away since."""
+    changed: dict[str, str] = {}
     for step, about in run.saved.items():
         name = run.run_dir.checkpoint(step).name
         if about["step"] != step:
-            others[name] = f"it was written as that of step {about['step']}"
+            changed[name] = f"it was written as that of step {about['step']}"
         for earlier, identity in mapping(about.get("before")).items():
             folder = run.run_dir.checkpoints / Path(earlier).name
             if folder.is_dir() and manifest.identity(folder) != identity and earlier not in run.damaged:
-                others.setdefault(earlier, f"it is another than was there when {name} was written")
-        if (then := mapping(about.get("made_by"))) and then != here:
-            makers.setdefault(_other_maker(then, here), []).append(name)
-    for (level, what), names in makers.items():
-        yield Finding(level, names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}", what)
-    yield from (differs(name, what) for name, what in others.items())
+                changed.setdefault(earlier, f"it is another than was there when {name} was written")
+    yield from _makers(run)
+    for name, what in {**run.damaged, **changed}.items():
+        yield differs(name, what)
     if run.saved:
         *_, (newest, about) = run.saved.items()
-        kept = [] if is_locked(run.run_dir.path) else about.get("kept", [])  # training removes them meanwhile
-        for step in sorted({*kept} - {step_of(path) for path in run.run_dir.all_checkpoints()}):
+        remaining = [] if is_locked(run.run_dir.path) else about["kept"]  # training removes checkpoints meanwhile
+        for step in sorted({*remaining} - {step_of(path) for path in run.run_dir.all_checkpoints()}):
             yield differs(run.run_dir.checkpoint(step).name, f"is missing; it was kept when step {newest} was written")
-        if not (others or run.damaged):
+        if not (changed or run.damaged):
             count = "1 checkpoint is" if len(run.saved) == 1 else f"{len(run.saved)} checkpoints are"
             yield holds("checkpoints", f"{count} as written, of steps {', '.join(map(str, run.saved))}")
 
 
-def _other_maker(then: dict[str, Any], here: dict[str, Any]) -> tuple[str, str]:
-    """Level and words for a checkpoint that was made by something else than run.json records."""
-    other = [what.replace("_", " ") for what in here if then.get(what) != here[what]]
-    if {"versions", "package code"} & {*other}:
-        why = "the run was resumed with other software since, or run.json was changed"
-        return "open", f"written with other {' and '.join(other)} than run.json records: {why}"
-    return "differs", f"written with other {' and '.join(other)} than run.json records"
+def _makers(run: Recorded) -> Iterator[Finding]:
+    """Checkpoints that were made by something else than run.json records; those made alike share a line."""
+    recorded = made_by(run.record)
+    names: dict[tuple[str, ...], list[str]] = {}
+    for step, about in run.saved.items():
+        if other := tuple(what for what in recorded if about["made_by"].get(what) != recorded[what]):
+            names.setdefault(other, []).append(run.run_dir.checkpoint(step).name)
+    for other, (first, *more) in names.items():
+        subject = f"{first} to {more[-1]}" if more else first
+        what = f"written with other {' and '.join(other).replace('_', ' ')} than run.json records"
+        if {"versions", "package_code"} & {*other}:
+            yield undecided(subject, f"{what}: the run was resumed with other software since, or run.json was changed")
+        else:
+            yield differs(subject, what)
 
 
 def _settings(run: Recorded) -> Iterator[Finding]:
@@ -174,7 +171,7 @@ def _settings(run: Recorded) -> Iterator[Finding]:
     found, file = [], run.run_dir.settings
     recorded = {**run.record["config"], **run.record["task_options"]}
     again = mapping(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else {}
-    if not file.is_file() and run.has_evidence:
+    if not file.is_file():
         found.append(differs(file.name, "is missing"))
     for name, value in again.items():
         hidden = value == HIDDEN and HIDDEN in str(recorded.get(name))
@@ -205,57 +202,51 @@ def _log(run: Recorded) -> Iterator[Finding]:
     chains = [""]
     for line in content.splitlines(keepends=True):
         chains.append(chained(chains[-1], line))
-    recorded = {step: about["chain"] for step, about in run.saved.items() if "chain" in about}
-    found = {step: chains.index(chain) for step, chain in recorded.items() if chain in chains}
-    if lost := sorted(recorded.keys() - found.keys()):
-        same = [step for step in found if step < lost[0]]
+    ends = {step: chains.index(about["chain"]) for step, about in run.saved.items() if about["chain"] in chains}
+    if lost := sorted(run.saved.keys() - ends.keys()):
+        same = [step for step in ends if step < lost[0]]
         since = f"after step {max(same)} and " if same else ""
         yield differs(name, f"lines {since}up to step {lost[0]} are not those that its checkpoint was written with")
-    elif found:
-        behind = len(chains) - 1 - found[max(found)]
-        yield holds(name, f"the lines up to step {max(found)} are those that checkpoints were written with")
+    elif ends:
+        behind = len(chains) - 1 - ends[max(ends)]
+        yield holds(name, f"the lines up to step {max(ends)} are those that checkpoints were written with")
         if behind and not run.complete:
             yield undecided(name, f"the last {behind} lines are of steps after the last checkpoint")
 
 
 def _software(run: Recorded) -> Iterator[Finding]:
-    then, now = mapping(mapping(run.record["launch"]).get("versions")), versions()
-    if other := other_versions(then, now):
+    """The libraries' versions, accel_sft's files, and the task's."""
+    then, now = mapping(run.record["launch"]).get("versions"), versions()
+    if other := other_versions(mapping(then), now):
         yield undecided("versions", f"the run had {'; '.join(other)}: bits may differ")
         return
-    package = run.record.get("package_code")
-    if package and package != code_fingerprint():
+    if run.record["package_code"] != code_fingerprint():
         yield differs("code", f"accel_sft's files are others than the run's, at the same version {now['accel-sft']}")
         return
-    if file := run.record.get("task_file"):
-        path = Path(file["path"])
-        if not path.is_file() or digest_of(path) != file["sha256"]:
-            yield differs("task", f"{path} is not what the run was made with")
-            return
-    elif run.record.get("task_code"):
+    findings = [*_task(run.record)]
+    yield from findings or [holds("code", "accel_sft, the task and the libraries' versions are those of the run")]
+
+
+def _task(record: dict[str, Any]) -> Iterator[Finding]:
+    """What is other than the run's in its task: its file, or its package's files, or versions of what they import."""
+    if file := record.get("task_file"):
+        if not Path(file["path"]).is_file() or digest_of(Path(file["path"])) != file["sha256"]:
+            yield differs("task", f"{file['path']} is not what the run was made with")
+    elif record.get("task_code"):
         try:
-            found = list(_other_task(run.record, registry.load(run.record["task"])))
+            task = registry.load(record["task"])
         except UserError as error:
-            found = [undecided("task", error.problems[0])]
-        yield from found
-        if found:
+            yield undecided("task", error.problems[0])
             return
-    if package:
-        yield holds("code", "accel_sft, the task and the libraries' versions are those of the run")
-
-
-def _other_task(record: dict[str, Any], task: type) -> Iterator[Finding]:
-    """What is other than the run's in an installed task: its files, or versions of the libraries that they import."""
-    libraries, now = record.get("task_libraries"), task_record(task)
-    if libraries is None:
-        yield undecided("task", "an earlier version's digest of it counts all that was installed: it is not compared")
-    elif now["task_code"] is None:
-        yield undecided("task", "a library that it imports is not installed here as a package, so it is not compared")
-    elif other := other_versions(libraries, now["task_libraries"]):
-        yield undecided("task", f"what it imports: {'; '.join(other)}: bits may differ")
-    if libraries is not None and now["task_code"] not in (None, record["task_code"]):
-        place = sys.modules[task.__module__.partition(".")[0]].__file__
-        yield differs("task", f"the files of its package are others than the run's: {Path(str(place)).parent}")
+        now = task_record(task)
+        if now["task_code"] is None:
+            what = "a library that it imports is not installed here as a package, so it is not compared"
+            yield undecided("task", what)
+        elif other := other_versions(record["task_libraries"], now["task_libraries"]):
+            yield undecided("task", f"what it imports: {'; '.join(other)}: bits may differ")
+        if now["task_code"] not in (None, record["task_code"]):
+            place = sys.modules[task.__module__.partition(".")[0]].__file__
+            yield differs("task", f"the files of its package are others than the run's: {Path(str(place)).parent}")
 
 
 def _data(run: Recorded) -> Iterator[Finding]:

@@ -9,26 +9,15 @@ from collections.abc import Iterator
 import accel_sft
 from accel_sft.api import registry
 from accel_sft.api.errors import UserError
-from accel_sft.tools.doctor.check import Finding, ok, problem, warning
-from accel_sft.tools.doctor.machine import Machine
-from accel_sft.tools.doctor.processes import ask
-from accel_sft.tools.doctor.torch_facts import LIBRARIES
+from accel_sft.tools.doctor.machine import LIBRARIES, Finding, Machine, ask, ok, problem, script, warning
 
 DISTRIBUTION = "accel-sft"
 NETWORK_SECONDS = 15.0
 """Time limit for the hub's answer."""
-_ASK_HUB = """
-import sys
-from huggingface_hub import constants, get_session
-if constants.HF_HUB_OFFLINE:
-    sys.exit("HF_HUB_OFFLINE is set")
-reply = get_session().get(f"{constants.ENDPOINT}/api/models", params={"limit": 1})
-reply.raise_for_status()
-"""
 
 
 def versions(machine: Machine) -> Iterator[Finding]:
-    """Compares installed versions with the bounds in this package's metadata."""
+    """Compare installed versions with the bounds in this package's metadata."""
     from packaging.requirements import Requirement
 
     try:
@@ -37,40 +26,35 @@ def versions(machine: Machine) -> Iterator[Finding]:
         what = "accel-sft is not installed, only imported: the versions of its libraries were not checked"
         yield warning(what, "bash setup.sh in the checkout installs all")
         return
-    wrong, fitting = [], {}
+    fitting = {}
     for requirement in map(Requirement, required):
+        name, fix = requirement.name, f'pip install "{requirement}"'
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
-            version = importlib.metadata.version(requirement.name)
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            wrong.append(problem(f"{requirement.name} is not installed", f'pip install "{requirement}"'))
+            yield problem(f"{name} is not installed", fix)
             continue
-        broken = [each for each in requirement.specifier if not each.contains(version, prereleases=True)]
+        broken = [bound for bound in requirement.specifier if not bound.contains(version, prereleases=True)]
         if not broken:
-            fitting[requirement.name] = version
-        elif all(each.operator in ("<", "<=") for each in broken):
-            what = f"{requirement.name} {version} is newer than what accel_sft was tested with ({broken[0]})"
-            wrong.append(warning(what, f'pip install "{requirement}"'))
+            fitting[name] = version
+        elif all(bound.operator in ("<", "<=") for bound in broken):
+            yield warning(f"{name} {version} is newer than what accel_sft was tested with ({broken[0]})", fix)
         else:
-            what = f"{requirement.name} {version}: accel_sft {accel_sft.__version__} needs {requirement.specifier}"
-            wrong.append(problem(what, f'pip install "{requirement}"'))
-    named = [
-        f"{name} {fitting[name]}" for name in ("torch", "transformers", "accelerate", "deepspeed") if name in fitting
-    ]
-    yield from wrong
+            what = f"{name} {version}: accel_sft {accel_sft.__version__} needs {requirement.specifier}"
+            yield problem(what, fix)
     if fitting:
-        yield ok(f"{len(fitting)} libraries within the bounds: {', '.join(named)}")
+        named = ", ".join(f"{name} {fitting[name]}" for name in LIBRARIES if name in fitting)
+        yield ok(f"{len(fitting)} libraries within the bounds: {named}")
 
 
 def imports(machine: Machine) -> Iterator[Finding]:
     """Report whether the libraries can be imported: even an installed one may lack a system library, or crash."""
     facts = machine.torch
     libraries = LIBRARIES[:-1] if sys.platform == "darwin" else LIBRARIES  # on macOS DeepSpeed is not installed
-    for name, failure in facts.imports.items():
-        if name not in libraries:
-            continue
-        if failure:
+    for name in libraries:
+        if failure := facts.imports.get(name):
             fix = f'{sys.executable} -c "import {name}" shows all of it; then install it again'
             yield problem(f"{name} cannot be imported: {failure}", fix)
     if facts.fault:
@@ -81,14 +65,14 @@ def imports(machine: Machine) -> Iterator[Finding]:
 
 
 def tasks(machine: Machine) -> Iterator[Finding]:
-    usable, broken = [], []
+    usable = []
     for plugin in registry.plugins():
         try:
             registry.load_plugin(plugin)
             usable.append(plugin.name)
         except UserError as error:
-            broken += [warning(line, "fix or uninstall its package; other tasks run") for line in error.problems]
-    yield from broken
+            for line in error.problems:
+                yield warning(line, "fix or uninstall its package; other tasks run")
     if usable:
         yield ok(", ".join(usable))
     else:
@@ -99,10 +83,10 @@ def hub(machine: Machine) -> Iterator[Finding]:
     """Report whether models can be downloaded; only with --network, since the request leaves this machine."""
     if not machine.network:
         return
-    answer = ask([sys.executable, "-c", _ASK_HUB], NETWORK_SECONDS)
+    answer = ask(script("hub"), NETWORK_SECONDS)
     if answer.status == 0:
         yield ok("the hub answers")
         return
-    why = f"no answer within {NETWORK_SECONDS:.0f} s" if answer.status is None else answer.reason("no reason told")
+    why = f"no answer within {NETWORK_SECONDS:.0f} s" if answer.status is None else answer.reason("no reason given")
     fix = "see HTTPS_PROXY and HF_ENDPOINT; --model takes a folder, and tiny downloads nothing"
     yield warning(f"the hub cannot be reached: {why}", fix)

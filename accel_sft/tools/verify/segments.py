@@ -1,11 +1,15 @@
-"""Runs a stretch of a run again in a temporary folder, by the launch that the run recorded, and compares both."""
+"""Segments of a run's steps: which can be run again, and doing so in a temporary folder, to compare both."""
 
+import dataclasses
+import itertools
 import json
 import math
+import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,12 @@ import yaml
 
 from accel_sft.io import manifest
 from accel_sft.io.files import mapping, read_text
+from accel_sft.io.findings import Finding
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.tools.compare.launching import kill_all, launch
-from accel_sft.tools.verify.records import Finding, Recorded, differs, digest_of, holds, undecided
-from accel_sft.tools.verify.stretches import Stretch
+from accel_sft.tools.verify.records import Recorded, differs, digest_of, holds, undecided
 from accel_sft.tracking.disturbed import KEY
 from accel_sft.tracking.metrics_file import read_lines
 from accel_sft.tracking.run_report import COSTS
@@ -27,23 +31,89 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFF
 _MEASURED = {"seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "energy_joules", KEY, *COSTS}
 """Keys of metrics.jsonl that say how fast something went, which no second run repeats."""
 _ALL = "1000000"
-"""--keep-checkpoints of a stretch: the one at its end stays, however far the run gets until it is killed."""
+"""--keep-checkpoints of a segment: the one at its end stays, however far the run gets until it is killed."""
 _COMPUTED = {"loss", "grad_norm"}
 """Keys of a step's line that rounding changes; all others are a function of data and settings."""
 WITHIN = "losses are within"
-"""Begins what is found of a stretch of which losses were compared, and not bits."""
+"""Begins what is found of a segment of which losses were compared, and not bits."""
 _REFUSED = "the run was started with"
 """In each line by which a resume refuses settings, data, code or weights that are not those of the record."""
 
 
-def not_to_the_bit(run: Recorded, stretch: Stretch, again: RunDir) -> list[str]:
-    """Reasons why the stretch may differ in last bits although nothing was changed; [] if each bit must be the same."""
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """The steps after `begin` up to `end`, both of which have a checkpoint, but for the run's start and its end."""
+
+    begin: int
+    end: int
+
+    @property
+    def steps(self) -> int:
+        return self.end - self.begin
+
+    def __str__(self) -> str:
+        return f"steps {self.begin + 1} to {self.end}" if self.steps else f"export after step {self.end}"
+
+
+def candidates(run: Recorded, *, from_start: bool) -> list[Segment]:
+    """The segments between the checkpoints that are whole, and to the end of a finished run; none of a run on several
+    machines, which cannot be launched here.
+
+    The segment from step 0 is one of them if another one is at least as long, or with `from_start`.
+    """
+    if run.machines > 1:
+        return []
+    ends = [*run.saved]
+    if run.complete and run.trained and (last := run.trained[-1]["step"]) > max(ends, default=0):
+        ends.append(last)
+    segments = [Segment(*pair) for pair in itertools.pairwise(ends)]
+    if ends and (from_start or ends[0] <= max((segment.steps for segment in segments), default=0)):
+        segments.insert(0, Segment(0, ends[0]))
+    return segments
+
+
+def chosen(possible: Sequence[Segment], count: int, seed: int) -> list[Segment]:
+    """Draw `count` of the segments, each with the same chance, so that every step has it too."""
+    drawn = random.Random(seed).sample(possible, min(count, len(possible)))
+    return sorted(drawn, key=lambda segment: segment.begin)
+
+
+def chance(possible: Sequence[Segment], drawn: int) -> float:
+    """The chance that a segment that was changed is one of those drawn."""
+    return drawn / len(possible) if possible else 0.0
+
+
+def conclusions(run: Recorded, possible: Sequence[Segment], again: Sequence[Segment]) -> list[str]:
+    """What the segments that were run `again` decide, and which steps nothing decides."""
+    if run.machines > 1:
+        return ["no segment can be run again: the run was on several machines"]
+    if not possible:
+        more = "; --from-start runs the steps up to the first one" if run.saved else ""
+        return [f"no segment can be run again: no two checkpoints are kept{more}"]
+    total = run.trained[-1]["step"] if run.trained else 0
+    covered = sum(segment.steps for segment in again)
+    lines = []
+    if again:
+        lines.append(
+            f"{len(again)} of {len(possible)} segments were run again, {covered:,} of {total:,} steps; had a step been "
+            f"changed with all records, this finds it with a probability of {chance(possible, len(again)):.0%}"
+        )
+    if first := possible[0].begin:
+        more = "--from-start runs them again too; --keep-checkpoints every:N keeps more of them"
+        lines.append(f"steps 1 to {first} are before the first checkpoint that is kept: {more}")
+    if possible[-1].end < total:
+        lines.append(f"steps {possible[-1].end + 1} to {total} are after the last checkpoint")
+    return lines
+
+
+def not_to_the_bit(run: Recorded, segment: Segment, again: RunDir) -> list[str]:
+    """Reasons why the segment may differ in last bits although nothing was changed; [] if each bit must be the same."""
     then, now = (_maker(record) for record in (run.record, again.read_record()))
     reasons = [f"{name} then: {then[name]}, here: {now[name]}" for name in then if then[name] != now[name]]
     if then["device"] != "cpu" and not run.record["config"].get("deterministic"):
         reasons.append("GPUs without --deterministic")
     here = manifest.read(again.all_checkpoints()[-1]).get("layout")
-    if any(run.saved[step].get("layout") != here for step in run.saved.keys() & {stretch.begin, stretch.end}):
+    if any(run.saved[step].get("layout") != here for step in run.saved.keys() & {segment.begin, segment.end}):
         reasons.append("resumed under another launch since")
     return reasons
 
@@ -60,43 +130,43 @@ def _maker(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_again(run: Recorded, stretch: Stretch, tolerance: float) -> Finding:
-    """Run the stretch again, and say how its weights, optimizer states and lines differ from those recorded.
+def run_again(run: Recorded, segment: Segment, tolerance: float) -> Finding:
+    """Run the segment again, and say how its weights, optimizer states and lines differ from those recorded.
 
     Args:
         tolerance: relative difference of losses that is allowed where bits may differ.
     """
     with tempfile.TemporaryDirectory(prefix="accel_sft-verify-") as folder:
         again = RunDir(Path(folder) / "run")
-        _begin(run, stretch, again)
+        _begin(run, segment, again)
         log = Path(folder) / "log"
-        variables = {**_OFFLINE, **run.record.get("relaunch", {}).get("environment", {})}
+        variables = {**_OFFLINE, **run.record["relaunch"]["environment"]}
         variables["OMP_NUM_THREADS"] = str(run.record["launch"].get("threads_per_process", 1))
-        ends = run.complete and stretch.end == run.trained[-1]["step"]
+        ends = run.complete and segment.end == run.trained[-1]["step"]
         command = [*_launcher(run, Path(folder)), "-m", "accel_sft", "--config", str(run.run_dir.settings)]
         command += ["--output-dir", str(again.path), "--resume", "auto", "--tracker", "none"]
-        command += ["--keep-checkpoints", _ALL, "--save-every", str(stretch.end)]
+        command += ["--keep-checkpoints", _ALL, "--save-every", str(segment.end)]
 
         def watch() -> None:
             heartbeat()
-            if not ends and again.checkpoint(stretch.end).is_dir():  # it is whole, and the run is not needed any more
+            if not ends and again.checkpoint(segment.end).is_dir():  # it is whole, and the run is not needed any more
                 kill_all(again.path)
 
         launch(command, variables, again.path, log, math.inf, watch)
-        if not (again.final if ends else again.checkpoint(stretch.end)).is_dir():
+        if not (again.final if ends else again.checkpoint(segment.end)).is_dir():
             cause = _cause(again, log)  # a missing file, or a full disk, shows nothing of the run
-            return (differs if _REFUSED in cause else undecided)(str(stretch), f"cannot be run again: {cause}")
-        return _compared(run, stretch, again, tolerance)
+            return (differs if _REFUSED in cause else undecided)(str(segment), f"cannot be run again: {cause}")
+        return _compared(run, segment, again, tolerance)
 
 
-def _begin(run: Recorded, stretch: Stretch, again: RunDir) -> None:
-    """Make the folder of a run that goes on at the stretch's begin."""
+def _begin(run: Recorded, segment: Segment, again: RunDir) -> None:
+    """Make the folder of a run that goes on at the segment's begin."""
     run_dir = run.run_dir
     again.checkpoints.mkdir(parents=True)
     files = [run_dir.record, run_dir.batching, run_dir.most_tokens]
-    if stretch.begin:
+    if segment.begin:
         files += [run_dir.metrics]
-        again.checkpoint(stretch.begin).symlink_to(run_dir.checkpoint(stretch.begin).resolve())
+        again.checkpoint(segment.begin).symlink_to(run_dir.checkpoint(segment.begin).resolve())
         if run_dir.base.is_dir():
             again.base.symlink_to(run_dir.base.resolve())
     for file in files:
@@ -107,10 +177,7 @@ def _begin(run: Recorded, stretch: Stretch, again: RunDir) -> None:
 
 def _launcher(run: Recorded, folder: Path) -> list[str]:
     """The words before `-m accel_sft`: those of the recorded launch, with the run's launch.yaml where it is now."""
-    words = run.record.get("relaunch", {}).get("words")
-    if words is None:  # a run of an earlier version
-        words = ["accelerate", "launch"] if run.run_dir.launch.is_file() else []
-    if not words:
+    if not (words := run.record["relaunch"]["words"]):
         return [sys.executable]
     accelerate = Path(words[0]).name == "accelerate"
     module = "accelerate.commands.launch" if accelerate else "torch.distributed.run"
@@ -132,25 +199,25 @@ def _cause(again: RunDir, log: Path) -> str:
     return one_line(lines[0], LONGEST_ERROR)
 
 
-def _compared(run: Recorded, stretch: Stretch, again: RunDir, tolerance: float) -> Finding:
-    wrong = [*_weights(run, stretch, again)]
-    lines, off = _lines(run, stretch, again)
+def _compared(run: Recorded, segment: Segment, again: RunDir, tolerance: float) -> Finding:
+    wrong = [*_weights(run, segment, again)]
+    lines, off = _lines(run, segment, again)
     if not (wrong or lines):
-        what = "weights, optimizer states and log lines" if stretch.steps else "exported weights"
-        return holds(str(stretch), f"{what} are the same to the bit")
-    reasons = not_to_the_bit(run, stretch, again) if stretch.steps else []  # an export only copies
+        what = "weights, optimizer states and log lines" if segment.steps else "exported weights"
+        return holds(str(segment), f"{what} are the same to the bit")
+    reasons = not_to_the_bit(run, segment, again) if segment.steps else []  # an export only copies
     if reasons and off <= tolerance:
         within = f"{WITHIN} {tolerance:g} of those recorded (largest difference {off:.1e})"
-        return holds(str(stretch), f"{within}; bits may differ: {', '.join(reasons)}")
+        return holds(str(segment), f"{within}; bits may differ: {', '.join(reasons)}")
     if reasons:
         lines.append(f"losses are off by up to {off:.1e}, more than --tolerance {tolerance:g}")
-    return differs(str(stretch), "; ".join([*lines, *wrong]))
+    return differs(str(segment), "; ".join([*lines, *wrong]))
 
 
-def _weights(run: Recorded, stretch: Stretch, again: RunDir) -> Iterator[str]:
+def _weights(run: Recorded, segment: Segment, again: RunDir) -> Iterator[str]:
     """Say which weights and optimizer states differ from those of the run."""
-    step = stretch.end
-    if step in run.saved and stretch.steps:
+    step = segment.end
+    if step in run.saved and segment.steps:
         then, now = (manifest.recorded(each.checkpoint(step)) for each in (run.run_dir, again))
         if then != now:
             yield f"{_tensors(run.run_dir.checkpoint(step), again.checkpoint(step))} in the checkpoint of step {step}"
@@ -171,46 +238,42 @@ def _tensors(folder: Path, again: Path) -> str:
     """Count the tensors of two checkpoints that differ, by kind, and say by how much."""
     from safetensors import safe_open
 
-    found: dict[str, int] = {}
+    kinds: Counter[str] = Counter()
     most = 0.0
-    places = []
-    for each in (folder, again):
-        files = [safe_open(path, framework="pt") for path in manifest.files(each)]
-        places.append({key: file for file in files for key in file.keys()})  # noqa: SIM118, not a mapping
-    for key in places[0].keys() | places[1].keys():
-        old, new = (place[key].get_tensor(key) if key in place else None for place in places)
+    tensors = []
+    for checkpoint in (folder, again):
+        files = [safe_open(path, framework="pt") for path in manifest.files(checkpoint)]
+        tensors.append({key: file for file in files for key in file.keys()})  # noqa: SIM118, not a mapping
+    for key in tensors[0].keys() | tensors[1].keys():
+        old, new = (files[key].get_tensor(key) if key in files else None for files in tensors)
         if old is None or new is None or old.shape != new.shape:
             most = math.inf
         elif old.equal(new):
             continue
         else:
             most = max(most, (old.double() - new.double()).abs().max().item())
-        kind = key.partition(":")[0]
-        found[kind] = found.get(kind, 0) + 1
-    counts = ", ".join(f"{count} of {kind}" for kind, count in sorted(found.items()))
+        kinds[key.partition(":")[0]] += 1
+    counts = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()))
     return f"tensors differ ({counts}; by up to {most:.1e})"
 
 
-def _lines(run: Recorded, stretch: Stretch, again: RunDir) -> tuple[list[str], float]:
+def _lines(run: Recorded, segment: Segment, again: RunDir) -> tuple[list[str], float]:
     """Say which line differs first; return the largest relative difference of a loss (infinity: of other values)."""
-    within = range(stretch.begin + (stretch.begin > 0), stretch.end + 1)
+    within = range(segment.begin + (segment.begin > 0), segment.end + 1)
     made = {_key(line): line for line in read_lines(again.metrics)}
-    told: list[str] = []
+    differences: list[str] = []
     off = 0.0
     for line in run.lines:
-        other = made.get(_key(line))
-        if line["step"] not in within or (other is None and "loss" not in line):
+        other = made.get(_key(line), {})
+        if line["step"] not in within or not (other or "loss" in line):
             continue  # evaluations may have been at other steps before a resume
-        keys = [key for key in (*line, *(other or {})) if key not in _MEASURED]
-        wrong = [key for key in dict.fromkeys(keys) if line.get(key) != (other or {}).get(key)]
-        if not wrong:
-            continue
-        key = wrong[0]
-        told.append(f"step {line['step']}: {key} is {line.get(key)}, run again {(other or {}).get(key)}")
-        if "loss" in line:
-            off = max(off, _difference(line, other or {}, wrong))
-    more = f" and {len(told) - 1} more lines" if len(told) > 1 else ""
-    return [told[0] + more] if told else [], off
+        keys = [key for key in dict.fromkeys([*line, *other]) if key not in _MEASURED]
+        if wrong := [key for key in keys if line.get(key) != other.get(key)]:
+            key = wrong[0]
+            differences.append(f"step {line['step']}: {key} is {line.get(key)}, run again {other.get(key)}")
+            off = max(off, _difference(line, other, wrong) if "loss" in line else 0.0)
+    more = f" and {len(differences) - 1} more lines" if len(differences) > 1 else ""
+    return [differences[0] + more] if differences else [], off
 
 
 def _key(line: Mapping[str, Any]) -> tuple[int, bool]:

@@ -1,0 +1,187 @@
+"""Checks what launches need here, DeepSpeed's operators and ranks that reach each other, and which files work."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.launch.audit import audit
+from accel_sft.launch.deepspeed_ops import OPERATORS, audit_compilers
+from accel_sft.launch.deepspeed_ops import operators as operators_of
+from accel_sft.launch.info import Launch
+from accel_sft.tools.doctor.machine import LIBRARIES, Finding, Machine, ask, ok, problem, script, warning
+
+COMPILER_SECONDS = 30.0
+"""Time limit for a compiler to print its version."""
+EXCHANGE_SECONDS = {"gloo": 30, "nccl": 120}
+"""Time limit for joining the process group and adding up, once a rank has imported torch. NCCL first searches the
+machine's links and network cards, and loads its kernels: tens of seconds on a busy machine with eight GPUs."""
+RANKS_SECONDS = 420.0
+"""Time limit for everything that ranks do, including the import of torch."""
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node")
+_ENDED = re.compile(r"^ +rank +: (\d+) .*\n +exitcode +: (-?\d+)", re.M)
+"""A rank and its exit status, in torchrun's summary of the ranks that failed."""
+_RANK_FIXES = {
+    "gloo": "see that this host's name resolves to one of its addresses (getent hosts $(hostname)); or else set "
+    "GLOO_SOCKET_IFNAME=lo for one machine",
+    "nccl": "NCCL_DEBUG=INFO shows where it stops; where GPUs cannot reach each other directly: NCCL_P2P_DISABLE=1",
+}
+
+
+def compiler(machine: Machine) -> Iterator[Finding]:
+    """Report which tools for compiling are here: C++ and ninja for operators, which `operators` reports; on GPUs C for
+    `--compile`."""
+    named = {"C++ compiler": os.environ.get("CXX", "c++"), "ninja": "ninja", "C compiler": os.environ.get("CC", "gcc")}
+    words = []
+    for name, program in named.items():
+        if shutil.which(program):
+            lines = ask([program, "--version"], COMPILER_SECONDS).out.splitlines()
+            words.append(f"{name} {lines[0].strip()}" if lines and name == "ninja" else lines[0] if lines else program)
+        else:
+            words.append(f"no {name}")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        words.append("no headers of Python")
+    yield ok(", ".join(words))
+
+
+def operators(machine: Machine) -> Iterator[Finding]:
+    """Report the state of each operator that a launch file needs here; with `--build`, compile missing ones first."""
+    for name in OPERATORS:
+        if users := machine.users(name):
+            yield from _operator(machine, name, users)
+
+
+def _operator(machine: Machine, name: str, users: list[str]) -> Iterator[Finding]:
+    state = machine.torch.operators.get(name)
+    needed = f"{name} (for {', '.join(users)})"
+    if state is None:  # torch or DeepSpeed cannot be imported, which is a finding of its own
+        return
+    built_now = machine.build and not state["compiled"]  # the build waits for another process's lock itself
+    for kind, what, fix in state["locks"]:
+        if kind != "warning":
+            yield ok(what, fix)
+        elif not built_now:
+            yield warning(what, fix)
+    obstacles = [*audit_compilers([name], machine.devices)]
+    if state["failure"]:
+        machine.unusable[name] = f"{name} cannot be loaded"
+        fix = f"rm -r {Path(state['library']).parent}, then accel-sft doctor --build"
+        yield problem(f"{needed} is compiled, and cannot be loaded: {state['failure']}", fix)
+    elif obstacles:  # a launch is refused even with a compiled operator, since another torch would compile it anew
+        for obstacle in obstacles:
+            yield warning(f"{needed}: {_lacking(obstacle)}", obstacle.fix)
+    elif state["compiled"]:
+        yield ok(f"{needed} is compiled")
+    elif not machine.build:
+        fix = "accel-sft doctor --build does it now, or else the first launch"
+        yield ok(f"{needed} is not compiled yet ({OPERATORS[name]})", fix)
+    else:
+        yield _build(machine, name, needed, Path(state["library"]))
+
+
+def _lacking(obstacle: Finding) -> str:
+    """What is missing, without the names of the operators, which the report has already named."""
+    return obstacle.what.rpartition(" here, and ")[2]
+
+
+def _build(machine: Machine, name: str, needed: str, library: Path) -> Finding:
+    machine.waits_for = f"DeepSpeed compiles {name}"
+    answer = ask(script("build", name))
+    if answer.status == 0:
+        machine.torch.operators[name]["compiled"] = True
+        return ok(f"{needed} was compiled now")
+    log = library.with_name("doctor.log")
+    log.write_text(answer.out + answer.error, encoding="utf-8")
+    errors = [line.strip() for line in (answer.out + answer.error).splitlines() if "error:" in line]
+    machine.unusable[name] = f"{name} cannot be compiled"
+    return problem(
+        f"{needed} could not be compiled: {errors[0] if errors else answer.reason('it does not say why')}",
+        f"fix what {log} says, then accel-sft doctor --build",
+    )
+
+
+def exchange(machine: Machine) -> Iterator[Finding]:
+    """Let two ranks on the CPU add up numbers by gloo, which every launch uses, then one rank on each GPU by NCCL."""
+    if machine.torch.failure("torch"):
+        return
+    for backend, ranks in (("gloo", 2), ("nccl", machine.devices)):
+        if not ranks or (backend == "nccl" and not machine.torch.cuda):
+            continue
+        began = time.monotonic()
+        who = f"{ranks} ranks" if ranks > 1 else "one rank"
+        if why := exchange_failure(backend, ranks, EXCHANGE_SECONDS[backend]):
+            machine.unusable["ranks"] = f"ranks do not reach each other ({backend})"
+            yield problem(f"{who} did not add up numbers by {backend}: {why}", _RANK_FIXES[backend])
+        else:
+            yield ok(f"{who} added up numbers by {backend} ({time.monotonic() - began:.0f} s)")
+
+
+def exchange_failure(backend: str, ranks: int, seconds: int) -> str:
+    """Start ranks on this machine by torchrun, let them add up numbers once (an all-reduce), and return why they
+    failed; "" if they did not.
+
+    A rank that ends breaks its peers' connections: what they report then is not the reason.
+    """
+    answer = ask(script("rank", backend, str(seconds), launcher=(*_TORCHRUN, str(ranks))), RANKS_SECONDS)
+    if answer.status == 0:
+        return ""
+    statuses = {int(rank): int(status) for rank, status in _ENDED.findall(answer.error)}
+    if answer.status is None or -signal.SIGALRM in statuses.values():
+        return f"no sum within {seconds} s"
+    for rank, status in sorted(statuses.items()):
+        if status not in (1, -signal.SIGTERM):  # it printed why, or torchrun ended it after another's failure
+            return (
+                f"rank {rank} ended {f'with status {status}' if status > 0 else f'by {signal.Signals(-status).name}'}"
+            )
+    causes = sorted(re.findall(r"^rank \d+: .*", answer.out, re.M))
+    return causes[0] if causes else answer.reason("no reason given")
+
+
+def launch_file(machine: Machine, file: Path) -> Finding:
+    """Whether a launch with this file would work here, `yes` or `no`, and why not or what to know before it."""
+    why, fix = "", ""
+    try:
+        # the last library is DeepSpeed, which only some launch files need
+        why = next(filter(None, map(machine.torch.failure, LIBRARIES[:-1])), "")
+        why = why or (machine.unusable.get("devices", "") if machine.devices else "")
+        if not why:
+            launch = machine.launch(file)
+            errors = (finding for finding in audit(TrainConfig(), launch, machine.devices) if finding.level == "error")
+            if refused := next(errors, None):
+                why, fix = re.sub(rf"^{re.escape(str(file))}:? ", "", _lacking(refused)), refused.fix
+            elif not (why := _unusable(machine, launch)):
+                return Finding("yes", _to_know(machine, launch, machine.flags(file)), subject=file.stem)
+    except UserError as error:
+        why = str(error)
+    except Exception as error:  # noqa: BLE001 - a fault with one file must not hide the other files
+        why = f"it could not be checked: {type(error).__name__}: {error}"
+    return Finding("no", why, fix, file.stem)
+
+
+def _unusable(machine: Machine, launch: Launch) -> str:
+    """Return why DeepSpeed, its operators or a group of ranks, which this launch needs, fail here; "" if none does."""
+    if launch.backend == "deepspeed" and (reason := machine.torch.failure("deepspeed")):
+        return reason
+    compiled = operators_of(launch)
+    if unknown := [name for name in compiled if name not in machine.torch.operators]:
+        return f"it is not known whether DeepSpeed's operator {unknown[0]} works here"
+    needed = [*compiled, *(["ranks"] if launch.world_size > 1 else [])]
+    return next((machine.unusable[what] for what in needed if what in machine.unusable), "")
+
+
+def _to_know(machine: Machine, launch: Launch, flags: Sequence[str]) -> str:
+    words = [f"with {' '.join(flags)}"] if flags else []
+    if launch.machines > 1:
+        words.append(f"needs {launch.machines} machines like this one")
+    state = machine.torch.operators
+    if missing := [name for name in operators_of(launch) if not state[name]["compiled"]]:
+        words.append(f"the first launch compiles {' and '.join(missing)}")
+    return "; ".join(words)
