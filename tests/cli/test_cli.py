@@ -313,6 +313,7 @@ def test_options_are_known_with_underscores_too(run, site):
         (("--init-lora-weights", "pissa"), "PiSSA and OLoRA change the base"),
         (("--lora-init", "olora"), "LoRA starts at zero"),
         (("--generate-with", "vllm"), "`accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`"),
+        (("--probe",), "`accel-sft compare TASK` measures memory"),
     ],
 )
 def test_options_of_other_trainers_are_refused_with_ours(run, site, args, told):
