@@ -46,8 +46,8 @@ def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> 
     Raises:
         UserError: the memory of the GPUs is not known.
     """
-    found = nvidia_gpus()[1] if gpus is None or (gpus and gpu_gib is None) else []
-    sizes, names = [gpu["memory_gib"] for gpu in found], {gpu["name"] for gpu in found}
+    own = nvidia_gpus()[1] if gpus is None or (gpus and gpu_gib is None) else []
+    sizes, names = [gpu["memory_gib"] for gpu in own], {gpu["name"] for gpu in own}
     count = len(sizes) if gpus is None else gpus
     if gpus is None and gpu_gib is not None and not sizes:
         count = 1

@@ -103,19 +103,19 @@ def plan(name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: 
     memory = machine.gpu_bytes if machine.gpus else None, machine.host_bytes
 
     def planned(tried: Job) -> Plan:
-        over = (found := estimate(tried)).over(*memory)
+        predicted = estimate(tried)
+        over = predicted.over(*memory)
         largest = 0 if over else _largest(tried, memory, max(math.ceil(step_tokens), tried.tokens))
-        fewer: dict[str, Any] = {"eval_batch_size": tried.eval_rows} if tried.eval_rows < job.eval_rows else {}
-        more = (
-            {"gradient_checkpointing": True, **fewer}
-            if tried.gradient_checkpointing > job.gradient_checkpointing
-            else fewer
-        )
+        more: dict[str, Any] = {}
+        if tried.gradient_checkpointing > job.gradient_checkpointing:
+            more["gradient_checkpointing"] = True
+        if tried.eval_rows < job.eval_rows:
+            more["eval_batch_size"] = tried.eval_rows
         return Plan(
             name=name,
             file=file,
             job=tried,
-            estimate=found,
+            estimate=predicted,
             over=over,
             largest_tokens=largest,
             speed=speed(with_tokens(tried, largest or tried.tokens), step_tokens, machine.gpu, row_tokens),
@@ -127,17 +127,17 @@ def plan(name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: 
     best = planned(_fewer_answers(job, memory))
     if not job.gradient_checkpointing:
         other = planned(_fewer_answers(dataclasses.replace(job, gradient_checkpointing=True), memory))
-        before, after = ((each.over != (), each.tight) for each in (best, other))
+        before, after = ((option.over != (), option.tight) for option in (best, other))
         if after < before or (after == before and other.fits and _speedup(other, best) > ALIKE):
             best = other
     return best
 
 
 def _outcome(job: Job, memory: _Memory) -> str:
-    found = estimate(job)
-    if found.over(*memory):
+    predicted = estimate(job)
+    if predicted.over(*memory):
         return OVER
-    return BARELY if found.over(*(None if size is None else size * MARGIN for size in memory)) else ROOMY
+    return BARELY if predicted.over(*(None if size is None else size * MARGIN for size in memory)) else ROOMY
 
 
 def _fewer_answers(job: Job, memory: _Memory) -> Job:
@@ -149,13 +149,13 @@ def _fewer_answers(job: Job, memory: _Memory) -> Job:
     while rows[-1] > 1:
         rows.append(rows[-1] // 2)
     tried = [dataclasses.replace(job, eval_rows=count) for count in rows]
-    return min(tried, key=lambda each: OUTCOMES.index(_outcome(each, memory)))  # the first of equals has most answers
+    return min(tried, key=lambda fewer: OUTCOMES.index(_outcome(fewer, memory)))  # the first of equals has most answers
 
 
 def with_tokens(job: Job, tokens: int) -> Job:
     """The job with a forward of another size, of rows of the same length with the same share of supervised tokens."""
     share = job.supervised_tokens / max(job.tokens, 1)
-    rows, pixels = (round(each * tokens / job.tokens) for each in (job.rows, job.pixels))
+    rows, pixels = (round(count * tokens / job.tokens) for count in (job.rows, job.pixels))
     supervised_tokens = max(round(tokens * share), 1)
     return dataclasses.replace(
         job, tokens=tokens, supervised_tokens=supervised_tokens, rows=max(rows, 1), pixels=pixels
@@ -167,24 +167,24 @@ def recommended(plans: Sequence[Plan]) -> tuple[Plan | None, str]:
 
     Plans for one machine come before plans for several, and plans with room to spare before those that barely fit.
     """
-    every = [each for each in plans if each.fits and each.speed]
+    every = [plan for plan in plans if plan.fits and plan.speed]
     if not every:
         return None, "no launch file fits"
-    fitting = [each for each in every if each.job and each.job.launch.machines <= 1] or every
-    roomy = [each for each in fitting if not each.tight] or fitting
-    least = min(each.speed.seconds for each in roomy if each.speed)
-    alike = [each for each in roomy if each.speed and each.speed.seconds <= (1 + ALIKE) * least]
+    fitting = [plan for plan in every if plan.job and plan.job.launch.machines <= 1] or every
+    roomy = [plan for plan in fitting if not plan.tight] or fitting
+    least = min(plan.speed.seconds for plan in roomy if plan.speed)
+    alike = [plan for plan in roomy if plan.speed and plan.speed.seconds <= (1 + ALIKE) * least]
     best = min(alike, key=_simplicity)
-    simpler = [each for each in plans if not each.fits and not each.problem and _simplicity(each) < _simplicity(best)]
+    simpler = [plan for plan in plans if not plan.fits and not plan.problem and _simplicity(plan) < _simplicity(best)]
     if len(plans) == 1:
         return best, "which fits" + _but(best)
     why = "the fastest that fits" if len(alike) == 1 else "the simplest of the fastest that fit"
-    if fitting is not every and min(each.speed.seconds for each in every if each.speed) < least:
+    if fitting is not every and min(plan.speed.seconds for plan in every if plan.speed) < least:
         why += " on one machine"
-    if faster := [each.name for each in fitting if each.tight and each not in roomy and _speedup(each, best) > ALIKE]:
+    if faster := [plan.name for plan in fitting if plan.tight and plan not in roomy and _speedup(plan, best) > ALIKE]:
         why += f" with room to spare, because {', '.join(faster)} would barely fit"
     if simpler:
-        why += f"; {', '.join(each.name for each in simpler)} would not fit"
+        why += f"; {', '.join(plan.name for plan in simpler)} would not fit"
     return best, why + _but(best)
 
 
@@ -214,12 +214,12 @@ def _speedup(plan: Plan, other: Plan) -> float:
 def _but(plan: Plan) -> str:
     """What the user must know about a recommended plan: further machines that it needs, and a tight fit."""
     assert plan.job is not None
-    told = ""
+    words = ""
     if plan.job.launch.machines > 1:
-        told += f"; it needs {plan.job.launch.machines} such machines"
+        words += f"; it needs {plan.job.launch.machines} such machines"
     if plan.tight:
-        told += f"; it comes within {1 - MARGIN:.0%} of the memory there is, and a prediction may err by as much"
-    return told
+        words += f"; it comes within {1 - MARGIN:.0%} of the memory there is, and a prediction may err by as much"
+    return words
 
 
 def _simplicity(plan: Plan) -> int:

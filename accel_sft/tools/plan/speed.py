@@ -131,11 +131,11 @@ def _host_bytes(job: Job, forwards: int) -> float:
     n, e, trained, launch = job.ranks, job.computes_bytes, job.trained, job.launch
     if launch.backend == "fsdp" and launch.offload("param") != "none":  # shards go to the GPU twice, gradients back
         return forwards * 4 * (2 * job.parameters + trained) / launch.shard_ranks
-    found = 0.0
+    moved = 0.0
     if launch.offload("optimizer") != "none":
-        found += (forwards + 1) * e * trained / n
+        moved += (forwards + 1) * e * trained / n
     if launch.offload("optimizer") == "nvme":
-        found += 2 * 16 * trained / n
+        moved += 2 * 16 * trained / n
     if launch.offload("param") != "none":
-        found += forwards * e * _gathered(job) / n
-    return found
+        moved += forwards * e * _gathered(job) / n
+    return moved

@@ -154,46 +154,48 @@ def _largest(phases: Mapping[str, float]) -> str:
 
 
 def _notes(plans: Sequence[Plan], here: PlannedMachine) -> Iterator[str]:
-    jobs = [each.job for each in plans if each.job]
-    if not jobs:
+    """What the columns mean, as far as this table has them."""
+    estimated = [(plan, plan.job, plan.estimate) for plan in plans if plan.job and plan.estimate]
+    if not estimated:
         return
-    rows = f"{jobs[0].rows} longest examples" if jobs[0].rows > 1 else "the longest example"
-    what = f"a forward of {jobs[0].tokens:,} tokens" + (f" ({rows})" if here.gpus else "")
-    where = "one GPU" if here.gpus else "all ranks of this machine"
-    yield _text(f"memory   at its peak phase, with {what}; host: of all ranks of a machine; !: too little", 9)
-    if spare := max(each.estimate.local_ranks * each.estimate.spare_bytes for each in plans if each.estimate):
+    _, job, _ = estimated[0]
+    rows = f" ({job.rows} longest examples)" if job.rows > 1 else " (the longest example)"
+    forward = f"a forward of {job.tokens:,} tokens{rows if here.gpus else ''}"
+    yield _text(f"memory   at its peak phase, with {forward}; host: of all ranks of a machine; !: too little")
+    if spare := max(estimate.local_ranks * estimate.spare_bytes for _, _, estimate in estimated):
         room = f"{_gib(spare)} GiB of host memory more let training go on while checkpoints are written"
-        yield _text(f"copies   up to {room}; they are left out where there is no room", 9)
-    yield _text("fits     in memory; accel-sft doctor says what else a launch file needs", 9)
-    if any("gradient_checkpointing" in each.more for each in plans):
-        yield _text("g        with --gradient-checkpointing", 9)
-    if counts := sorted({each.more["eval_batch_size"] for each in plans if "eval_batch_size" in each.more}):
-        yield _text(f"e        with --eval-batch-size {', '.join(map(str, counts))}", 9)
-    yield _text("forward  the largest that fits, up to a rank's part of a step", 9)
-    if any(each.tight for each in plans):
-        yield _text(f"barely   within {1 - MARGIN:.0%} of {where}'s memory; a prediction may err by as much", 9)
-    for each in plans:
-        if each.estimate and each.job and each.job.launch.machines > 1:
-            yield _text(f"{each.name} on {each.job.launch.machines} such machines: memory of one, speed of all", 9)
-    known = f"one {here.gpu}" if peaks(here.gpu) else "a GPU that is not known, on PCIe" if here.gpus else "CPUs"
-    yield _text(f"speed    by a simple model of {known}; only ratios between launch files mean anything", 9)
-    for note in dict.fromkeys(note for each in plans if each.estimate for note in each.estimate.notes):
-        yield _text(f"unknown  {note}", 9)
+        yield _text(f"copies   up to {room}; they are left out where there is no room")
+    yield _text("fits     in memory; accel-sft doctor says what else a launch file needs")
+    if any("gradient_checkpointing" in plan.more for plan in plans):
+        yield _text("g        with --gradient-checkpointing")
+    if counts := sorted({plan.more["eval_batch_size"] for plan in plans if "eval_batch_size" in plan.more}):
+        yield _text(f"e        with --eval-batch-size {', '.join(map(str, counts))}")
+    yield _text("forward  the largest that fits, up to a rank's part of a step")
+    if any(plan.tight for plan in plans):
+        where = "one GPU" if here.gpus else "all ranks of this machine"
+        yield _text(f"barely   within {1 - MARGIN:.0%} of {where}'s memory; a prediction may err by as much")
+    for plan, job, _ in estimated:
+        if job.launch.machines > 1:
+            yield _text(f"{plan.name} on {job.launch.machines} such machines: memory of one, speed of all")
+    device = f"one {here.gpu}" if peaks(here.gpu) else "a GPU that is not known, on PCIe" if here.gpus else "CPUs"
+    yield _text(f"speed    by a simple model of {device}; only ratios between launch files mean anything")
+    for note in dict.fromkeys(note for _, _, estimate in estimated for note in estimate.notes):
+        yield _text(f"unknown  {note}")
     yield ""
 
 
-def _details(name: str, found: Estimate) -> Iterator[str]:
-    places = {"one GPU": found.device, "one rank's host memory": found.host}
-    for place, memory in places.items():
-        if memory:
-            yield f"{name}: GiB of {place}"
-            short = [each[:11] for each in COMPONENTS]
-            yield f"{'':<10} " + " ".join(f"{each:>{max(len(each), 6)}}" for each in [*short, "all"])
-            for phase, components in memory.items():
-                sizes = [components.get(each, 0.0) for each in COMPONENTS]
-                cells = [f"{_gib(size):>{max(len(each), 6)}}" for size, each in zip(sizes, short, strict=True)]
-                yield f"{phase:<10} {' '.join(cells)} {_gib(sum(sizes)):>6}"
-            yield ""
+def _details(name: str, estimate: Estimate) -> Iterator[str]:
+    for place, memory in {"one GPU": estimate.device, "one rank's host memory": estimate.host}.items():
+        if not memory:
+            continue
+        yield f"{name}: GiB of {place}"
+        heads = [component[:11] for component in COMPONENTS]
+        yield f"{'':<10} " + " ".join(f"{head:>{max(len(head), 6)}}" for head in [*heads, "all"])
+        for phase, components in memory.items():
+            sizes = [components.get(component, 0.0) for component in COMPONENTS]
+            cells = [f"{_gib(size):>{max(len(head), 6)}}" for size, head in zip(sizes, heads, strict=True)]
+            yield f"{phase:<10} {' '.join(cells)} {_gib(sum(sizes)):>6}"
+        yield ""
 
 
 def _text(text: str, indent: int = 9) -> str:
@@ -202,7 +204,7 @@ def _text(text: str, indent: int = 9) -> str:
 
 def _elsewhere(plans: Sequence[Plan], here: PlannedMachine) -> str:
     """A hint to give --host-memory, if a plan with GPUs fails only for this machine's free host memory; else ""."""
-    if not (here.gpus and here.is_free and any(each.over == ("host",) for each in plans)):
+    if not (here.gpus and here.is_free and any(plan.over == ("host",) for plan in plans)):
         return ""
     free = f"{here.host_bytes / GIB:.0f} GiB of host memory are what is free on this machine now"
     return f" {free}: --host-memory gives that of another."
@@ -213,7 +215,7 @@ def _fix(plans: Sequence[Plan], config: PlanConfig) -> str:
     if config.micro_batch_size not in ("auto", "1"):
         ways.append("--micro-batch-size auto")
     ways += ["a lower --max-length", "a smaller model"]
-    short = any("device" in each.over for each in plans)
+    short = any("device" in plan.over for plan in plans)
     host = "fewer processes (each needs some), or more host memory, which alone is short"
     ways.append("or more GPUs" if short else host)
     return f"Try {', '.join(ways)}."

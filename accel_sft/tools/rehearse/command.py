@@ -197,8 +197,8 @@ class Rehearsal:
                 folder = str(self.folder / "model")
                 seen = shrunk.shrink(source, Path(folder), trust_remote_code=self.config.trust_remote_code)
                 folder = f"{folder}/adapter" if source.adapter else folder
-            encodings = [each for each in audited.encodings.values() if each]
-            longest = max(int(each.kept.answers.max()) for each in encodings)
+            encodings = [encoding for encoding in audited.encodings.values() if encoding]
+            longest = max(int(encoding.kept.answers.max()) for encoding in encodings)
             config = runs.rehearsed(self.config, folder, longest)
             assembly = Assembly(Accelerator(cpu=True), self.task, config, find_source(folder))
             self.learns, more = shrunk.trained(assembly, encodings, runs.STEPS)

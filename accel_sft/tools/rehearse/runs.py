@@ -47,22 +47,24 @@ class Run:
 
 
 def launcher_of(real: Launch | None, file: Path | None) -> tuple[list[str], str]:
-    """The words that start a rehearsal of this launch on CPUs, and how that differs from the real launch."""
+    """The command that starts a rehearsal of this launch on CPUs, and how that differs from the real launch."""
     if real is None:
         return [sys.executable], "one process"
     ranks = min(real.world_size, RANKS)
     flags = [*sized(real, ranks)]
-    said = f"{ranks} CPU rank{'s' * (ranks > 1)} for {real.world_size}"
+    notes = [f"{ranks} CPU rank{'s' * (ranks > 1)} for {real.world_size}"]
     if real.machines > 1:
         flags += ["--num_machines", "1", "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
     if real.sequence_ranks > ranks:
         flags += ["--parallelism_config_sp_size", f"{ranks}"]
     if real.backend == "fsdp":
-        file, said = shipped()["ddp"], f"{said}, data parallel (ddp): FSDP does not run on CPUs"
+        file = shipped()["ddp"]
+        notes.append("data parallel (ddp): FSDP does not run on CPUs")
     if real.precision[0] == "fp16":
-        flags, said = [*flags, "--mixed_precision", "no"], f"{said}, in float32: float16 needs a GPU"
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
-    return [*words, "--main_process_port", "0", *flags], said
+        flags += ["--mixed_precision", "no"]
+        notes.append("in float32: float16 needs a GPU")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    return [*command, "--main_process_port", "0", *flags], ", ".join(notes)
 
 
 def rehearsed(config: TrainConfig, model: str, longest_answer: int) -> TrainConfig:
@@ -102,8 +104,8 @@ def rehearsed(config: TrainConfig, model: str, longest_answer: int) -> TrainConf
 
 def waits(folder: Path) -> str:
     """What a run in this folder says now that it waits for, such as operators that compile, in brackets; else ""."""
-    told = [waited_for(log) for log in folder.glob("*.log")]
-    return "".join(f" ({each})" for each in told if each)
+    lines = [waited_for(log) for log in folder.glob("*.log")]
+    return "".join(f" ({line})" for line in lines if line)
 
 
 class Runs:
@@ -119,8 +121,8 @@ class Runs:
         ended = launch(command, _ON_THE_CPU, run_dir.path, log, LIMIT_SECONDS, lambda: on_poll(run_dir), _POLL_SECONDS)
         _, reason = outcome(ended, run_dir, log, LIMIT_SECONDS)
         output = log.read_text(encoding="utf-8", errors="replace")
-        told = dict.fromkeys(re.findall(r"^Error: (.*)", output, re.M))
-        return Run(run_dir, output, ([*told] or [reason]) if reason else [])
+        errors = dict.fromkeys(re.findall(r"^Error: (.*)", output, re.M))
+        return Run(run_dir, output, ([*errors] or [reason]) if reason else [])
 
     def killed(self, name: str) -> Run:
         """Start a run, and kill all of its processes at once (SIGKILL) when its first checkpoint is there."""

@@ -73,7 +73,7 @@ def shrink(source: Source, folder: Path, *, trust_remote_code: bool, seed: int =
 
     with errors_explained(source.weights):
         real = AutoConfig.from_pretrained(source.weights, trust_remote_code=trust_remote_code)
-        small, kept, layers = _smallest(real, source.weights, trust_remote_code)
+        small, count, layers = _smallest(real, source.weights, trust_remote_code)
         kind, dtype = class_of(small, images=True), stored_dtype(real)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
@@ -88,7 +88,7 @@ def shrink(source: Source, folder: Path, *, trust_remote_code: bool, seed: int =
     if source.adapter:
         _adapter(model, source.adapter, folder)
     wide = getattr(small.get_text_config(decoder=True), "hidden_size", _WIDTH)
-    return f"{real.model_type}, {kept} of {layers} layers (every kind of them), {wide} wide"
+    return f"{real.model_type}, {count} of {layers} layers (every kind of them), {wide} wide"
 
 
 _OWN = {"config.json", "adapter_config.json", "README.md"}
@@ -180,16 +180,17 @@ def _is_by_layer(key: Any, value: Any) -> bool:
 def _rope(value: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary positions' settings with lists as long as half a narrow head."""
     half = int(_HEAD * (content.get("partial_rotary_factor") or value.get("partial_rotary_factor") or 1)) // 2
-    found: dict[str, Any] = {}
-    for key, each in value.items():
-        if isinstance(each, dict):
-            found[key] = _rope(each, content)
+    first = max(half // 4, 1)
+    rest = (half - first) // 2
+    narrow: dict[str, Any] = {}
+    for key, setting in value.items():
+        if isinstance(setting, dict):
+            narrow[key] = _rope(setting, content)
         elif key == "mrope_section":
-            first = max(half // 4, 1)
-            found[key] = [half - 2 * ((half - first) // 2), (half - first) // 2, (half - first) // 2]
+            narrow[key] = [half - 2 * rest, rest, rest]
         else:
-            found[key] = each[:half] if isinstance(each, list) else each
-    return found
+            narrow[key] = setting[:half] if isinstance(setting, list) else setting
+    return narrow
 
 
 def _adapter(model: Any, adapter: str, folder: Path) -> None:

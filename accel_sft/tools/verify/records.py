@@ -168,15 +168,15 @@ def _makers(run: Recorded) -> Iterator[Finding]:
 
 def _settings(run: Recorded) -> Iterator[Finding]:
     """run.yaml beside run.json, and the learning rates of all steps beside the schedule."""
-    found, file = [], run.run_dir.settings
+    findings, file = [], run.run_dir.settings
     recorded = {**run.record["config"], **run.record["task_options"]}
     again = mapping(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else {}
     if not file.is_file():
-        found.append(differs(file.name, "is missing"))
+        findings.append(differs(file.name, "is missing"))
     for name, value in again.items():
         hidden = value == HIDDEN and HIDDEN in str(recorded.get(name))
         if name != TASK and not hidden and recorded.get(name, value) != value:
-            found.append(differs("run.yaml", f"{name} is {value}, and {recorded[name]} in run.json"))
+            findings.append(differs("run.yaml", f"{name} is {value}, and {recorded[name]} in run.json"))
     known = {setting.name for setting in settings(TrainConfig)}
     config = TrainConfig(**{name: value for name, value in run.record["config"].items() if name in known})
     total = run.record.get("total_steps")
@@ -185,10 +185,10 @@ def _settings(run: Recorded) -> Iterator[Finding]:
         rate = learning_rate(line["step"] - 1, int(total or 0), config)
         if not math.isclose(rate, line["learning_rate"] or 0, rel_tol=1e-9):
             what = f"step {line['step']} was made at the rate {line['learning_rate']}, and by run.json it is {rate}"
-            found.append(differs("metrics.jsonl", f"{what}; further steps are not compared"))
+            findings.append(differs("metrics.jsonl", f"{what}; further steps are not compared"))
             break
-    yield from found
-    if not found:
+    yield from findings
+    if not findings:
         yield holds("settings", f"run.yaml and run.json agree, and the rates of {len(steps)} steps follow from them")
 
 

@@ -218,7 +218,7 @@ def _weights(run: Recorded, segment: Segment, again: RunDir) -> Iterator[str]:
     """Say which weights and optimizer states differ from those of the run."""
     step = segment.end
     if step in run.saved and segment.steps:
-        then, now = (manifest.recorded(each.checkpoint(step)) for each in (run.run_dir, again))
+        then, now = (manifest.recorded(run_dir.checkpoint(step)) for run_dir in (run.run_dir, again))
         if then != now:
             yield f"{_tensors(run.run_dir.checkpoint(step), again.checkpoint(step))} in the checkpoint of step {step}"
     best = mapping(mapping(_result(run.run_dir)).get("best")).get("step")
