@@ -13,12 +13,10 @@ class AdapterType:
         saved_settings: what is fixed when an adapter is created: each key of peft's `adapter_config.json`, mapped to
             the field of `TrainConfig` that must have the same value when a saved adapter is trained further.
         mergeable: whether its weights can be added to those of the linear layers that it adapts.
-        launch_problems: accelerate's name of a backend, mapped to why this type cannot be trained on it and what to do.
     """
 
     saved_settings: Mapping[str, str]
     mergeable: bool = True
-    launch_problems: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 _SAVED = {"lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, Self
 
 from accel_sft.api.adapters import ADAPTERS, conflicts
-from accel_sft.api.optimizers import OPTIMIZERS
+from accel_sft.api.launch_limits import STATE_BYTES
 from accel_sft.api.options import option, problems, shown
 from accel_sft.api.shares import read_shares
 
@@ -101,9 +101,8 @@ class TrainConfig:
 
     optimizer: str = _optim(
         "adamw",
-        choices=tuple(OPTIMIZERS),
-        help="adamw-8bit: states in 8 bits, by bitsandbytes; muon: for matrices, AdamW for the rest. All weights of a "
-        "model that Adam pretrained learn worse by it (arXiv 2605.10468), an adapter does not.",
+        choices=tuple(STATE_BYTES),
+        help="adamw-8bit: its states in 8 bits, by bitsandbytes.",
     )
     learning_rate: float | None = _optim(None, basic=True, min=0, help="Peak learning rate.")
     lr_scheduler: str = _optim(

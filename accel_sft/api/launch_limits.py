@@ -1,11 +1,15 @@
-"""Says which adapters, settings of adapters and optimizers a launch cannot train with, and why. Needs no torch."""
+"""Says which settings a launch cannot train with, and why. Needs no torch."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from accel_sft.api.adapters import ADAPTERS
-from accel_sft.api.optimizers import OPTIMIZERS
 
+STATE_BYTES: dict[str, float] = {
+    "adamw": 8,
+    "adamw-8bit": 2 + 2 * 4 / 256,  # two moments: each a byte an element, and a float32 scale for 256 elements
+}
+"""The optimizers of `--optimizer`, with the bytes of their state for each trained element."""
 TENSOR_PARALLEL = "TENSOR_PARALLEL"
 """Stands for the backend's name where each matrix is cut over the ranks."""
 _CUT = "it takes whole matrices, which tensor parallelism has cut; launch with accelerate_configs/ddp.yaml"
@@ -14,6 +18,7 @@ CUT_ADAPTER = (
 )
 _SHARDED = "which ZeRO-3 has sharded by then; launch stage 2 or less"
 _SETTINGS: dict[tuple[str, Any], Mapping[str, str]] = {
+    **{("adapter", name): {TENSOR_PARALLEL: CUT_ADAPTER} for name in ADAPTERS},
     ("use_dora", True): {"DEEPSPEED 3": f"each forward reads whole weights of the base, {_SHARDED}"},
     ("lora_modules_to_save", True): {
         "FSDP": "a matrix that is both embedding and head would be shared out twice; launch with "
@@ -23,6 +28,13 @@ _SETTINGS: dict[tuple[str, Any], Mapping[str, str]] = {
         "DEEPSPEED 3": f"bitsandbytes computes with whole weights in 4 bits, {_SHARDED}",
         "FSDP": "its weights in 4 bits are no shards to compute with; launch with accelerate_configs/ddp.yaml or "
         "z2.yaml",
+        TENSOR_PARALLEL: _CUT,
+    },
+    ("optimizer", "adamw-8bit"): {
+        "DEEPSPEED": "a checkpoint has its state by parameter, and DeepSpeed steps slices of many parameters at once; "
+        "launch with accelerate_configs/ddp.yaml, or choose --optimizer adamw",
+        "FSDP": "bitsandbytes steps whole parameters, and FSDP has shards of them; launch with "
+        "accelerate_configs/ddp.yaml, or choose --optimizer adamw",
         TENSOR_PARALLEL: _CUT,
     },
     ("compile", True): {TENSOR_PARALLEL: "ranks exchange within each layer; launch with accelerate_configs/fsdp2.yaml"},
@@ -46,14 +58,7 @@ def launch_problem(settings: Any, backend: str, stage: int = 0, offload: str = "
         stage: the ZeRO stage, under DeepSpeed.
         offload: where the optimizer is offloaded to.
     """
-    kinds: dict[tuple[str, Any], Mapping[str, str]] = dict(_SETTINGS)
-    kinds |= {
-        ("adapter", name): {TENSOR_PARALLEL: CUT_ADAPTER, **kind.launch_problems} for name, kind in ADAPTERS.items()
-    }
-    for name, optimizer in OPTIMIZERS.items():
-        others = {} if name == "adamw" else {TENSOR_PARALLEL: _CUT}
-        kinds["optimizer", name] = others | dict(optimizer.launch_problems)
-    for (name, value), problems in kinds.items():
+    for (name, value), problems in _SETTINGS.items():
         found = getattr(settings, name, None)  # a Job has only what memory and speed depend on
         found = bool(found) if value is True else found
         kinds_of_launch = (backend, f"{backend} {stage}", f"{backend} {offload}")

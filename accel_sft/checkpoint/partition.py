@@ -11,8 +11,8 @@ from accelerate.utils import DistributedType
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's states that have a value for each element of a parameter."""
-MUON, IN_8_BITS = ("momentum_buffer",), ("state1", "state2")
-"""The same for Muon, and for bitsandbytes' 8-bit AdamW, whose states are float32 in tensors below 4,096 elements."""
+IN_8_BITS = ("state1", "state2")
+"""The same for bitsandbytes' 8-bit AdamW, whose states are float32 in tensors below 4,096 elements."""
 AVERAGE = "average"
 """Name, in checkpoints, of the averages of `--ema-decay`."""
 SCALES = ("absmax1", "absmax2")
@@ -33,7 +33,7 @@ class Partition(NamedTuple):
 
     tensor: torch.Tensor
     spans: list[Span]
-    optimizer: Any  # torch's AdamW, DeepSpeed's for host memory, bitsandbytes', or MuonWithAdamW
+    optimizer: Any  # torch's AdamW, DeepSpeed's for host memory, or bitsandbytes'
     copied: bool = True  # whether forwards compute with copies of the tensor, and not with the tensor itself
     written: bool = True  # whether this rank saves it: a tensor that all ranks have whole is saved by one
 
@@ -46,19 +46,15 @@ class Partition(NamedTuple):
     @property
     def kinds(self) -> tuple[str, ...]:
         """The names of the optimizer's states that have a value for each element."""
-        if hasattr(self.optimizer, "init_state"):
-            return IN_8_BITS
-        group = next((group for group in self.optimizer.param_groups if group.get("of_muon")), {"params": ()})
-        return MUON if any(each is self.tensor for each in group["params"]) else MOMENTS
+        return IN_8_BITS if hasattr(self.optimizer, "init_state") else MOMENTS
 
     def begin_state(self, step: int) -> None:
         """Make a state of zeros, as the optimizer does in its first step, but with a count of `step` steps."""
         if self.kinds == IN_8_BITS:
             return self._begin_8_bits(step)
-        if self.kinds == MOMENTS:
-            plain = hasattr(self.optimizer, "ds_opt_adam")  # DeepSpeed's own Adam counts steps in a plain number
-            device = self.tensor.device if self.optimizer.defaults.get("fused") else "cpu"
-            self.state["step"] = step if plain else torch.tensor(float(step), device=device)
+        plain = hasattr(self.optimizer, "ds_opt_adam")  # DeepSpeed's own Adam counts steps in a plain number
+        device = self.tensor.device if self.optimizer.defaults.get("fused") else "cpu"
+        self.state["step"] = step if plain else torch.tensor(float(step), device=device)
         dtype = torch.float32 if getattr(self.optimizer, "fp32_optimizer_states", False) else self.tensor.dtype
         for key in self.kinds:
             self.state[key] = torch.zeros_like(self.tensor.detach(), dtype=dtype)

@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType
 
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint.averages import Averages
-from accel_sft.checkpoint.partition import AVERAGE, IN_8_BITS, MOMENTS, MUON, SCALES, Span, by_rows, flat, partitions
+from accel_sft.checkpoint.partition import AVERAGE, IN_8_BITS, MOMENTS, SCALES, Span, by_rows, flat, partitions
 from accel_sft.io import manifest
 from accel_sft.io.hashed_file import write_hashed
 from accel_sft.io.heartbeat import heartbeat
@@ -153,7 +153,7 @@ def read(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path, ave
             stored.copy("weights", span, partition.tensor)
             if averages:
                 stored.copy(AVERAGE, span, averages.tensors[number])
-        stepped = [span for span in partition.spans if steps[span] or stored.has(MUON[0], span)]
+        stepped = [span for span in partition.spans if steps[span]]
         if stepped:
             made = int(max(filter(None, steps.values()), default=0))
             partition.begin_state(made)
@@ -173,7 +173,7 @@ def read_extra(folder: Path) -> Extra:
     extra: dict[str, dict[str, torch.Tensor]] = {}
     stored = _Stored(folder)
     for kind, name in stored.places:
-        if kind not in ("weights", "step", AVERAGE, *MOMENTS, *MUON, *IN_8_BITS, *SCALES):
+        if kind not in ("weights", "step", AVERAGE, *MOMENTS, *IN_8_BITS, *SCALES):
             extra.setdefault(kind, {})[name] = stored.whole(kind, name)
     return extra
 
@@ -257,10 +257,6 @@ class _Stored:
                 f"{self.folder}: {kind} of {found:,} of {span.size:,} elements of {span.name} are there: the "
                 "checkpoint is of another model or version; start a new run from its final weights with --init-from"
             )
-
-    def has(self, kind: str, span: Span) -> bool:
-        """Whether anything of this kind is stored for the span's parameter."""
-        return (kind, span.name) in self.places
 
     def whole(self, kind: str, name: str) -> torch.Tensor:
         """The tensor of this kind and name, which is stored as a whole."""

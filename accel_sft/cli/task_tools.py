@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,6 @@ import click
 from accel_sft.api.config import MODEL, TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting, settings
-from accel_sft.api.task import Task
 from accel_sft.api.task_file import recorded_name
 from accel_sft.api.tool_configs import CHECK, PLAN, REHEARSE, CheckConfig, EvaluateConfig, PlanConfig, RehearseConfig
 from accel_sft.cli.comparison import comparison_options, how_much_options, make_list_option
@@ -75,58 +75,17 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def _train(name: str, task: Task, config: TrainConfig) -> None:
-    from accel_sft.launch.environment import importing
+def _runs(module: str, function: str = "run") -> Callable[..., None]:
+    """Return a function that imports the module, which may take seconds, and calls its function."""
 
-    with importing():
-        from accel_sft.commands.train import run
-    run(name, task, config)
+    def run(*given: Any) -> None:
+        from accel_sft.launch.environment import importing
 
+        with importing():
+            command = importlib.import_module(module)
+        getattr(command, function)(*given)
 
-def _evaluate(name: str, task: Task, config: EvaluateConfig) -> None:
-    from accel_sft.launch.environment import importing
-
-    with importing():
-        from accel_sft.commands.evaluate import run
-    run(name, task, config)
-
-
-def _plan(name: str, task: Task, config: PlanConfig) -> None:
-    from accel_sft.tools.plan.command import run
-
-    run(name, task, config)
-
-
-def _check(name: str, task: Task, config: CheckConfig) -> None:
-    from accel_sft.tools.check.command import run
-
-    run(name, task, config)
-
-
-def _rehearse(name: str, task: Task, config: RehearseConfig) -> None:
-    from accel_sft.launch.environment import importing
-
-    with importing():
-        from accel_sft.tools.rehearse.command import run
-    run(name, task, config)
-
-
-def _export_data(name: str, task: Task, config: TrainConfig) -> None:
-    from accel_sft.commands.export_data import run
-
-    run(task, click.get_current_context().params["out"])
-
-
-def _compare(*given: Any) -> None:
-    from accel_sft.tools.compare.command import run
-
-    run(*given)
-
-
-def _how_much(*given: Any) -> None:
-    from accel_sft.tools.how_much.command import run
-
-    run(*given)
+    return run
 
 
 def _same_data_option() -> dict[str, list[click.Option]]:
@@ -154,12 +113,12 @@ def _settings_of_the_run(
     return recorded_options(record, task_settings, given, f"--model {model}", same_data=same_data) if record else {}
 
 
-TRAIN = TaskTool(does="Trains, evaluates and saves a model for this task.", run=_train)
+TRAIN = TaskTool(does="Trains, evaluates and saves a model for this task.", run=_runs("accel_sft.commands.train"))
 TOOLS = {
     "evaluate": TaskTool(
         summary="Score a model on a task's validation examples, beside its base if you name one.",
         does="Scores a model on this task's validation examples.",
-        run=_evaluate,
+        run=_runs("accel_sft.commands.evaluate"),
         config_class=EvaluateConfig,
         takes=_names(
             "model revision trust_remote_code dtype attn_implementation max_length eval_limit "
@@ -176,7 +135,7 @@ TOOLS = {
         "launch.\n\nEvery option of the trainer and the task may have several values: --micro-batch-size 1,32, or the "
         "option once for each. Only the latter where a value may have commas itself: --lora-target-modules, --tracker, "
         "--mix, --train-only, and the task's text options. What stands behind -- is given to every run as it is.",
-        run=_compare,
+        run=_runs("accel_sft.tools.compare.command"),
         takes=_TRAINING - _names("output_dir resume dry_run debug"),
         lists=frozenset(),
         lists_task=False,
@@ -191,7 +150,7 @@ TOOLS = {
         "the metric for more rows than there are. It is a `compare` of --train-limit and --seed: its folder, how it "
         "goes on after an interrupt, and -- are as there. A part is the first rows of the file, so shuffle a file that "
         "is sorted.",
-        run=_how_much,
+        run=_runs("accel_sft.tools.how_much.command"),
         takes=_TRAINING - _names("output_dir resume dry_run debug train_limit seed"),
         lists=_names("model epochs max_steps"),
         own_options=how_much_options,
@@ -204,7 +163,7 @@ TOOLS = {
         does="Predicts memory and speed of this task's training under each launch file, before anything is loaded. "
         "Training's other options are accepted too: put `plan` before the task of any training command. No data is "
         "read. Exit status: 0 if any launch file fits, 1 if none does.",
-        run=_plan,
+        run=_runs("accel_sft.tools.plan.command"),
         config_class=PlanConfig,
         lists=_names(
             "model init_from adapter lora_r load_in_4bit max_length global_batch_size "
@@ -219,7 +178,7 @@ TOOLS = {
         summary="Audit a task's data before training: what is wrong, at which line, and how to fix it.",
         does="Audits this task's data as training would read it; no weights are loaded. Training's other options are "
         "accepted too: put `check` before the task of any training command.",
-        run=_check,
+        run=_runs("accel_sft.tools.check.command"),
         config_class=CheckConfig,
         lists=_names("model init_from max_length global_batch_size micro_batch_size epochs max_steps seed"),
         section=CHECK,
@@ -231,7 +190,7 @@ TOOLS = {
         "launch file, with a random model of the same family that has every kind of its layers. Training's other "
         "options are accepted too: put `rehearse` before the task of any training command, and name its launch file "
         "with --launch. Exit status: 0 if the run holds, 1 if a stage of it would fail.",
-        run=_rehearse,
+        run=_runs("accel_sft.tools.rehearse.command"),
         config_class=RehearseConfig,
         lists=_names("model init_from adapter max_length output_dir"),
         section=REHEARSE,
@@ -241,7 +200,7 @@ TOOLS = {
         summary="Write a task's rows as chat files, for other trainers.",
         does="Writes this task's rows into OUT, a new folder, as train.jsonl and validation.jsonl, for other trainers: "
         'each line is {"messages": [...]}, with "weight": 0 in assistant turns that carry no loss.',
-        run=_export_data,
+        run=_runs("accel_sft.commands.export_data", "command"),
         takes=_names("debug"),
         arguments=lambda: [click.Argument(["out"], metavar="OUT")],
     ),

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
+from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import Conversation, conversation, read_split
@@ -20,6 +23,11 @@ from accel_sft.rows.rows import with_places
 
 SPLITS = ("train", "validation")
 IMAGES = "images"
+
+
+def command(name: str, task: Task, config: TrainConfig) -> None:
+    """Write the rows into the folder that the command line names."""
+    run(task, click.get_current_context().params["out"])
 
 
 def run(task: Task, out: str) -> None:

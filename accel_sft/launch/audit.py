@@ -61,7 +61,7 @@ def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> li
     if sys.platform == "darwin" and launch.backend in ("deepspeed", "fsdp"):
         what = f"{where}: {'FSDP' if launch.backend == 'fsdp' else 'DeepSpeed'} does not run on macOS"
         return [error(what, "start it without accelerate launch: one process then runs on MPS or the CPU")]
-    found = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices), *_optimizer(config)]
+    found = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices)]
     found += _adapter(config)
     found += audit_parallelism(launch, f"{where}", batching=config.batching, micro_batch_size=config.micro_batch_size)
     if launch.backend == "deepspeed":
@@ -172,13 +172,6 @@ def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
     if value == "bf16" and not devices and not cpu_flags():
         what = f"mixed_precision bf16 ({source}): this CPU has no bf16 instructions; float32 is several times faster"
         yield warning(what, "--mixed_precision no, or leave the precision out: float32 is the default on this CPU")
-
-
-def _optimizer(config: TrainConfig) -> Iterator[Finding]:
-    if config.optimizer == "muon" and config.adapter == "none" and (config.model != "tiny" or config.init_from):
-        what = "--optimizer muon trains all weights of a model pretrained with Adam worse than AdamW does"
-        fix = "--optimizer adamw; or --adapter lora, with which Muon does as well as AdamW"
-        yield warning(f"{what} (arXiv 2605.10468)", fix)
 
 
 def _adapter(config: TrainConfig) -> Iterator[Finding]:

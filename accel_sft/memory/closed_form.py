@@ -49,8 +49,6 @@ def _unknown(job: Job) -> Iterator[str]:
         yield "DoRA makes the updated weights of a layer whole in each forward: left out; compare measures them"
     if job.load_in_4bit:
         yield "a layer's weights are made whole for each product, one layer at a time: left out"
-    if job.optimizer == "muon":
-        yield "Muon's products on one matrix at a time are left out"
 
 
 def assemble(job: Job, states: tuple[Placed, Placed], forward: Mapping[str, float]) -> Estimate:

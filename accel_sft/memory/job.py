@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from accel_sft.api.optimizers import OPTIMIZERS
+from accel_sft.api.launch_limits import STATE_BYTES
 from accel_sft.launch.info import Launch
 from accel_sft.memory.shape import ALL_LINEAR, ModelShape
 
@@ -157,7 +157,7 @@ class Job:
 
     @property
     def trained_matrices(self) -> int:
-        """Number of trained parameters that Muon would update: those in matrices of the blocks, or of an adapter."""
+        """Number of trained parameters in matrices of the blocks, or of an adapter."""
         if self.only:
             return self.only[0]
         if self.adapter == "none":
@@ -196,8 +196,7 @@ class Job:
 
     def moments_bytes(self, each: int) -> float:
         """Bytes of the optimizer's state, where a trained weight takes `each` bytes."""
-        kind = OPTIMIZERS[self.optimizer]
-        size = kind.matrix_bytes * self.trained_matrices + kind.other_bytes * self._beside_matrices
+        size = STATE_BYTES[self.optimizer] * self.trained
         return size if self.optimizer == "adamw-8bit" else size * each / 4
 
     @property

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_sft.api.optimizers import OPTIMIZERS
+from accel_sft.api.launch_limits import STATE_BYTES
 from accel_sft.launch.info import Launch
 from accel_sft.memory.closed_form import CUDA_BYTES, FILE_BYTES, checkpoint_bytes_each
 from accel_sft.memory.job import pinned
@@ -163,7 +163,7 @@ def least_host_bytes(model: Any, launch: Launch, *, on_cpu: bool, optimizer: str
         return 0.0
     ranks = launch.shard_ranks if launch.backend == "fsdp" else launch.world_size
     share = 1 / ranks if launch.stage or launch.shards_weights else 1.0
-    states, moments = 0.0, OPTIMIZERS[optimizer].matrix_bytes + AVERAGE * averaged  # the least
+    states, moments = 0.0, STATE_BYTES[optimizer] + AVERAGE * averaged  # the least
     if launch.offload("optimizer") == "cpu":
         copy = 0 if launch.backend == "fsdp" else MASTER  # FSDP steps the weights themselves, which are there already
         states = sum(sizes) * share * (moments + copy + FLOAT32) * (1 if on_cpu else launch.offload_ratio)

@@ -10,7 +10,6 @@ from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.errors import UserError
 from accel_sft.batching.device_memory import forwards_alone
 from accel_sft.checkpoint.averages import Averages
 from accel_sft.launch.tensor_parallel import row_groups
@@ -19,18 +18,16 @@ from accel_sft.models.adapters import adapter_of
 from accel_sft.models.quantized import bitsandbytes
 from accel_sft.tracking.spans import span
 from accel_sft.tracking.time_spent import BACKWARD, OPTIMIZER
-from accel_sft.training.muon import MuonWithAdamW, within_blocks
 from accel_sft.training.whole import Whole
 
 
 def new_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer that `--optimizer` names, with weight decay on matrices only.
 
-    It is AdamW (Loshchilov and Hutter, 2019), bitsandbytes' AdamW with states in 8 bits (Dettmers et al., 2022), or
-    `MuonWithAdamW`.
+    It is AdamW (Loshchilov and Hutter, 2019), or bitsandbytes' with states in 8 bits (Dettmers et al., 2022).
 
     Raises:
-        UserError: bitsandbytes is not installed or cannot be loaded, or torch is too old for Muon.
+        UserError: bitsandbytes is not installed or cannot be loaded.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) >= 2]
@@ -48,14 +45,10 @@ def new_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Op
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": 1e-8,
     }
-    if config.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
-        raise UserError(f"--optimizer muon: torch {torch.__version__} has none; install torch 2.9 or newer")
-    if config.optimizer == "muon":
-        return MuonWithAdamW(groups, within_blocks(model), adam)
     if config.optimizer == "adamw-8bit":
         return bitsandbytes("--optimizer adamw-8bit").optim.AdamW8bit(groups, **adam)
     if config.optimizer != "adamw":
-        raise NotImplementedError(f"--optimizer {config.optimizer}")  # named in api/optimizers.py and not made here
+        raise NotImplementedError(f"--optimizer {config.optimizer}")  # named in api/launch_limits.py and not made here
     return torch.optim.AdamW(groups, **adam, fused=True)
 
 

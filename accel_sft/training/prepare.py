@@ -17,7 +17,6 @@ from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.api.task import Task
 from accel_sft.batching.device_memory import forwards_alone
 from accel_sft.chat.blank_image import blank_row
@@ -344,7 +343,7 @@ def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
 
 def _refuse_missing_packages(config: TrainConfig) -> None:
     """Raise UserError, before any work is done, if a library, compiler or GPU that the settings need is missing."""
-    if OPTIMIZERS[config.optimizer].package:
+    if config.optimizer == "adamw-8bit":
         bitsandbytes(f"--optimizer {config.optimizer}")
     if config.load_in_4bit:
         bitsandbytes("--load-in-4bit")

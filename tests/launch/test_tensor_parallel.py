@@ -91,7 +91,6 @@ def test_families_whose_plans_are_exact_are_not_refused(name):
     [
         ({"adapter": "lora"}, "--adapter lora: peft 0.21 fails on the cut matrices of tensor parallelism; launch with"),
         ({"adapter": "adalora"}, "--adapter adalora: peft 0.21 fails"),
-        ({"optimizer": "muon"}, "--optimizer muon: it takes whole matrices"),
         ({"optimizer": "adamw-8bit"}, "--optimizer adamw-8bit: it takes whole matrices"),
         ({"load_in_4bit": True, "adapter": "lora"}, "--load-in-4bit: it takes whole matrices"),
         ({"compile": True}, "--compile: ranks exchange within each layer"),
