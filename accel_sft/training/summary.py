@@ -34,13 +34,11 @@ def card(
     prepared: Prepared,
     state: TrainState,
     model_class: str,
-    energy: dict[str, float] | None,
     scored: str,
 ) -> str:
     """Return the model card (README.md) of this state's weights, which compares the newest evaluation with the first.
 
     Args:
-        energy: what `Tracker.energy` returned.
         scored: the words for the weights that were evaluated.
     """
     config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
@@ -66,7 +64,6 @@ def card(
             "weights": _compared(f"{Path(config.init_from or config.model).name}", f"{scored}, of step {state.step}"),
         },
         versions=versions(),
-        energy=report.energy_text(energy),
     )
 
 

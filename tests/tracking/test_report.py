@@ -24,7 +24,6 @@ from accel_sft.tracking.resampled import add_intervals
 from accel_sft.tracking.run_report import (
     PRINTED_SAMPLES,
     comparison_rows,
-    energy_text,
     print_report,
     render_report,
     write_report,
@@ -323,9 +322,6 @@ def test_markup_in_an_answer_is_shown_and_not_obeyed():
 
 
 def test_the_card_names_the_base_the_task_the_scores_and_the_data():
-    energy = energy_text({"joules": 1.512e6, "gpus": 2})
-    assert "## Energy\n\n0.42 kWh on 2 GPUs, by NVML" in card(energy=energy)
-    assert "Energy" not in card()
     text = card()
     meta = yaml.safe_load(text.split("---\n")[1])
     assert meta["base_model"] == "org/model-0.5B"
