@@ -150,18 +150,14 @@ def test_nothing_is_marked_on_a_quiet_machine():
     quiet = (
         QUIET,
         NOTHING,  # not on Linux
-        QUIET._replace(
-            **GPU, cpu_clock_share=0.45
-        ),  # all cores in AVX-512; a power cap at the usual limit does not count
+        QUIET._replace(**GPU, cpu_clock_share=0.45),  # all cores in AVX-512; power capped at the usual limit
         QUIET._replace(cpu_percent=1.0, busy_cores=0.01, idle_cores=1.99, cpu_clock_share=0.2),  # idle cores rest
-        QUIET
-        | {"cpu_percent": 100.0, "busy_cores": 9.0, "idle_cores": 7.0},  # others on cores that the run leaves idle
+        QUIET._replace(cpu_percent=100.0, busy_cores=9.0, idle_cores=7.0),  # others on cores that the run leaves idle
         QUIET._replace(cpu_percent=185.0, stolen_cores=0.1, held_cores=0.1, gpu_others_gib=0.6),
     )
     assert [marks([each]) for each in quiet] == [{}] * len(quiet)
-    assert (
-        marks([QUIET._replace(cpu_percent=95.0), NOTHING._replace(cpu_percent=95.0)]) == {}
-    )  # two ranks share the cores
+    sharing = [QUIET._replace(cpu_percent=95.0), NOTHING._replace(cpu_percent=95.0)]  # two ranks share the cores
+    assert marks(sharing) == {}
 
 
 @pytest.mark.parametrize(
