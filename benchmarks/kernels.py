@@ -37,7 +37,7 @@ OPERATORS = (
 )
 """Kinds of operators, by the first pattern that an operator's whole name fits."""
 SPAN = "accel_sft: "
-"""How the trainer's own parts of a step begin in a trace (tracking/spans.py)."""
+"""How the trainer's own parts of a step begin in a trace (tracking/time_spent.py)."""
 
 
 def kind(event: Any) -> str:

@@ -28,8 +28,9 @@ from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tools.check.quick import quick_findings, quick_lines
 from accel_sft.tracking.tracker import Tracker
-from accel_sft.training.claim import changes_since_finished, claim_run_dir, write_run_record
+from accel_sft.training.folder import claim_run_dir
 from accel_sft.training.prepare import Prepared, prepare_data
+from accel_sft.training.record import changes_since_finished, write_run_record
 from accel_sft.training.trainer import OnStep, Trainer
 
 
@@ -53,8 +54,9 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             if config.dry_run:
                 return
             asked, name = config, recorded_name(task_name)
-            run_dir, config, finished, fresh = claim_run_dir(accelerator, launch, name, task, config)
-        if finished:
+            claim = claim_run_dir(accelerator, launch, name, task, config)
+            run_dir, config = claim.run_dir, claim.config
+        if claim.finished:
             accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
             for line in changes_since_finished(run_dir, task) if accelerator.is_main_process else ():
                 print(terminal.wrapped(line), file=terminal.terminal())
@@ -62,7 +64,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
         show(accelerator, launch, asked, task, str(run_dir))
         signals.run_dir, signals.to_continue = run_dir, resume_command(run_dir.path, config.output_dir)
         watch, log = Watchdog(config.hang_timeout, run_dir), run_dir.log(accelerator.process_index)
-        with _ending(accelerator, run_dir, fresh, signals), terminal.quiet(log, config.debug), watch:
+        with _ending(accelerator, run_dir, claim.fresh, signals), terminal.quiet(log, config.debug), watch:
             prepared = prepare_data(accelerator, launch, run_dir, task, config)
             made_by = write_run_record(run_dir, recorded_name(task_name), prepared)
             with Tracker(

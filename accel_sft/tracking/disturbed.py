@@ -34,15 +34,15 @@ about as much as rounds on a quiet machine differ."""
 _SHOWN = 5
 
 
-def marks(system: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What is out of the ordinary in the readings of all ranks (by `system.SYSTEM_FIELDS`): its number by a sentence
-    that has # in the number's place."""
+def marks(system: Sequence[Any]) -> dict[str, float]:
+    """What is out of the ordinary in the `system.Reading` of each rank: its number by a sentence that has # in the
+    number's place."""
     found = {}
-    hosts = [rank for rank, read in enumerate(system) if not math.isnan(read["busy_cores"])]
+    hosts = [rank for rank, read in enumerate(system) if not math.isnan(read.busy_cores)]
     for first, end in itertools.pairwise([*hosts, len(system)]):  # the first rank of each machine reads its cores
         read, where = system[first], f" of rank {first}'s machine" if first else ""
-        busy, idle, stolen, held = (read[f"{name}_cores"] for name in ("busy", "idle", "stolen", "held"))
-        ours, cores = sum(rank["cpu_percent"] for rank in system[first:end]) / 100, busy + idle + stolen
+        busy, idle, stolen, held = read.busy_cores, read.idle_cores, read.stolen_cores, read.held_cores
+        ours, cores = sum(rank.cpu_percent for rank in system[first:end]) / 100, busy + idle + stolen
         for what, lost, wanted in (
             ("other processes took", busy - ours if idle < _FREE * cores else 0.0, cores),
             ("a hypervisor took for other machines (steal)", stolen, busy + stolen),
@@ -50,14 +50,14 @@ def marks(system: Sequence[Mapping[str, float]]) -> dict[str, float]:
         ):
             if lost >= LOST * max(wanted, 1.0):
                 found[f"{what} # of {cores:.0f} cores{where}"] = lost
-        if read["cpu_clock_share"] < SLOW_CLOCK and busy > cores / 2:
-            found[f"the CPU{where} ran at #% of its highest clock"] = 100 * read["cpu_clock_share"]
+        if read.cpu_clock_share < SLOW_CLOCK and busy > cores / 2:
+            found[f"the CPU{where} ran at #% of its highest clock"] = 100 * read.cpu_clock_share
     for rank, read in enumerate(system):
-        if (why := slowed_by(read["gpu_slowed_by"])) and read["gpu_clock_share"] > 0:
-            highest = read["gpu_clock_mhz"] / read["gpu_clock_share"]
-            found[f"rank {rank}'s GPU ran at # of {highest:,.0f} MHz ({why})"] = read["gpu_clock_mhz"]
-        if read["gpu_others_gib"] >= OTHERS_GIB:
-            found[f"other processes had # GiB of rank {rank}'s GPU"] = read["gpu_others_gib"]
+        if (why := slowed_by(read.gpu_slowed_by)) and read.gpu_clock_share > 0:
+            highest = read.gpu_clock_mhz / read.gpu_clock_share
+            found[f"rank {rank}'s GPU ran at # of {highest:,.0f} MHz ({why})"] = read.gpu_clock_mhz
+        if read.gpu_others_gib >= OTHERS_GIB:
+            found[f"other processes had # GiB of rank {rank}'s GPU"] = read.gpu_others_gib
     return found
 
 
@@ -72,16 +72,16 @@ class MachineWatch:
     def __init__(self) -> None:
         self._number, self._stale = 0.0, True
 
-    def step(self, paused: bool, system: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+    def step(self, paused: bool, system: Sequence[Any]) -> dict[str, float] | None:
         """The marks of a step's readings, or None if no new ones count.
 
         Args:
             paused: whether anything but steps was done since the step before.
         """
         self._stale = self._stale or paused
-        if not system or system[0]["sample"] == self._number:
+        if not system or system[0].sample == self._number:
             return None
-        stale, self._number, self._stale = self._stale, system[0]["sample"], False
+        stale, self._number, self._stale = self._stale, system[0].sample, False
         return None if stale else marks(system)
 
 

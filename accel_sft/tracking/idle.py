@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from accel_sft.tracking.system import ENERGY, FORWARDS, SYSTEM_FIELDS
+from accel_sft.tracking.system import Reading
 from accel_sft.tracking.time_spent import BATCHES, COMMUNICATION, OPTIMIZER, PAUSE
 
 WARMUP_STEPS = 10
@@ -26,7 +26,6 @@ _BEHIND = 0.1
 _SMALL_TOKENS = 4096
 """A forward of fewer tokens may take longer to launch than to run."""
 PAUSE_SECONDS = 0.05
-_PERCENT = SYSTEM_FIELDS.index("gpu_percent")
 
 
 class IdleWatch:
@@ -40,14 +39,13 @@ class IdleWatch:
     def __init__(self, offloaded: Collection[str] = (), images: bool = False) -> None:
         self._offloaded, self._images = offloaded, images
         self._steps, self._told = 0, False
-        self._latest: dict[int, Sequence[float]] = {}  # by rank, its latest sample
+        self._latest: dict[int, Reading] = {}  # by rank
         self._stale: set[int] = set()  # ranks whose next reading covers a pause
         self._begin_window()
 
     def _begin_window(self) -> None:
         self._readings: dict[int, list[float]] = defaultdict(list)
         self._forward_seconds: defaultdict[int, float] = defaultdict(float)  # by rank
-        self._joules: defaultdict[int, float] = defaultdict(float)
         self._spent: Counter[str] = Counter()
         self._forwards, self._tokens, self._seconds = 0, 0, 0.0
         self._window: list[int] = []
@@ -57,7 +55,7 @@ class IdleWatch:
         record: Mapping[str, Any],
         seconds: Mapping[str, float],
         times: Mapping[str, int],
-        system: Sequence[Sequence[float]],
+        system: Sequence[Reading],
     ) -> str | None:
         """Count a step; returns a warning the first time that a GPU idles or waits for others, else None.
 
@@ -65,9 +63,9 @@ class IdleWatch:
             record: the step's line of metrics.jsonl: `step`, `tokens` of all ranks, `seconds`.
             seconds: seconds that this rank spent in each span since the step before.
             times: how often this rank was in each span since then.
-            system: each rank's readings in the order of SYSTEM_FIELDS.
+            system: each rank's reading.
         """
-        if self._told or all(math.isnan(numbers[_PERCENT]) for numbers in system):
+        if self._told or all(math.isnan(reading.gpu_percent) for reading in system):
             return None
         self._steps += 1
         ranks = range(len(system))
@@ -75,14 +73,13 @@ class IdleWatch:
             self._stale.update(ranks)
         for rank in ranks:
             new, before = system[rank], self._latest.get(rank)
-            if (before is None or before[0] != new[0]) and not math.isnan(new[_PERCENT]):
+            if (before is None or before.sample != new.sample) and not math.isnan(new.gpu_percent):
                 self._latest[rank] = new
                 if rank in self._stale or before is None:
                     self._stale.discard(rank)
                     continue
-                self._readings[rank].append(new[_PERCENT])
-                self._forward_seconds[rank] += new[FORWARDS] - before[FORWARDS]
-                self._joules[rank] += new[ENERGY] - before[ENERGY]
+                self._readings[rank].append(new.gpu_percent)
+                self._forward_seconds[rank] += new.forward_seconds - before.forward_seconds
         if self._steps <= WARMUP_STEPS:
             return None
         self._spent.update(seconds)
@@ -109,11 +106,9 @@ class IdleWatch:
         return warning
 
     def _waiting(self, rank: int, use: float, share: float, last: int) -> str:
-        power = self._joules[rank] / self._joules[last] if self._joules[last] > 0 else math.nan
-        by_power = "" if math.isnan(power) else f", and takes {power:.0%} of the power of rank {last}'s"
         return (
             f"rank {rank} waits for rank {last} for {share:.0%} of a step or longer, in steps {self._window[0]} to "
-            f"{self._window[-1]}. Its GPU reads {use:.0f}% busy meanwhile, since kernels that wait count{by_power}. "
+            f"{self._window[-1]}. Its GPU reads {use:.0f}% busy meanwhile, since kernels that wait count. "
             f"Look at rank {last}'s GPU and machine: clocks, temperature, other processes; --profile traces where the "
             "time goes"
         )

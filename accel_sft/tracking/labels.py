@@ -41,6 +41,17 @@ def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict
     return {"labels": labels, "macro_f1": fmean(each["f1"] for each in labels.values())} if given else {}
 
 
+def weakest_label(result: Mapping[str, Any]) -> str:
+    """A line on a result's `labels`: their mean F1, and the label that is found least."""
+    labels = result["labels"]
+    name = min(labels, key=lambda label: labels[label]["recall"])
+    found, count = labels[name]["answers"].get(name, 0), labels[name]["examples"]
+    return (
+        f"labels    macro F1 {result['macro_f1']:.3f} of {len(labels)}; found least: {one_line(name)!r}, "
+        f"{found:,} of {count:,}; report.md has each"
+    )
+
+
 def label_tables(labels: Any) -> list[tuple[str, list[str], list[list[str]]]]:
     """Title, header and rows of the scores by label, and of the confusion table; none if `labels` has another form."""
     try:

@@ -28,7 +28,6 @@ def model_card(
     settings: Mapping[str, Any],
     result: Mapping[str, Any],
     versions: Mapping[str, str],
-    energy: str = "",
 ) -> str:
     """README.md of an exported model: its base, its task, its scores, its data, settings and versions.
 
@@ -45,7 +44,6 @@ def model_card(
         data: counts by name, such as {"training examples": 1798}, files and fingerprint.
         command: the command line that trained.
         settings: the run's options; those that only say how the run was executed are left out.
-        energy: the result of `run_report.energy_text`; "" leaves its section out.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -67,7 +65,6 @@ def model_card(
         "## Before and after\n\n" + comparison_table(result),
         "## Data\n\n" + markdown_table(["", ""], list(data.items())),
         f"## Command\n\n{_fenced('bash', [command])}",
-        *([f"## Energy\n\n{energy}."] if energy else []),
         "## Settings\n\n" + markdown_table(["setting", "value"], trained_with),
         "## Versions\n\n" + markdown_table(["package", "version"], list(versions.items())),
     ]

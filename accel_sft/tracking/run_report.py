@@ -125,7 +125,6 @@ def render_report(
     title = " ".join(str(result[key]) for key in ("task", "model") if result.get(key))
     parts = [f"# {markdown_cell(title)}" if title else "# Report"]
     training = [(label, shown(result[key])) for key, label in _TRAINING.items() if result.get(key) is not None]
-    training += [("energy", text)] if (text := energy_text(result.get("energy"))) else []
     training += [("answers", text.removeprefix("answers: ")) for text in result.get("answering") or ()]
     trained = "steps" in result  # `evaluate` writes a report too
     parts += ["## Training", markdown_table(["", ""], training)] if trained else []
@@ -169,16 +168,6 @@ def _settings_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     config = {key: value for key, value in record["config"].items() if value != usual.get(key)}
     task = {key: value for key, value in record["task_options"].items() if value is not None}
     return rows + [(f"--{key.replace('_', '-')}", str(value)) for key, value in {**config, **task}.items()]
-
-
-def energy_text(energy: Mapping[str, float] | None) -> str:
-    """`Tracker.energy` in words; "" where it was not counted."""
-    if not energy:
-        return ""
-    watt_hours = energy["joules"] / 3600
-    amount = f"{watt_hours / 1000:.3g} kWh" if watt_hours >= 10 else f"{watt_hours:.3g} Wh"
-    count = f"{energy['gpus']} GPU{'s' if energy['gpus'] > 1 else ''}"
-    return f"{amount} on {count}, by NVML, from start to last step, whatever else ran on them included"
 
 
 def sources_text(sources: Any) -> str:

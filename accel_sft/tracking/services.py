@@ -2,7 +2,6 @@
 
 import re
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,21 +134,6 @@ def _id_in_services(run_dir: Path) -> str:
 
 
 def _tensorboard(run_dir: Path) -> Any:
-    _name_as_older(run_dir)
     tracker = LOGGER_TYPE_TO_CLASS["tensorboard"]("", run_dir, max_queue=1000, flush_secs=FLUSH_SECONDS)
     tracker.start()
     return tracker.tracker
-
-
-def _name_as_older(run_dir: Path) -> None:
-    """Rename the existing event files as if they were older, if a file made now would not be the last by name.
-
-    TensorBoard reads a folder's files in the order of their names, which have the second they were made in: after a
-    clock was set back, what a resumed run writes would come first, and the steps it repeats would be shown twice.
-    """
-    files = {path: path.name.split(".") for path in run_dir.glob("events.out.tfevents.*.*")}
-    seconds = {path: int(parts[3]) for path, parts in files.items() if parts[3].isdecimal()}
-    back = max(seconds.values(), default=0) - int(time.time()) + 1
-    for path in sorted(seconds) if back > 0 else ():
-        head, rest = files[path][:3], files[path][4:]
-        path.rename(path.with_name(".".join([*head, f"{max(seconds[path] - back, 0):010d}", *rest])))

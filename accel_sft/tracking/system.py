@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -18,27 +18,29 @@ from accel_sft.launch.machine_state import CoreClock, GpuState, cpu_clock, gpu_s
 
 GIB = 2**30
 
-SYSTEM_FIELDS = (
-    "sample",  # number of the sample: the same number means the same readings
-    "cpu_percent",  # of one core, as in top: 200 is two busy cores
-    "process_memory_gib",  # resident memory of this rank's process
-    "host_memory_gib",  # in use on the whole machine
-    "gpu_percent",  # share of the time in which a kernel ran
-    "gpu_memory_gib",  # in use on the whole device, by every process
-    "gpu_energy_joules",  # taken by the whole device since this process began to read it
-    "forward_seconds",  # that this rank's batches and forwards took since its start; NaN where they wait for others
-    "busy_cores",  # that ran any process; this and the next three are read on the first rank of a machine only
-    "idle_cores",  # of those that this process may use
-    "stolen_cores",  # by a hypervisor
-    "held_cores",  # by a container's CPU quota
-    "gpu_clock_mhz",
-    "gpu_clock_share",  # of its highest
-    "gpu_slowed_by",  # bits of `machine_state.GpuState.reasons`
-    "cpu_clock_share",  # of the highest clock of the core that the process runs on
-    "gpu_others_gib",  # memory of others' processes
-)
-"""Meaning of each place in `SystemSampler.sample()`."""
-ENERGY, FORWARDS = SYSTEM_FIELDS.index("gpu_energy_joules"), SYSTEM_FIELDS.index("forward_seconds")
+
+class Reading(NamedTuple):
+    """What one rank reads of its process, device and machine at a moment; NaN where that is unavailable."""
+
+    sample: float = 0.0  # number of the sample: the same number means the same readings
+    cpu_percent: float = math.nan  # of one core, as in top: 200 is two busy cores
+    process_memory_gib: float = math.nan  # resident memory of this rank's process
+    host_memory_gib: float = math.nan  # in use on the whole machine
+    gpu_percent: float = math.nan  # share of the time in which a kernel ran
+    gpu_memory_gib: float = math.nan  # in use on the whole device, by every process
+    forward_seconds: float = math.nan  # that batches and forwards took since the start; NaN where they wait for others
+    busy_cores: float = math.nan  # that ran any process; this and the next three: on the first rank of a machine only
+    idle_cores: float = math.nan  # of those that this process may use
+    stolen_cores: float = math.nan  # by a hypervisor
+    held_cores: float = math.nan  # by a container's CPU quota
+    gpu_clock_mhz: float = math.nan
+    gpu_clock_share: float = math.nan  # of its highest
+    gpu_slowed_by: float = math.nan  # bits of `machine_state.GpuState.reasons`
+    cpu_clock_share: float = math.nan  # of the highest clock of the core that the process runs on
+    gpu_others_gib: float = math.nan  # memory of others' processes
+
+
+_AVERAGED = Reading._fields[1 : Reading._fields.index("forward_seconds")]
 _SLOW_EVERY = 10
 """Samples from one reading of the CPU's clock and the GPU's processes to the next: each may take ten milliseconds."""
 
@@ -51,9 +53,9 @@ class SystemSampler:
         self._process.cpu_percent(None)  # the first call only starts the interval
         self._seconds_between = seconds_between
         self._next = 0.0
-        self._latest = [0.0] + [math.nan] * (len(SYSTEM_FIELDS) - 1)
+        self._latest = Reading()
         self._nvml: Any = None
-        self._seen, self._joules_before = 0, 0.0
+        self._seen = 0
         self.forward_seconds = 0.0  # the tracker adds to it
         self._cores = CoreClock() if os.environ.get("LOCAL_RANK", "0") == "0" else None
         self._slow = [math.nan, math.nan]
@@ -65,38 +67,37 @@ class SystemSampler:
     def _open_nvml(self, device: torch.device) -> None:
         try:
             self._nvml = open_gpu(str(torch.cuda.get_device_properties(device).uuid))
-            self._joules_before = self._joules()
         except Exception as error:  # noqa: BLE001 - a driver without NVML must not stop a training run
             self.problem = f"no GPU curves: NVML says {error}"
 
-    def sample(self) -> list[float]:
-        """The latest readings in the order of SYSTEM_FIELDS; the same list again within `seconds_between`."""
+    def sample(self) -> Reading:
+        """The latest reading; the same again within `seconds_between`."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + self._seconds_between
-            self._latest = [
-                self._latest[0] + 1,
+            self._latest = Reading(
+                self._latest.sample + 1,
                 self._process.cpu_percent(None),
                 self._process.memory_info().rss / GIB,
                 psutil.virtual_memory().used / GIB,
                 *self._gpu(),
                 self.forward_seconds,
                 *self._state(),
-            ]
+            )
         return self._latest
 
     def _state(self) -> list[float]:
         """What may slow the machine down, from `busy_cores` on."""
         cores: Sequence[float] = self._cores.since() if self._cores else [math.nan] * 4
-        if self._latest[0] % _SLOW_EVERY == 0:
+        if self._latest.sample % _SLOW_EVERY == 0:
             now, highest, _ = cpu_clock()
             self._slow = [now / highest, others_gib(*self._nvml) if self._nvml else math.nan]
         gpu = gpu_state(*self._nvml) if self._nvml else GpuState()
         return [*cores, gpu.mhz, gpu.mhz / gpu.highest_mhz, gpu.reasons, *self._slow]
 
-    def _gpu(self) -> tuple[float, float, float]:
+    def _gpu(self) -> tuple[float, float]:
         if self._nvml is None:
-            return math.nan, math.nan, math.nan
+            return math.nan, math.nan
         pynvml, handle = self._nvml
         percent = memory_gib = math.nan
         try:
@@ -104,10 +105,10 @@ class SystemSampler:
                 memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
         except pynvml.NVMLError as error:  # the driver was updated below the run, say; it is not asked again
             self._nvml, self.problem = None, f"no GPU curves from here on: NVML says {error}"
-            return math.nan, math.nan, math.nan
+            return math.nan, math.nan
         with contextlib.suppress(pynvml.NVMLError):  # a MIG slice has memory but no utilisation
             percent = self._percent(pynvml, handle)
-        return percent, memory_gib, self._joules() - self._joules_before
+        return percent, memory_gib
 
     def _percent(self, pynvml: Any, handle: Any) -> float:
         """Return the mean GPU use since the last call. Calls come at one point of each step, whose use says little."""
@@ -119,14 +120,6 @@ class SystemSampler:
                 return sum(new) / len(new)
         return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
 
-    def _joules(self) -> float:
-        """Joules that the device took since its driver was loaded; NaN if it does not count (before Volta, MIG)."""
-        pynvml, handle = self._nvml
-        try:
-            return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
-        except pynvml.NVMLError:
-            return math.nan
-
 
 class Usage:
     """Mean and peak of each rank's readings over a run's training steps.
@@ -136,24 +129,20 @@ class Usage:
 
     def __init__(self) -> None:
         self._numbers: dict[int, float] = {}  # by rank, the number of its latest sample
-        self._joules: dict[int, float] = {}
         self._rows: dict[int, dict[str, Any]] = {}
 
-    def add(self, rank: int, sample: Sequence[float]) -> bool:
-        """Count a rank's reading, in the order of SYSTEM_FIELDS; returns False, and does nothing, if it is not new."""
-        number, before = sample[0], self._numbers.get(rank)
-        if before == number:
+    def add(self, rank: int, reading: Reading) -> bool:
+        """Count a rank's reading; returns False, and does nothing, if it is not new."""
+        if self._numbers.get(rank) == reading.sample:
             return False
-        self._numbers[rank] = number
-        if not math.isnan(sample[ENERGY]):
-            self._joules[rank] = sample[ENERGY]
+        self._numbers[rank] = reading.sample
         row = self._rows.get(rank)
         if row is None or (row["samples"] == 1 and row["first"]):
             row = {"rank": rank, "samples": 0, "first": row is None, "mean": {}, "peak": {}, "read": Counter()}
             self._rows[rank] = row
         row["samples"] += 1
-        for field, value in zip(SYSTEM_FIELDS[1:ENERGY], sample[1:ENERGY], strict=True):  # the rest only grows
-            if not math.isnan(value):
+        for field in _AVERAGED:
+            if not math.isnan(value := getattr(reading, field)):
                 row["read"][field] += 1
                 mean = row["mean"].get(field, 0.0)
                 row["mean"][field] = mean + (value - mean) / row["read"][field]
@@ -161,14 +150,9 @@ class Usage:
         return True
 
     def by_rank(self) -> list[dict[str, Any]]:
-        """`rank`, number of `samples`, and `mean` and `peak` of every field of SYSTEM_FIELDS that could be read, but of
-        energy and those behind it."""
+        """`rank`, number of `samples`, and `mean` and `peak` of use and memory, where they could be read."""
         kept = ("rank", "samples", "mean", "peak")
         return [{key: row[key] for key in kept} for _, row in sorted(self._rows.items())]
-
-    def energy(self) -> tuple[float, int]:
-        """Joules that all ranks' GPUs took until their latest readings, and how many GPUs count them."""
-        return sum(self._joules.values()), len(self._joules)
 
 
 def seconds_since_start() -> float:
@@ -214,3 +198,43 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(OSError):  # not on Linux, or forbidden in a container: the peak then counts from the start
         Path("/proc/self/clear_refs").write_text("5")  # 5: VmHWM, see proc(5)
+
+
+class PhasePeaks:
+    """Peaks by phase, as the kernel and torch's allocator keep them: nothing is sampled, and no peak is missed.
+
+    A phase may come more than once; its largest counts.
+
+    Attributes:
+        by_phase: for each phase so far, `peak_host_memory_gib` and, with CUDA, `peak_device_memory_gib`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.by_phase: dict[str, dict[str, float]] = {}
+        self._phase: str | None = None
+        self._peaks: dict[str, float | None] = {"peak_device_memory_gib": None, "peak_host_memory_gib": None}
+
+    def begin(self, phase: str | None) -> None:
+        """End the current phase and begin this one, or none: what follows None counts only for the whole run. If this
+        phase is the current one, the call costs nothing."""
+        if phase != self._phase:
+            self.largest()
+            reset_peak_memory(self.device)
+            self._phase = phase
+
+    def largest(self) -> dict[str, float | None]:
+        """This process's largest memory so far in GiB; None for the device without CUDA.
+
+        Call it, or `begin`, before anything that resets the peaks to measure its own.
+        """
+        now = peak_memory_gib(self.device)
+        _raise(self._peaks, now)
+        if self._phase is not None:
+            _raise(self.by_phase.setdefault(self._phase, {}), now)
+        return dict(self._peaks)
+
+
+def _raise(peaks: dict, now: dict[str, float]) -> None:
+    for key, value in now.items():
+        peaks[key] = max(value, peaks.get(key) or 0.0)

@@ -1,7 +1,9 @@
-"""Where the time of a run's steps went, by what the training process did. No torch."""
+"""What the training process does: as spans in a profiler's trace, and by the seconds spent in each."""
 
-from collections import defaultdict
-from collections.abc import Mapping
+import contextlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 BATCHES, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, PAUSE = (
@@ -15,6 +17,32 @@ BATCHES, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, PAUSE = (
 """What the training process does, by the names of its spans in a trace."""
 _WORDS = {BATCHES: "reading rows and making batches", COMMUNICATION: "exchanging the loss", OPTIMIZER: "optimizer"}
 _REST = "the rest"
+_PREFIX = "accel_sft: "
+"""Prefix of these names in a trace: libraries have spans called `forward` too."""
+_seconds: defaultdict[str, float] = defaultdict(float)
+_times: Counter[str] = Counter()
+
+
+@contextlib.contextmanager
+def span(name: str) -> Iterator[None]:
+    """Inside, the process does `name`, one of those above; also a decorator. It costs some microseconds."""
+    import torch  # here, since reports need the words alone
+
+    began = time.perf_counter()
+    try:
+        with torch.profiler.record_function(_PREFIX + name):
+            yield
+    finally:
+        _seconds[name] += time.perf_counter() - began
+        _times[name] += 1
+
+
+def taken() -> tuple[dict[str, float], dict[str, int]]:
+    """Return, by name, the seconds spent in each span since the last call, and how often each was entered and left."""
+    counted = dict(_seconds), dict(_times)
+    _seconds.clear()
+    _times.clear()
+    return counted
 
 
 class TimeSpent:

@@ -2,9 +2,12 @@
 
 import contextlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
@@ -13,23 +16,22 @@ from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.terminal import columns
 from accel_sft.io.text import markdown_table, shown
-from accel_sft.tracking import profiler, spans
 from accel_sft.tracking.disturbed import KEY, MachineWatch
 from accel_sft.tracking.idle import PAUSE_SECONDS, IdleWatch
-from accel_sft.tracking.metrics_file import MetricsFile, read_lines
-from accel_sft.tracking.phase_peaks import PhasePeaks
+from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.tracking.progress_bar import ProgressBar
 from accel_sft.tracking.run_report import COSTS, Samples, is_number, memory_table, phases_table, samples_table
 from accel_sft.tracking.services import Trackers, tracker_names
 from accel_sft.tracking.system import (
-    SYSTEM_FIELDS,
+    PhasePeaks,
+    Reading,
     SystemSampler,
     Usage,
     device_memory_gib,
     host_memory_gib,
     seconds_since_start,
 )
-from accel_sft.tracking.time_spent import PAUSE, TimeSpent
+from accel_sft.tracking.time_spent import PAUSE, TimeSpent, taken
 
 _CURVES = {
     "tokens_per_second": "throughput/tokens_per_second",
@@ -38,7 +40,6 @@ _CURVES = {
     "seconds": "throughput/step_seconds",
     "tokens": "throughput/tokens",
     "supervised_tokens": "throughput/supervised_tokens",
-    "energy_joules": "throughput/energy_joules",
 }
 
 
@@ -71,7 +72,6 @@ class Tracker(contextlib.AbstractContextManager):
         self.accelerator, self.run_dir, self.config, self.main_metric = accelerator, run_dir, config, main_metric
         self._system = SystemSampler(accelerator.device)
         self.usage, self._idle, self._machine = Usage(), IdleWatch(offloaded, images), MachineWatch()
-        self._joules_before = 0.0  # what this run's earlier starts took
         self._time = TimeSpent()
         self._recorded: list[dict[str, Any]] = []  # this rank's phases
         self._phases: list[dict[str, Any]] = []  # every rank's
@@ -125,10 +125,10 @@ class Tracker(contextlib.AbstractContextManager):
             self._trackers.text("memory", memory_table(compared), self._line.done)
 
     def system(self) -> list[float]:
-        """This rank's readings in the order of `system.SYSTEM_FIELDS`, at most a second old; NaN if unavailable."""
-        readings = self._system.sample()
+        """This rank's `Reading`, at most a second old, as a list of numbers that ranks exchange."""
+        reading = self._system.sample()
         self._tell_problem()
-        return readings
+        return [*reading]
 
     def step(
         self, record: Mapping[str, Any], system: Sequence[Sequence[float]] = (), forward_seconds: float = math.nan
@@ -142,7 +142,7 @@ class Tracker(contextlib.AbstractContextManager):
             system: each rank's `system()`; a curve gets a point when the sample is new.
             forward_seconds: `TrainStep.forward_seconds` of this rank; its next sample has it.
         """
-        seconds, times = spans.taken()
+        seconds, times = taken()
         self._system.forward_seconds += forward_seconds
         if not self._writes:
             return
@@ -151,20 +151,17 @@ class Tracker(contextlib.AbstractContextManager):
             record["tokens_per_second"] = record["tokens"] / record["seconds"]
             each = record["tokens_per_second"] / self.accelerator.num_processes
             record["tokens_per_second_per_device"] = each
-        for rank, numbers in enumerate(system):
-            if self.usage.add(rank, numbers):
-                for field, value in zip(SYSTEM_FIELDS[1:], numbers[1:], strict=True):
-                    if not math.isnan(value):
-                        curves[f"system/rank{rank}/{field}"] = value
-        readings = [dict(zip(SYSTEM_FIELDS, numbers, strict=True)) for numbers in system]
+        readings = [Reading(*numbers) for numbers in system]
+        for rank, reading in enumerate(readings):
+            if self.usage.add(rank, reading):
+                known = {field: value for field, value in reading._asdict().items() if not math.isnan(value)}
+                curves |= {f"system/rank{rank}/{field}": known[field] for field in known if field != "sample"}
         if (marked := self._machine.step(seconds.get(PAUSE, 0.0) > PAUSE_SECONDS, readings)) is not None:
             record[KEY] = marked
-        if energy := self.energy():
-            record["energy_joules"] = energy["joules"]
         self._metrics.append(record)
         self._trackers.curves({**_training_curves(record), **curves}, record["step"])
         self._time.add(record.get("seconds", 0.0), seconds)
-        if warning := self._idle.step(record, seconds, times, system):
+        if warning := self._idle.step(record, seconds, times, readings):
             self.log(warning)
         self._line.step(record)
 
@@ -217,8 +214,6 @@ class Tracker(contextlib.AbstractContextManager):
         for samples in self.run_dir.all_answers():
             if step_of(samples) > kept - (again is not None):
                 samples.unlink()
-        counted = [line["energy_joules"] for line in read_lines(self._metrics.path) if "energy_joules" in line]
-        self._joules_before = counted[-1] if counted else 0.0
         self._trackers.rewind(kept - (again is not None))
         if again:  # TensorBoard forgot the whole step, its training curves too
             self._trackers.curves(_training_curves(again), kept)
@@ -228,19 +223,13 @@ class Tracker(contextlib.AbstractContextManager):
     def profiler(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context; call its value's `step()` after each optimizer step. With --profile, 3 to 5 are traced."""
         if not self.config.profile:
-            return profiler.untraced()
-        return profiler.traced_steps(self.run_dir.profile, self.accelerator.process_index, self.log)
-
-    def energy(self) -> dict[str, float] | None:
-        """`joules` that the run's GPUs took until its last step, by NVML, and the number of `gpus` that count them;
-        None if no GPU counts. Known on rank 0 only."""
-        joules, gpus = self.usage.energy()
-        return {"joules": self._joules_before + joules, "gpus": gpus} if gpus else None
+            return contextlib.nullcontext(types.SimpleNamespace(step=lambda: None))
+        return traced_steps(self.run_dir.profile, self.accelerator.process_index, self.log)
 
     def watched(self) -> dict[str, Any]:
-        """What result.json says of the machine: `system` by rank and, if known, `energy` and `time_spent`."""
-        known = {"energy": self.energy(), "time_spent": self._time.found()}
-        return {"system": self.usage.by_rank(), **{name: found for name, found in known.items() if found}}
+        """What result.json says of the machine: `system` by rank and, if known, `time_spent`."""
+        spent = self._time.found()
+        return {"system": self.usage.by_rank(), **({"time_spent": spent} if spent else {})}
 
     def close(self) -> None:
         """End the bar and every tracker; a second call does nothing."""
@@ -256,6 +245,29 @@ class Tracker(contextlib.AbstractContextManager):
     def _show_settings(self) -> None:
         rows = list(self.config.as_dict().items())
         self._trackers.text("settings", markdown_table(["setting", "value"], rows), 0)
+
+
+_SKIPPED, _WARMUP, _TRACED = 1, 1, 3
+
+
+@contextlib.contextmanager
+def traced_steps(folder: Path, rank: int, log: Callable[[str], None]) -> Iterator[Any]:
+    """Yield an object whose `step()` is to be called after each optimizer step; steps 3-5 are traced into `folder`."""
+    write = torch.profiler.tensorboard_trace_handler(str(folder), worker_name=f"rank{rank}")
+
+    def ready(profiler: Any) -> None:
+        write(profiler)
+        log(f"profile: {folder} (open its files in ui.perfetto.dev or chrome://tracing)")
+
+    with torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=_SKIPPED, warmup=_WARMUP, active=_TRACED, repeat=1),
+        on_trace_ready=ready,
+        record_shapes=True,
+        profile_memory=True,
+    ) as profiler:
+        yield profiler
+    if profiler.step_num <= _SKIPPED + _WARMUP:
+        log(f"profile: no whole step was traced: tracing begins with step {_SKIPPED + _WARMUP + 1} of a start")
 
 
 def _training_curves(record: Mapping[str, Any]) -> dict[str, float]:

@@ -16,8 +16,7 @@ from accel_sft.launch.tensor_parallel import row_groups
 from accel_sft.launch.ulysses import sequence_ranks
 from accel_sft.models.adapters import adapter_of
 from accel_sft.models.quantized import bitsandbytes
-from accel_sft.tracking.spans import span
-from accel_sft.tracking.time_spent import BACKWARD, OPTIMIZER
+from accel_sft.tracking.time_spent import BACKWARD, OPTIMIZER, span
 from accel_sft.training.whole import Whole
 
 

@@ -22,6 +22,7 @@ from accel_sft.models.compiled import compile_seconds
 from accel_sft.tracking import resampled
 from accel_sft.tracking import run_report as report
 from accel_sft.tracking.disturbed import sentences, stretches
+from accel_sft.tracking.labels import weakest_label
 from accel_sft.tracking.metrics_file import mean_mfu, read_lines
 from accel_sft.tracking.model_card import model_card
 from accel_sft.tracking.time_spent import time_sentence
@@ -34,13 +35,11 @@ def card(
     prepared: Prepared,
     state: TrainState,
     model_class: str,
-    energy: dict[str, float] | None,
     scored: str,
 ) -> str:
     """Return the model card (README.md) of this state's weights, which compares the newest evaluation with the first.
 
     Args:
-        energy: what `Tracker.energy` returned.
         scored: the words for the weights that were evaluated.
     """
     config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
@@ -66,7 +65,6 @@ def card(
             "weights": _compared(f"{Path(config.init_from or config.model).name}", f"{scored}, of step {state.step}"),
         },
         versions=versions(),
-        energy=report.energy_text(energy),
     )
 
 
@@ -147,9 +145,10 @@ def publish(
     told = [f"stopped early: {reason}"] if reason else []
     told += [f"on rank 0 {time_sentence(measured['time_spent'])}"] if "time_spent" in measured else []
     told += [f"disturbed: {'; '.join(disturbed)}"] if disturbed else []
-    told_in_report = "scores and answers" if after else "scores"  # raw text has no answers
+    told += [weakest_label(result)] if result.get("labels") else []
+    scored = "scores and answers" if after else "scores" if state.latest else "settings"  # raw text has no answers
     told += [
-        f"{run_dir}: weights in {' and '.join(folders)}{averaged}, {told_in_report} in report.md",
+        f"{run_dir}: weights in {' and '.join(folders)}{averaged}, {scored} in report.md",
         *(f"{'' if number else 'next:':<5} {command}" for number, command in enumerate(commands)),
     ]
     if left_out := result["steps_left_out"]:

@@ -29,9 +29,8 @@ from accel_sft.models.load import parameter_counts
 from accel_sft.models.pretrained import auto_class, processor_files, stored_dtype
 from accel_sft.resilience.anomalies import Anomalies
 from accel_sft.resilience.signals import Interruption, StopSignals
-from accel_sft.tracking.spans import span, taken
 from accel_sft.tracking.system import peak_memory_gib
-from accel_sft.tracking.time_spent import BATCHES, PAUSE
+from accel_sft.tracking.time_spent import BATCHES, PAUSE, span, taken
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training import summary
 from accel_sft.training.in_vain import InVain
@@ -295,7 +294,7 @@ class Trainer:
         """Write the current weights, with a model card, for plain transformers or peft; the card's scores are of the
         weights that `scored` names. What is written `behind` the steps is there before the next checkpoint."""
         self.tracker.peaks.begin("export")
-        card = summary.card(self.task_name, self.prepared, self.state, self.model_class, self.tracker.energy(), scored)
+        card = summary.card(self.task_name, self.prepared, self.state, self.model_class, scored)
         tokenizer, written = self.prepared.assembly.tokenizer, (card, self.beside, behind)
         checkpoint.export(self.accelerator, self.model, tokenizer, target, *written, **self.exported)
 

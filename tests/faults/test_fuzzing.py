@@ -44,7 +44,7 @@ from accel_sft.tools.report import page
 from accel_sft.tools.report.comparison import read_comparison
 from accel_sft.tools.report.runs import read_run
 from accel_sft.tracking.metrics_file import MetricsFile
-from accel_sft.training.claim import _check_unchanged
+from accel_sft.training.record import _check_unchanged
 from accel_sft.training.state import TrainState
 
 EARLIER = STORED_RUNS / "0.1.0"

@@ -147,13 +147,13 @@ def test_a_package_imports_only_from_those_the_table_allows(package):
 @pytest.mark.parametrize(
     "line",
     [
-        "from accel_sft.training.claim import Lock",
-        "from accel_sft.training import claim",
+        "from accel_sft.training.folder import Lock",
+        "from accel_sft.training import folder",
         "import accel_sft.cli.group",
         "from accel_sft import Task",
         "def later():\n    import accel_sft.training",
         "import accel_sft\naccel_sft.Task",
-        "import accel_sft\naccel_sft.training.claim.Lock()",
+        "import accel_sft\naccel_sft.training.folder.Lock()",
         "import accel_sft as package",
     ],
 )

@@ -30,6 +30,6 @@ if __name__ == "__main__":
 
     torch.nn.modules.module.register_module_forward_pre_hook(slow)
     idle.WARMUP_STEPS, idle.WINDOW_STEPS, idle.WINDOW_READINGS = 2, 4, 3
-    SystemSampler._gpu = lambda sampler: (100.0, 1.0, 1.0)
+    SystemSampler._gpu = lambda sampler: (100.0, 1.0)
     SystemSampler.__init__.__kwdefaults__["seconds_between"] = 0.0
     main()

@@ -20,11 +20,11 @@ from accel_sft.launch.machine_state import CoreClock, cpu_clock, gpu_state, othe
 from accel_sft.tools.compare.measured import measure
 from accel_sft.tracking.disturbed import KEY, MachineWatch, in_words, marks, sentences, share, stretches
 from accel_sft.tracking.run_report import render_report
-from accel_sft.tracking.system import SYSTEM_FIELDS, SystemSampler
+from accel_sft.tracking.system import Reading, SystemSampler
 
 OTHERS = "other processes took # of 2 cores"
-NOTHING = dict.fromkeys(SYSTEM_FIELDS, math.nan)
-QUIET = NOTHING | {"cpu_percent": 190.0, "busy_cores": 1.95, "idle_cores": 0.05, "stolen_cores": 0.0, "held_cores": 0.0}
+NOTHING = Reading()
+QUIET = NOTHING._replace(cpu_percent=190.0, busy_cores=1.95, idle_cores=0.05, stolen_cores=0.0, held_cores=0.0)
 GPU = {"gpu_clock_mhz": 1200.0, "gpu_clock_share": 1200 / 1980, "gpu_slowed_by": 0.0, "gpu_others_gib": 0.0}
 
 
@@ -150,14 +150,14 @@ def test_nothing_is_marked_on_a_quiet_machine():
     quiet = (
         QUIET,
         NOTHING,  # not on Linux
-        QUIET | GPU | {"cpu_clock_share": 0.45},  # all cores in AVX-512; a power cap at the usual limit does not count
-        QUIET | {"cpu_percent": 1.0, "busy_cores": 0.01, "idle_cores": 1.99, "cpu_clock_share": 0.2},  # idle cores rest
-        QUIET
-        | {"cpu_percent": 100.0, "busy_cores": 9.0, "idle_cores": 7.0},  # others on cores that the run leaves idle
-        QUIET | {"cpu_percent": 185.0, "stolen_cores": 0.1, "held_cores": 0.1, "gpu_others_gib": 0.6},
+        QUIET._replace(**GPU, cpu_clock_share=0.45),  # all cores in AVX-512; power capped at the usual limit
+        QUIET._replace(cpu_percent=1.0, busy_cores=0.01, idle_cores=1.99, cpu_clock_share=0.2),  # idle cores rest
+        QUIET._replace(cpu_percent=100.0, busy_cores=9.0, idle_cores=7.0),  # others on cores that the run leaves idle
+        QUIET._replace(cpu_percent=185.0, stolen_cores=0.1, held_cores=0.1, gpu_others_gib=0.6),
     )
     assert [marks([each]) for each in quiet] == [{}] * len(quiet)
-    assert marks([QUIET | {"cpu_percent": 95.0}, NOTHING | {"cpu_percent": 95.0}]) == {}  # two ranks share the cores
+    sharing = [QUIET._replace(cpu_percent=95.0), NOTHING._replace(cpu_percent=95.0)]  # two ranks share the cores
+    assert marks(sharing) == {}
 
 
 @pytest.mark.parametrize(
@@ -175,16 +175,16 @@ def test_nothing_is_marked_on_a_quiet_machine():
     ],
 )
 def test_what_slows_a_machine_down_is_marked_in_words(read, told):
-    assert [in_words(*mark) for mark in marks([QUIET | read]).items()] == [told]
-    (there,) = marks([QUIET, NOTHING | {"cpu_percent": 0.0}, QUIET | read])  # on a second machine
+    assert [in_words(*mark) for mark in marks([QUIET._replace(**read)]).items()] == [told]
+    (there,) = marks([QUIET, NOTHING._replace(cpu_percent=0.0), QUIET._replace(**read)])  # on a second machine
     assert "rank 2's" in there
 
 
 def test_readings_that_cover_a_start_or_a_pause_do_not_count():
-    watch, taken = MachineWatch(), QUIET | {"cpu_percent": 60.0}
+    watch, taken = MachineWatch(), QUIET._replace(cpu_percent=60.0)
     told = []
     for step, paused in enumerate([False, False, False, True, False, False]):
-        told.append(watch.step(paused, [taken | {"sample": float(step // 2 + 1)}]))
+        told.append(watch.step(paused, [taken._replace(sample=step // 2 + 1)]))
     assert told[:2] == [None, None]  # the start
     assert [*told[2]] == [OTHERS]
     assert told[3:] == [None, None, None]  # the pause in the fourth step is in the reading of the fifth
@@ -246,7 +246,7 @@ def beside_the_sampler_is_marked():
         sampler, readings = SystemSampler(torch.device("cpu"), seconds_between=0.3), []
         while len(readings) < 4:
             latest = sampler.sample()
-            readings += [dict(zip(SYSTEM_FIELDS, latest, strict=True))] if latest[0] > len(readings) else []
+            readings += [latest] if latest.sample > len(readings) else []
     finally:
         for process in beside:
             process.kill()

@@ -18,13 +18,12 @@ from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.io.files import write_atomically, write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.recordable import command_line, masked_words, recordable
-from accel_sft.tracking.labels import label_scores, label_tables
+from accel_sft.tracking.labels import label_scores, label_tables, weakest_label
 from accel_sft.tracking.model_card import of_merged
 from accel_sft.tracking.resampled import add_intervals
 from accel_sft.tracking.run_report import (
     PRINTED_SAMPLES,
     comparison_rows,
-    energy_text,
     print_report,
     render_report,
     write_report,
@@ -184,6 +183,7 @@ def test_scores_by_label_are_scikit_learns():
         assert (found["precision"], found["recall"], found["f1"]) == pytest.approx(shares)
     assert result["macro_f1"] == pytest.approx((5 / 7 + 2 / 3) / 3)
     assert result["labels"]["c"]["answers"] == {"c": 3, "": 1}
+    assert weakest_label(result) == ("labels    macro F1 0.460 of 3; found least: 'other', 0 of 2; report.md has each")
     page = render_report(result, [], given)
     assert "| label | examples | precision | recall | F1 |" in page
     assert "| c | 4 | 0.600 | 0.750 | 0.667 |" in page
@@ -323,9 +323,6 @@ def test_markup_in_an_answer_is_shown_and_not_obeyed():
 
 
 def test_the_card_names_the_base_the_task_the_scores_and_the_data():
-    energy = energy_text({"joules": 1.512e6, "gpus": 2})
-    assert "## Energy\n\n0.42 kWh on 2 GPUs, by NVML" in card(energy=energy)
-    assert "Energy" not in card()
     text = card()
     meta = yaml.safe_load(text.split("---\n")[1])
     assert meta["base_model"] == "org/model-0.5B"

@@ -1,4 +1,4 @@
-"""Where a run's time goes, why its GPU idles, and what energy that takes: by readings of the real form."""
+"""Where a run's time goes, and why its GPU idles: by readings of the real form."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from places import SUPPORT
 from reference_job import FP32, ONCE
 
 from accel_sft.tracking.idle import WARMUP_STEPS, IdleWatch
-from accel_sft.tracking.profiler import traced_steps
-from accel_sft.tracking.run_report import energy_text, render_report
-from accel_sft.tracking.spans import span, taken
-from accel_sft.tracking.system import Usage
+from accel_sft.tracking.run_report import render_report
+from accel_sft.tracking.system import Reading
 from accel_sft.tracking.time_spent import (
     BACKWARD,
     BATCHES,
@@ -26,8 +24,11 @@ from accel_sft.tracking.time_spent import (
     OPTIMIZER,
     PAUSE,
     TimeSpent,
+    span,
+    taken,
     time_sentence,
 )
+from accel_sft.tracking.tracker import traced_steps
 
 
 def test_the_time_of_steps_is_divided_without_a_rest_and_evaluations_are_left_out():
@@ -93,7 +94,6 @@ def watched(
     """The warnings of steps of a second; a rank's GPU is used by `percent`, rank 0's by 90 where there are others.
 
     `waits` are the seconds by which each rank's forwards take less than half of a step; NaN: forwards are not measured.
-    A GPU takes 600 W, and 100 W while its rank waits.
     """
     waits = waits or [0.0] * ranks
     told = []
@@ -101,7 +101,7 @@ def watched(
         paused = {PAUSE: 30.0} if number in pauses else {}
         use = [90.0] * (ranks - 1) + [percent(number) if callable(percent) else percent]
         system = [
-            [float(number), 100.0, 1.0, 1.0, each, 1.0, number * (600 - 500 * wait), number * (0.5 - wait)]
+            Reading(number, 100.0, 1.0, 1.0, each, 1.0, number * (0.5 - wait))
             for each, wait in zip(use, waits, strict=True)
         ]
         record = {"step": number, "tokens": tokens, "seconds": 1.0}
@@ -168,7 +168,7 @@ def test_neither_a_start_nor_an_evaluation_nor_a_busy_gpu_is_warned_of():
 def test_a_rank_that_waits_is_named_though_nvml_reads_its_gpu_as_busy():
     (told,) = watched(IdleWatch(), 200, 100.0, ranks=3, waits=[0.5, 0.12, 0.1])
     assert told.startswith("rank 0 waits for rank 2 for 40% of a step or longer, in steps")
-    assert "reads 90% busy meanwhile, since kernels that wait count, and takes 64% of the power of rank 2's" in told
+    assert "reads 90% busy meanwhile, since kernels that wait count" in told
     assert watched(IdleWatch(), 200, 100.0, ranks=2, waits=[0.09, 0.0]) == []
     assert watched(IdleWatch(), 200, 100.0, ranks=2, waits=[math.nan, math.nan]) == []
 
@@ -190,38 +190,23 @@ def test_a_gpu_that_begins_to_idle_later_is_told_then():
     assert len(watched(watch, 100, 10.0, begin=101)) == 1
 
 
-# --- energy ---
+# --- what a GPU reads ---
 
 
-def test_energy_is_the_sum_of_all_ranks_gpus_and_said_in_words():
-    usage, nan = Usage(), math.nan
-    assert usage.energy() == (0, 0)
-    for rank in (0, 1):
-        for number, joules in ((1.0, 10.0), (2.0, 500.0), (3.0, nan)):
-            usage.add(rank, [number, 1.0, 1.0, 1.0, 50.0, 1.0, joules, 0.0])
-    usage.add(2, [1.0, 1.0, 1.0, 1.0, nan, 1.0, nan, 0.0])  # a MIG slice
-    assert usage.energy() == (1000.0, 2)
-    assert energy_text({"joules": 1.512e6, "gpus": 2}).startswith("0.42 kWh on 2 GPUs, by NVML")
-    assert energy_text({"joules": 1000.0, "gpus": 1}).startswith("0.278 Wh on 1 GPU, by NVML")
-    assert energy_text(None) == ""
-
-
-def test_the_report_has_energy_and_time_where_they_are_known():
+def test_the_report_says_where_time_went():
     spent = {"steps": 3, "seconds": 0.3, "parts": {FORWARD: 0.3}}
-    page = render_report({"steps": 3, "energy": {"joules": 3.6e6, "gpus": 1}, "time_spent": spent}, [], [])
-    assert "| energy | 1 kWh on 1 GPU, by NVML" in page
+    page = render_report({"steps": 3, "time_spent": spent}, [], [])
     assert "On rank 0 a step took 0.1 s in the mean of 3: 100% forward." in page
-    assert "energy" not in render_report({"steps": 3}, [], [])
 
 
 class Meter(Nvml):
-    """NVML of a GPU that keeps samples of its use, and counts its energy, as pynvml gives them."""
+    """NVML of a GPU that keeps samples of its use, as pynvml gives them."""
 
     NVML_GPU_UTILIZATION_SAMPLES = 1
 
     def __init__(self):
         super().__init__()
-        self.samples, self.millijoules = [], 5_000_000
+        self.samples = []
 
     def nvmlDeviceGetMemoryInfo(self, handle):
         return types.SimpleNamespace(used=2**30)
@@ -239,26 +224,16 @@ class Meter(Nvml):
     def nvmlDeviceGetUtilizationRates(self, handle):
         return types.SimpleNamespace(gpu=77)
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
-        return self.millijoules
 
-
-def test_gpu_use_is_the_mean_since_the_last_reading_and_energy_that_since_the_start():
+def test_gpu_use_is_the_mean_since_the_last_reading():
     import torch
 
-    from accel_sft.tracking.system import SYSTEM_FIELDS, SystemSampler
+    from accel_sft.tracking.system import SystemSampler
 
     sampler, meter = SystemSampler(torch.device("cpu"), seconds_between=0.0), Meter()
     sampler._nvml = meter, None
-    sampler._joules_before = sampler._joules()
     meter.samples = [(1, 0), (2, 100), (3, 20)]
-    meter.millijoules += 90_000
-
-    def read():
-        return dict(zip(SYSTEM_FIELDS, sampler.sample(), strict=True))
-
-    first = read()
-    assert (first["gpu_percent"], first["gpu_energy_joules"]) == (40.0, 90.0)
-    assert read()["gpu_percent"] == 77.0  # no new sample: what the driver says of this moment
+    assert sampler.sample().gpu_percent == 40.0
+    assert sampler.sample().gpu_percent == 77.0  # no new sample: what the driver says of this moment
     meter.samples += [(4, 10), (5, 20)]
-    assert read()["gpu_percent"] == 15.0
+    assert sampler.sample().gpu_percent == 15.0

@@ -28,7 +28,7 @@ from accel_sft.tracking.metrics_file import read_lines
 from accel_sft.tracking.run_report import COSTS
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-_MEASURED = {"seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "energy_joules", KEY, *COSTS}
+_MEASURED = {"seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", KEY, *COSTS}
 """Keys of metrics.jsonl that say how fast something went, which no second run repeats."""
 _ALL = "1000000"
 """--keep-checkpoints of a segment: the one at its end stays, however far the run gets until it is killed."""
