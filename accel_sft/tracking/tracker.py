@@ -146,7 +146,8 @@ class Tracker(contextlib.AbstractContextManager):
         self._system.forward_seconds += forward_seconds
         if not self._writes:
             return
-        record, curves = dict(record), {}
+        record = dict(record)
+        curves: dict[str, float] = {}
         if record.get("seconds"):
             record["tokens_per_second"] = record["tokens"] / record["seconds"]
             each = record["tokens_per_second"] / self.accelerator.num_processes
