@@ -589,6 +589,14 @@ def test_the_table_names_every_launch_file_and_recommends_one(models):
     assert "--adapter lora" in command
 
 
+def test_a_tokenizer_without_a_chat_template_is_named(models, tmp_path):
+    (tmp_path / "config.json").write_text((models / "7b" / "config.json").read_text())
+    for content, noted in (({}, True), ({"chat_template": "{{ messages }}"}, False)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+        done = accel_sft("plan", "chat", "--model", str(tmp_path), *MACHINE, "--launch", "z3")
+        assert done.output.startswith("note: the model's tokenizer has no chat template") is noted
+
+
 def fitting(name, seconds, *, tight=False, machines=1):
     return plans.Plan(
         name=name,

@@ -14,6 +14,7 @@ from accel_sft.api.registry import suggestion
 from accel_sft.api.task import Task
 from accel_sft.api.tool_configs import PlanConfig
 from accel_sft.evaluation.scoring import UNANSWERED
+from accel_sft.io.files import mapping, read_json
 from accel_sft.launch.info import Launch
 from accel_sft.launch.parallelism import sized
 from accel_sft.launch.shipped import FOLDER, shipped
@@ -64,9 +65,20 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     if config.json:
         print(json.dumps(answer.as_json(), indent=2))
     else:
-        for line in answer.lines():
+        for line in [*_template_note(folder, config), *answer.lines()]:
             print(line)
     raise SystemExit(0 if best else 1)
+
+
+def _template_note(folder: Path | None, config: PlanConfig) -> list[str]:
+    """A line if the model's folder has a tokenizer, and no chat template."""
+    settings_file = folder and folder / "tokenizer_config.json"
+    if settings_file is None or config.chat_template is not None or not settings_file.is_file():
+        return []
+    named = [settings_file.with_name(name).exists() for name in ("chat_template.jinja", "additional_chat_templates")]
+    if any(named) or "chat_template" in mapping(read_json(settings_file)):
+        return []
+    return ["note: the model's tokenizer has no chat template: chats need --chat-template, such as chatml"]
 
 
 def model_config(config: PlanConfig, vocabulary: int = 0) -> tuple[dict[str, Any], str, Path | None]:
