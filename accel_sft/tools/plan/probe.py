@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.io.run_dir import RunDir
+from accel_sft.launch.child import launch, outcome
 from accel_sft.launch.parallelism import sized
 from accel_sft.memory.closed_form import CUDA_BYTES
 from accel_sft.memory.estimate import PHASES, Estimate
 from accel_sft.memory.job import Job
-from accel_sft.tools.compare.launching import launch
-from accel_sft.tools.compare.outcome import outcome
 
 GIB = 2**30
 LIMIT_SECONDS = 3600.0
