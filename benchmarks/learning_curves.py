@@ -87,7 +87,7 @@ def main(folder: Path, jobs: int, start: str, sizes: str | None, steps: int | No
         record = json.loads((place / "comparison.json").read_text())
         whole = read_curve(record)
         most = whole.sizes[-1]
-        record["cells"] = [cell for cell in record["cells"] if cell["settings"]["train_limit"] != str(most)]
+        record["settings"] = [one for one in record["settings"] if one["values"]["train_limit"] != str(most)]
         half = read_curve(record)
         if half is None:  # with --smoke there are too few sizes
             print(f"| {name} | too few sizes |")

@@ -27,7 +27,7 @@ python -m accel_sft compare math --model "$MODEL" --launch "$LAUNCH" --mixed-pre
     --global-batch-size 32 --micro-batch-size 16 "${length[@]}" --learning-rate 1e-4 --lr-scheduler cosine \
     --warmup-ratio 0.03 --weight-decay 0.1 --gradient-checkpointing --seed 42 "$@"
 
-trained=$(find "$OUT/cells/" -maxdepth 2 -name round-1 -type d | sort | head -n 1)
+trained=$(find "$OUT/runs/" -maxdepth 2 -name round-1 -type d | sort | head -n 1)
 base=$MODEL
 [[ $MODEL != tiny ]] || base=$trained/base
 report=$OUT/base-and-tuned

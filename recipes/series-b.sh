@@ -6,7 +6,7 @@
 #   MODEL=Qwen/Qwen2.5-0.5B-Instruct bash recipes/series-b.sh
 #   MODEL=... bash recipes/series-b.sh --train-file train.json --validation-file dev.json      # CLUENER 2020's form
 #
-# Each cell trains 20 steps: a run of N steps takes N times the time a step. Also read: LAUNCH (launch files, commas
+# Each setting trains 20 steps: a run of N steps takes N times the time a step. Also read: LAUNCH (launch files, commas
 # between), STEPS, ROUNDS, DISCARD (steps not counted), OUT (the folder; the same one goes on where it was interrupted).
 # More options of `accel-sft compare` may follow.
 set -euo pipefail
@@ -16,7 +16,7 @@ MODEL=${MODEL:-tiny}
 OUT=${OUT:-runs/series-b-$(basename "$MODEL")}
 LAUNCH=${LAUNCH:-single,ddp,z0,z1,z2,z2_offload,z3,z3_offload}
 
-# a step is 64 examples in every cell, also where one row is forwarded at a time
+# a step is 64 examples in every setting, also where one row is forwarded at a time
 python -m accel_sft compare ner --model "$MODEL" --launch "$LAUNCH" --mixed-precision bf16 --micro-batch-size 1,32 \
     --repeat "${ROUNDS:-2}" --discard-steps "${DISCARD:-3}" --output-dir "$OUT" \
     --global-batch-size 64 --max-steps "${STEPS:-20}" --learning-rate 1e-4 --lr-scheduler cosine \

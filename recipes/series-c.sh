@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Series C: LoRA and AdaLoRA on one process, without ZeRO and at stages 2 and 3: which fits, at what memory, at what
-# speed, and the memory of each start-up phase (in comparison.md). Here with the built-in text model, or with real
+# speed, and the memory of each start-up phase (in comparison.html). Here with the built-in text model, or with real
 # weights on one GPU of 24 GB:
 #
 #   bash recipes/series-c.sh

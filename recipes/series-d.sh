@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Series D: why is the GPU idle? Rows a forward, precision, and two tasks' data, with a torch profiler trace of each cell.
+# Series D: why is the GPU idle? Rows a forward, precision, and two tasks' data, with a torch profiler trace of each.
 # The findings say which share of a step goes into reading rows and making batches: it is all that loader workers,
 # prefetching and pinned memory could save. Each run's report.md says what its process did in the rest of the time; what
 # a GPU did, its copies and gaps, is in the traces (profile/, for ui.perfetto.dev). Here with the built-in model, or with real weights on one GPU:

@@ -33,7 +33,7 @@ def comparison_options() -> dict[str, list[click.Option]]:
             type=click.IntRange(1),
             show_default=True,
             default=3,
-            help="Rounds: how often each cell is run.",
+            help="Rounds: how often each setting is run.",
         ),
         click.Option(
             ["--discard-steps"],
@@ -58,7 +58,7 @@ def comparison_options() -> dict[str, list[click.Option]]:
             metavar="TEXT",
             help="The comparison's own folder, to go on with after an interrupt; default runs/compare-<task>-<time>.",
         ),
-        click.Option(["--dry-run"], is_flag=True, help="Print each cell and its command, and stop."),
+        click.Option(["--dry-run"], is_flag=True, help="Print each setting and its command, and stop."),
     ]
     return {"Comparison": own}
 

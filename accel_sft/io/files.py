@@ -237,6 +237,33 @@ def read_json(path: Path) -> Any:
         ) from None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a run; {} without the file, and if the run was killed while it wrote it."""
+    try:
+        return mapping(read_json(path))
+    except UserError:
+        return {}
+
+
+def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The JSON objects of a file, one a line, and the number of its lines that are none, such as a half-written one.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    rows, unreadable = [], 0
+    for line in filter(None, read_text(path, "replace").split("\n")):  # splitlines() would split at U+2028, too
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            unreadable += 1
+    return rows, unreadable
+
+
 def mapping(value: Any) -> dict[str, Any]:
     """Return `value` if it is a dict, else an empty one: it may come from a damaged file, or someone else's."""
     return value if isinstance(value, dict) else {}

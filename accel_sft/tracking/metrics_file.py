@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft.io.files import json_safe, read_text, write_atomically
+from accel_sft.io.files import json_safe, read_json_lines, write_atomically
 
 
 def chained(chain: str, line: bytes) -> str:
@@ -108,12 +108,4 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    found = []
-    for line in read_text(path, "replace").splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            found.append(record)
-    return found
+    return [line for line in read_json_lines(path)[0] if isinstance(line.get("step"), int)]

@@ -20,8 +20,8 @@ from accel_sft.launch import environment, start
 from accel_sft.launch.audit import audit
 from accel_sft.launch.parallelism import fitted
 from accel_sft.launch.read import launch_of_yaml
-from accel_sft.tools.compare.cells import product
-from accel_sft.tools.compare.environment import nvidia_gpus
+from accel_sft.launch.this_machine import nvidia_gpus
+from accel_sft.tools.compare.settings import product
 
 
 def planted(gpus, **more):
@@ -146,8 +146,8 @@ def test_tools_count_the_gpus_that_a_launch_would_see(named, left, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     assert "".join(gpu["name"] for gpu in nvidia_gpus()[1]) == left
     for typed in ([], ["2"]):
-        (cell,), _ = product("math", {"z2": CONFIGS / "z2.yaml"}, typed, [], {}, [])
-        assert cell.launch["processes"] == (1 if len(left) == 1 and not typed else 2)
+        (setting,), _ = product("math", {"z2": CONFIGS / "z2.yaml"}, typed, [], {}, [])
+        assert setting.launch["processes"] == (1 if len(left) == 1 and not typed else 2)
 
 
 def test_rank_beyond_the_devices_ends_before_it_forms_a_group(monkeypatch):

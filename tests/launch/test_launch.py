@@ -809,7 +809,7 @@ def test_launch_from_command_gets_users_threads_only(tmp_path, given):
             os.environ["OMP_NUM_THREADS"] = {given!r}
         from pathlib import Path
         from accel_sft.launch import environment
-        from accel_sft.tools.compare.launching import launch
+        from accel_sft.launch.child import launch
         environment.usable_cores = lambda: 8
         environment.prepare_environment()
         environment.prepare_environment()

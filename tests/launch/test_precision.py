@@ -22,7 +22,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory, precision
 from accel_sft.launch.audit import audit
 from accel_sft.launch.read import launch_of_yaml, read_launch
-from accel_sft.tools.compare.cells import product
+from accel_sft.tools.compare.settings import product
 from accel_sft.tools.plan.machine import machine
 from accel_sft.tools.plan.plans import launch_of
 
@@ -178,8 +178,8 @@ def test_plan_and_compare_follow_the_machine_that_they_are_for(tmp_path, monkeyp
         assert launch_of(tmp_path / "bare.yaml", machine(0, None, 8)).precision[0] == "no"
     for flags, expected in ([], "no"), (["avx512_bf16"], "bf16"):
         monkeypatch.setattr(precision, "cpu_flags", lambda flags=flags: flags)
-        (cell,), _ = product("math", {"bare": tmp_path / "bare.yaml"}, ["2"], [], {}, [])
-        assert cell.launch["precision"] == expected
+        (setting,), _ = product("math", {"bare": tmp_path / "bare.yaml"}, ["2"], [], {}, [])
+        assert setting.launch["precision"] == expected
 
 
 JOB = (

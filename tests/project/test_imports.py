@@ -33,10 +33,10 @@ MAY_IMPORT = {
     "tools.check": "api io launch rows chat data models batching tracking evaluation training",
     "tools.parity": "api io launch rows chat data models batching tracking evaluation resilience training commands",
     "tools.compare": "api io launch models tracking tools.report",
-    "tools.plan": "api io launch models batching evaluation memory tools.compare",
+    "tools.plan": "api io launch models batching evaluation memory",
     "tools.how_much": "api chat io models tracking tools.compare",
-    "tools.verify": "api io launch rows tracking training tools.compare",
-    "tools.rehearse": "api io launch chat data models tracking training tools.check tools.compare tools.plan",
+    "tools.verify": "api io launch rows tracking training",
+    "tools.rehearse": "api io launch chat data models tracking training tools.check tools.plan",
     "commands": "api io launch rows chat models batching tracking evaluation resilience training tools.check",
     "cli": "api io launch rows models resilience commands"
     " tools.check tools.compare tools.doctor tools.how_much tools.parity tools.plan tools.rehearse tools.report"
@@ -164,7 +164,7 @@ def test_an_import_against_the_table_is_found(line):
 @pytest.mark.parametrize(
     ("module", "line", "forbidden"),
     [
-        ("tools.report.page", "from accel_sft.tools.compare import cells", True),
+        ("tools.report.page", "from accel_sft.tools.compare import settings", True),
         ("tools.compare.command", "from accel_sft.tools.report import page", False),
         ("training.trainer", "from accel_sft.tools.plan import table", True),
         ("commands.train", "from accel_sft.tools.check.quick import quick_lines", False),

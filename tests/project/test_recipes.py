@@ -33,7 +33,7 @@ def run(name, folder, **variables):
 
 
 def ended(record):
-    return {cell["name"]: cell["status"] for cell in record["cells"]}
+    return {setting["name"]: setting["status"] for setting in record["settings"]}
 
 
 def a(tmp_path):
@@ -50,13 +50,13 @@ def stages(tmp_path):
     _, found = run("series-a", tmp_path / "a", LAUNCH="z2,z2_offload")
     (_, record), *_ = found.items()
     assert ended(record) == {"z2": "complete", "z2_offload": "complete"}
-    assert record["cells"][0]["launch"]["processes"] == 2
-    assert record["cells"][1]["loss_difference"]["relative"] < 0.01
+    assert record["settings"][0]["launch"]["processes"] == 2
+    assert record["settings"][1]["loss_difference"]["relative"] < 0.01
     assert any(line.startswith("What offload costs here: z2_offload takes ") for line in record["findings"])
 
 
 def b(tmp_path):
-    """There is a cell for each launch and number of rows."""
+    """There is a setting for each launch and number of rows."""
     _, found = run("series-b", tmp_path / "b")
     ((_, record),) = found.items()
     names = ("single", "ddp", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload")
@@ -64,7 +64,7 @@ def b(tmp_path):
 
 
 def c(tmp_path):
-    """There is a cell for each adapter and launch, and the memory of each phase is told."""
+    """There is a setting for each adapter and launch, and the memory of each phase is told."""
     _, found = run("series-c", tmp_path / "c")
     ((folder, record),) = found.items()
     assert ended(record) == {
@@ -75,7 +75,8 @@ def c(tmp_path):
         "z3, adapter lora": "complete",
         "z3, adapter adalora": "complete",
     }
-    assert "| single, adapter lora | sharded |" in (folder / "comparison.md").read_text()
+    page = (folder / "comparison.html").read_text(encoding="utf-8")
+    assert '<tr><th scope="row">single, adapter lora, round 1</th><td>sharded</td>' in page
 
 
 def c_with_images(tmp_path):
@@ -84,18 +85,19 @@ def c_with_images(tmp_path):
     ((folder, record),) = found.items()
     assert ended(record)["single, adapter adalora"] == "complete"
     assert {ended(record)[f"{name}, adapter lora"] for name in ("single", "z2", "z3_offload")} == {"complete"}
-    text = (folder / "comparison.md").read_text()
-    assert all(f"| z3_offload, adapter lora | {phase} |" in text for phase in ("model", "sharded", "ready"))
+    page = (folder / "comparison.html").read_text(encoding="utf-8")
+    row = '<tr><th scope="row">z3_offload, adapter lora, round 1</th><td>{}</td>'
+    assert all(row.format(phase) in page for phase in ("model", "sharded", "ready"))
 
 
 def d(tmp_path):
-    """It is told what making batches takes, and a trace of each cell is there to look at."""
+    """It is told what making batches takes, and a trace of each is there to look at."""
     _, found = run("series-d", tmp_path / "d", STEPS="6")
     assert {folder.name for folder in found} == {"math", "ner"}
     for folder, record in found.items():
         assert {*ended(record).values()} == {"complete"}
         assert [*folder.glob("**/profile/*.json")]
-        assert 0 < record["cells"][0]["runs"][0]["batch_share"] < 1
+        assert 0 < record["settings"][0]["runs"][0]["batch_share"] < 1
         assert any("Reading rows and making batches takes" in line for line in record["findings"])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import forked
 
-from accel_sft.tools.compare.launching import Ended
+from accel_sft.launch.child import Ended
 from accel_sft.tools.rehearse import runs
 
 _running: list[multiprocessing.Process] = []

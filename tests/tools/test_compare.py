@@ -20,29 +20,26 @@ import psutil
 import pytest
 from fake_plugins import install
 from limits import limit, wait_for
+from markupsafe import escape
 from places import SUPPORT
 from rich.console import Console
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
-from accel_sft.api.task import Task
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
-from accel_sft.tools.compare import launching, rounds
-from accel_sft.tools.compare.cells import Cell, product, values
-from accel_sft.tools.compare.command import _command, _whole
-from accel_sft.tools.compare.conclusions import findings
-from accel_sft.tools.compare.launching import Interrupted, launch, signals_interrupt
-from accel_sft.tools.compare.measured import measure
-from accel_sft.tools.compare.outcome import outcome, waited_for
+from accel_sft.launch.child import MARK, waited_for
+from accel_sft.tools.compare import rounds
+from accel_sft.tools.compare.command import CompareConfig
+from accel_sft.tools.compare.findings import findings
+from accel_sft.tools.compare.measured import measure, summarise
 from accel_sft.tools.compare.record import open_record, write_record
-from accel_sft.tools.compare.rounds import _resuming
-from accel_sft.tools.compare.summary import summarise
+from accel_sft.tools.compare.rounds import resuming
+from accel_sft.tools.compare.settings import ComparedSetting, product, split_values
 from accel_sft.tools.compare.sweep import paired_settings
-from accel_sft.tools.compare.tables import as_csv, markdown, terminal_table
-from accel_sft.tools.report.comparison import read_comparison
-from accel_sft.tools.report.page import render
+from accel_sft.tools.compare.tables import as_csv, terminal_table
+from accel_sft.tools.report.runs import SCHEMA, read_comparison
 
 SETTINGS = {setting.name: setting for setting in settings(TrainConfig)}
 FAULTY = '''
@@ -116,7 +113,7 @@ def marked(folder):
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("ACCEL_SFT_COMPARED", "").startswith(str(folder)):
+            if process.environ().get(MARK, "").startswith(str(folder)):
                 found.append(process)
         except psutil.Error:
             continue
@@ -131,7 +128,7 @@ def until_begun(process, folder):
 
 @pytest.fixture(scope="module")
 def compared(site, tmp_path_factory):
-    """Five cells, four of which do not come to their end; the one that does is run twice."""
+    """Five settings, four of which do not come to their end; the one that does is run twice."""
     folder = tmp_path_factory.mktemp("faults")
     given = ("--api-key", "hunter2", "--fault", ",".join(FAULTS), "--repeat", "2", *RUN)
     given += ("--", "--hang-timeout", f"{limit(4):.0f}")
@@ -140,32 +137,32 @@ def compared(site, tmp_path_factory):
     return folder, process.returncode, printed, read(folder)
 
 
-def test_a_cell_that_is_killed_hangs_or_runs_out_of_memory_is_a_result_and_not_the_end(compared):
+def test_killed_hung_and_out_of_memory_are_results(compared):
     folder, status, printed, record = compared
-    cells = {cell["settings"]["fault"]: cell for cell in record["cells"]}
+    settings = {setting["values"]["fault"]: setting for setting in record["settings"]}
     assert status == 0, printed
-    assert {fault: cell["status"] for fault, cell in cells.items()} == {
+    assert {fault: setting["status"] for fault, setting in settings.items()} == {
         "none": "complete",
         "killed": "killed",
         "hung": "hung",
         "memory": "out of memory",
         "raised": "failed",
     }
-    assert "signal 9" in cells["killed"]["reason"]
-    assert re.search("nothing has moved for .*stuck in dataset", cells["hung"]["reason"])
-    assert "CUDA out of memory" in cells["memory"]["reason"]
-    assert "no rows today" in cells["raised"]["reason"]
+    assert "signal 9" in settings["killed"]["reason"]
+    assert re.search("nothing has moved for .*stuck in dataset", settings["hung"]["reason"])
+    assert "CUDA out of memory" in settings["memory"]["reason"]
+    assert "no rows today" in settings["raised"]["reason"]
     for fault in FAULTS[1:]:
-        assert f"fault {fault}: {cells[fault]['status']}" in " ".join(printed.split())
+        assert f"fault {fault}: {settings[fault]['status']}" in " ".join(printed.split())
     assert marked(folder) == []
-    written = [path for path in folder.rglob("*") if path.is_file() and path.suffix in (".json", ".md", ".csv")]
+    written = [path for path in folder.rglob("*") if path.is_file() and path.suffix in (".json", ".html", ".csv")]
     assert len(written) > 5
     assert [path for path in written if "hunter2" in path.read_text()] == []
 
 
-def test_rounds_are_interleaved_and_a_cell_that_failed_is_not_repeated(compared):
+def test_rounds_are_interleaved_and_failed_settings_not_repeated(compared):
     _, _, printed, record = compared
-    runs = [(run["started"], run["round"], cell["name"]) for cell in record["cells"] for run in cell["runs"]]
+    runs = [(run["started"], run["round"], entry["name"]) for entry in record["settings"] for run in entry["runs"]]
     assert [name for _, number, name in sorted(runs)] == [*(f"fault {fault}" for fault in FAULTS), "fault none"]
     assert [number for _, number, _ in sorted(runs)] == [1] * 5 + [2]
     assert "round 2, fault none: complete" in printed
@@ -173,7 +170,7 @@ def test_rounds_are_interleaved_and_a_cell_that_failed_is_not_repeated(compared)
 
 def test_what_is_recorded_of_a_run_is_what_its_folder_says(compared, tmp_path):
     folder, _, _, record = compared
-    run = record["cells"][0]["runs"][0]
+    run = record["settings"][0]["runs"][0]
     run_dir = RunDir(folder / "compared" / run["folder"])
     lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
@@ -195,51 +192,34 @@ def test_what_is_recorded_of_a_run_is_what_its_folder_says(compared, tmp_path):
     assert (folder / "compared" / run["log"]).is_file()
 
 
-def test_the_files_have_every_cell_and_the_terminal_s_lines_fit(compared):
+def test_files_have_every_setting_and_terminal_lines_fit(compared):
     folder, _, printed, record = compared
     rows = list(csv.DictReader((folder / "compared" / "comparison.csv").open()))
     assert [row["status"] for row in rows] == ["complete", "complete", "killed", "hung", "out of memory", "failed"]
     assert {row["fault"] for row in rows} == {*FAULTS}
-    page = (folder / "compared" / "comparison.md").read_text()
-    assert all(finding.split(":")[0] in page for finding in record["findings"])
     table = printed[: printed.index("\n- ")].rpartition("in all)")[2].splitlines()[1:]
     assert sum("─" in line for line in table) == 1
     assert sum(line.split()[:1] in ([fault] for fault in FAULTS) for line in table) == len(FAULTS)
     assert max(map(len, table)) <= 80
     html = folder / "compared" / "comparison.html"
     assert printed.splitlines()[-1] == f"{html}: open it in a browser"
-    assert all(f"fault {fault}" in html.read_text() for fault in FAULTS)
+    page = html.read_text()
+    assert all(f"fault {fault}" in page for fault in FAULTS)
+    assert all(str(escape(finding)) in page for finding in record["findings"])
 
 
 def test_what_a_run_waits_for_is_told_where_nothing_is_updated_and_no_longer_than_that(tmp_path):
     waits = "DeepSpeed compiles cpu_adam: 5 s so far"
     script = f"echo '{waits}'; sleep 2; echo trained"
     nothing: dict = {}
-    about = {"settings": nothing, "launch": nothing, "environment": nothing, "words": (), "fingerprint": ""}
-    cell = Cell(name="z2", folder="z2", launcher=("sh", "-c", script), **about)
+    about = {"values": nothing, "launch": nothing, "environment": nothing, "words": (), "fingerprint": ""}
+    setting = ComparedSetting(name="z2", folder="z2", launcher=("sh", "-c", script), **about)
     text = io.StringIO()
     record = {"time_limit_minutes": 1, "discard_steps": 0}
     with Console(file=text).status("") as status:
-        run = rounds._run_cell(record, tmp_path, cell, 1, status, "1 of 1: z2")
+        run = rounds._run_once(record, tmp_path, setting, 1, status, "1 of 1: z2")
     assert text.getvalue() == f"1 of 1: z2: {waits}\n"
     assert waited_for(tmp_path / run["log"]) == ""
-
-
-def test_a_comparison_under_nohup_goes_on_when_its_terminal_is_closed():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with signals_interrupt():
-            signal.raise_signal(signal.SIGHUP)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_a_signal_ends_a_launch_and_leaves_no_process(tmp_path):
-    sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with pytest.raises(Interrupted, match="SIGTERM"):
-        launch(sleeps, {}, tmp_path, tmp_path / "log", 60, lambda: signal.raise_signal(signal.SIGTERM))
-    assert marked(tmp_path) == []
 
 
 def test_an_interrupted_comparison_leaves_no_process_and_goes_on(site, tmp_path):
@@ -264,7 +244,7 @@ def test_an_interrupted_comparison_leaves_no_process_and_goes_on(site, tmp_path)
     assert "interrupted by SIGINT; to go on: accel-sft compare faulty" in printed
     assert marked(tmp_path) == []
     before = read(tmp_path)
-    assert (before["status"], [len(cell["runs"]) for cell in before["cells"]]) == ("interrupted", [1, 0])
+    assert (before["status"], [len(entry["runs"]) for entry in before["settings"]]) == ("interrupted", [1, 0])
 
     (tmp_path / "begun").unlink()
     process = compare(site, tmp_path, *given)
@@ -287,59 +267,20 @@ def test_an_interrupted_comparison_leaves_no_process_and_goes_on(site, tmp_path)
     printed = process.communicate()[0]
     after = read(tmp_path)
     assert process.returncode == 0, printed
-    assert [cell["status"] for cell in after["cells"]] == ["complete", "complete"]
-    assert after["cells"][0]["runs"] == before["cells"][0]["runs"]
-    assert after["cells"][1]["loss_difference"] is None  # another setting of the task: it may learn something else
+    assert [entry["status"] for entry in after["settings"]] == ["complete", "complete"]
+    assert after["settings"][0]["runs"] == before["settings"][0]["runs"]
+    assert after["settings"][1]["loss_difference"] is None  # another setting of the task: it may learn something else
 
 
-def test_a_launch_over_its_time_limit_is_ended_with_children_that_left_its_session(tmp_path):
-    child = "import subprocess, sys, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)"
-    ended = launch([sys.executable, "-c", child], {}, tmp_path, tmp_path / "log", 1.0, lambda: None)
-    assert ended.over_time
-    assert marked(tmp_path) == []
-    told = outcome(ended, RunDir(tmp_path), tmp_path / "log", 90.0)
-    assert told == ("time limit", "not done after 1.5 minutes (--time-limit)")
-
-
-@pytest.mark.parametrize(
-    ("summary", "status"),
-    [("Signal 9 (SIGKILL) received by PID 7", "killed"), ("Signal 11 (SIGSEGV) received by PID 7", "failed")],
-)
-def test_how_a_rank_ended_that_the_others_know_nothing_of_is_in_the_launchers_summary(tmp_path, summary, status):
-    (tmp_path / "log").write_text(summary)
-    run_dir = RunDir(tmp_path)
-    run_dir.write_result({"status": "failed", "error": "rank 1 ended without an error message (the launcher's summary"})
-    assert outcome(launching.Ended(1, 2.0, False), run_dir, tmp_path / "log", 90.0)[0] == status
-
-
-def test_what_ignores_sigterm_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(launching, "GRACE_SECONDS", 0.5)
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    launch([sys.executable, "-c", stubborn], {}, tmp_path, tmp_path / "log", 1.0, lambda: None)
-    assert marked(tmp_path) == []
-
-
-def test_processes_that_cannot_be_killed_end_the_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr(launching, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(launching, "KILL_SECONDS", 0.2)
-    monkeypatch.setattr(psutil.Process, "kill", lambda process: None)  # as on one that waits for a device
-    with subprocess.Popen(["sleep", "600"], env={**os.environ, launching._MARK: str(tmp_path)}) as process:
-        try:
-            with pytest.raises(UserError, match=f"process {process.pid}: cannot be killed"):
-                launching.kill_all(tmp_path)
-        finally:
-            process.kill()
-
-
-def cell_names(launches, **given):
-    options = {SETTINGS[name]: values(SETTINGS[name], texts) for name, texts in given.items()}
+def names_of(launches, **given):
+    options = {SETTINGS[name]: split_values(SETTINGS[name], texts) for name, texts in given.items()}
     made, varied = product("math", launches, ["1", "2"], [], options, [])
-    return [cell.name for cell in made], varied
+    return [setting.name for setting in made], varied
 
 
-def test_cells_are_the_product_and_single_has_one_process():
+def test_settings_are_the_product_and_single_has_one_process():
     z2 = Path("accelerate_configs/z2.yaml").absolute()
-    names, varied = cell_names({"single": None, "z2": z2}, micro_batch_size=("1,32",), seed=("1",))
+    names, varied = names_of({"single": None, "z2": z2}, micro_batch_size=("1,32",), seed=("1",))
     assert varied == ["launch", "num_processes", "micro_batch_size"]
     assert names == [
         "single, micro-batch-size 1",
@@ -354,14 +295,14 @@ def test_cells_are_the_product_and_single_has_one_process():
 
 @pytest.mark.parametrize(("name", "backend", "groups"), [("tp", "tp", 1), ("z3_sp", "deepspeed", 1), ("ddp", "ddp", 2)])
 def test_ranks_that_share_rows_are_one_group(name, backend, groups):
-    (cell,), _ = product("math", {name: Path(f"accelerate_configs/{name}.yaml").absolute()}, ["2"], [], {}, [])
-    assert (cell.launch["backend"], cell.launch["row_groups"]) == (backend, groups)
+    (setting,), _ = product("math", {name: Path(f"accelerate_configs/{name}.yaml").absolute()}, ["2"], [], {}, [])
+    assert (setting.launch["backend"], setting.launch["row_groups"]) == (backend, groups)
 
 
 def test_secrets_cannot_be_compared():
     (key,) = (one for one in settings(Keyed) if one.name == "api_key")
     made, _ = product("math", {"single": None}, [], [], {key: ["a"]}, [])
-    assert (made[0].name, made[0].settings["api_key"]) == ("single", "***")
+    assert (made[0].name, made[0].values["api_key"]) == ("single", "***")
     with pytest.raises(UserError, match="--api-key: secrets are not recorded, so they cannot be compared"):
         product("math", {"single": None}, [], [], {key: ["a", "b"]}, [])
 
@@ -372,28 +313,41 @@ class Keyed:
 
 
 def test_values_are_split_at_commas_but_where_they_hold_commas():
-    assert values(SETTINGS["micro_batch_size"], ("1,32", "1", "auto")) == ["1", "32", "auto"]
-    assert values(SETTINGS["learning_rate"], ("1e-4,0.0001,3e-4",)) == ["1e-4", "3e-4"]
-    assert values(SETTINGS["lora_target_modules"], ("q,v", "k"), whole=True) == ["q,v", "k"]
+    assert split_values(SETTINGS["micro_batch_size"], ("1,32", "1", "auto")) == ["1", "32", "auto"]
+    assert split_values(SETTINGS["learning_rate"], ("1e-4,0.0001,3e-4",)) == ["1e-4", "3e-4"]
+    assert split_values(SETTINGS["lora_target_modules"], ("q,v", "k"), whole=True) == ["q,v", "k"]
     whole = {"--lora-modules-to-save", "--lora-target-modules", "--lora-target-parameters"}
     whole |= {"--mix", "--tracker", "--train-only"}
-    assert _whole(Task, {Task: []}) == whole  # --train-only 'layers\.\d{1,2}\.'
-    assert values(SETTINGS["gradient_checkpointing"], ("on,off",)) == ["on", "off"]
+    assert read_config({}).whole == whole | {"--sample"}  # --train-only 'layers\.\d{1,2}\.'
+    assert split_values(SETTINGS["gradient_checkpointing"], ("on,off",)) == ["on", "off"]
     with pytest.raises(UserError, match="--seed 1,,2: a value between two commas is empty"):
-        values(SETTINGS["seed"], ("1,,2",))
+        split_values(SETTINGS["seed"], ("1,,2",))
     with pytest.raises(UserError, match="--seed 'x': expected a whole number"):
-        values(SETTINGS["seed"], ("1,x",))
+        split_values(SETTINGS["seed"], ("1,x",))
 
 
-def test_the_command_that_is_shown_can_be_typed_again(tmp_path):
-    given = {"--launch": ["single", "z2"], "--sample": ["it's a -- b", "c"], "--seed": ["1", "2"], "the options": ["x"]}
-    asked = {"repeat": 1, "discard_steps": 3, "time_limit": 60.0, "keep_weights": False, "output_dir": None}
-    command = _command("math", given, {**asked, "run_words": ("--tracker", "none")}, {"--sample"})
-    words = ["accel-sft", "compare", "math", "--launch", "single,z2", "--sample", "it's a -- b", "--sample", "c"]
-    words += ["--seed", "1,2", "--repeat", "1", "--discard-steps", "3", "--time-limit", "60"]
+def read_config(given, **more):
+    """What `compare` reads of a command line with these values of options."""
+    offers = {TrainConfig: [SETTINGS["seed"]], Sampled: settings(Sampled)}
+    params = {"seed": (), "sample": (), "num_processes": (), "mixed_precision": (), "launch": (), "run_words": ()}
+    params |= {"time_limit": 60.0, "keep_weights": False, "output_dir": None, "config_file": None, "dry_run": False}
+    return CompareConfig.read({**params, **given, **more}, offers, Sampled, 1, 3)
+
+
+@dataclass
+class Sampled:
+    sample: str = ""
+
+
+def test_shown_command_can_be_typed_again(tmp_path):
+    given = {"launch": ("single,z2",), "sample": ("it's a -- b", "c"), "seed": ("1,2",)}
+    command = read_config(given, run_words=("--tracker", "none")).command("math")
+    words = ["accel-sft", "compare", "math", "--launch", "single,z2", "--seed", "1,2"]
+    words += ["--sample", "it's a -- b", "--sample", "c"]
+    words += ["--repeat", "1", "--discard-steps", "3", "--time-limit", "60"]
     assert shlex.split(command) == [*words, "--", "--tracker", "none"]
     folder = tmp_path / "a blank"
-    continued = shlex.split(_resuming({"command": command}, folder))
+    continued = shlex.split(resuming({"command": command}, folder))
     assert continued == [*words, "--output-dir", str(folder), "--", "--tracker", "none"]
 
 
@@ -410,7 +364,7 @@ def test_the_command_that_is_shown_can_be_typed_again(tmp_path):
         (("--profile",), "--profile slows the first 5 steps: --discard-steps 5 or more"),
         (("--num-processes", "two"), "--num-processes 'two': expected whole numbers"),
         (("--output-dir", "taken"), "not empty, and no comparison"),
-        (("--lora-r", "8,32"), "--lora-r: all cells would train the same, as --adapter none has no adapter"),
+        (("--lora-r", "8,32"), "--lora-r: all settings would train the same, as --adapter none has no adapter"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
@@ -425,12 +379,12 @@ def test_what_cannot_be_measured_is_refused_in_a_line_before_the_first_launch(si
     assert [path.name for path in tmp_path.rglob("*") if path.name != "runs"] == ["taken", "mine"]
 
 
-def made_record(tmp_path, cells, rounds=2):
-    """A record as if it had been measured: of each cell launch, other settings, tokens/s by round, and memory."""
+def made_record(tmp_path, rows):
+    """A record as if it had been measured: of each setting launch, other settings, tokens/s by round, and memory."""
     places = {"z2_offload": {"optimizer": "cpu", "param": "none"}}
     record = {"task": "math", "varied": ["launch", "micro_batch_size"], "main_metric": "accuracy", "command": "compare"}
-    record |= {"environment": {"cores": 2}, "cells": []}
-    for number, (name, micro_batch_size, speeds, memory, losses) in enumerate(cells):
+    record |= {"environment": {"cores": 2}, "settings": []}
+    for number, (name, micro_batch_size, speeds, memory, losses) in enumerate(rows):
         runs = []
         for turn, speed in enumerate(speeds, 1):
             folder = tmp_path / f"{number}-{turn}"
@@ -449,99 +403,46 @@ def made_record(tmp_path, cells, rounds=2):
             )
         about = {"backend": "deepspeed", "zero_stage": int(name[1]), "processes": 2, "precision": "bf16"}
         about["offload"] = places.get(name, {"optimizer": "none", "param": "none"})
-        settings = {"launch": name, "micro_batch_size": micro_batch_size}
-        cell = {"name": f"{name}, micro-batch-size {micro_batch_size}", "settings": settings, "launch": about}
-        record["cells"].append({**cell, "runs": runs, "global_batch_size": 64, "examples_per_rank": 32.0})
+        values = {"launch": name, "micro_batch_size": micro_batch_size}
+        entry = {"name": f"{name}, micro-batch-size {micro_batch_size}", "values": values, "launch": about}
+        record["settings"].append({**entry, "runs": runs, "global_batch_size": 64, "examples_per_rank": 32.0})
     summarise(record, tmp_path)
     record["findings"] = findings(record)
     return record
 
 
-DAMAGES = {
-    "no options": lambda record: record.pop("given"),
-    "cells in words": lambda record: record.update(cells="two"),
-    "a cell that is none": lambda record: record["cells"].append(1),
-    "runs in words": lambda record: record["cells"][0].update(runs="two"),
-}
-CHANGES = {
-    "a cell less": (lambda record: record["cells"].pop(), 1),
-    "a run elsewhere": (lambda record: record["cells"][0]["runs"][0].update(folder="../../.."), 1),
-    "an end of no kind": (lambda record: record["cells"][0]["runs"][0].update(status=5), 1),
-    "numbers of no form": (lambda record: record["cells"][0]["runs"][0].update(phases=5, memory=5, batch_share={}), 2),
-    "a launch of no form": (lambda record: record["cells"][0].update(launch=[], settings=5), 2),
-}
-
-
-@pytest.fixture
-def kept(tmp_path):
-    """A record of two cells with a run each; its cells; and what opens it again."""
+def test_resume_measures_runs_whose_folder_is_gone_again(tmp_path):
     nothing: dict = {}
-    about = {"settings": nothing, "launch": nothing, "environment": nothing, "words": (), "fingerprint": ""}
-    cells = [Cell(name=name, folder=name, launcher=(), **about) for name in ("z0", "z1")]
+    about = {"values": nothing, "launch": nothing, "environment": nothing, "words": (), "fingerprint": ""}
+    made = [ComparedSetting(name=name, folder=name, launcher=(), **about) for name in ("z0", "z1")]
     wanted = {"task": "math", "given": {}, "fingerprints": {}, "discard_steps": 0}
-    record = open_record(tmp_path, wanted, cells)
-    for cell, entry in zip(cells, record["cells"], strict=True):
-        (tmp_path / "cells" / cell.folder / "round-1").mkdir(parents=True)
-        run = {"round": 1, "status": "complete", "reason": "", "folder": f"cells/{cell.folder}/round-1", "log": "log"}
-        entry["runs"].append({**run, "environment": {}})
-    return record, lambda: open_record(tmp_path, wanted, cells), tmp_path / "comparison.json"
-
-
-@pytest.mark.parametrize("name", [*DAMAGES, *CHANGES])
-def test_a_damaged_record_is_refused_or_what_it_lacks_is_measured_again(kept, name):
-    record, again, file = kept
-    change, left = (DAMAGES[name], None) if name in DAMAGES else CHANGES[name]
-    change(record)
-    file.write_text(json.dumps(record))
-    if left is None:
-        with pytest.raises(UserError, match="damaged, or changed by hand"):
-            again()
-        return
-    found = again()
-    assert [entry["name"] for entry in found["cells"]] == ["z0", "z1"]
-    assert sum(len(entry["runs"]) for entry in found["cells"]) == left
-    assert all(run["phases"] == [] for entry in found["cells"] for run in entry["runs"])
+    record = open_record(tmp_path, wanted, made)
+    for setting, entry in zip(made, record["settings"], strict=True):
+        folder = f"runs/{setting.folder}/round-1"
+        (tmp_path / folder).mkdir(parents=True)
+        entry["runs"].append({"round": 1, "status": "failed", "reason": "", "folder": folder, "environment": {}})
+    write_record(tmp_path, record)
+    (tmp_path / "runs" / "z1" / "round-1").rmdir()
+    again = open_record(tmp_path, wanted, made)
+    assert [len(entry["runs"]) for entry in again["settings"]] == [1, 0]
+    assert again["settings"][0]["runs"][0]["phases"] == []  # read from its folder
+    write_record(tmp_path, {**record, "schema": SCHEMA + 1})
+    with pytest.raises(UserError, match="not the record of a comparison"):
+        open_record(tmp_path, wanted, made)
 
 
 LOSSES = [4.0, 2.0, 1.0]
-GARBAGE = (
-    0,
-    10**400,
-    float("nan"),
-    "\ud800",
-    [1],
-    [[]],
-    {"a": 1},
-    {"host": {"step": {"predicted_gib": 1, "measured_gib": 0}}},
-)
 
 
-@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda garbage: str(garbage)[:20].encode("ascii", "replace").decode())
-def test_what_a_run_records_in_no_form_ends_no_comparison(tmp_path, garbage):
-    """Its cell is measured as far as it can be, and every other cell as it was."""
-    keys = ("system", "after", "main_metric", "peak_host_memory_gib", "batching", "memory", "phases")
-    for name in (*keys, "launch", "seconds"):
-        (folder := tmp_path / name).mkdir()
-        (folder / "result.json").write_text(json.dumps({"after": {"accuracy": 0.5}, name: garbage}))
-        (folder / "run.json").write_text(json.dumps({name: garbage}))
-        line = {"step": 1, "loss": 1.0, "seconds": 0.1, "tokens": 64}
-        lines = (line, {**line, "step": garbage}, {**line, "loss": garbage}, {**line, "seconds": garbage})
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    record = {"task": "math", "varied": ["launch"], "main_metric": "accuracy", "command": "compare"}
-    record |= {"environment": {"cores": 2}, "cells": []}
-    about = {"backend": "plain", "zero_stage": None, "processes": 1, "precision": "no", "offload": {}}
-    for name in (*keys, "launch", "seconds"):
-        run = {"round": 1, "status": "complete", "reason": "", "folder": name, "seconds": 9}
-        run |= measure(RunDir(tmp_path / name), 0)
-        cell = {"name": name, "settings": {"launch": name}, "launch": about, "runs": [run]}
-        record["cells"].append({**cell, "global_batch_size": 64, "examples_per_rank": 64.0})
-    summarise(record, tmp_path)
-    record["findings"] = findings(record)
-    write_record(tmp_path, {**record, "schema": 1})
-    assert markdown(record).encode()
-    assert as_csv(record).encode()
-    assert terminal_table(record).row_count == len(record["cells"])
-    assert render([], [read_comparison(tmp_path, "odd")])[0].encode()
+@pytest.mark.parametrize("metric", [10**400, float("nan"), "\ud800", [1], {"a": 1}], ids=repr)
+def test_metric_that_is_no_number_ends_no_comparison(tmp_path, metric):
+    run_dir = RunDir(tmp_path)
+    result = {"after": {"accuracy": metric}, "main_metric": "accuracy", "intervals": {"after": {}}}
+    run_dir.result.write_text(json.dumps(result))
+    run_dir.metrics.write_text('{"step": 1, "loss": 1.0, "seconds": 0.1, "tokens": 64}\n{"step": 2, "lo')
+    measured = measure(run_dir, 0)
+    assert (measured["steps"], measured["tokens_per_second"]) == (1, 640)
+    assert measured["metric_after"] is None or measured["metric_after"] != measured["metric_after"]
 
 
 def test_findings_name_the_fastest_the_leanest_and_what_offload_costs(tmp_path):
@@ -565,53 +466,40 @@ def test_findings_name_the_fastest_the_leanest_and_what_offload_costs(tmp_path):
     assert "differ by 1% at most (z2, micro-batch-size 32 from z0, micro-batch-size 32, step 3)" in told
     assert "The machine was busy: before 8 of 8 launches" in told
     assert "predicted with a mean error of 10%; the largest is +10% (" in told
-    assert "| z2, micro-batch-size 32 | device | 11.55 | 10.5 | +10% |" in (text := markdown(record))
-    assert "peak memory (GiB, the first completed run)" in text  # not a median, as the table above it
-    assert record["cells"][1]["ratio_to_best"] == pytest.approx(805 / 1005)
-    assert record["cells"][1]["spread"]["tokens_per_second"] == pytest.approx(10 / 805)
-
-
-def test_a_stage_that_saves_nothing_is_explained_by_the_phases(tmp_path):
-    cells = [("z2", "32", (1000, 1010), 10.0, LOSSES), ("z3", "32", (800, 810), 10.5, LOSSES)]
-    record = made_record(tmp_path, cells)
-    for cell, ready in zip(record["cells"], (6.0, 4.0), strict=True):
-        for run in cell["runs"]:
-            run["phases"] = [{"phase": "ready", "device_allocated_gib": ready, "process_memory_gib": 1.0}]
-    told = "\n".join(findings(record))
-    assert "needs 10.5 GiB, z2, micro-batch-size 32 10 (before the first step it holds 2 GiB less" in told
-    assert "GiB less, and from then on it takes 2.5 GiB more: weights that are gathered" in told
-    record["cells"][0]["launch"] |= {"backend": "plain", "zero_stage": None}  # no ZeRO at all is below every stage
-    assert "z3, micro-batch-size 32 needs 10.5 GiB" in "\n".join(findings(record)).partition("did not save")[2]
+    assert record["settings"][1]["ratio_to_best"] == pytest.approx(805 / 1005)
+    assert record["settings"][1]["spread"]["tokens_per_second"] == pytest.approx(10 / 805)
 
 
 def test_a_difference_below_the_spread_is_called_undecided_and_one_round_unknown(tmp_path):
-    cells = [("z0", "32", (1000, 1100), 10.0, LOSSES), ("z1", "32", (990, 1090), 10.0, LOSSES)]
-    record = made_record(tmp_path, cells)
+    rows = [("z0", "32", (1000, 1100), 10.0, LOSSES), ("z1", "32", (990, 1090), 10.0, LOSSES)]
+    record = made_record(tmp_path, rows)
     told = "\n".join(record["findings"])
     both = "z0, micro-batch-size 32 and z1, micro-batch-size 32"
     assert f"Undecided which is the fastest: {both}. They differ by 1.0% at most" in told
-    assert "the same cell by up to 10%" in told
+    assert "rounds of one setting by up to 10%" in told
     assert "z0, micro-batch-size 32 is the fastest" not in told
-    assert "No cell needs noticeably less memory of a GPU than z0" in told
+    assert "No setting needs noticeably less memory of a GPU than z0" in told
     assert "same precision" not in told
-    record["cells"][1]["launch"]["precision"] = "no"
-    assert any(line.startswith("Not all cells compute in the same precision (bf16, no)") for line in findings(record))
-    once = [(name, size, speeds[:1], *rest) for name, size, speeds, *rest in cells]
+    record["settings"][1]["launch"]["precision"] = "no"
+    assert any(
+        line.startswith("Not all settings compute in the same precision (bf16, no)") for line in findings(record)
+    )
+    once = [(name, size, speeds[:1], *rest) for name, size, speeds, *rest in rows]
     (tmp_path / "once").mkdir()
     record = made_record(tmp_path / "once", once)
     assert not any("is the fastest" in line or "was the fastest" in line for line in record["findings"][1:])
     assert record["findings"][0] == (
-        "Which cell is the fastest is not known, as a cell ran only once: --repeat 3 shows which differences repeat."
+        "Which setting is the fastest is not known, as one ran only once: --repeat 3 shows which differences repeat."
     )
-    assert record["cells"][0]["spread"]["tokens_per_second"] is None
+    assert record["settings"][0]["spread"]["tokens_per_second"] is None
 
 
 def test_a_disturbed_round_is_marked_and_its_times_do_not_count(tmp_path):
-    cells = [("z0", "32", (1000, 1010, 500), 10.0, LOSSES), ("z2", "32", (400, 410, 420), 10.0, LOSSES)]
-    record = made_record(tmp_path, cells)
+    rows = [("z0", "32", (1000, 1010, 500), 10.0, LOSSES), ("z2", "32", (400, 410, 420), 10.0, LOSSES)]
+    record = made_record(tmp_path, rows)
     assert not any("disturbed" in line for line in record["findings"])
     assert "*" not in printed(record)
-    first, second = record["cells"]
+    first, second = record["settings"]
     first["runs"][2]["disturbed"] = ["steps 2 to 9: other processes took 1.4 of 2 cores"]
     for run, low in zip(first["runs"], (0.40, 0.42, 0.44), strict=True):
         run["metric_low"] = low
@@ -629,15 +517,14 @@ def test_a_disturbed_round_is_marked_and_its_times_do_not_count(tmp_path):
         "z0, micro-batch-size 32, round 3 (*): disturbed, its times do not count "
         "(steps 2 to 9: other processes took 1.4 of 2 cores)." in told
     )
-    assert "z2, micro-batch-size 32, round 1 (*): disturbed, its times count, as no round of " in told
-    assert "| 3 of 3, round 3 disturbed |" in markdown(record)
+    assert "z2, micro-batch-size 32, round 1 (*): disturbed, its times count, as no round was undisturbed (" in told
     assert "z0 *" in printed(record)
     assert list(csv.DictReader(io.StringIO(as_csv(record))))[2]["disturbed"].startswith("steps 2 to 9")
-    write_record(tmp_path, {**record, "schema": 1})
-    assert read_comparison(tmp_path, "stages").cells[0].reason == "round 3 disturbed"
+    write_record(tmp_path, {**record, "schema": SCHEMA, "status": "complete", "created": ""})
+    assert read_comparison(tmp_path, "stages").settings[0]["reason"] == "round 3 disturbed"
     first["runs"][1]["disturbed"] = ["steps 2 to 9: other processes took 1.0 of 2 cores"]
     summarise(record, tmp_path)
-    assert any("not known, as a cell has only one round that counts: " in line for line in findings(record))
+    assert any("not known, as one has only one round that counts: " in line for line in findings(record))
 
 
 def printed(record):
@@ -646,12 +533,12 @@ def printed(record):
     return text.getvalue()
 
 
-def made_sweep(tmp_path, cells, varied=("learning_rate", "lora_r", "seed"), **more):
-    """A record of a sweep: of each cell learning rate, rank, seed, metric (None: it failed) and validation loss."""
+def made_sweep(tmp_path, rows, varied=("learning_rate", "lora_r", "seed"), **more):
+    """A record of a sweep: of each setting learning rate, rank, seed, metric (None: it failed) and validation loss."""
     record = {"task": "math", "varied": [*varied], "main_metric": "accuracy", "command": "compare", **more}
-    record |= {"environment": {"cores": 2}, "cells": []}
+    record |= {"environment": {"cores": 2}, "settings": []}
     about = {"backend": "plain", "zero_stage": None, "processes": 1, "precision": "no", "offload": {}}
-    for number, (rate, rank, seed, metric, loss) in enumerate(cells):
+    for number, (rate, rank, seed, metric, loss) in enumerate(rows):
         folder = tmp_path / str(number)
         folder.mkdir()
         lines = [{"step": n, "loss": 1.0, "seconds": 0.1 * (number + 1), "tokens": 64} for n in (1, 2)]
@@ -660,10 +547,10 @@ def made_sweep(tmp_path, cells, varied=("learning_rate", "lora_r", "seed"), **mo
         (folder / "result.json").write_text(json.dumps({"after": after, "main_metric": "accuracy"}))
         run = {"round": 1, "status": "complete", "reason": "", "folder": folder.name, "seconds": 9}
         run |= measure(RunDir(folder), 0)
-        settings = {"launch": "single", "learning_rate": rate, "lora_r": rank, "seed": seed}
+        values = {"launch": "single", "learning_rate": rate, "lora_r": rank, "seed": seed}
         name = f"learning-rate {rate}, lora-r {rank}, seed {seed}"
-        cell = {"name": name, "settings": settings, "launch": about, "runs": [run]}
-        record["cells"].append({**cell, "global_batch_size": 64, "examples_per_rank": 64.0})
+        entry = {"name": name, "values": values, "launch": about, "runs": [run]}
+        record["settings"].append({**entry, "global_batch_size": 64, "examples_per_rank": 64.0})
     summarise(record, tmp_path)
     record["findings"] = findings(record)
     return record
@@ -696,8 +583,7 @@ def test_a_sweep_is_ranked_by_the_metric_after_training_and_not_by_speed(tmp_pat
         "accuracy",
         "loss",
     ]
-    assert [str(cell) for cell in table.columns[3].cells] == ["0.96", "0.94", "0.92", "0.9", "0.9", *["0.5"] * 4]
-    assert "validation loss after training" in markdown(record)
+    assert [str(text) for text in table.columns[3].cells] == ["0.96", "0.94", "0.92", "0.9", "0.9", *["0.5"] * 4]
 
 
 def test_a_tie_is_called_one_and_a_single_seed_too(tmp_path):
@@ -714,8 +600,8 @@ def test_a_tie_is_called_one_and_a_single_seed_too(tmp_path):
     record = made_sweep(tmp_path / "all", [(1e-4, 8, seed, 0.0, None) for seed in (1, 2)] + [(3e-4, 8, 1, 0.0, None)])
     assert record["findings"][0] == "A tie: all settings have the same accuracy after training, 0 (in all 2 seeds)."
     (tmp_path / "lower").mkdir()
-    cells = [(1e-4, 8, 1, 2.0, 0.3), (3e-4, 8, 1, 5.0, 0.1)]
-    record = made_sweep(tmp_path / "lower", cells, higher_is_better=False)  # a perplexity, say
+    rows = [(1e-4, 8, 1, 2.0, 0.3), (3e-4, 8, 1, 5.0, 0.1)]
+    record = made_sweep(tmp_path / "lower", rows, higher_is_better=False)  # a perplexity, say
     assert record["findings"][0].startswith("learning-rate 0.0001, lora-r 8 is the best by accuracy after training: 2,")
     told = record["findings"]
     assert "--learning-rate 0.0001 is the smallest that was tried: a smaller one may be better still." in told
@@ -724,30 +610,29 @@ def test_a_tie_is_called_one_and_a_single_seed_too(tmp_path):
 def test_a_sweep_without_a_metric_says_so_and_one_over_launches_tells_speed_too(tmp_path):
     record = made_sweep(tmp_path, [(1e-4, 8, 1, None, None), (3e-4, 8, 1, None, None)])
     assert record["findings"][0] == (
-        "Settings cannot be ranked: no cell has accuracy after training; leave out --eval-every off."
+        "Settings cannot be ranked: no run has accuracy after training; leave out --eval-every off."
     )
     (tmp_path / "launches").mkdir()
-    cells = [(1e-4, 8, 1, 0.5, 0.3), (3e-4, 8, 1, 0.7, 0.1)]
-    record = made_sweep(tmp_path / "launches", cells, varied=("launch", "learning_rate"))
+    rows = [(1e-4, 8, 1, 0.5, 0.3), (3e-4, 8, 1, 0.7, 0.1)]
+    record = made_sweep(tmp_path / "launches", rows, varied=("launch", "learning_rate"))
     assert record["findings"][0].startswith("learning-rate 0.0003 is the best by accuracy")
-    assert any("Which cell is the fastest is not known" in line for line in record["findings"])
+    assert any("Which setting is the fastest is not known" in line for line in record["findings"])
 
 
-def test_every_rendering_takes_a_cell_without_numbers(tmp_path):
+def test_tables_take_a_setting_without_numbers(tmp_path):
     record = made_record(tmp_path, [("z0", "32", (1000, 1100), 10.0, LOSSES)])
-    record["cells"].append(copy.deepcopy(record["cells"][0]) | {"runs": [], "name": "z1"})
+    record["settings"].append(copy.deepcopy(record["settings"][0]) | {"runs": [], "name": "z1"})
     summarise(record, tmp_path)
     record["findings"] = findings(record)
-    assert record["cells"][1]["status"] == "not run"
-    assert "is the only cell that was measured" in record["findings"][0]
+    assert record["settings"][1]["status"] == "not run"
+    assert "is the only setting that was measured" in record["findings"][0]
     assert terminal_table(record).row_count == 2
-    assert "| z1 | not run" in markdown(record)
     assert len(as_csv(record).splitlines()) == 3
 
 
 def answered(tmp_path, record, right):
-    """Give each cell's run answers of which so many of 100 are right, as a run leaves them, and write the findings."""
-    for number, (cell, count) in enumerate(zip(record["cells"], right, strict=True)):
+    """Give each setting's run answers of which so many of 100 are right, as a run leaves them."""
+    for number, (entry, count) in enumerate(zip(record["settings"], right, strict=True)):
         run_dir = RunDir(tmp_path / str(number))
         run_dir.samples.mkdir()
         scores = [float((place * 7 + number) % 100 < count) for place in range(100)]
@@ -758,7 +643,7 @@ def answered(tmp_path, record, right):
         after = {"accuracy": sum(scores) / 100, "eval_loss": 0.1}
         intervals = {"after": {"accuracy": [after["accuracy"] - 0.1, after["accuracy"] + 0.1]}}
         run_dir.write_result({"after": after, "main_metric": "accuracy", "intervals": intervals})
-        cell["runs"][0] |= measure(run_dir, 0)
+        entry["runs"][0] |= measure(run_dir, 0)
     summarise(record, tmp_path)
     record["paired"] = paired_settings(record, tmp_path)
     record["findings"] = findings(record)
@@ -766,24 +651,23 @@ def answered(tmp_path, record, right):
 
 
 def test_a_difference_that_other_examples_may_turn_round_is_undecided(tmp_path):
-    cells = [(rate, 8, 1, 0.5, 0.1) for rate in (1e-4, 3e-4, 1e-3)]
-    record = answered(tmp_path, made_sweep(tmp_path, cells), (62, 60, 20))
+    rows = [(rate, 8, 1, 0.5, 0.1) for rate in (1e-4, 3e-4, 1e-3)]
+    record = answered(tmp_path, made_sweep(tmp_path, rows), (62, 60, 20))
     told = record["findings"]
     assert told[0] == (
         "Undecided which is the best by accuracy after training: learning-rate 0.0001, lora-r 8 and learning-rate "
-        "0.0003, lora-r 8. They differ by 0.02 at most, and no test on the same examples tells them apart."
+        "0.0003, lora-r 8. They differ by 0.02 at most, and no test on the same examples distinguishes them."
     )
     assert "learning-rate 0.0001, lora-r 8: 0.62 (95%: 0.52 to 0.72), validation loss 0.1;" in told[1]
     assert re.search(r"0.0003, lora-r 8: [^;]*, no difference that 100 examples can show; [\d,]+ would; ", told[1])
     assert re.search(r"0.001, lora-r 8: [^;]*, worse \(-0.42, -0.\d\d to -0.\d\d\)\.", told[1])
     assert told[2] == "Each is tested against the best on the same examples, corrected for 3 settings (Holm)."
-    assert record["cells"][0]["runs"][0]["metric_low"] == pytest.approx(0.52)
-    assert "its 95% interval: from" in markdown(record)
+    assert record["settings"][0]["runs"][0]["metric_low"] == pytest.approx(0.52)
 
 
 def test_seeds_of_a_setting_are_tested_together_and_other_examples_not_at_all(tmp_path):
-    cells = [(rate, 8, seed, 0.5, 0.1) for rate in (1e-4, 3e-4) for seed in (1, 2)]
-    record = answered(tmp_path, made_sweep(tmp_path, cells), (90, 88, 50, 54))
+    rows = [(rate, 8, seed, 0.5, 0.1) for rate in (1e-4, 3e-4) for seed in (1, 2)]
+    record = answered(tmp_path, made_sweep(tmp_path, rows), (90, 88, 50, 54))
     assert record["paired"]["learning-rate 0.0003, lora-r 8"]["difference"] == pytest.approx(-0.37)
     assert record["findings"][0].startswith("learning-rate 0.0001, lora-r 8 is the best by accuracy after training")
     samples = [{"index": place, "prompt": "another", "scores": {"accuracy": 1.0}} for place in range(100)]

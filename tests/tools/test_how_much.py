@@ -56,7 +56,7 @@ def test_parts_of_the_rows_are_trained_on_the_smallest_first_and_the_page_has_th
     done = how_much(site, tmp_path, "--sizes", "64,8,32", "--seeds", "1", *run)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "learnt" / "comparison.json").read_text())
-    assert [cell["settings"]["train_limit"] for cell in record["cells"]] == ["8", "32", "64"]
+    assert [entry["values"]["train_limit"] for entry in record["settings"]] == ["8", "32", "64"]
     counts = [json.loads(path.read_text())["config"]["train_limit"] for path in sorted(tmp_path.rglob("run.json"))]
     assert counts == ["8", "32", "64"]
     assert record["findings"][0].startswith(
@@ -119,9 +119,9 @@ def test_a_dry_run_says_how_long_it_is_and_what_the_examples_can_show(tmp_path, 
 
 def test_the_table_has_the_rows_in_order_and_no_speed():
     record = made({35: (0.28,), 70: (0.3,), 150: (0.2,)})
-    for cell in record["cells"]:
-        cell["median"] |= dict.fromkeys(("median_step_seconds", "mfu", "peak_host_memory_gib", "eval_loss_after"), 1.0)
-        cell["disturbed"] = {1: ["steps 2 to 9: other processes took 1.4 of 2 cores"]}
+    for entry in record["settings"]:
+        entry["median"] |= dict.fromkeys(("median_step_seconds", "mfu", "peak_host_memory_gib", "eval_loss_after"), 1.0)
+        entry["disturbed"] = {1: ["steps 2 to 9: other processes took 1.4 of 2 cores"]}
     table = terminal_table(record)
     assert [*table.columns[0].cells] == [Text("35"), Text("70"), Text("150")]
     assert [column.header for column in table.columns] == ["train limit", "seed", "f1", "loss"]
@@ -162,12 +162,12 @@ def test_intervals_of_95_percent_hold_what_twice_as_many_rows_bring():
 
 
 def made(metrics, **more):
-    """A record of cells with these metrics by number of rows, a cell for each seed."""
-    cells = [
+    """A record of settings with these metrics by number of rows, one for each seed."""
+    entries = [
         {
             "name": f"train-limit {rows}, seed {seed}",
             "status": "complete",
-            "settings": {"train_limit": str(rows), "seed": seed},
+            "values": {"train_limit": str(rows), "seed": seed},
             "launch": {"processes": 1, "zero_stage": None, "offload": {}, "backend": "plain", "precision": "no"},
             "median": dict.fromkeys(("tokens_per_second", "peak_device_memory_gib"))
             | {"metric_after": metric, "metric_low": metric - 0.02, "metric_high": metric + 0.02},
@@ -178,7 +178,13 @@ def made(metrics, **more):
         for rows, values in metrics.items()
         for seed, metric in enumerate(values, 1)
     ]
-    record = {"varied": ["train_limit", "seed"], "main_metric": "f1", "higher_is_better": True, "cells": cells, **more}
+    record = {
+        "varied": ["train_limit", "seed"],
+        "main_metric": "f1",
+        "higher_is_better": True,
+        "settings": entries,
+        **more,
+    }
     record["learning_curve"] = learnt(record)
     return record
 

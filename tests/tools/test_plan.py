@@ -21,6 +21,7 @@ from accel_sft.checkpoint.partition import MOMENTS
 from accel_sft.evaluation import generate
 from accel_sft.launch.precision import expected
 from accel_sft.launch.read import launch_of_yaml
+from accel_sft.launch.this_machine import environment
 from accel_sft.memory import closed_form
 from accel_sft.memory.activations import block_bytes
 from accel_sft.memory.estimate import COMPONENTS, PHASES, WITH_COPY, totals
@@ -32,7 +33,6 @@ from accel_sft.memory.shape import GROUPS
 from accel_sft.memory.states import Placed, least_bytes, placed
 from accel_sft.models.adapters import new_adapter
 from accel_sft.models.tiny import TINY_SHAPE, TINY_VOCABULARY, build_tiny
-from accel_sft.tools.compare.environment import environment
 from accel_sft.tools.plan import plans, table
 from accel_sft.tools.plan.machine import GIB, PlannedMachine, machine
 from accel_sft.tools.plan.speed import Speed, speed

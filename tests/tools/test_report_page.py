@@ -26,12 +26,10 @@ from accel_sft.cli.group import cli
 from accel_sft.io import files
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
-from accel_sft.tools.report import answers, memory, page, runs
-from accel_sft.tools.report.comparison import read_comparison
-from accel_sft.tools.report.curves import charts, means, thin
-from accel_sft.tools.report.events import system_readings
+from accel_sft.tools.report import answers, page, runs, tables
+from accel_sft.tools.report.curves import charts, means, system_readings, thin
 from accel_sft.tools.report.page import MOST_BYTES
-from accel_sft.tools.report.runs import named, read_run
+from accel_sft.tools.report.runs import named, read_comparison, read_run
 from accel_sft.tracking.labels import label_scores
 
 HOSTILE = '</script><img src=x onerror="window.hurt = 1"><!--{{ 7 * 7 }}\u202e'
@@ -125,7 +123,7 @@ def test_the_page_has_the_runs_curves_answers_and_differing_settings(two, tmp_pa
     assert re.search(r"learning_rate\s*0\.001\s*0\.004", differing)
     assert "max_steps" not in differing
     order = [dict(attrs).get("id") for tag, attrs in elements.found if tag == "section"]
-    assert order.index("main") < order.index("answers") < order.index("speed") < order.index("memory")
+    assert order.index("main") < order.index("answers") < order.index("memory") < order.index("settings")
 
 
 def test_page_has_scores_by_label_and_confusion_table(two, tmp_path):
@@ -189,7 +187,7 @@ def test_a_killed_run_is_shown_as_far_as_it_goes_and_one_that_trains_is_running(
         os.close(descriptor)
     text = Elements(page_of(tmp_path, killed).read_text(encoding="utf-8")).prose()
     assert "no process here works in its folder: it was killed" in text
-    assert "Not recorded, so not drawn: killed" in text
+    assert "Memory by phase Not recorded: killed." in text
 
 
 @pytest.mark.parametrize(("file", "note"), [("run.json", "run.json cannot be read"), ("result.json", "result.json")])
@@ -245,7 +243,7 @@ def test_a_number_of_many_digits_and_many_names_make_no_large_page(two, tmp_path
 @pytest.mark.parametrize(("step", "cell"), [(0, ("0.5", "", "")), (4, ("", "0.5", ""))])
 def test_run_with_one_evaluation_shows_no_change(tmp_path, step, cell):
     write_json_lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0}, {"step": step, "accuracy": 0.5}])
-    assert page._scores([read_run(tmp_path, "run")])["rows"] == [("accuracy", [cell])]
+    assert tables.scores([read_run(tmp_path, "run")])["rows"] == [("accuracy", [cell])]
 
 
 def test_why_a_run_failed_is_on_the_page(two, tmp_path):
@@ -365,8 +363,8 @@ def test_many_answers_stay_below_two_megabytes_and_the_newest_come_first(two, tm
     assert [each["step"] for each in evaluations][-1] == 6
     assert {0, 6} <= {each["step"] for each in evaluations}
     assert len({len(each["rows"]) for each in evaluations}) == 1
-    assert re.search(r"This page shows only the first [\d,]+ answers of each evaluation, of up to 2,000\.", printed)
-    assert "The page has no room for the answers of these evaluations: many, " in printed
+    assert {len(each["rows"]) for each in evaluations} == {answers.MOST_ROWS}
+    assert "This page has the first 200 of up to 2,000 answers of each evaluation" in printed
 
 
 def test_an_evaluation_that_the_page_has_no_room_for_leaves_nothing_on_it(tmp_path):
@@ -379,8 +377,9 @@ def test_an_evaluation_that_the_page_has_no_room_for_leaves_nothing_on_it(tmp_pa
     content, said = answers.collect([run], 1000)
     assert [each["step"] for each in content["evaluations"]] == [1, 3]
     assert (content["texts"], content["examples"], content["scores"]) == (["p", "x", "y"], [(0, 1)], ["accuracy"])
-    assert said[0] == "The page has no room for the answers of these evaluations: one, step 2."
-    assert not any("characters" in line for line in said), "no text of this page was cut"
+    assert said == [
+        "This page has no answers of one, step 2, for which there is no room. The runs' samples/ folders have all."
+    ]
     assert run.notes == ["step-000004.jsonl has lines that cannot be read: 1"]
 
 
@@ -390,7 +389,6 @@ def test_texts_are_cut_and_said_to_be(two, tmp_path):
     write_json_lines(run / "samples" / "step-000006.jsonl", [row])
     target = tmp_path / "page.html"
     printed = report(run, "--output", target)
-    assert "Texts of which the first 2,000 characters are shown: 1." in printed
     assert "cannot be read" not in printed  # the answer's own line breaks are none of the file's
     assert json.dumps("y\u2028z\x85", ensure_ascii=False) in target.read_text(encoding="utf-8")
     assert "p" * 2000 + "... (3,000 more characters)" in target.read_text(encoding="utf-8")
@@ -411,34 +409,29 @@ def test_means_of_a_thinned_curve_are_of_all_its_points():
     assert means([(step, float(step % 2)) for step in range(100)], 10) == [(10 * n + 5, 0.5) for n in range(10)]
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=20))
-def test_no_point_of_the_front_is_beaten_and_every_other_is(points):
-    front = memory.pareto_front(points)
-    assert front
-
-    def beats(one, other):
-        return one != other and one[0] <= other[0] and one[1] >= other[1]
-
-    for place, point in enumerate(points):
-        assert any(beats(other, point) for other in points) == (place not in front)
-
-
 def test_predicted_memory_stands_beside_measured_and_either_may_be_missing(two, tmp_path):
     run = copy(two[0], tmp_path / "planned")
     step = {"predicted_gib": 1.5, "measured_gib": 1.25, "components_gib": {"overhead": 1.0, "weights": 0.5}}
     load = {"predicted_gib": 0.25, "components_gib": {"weights": 0.25}}
     measured = {"step": {"peak_host_memory_gib": 1.25}, "save": {"peak_host_memory_gib": 1.0}}
     change(run / "result.json", memory={"host": {"step": step, "load": load}}, memory_by_phase=measured)
-    rows = memory.predicted_and_measured([read_run(run, "planned")])
-    assert [(row["phase"], row["predicted"], row["measured"]) for row in rows] == [
+    assert [row[2:] for row in tables.predicted_memory([read_run(run, "planned")])] == [
         ("load", 0.25, None),
         ("step", 1.5, 1.25),
         ("save", None, 1.0),
     ]
-    assert list(rows[1]["components"]) == ["weights", "overhead"]
     text = Elements(page_of(tmp_path, run).read_text(encoding="utf-8")).prose()
     assert "host step 1.5 1.25 +20.0%" in text
     assert "host save not recorded 1" in text
+
+
+def test_startup_memory_is_of_the_largest_rank(two, tmp_path):
+    run = copy(two[0], tmp_path / "started")
+    ranks = [{"phase": "model", "rank": rank, "process_memory_gib": 1.0 + rank} for rank in (0, 1)]
+    phases = [*ranks, {"phase": "ready", "rank": 0, "process_memory_gib": 3.5, "device_allocated_gib": 0.25}]
+    change(run / "result.json", phases=phases)
+    text = Elements(page_of(tmp_path, run).read_text(encoding="utf-8")).prose()
+    assert "started model 2 – – – started ready 3.5 0.25 – –" in text
 
 
 def test_what_a_resume_took_back_is_not_among_the_readings(two, tmp_path):
@@ -462,66 +455,61 @@ def test_what_a_resume_took_back_is_not_among_the_readings(two, tmp_path):
 
 @pytest.fixture
 def comparison(two, tmp_path) -> Path:
-    """The record of a comparison of two cells, of which one ran out of memory."""
+    """The record of a comparison of two settings, one of which ran out of memory."""
     folder = tmp_path / "stages"
-    (folder / "cells").mkdir(parents=True)
-    copy(two[0], folder / "cells" / "z0-1")
+    (folder / "runs").mkdir(parents=True)
+    copy(two[0], folder / "runs" / "z0-1")
     numbers = {"tokens_per_second": 100.0, "median_step_seconds": 0.5, "peak_host_memory_gib": 2.0}
-    done = {
-        "round": 1,
-        "status": "complete",
-        "reason": "",
-        "folder": "cells/z0-1",
-        "step_seconds": [0.5, 0.6],
-        **numbers,
-    }
+    done = {"round": 1, "status": "complete", "reason": "", "folder": "runs/z0-1", "step_seconds": [0.5, 0.6]}
     died = {"round": 1, "status": "out of memory", "reason": "killed by the kernel", "folder": "../../etc", "steps": 0}
-    cells = [
-        {
-            "name": "z0",
-            "settings": {"launch": "z0"},
-            "runs": [done],
-            "median": numbers,
-            "spread": {"tokens_per_second": 0.02},
-        },
-        {"name": "z3", "settings": {"launch": "z3"}, "runs": [died], "median": {}, "spread": {}},
+    spread = {"tokens_per_second": 0.02}
+    settings = [
+        {"name": "z0", "status": "complete", "runs": [done | numbers], "median": numbers, "spread": spread},
+        {"name": "z3", "status": "out of memory", "runs": [died | {"step_seconds": []}], "median": {}, "spread": {}},
     ]
     record = {"schema": 1, "task": "math", "created": "2026", "command": "accel-sft compare math", "varied": ["launch"]}
-    record |= {"environment": {}, "cells": cells, "findings": ["z0 is the fastest that fits."]}
+    record |= {"status": "complete", "main_metric": "accuracy", "findings": ["z0 is the fastest that fits."]}
+    record["settings"] = [{**setting, "reason": "", "disturbed": {}} for setting in settings]
     (folder / "comparison.json").write_text(json.dumps(record))
     return folder
 
 
-def test_a_comparison_shows_findings_cells_and_the_curves_of_its_runs(comparison, tmp_path):
+def test_comparison_shows_findings_settings_and_curves(comparison, tmp_path):
     elements = Elements(page_of(tmp_path, comparison).read_text(encoding="utf-8"))
     text, data = elements.prose(), elements.data()
     assert "z0 is the fastest that fits." in text
-    assert "z0 complete 1 100 (2.0%) 0.5 – 2" in text
+    assert "step time (s) tokens/s peak host memory, largest rank (GiB) reason" in text
+    assert "z0 complete 1 0.5 100 (2.0%) 2" in text
     assert "z3, round 1 : out of memory: killed by the kernel; its folder is not there" in text
-    points = next(chart["rows"] for chart in data["charts"] if chart["title"] == "Host memory against speed")
-    assert [(point["name"], point["gib"], point["front"]) for point in points] == [("z0", 2.0, True)]
+    times = next(chart["rows"] for chart in data["charts"] if chart["title"] == "Seconds of each counted step")
+    assert [(row["name"], row["seconds"]) for row in times] == [("z0", 0.5), ("z0", 0.6)]
     assert [run["name"] for run in data["runs"]] == ["z0, round 1", "z3, round 1"]
     assert [each["name"] for each in data["series"]] == ["z0", "z3"]
 
 
-def test_what_is_no_list_in_a_damaged_comparison_is_left_out(comparison):
+@pytest.mark.parametrize("key", ["varied", "findings", "status", "settings"])
+def test_damaged_comparison_is_refused(comparison, key):
     record = json.loads((comparison / "comparison.json").read_text())
-    record["cells"][0]["runs"][0] |= {"step_seconds": 3, "folder": "cells/\0"}
-    record["cells"][0]["runs"].append({"folder": "x" * 5000})
-    record["cells"][1]["runs"] = 3
-    (comparison / "comparison.json").write_text(json.dumps({**record, "varied": 3, "findings": 3}))
-    found = read_comparison(comparison, "stages")
-    assert (found.varied, found.findings) == ([], [])
-    assert [(len(cell.step_seconds), cell.rounds) for cell in found.cells[:2]] == [(0, 2), (0, 0)]
-    assert "only what the comparison noted is shown" in page.render([], [found])[0]
+    (comparison / "comparison.json").write_text(json.dumps({**record, key: 3}))
+    with pytest.raises(UserError, match=r"comparison\.json: damaged"):
+        read_comparison(comparison, "stages")
+
+
+def test_run_folder_that_no_file_system_takes_is_not_there(comparison):
+    record = json.loads((comparison / "comparison.json").read_text())
+    record["settings"][0]["runs"][0]["folder"] = "runs/\0"
+    record["settings"][1]["runs"][0]["folder"] = "x" * 5000
+    (comparison / "comparison.json").write_text(json.dumps(record))
+    rendered = page.render([], [read_comparison(comparison, "stages")])[0]
+    assert rendered.count("only what the comparison noted is shown") == 2
 
 
 @pytest.mark.parametrize(
     ("record", "line"),
     [
-        ('{"schema": 2, "cells": []}', "its schema is 2"),
-        (json.dumps({"schema": "x" * 5000, "cells": []}), r"its schema is 'x{59}\.\.\., this"),
-        ("[]", "not the record"),
+        ('{"schema": 2}', "its schema is 2"),
+        (json.dumps({"schema": "x" * 5000}), r"its schema is 'x{59}\.\.\., this"),
+        ("[]", "its schema is None"),
     ],
     ids=["later", "long", "none"],
 )

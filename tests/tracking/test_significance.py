@@ -16,8 +16,8 @@ import significance as simulated
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.heartbeat import heartbeat_count
 from accel_sft.io.run_dir import RunDir
-from accel_sft.tools.report.paired import paired_runs
 from accel_sft.tools.report.runs import Run
+from accel_sft.tools.report.tables import against_best_run
 from accel_sft.tracking import resampled, significance
 from accel_sft.tracking.resampled import add_intervals, measured, read_measured
 from accel_sft.tracking.run_report import about_intervals, print_report, render_report
@@ -310,18 +310,18 @@ def run_in(folder, seed, recall):
 
 def test_runs_are_tested_against_the_best_without_their_task(tmp_path):
     runs = [run_in(tmp_path / name, *about) for name, about in {"a": (1, 0.5), "b": (2, 0.7), "c": (3, 0.69)}.items()]
-    (group,) = paired_runs(runs)
+    (group,) = against_best_run(runs)
     (best, _, told), (second, number, alike), (third, _, worse) = group["rows"]
     assert (best, second, third, told) == ("b", "c", "a", "the best of these")
     assert alike.startswith("no difference that 200 examples can show")
     assert worse.startswith("worse (-0.")
     assert " to " in number
-    assert paired_runs(runs[:1]) == []
+    assert against_best_run(runs[:1]) == []
     write_json_lines(runs[0].folder.answers(4), micro_answers(1, 0.5, 100))
-    assert paired_runs(runs)[0]["rows"][2][2] == "not tested: other examples, or too few"
+    assert against_best_run(runs)[0]["rows"][2][2] == "not tested: other examples, or too few"
     runs[1].folder.resamples.write_text('{"metric": "f1"}')
     assert read_measured(runs[1].folder, runs[1].result) is None
-    assert [name for name, *_ in paired_runs(runs)[0]["rows"]] == ["c", "a"]
+    assert [name for name, *_ in against_best_run(runs)[0]["rows"]] == ["c", "a"]
 
 
 def intervals_of_rates_cover_the_truth_in_95_of_100_draws(count, truth):

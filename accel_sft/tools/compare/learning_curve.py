@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from accel_sft.tools.compare.outcome import COMPLETE
-from accel_sft.tracking.run_report import is_number
+from accel_sft.io.files import is_number
+from accel_sft.launch.child import COMPLETE
 from accel_sft.tracking.significance import detectable
 
 ROWS = "train_limit"
@@ -25,15 +25,14 @@ _DRAWS = 8000
 _NOISES = (0.005, 0.01, 0.02, 0.04, 0.08)
 """Standard deviations of a run around its curve that are tried, as shares of the metric's range."""
 _FARTHER = 0.5
-"""Share by which that standard deviation grows with every halving or doubling of the rows: no curve fits all sizes, and
-the largest ones say most of what comes behind them."""
+"""Share by which that standard deviation grows with every halving or doubling of the rows: small sizes count less, as
+what comes next is told by the largest ones."""
 _LEAST, _STEEP = 0.4, 2.0
 """Factors on that standard deviation: where a curve is flat, and for each unit by which it rises with a doubling of the
 rows, as a seed that learns a little earlier ends far above the others there."""
 _MISFIT = 0.3
-"""Standard deviation of a forecast around the best of the curves, for each doubling ahead, as a share of what the curve
-rises with a doubling at the end: a job that is still being learnt follows no curve exactly. Fitted to the jobs of
-benchmarks/learning_curves.py."""
+"""Extra standard deviation of a forecast per doubling ahead, as a share of the curve's last rise with a doubling: a job
+that is still being learnt follows no curve exactly. Fitted to the jobs of benchmarks/learning_curves.py."""
 _FREEDOM = 4
 """Degrees of freedom of Student's t, with which a run that ended badly does not bend the curve."""
 _AHEAD = 6
@@ -63,10 +62,10 @@ class Curve:
         """The number of rows after which the metric was better than after all of them: each of its seeds by all of the
         others', and their mean by what the examples show. None if there is none."""
         last = [self.better * value for value in self.metrics[-1]]
-        for size, values in zip(self.sizes, self.metrics, strict=True):
-            found = [self.better * value for value in values]
-            apart = statistics.mean(found) - statistics.mean(last)
-            if min(found) > max(last) and self.detectable is not None and apart >= self.detectable:
+        for size, metrics in zip(self.sizes, self.metrics, strict=True):
+            values = [self.better * value for value in metrics]
+            gap = statistics.mean(values) - statistics.mean(last)
+            if min(values) > max(last) and self.detectable is not None and gap >= self.detectable:
                 return size
         return None
 
@@ -94,23 +93,23 @@ def of_rows(record: Mapping[str, Any]) -> bool:
 
 def read_curve(record: Mapping[str, Any]) -> Curve | None:
     """The curve of a comparison that varies the number of rows, and nothing else but seeds; None if there is none."""
-    found: dict[int, list[float]] = {}
+    by_size: dict[int, list[float]] = {}
     widths = []
-    for cell in record["cells"] if of_rows(record) else ():
-        rows, median = str(cell["settings"].get(ROWS)), cell["median"]
-        if cell["status"] == COMPLETE and rows.isdecimal() and is_number(median.get("metric_after")):
-            found.setdefault(int(rows), []).append(median["metric_after"])
-            low, high = median.get("metric_low"), median.get("metric_high")
+    for setting in record["settings"] if of_rows(record) else ():
+        rows, median = str(setting["values"].get(ROWS)), setting["median"]
+        if setting["status"] == COMPLETE and rows.isdecimal() and is_number(median["metric_after"]):
+            by_size.setdefault(int(rows), []).append(median["metric_after"])
+            low, high = median["metric_low"], median["metric_high"]
             widths += [high - low] if is_number(low) and is_number(high) else []
-    if len(found) < FEWEST_SIZES:
+    if len(by_size) < FEWEST_SIZES:
         return None
-    tests = [test for test in (record.get("paired") or {}).values() if test and is_number(test.get("examples"))]
+    tests = [test for test in (record.get("paired") or {}).values() if test]
     # two evaluations of the same examples; where they cannot be paired, as if each had examples of its own
     errors = [test["standard_error"] for test in tests] or [width / 4 * math.sqrt(2) for width in widths]
     errors = [error for error in errors if error > 0]  # equal answers say nothing of how far others would differ
     return Curve(
-        sizes=sorted(found),
-        metrics=[found[size] for size in sorted(found)],
+        sizes=sorted(by_size),
+        metrics=[by_size[size] for size in sorted(by_size)],
         better=1 if record.get("higher_is_better", True) else -1,
         examples=max((test["examples"] for test in tests), default=None),
         detectable=detectable(statistics.median(errors)) if errors else None,
@@ -123,32 +122,34 @@ def forecast(curve: Curve, rows: Sequence[int]) -> list[Forecast]:
 
     most, draws = curve.sizes[-1], np.random.default_rng(0)
     begin, scale = _unit(curve)
-    measured = [
-        (size, (value - begin) / scale) for size, each in zip(curve.sizes, curve.metrics, strict=True) for value in each
-    ]
-    curves, slopes = _grid(np.array([size / most for size in (*(size for size, _ in measured), *rows)]), curve.bounded)
+    sizes = [size for size, metrics in zip(curve.sizes, curve.metrics, strict=True) for _ in metrics]
+    measured = np.array([(value - begin) / scale for metrics in curve.metrics for value in metrics])  # (points,)
+    points = len(measured)
+    multiples = np.array([size / most for size in (*sizes, *rows)])
+    curves, slopes = _grid(multiples, curve.bounded)  # both (points + rows, curves)
     spread = _LEAST + _STEEP * slopes
-    off = curves[: len(measured)] - np.array([value for _, value in measured])[:, None]
-    apart = np.array([1 + _FARTHER * math.log2(most / size) for size, _ in measured])[:, None] * spread[: len(measured)]
-    fits = []
+    off = curves[:points] - measured[:, None]
+    widening = np.array([1 + _FARTHER * math.log2(most / size) for size in sizes])[:, None]
+    expected = widening * spread[:points]  # as a multiple of the noise
+    fits = []  # log-likelihoods: (noises, curves)
     for noise in _NOISES:
-        tails = np.log1p((off / (noise * apart)) ** 2 / _FREEDOM)
-        fits.append(-((_FREEDOM + 1) / 2 * tails + np.log(noise * apart)).sum(0))
+        tails = np.log1p((off / (noise * expected)) ** 2 / _FREEDOM)
+        fits.append(-((_FREEDOM + 1) / 2 * tails + np.log(noise * expected)).sum(0))
     likely = np.exp(np.array(fits) - np.max(fits)).ravel()
     noise_of, which = np.divmod(draws.choice(len(likely), _DRAWS, p=likely / likely.sum()), curves.shape[1])
     seeds = max(1, round(statistics.mean(map(len, curve.metrics))))
-    positive = curve.better < 0 and all(value >= 0 for each in curve.metrics for value in each)  # as losses are
+    positive = curve.better < 0 and all(value >= 0 for metrics in curve.metrics for value in metrics)  # as losses are
     limits = (0, 1) if curve.bounded else (0 if positive else -math.inf, math.inf)
-    found = []
-    rise = slopes[len(measured) - 1][which]
-    for size, values, widths in zip(rows, curves[len(measured) :], spread[len(measured) :], strict=True):
+    rise = slopes[points - 1][which]
+    forecasts = []
+    for size, values, widths in zip(rows, curves[points:], spread[points:], strict=True):
         ahead = abs(math.log2(size / most))
         noise = widths[which] * np.array(_NOISES)[noise_of] * (1 + _FARTHER * ahead) / math.sqrt(seeds)
         drawn = values[which] + np.hypot(noise, _MISFIT * ahead * rise) * draws.standard_t(_FREEDOM, _DRAWS)
         ends = begin + scale * np.quantile(drawn, _LEVELS)
         low, middle, high = np.clip(ends, *limits).tolist()
-        found.append(Forecast(size, middle, min(low, high), max(low, high)))
-    return found
+        forecasts.append(Forecast(size, middle, min(low, high), max(low, high)))
+    return forecasts
 
 
 def _unit(curve: Curve) -> tuple[float, float]:
@@ -163,23 +164,23 @@ def _unit(curve: Curve) -> tuple[float, float]:
     return last - gained, 2 * gained
 
 
-def _grid(times: Any, bounded: bool) -> Any:
+def _grid(multiples: Any, bounded: bool) -> tuple[Any, Any]:
     """Many curves at these multiples of the largest number of rows, and by how much each rises there with a doubling of
-    the rows; both (points, curves)."""
+    the rows; both (multiples, curves)."""
     import numpy as np
 
-    now, gap, fall = np.meshgrid(np.linspace(0, 1, 121), np.linspace(0, 1, 31), np.geomspace(0.05, 3, 24))
-    power = [now + gap * (1 - now) * (1 - each**-fall) for each in times]
-    falls = [gap * (1 - now) * fall * math.log(2) * each**-fall for each in times]
-    top, steep, place = np.meshgrid(np.linspace(0.025, 1, 40), np.geomspace(0.2, 5, 24), np.linspace(-8, 8, 97))
-    logistic = [top / (1 + np.exp(-(steep * np.log2(each) + place))) for each in times]
-    rises = [steep * one * (1 - one / top) for one in logistic]
-
-    def together(ones: Any, others: Any) -> Any:
-        return np.array([np.concatenate([a.ravel(), b.ravel()]) for a, b in zip(ones, others, strict=True)])
-
-    values = together(power, logistic)
-    return np.maximum(values, 0) if bounded else values, together(falls, rises)
+    axes = np.meshgrid(np.linspace(0, 1, 121), np.linspace(0, 1, 31), np.geomspace(0.05, 3, 24))
+    now, gap, fall = (axis.ravel() for axis in axes)  # power laws: the metric now, the share left to gain, the exponent
+    axes = np.meshgrid(np.linspace(0.025, 1, 40), np.geomspace(0.2, 5, 24), np.linspace(-8, 8, 97))
+    top, steep, place = (axis.ravel() for axis in axes)  # logistic curves over log2 of the rows
+    values, rises = [], []
+    for multiple in multiples:
+        power = now + gap * (1 - now) * (1 - multiple**-fall)
+        logistic = top / (1 + np.exp(-(steep * np.log2(multiple) + place)))
+        values.append(np.concatenate([power, logistic]))
+        falling = gap * (1 - now) * fall * math.log(2) * multiple**-fall
+        rises.append(np.concatenate([falling, steep * logistic * (1 - logistic / top)]))
+    return np.maximum(values, 0) if bounded else np.array(values), np.array(rises)
 
 
 def learnt(record: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -205,53 +206,52 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
 
     Nothing is yielded if the record has no learning curve.
     """
-    if not (found := record.get("learning_curve")):
+    if not (curve := record.get("learning_curve")):
         return
-    metric, ahead, smallest = record["main_metric"], found["forecast"], found["detectable"]
+    metric, ahead, smallest = record["main_metric"], curve["forecast"], curve["detectable"]
     by_rows: dict[int, list[float]] = {}
-    for point in found["measured"]:
+    for point in curve["measured"]:
         by_rows.setdefault(point["rows"], []).append(point["metric"])
-    largest = max(abs(point["metric"]) for point in found["measured"])
+    largest = max(abs(point["metric"]) for point in curve["measured"])
     decimals = max(0, 3 - math.ceil(math.log10(largest))) if largest else 3
 
-    def told(value: float) -> str:
+    def text(value: float) -> str:
         """A number with as many decimals as all of them have: three digits of the largest metric."""
         return f"{value:,.{decimals}f}"
 
     def mean_of(values: Sequence[float]) -> str:
-        reach = f" ({told(min(values))} to {told(max(values))})" if min(values) < max(values) else ""
-        return f"{told(statistics.mean(values))}{reach}"
+        reach = f" ({text(min(values))} to {text(max(values))})" if min(values) < max(values) else ""
+        return f"{text(statistics.mean(values))}{reach}"
 
     points = ", ".join(f"{mean_of(values)} with {rows:,} rows" for rows, values in by_rows.items())
     yield f"{metric} after training is {points}."
-    if len({point["metric"] for point in found["measured"]}) == 1:
+    if len({point["metric"] for point in curve["measured"]}) == 1:
         yield "All trainings ended alike, which says nothing of more rows: train longer, or on fewer rows."
         return
-    if fell := found.get("fell"):
+    if fell := curve["fell"]:
         worse = f"{metric} was better after {fell:,} rows than after {max(by_rows):,}, so nothing is forecast"
         yield f"{worse}: see whether the later rows are of another kind, or train longer."
         return
     most, (now, twice) = ahead[0]["rows"], (ahead[0], ahead[2])
-    reach = f" (95%: {told(twice['low'])} to {told(twice['high'])})" if twice["low"] < twice["high"] else ""
+    reach = f" (95%: {text(twice['low'])} to {text(twice['high'])})" if twice["low"] < twice["high"] else ""
     # both of the curve: what was measured of the largest part alone has the noise of its seeds
     change = round(twice["value"], decimals) - round(now["value"], decimals)
     yield (
         f"With {twice['rows'] - most:,} more rows ({twice['rows']:,} in all) {metric} is forecast at "
-        f"{told(twice['value'])}{reach}, a change of {change:+.{decimals}f} against {told(now['value'])} forecast for "
+        f"{text(twice['value'])}{reach}, a change of {change:+.{decimals}f} against {text(now['value'])} forecast for "
         f"{most:,}."
     )
     if smallest is None:
         return
-    gain = [abs(ahead[-1]["value"] - one["value"]) for one in ahead]
-    enough = next(one["rows"] for one, left in zip(ahead, gain, strict=True) if left < smallest)
-    examples = f"{found['examples']:,} validation examples" if found["examples"] else "These validation examples"
-    ends = enough < ahead[-1]["rows"] / 4
+    gains = [abs(ahead[-1]["value"] - point["value"]) for point in ahead]
+    enough = next(point["rows"] for point, gain in zip(ahead, gains, strict=True) if gain < smallest)
+    examples = f"{curve['examples']:,} validation examples" if curve["examples"] else "These validation examples"
+    farthest = ahead[-1]["rows"] // 4
     rows = f"these {most:,}" if enough == most else f"about {_round(enough):,}"
-    until = f"{_round(ahead[-1]['rows'] // 4):,}"
-    yield f"{examples} show no difference below {told(smallest)}, and " + (
+    yield f"{examples} show no difference below {text(smallest)}, and " + (
         f"rows beyond {rows} are not expected to bring one. Hold out more examples to see smaller gains."
-        if ends
-        else f"the forecast shows no end of such gains up to {until} rows."
+        if enough < ahead[-1]["rows"] / 4
+        else f"the forecast shows no end of such gains up to {_round(farthest):,} rows."
     )
 
 

@@ -1,6 +1,5 @@
-"""Reads what a run measured from its folder: metrics.jsonl, result.json and run.json as one flat record."""
+"""Reads what each run measured from its folder, and summarises the runs of each setting."""
 
-import json
 import os
 import re
 import statistics
@@ -8,80 +7,70 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.errors import UserError
-from accel_sft.io.files import mapping, read_json
+from accel_sft.api.changes import LAYOUT
+from accel_sft.io.files import is_number, mapping, read_object
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
+from accel_sft.launch.child import COMPLETE
+from accel_sft.tools.compare.settings import same_but
+from accel_sft.tools.report.runs import NUMBERS
 from accel_sft.tracking import disturbed
 from accel_sft.tracking.metrics_file import mean_mfu, read_lines
-from accel_sft.tracking.run_report import is_number
 from accel_sft.tracking.time_spent import BATCHES
 
-NUMBERS = {
-    "median_step_seconds": "step time (s)",
-    "step_seconds_spread": "spread of step times within a run",
-    "tokens_per_second": "tokens/s",
-    "tokens_per_second_per_device": "tokens/s of each device",
-    "mfu": "MFU (a share of 1)",
-    "peak_device_memory_gib": "peak device memory, largest rank (GiB)",
-    "mean_device_memory_gib": "mean device memory, largest rank (GiB)",
-    "device_percent": "device use, mean of ranks (%)",
-    "cpu_percent": "CPU use, all ranks (100% = one core)",
-    "peak_host_memory_gib": "peak host memory, largest rank (GiB)",
-    "host_memory_all_ranks_gib": "host memory, all ranks (GiB)",
-    "metric_after": "metric after training",
-    "metric_low": "its 95% interval: from",
-    "metric_high": "to",
-    "eval_loss_after": "validation loss after training",
-    "seconds": "launch to end (s)",
-}
-"""Numbers of a run's record, with their titles in tables. A cell (all runs with the same settings) has the median and
-the spread of each over its runs."""
-
 TIMES = {key for key in NUMBERS if not key.endswith(("_gib", "_after", "_low", "_high"))}
-"""Those of them that depend on what else the machine does."""
+"""Those of a run's numbers that depend on what else the machine does."""
+EXECUTION = LAYOUT | {"launch", "num_processes", "mixed_precision"}
+"""Options that decide how a step is executed, not what it computes."""
+NOT_RUN = "not run"
+_VOLATILE = ("load_before", "free_host_memory_before_gib")
+"""Facts that change from run to run, and are listed for every run even if all runs have the same."""
 _END_BYTES = 4096
 """Bytes read from the end of metrics.jsonl to find the newest step."""
 
 
 def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
-    """What the run recorded, even if it failed or was killed. A missing or malformed value is None.
+    """What the run recorded, even if it failed or was killed; what it did not record is None.
 
     Args:
         discard_steps: number of first steps whose time is not counted.
     """
     steps = training_lines(run_dir)
-    result, record = (read_object(path) for path in (run_dir.result, run_dir.record))
+    counted = steps[discard_steps:]
+    result, record = read_object(run_dir.result), read_object(run_dir.record)
     launch, after = mapping(record.get("launch")), mapping(result.get("after"))
-    host, ranks = mapping(launch.get("host")), _mappings(result.get("system"))
-    found = {
+    main_metric = str(result.get("main_metric"))
+    interval = mapping(mapping(result.get("intervals")).get("after")).get(main_metric) or (None, None)
+    ranks = result.get("system") or []
+    host = mapping(launch.get("host"))
+    segments = disturbed.stretches(counted)
+    return {
         "steps": len(steps),
-        "total_steps": _number(record.get("total_steps")),
-        **_speed(steps[discard_steps:], _number(launch.get("processes"))),
-        "peak_device_memory_gib": _number(result.get("peak_device_memory_gib")),
+        "total_steps": record.get("total_steps"),
+        **_speed(counted, launch.get("processes")),
+        "peak_device_memory_gib": result.get("peak_device_memory_gib"),
         "mean_device_memory_gib": max(_of(ranks, "mean", "gpu_memory_gib"), default=None),
         "device_percent": _mean(_of(ranks, "mean", "gpu_percent")),
         "cpu_percent": sum(_of(ranks, "mean", "cpu_percent")) if ranks else None,
-        "peak_host_memory_gib": _number(result.get("peak_host_memory_gib")),
+        "peak_host_memory_gib": result.get("peak_host_memory_gib"),
         "host_memory_all_ranks_gib": sum(_of(ranks, "peak", "process_memory_gib")) if ranks else None,
-        "metric_after": _number(after.get(str(result.get("main_metric")))),
-        **_interval(result),
+        "metric_after": _number(after.get(main_metric)),
+        "metric_low": interval[0],
+        "metric_high": interval[1],
         "eval_loss_after": _number(after.get("eval_loss")),
         "batching": result.get("batching"),
-        "memory": _memory(result) or None,
-        "phases": _phases(result),
-        "batch_share": _batch_share(result),
-        "disturbed": _disturbed(steps[discard_steps:]),
+        "memory": result.get("memory") or None,
+        "phases": _phases(result.get("phases") or []),
+        "batch_share": _batch_share(mapping(result.get("time_spent"))),
+        "disturbed": disturbed.sentences(segments) if disturbed.share(counted, segments) >= disturbed.MUCH else [],
         "data_sha256": record.get("data_sha256"),
         "environment": {
             **{key: launch.get(key) for key in ("device", "precision", "threads_per_process", "communication")},
             "cores": host.get("cores"),
             "platform": host.get("platform"),
-            "versions": mapping(launch.get("versions")) or None,
+            "versions": launch.get("versions"),
         },
     }
-    # UTF-8 cannot hold lone surrogates: each becomes "?"
-    return json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
 
 
 def training_lines(run_dir: RunDir) -> list[dict[str, Any]]:
@@ -98,8 +87,8 @@ def last_step(run_dir: RunDir) -> int:
         return 0
     with run_dir.metrics.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
-        found = re.findall(rb'"step": (\d{1,18})\b', file.read(_END_BYTES))
-    return int(found[-1]) if found else 0
+        numbers = re.findall(rb'"step": (\d{1,18})\b', file.read(_END_BYTES))
+    return int(numbers[-1]) if numbers else 0
 
 
 def surroundings() -> dict[str, float]:
@@ -107,7 +96,7 @@ def surroundings() -> dict[str, float]:
     return {"load_before": os.getloadavg()[0], "free_host_memory_before_gib": host_memory.free_bytes() / 2**30}
 
 
-def _speed(counted: Sequence[Mapping[str, Any]], processes: float | None) -> dict[str, Any]:
+def _speed(counted: Sequence[Mapping[str, Any]], processes: int | None) -> dict[str, Any]:
     seconds = [line["seconds"] for line in counted if is_number(line.get("seconds"))]
     tokens = sum(line["tokens"] for line in counted if is_number(line.get("tokens")))
     median = statistics.median(seconds) if seconds else None
@@ -126,67 +115,122 @@ def _speed(counted: Sequence[Mapping[str, Any]], processes: float | None) -> dic
     }
 
 
-def _disturbed(counted: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The counted steps in which the run was disturbed, in words; [] if they are too few to matter."""
-    found = disturbed.stretches(counted)
-    return disturbed.sentences(found) if disturbed.share(counted, found) >= disturbed.MUCH else []
-
-
-def _interval(result: Mapping[str, Any]) -> dict[str, Any]:
-    found = mapping(mapping(result.get("intervals")).get("after")).get(str(result.get("main_metric")))
-    low, high = found if isinstance(found, list) and len(found) == 2 else (None, None)
-    return {"metric_low": _number(low), "metric_high": _number(high)}
-
-
-def _phases(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _phases(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The run's memory at the end of each start-up phase: each number is the largest over all ranks."""
-    found: dict[str, dict[str, Any]] = {}
-    for row in _mappings(result.get("phases")):
-        phase = str(row.get("phase"))
-        largest = found.setdefault(phase, {"phase": phase})
+    phases: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        largest = phases.setdefault(row["phase"], {"phase": row["phase"]})
         for key, value in row.items():
             if key.endswith("_gib") and is_number(value):
                 largest[key] = max(value, largest.get(key, value))
-    return [*found.values()]
+    return [*phases.values()]
 
 
-def _batch_share(result: Mapping[str, Any]) -> float | None:
+def _batch_share(time_spent: Mapping[str, Any]) -> float | None:
     """The share of the steps' time that rank 0 spent reading rows and making batches; None if not recorded."""
-    spent = mapping(result.get("time_spent"))
-    seconds, batches = (_number(part) for part in (spent.get("seconds"), mapping(spent.get("parts")).get(BATCHES)))
-    return batches / seconds if batches is not None and seconds else None
+    batches = mapping(time_spent.get("parts")).get(BATCHES)
+    return batches / time_spent["seconds"] if batches is not None and time_spent.get("seconds") else None
 
 
-def _memory(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Predicted and measured GiB by place (device or host) and phase, if both are recorded."""
-    found: dict[str, dict[str, Any]] = {}
-    for place, phases in mapping(result.get("memory")).items():
-        for phase, pair in mapping(phases).items():
-            predicted, measured = (_number(mapping(pair).get(key)) for key in ("predicted_gib", "measured_gib"))
-            if predicted is not None and measured:
-                found.setdefault(place, {})[phase] = pair
-    return found
-
-
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
-
-
-def _number(value: Any) -> Any:
+def _number(value: Any) -> float | None:
+    """The value of a task's metric, which may be anything; None if it is no number."""
     return value if is_number(value) else None
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a run's file; {} if the run was killed before or while it wrote the file."""
-    try:
-        return mapping(read_json(path))
-    except UserError:
-        return {}
-
-
 def _of(ranks: Sequence[Mapping[str, Any]], kind: str, field: str) -> list[float]:
-    return [mapping(rank[kind])[field] for rank in ranks if is_number(mapping(rank.get(kind)).get(field))]
+    return [rank[kind][field] for rank in ranks if is_number(rank[kind].get(field))]
 
 
 def _mean(numbers: Sequence[float]) -> float | None:
     return sum(numbers) / len(numbers) if numbers else None
+
+
+def summarise(record: dict[str, Any], folder: Path) -> None:
+    """Add to each setting the summary of its runs, and to the record the differences between settings and between runs.
+
+    Times are those of undisturbed rounds, unless a setting has no such round.
+    """
+    settings = record["settings"]
+    for setting in settings:
+        runs, done = setting["runs"], completed(setting)
+        last = runs[-1] if runs else {"status": NOT_RUN, "reason": ""}
+        setting["status"], setting["reason"] = (COMPLETE, "") if done else (last["status"], last["reason"])
+        setting["disturbed"] = {run["round"]: run["disturbed"] for run in done if run["disturbed"]}
+        calm = [run for run in done if run["round"] not in setting["disturbed"]] or done
+        counted = {key: calm if key in TIMES else done for key in NUMBERS}
+        numbers = {key: [run[key] for run in of_key if is_number(run.get(key))] for key, of_key in counted.items()}
+        setting["median"] = {key: statistics.median(values) if values else None for key, values in numbers.items()}
+        setting["spread"] = {key: _spread(values) for key, values in numbers.items()}
+    best = max(filter(None, (setting["median"]["tokens_per_second"] for setting in settings)), default=None)
+    for setting in settings:
+        speed = setting["median"]["tokens_per_second"]
+        setting["ratio_to_best"] = speed / best if speed and best else None
+        setting["loss_difference"] = _loss_difference(setting, settings, folder)
+    record["differences"] = {"settings": _differing(settings, record["varied"]), "environment": _environment(settings)}
+
+
+def completed(setting: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The runs of a setting that completed."""
+    return [run for run in setting["runs"] if run["status"] == COMPLETE]
+
+
+def _spread(values: Sequence[float]) -> float | None:
+    """The range of the rounds' values as a share of their median; None after a single round, or if the median is 0."""
+    median = statistics.median(values) if len(values) > 1 else None
+    return (max(values) - min(values)) / abs(median) if median else None
+
+
+def _loss_difference(
+    setting: Mapping[str, Any], settings: Sequence[Mapping[str, Any]], folder: Path
+) -> dict[str, Any] | None:
+    """Return the largest relative difference, at equal steps, of a setting's loss curves from a reference run's curve.
+
+    The reference is the first completed run of the first setting that learns the same. None for that setting itself,
+    and if there is nothing to compare.
+    """
+    first = next((other for other in settings if completed(other) and same_but(other, setting, EXECUTION)), None)
+    if first is None or first is setting:
+        return None
+    reference = _losses(folder, completed(first)[0])
+    differences = [
+        {"relative": abs(loss - reference[step]) / abs(reference[step]), "step": step, "to": first["name"]}
+        for run in completed(setting)
+        for step, loss in _losses(folder, run).items()
+        if reference.get(step)
+    ]
+    return max(differences, key=lambda difference: difference["relative"], default=None)
+
+
+def _losses(folder: Path, run: Mapping[str, Any]) -> dict[int, float]:
+    lines = training_lines(RunDir(folder / run["folder"]))
+    return {line["step"]: line["loss"] for line in lines if is_number(line["loss"])}
+
+
+def _differing(settings: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the varied options, and the facts about launches that differ, each with its values by setting."""
+    differing = {name: {setting["name"]: setting["values"].get(name) for setting in settings} for name in varied}
+    for key in settings[0]["launch"]:
+        values = {setting["name"]: setting["launch"][key] for setting in settings}
+        if len({str(value) for value in values.values()}) > 1:
+            differing[f"launch.{key}"] = values
+    return differing
+
+
+def _environment(settings: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return facts by run: load and free memory, and whichever of versions, device, cores and data differ."""
+    facts = {f"{setting['name']}, round {run['round']}": _facts(run) for setting in settings for run in setting["runs"]}
+    differing = {}
+    for key in dict.fromkeys(key for of_run in facts.values() for key in of_run):
+        values = {name: of_run[key] for name, of_run in facts.items() if of_run.get(key) is not None}
+        if key in _VOLATILE or len({str(value) for value in values.values()}) > 1:
+            differing[key] = values
+    return differing
+
+
+def _facts(run: Mapping[str, Any]) -> dict[str, Any]:
+    about = run["environment"]
+    versions = {f"{name} version": version for name, version in (about.get("versions") or {}).items()}
+    # versions are added one by one; the other facts follow from the launch, and are listed with the settings
+    elsewhere = ("versions", "precision", "communication", "threads_per_process")
+    rest = {key: value for key, value in about.items() if key not in elsewhere}
+    return {**rest, **versions, "data": run.get("data_sha256")}

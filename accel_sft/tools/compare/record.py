@@ -2,28 +2,24 @@
 
 import datetime
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.io.files import abandoned, json_safe, read_json, write_atomically
+from accel_sft.io.files import abandoned, json_safe, mapping, read_json, write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.recordable import masked_words
-from accel_sft.tools.compare.cells import Cell
-from accel_sft.tools.compare.environment import environment
+from accel_sft.launch.this_machine import environment
 from accel_sft.tools.compare.measured import measure
-from accel_sft.tools.compare.outcome import STATUSES
-from accel_sft.tools.report.comparison import SCHEMA
-from accel_sft.tools.report.runs import COMPARISON
+from accel_sft.tools.compare.settings import ComparedSetting
+from accel_sft.tools.report.runs import COMPARISON, SCHEMA
 
-_RECORD = {"task": str, "given": dict, "fingerprints": dict, "discard_steps": int, "cells": list, "environment": dict}
-_ENTRY = {"name": str, "runs": list}
-_RUN = {"round": int, "status": str, "reason": str, "folder": str, "log": str, "environment": dict}
-"""Keys and types that a resume needs in a record, in each of its cells and in each run; the rest is made again."""
+RUNS = "runs"
+"""The folder of a comparison's runs, below its own."""
 
 
-def open_record(folder: Path, wanted: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, Any]:
+def open_record(folder: Path, wanted: Mapping[str, Any], settings: Sequence[ComparedSetting]) -> dict[str, Any]:
     """Return the record of the comparison in `folder`: a new record, or the one that an earlier start left there.
 
     Args:
@@ -37,39 +33,23 @@ def open_record(folder: Path, wanted: Mapping[str, Any], cells: Sequence[Cell]) 
         if {*folder.iterdir()} - {*abandoned(folder)}:
             raise UserError(f"--output-dir {folder}: not empty, and no comparison; name another folder")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        made = {"environment": environment(), "cells": [_entry(cell) for cell in cells], "findings": []}
+        made = {"environment": environment(), "settings": [_entry(setting) for setting in settings], "findings": []}
         return {"schema": SCHEMA, "created": now, "status": "running", **wanted, **made}
-    record = read_json(path)
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+    record = mapping(read_json(path))
+    if record.get("schema") != SCHEMA:
         raise UserError(f"{path}: not the record of a comparison; name another --output-dir")
-    if not _has(record, _RECORD) or not all(_has(entry, _ENTRY) for entry in record["cells"]):
-        raise UserError(f"{path}: damaged, or changed by hand; put it back, or name another --output-dir")
     if different := _different(record, wanted):
         raise UserError(*different, f"--output-dir {folder}: give the settings it was started with, or another folder")
-    before = {entry["name"]: entry["runs"] for entry in record["cells"]}
-    entries = [
-        {**_entry(cell), "runs": [*_still_there(folder, cell, before.get(cell.name, []), record["discard_steps"])]}
-        for cell in cells
-    ]
-    return {**record, **wanted, "cells": entries, "status": "running"}
+    entries = [_entry(setting) for setting in settings]
+    for entry, before in zip(entries, record["settings"], strict=True):
+        there = [run for run in before["runs"] if (folder / run["folder"]).is_dir()]  # others are made again
+        entry["runs"] = [_measured_again(folder, run, wanted["discard_steps"]) for run in there]
+    return {**record, **wanted, "settings": entries, "status": "running"}
 
 
-def _still_there(folder: Path, cell: Cell, runs: Sequence[Any], discard_steps: int) -> Iterator[dict[str, Any]]:
-    """Yield the runs of a cell that need not be made again, with their numbers read again from their folders.
-
-    A run whose folder was deleted is made again.
-    """
-    for run in runs:
-        if not _has(run, _RUN) or run["status"] not in STATUSES:
-            continue
-        place = folder / "cells" / cell.folder / f"round-{run['round']}"
-        if place.is_dir() and place == folder / run["folder"]:
-            found = measure(RunDir(place), discard_steps)
-            yield {**run, **found, "environment": {**run["environment"], **found["environment"]}}
-
-
-def _has(value: Any, form: Mapping[str, type]) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in form.items())
+def _measured_again(folder: Path, run: Mapping[str, Any], discard_steps: int) -> dict[str, Any]:
+    measured = measure(RunDir(folder / run["folder"]), discard_steps)
+    return {**run, **measured, "environment": {**run["environment"], **measured["environment"]}}
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
@@ -77,9 +57,9 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     write_atomically(folder / COMPARISON, json.dumps(json_safe(record), indent=1, ensure_ascii=False) + "\n")
 
 
-def _entry(cell: Cell) -> dict[str, Any]:
-    words = masked_words(cell.words)
-    return {"name": cell.name, "settings": cell.settings, "launch": cell.launch, "words": words, "runs": []}
+def _entry(setting: ComparedSetting) -> dict[str, Any]:
+    words = masked_words(setting.words)
+    return {"name": setting.name, "values": setting.values, "launch": setting.launch, "words": words, "runs": []}
 
 
 def _different(record: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
@@ -90,9 +70,7 @@ def _different(record: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
     before, now = record["given"], wanted["given"]
     for name in dict.fromkeys([*before, *now]):
         if before.get(name) != now.get(name):
-            told = [",".join(values) if values else "its default" for values in (before.get(name), now.get(name))]
-            lines.append(f"{name}: the comparison was started with {told[0]}, not {told[1]}")
+            was, given = (",".join(values) if values else "its default" for values in (before.get(name), now.get(name)))
+            lines.append(f"{name}: the comparison was started with {was}, not {given}")
     before, now = record["fingerprints"], wanted["fingerprints"]
-    return lines + [
-        f"{name}: the file has changed since" for name in now if not lines and before.get(name) != now[name]
-    ]
+    return lines or [f"{name}: the file has changed since" for name in now if before.get(name) != now[name]]

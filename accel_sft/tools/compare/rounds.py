@@ -1,4 +1,4 @@
-"""Runs the cells round by round, records each run when it ends, and writes the tables and findings."""
+"""Runs the settings round by round, records each run when it ends, and writes the tables and findings."""
 
 import datetime
 import shlex
@@ -16,19 +16,17 @@ from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import columns, terminal, wrapped
 from accel_sft.io.text import printable, shown
-from accel_sft.tools.compare.cells import Cell
-from accel_sft.tools.compare.conclusions import findings
-from accel_sft.tools.compare.launching import end_all, launch, signals_interrupt
+from accel_sft.launch.child import end_all, launch, outcome, signals_interrupt, waited_for
+from accel_sft.tools.compare.findings import findings
 from accel_sft.tools.compare.learning_curve import learnt
-from accel_sft.tools.compare.measured import last_step, measure, surroundings
-from accel_sft.tools.compare.outcome import outcome, waited_for
-from accel_sft.tools.compare.record import write_record
-from accel_sft.tools.compare.summary import completed, summarise
+from accel_sft.tools.compare.measured import completed, last_step, measure, summarise, surroundings
+from accel_sft.tools.compare.record import RUNS, write_record
+from accel_sft.tools.compare.settings import ComparedSetting
 from accel_sft.tools.compare.sweep import paired_settings
-from accel_sft.tools.compare.tables import as_csv, markdown, terminal_table
+from accel_sft.tools.compare.tables import as_csv, terminal_table
 
 
-def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_weights: bool) -> None:
+def run(record: dict[str, Any], folder: Path, settings: Sequence[ComparedSetting], *, keep_weights: bool) -> None:
     """Make the runs that `record` does not have yet, and print the table.
 
     A signal ends the current launch; the runs that have ended are kept.
@@ -40,18 +38,19 @@ def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_wei
     _update(record, folder)  # so that the comparison can resume even if it is killed in its first run
     try:
         with signals_interrupt(), console.status("", refresh_per_second=2) as status:
-            for number, cell, entry in _due(record, cells):
-                done = sum(len(entry["runs"]) for entry in record["cells"])
-                of = f"{done + 1} of {done + _left(record)}: round {number}, {cell.name}"
-                entry["runs"].append(_run_cell(record, folder, cell, number, status, of))
+            for number, setting, entry in _due(record, settings):
+                done = sum(len(entry["runs"]) for entry in record["settings"])
+                title = f"{done + 1} of {done + _left(record)}: round {number}, {setting.name}"
+                measured = _run_once(record, folder, setting, number, status, title)
+                entry["runs"].append(measured)
                 if not keep_weights:
-                    _delete_weights(RunDir(folder / entry["runs"][-1]["folder"]))
+                    _delete_weights(RunDir(folder / measured["folder"]))
                 _update(record, folder)
-                _tell(console, of, entry["runs"][-1])
+                _print_run(console, title, measured)
     except KeyboardInterrupt as interruption:
         record["status"] = "interrupted"
         _update(record, folder)
-        interruption.args = (f"{interruption}; to go on: {_resuming(record, folder)}",)
+        interruption.args = (f"{interruption}; to go on: {resuming(record, folder)}",)
         raise interruption from None
     record["status"] = "complete"
     _update(record, folder)
@@ -60,47 +59,51 @@ def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_wei
         print(wrapped(printable(f"- {line}"), 2), file=terminal())
 
 
-def _due(record: dict[str, Any], cells: Sequence[Cell]) -> Iterator[tuple[int, Cell, dict[str, Any]]]:
-    """Yield round, cell and record entry of each run still to be made; a cell is given up if all its runs failed."""
+def _due(
+    record: dict[str, Any], settings: Sequence[ComparedSetting]
+) -> Iterator[tuple[int, ComparedSetting, dict[str, Any]]]:
+    """Yield round, setting and record entry of each run still to be made; a setting that only failed is given up."""
     for number in range(1, record["repeat"] + 1):
-        for cell, entry in zip(cells, record["cells"], strict=True):
+        for setting, entry in zip(settings, record["settings"], strict=True):
             failed = entry["runs"] and not completed(entry)
             if not failed and number not in [run["round"] for run in entry["runs"]]:
-                yield number, cell, entry
+                yield number, setting, entry
 
 
 def _left(record: dict[str, Any]) -> int:
-    """Return how many runs are still to be made if no cell is given up from now on."""
-    tried = [entry for entry in record["cells"] if completed(entry) or not entry["runs"]]
+    """Return how many runs are still to be made if no setting is given up from now on."""
+    tried = [entry for entry in record["settings"] if completed(entry) or not entry["runs"]]
     return sum(record["repeat"] - len(entry["runs"]) for entry in tried)
 
 
-def _run_cell(record: dict[str, Any], folder: Path, cell: Cell, number: int, status: Status, of: str) -> dict[str, Any]:
-    """Run a cell once and return the run's record; an earlier attempt's processes and files are removed first."""
-    place = folder / "cells" / cell.folder
+def _run_once(
+    record: dict[str, Any], folder: Path, setting: ComparedSetting, number: int, status: Status, title: str
+) -> dict[str, Any]:
+    """Run a setting once and return the run's record; an earlier attempt's processes and files are removed first."""
+    place = folder / RUNS / setting.folder
     run_dir, log = RunDir(place / f"round-{number}"), place / f"round-{number}.log"
     end_all(run_dir.path)
     shutil.rmtree(run_dir.path, ignore_errors=True)
     place.mkdir(parents=True, exist_ok=True)
 
-    said = ""
+    printed = ""
 
     def look() -> None:
-        nonlocal said
+        nonlocal printed
         step = last_step(run_dir)
         waits = "" if step else waited_for(log)
-        told = f"{of}, {f'step {step}' if step else waits or 'starting'}, {time.monotonic() - began:.0f} s"
-        status.update(Text(printable(told), no_wrap=True, overflow="ellipsis"))
-        if waits not in ("", said) and not status.console.is_terminal:  # only a terminal has a status line
-            status.console.print(printable(f"{of}: {waits}"), markup=False, soft_wrap=True)
-            said = waits
+        line = f"{title}, {f'step {step}' if step else waits or 'starting'}, {time.monotonic() - began:.0f} s"
+        status.update(Text(printable(line), no_wrap=True, overflow="ellipsis"))
+        if waits not in ("", printed) and not status.console.is_terminal:  # only a terminal has a status line
+            status.console.print(printable(f"{title}: {waits}"), markup=False, soft_wrap=True)
+            printed = waits
 
     began = time.monotonic()
     around, started = surroundings(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     limit = record["time_limit_minutes"] * 60
     look()
     try:
-        ended = launch(cell.command(run_dir.path), cell.environment, run_dir.path, log, limit, look)
+        ended = launch(setting.command(run_dir.path), setting.environment, run_dir.path, log, limit, look)
     except BaseException:
         shutil.rmtree(run_dir.path, ignore_errors=True)
         raise
@@ -113,7 +116,7 @@ def _run_cell(record: dict[str, Any], folder: Path, cell: Cell, number: int, sta
         "reason": reason,
         "folder": str(run_dir.path.relative_to(folder)),
         "log": str(log.relative_to(folder)),
-        "command": cell.shown_command(run_dir.path),
+        "command": setting.shown_command(run_dir.path),
         "started": started,
         "seconds": ended.seconds,
         **measured,
@@ -127,7 +130,6 @@ def _update(record: dict[str, Any], folder: Path) -> None:
     record["learning_curve"] = learnt(record)
     record["findings"] = findings(record)
     write_record(folder, record)
-    write_atomically(folder / "comparison.md", markdown(record))
     write_atomically(folder / "comparison.csv", as_csv(record))
 
 
@@ -136,17 +138,17 @@ def _delete_weights(run_dir: RunDir) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _tell(console: Console, of: str, run: dict[str, Any]) -> None:
+def _print_run(console: Console, title: str, run: dict[str, Any]) -> None:
     """Print a line about a run that has ended."""
     numbers = ""
     if run["median_step_seconds"] is not None:
         numbers = f", {shown(run['median_step_seconds'])} s a step, {shown(run['tokens_per_second'])} tokens/s"
     reason = f": {run['reason']}" if run["reason"] else ""
-    line = f"{of}: {run['status']}{numbers} ({run['seconds']:.0f} s in all){reason}"
+    line = f"{title}: {run['status']}{numbers} ({run['seconds']:.0f} s in all){reason}"
     console.print(wrapped(printable(line)), markup=False, soft_wrap=True)
 
 
-def _resuming(record: dict[str, Any], folder: Path) -> str:
+def resuming(record: dict[str, Any], folder: Path) -> str:
     """Return the command that resumes the comparison: the user's command, with --output-dir if it had none."""
     words = shlex.split(record["command"])
     if "--output-dir" in words:

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.config import TrainConfig
+from accel_sft.io.files import is_number, read_object
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import shown
-from accel_sft.tools.compare.cells import flag_of
+from accel_sft.launch.child import COMPLETE
 from accel_sft.tools.compare.learning_curve import of_rows
-from accel_sft.tools.compare.measured import read_object
-from accel_sft.tools.compare.outcome import COMPLETE
-from accel_sft.tools.compare.summary import EXECUTION, completed
+from accel_sft.tools.compare.measured import EXECUTION, completed
+from accel_sft.tools.compare.settings import flag_of
 from accel_sft.tracking.resampled import read_measured
-from accel_sft.tracking.run_report import is_number
 from accel_sft.tracking.significance import Measured, against_best, average, span, verdict, words_for
 
 SEED = "seed"
@@ -32,17 +31,18 @@ _LISTED = 8
 
 @dataclasses.dataclass(frozen=True)
 class SweptSetting:
-    """One combination of the swept values. It has the cells of all seeds, and of all launches, which learn alike.
+    """One combination of the swept values, with all seeds, and all launches, which learn the same.
 
     Attributes:
         values: the value of each swept option, by name.
-        metrics: the main metric after training, of each of its cells that has one.
-        loss: median of its cells' validation losses after training; None if no cell has one.
+        entries: the settings of the record with these values, each with a seed and a launch.
+        metrics: the main metric after training, of each entry.
+        loss: median of the entries' validation losses after training; None if no entry has one.
     """
 
     name: str
     values: Mapping[str, Any]
-    cells: Sequence[Mapping[str, Any]]
+    entries: Sequence[Mapping[str, Any]]
     metrics: Sequence[float]
     seeds: int
     loss: float | None
@@ -68,34 +68,34 @@ def costs_alike(record: Mapping[str, Any]) -> bool:
 
 
 def in_order(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the record's cells; those of a sweep are sorted, the best first and those without a metric last, but not
-    those of numbers of rows."""
+    """Return the record's settings; those of a sweep are sorted, the best first and those without a metric last, but
+    not those of numbers of rows."""
     if not swept(record) or of_rows(record):
-        return record["cells"]
+        return record["settings"]
 
-    def place(cell: Mapping[str, Any]) -> tuple[bool, float, float]:
-        metric, loss = (cell["median"].get(key) for key in ("metric_after", "eval_loss_after"))
+    def place(entry: Mapping[str, Any]) -> tuple[bool, float, float]:
+        metric, loss = (entry["median"].get(key) for key in ("metric_after", "eval_loss_after"))
         return (metric is None, *_rank(record, metric or 0.0, loss))
 
-    return sorted(record["cells"], key=place)
+    return sorted(record["settings"], key=place)
 
 
 def ranked(record: Mapping[str, Any]) -> list[SweptSetting]:
     """Return the settings that have a metric, the best first; if metrics are equal, the lower validation loss first."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
-    for cell in record["cells"]:
-        if cell["status"] == COMPLETE and is_number(cell["median"].get("metric_after")):
-            name = ", ".join(f"{flag_of(name)[2:]} {cell['settings'].get(name)}" for name in swept(record))
-            groups.setdefault(name, []).append(cell)
+    for entry in record["settings"]:
+        if entry["status"] == COMPLETE and is_number(entry["median"].get("metric_after")):
+            name = ", ".join(f"{flag_of(name)[2:]} {entry['values'].get(name)}" for name in swept(record))
+            groups.setdefault(name, []).append(entry)
     settings = []
-    for name, cells in groups.items():
-        losses = [loss for cell in cells if is_number(loss := cell["median"].get("eval_loss_after"))]
+    for name, entries in groups.items():
+        losses = [loss for entry in entries if is_number(loss := entry["median"].get("eval_loss_after"))]
         setting = SweptSetting(
             name=name,
-            values={option: cells[0]["settings"].get(option) for option in swept(record)},
-            cells=cells,
-            metrics=[cell["median"]["metric_after"] for cell in cells],
-            seeds=len({str(cell["settings"].get(SEED)) for cell in cells}),
+            values={option: entries[0]["values"].get(option) for option in swept(record)},
+            entries=entries,
+            metrics=[entry["median"]["metric_after"] for entry in entries],
+            seeds=len({str(entry["values"].get(SEED)) for entry in entries}),
             loss=statistics.median(losses) if losses else None,
         )
         settings.append(setting)
@@ -109,11 +109,11 @@ def paired_settings(record: Mapping[str, Any], folder: Path) -> dict[str, dict[s
     settings = ranked(record) if swept(record) else []
     known: dict[str, Measured] = {}
     for setting in settings:
-        of_seeds = {str(cell["settings"].get(SEED)): completed(cell)[0] for cell in setting.cells}
+        of_seeds = {str(entry["values"].get(SEED)): completed(entry)[0] for entry in setting.entries}
         folders = [RunDir(folder / run["folder"]) for run in of_seeds.values()]
-        found = [read_measured(run_dir, read_object(run_dir.result)) for run_dir in folders]
-        together = average([one for one in found if one])
-        if together and None not in found:
+        measured = [read_measured(run_dir, read_object(run_dir.result)) for run_dir in folders]
+        together = average([one for one in measured if one])
+        if together and None not in measured:
             known[setting.name] = together
     tests = against_best(known, settings[0].name) if settings and settings[0].name in known else {}
     return {setting.name: tests.get(setting.name) for setting in settings[1:]}
@@ -125,8 +125,8 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
     With fewer than two ranked settings there is at most the sentence that they cannot be ranked.
     """
     metric, settings = record["main_metric"], ranked(record) if swept(record) else []
-    if swept(record) and not settings and any(cell["status"] == COMPLETE for cell in record["cells"]):
-        yield f"Settings cannot be ranked: no cell has {metric} after training; leave out --eval-every off."
+    if swept(record) and not settings and any(entry["status"] == COMPLETE for entry in record["settings"]):
+        yield f"Settings cannot be ranked: no run has {metric} after training; leave out --eval-every off."
     if len(settings) < 2:
         return
     best, others = settings[0], settings[1:]
@@ -135,9 +135,9 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
     close = [other for other in others if other not in tied and _undecided(best, other, tests.get(other.name))]
     spreads = [setting.spread for setting in settings if setting.spread is not None]
     if close:
-        which = " and ".join(each.name for each in (best, *tied, *close))
+        which = " and ".join(setting.name for setting in (best, *tied, *close))
         behind = max(abs(best.metric - other.metric) for other in close)
-        noise = "no test on the same examples tells them apart"
+        noise = "no test on the same examples distinguishes them"
         if spreads and behind <= max(spreads):
             noise = f"seeds of one setting by up to {shown(max(spreads))}"
         yield (
@@ -145,13 +145,13 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
             f"and {noise}."
         )
     elif tied:
-        which = "all settings" if len(tied) == len(others) else "; ".join(each.name for each in (best, *tied))
-        yield f"A tie: {which} have the same {metric} after training, {_told(best)}.{_by_loss(best, tied)}"
+        which = "all settings" if len(tied) == len(others) else "; ".join(setting.name for setting in (best, *tied))
+        yield f"A tie: {which} have the same {metric} after training, {_metric(best)}.{_by_loss(best, tied)}"
     else:
-        yield f"{best.name} is the best by {metric} after training: {_told(best)}{_and_loss(best)}."
+        yield f"{best.name} is the best by {metric} after training: {_metric(best)}{_and_loss(best)}."
     words = words_for(record.get("higher_is_better", True))
     against = {name: f", {verdict(test, words)}" for name, test in tests.items()}
-    listed = [f"{one.name}: {_told(one)}{_and_loss(one)}{against.get(one.name, '')}" for one in settings[:_LISTED]]
+    listed = [f"{one.name}: {_metric(one)}{_and_loss(one)}{against.get(one.name, '')}" for one in settings[:_LISTED]]
     rest = f"; and {len(settings) - _LISTED} more" if len(settings) > _LISTED else ""
     yield f"By {metric}, the best first: {'; '.join(listed)}{rest}."
     if tests:
@@ -165,19 +165,21 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
         )
     yield from _ends(best, settings, [*tied, *close])
     if own := [flag_of(name) for name in swept(record) if name not in _TRAINERS]:
-        told = ", ".join(own)
-        yield f"Options of the task itself: {told}. If they change the validation examples, metrics cannot be compared."
+        yield (
+            f"Options of the task itself: {', '.join(own)}. If they change the validation examples, metrics cannot be "
+            "compared."
+        )
 
 
 def _rank(record: Mapping[str, Any], metric: float, loss: float | None) -> tuple[float, float]:
     return (-metric if record.get("higher_is_better", True) else metric, float("inf") if loss is None else loss)
 
 
-def _told(setting: SweptSetting) -> str:
+def _metric(setting: SweptSetting) -> str:
     if len(setting.metrics) == 1:
-        low, high = (setting.cells[0]["median"].get(key) for key in ("metric_low", "metric_high"))
+        low, high = (setting.entries[0]["median"].get(key) for key in ("metric_low", "metric_high"))
         return shown(setting.metric) + (f" (95%: {span(low, high)})" if is_number(low) and is_number(high) else "")
-    what = f"{setting.seeds} seeds" if setting.seeds > 1 else f"{len(setting.metrics)} cells"
+    what = f"{setting.seeds} seeds" if setting.seeds > 1 else f"{len(setting.metrics)} runs"
     if min(setting.metrics) == max(setting.metrics):
         return f"{shown(setting.metric)} (in all {what})"
     return f"{shown(setting.metric)} (median of {what}, {shown(min(setting.metrics))} to {shown(max(setting.metrics))})"

@@ -1,72 +1,67 @@
 """The command `how-much`: trains on ever more of a task's rows, and forecasts what further rows would bring."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import Setting, settings
+from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import read_split
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.models.source import resolved
-from accel_sft.tools.compare import command as compare
-from accel_sft.tools.compare.cells import flag_of
+from accel_sft.tools.compare.command import DEFAULTS, CompareConfig, Offers, Parse, compare, settings_of
 from accel_sft.tools.compare.learning_curve import FEWEST_SIZES, ROWS
+from accel_sft.tools.compare.settings import flag_of
 from accel_sft.tracking.significance import detectable
 
 FEWEST_ROWS = 8
 """Fewest rows of a training, unless `--sizes` names fewer."""
-_DEFAULTS = {**compare.DEFAULTS, "eval_every": "auto"}
+_DEFAULTS = {**DEFAULTS, "eval_every": "auto"}
 """What each training gets unless the user says otherwise: a small part of the rows may have hundreds of epochs."""
+_DERIVED = (ROWS, "seed")
 
 
-def run(
-    task: str,
-    task_class: type[Task],
-    offers: Mapping[type, Sequence[Setting]],
-    asked: Mapping[str, Any],
-    parse: compare.Parse,
-) -> None:
+def run(task: str, task_class: type[Task], offers: Offers, params: Mapping[str, Any], parse: Parse) -> None:
     """Compare trainings on nested parts of the rows, the smallest first, each with several seeds.
 
     Args:
-        asked: the parameters of `compare`, with `sizes` and `seeds` in place of the options that are varied here.
+        params: the parameters of `compare`, with `sizes` and `seeds` in place of the options that are varied here.
     Raises:
         UserError: the user must fix something, or no training completed.
     """
-    behind = parse([*asked["run_words"]])[0]
-    if taken := [flag_of(name) for name in (ROWS, "seed") if name in behind]:
+    if taken := [flag_of(name) for name in _DERIVED if name in parse([*params["run_words"]])[0]]:
         raise UserError(f"{', '.join(taken)} behind --: how-much sets it for each training; see --sizes and --seeds")
-    asked = {**asked, "repeat": 1, "discard_steps": 0, "defaults": _DEFAULTS}
-    cells, varied, _ = compare.cells_of(task, task_class, offers, asked, parse)
+    config = CompareConfig.read(params, offers, task_class, repeat=1, discard_steps=0)
+    config = dataclasses.replace(config, defaults=_DEFAULTS, tool="how-much", derived=[*map(flag_of, _DERIVED)])
+    one_each, varied = settings_of(task, config, parse)
     if varied:
         flags = ", ".join(map(flag_of, varied))
         raise UserError(f"{flags}: how-much varies the rows and the seed only; give one value")
-    config, of_run = parse(cells[0].words[1:])[1]()
-    config, validation = resolved(config, of_run), len(read_split(of_run, "validation"))
-    sizes = _sizes(asked["sizes"], len(read_split(of_run, "train")), validation)
-    seeds = [str(number) for number in range(1, asked["seeds"] + 1)]
-    varied_here = {setting.name: setting for setting in settings(TrainConfig) if setting.name in (ROWS, "seed")}
-    offers = {**offers, TrainConfig: [*offers[TrainConfig], varied_here[ROWS], varied_here["seed"]]}
-    own = [*(["--sizes", asked["sizes"]] if asked["sizes"] else []), "--seeds", str(asked["seeds"])]
-    asked |= {"command": "how-much", "own": own, "stand_for": [flag_of(ROWS), flag_of("seed")]}
-    compare.run(task, task_class, offers, {**asked, ROWS: [*map(str, sizes)], "seed": seeds}, parse)
-    if asked["dry_run"]:
-        print(wrapped(_told(config, sizes, len(seeds), validation)), file=terminal())
+    trained, of_run = parse(one_each[0].words[1:])[1]()
+    trained, validation = resolved(trained, of_run), len(read_split(of_run, "validation"))
+    sizes = _sizes(params["sizes"], len(read_split(of_run, "train")), validation)
+    seeds = [str(number) for number in range(1, params["seeds"] + 1)]
+    by_name = {setting.name: setting for setting in settings(TrainConfig)}
+    options = {**config.options, by_name[ROWS]: [*map(str, sizes)], by_name["seed"]: seeds}
+    words = [*(["--sizes", params["sizes"]] if params["sizes"] else []), "--seeds", str(params["seeds"])]
+    compare(task, task_class, dataclasses.replace(config, options=options, tool_words=words), parse)
+    if config.dry_run:
+        print(wrapped(_extent(trained, sizes, len(seeds), validation)), file=terminal())
 
 
-def _told(config: TrainConfig, sizes: Sequence[int], seeds: int, validation: int) -> str:
-    """How long the trainings are in all, and what their validation examples can show."""
+def _extent(config: TrainConfig, sizes: Sequence[int], seeds: int, validation: int) -> str:
+    """How long the trainings are in all, and which differences their validation examples can detect."""
     epochs, batch = config.epochs or 0, config.global_batch_size or 1
     steps = seeds * sum(config.max_steps or max(1, math.ceil(epochs * size / batch)) for size in sizes)
     examples = min(config.eval_limit or validation, validation)
-    apart = detectable(math.sqrt(2 * 0.5 * 0.5 / examples))
+    difference = detectable(math.sqrt(2 * 0.5 * 0.5 / examples))
     return (
         f"{len(sizes) * seeds} trainings, {'' if config.max_steps else 'about '}{steps:,} steps in all. Each is scored "
-        f"on {examples:,} validation examples, which show a difference of {apart:.2f} between accuracies near 0.5, and "
-        "a smaller one where most answers are alike."
+        f"on {examples:,} validation examples, which show a difference of {difference:.2f} between accuracies near "
+        "0.5, and a smaller one where most answers are alike."
     )
 
 
@@ -78,8 +73,8 @@ def _sizes(given: str | None, rows: int, validation: int) -> list[int]:
     else:
         parts = [part.strip().replace("_", "") for part in given.split(",")]
         if wrong := [part for part in parts if not part.isdecimal() or not 0 < int(part) <= rows]:
-            told = f"{rows:,}, which are for training beside {validation:,} for validation"
-            raise UserError(f"--sizes {wrong[0]!r}: expected numbers of rows up to {told}, commas between")
+            most = f"{rows:,}, which are for training beside {validation:,} for validation"
+            raise UserError(f"--sizes {wrong[0]!r}: expected numbers of rows up to {most}, commas between")
         sizes, few = sorted({*map(int, parts)}), f"--sizes {given}: too few"
     if len(sizes) < FEWEST_SIZES:
         raise UserError(f"{few}: a curve needs {FEWEST_SIZES} numbers of rows")

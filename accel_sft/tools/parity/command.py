@@ -1,7 +1,9 @@
 """`accel-sft parity`: compares what a server answers with what the run's own weights answer."""
 
 import json
+import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import click
 
 from accel_sft.api.errors import UserError
 
+NOISE_FLOAT32, NOISE_REDUCED = 2e-4, 5e-2
+"""Nats between log-probabilities, on average, up to which two libraries differ in float32, and in 16 bits."""
 EXAMPLES = """\b
 For example:
   accel-sft parity runs/math-20261120-101500 --url http://127.0.0.1:8000/v1
@@ -34,26 +38,26 @@ def parity(ctx: click.Context, run: str, as_json: bool, **options: Any) -> None:
 
     RUN is a run's folder; its best/ weights, or else final/, answer here what the server is asked there: prompts of the
     task's validation examples. Where answers differ, each likely cause is tested: chat template, doubled first token,
-    tokenizer, weights without the training, stop token, context, precision. Exit status: 0 if the answers are the
-    run's, but for near ties of rounding; 1 if not.
+    tokenizer, weights without the training, stop token, context. Exit status: 0 if the answers are the run's, but for
+    near ties of rounding; 1 if not.
     """
     from accel_sft.launch.environment import prepare_environment
     from accel_sft.resilience.exit import ExitHandler
 
     ctx.ensure_object(ExitHandler).debug = options["debug"]
     prepare_environment(options["debug"])
-    found = _compared(run, options)
+    result = compared(run, options)
     if as_json:
-        click.echo(json.dumps(found, ensure_ascii=False, indent=2))
+        click.echo(json.dumps(result, ensure_ascii=False, indent=2))
     else:
-        for line in lines(found):
+        for line in lines(result):
             click.echo(line)
-    if not found["holds"]:
+    if not result["holds"]:
         ctx.exit(1)
 
 
-def _compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return what was found, as `--json` has it."""
+def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Compare and return what `--json` prints."""
     from accel_sft.api.options import settings
     from accel_sft.api.registry import build
     from accel_sft.api.task_file import recorded_name
@@ -86,9 +90,8 @@ def _compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     task = build(word, task_class, own)
     if problems := [*served.problems(task), *one_process("parity")]:
         raise UserError(*problems)
-    kept = "max_length", "max_new_tokens", "thinking", "template_date", "control_tokens", "load_in_4bit", "seed"
-    trained = {name: record["config"].get(name) for name in kept}
-    trained = {name: value for name, value in trained.items() if value is not None}
+    of_run = "max_length", "max_new_tokens", "thinking", "template_date", "control_tokens", "load_in_4bit", "seed"
+    trained = {name: value for name in of_run if (value := record["config"].get(name)) is not None}
     config = EvaluateConfig(
         model=RunDir.weights_in(run),
         eval_limit=options["examples"],
@@ -96,8 +99,8 @@ def _compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
         debug=options["debug"],
         **{"template_date": time.strftime("%Y-%m-%d"), **trained},
     )
-    if found := config.problems():
-        raise UserError(*(f"{line}; so says the run.json of {run}" for line in found))
+    if problems := config.problems():
+        raise UserError(*(f"{line}; so says the run.json of {run}" for line in problems))
     config = config.resolved({})
     endpoint = Endpoint(options["url"], options["model"], options["key_from"], options["timeout"])
     endpoint.text_tokens(".")  # a server that is not there is told before weights are loaded
@@ -123,18 +126,19 @@ def _result(reference: Any, endpoint: Any, record: dict[str, Any]) -> dict[str, 
 
     pairs = compare(reference, endpoint)
     examined = Causes(reference, endpoint, pairs)
-    causes = examined.findings()
-    answered = [(pair.row.index, pair.reply) for pair in pairs]
-    replies = {at: reference.ids(one.text, ended=one.finish != "length") if one else [] for at, one in answered}
-    name = reference.evaluator.task.main_metric
-    here, there = (reference.scored(scored).metrics[name] for scored in (reference.answers, replies))
-    causes += [lead] if (lead := examined.lead(name, here, there)) else []
-    off = [value for pair in pairs for value in pair.off]
+    causes = examined.named()
+    replies = {
+        pair.row.index: reference.ids(pair.reply.text, ended=pair.reply.finish != "length") if pair.reply else []
+        for pair in pairs
+    }
+    metric = reference.evaluator.task.main_metric
+    here, served = (reference.scored(answers).metrics[metric] for answers in (reference.answers, replies))
+    causes += [lead] if (lead := examined.lead(metric, here, served)) else []
     first = next(((pair, pair.reply) for pair in pairs if pair.differs and pair.reply), None)
     return {
         "run": reference.config.model,
         "served": f"{endpoint.model} at {endpoint.url}",
-        "holds": not any(pair.differs for pair in pairs) and all(cause.mild for cause in causes),
+        "holds": not causes and not any(pair.differs for pair in pairs),
         "examples": len(pairs),
         "prompts": {
             "other": sum(pair.read_otherwise for pair in pairs),
@@ -146,8 +150,8 @@ def _result(reference: Any, endpoint: Any, record: dict[str, Any]) -> dict[str, 
             "near_ties": sum(pair.tied for pair in pairs),
             "other": sum(pair.differs for pair in pairs),
         },
-        "log_probabilities": {"tokens": len(off), "mean": sum(off) / len(off), "largest": max(off)} if off else None,
-        "metric": {"name": name, "here": here, "served": there},
+        "log_probabilities": _log_probabilities(pairs, str(reference.model.dtype).removeprefix("torch.")),
+        "metric": {"name": metric, "here": here, "served": served},
         "first_difference": first
         and {
             "example": first[0].row.index,
@@ -160,30 +164,44 @@ def _result(reference: Any, endpoint: Any, record: dict[str, Any]) -> dict[str, 
     }
 
 
-def lines(found: dict[str, Any]) -> list[str]:
-    """What was found, for people."""
+def _log_probabilities(pairs: Sequence[Any], dtype: str) -> dict[str, Any] | None:
+    """How far the server's log-probabilities are from the run's, for the same prompts; None if it gives none.
+
+    `precision` says whether two libraries differ as much with these weights in the run's own type, `dtype`.
+    """
+    off = [value for pair in pairs if not pair.read_otherwise for value in pair.off]
+    if not off:
+        return None
+    mean = statistics.fmean(off)
+    same_bits = mean <= (NOISE_FLOAT32 if dtype == "float32" else NOISE_REDUCED)
+    precision = f"as {dtype} in two libraries" if same_bits else f"more than {dtype} explains: fewer bits are served"
+    return {"tokens": len(off), "mean": mean, "largest": max(off), "precision": precision}
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """What was compared, for people."""
     from accel_sft.io.text import one_line, printable
 
-    count, prompts, answers, metric = (found[name] for name in ("examples", "prompts", "answers", "metric"))
+    count, prompts, answers, metric = (result[name] for name in ("examples", "prompts", "answers", "metric"))
     how = "token by token" if prompts["by_tokens"] else "by their length: the server has no call for tokens"
-    told = [
-        f"run      {found['run']}",
-        f"served   {found['served']}",
+    rows = [
+        f"run      {result['run']}",
+        f"served   {result['served']}",
         f"prompts  {count - prompts['other']} of {count} are those of training, {how}",
         f"answers  {answers['same']} of {count} the same, {answers['near_ties']} leave at a near tie, "
         f"{answers['other']} differ",
     ]
-    if off := found["log_probabilities"]:
-        most = f"{off['largest']:.2g} at most ({off['tokens']:,} tokens)"
-        told.append(f"nats     log-probabilities are off by {off['mean']:.2g} on average, {most}")
-    told.append(f"{metric['name']}  {metric['here']:.4g} here, {metric['served']:.4g} served")
-    if first := found["first_difference"]:
-        told.append(f"example {first['example']}, from token {first['token']} of the answer:")
-        told += [f"  {side:<6}  {one_line(first[side], 200)}" for side in ("run", "served")]
-    for cause in found["causes"]:
-        kind = "note" if cause["mild"] else "cause"
-        told.append(f"{kind:<7}  {cause['cause']}: {cause['evidence']}; {cause['fix']}")
-    told += [f"untested {line}" for line in found["untested"]]
-    verdict = "holds    what is served is" if found["holds"] else "differs  what is served is not"
-    told.append(f"{verdict} what was trained")
-    return [printable(line) for line in told]
+    if off := result["log_probabilities"]:
+        rows.append(
+            f"nats     log-probabilities are off by {off['mean']:.2g} on average, {off['largest']:.2g} at most "
+            f"({off['tokens']:,} tokens), {off['precision']}"
+        )
+    rows.append(f"{metric['name']}  {metric['here']:.4g} here, {metric['served']:.4g} served")
+    if first := result["first_difference"]:
+        rows.append(f"example {first['example']}, from token {first['token']} of the answer:")
+        rows += [f"  {side:<6}  {one_line(first[side], 200)}" for side in ("run", "served")]
+    rows += [f"cause    {cause['cause']}: {cause['evidence']}; {cause['fix']}" for cause in result["causes"]]
+    rows += [f"untested {line}" for line in result["untested"]]
+    verdict = "holds    what is served is" if result["holds"] else "differs  what is served is not"
+    rows.append(f"{verdict} what was trained")
+    return [printable(row) for row in rows]

@@ -54,10 +54,14 @@ class Pair:
         return self.at is not None and not self.differs
 
     @property
+    def read(self) -> int | None:
+        """The number of the prompt's tokens that the server counted; None if it does not tell."""
+        return self.reply.prompt_tokens if self.reply else None
+
+    @property
     def read_otherwise(self) -> bool:
         """Whether the server's prompt is known to have other tokens, or another number of them."""
-        known = self.reply.prompt_tokens if self.reply else None
-        return self.theirs not in (None, self.prompt) or known not in (None, len(self.prompt))
+        return self.theirs not in (None, self.prompt) or self.read not in (None, len(self.prompt))
 
 
 def compare(reference: Reference, endpoint: Endpoint) -> list[Pair]:
@@ -67,8 +71,8 @@ def compare(reference: Reference, endpoint: Endpoint) -> list[Pair]:
         UserError: an example is not text alone; or the server refuses them all, or stays silent.
     """
     evaluator, thinking = reference.evaluator, reference.config.thinking
-    asked = functools.partial(conversation, evaluator.task, evaluator.examples, "validation")
-    pairs = [Pair(asked(row.index), row, reference.answers[row.index]) for row in reference.rows]
+    chat = functools.partial(conversation, evaluator.task, evaluator.examples, "validation")
+    pairs = [Pair(chat(row.index), row, reference.answers[row.index]) for row in reference.rows]
     refuse_beyond_text([pair.chat for pair in pairs])
 
     def ask(pair: Pair) -> None:
@@ -90,14 +94,14 @@ def compare(reference: Reference, endpoint: Endpoint) -> list[Pair]:
     return pairs
 
 
-def with_thinking(said: str, own: str) -> str:
-    """What a server says, with the thinking that the run's own answer begins with if the server has left it out.
+def with_thinking(served: str, own: str) -> str:
+    """A server's answer, with the thinking that the run's own answer begins with if the server has left it out.
 
     llama.cpp's server and vLLM's reasoning parsers do; an empty block, as Qwen3's template writes it, is then nowhere.
     """
-    if "<think>" not in own or "<think>" in said:
-        return said
-    return own.removesuffix(without_thinking(own, "").lstrip()) + said.lstrip()
+    if "<think>" not in own or "<think>" in served:
+        return served
+    return own.removesuffix(without_thinking(own, "").lstrip()) + served.lstrip()
 
 
 def difference(reference: Reference, pair: Pair, reply: Reply) -> tuple[int | None, float, list[float]]:
@@ -105,9 +109,8 @@ def difference(reference: Reference, pair: Pair, reply: Reply) -> tuple[int | No
     values = reference.log_probs(pair.prompt, pair.ids[:-1])
     own = [float(values[at, token]) for at, token in enumerate(pair.ids)]
     at = None if same(reference, pair.ids, reply) else _first(reference, pair.ids, reply)
-    told = [value for _, value in reply.logprobs]
     until = len(pair.ids) if at is None else at
-    off = [abs(mine - theirs) for mine, theirs in zip(own[:until], told, strict=False)]
+    off = [abs(mine - theirs) for mine, (_, theirs) in zip(own[:until], reply.logprobs, strict=False)]
     if at is None or at >= len(pair.ids):
         return at, 0.0 if at is None else float("inf"), off
     token = _token_at(reference, pair.ids, at, reply)
@@ -121,15 +124,15 @@ def same(reference: Reference, ids: list[int], reply: Reply) -> bool:
     Where the token that ends an answer is the last that is asked for, some servers say that its length ended it.
     """
     ended = bool(ids) and ids[-1] in reference.ends
-    own, said = (text.strip().rstrip("\ufffd") for text in (reference.text(ids), reply.text))  # a part of a character
-    return own == said and (ended == (reply.finish != "length") or (ended and len(ids) == reference.most))
+    own, served = (text.strip().rstrip("\ufffd") for text in (reference.text(ids), reply.text))  # a cut character
+    return own == served and (ended == (reply.finish != "length") or (ended and len(ids) == reference.most))
 
 
 def _first(reference: Reference, ids: list[int], reply: Reply) -> int:
     """The place of the first of the ids that is not in the reply."""
-    said = reply.text.lstrip()
+    served = reply.text.lstrip()
     for at in range(len(ids)):
-        if not said.startswith(reference.text(ids[: at + 1]).lstrip().rstrip("\ufffd")):  # a part of a character
+        if not served.startswith(reference.text(ids[: at + 1]).lstrip().rstrip("\ufffd")):  # a part of a character
             return at
     ended = bool(ids) and ids[-1] in reference.ends
     return len(ids) - 1 if ended else len(ids)
@@ -139,9 +142,8 @@ def _token_at(reference: Reference, ids: list[int], at: int, reply: Reply) -> in
     """The token that the reply has in place of `ids[at]`: what the server calls it, else what its text begins with."""
     eos = reference.tokenizer.eos_token_id
     if len(reply.logprobs) > at and (word := reply.logprobs[at][0]):
-        known = reference.tokenizer(word, add_special_tokens=False)["input_ids"]
-        if len(known) == 1:
-            return known[0]
+        tokens = reference.ids(word, ended=False)
+        if len(tokens) == 1:
+            return tokens[0]
     rest = reply.text.lstrip()[len(reference.text(ids[:at]).lstrip()) :]
-    found = reference.tokenizer(rest, add_special_tokens=False)["input_ids"]
-    return found[0] if found else eos
+    return (reference.ids(rest, ended=False) or [eos])[0]

@@ -3,21 +3,22 @@
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft.io.files import mapping, read_text
+from accel_sft.io.files import is_number, mapping, read_json_lines
 from accel_sft.io.run_dir import step_of
 from accel_sft.tools.report.runs import Run
-from accel_sft.tracking.run_report import is_number
 
 LONGEST_TEXT = 2000
 """Maximum number of characters of a prompt or an answer that the page shows."""
-_ROWS = (1000, 500, 200, 100, 50, 20, 10)
-"""How many answers of each evaluation to keep: these numbers are tried in turn until the answers fit the page."""
-_NAMED = 4
-"""Maximum number of runs that a sentence about what was left out names."""
+MOST_ROWS, _FEWEST_ROWS = 200, 20
+"""How many answers of each evaluation the page has; fewer, down to the second number, if very many runs are shown."""
+_ROW_BYTES = 60
+"""About what the numbers of an answer's row take, besides its texts."""
+
+Samples = Sequence[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +40,10 @@ class RecordedEvaluation:
 
 
 def collect(runs: Sequence[Run], most_bytes: int) -> tuple[dict[str, Any], list[str]]:
-    """Return as many of the runs' answers as fit into `most_bytes` of JSON, and sentences about what was left out.
+    """Return as many of the runs' answers as fit into `most_bytes` of JSON, and a sentence about what was left out.
 
     The newest evaluation of every run comes first, then the oldest of every run (the model before training), then the
-    others, the newest first. If the newest and oldest do not all fit, each keeps only its first answers, the same
-    number for all, so that they stay comparable.
+    others, the newest first. Each has its first answers, the same number for all, so that they stay comparable.
 
     Returns:
         a dictionary, and the sentences. Its keys: `texts`; `examples`, for each a pair of indices into `texts` (prompt,
@@ -52,87 +52,77 @@ def collect(runs: Sequence[Run], most_bytes: int) -> tuple[dict[str, Any], list[
     """
     first, others = _by_priority(runs)
     files = {evaluation: _read(runs, evaluation) for evaluation in first}
-    longest = max(map(len, files.values()), default=0)
-    for rows in (longest, *(each for each in _ROWS if each < longest)):
-        pool = _Pool(most_bytes, rows)
-        if all(pool.add(evaluation, samples) for evaluation, samples in files.items()):
-            break
-    for evaluation in others:
-        samples = _read(runs, evaluation)
-        if not pool.add(evaluation, samples):
-            break
-    return pool.content(), _left_out(runs, [*first, *others], pool, longest)
+    longest, most = max(map(len, files.values()), default=0), MOST_ROWS
+    while most > _FEWEST_ROWS and _size([row for rows in files.values() for row in rows[:most]], ()) > most_bytes:
+        most //= 2
+    texts: dict[str, int] = {}
+    examples: dict[tuple[int, int, int], int] = {}
+    scores: dict[str, int] = {}
+    shown: dict[RecordedEvaluation, dict[str, Any]] = {}
+    left_out: list[RecordedEvaluation] = []
+    for evaluation in [*first, *others]:
+        if left_out and evaluation in others:  # it is not even read
+            left_out.append(evaluation)
+            continue
+        samples = files[evaluation] if evaluation in files else _read(runs, evaluation)
+        size = _size(samples[:most], texts)
+        if size > most_bytes:
+            left_out.append(evaluation)
+            continue
+        most_bytes -= size
+        if samples:
+            about = {"run": evaluation.run, "step": evaluation.step, "label": evaluation.label, "count": len(samples)}
+            shown[evaluation] = {**about, "rows": _rows(samples[:most], texts, examples, scores)}
+    content = {
+        "texts": [*texts],
+        "examples": [example[:2] for example in examples],
+        "scores": [*scores],
+        "evaluations": [shown[key] for key in sorted(shown, key=lambda evaluation: (evaluation.run, evaluation.order))],
+    }
+    return content, _left_out(runs, left_out, most, longest)
 
 
-class _Pool:
-    """Collects texts and rows until a number of bytes is used up."""
+def _rows(
+    samples: Samples, texts: dict[str, int], examples: dict[tuple[int, int, int], int], scores: dict[str, int]
+) -> list[list[Any]]:
+    """The rows of an evaluation; its new texts, examples and names of scores are added to the dictionaries."""
+    rows: list[list[Any]] = []
+    times: Counter[tuple[int, int]] = Counter()
+    for sample in samples:
+        prompt, expected, answer = (texts.setdefault(text, len(texts)) for text in _texts(sample))
+        times[prompt, expected] += 1  # the same question twice is two examples
+        example = examples.setdefault((prompt, expected, times[prompt, expected]), len(examples))
+        numbers = {str(name): value for name, value in mapping(sample.get("scores")).items() if is_number(value)}
+        for name in numbers:
+            scores.setdefault(name, len(scores))
+        rows.append([example, answer, [numbers.get(name) for name in scores]])
+    return rows
 
-    def __init__(self, most_bytes: int, rows: int) -> None:
-        self.left, self.rows = most_bytes, rows
-        self.texts: dict[str, int] = {}
-        self.examples: dict[tuple[int, int, int], int] = {}
-        self.scores: dict[str, int] = {}
-        self.evaluations: dict[RecordedEvaluation, dict[str, Any]] = {}
-        self.cut = 0
 
-    def add(self, evaluation: RecordedEvaluation, samples: Sequence[dict[str, Any]]) -> bool:
-        """Add an evaluation and return True; return False, and show nothing of it, if it does not fit."""
-        if not samples:
-            self.evaluations[evaluation] = {}  # it has nothing that could be left out
-            return True
-        before = dict(self.texts), dict(self.examples), dict(self.scores), self.cut
-        rows: list[list[Any]] = []
-        seen: Counter[tuple[int, int]] = Counter()
-        for sample in samples[: self.rows]:
-            asked = self._text(sample.get("prompt")), self._text(sample.get("expected"))
-            seen[asked] += 1  # the same question twice is two examples
-            example = self.examples.setdefault((*asked, seen[asked]), len(self.examples))
-            numbers = {str(k): n for k, n in mapping(sample.get("scores")).items() if is_number(n)}
-            for name in numbers:
-                self.scores.setdefault(name, len(self.scores))
-            row = [example, self._text(sample.get("generated")), [numbers.get(name) for name in self.scores]]
-            self.left -= len(json.dumps(row)) + 16  # about what its pair in `examples` takes
-            rows.append(row)
-            if self.left < 0:
-                self.texts, self.examples, self.scores, self.cut = before
-                return False
-        self.evaluations[evaluation] = {
-            "run": evaluation.run,
-            "step": evaluation.step,
-            "label": evaluation.label,
-            "count": len(samples),
-            "rows": rows,
-        }
-        return True
+def _texts(sample: dict[str, Any]) -> Iterator[str]:
+    """The prompt, the expected answer and the answer of a sample, as the page has them."""
+    for key in ("prompt", "expected", "generated"):
+        text = "" if sample.get(key) is None else str(sample[key])
+        more = f"... ({len(text) - LONGEST_TEXT:,} more characters)" if len(text) > LONGEST_TEXT else ""
+        yield text[:LONGEST_TEXT] + more
 
-    def _text(self, value: Any) -> int:
-        text = "" if value is None else str(value)
-        if len(text) > LONGEST_TEXT:
-            text = f"{text[:LONGEST_TEXT]}... ({len(text) - LONGEST_TEXT:,} more characters)"
-            self.cut += text not in self.texts
-        if text not in self.texts:
-            self.texts[text] = len(self.texts)
-            # a comma follows, and the page writes < as \u003c
-            self.left -= len(json.dumps(text, ensure_ascii=False).encode(errors="replace")) + 1 + 5 * text.count("<")
-        return self.texts[text]
 
-    def content(self) -> dict[str, Any]:
-        shown = sorted(filter(self.evaluations.get, self.evaluations), key=lambda each: (each.run, each.order))
-        return {
-            "texts": [*self.texts],
-            "examples": [pair[:2] for pair in self.examples],
-            "scores": [*self.scores],
-            "evaluations": [self.evaluations[each] for each in shown],
-        }
+def _size(samples: Samples, known: Collection[str]) -> int:
+    """About how many bytes samples take on a page that has the texts in `known`."""
+    new = {text for sample in samples for text in _texts(sample)}.difference(known)
+    encoded = (json.dumps(text, ensure_ascii=False).encode(errors="replace") for text in new)
+    # a comma follows, and the page writes < as \u003c
+    in_texts = sum(len(text) + 1 + 5 * text.count(b"<") for text in encoded)
+    return in_texts + sum(_ROW_BYTES + 8 * len(mapping(sample.get("scores"))) for sample in samples)
 
 
 def _by_priority(runs: Sequence[Run]) -> tuple[list[RecordedEvaluation], list[RecordedEvaluation]]:
     newest, oldest, others = [], [], []
     for place, run in enumerate(runs):
-        found = [*_evaluations(place, run)]
-        newest += found[-1:]
-        oldest += found[:1] if len(found) > 1 else []
-        others += found[1:-1]
+        evaluations = [*_evaluations(place, run)]
+        newest += evaluations[-1:]
+        oldest += evaluations[:1] if len(evaluations) > 1 else []
+        others += evaluations[1:-1]
     others.sort(key=lambda evaluation: -(evaluation.step or 0))
     return newest + oldest, others
 
@@ -150,48 +140,22 @@ def _evaluations(place: int, run: Run) -> Iterator[RecordedEvaluation]:
         yield RecordedEvaluation(place, order, step, f"step {step}" + (f" ({what})" if what else ""), path)
 
 
-def _read(runs: Sequence[Run], evaluation: RecordedEvaluation) -> list[dict[str, Any]]:
-    found, unreadable = [], 0
+def _read(runs: Sequence[Run], evaluation: RecordedEvaluation) -> Samples:
+    notes = runs[evaluation.run].notes
     try:
-        text = read_text(evaluation.path, "replace")
+        samples, unreadable = read_json_lines(evaluation.path)
     except OSError as error:
-        runs[evaluation.run].notes.append(f"{evaluation.path.name} cannot be read: {error.strerror}")
+        notes.append(f"{evaluation.path.name} cannot be read: {error.strerror}")
         return []
-    for line in filter(None, text.split("\n")):  # splitlines() would split at U+2028, too
-        try:
-            sample = json.loads(line)
-        except (ValueError, RecursionError):
-            sample = None
-        if isinstance(sample, dict):
-            found.append(sample)
-        else:
-            unreadable += 1
     if unreadable:
-        runs[evaluation.run].notes.append(f"{evaluation.path.name} has lines that cannot be read: {unreadable}")
-    return found
+        notes.append(f"{evaluation.path.name} has lines that cannot be read: {unreadable}")
+    return samples
 
 
-def _left_out(runs: Sequence[Run], all_: Sequence[RecordedEvaluation], pool: _Pool, longest: int) -> list[str]:
-    said = []
-    if pool.rows < longest:
-        said.append(f"This page shows only the first {pool.rows:,} answers of each evaluation, of up to {longest:,}.")
-    missing: dict[str, list[RecordedEvaluation]] = {}
-    for evaluation in all_:
-        if evaluation not in pool.evaluations and evaluation.path.stat().st_size:
-            missing.setdefault(runs[evaluation.run].name, []).append(evaluation)
-    named = [f"{name}, {_steps(evaluations)}" for name, evaluations in missing.items()]
-    if named:
-        more = f"; and evaluations of {len(named) - _NAMED} more runs" if len(named) > _NAMED else ""
-        said.append(f"The page has no room for the answers of these evaluations: {'; '.join(named[:_NAMED])}{more}.")
-    if pool.cut:
-        said.append(f"Texts of which the first {LONGEST_TEXT:,} characters are shown: {pool.cut:,}.")
-    if said:
-        said.append("Every answer is in the runs' samples/ folders.")
-    return said
-
-
-def _steps(evaluations: Sequence[RecordedEvaluation]) -> str:
-    steps = sorted(evaluation.step or 0 for evaluation in evaluations)
-    if len(steps) == 1:
-        return evaluations[0].label
-    return f"{len(steps)} evaluations, steps {steps[0]} to {steps[-1]}"
+def _left_out(runs: Sequence[Run], evaluations: Sequence[RecordedEvaluation], most: int, longest: int) -> list[str]:
+    parts = [f"the first {most:,} of up to {longest:,} answers of each evaluation"] if most < longest else []
+    if evaluations:
+        named = [f"{runs[evaluation.run].name}, {evaluation.label}" for evaluation in evaluations[:3]]
+        more = f" and {len(evaluations) - 3} more" if len(evaluations) > 3 else ""
+        parts.append(f"no answers of {'; '.join(named)}{more}, for which there is no room")
+    return [f"This page has {', and '.join(parts)}. The runs' samples/ folders have all."] if parts else []

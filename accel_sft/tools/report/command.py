@@ -24,9 +24,8 @@ def report(runs: tuple[str, ...], output: str) -> None:
     from accel_sft.io.page_file import page_file
     from accel_sft.io.terminal import wrapped
     from accel_sft.io.text import printable
-    from accel_sft.tools.report.comparison import read_comparison
     from accel_sft.tools.report.page import render
-    from accel_sft.tools.report.runs import COMPARISON, named, read_run
+    from accel_sft.tools.report.runs import COMPARISON, named, read_comparison, read_run
 
     target = page_file(output, "--output", "report.html")
     alone, comparisons = [], []

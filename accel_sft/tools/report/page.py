@@ -13,16 +13,11 @@ from typing import Any
 import jinja2
 
 import accel_sft
-from accel_sft.io.files import json_safe, mapping
+from accel_sft.io.files import is_number, json_safe
 from accel_sft.io.text import one_line, shown
-from accel_sft.tools.report import answers, chart_groups, curves, memory, settings, specs
-from accel_sft.tools.report.comparison import Comparison
-from accel_sft.tools.report.events import system_readings
-from accel_sft.tools.report.paired import paired_runs
-from accel_sft.tools.report.runs import Run
+from accel_sft.tools.report import answers, charts, curves, tables
+from accel_sft.tools.report.runs import NUMBERS, Comparison, Run
 from accel_sft.tracking.labels import label_tables
-from accel_sft.tracking.metrics_file import mean_mfu
-from accel_sft.tracking.run_report import comparison_rows, is_number, sources_text
 
 MOST_BYTES = 1_950_000
 """Size in bytes up to which answers fill a page."""
@@ -45,20 +40,20 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
         runs: the runs that the user named; the runs of `comparisons` are added.
     """
     every = [*runs, *(run for comparison in comparisons for run in comparison.runs)]
-    cells = [cell for comparison in comparisons for cell in comparison.cells]
-    series = [*dict.fromkeys([*(run.series for run in every), *(cell.name for cell in cells)])]
-    measured = curves.charts(every, [system_readings(run) for run in every])
-    undrawn, scores, chosen = measured[MOST_CHARTS:], _scores(every), settings.table(every)
+    names = [setting["name"] for comparison in comparisons for setting in comparison.settings]
+    series = [*dict.fromkeys([*(run.series for run in every), *names])]
+    measured = curves.charts(every, [curves.system_readings(run) for run in every])
+    undrawn, scores, settings = measured[MOST_CHARTS:], tables.scores(every), tables.settings(every)
     measured = measured[:MOST_CHARTS]
-    groups = chart_groups.groups(every, cells, series, measured, comparisons)
+    groups = charts.groups(series, measured, comparisons)
     data: dict[str, Any] = {
-        "series": specs.look(series),
+        "series": charts.look(series),
         "runs": [
             {"name": run.name, "series": series.index(run.series), "main": _main_metric(run, every)} for run in every
         ],
         "minutes": [curves.training_minutes(run) for run in every],
         "charts": [chart for group in groups for chart in group["charts"]],
-        "config": specs.CONFIG,
+        "config": charts.CONFIG,
     }
     template, parts = _template(), _parts()
     context: dict[str, Any] = {
@@ -66,15 +61,17 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "version": accel_sft.__version__,
         "runs": every,
-        "comparisons": comparisons,
-        "series": specs.look(series),
+        "comparisons": [(comparison, _columns(comparison)) for comparison in comparisons],
+        "series": charts.look(series),
         "groups": groups,
-        "rows": [_row(run) for run in every],
+        "rows": [tables.run_row(run) for run in every],
         "scores": {**scores, "rows": scores["rows"][:MOST_ROWS]},
-        "ranked": paired_runs(every),
+        "ranked": tables.against_best_run(every),
         "labels": [(run.name, *table) for run in every for table in label_tables(run.result.get("labels"))],
-        "settings": {**chosen, **{kind: chosen[kind][:MOST_ROWS] for kind in ("differing", "common")}},
-        "predicted": memory.predicted_and_measured(every),
+        "settings": {**settings, **{kind: settings[kind][:MOST_ROWS] for kind in ("differing", "common")}},
+        "predicted": tables.predicted_memory(every),
+        "startup": tables.startup_memory(every),
+        "without_memory": [run.name for run in every if run.record and not run.result.get("phases")],
         "policy": _policy(parts["scripts"]),
         "smooth": any(chart["thinned"] for chart in measured),
         "left_out": [],
@@ -83,21 +80,27 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
     }
     taken = len(_whole(template, context, data).encode())
     data["answers"], answers_left_out = answers.collect(every, max(MOST_BYTES - taken, _FEWEST_ANSWER_BYTES))
-    context["left_out"] = [*curves.left_out(measured), *_too_many(undrawn, scores, chosen), *answers_left_out]
+    context["left_out"] = [*curves.left_out(measured), *_too_many(undrawn, scores, settings), *answers_left_out]
     context["has_answers"] = bool(data["answers"]["evaluations"])
     return _whole(template, context, data), context["left_out"]
 
 
+def _columns(comparison: Comparison) -> dict[str, str]:
+    """The numbers that any setting has, with their titles."""
+    return {key: title for key, title in NUMBERS.items() if any(key in one["median"] for one in comparison.settings)}
+
+
 def _too_many(undrawn: Sequence[dict], scores: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     """Return sentences on the charts and table rows for which a page has no room."""
-    said = []
+    lines = []
     if undrawn:
-        said.append(f"{len(undrawn):,} more things were measured, {one_line(undrawn[0]['key'], 80)} the first of them.")
+        first = one_line(undrawn[0]["key"], 80)
+        lines.append(f"{len(undrawn):,} more things were measured, {first} the first of them.")
     counts = {"metrics": len(scores["rows"]), "settings": max(len(settings["differing"]), len(settings["common"]))}
-    said += [
+    lines += [
         f"{n:,} {what} are too many for a table: {MOST_ROWS} are shown." for what, n in counts.items() if n > MOST_ROWS
     ]
-    return [*said, "metrics.jsonl, result.json and run.json have all."] if said else []
+    return [*lines, "metrics.jsonl, result.json and run.json have all."] if lines else []
 
 
 def _whole(template: jinja2.Template, context: dict[str, Any], data: dict[str, Any]) -> str:
@@ -133,61 +136,8 @@ def _title(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> str:
 
 def _main_metric(run: Run, every: Sequence[Run]) -> str | None:
     """The main metric of the run's task, from the run's own result or else from another run of that task."""
-    same = (each for each in (run, *every) if each.task == run.task)
-    return next((str(each.result["main_metric"]) for each in same if each.result.get("main_metric")), None)
-
-
-def _row(run: Run) -> dict[str, Any]:
-    """A run's row in the table of runs: numbers from result.json, or from its steps so far if it has not ended."""
-    seconds = [row["seconds"] for row in run.steps if is_number(row.get("seconds"))]
-    tokens = [row["tokens"] for row in run.steps if is_number(row.get("tokens"))]
-    so_far = {
-        "train_seconds": sum(seconds) if seconds else None,
-        "tokens_per_second": sum(tokens) / sum(seconds) if tokens and sum(seconds) else None,
-        "mfu": mean_mfu(run.steps),
-    }
-    config = mapping(run.record.get("config"))
-    return {
-        "name": run.name,
-        "mixed": one_line(sources_text(run.result.get("sources")), 600),
-        "model": config.get("init_from") or config.get("model") or run.result.get("model"),
-        "launch": _launch(mapping(run.record.get("launch"))),
-        "step": run.last_step,
-        "total_steps": run.record.get("total_steps"),
-        **{key: run.result.get(key, value) for key, value in so_far.items()},
-        "peak_device_memory_gib": run.result.get("peak_device_memory_gib"),
-        "peak_host_memory_gib": run.result.get("peak_host_memory_gib"),
-    }
-
-
-def _scores(every: Sequence[Run]) -> dict[str, Any]:
-    """Return the first and the last evaluation of each run that has evaluations.
-
-    Returns:
-        `columns`, the names of those runs; `rows`, each a label and a (base, tuned, change) for each column.
-    """
-    found: dict[str, dict[str, tuple[str, str, str]]] = {}
-    for run in every:
-        before, after = run.section("before"), run.section("after")
-        if not after and run.evaluations:
-            before, after = ({k: n for k, n in run.evaluations[place].items() if k != "step"} for place in (0, -1))
-            first, last = (run.evaluations[place]["step"] for place in (0, -1))
-            if first == last:  # it is of the base model or of the tuned one, and there is no change to show
-                before, after = (before, {}) if first == 0 else ({}, after)
-        if lines := comparison_rows(before, after, run.result):
-            found[run.name] = {one_line(label, 80): (base, tuned, change) for label, base, tuned, change in lines}
-    labels = dict.fromkeys(label for lines in found.values() for label in lines)
-    rows = [(label, [lines.get(label, ("", "", "")) for lines in found.values()]) for label in labels]
-    return {"columns": [*found], "rows": rows}
-
-
-def _launch(launch: dict[str, Any]) -> str:
-    processes, stage = launch.get("processes"), launch.get("zero_stage")
-    parts = [str(launch.get("backend") or "")]
-    parts += [f"ZeRO {stage}"] if stage is not None else []
-    parts += [f"{processes} process" + ("" if processes == 1 else "es")] if processes is not None else []
-    precision = str(launch.get("precision") or "")
-    return ", ".join(filter(None, [*parts, "float32" if precision == "no" else precision]))
+    same = (other for other in (run, *every) if other.task == run.task)
+    return next((str(other.result["main_metric"]) for other in same if other.result.get("main_metric")), None)
 
 
 def _number(value: Any) -> str:

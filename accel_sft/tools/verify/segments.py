@@ -21,7 +21,7 @@ from accel_sft.io.findings import Finding
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import LONGEST_ERROR, one_line
-from accel_sft.tools.compare.launching import kill_all, launch
+from accel_sft.launch.child import kill_all, launch
 from accel_sft.tools.verify.records import Recorded, differs, digest_of, holds, undecided
 from accel_sft.tracking.disturbed import KEY
 from accel_sft.tracking.metrics_file import read_lines

@@ -1,4 +1,4 @@
-"""Makes the cells of a comparison: one for each combination of the given values, with the command that starts it."""
+"""Makes a comparison's settings: one for each combination of the given values, with the command that starts it."""
 
 import dataclasses
 import hashlib
@@ -6,7 +6,7 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +17,36 @@ from accel_sft.launch.parallelism import fitted, sized
 from accel_sft.launch.precision import expected, this_machine_computes_bf16
 from accel_sft.launch.read import launch_of_yaml
 from accel_sft.launch.recordable import masked_words, recordable
-from accel_sft.tools.compare.environment import nvidia_gpus
+from accel_sft.launch.this_machine import nvidia_gpus
 
 SINGLE = "single"
 """The value of --launch that stands for one process without a launcher."""
-PRECISIONS = ("no", "fp16", "bf16")
 OWN_COMMAS = frozenset(
     {"lora_modules_to_save", "lora_target_modules", "lora_target_parameters", "mix", "tracker", "train_only"}
 )
 """Trainer options whose values may contain commas, so they are not split at commas."""
-_LAUNCHER = ("launch", "num_processes", "mixed_precision")
+_LAUNCHER_FLAGS = ("num_processes", "mixed_precision")
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
-    """One combination of values.
+class ComparedSetting:
+    """One combination of values, and how it is launched.
 
     Attributes:
         name: the values of the varied options, as shown to the user.
-        folder: the name of the cell's folder, made of the cell's number and `name`.
-        settings: every given value by option, the launcher's options included; secrets are left out.
-        launch: backend, zero_stage, offload, processes and precision, read from the launch file and its flags.
+        folder: the name of the folder of its runs, made of its number and `name`.
+        values: every given value by option, the launcher's options included; secrets are left out.
+        launch: backend, zero_stage, offload, processes, row_groups and precision, as the launch file and its flags
+            decide. The processes of a row group share their rows.
         launcher: the command's words before `-m accel_sft`.
         words: the command's words after it: the task and the run's options.
-        environment: environment variables that the cell's launch gets besides the user's own.
+        environment: environment variables that its launch gets besides the user's own.
         fingerprint: SHA-256 of the launch file and of the DeepSpeed JSON that it names; "" without a launch file.
     """
 
     name: str
     folder: str
-    settings: Mapping[str, Any]
+    values: Mapping[str, Any]
     launch: Mapping[str, Any]
     launcher: tuple[str, ...]
     words: tuple[str, ...]
@@ -67,7 +67,7 @@ class Cell:
         return "".join(before) + shlex.join(typed)
 
 
-def values(setting: Setting, texts: Sequence[str], *, whole: bool = False) -> list[str]:
+def split_values(setting: Setting, texts: Sequence[str], *, whole: bool = False) -> list[str]:
     """Return the values in the texts given to an option, split at commas; equal values (1e-4, 0.0001) count once.
 
     Args:
@@ -75,13 +75,13 @@ def values(setting: Setting, texts: Sequence[str], *, whole: bool = False) -> li
     Raises:
         UserError: a value is empty, or the setting does not accept it.
     """
-    found = [part.strip() for text in texts for part in ([text] if whole else text.split(","))]
-    if "" in found and not whole:
+    parts = [part.strip() for text in texts for part in ([text] if whole else text.split(","))]
+    if "" in parts and not whole:
         raise UserError(f"{setting.flag} {','.join(texts)}: a value between two commas is empty; remove a comma")
-    if wrong := [line for part in found if (line := setting.problem(setting.read(part)))]:
-        raise UserError(*wrong)
+    if problems := [line for part in parts if (line := setting.problem(setting.read(part)))]:
+        raise UserError(*problems)
     unique: dict[Any, str] = {}
-    for part in found:
+    for part in parts:
         unique.setdefault(setting.read(part), part)
     return list(unique.values())
 
@@ -93,8 +93,8 @@ def product(
     precisions: Sequence[str],
     options: Mapping[Setting, Sequence[str]],
     run_words: Sequence[str],
-) -> tuple[list[Cell], list[str]]:
-    """Return every combination of values as a cell, the last option changing fastest, and the options that vary.
+) -> tuple[list[ComparedSetting], list[str]]:
+    """Return every combination of values, the last option changing fastest, and the names of the options that vary.
 
     Args:
         launches: launch files by the name they were given with; None for `SINGLE`, which ignores --num-processes.
@@ -102,34 +102,43 @@ def product(
     Raises:
         UserError: a launch file cannot be read, is for several machines, or the launcher would refuse it.
     """
-    axes: dict[str, Sequence[str]] = {"launch": [*launches]}
-    axes |= {name: found for name, found in (("num_processes", processes), ("mixed_precision", precisions)) if found}
-    axes |= {setting.name: found for setting, found in options.items()}
-    varied = [name for name, found in axes.items() if len(found) > 1]
-    for setting, found in options.items():
-        if len(found) > 1 and any(HIDDEN in masked_words([setting.flag, value]) for value in found):
-            raise UserError(f"{setting.flag}: secrets are not recorded, so they cannot be compared; give one value")
-    by_name = {setting.name: setting for setting in options}
-    cells: dict[str, Cell] = {}
+    given = {"num_processes": processes, "mixed_precision": precisions}
+    given |= {option.name: values for option, values in options.items()}
+    axes = {"launch": [*launches], **{name: values for name, values in given.items() if values}}
+    varied = [name for name, values in axes.items() if len(values) > 1]
+    for option, values in options.items():
+        if len(values) > 1 and any(HIDDEN in masked_words([option.flag, value]) for value in values):
+            raise UserError(f"{option.flag}: secrets are not recorded, so they cannot be compared; give one value")
+    by_name = {option.name: option for option in options}
+    settings: dict[str, ComparedSetting] = {}
     for number, combination in enumerate(itertools.product(*axes.values()), 1):
         chosen = dict(zip(axes, combination, strict=True))
         if chosen["launch"] == SINGLE:
             chosen.pop("num_processes", None)
         name = _name(chosen, varied)
-        if name in cells:
+        if name in settings:
             continue
-        given = [word for key, value in chosen.items() if key in by_name for word in _words(by_name[key], value)]
-        flags = [word for key in _LAUNCHER[1:] if key in chosen for word in (f"--{key}", chosen[key])]
-        launch = _read(launches[chosen["launch"]], chosen, flags)
-        read = {key: by_name[key].read(value) if key in by_name else value for key, value in chosen.items()}
-        cells[name] = Cell(
+        words = [word for key, value in chosen.items() if key in by_name for word in _words(by_name[key], value)]
+        values_read = {key: by_name[key].read(value) if key in by_name else value for key, value in chosen.items()}
+        settings[name] = ComparedSetting(
             name=name,
             folder=f"{number:02}-{re.sub(r'[^A-Za-z0-9.]+', '-', name)[:60].strip('-')}",
-            settings={key: recordable(value, key) for key, value in read.items()},
-            words=(task, *given, *run_words),
-            **launch,
+            values={key: recordable(value, key) for key, value in values_read.items()},
+            words=(task, *words, *run_words),
+            **_launch(launches[chosen["launch"]], chosen),
         )
-    return [*cells.values()], varied
+    return [*settings.values()], varied
+
+
+def same_but(one: Mapping[str, Any], other: Mapping[str, Any], options: Collection[str]) -> bool:
+    """Whether two settings of a record have the same value of every option but these."""
+    a, b = one["values"], other["values"]
+    return all(a.get(name) == b.get(name) for name in {*a, *b} - {*options})
+
+
+def flag_of(name: str) -> str:
+    """Return an option's flag: `--max-length` for `max_length`."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _name(chosen: Mapping[str, str], varied: Sequence[str]) -> str:
@@ -138,33 +147,28 @@ def _name(chosen: Mapping[str, str], varied: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
-def flag_of(name: str) -> str:
-    """Return an option's flag: `--max-length` for `max_length`."""
-    return f"--{name.replace('_', '-')}"
+def _words(option: Setting, value: str) -> list[str]:
+    if option.type is bool:
+        return [option.flag if option.read(value) else f"--no-{option.flag[2:]}"]
+    return [option.flag, value]
 
 
-def _words(setting: Setting, value: str) -> list[str]:
-    if setting.type is bool:
-        return [setting.flag if setting.read(value) else f"--no-{setting.flag[2:]}"]
-    return [setting.flag, value]
-
-
-def _read(file: Path | None, chosen: Mapping[str, str], flags: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of `Cell` that say how it is launched, as its launch file and the launcher's flags decide."""
+def _launch(file: Path | None, chosen: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of `ComparedSetting` that say how it is launched; `file` is None for `SINGLE`."""
     if file is None:
         precision = chosen.get("mixed_precision")
         nothing = {"optimizer": "none", "param": "none"}
         facts: dict[str, Any] = {"backend": "plain", "zero_stage": None, "offload": nothing}
-        facts |= {"processes": 1, "precision": precision or "no"}
+        facts |= {"processes": 1, "row_groups": 1, "precision": precision or "no"}
         environment = {PRECISION: precision} if precision else {}
         return {"launch": facts, "launcher": (sys.executable,), "environment": environment, "fingerprint": ""}
+    flags = [word for key in _LAUNCHER_FLAGS if key in chosen for word in (f"--{key}", chosen[key])]
     launch = fitted(launch_of_yaml(file, *flags), len(nvidia_gpus()[1]))
     launch = expected(launch, this_machine_computes_bf16())
-    flags = (*flags, *sized(launch, launch.world_size)[2:])  # under tensor parallelism all processes share each matrix
+    flags += sized(launch, launch.world_size)[2:]  # under tensor parallelism all processes share each matrix
     if launch.machines > 1:
-        raise UserError(
-            f"--launch {chosen['launch']}: it is of {launch.machines} machines; compare starts launches here"
-        )
+        problem = f"it is of {launch.machines} machines; compare starts launches here"
+        raise UserError(f"--launch {chosen['launch']}: {problem}")
     facts = {
         "backend": "tp" if launch.tensor_ranks > 1 else launch.backend,
         "zero_stage": launch.stage if launch.backend == "deepspeed" else None,

@@ -1,7 +1,8 @@
-"""Starts one launch in its own session, within a time limit, and ends all of its processes."""
+"""Starts a launch as a child process, ends all of its processes, and decides how it ended."""
 
 import contextlib
 import dataclasses
+import re
 import signal
 import subprocess
 import time
@@ -12,9 +13,12 @@ from types import FrameType
 import psutil
 
 from accel_sft.api.errors import UserError
+from accel_sft.io.files import read_object
+from accel_sft.io.run_dir import RunDir
+from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.environment import for_launches
 
-_MARK = "ACCEL_SFT_COMPARED"
+MARK = "ACCEL_SFT_LAUNCHED_FOR"
 """Environment variable holding the run's folder, which marks all processes of a launch, orphans included."""
 GRACE_SECONDS = 10.0
 """Seconds that processes have to end after SIGTERM, before SIGKILL."""
@@ -22,6 +26,26 @@ KILL_SECONDS = 60.0
 """Seconds within which SIGKILL must have ended the processes; one that waits for a device may never end."""
 _POLL_SECONDS = 0.5
 """Seconds between two polls of a running launch."""
+
+COMPLETE, FAILED, OUT_OF_MEMORY, HUNG, KILLED, TIME_LIMIT = (
+    "complete",
+    "failed",
+    "out of memory",
+    "hung",
+    "killed",
+    "time limit",
+)
+"""How a launch can end."""
+_MESSAGES = {
+    OUT_OF_MEMORY: re.compile(
+        r"out of (device )?memory|OutOfMemoryError|can't allocate memory|^MemoryError", re.I | re.M
+    ),
+    HUNG: re.compile(r"nothing has moved for \d+ seconds"),
+    KILLED: re.compile(r"(was|were) killed \(signal 9"),
+}
+"""Patterns of messages by the status that they reveal: messages of the trainer, torch and the launcher."""
+_WAITING = re.compile(r".{1,200}: \d+ s so far")
+_TAIL_BYTES = 1 << 16
 
 
 class Interrupted(KeyboardInterrupt):
@@ -80,7 +104,7 @@ def launch(
         on_poll: called after each poll, every `poll_seconds` while the launch runs.
     """
     began = time.monotonic()
-    mine = {**for_launches(), **environment, _MARK: str(folder)}
+    mine = {**for_launches(), **environment, MARK: str(folder)}
     over_time = False
     try:
         with log.open("wb") as output:
@@ -103,11 +127,11 @@ def launch(
 def end_all(folder: Path) -> None:
     """End all processes that are marked with `folder`: by SIGTERM, and after `GRACE_SECONDS` by SIGKILL."""
     try:
-        found = _marked(folder)
-        for process in found:
+        processes = _marked(folder)
+        for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.terminate()
-        psutil.wait_procs(found, GRACE_SECONDS)
+        psutil.wait_procs(processes, GRACE_SECONDS)
     finally:  # a second Ctrl-C skips the wait
         kill_all(folder)
 
@@ -131,9 +155,55 @@ def kill_all(folder: Path) -> None:
 
 
 def _marked(folder: Path) -> list[psutil.Process]:
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # other users' processes, and those that have just ended
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == str(folder):
-                found.append(process)
-    return found
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == str(folder):
+                processes.append(process)
+    return processes
+
+
+def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> tuple[str, str]:
+    """Return how a launch ended, such as `COMPLETE`, and the reason, which is "" if the run is complete. The reason is
+    mostly the last line of the run's own message."""
+    result, printed = read_object(run_dir.result), _tail(log)
+    if ended.over_time:
+        return TIME_LIMIT, f"not done after {limit_seconds / 60:g} minutes (--time-limit)"
+    if result.get("status") == "complete" and ended.returncode == 0:
+        return COMPLETE, ""
+    error = result.get("error")
+    message = error if isinstance(error, str) else _last_message(printed)
+    reason = one_line((message.strip().splitlines() or ["it printed nothing"])[-1], LONGEST_ERROR)
+    # a killed process writes no message, and other ranks may not know how it ended, but the launcher's summary does
+    unexplained = not error or "ended without an error message" in message
+    if ended.returncode == -signal.SIGKILL or (unexplained and "SIGKILL" in printed):
+        return KILLED, "killed (signal 9, which the kernel sends when memory runs out)"
+    for status, pattern in _MESSAGES.items():
+        if pattern.search(message if error else printed):
+            return status, reason
+    if ended.returncode < 0:
+        return FAILED, f"ended by {signal.Signals(-ended.returncode).name}: {reason}"
+    return FAILED, reason
+
+
+def waited_for(log: Path) -> str:
+    """The log's last line if it says what the run waits for, such as operators that compile (`io.terminal.waiting`);
+    else ""."""
+    last = next(reversed(_tail(log).rstrip().splitlines()), "") if log.is_file() else ""
+    return one_line(last) if _WAITING.fullmatch(last) else ""
+
+
+def _tail(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - _TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def _last_message(printed: str) -> str:
+    """Return the text of the first "Error: " line, which is ours, else Python's last exception, else the last line."""
+    if own := re.search(r"^Error: (.*)", printed, re.M):
+        return own[1]
+    raised = re.findall(r"^[\w.]*(?:Error|Exception|Interrupt)\b.*", printed, re.M)
+    lines = [line for line in printed.splitlines() if line.strip()]
+    return (raised or lines or [""])[-1]

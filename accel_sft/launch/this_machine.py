@@ -1,4 +1,4 @@
-"""Describes the machine and software of a comparison for its record, without torch."""
+"""Describes this machine and its software, without torch."""
 
 import importlib.metadata
 import os
@@ -23,8 +23,8 @@ def environment() -> dict[str, Any]:
     return {
         "versions": versions(),
         "packages": {
-            each.name: each.version
-            for each in sorted(importlib.metadata.distributions(), key=lambda each: (each.name or "").lower())
+            package.name: package.version
+            for package in sorted(importlib.metadata.distributions(), key=lambda package: (package.name or "").lower())
         },
         "python": sys.executable,
         "platform": platform.platform(),
@@ -54,14 +54,14 @@ def nvidia_gpus() -> tuple[str | None, list[dict[str, Any]]]:
 
     def memory_gib(handle: Any) -> float | None:
         try:
-            return pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30
+            return float(pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30)
         except pynvml.NVMLError_NotSupported:
             return None
 
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         driver = pynvml.nvmlSystemGetDriverVersion()
-        gpus = [{"name": pynvml.nvmlDeviceGetName(each), "memory_gib": memory_gib(each)} for each in handles]
+        gpus = [{"name": pynvml.nvmlDeviceGetName(handle), "memory_gib": memory_gib(handle)} for handle in handles]
     finally:
         pynvml.nvmlShutdown()
     named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpus))))).split(",")

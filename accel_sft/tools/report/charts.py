@@ -1,10 +1,17 @@
-"""Vega-Lite specifications of the charts. The page adds the data, the runs to show and the range of steps.
+"""Decides which charts the page has, and writes their Vega-Lite specifications and the rows that they draw.
 
-Colours are the page's CSS variables, so that a chart follows light, dark and print without being drawn again.
+The page adds the runs to show and the range of steps. Colours are the page's CSS variables, so that a chart follows
+light, dark and print without being drawn again.
 """
 
 from collections.abc import Sequence
 from typing import Any
+
+from accel_sft.tools.report.runs import Comparison
+
+_GROUPS = {"main": "Curves", "more": "More curves", "ranks": "Memory, CPU and GPU of each rank"}
+_DRAWN_AS_POINTS = 30
+"""Maximum number of points of a curve for each point to be marked."""
 
 INK, FAINT, GRID = "var(--ink)", "var(--faint)", "var(--line)"
 COLOURS = tuple(f"var(--c{number})" for number in range(1, 7))
@@ -30,9 +37,63 @@ CONFIG = {
     },
     # the title stands above the axis: beside it, a low chart would cut it off, or a long title would take its width
     "axisY": {"titleAngle": 0, "titleAlign": "left", "titleBaseline": "bottom", "titleX": 0, "titleY": -8},
-    "legend": {"labelColor": INK, "titleColor": INK, "orient": "bottom", "columns": 4, "labelFontSize": 11},
-    "text": {"color": INK},
 }
+
+Chart = dict[str, Any]
+
+
+def groups(series: Sequence[str], measured: Sequence[Chart], comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """The groups of charts, in the order of the page.
+
+    Args:
+        measured: the curves, as `curves.charts` returns them.
+        comparisons: those on the page, some of which may have a learning curve.
+    Returns:
+        the learning curves, which the page shows first, and the other groups; each has its `id`, its `heading`, whether
+        it is `folded`, and `charts`. A chart has an `id`, a `title`, a `spec`, and its data under `curves` or `rows`,
+        as `kind` says.
+    """
+    learnt = [
+        {
+            "kind": "rows",
+            "title": f"{comparison.name}: by number of rows",
+            "rows": comparison.learnt,
+            "spec": learning_curve(comparison.record["main_metric"]),
+        }
+        for comparison in comparisons
+        if comparison.learnt
+    ]
+    return [
+        _group("rows", "Metric by number of training rows", learnt),
+        *(
+            _group(name, heading, [_curves(chart, series) for chart in measured if chart["group"] == name])
+            for name, heading in _GROUPS.items()
+        ),
+        _group("steps", "Step times", _step_times(comparisons, series)),
+    ]
+
+
+def _group(name: str, heading: str, charts: list[Chart]) -> dict[str, Any]:
+    for number, chart in enumerate(charts):
+        chart["id"] = f"{name}-{number}"
+    return {"id": name, "heading": heading, "folded": name in ("more", "ranks"), "charts": charts}
+
+
+def _curves(chart: Chart, series: Sequence[str]) -> Chart:
+    few = max(len(curve["steps"]) for curve in chart["curves"]) <= _DRAWN_AS_POINTS
+    spec = curves(chart["title"], chart["unit"], series, few)
+    return {"kind": "curves", "title": chart["title"], "curves": chart["curves"], "spec": spec}
+
+
+def _step_times(comparisons: Sequence[Comparison], series: Sequence[str]) -> list[Chart]:
+    rows = [
+        {"name": setting["name"], "series": series.index(setting["name"]), "seconds": float(f"{seconds:.5g}")}
+        for comparison in comparisons
+        for setting in comparison.settings
+        for seconds in setting["step_seconds"]
+    ]
+    spec = step_seconds(len({row["name"] for row in rows}), series)
+    return [{"kind": "rows", "title": "Seconds of each counted step", "rows": rows, "spec": spec}] if rows else []
 
 
 def look(series: Sequence[str]) -> list[dict[str, Any]]:
@@ -43,7 +104,7 @@ def look(series: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def chart(description: str, **parts: Any) -> dict[str, Any]:
+def _chart(description: str, **parts: Any) -> dict[str, Any]:
     """Return a specification with what all charts share. The page sets the width, and the data named `rows`."""
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
@@ -56,21 +117,21 @@ def chart(description: str, **parts: Any) -> dict[str, Any]:
     }
 
 
-def number(field: str, **parts: Any) -> dict[str, Any]:
+def _number(field: str, **parts: Any) -> dict[str, Any]:
     """Return an encoding, or a line of a tooltip, that shows a field of numbers."""
     return {"field": field, "type": "quantitative", **parts}
 
 
-def word(field: str, **parts: Any) -> dict[str, Any]:
+def _word(field: str, **parts: Any) -> dict[str, Any]:
     """Return an encoding, or a line of a tooltip, that shows a field of names."""
     return {"field": field, "type": "nominal", **parts}
 
 
-def of_series(series: Sequence[str], key: str) -> dict[str, Any]:
-    """Return an encoding that tells series apart by `key`: "colour" or "dash"."""
-    values = [each[key] for each in look(series)]
+def _of_series(series: Sequence[str], key: str) -> dict[str, Any]:
+    """Return an encoding that distinguishes series by `key`: "colour" or "dash"."""
+    values = [one[key] for one in look(series)]
     scale = {"domain": [*range(len(series))], "range": [[*value] if key == "dash" else value for value in values]}
-    return word("series", scale=scale, legend=None)
+    return _word("series", scale=scale, legend=None)
 
 
 SHOWN = {"filter": "indexof(shown, datum.series) >= 0"}
@@ -82,19 +143,19 @@ def curves(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str,
     Args:
         few: whether the curves have so few points that each is marked.
     """
-    x = number("x", title="step", axis={"tickMinStep": 1, "format": ",.6~g"})
+    x = _number("x", title="step", axis={"tickMinStep": 1, "format": ",.6~g"})
     x["scale"] = {"zero": False, "nice": False, "domainMin": {"expr": "low"}, "domainMax": {"expr": "high"}}
-    y = number("value", title=unit, scale={"zero": False}, axis={"format": ",.6~g"})
+    y = _number("value", title=unit, scale={"zero": False}, axis={"format": ",.6~g"})
     tooltip = [
-        word("run", title="run"),
-        number("step", title="step", format=",d"),
-        number("value", title=unit, format=".5~g"),
+        _word("run", title="run"),
+        _number("step", title="step", format=",d"),
+        _number("value", title=unit, format=".5~g"),
     ]
-    colour = of_series(series, "colour")
+    colour = _of_series(series, "colour")
     line = {
         "mark": {"type": "line", "clip": True, "strokeWidth": 1.8, "point": {"size": 28} if few else False},
         "params": [{"name": "brush", "select": {"type": "interval", "encodings": ["x"], "clear": "window:pointerup"}}],
-        "encoding": {"color": colour, "strokeDash": of_series(series, "dash"), "detail": {"field": "line"}},
+        "encoding": {"color": colour, "strokeDash": _of_series(series, "dash"), "detail": {"field": "line"}},
     }
     hover = {"type": "point", "on": "pointermove", "nearest": True, "clear": "pointerout"}
     point = {
@@ -110,23 +171,23 @@ def curves(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str,
     neighbours = [{"op": "lag", "field": "x", "as": "before"}, {"op": "lead", "field": "x", "as": "after"}]
     within = "(low === null || datum.x >= low || datum.after >= low)"  # and the next point, for a line to it
     within += " && (high === null || datum.x <= high || (datum.before !== null && datum.before <= high))"
-    return chart(
+    return _chart(
         f"{title} over the steps of training, a line for each run; vertical axis: {unit}.",
-        params=range_and_shown(series),
+        params=_range_and_shown(series),
         transform=[SHOWN, {"window": neighbours, **by_line}, {"filter": within}],
         encoding={"x": x, "y": y},
         layer=[line, point],
     )
 
 
-def range_and_shown(series: Sequence[str]) -> list[dict[str, Any]]:
+def _range_and_shown(series: Sequence[str]) -> list[dict[str, Any]]:
     """The parameters that the page's controls set: the series to show, and the range of `x` (null: all)."""
     every = {"name": "shown", "value": [*range(len(series))]}
     return [every, {"name": "low", "value": None}, {"name": "high", "value": None}]
 
 
-def step_seconds(cells: int, series: Sequence[str]) -> dict[str, Any]:
-    """A box plot of the times of each cell's counted steps."""
+def step_seconds(count: int, series: Sequence[str]) -> dict[str, Any]:
+    """A box plot of the times of the counted steps, for each of so many settings."""
     boxes = {
         "mark": {
             "type": "boxplot",
@@ -136,15 +197,15 @@ def step_seconds(cells: int, series: Sequence[str]) -> dict[str, Any]:
             "rule": {"color": FAINT},
         },
         "encoding": {
-            "x": number("seconds", title="step time (seconds)", scale={"zero": False}),
-            "y": word("name", sort=None, title="cell", axis={"labelLimit": 180}),
-            "color": of_series(series, "colour"),
+            "x": _number("seconds", title="step time (seconds)", scale={"zero": False}),
+            "y": _word("name", sort=None, title="setting", axis={"labelLimit": 180}),
+            "color": _of_series(series, "colour"),
         },
     }
-    return chart(
-        "Seconds of each counted step, a box plot for each cell of the comparison.",
-        height=60 + 26 * cells,
-        params=range_and_shown(series),
+    return _chart(
+        "Seconds of each counted step, a box plot for each setting of the comparison.",
+        height=60 + 26 * count,
+        params=_range_and_shown(series),
         transform=[SHOWN],
         layer=[boxes],
     )
@@ -153,35 +214,35 @@ def step_seconds(cells: int, series: Sequence[str]) -> dict[str, Any]:
 def learning_curve(metric: str) -> dict[str, Any]:
     """The metric over the number of training rows: a point for each training, and the forecast with its interval."""
     numbers = {"format": ".4~g"}
-    rows = number("rows", title="training rows", scale={"type": "log", "nice": False}, axis={"format": "~s"})
-    ends = [number("low", title="95%: from", **numbers), number("high", title="to", **numbers)]
-    about = [number("rows", title="rows", format=",d"), number("value", title="forecast", **numbers), *ends]
+    rows = _number("rows", title="training rows", scale={"type": "log", "nice": False}, axis={"format": "~s"})
+    ends = [_number("low", title="95%: from", **numbers), _number("high", title="to", **numbers)]
+    about = [_number("rows", title="rows", format=",d"), _number("value", title="forecast", **numbers), *ends]
     ahead = [{"filter": "isValid(datum.value)"}]
     band = {
         "transform": ahead,
         "mark": {"type": "area", "color": COLOURS[0], "opacity": 0.18},
         "encoding": {
-            "y": number("low", title=f"{metric} after training", scale={"zero": False}),
+            "y": _number("low", title=f"{metric} after training", scale={"zero": False}),
             "y2": {"field": "high"},
         },
     }
     line = {
         "transform": ahead,
         "mark": {"type": "line", "color": COLOURS[0], "strokeDash": [5, 3], "point": {"opacity": 0, "size": 60}},
-        "encoding": {"y": number("value"), "tooltip": about},
+        "encoding": {"y": _number("value"), "tooltip": about},
     }
     points = {
         "transform": [{"filter": "isValid(datum.metric)"}],
         "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1, "color": COLOURS[0]},
         "encoding": {
-            "y": number("metric"),
-            "tooltip": [number("rows", title="rows", format=",d"), number("metric", title=metric, **numbers)],
+            "y": _number("metric"),
+            "tooltip": [_number("rows", title="rows", format=",d"), _number("metric", title=metric, **numbers)],
         },
     }
-    return chart(
+    return _chart(
         "The metric after training by the number of training rows; dashed, with its interval, what is forecast.",
         height=300,
-        params=range_and_shown([]),
+        params=_range_and_shown([]),
         encoding={"x": rows},
         layer=[band, line, points],
     )
