@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import smoke
+from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.precision import expected
-from accel_sft.launch.read import launch_of_yaml
 from accel_sft.memory.closed_form import assemble, estimate
 from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import Job

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import smoke
+from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.precision import expected
-from accel_sft.launch.read import launch_of_yaml
 from accel_sft.memory.closed_form import estimate
 from accel_sft.memory.estimate import totals
 from accel_sft.memory.job import Job

@@ -21,8 +21,8 @@ from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.text import printable
 from accel_sft.launch.describe import parallelism
+from accel_sft.launch.groups import tensor_ranks
 from accel_sft.launch.precision import type_in_files
-from accel_sft.launch.tensor_parallel import tensor_ranks
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ from accel_sft.api.errors import UserError
 from accel_sft.checkpoint.averages import Averages
 from accel_sft.checkpoint.partition import AVERAGE, IN_8_BITS, MOMENTS, MUON, SCALES, Span, by_rows, flat, partitions
 from accel_sft.io import manifest
-from accel_sft.io.hashed_file import write_hashed
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.memory.closed_form import FILE_BYTES
@@ -118,7 +117,7 @@ def write(pieces: Iterable[Piece], folder: Path, rank: int) -> manifest.Files:
     files = {}
     for number, piece in enumerate(pieces):
         name = f"rank-{rank:04d}-{number:03d}.safetensors"
-        files[name] = list(write_hashed(folder / name, _safetensors(piece)))
+        files[name] = manifest.write_hashed(folder / name, _safetensors(piece))
         piece.clear()  # before the next one is copied: without `held`, two would be in memory at once
     return files
 

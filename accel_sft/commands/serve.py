@@ -54,7 +54,7 @@ def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
     thinking, so that answers are those of the run's evaluations.
     """
     from accel_sft.io.run_dir import RunDir
-    from accel_sft.io.run_options import names_files
+    from accel_sft.io.run_record import names_files
 
     if not Path(run).is_dir():
         raise UserError(f"RUN {run}: no such folder; name a run's folder, exported weights or an adapter")

@@ -45,7 +45,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
     """
     launch = begin()
     config = resolved(config, task)
-    with terminal.dispensable_output(), StopSignals() as signals, contextlib.ExitStack() as at_end:
+    with StopSignals() as signals, contextlib.ExitStack() as at_end:
         at_end.callback(release)
         with Watchdog(config.hang_timeout):
             began_with = _began_with(output_dir=config.output_dir, resume=config.resume)

@@ -170,6 +170,27 @@ def written(path: Path) -> list[Any]:
     return [size, _digest(path, size)]
 
 
+def write_hashed(path: Path, parts: Iterable[memoryview]) -> list[Any]:
+    """Write the bytes of `parts` to a new file, on the disk when this returns; returns its size and SHA-256.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for part in parts:
+            for start in range(0, len(part), _BLOCK):  # hashing lets Python's other threads run, block by block
+                block = part[start : start + _BLOCK]
+                heartbeat()
+                digest.update(block)
+                size += file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):  # not on macOS; the page cache is for data that training reads
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return [size, digest.hexdigest()]
+
+
 def _digest(path: Path, size: int) -> str:
     """SHA-256 of a file of this size, read block by block; if it grows meanwhile, at most one more block is read."""
     digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))

@@ -13,12 +13,11 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft.launch.environment import usable_cores
+from accel_sft.launch.groups import sequence_ranks, tensor_ranks
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import launcher_command, torchrun_command
 from accel_sft.launch.precision import cpu_name
 from accel_sft.launch.recordable import masked_words, recordable, versions, without_secrets
-from accel_sft.launch.tensor_parallel import tensor_ranks
-from accel_sft.launch.ulysses import sequence_ranks
 
 SHOWN = "yaml", "JSON", "backend", "ranks", "device", "precision", "gradients"
 """The rows of `describe` that every start shows, in a line; the others are in the run's record."""

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory
-from accel_sft.launch.launcher import launcher_command
-from accel_sft.launch.rank_environment import launcher_flags
+from accel_sft.launch.launcher import launcher_command, launcher_flags
 
 _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",  # a process forked after its threads started may hang; ranks need the cores

@@ -15,18 +15,10 @@ from accel_sft.launch.info import Launch
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
 
-KEYS = """
-    parallelism_config_cp_backend parallelism_config_cp_comm_strategy parallelism_config_cp_size
-    parallelism_config_dp_replicate_size parallelism_config_dp_shard_size parallelism_config_sp_attn_implementation
-    parallelism_config_sp_backend parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable
-    parallelism_config_sp_size parallelism_config_tp_size
-"""
-"""Keys of the yaml's section `parallelism_config`, as accelerate 1.15 reads them: the prefix is part of each key."""
-
 
 def audit_parallelism(launch: Launch, where: str, *, batching: str, micro_batch_size: str) -> Iterator[Finding]:
     """Yield errors for parallelism that is not supported, and for sizes that do not fit the number of processes."""
-    named, sizes = [name for name in launch.arguments if name in KEYS.split()], launch.parallelism
+    named, sizes = [name for name in launch.arguments if name.startswith("parallelism_config_")], launch.parallelism
     if named and not sizes:
         what = f"--{named[0]} would be ignored in silence: {where} has no parallelism_config"
         yield error(what, "write it there; accelerate_configs/hsdp.yaml and z3_sp.yaml are examples")

@@ -134,10 +134,9 @@ class Peers:
             line = socket.create_connection((address, port), timeout=10)
             line.sendall(json.dumps([token, self.rank, socket.gethostname()]).encode())
         except OSError as error:
-            told = (
-                f"rank {self.rank} cannot call rank 0 at {address}:{port} ({error}): that a rank of another machine was"
-            )
-            print(f"note: {told} killed shows after --hang-timeout seconds only", file=terminal(), flush=True)
+            what = f"rank {self.rank} cannot call rank 0 at {address}:{port} ({error})"
+            then = "if a rank there is killed, this run ends only after --hang-timeout seconds"
+            print(f"note: {what}: {then}", file=terminal(), flush=True)
         else:
             self._keep(0, line, host)
 

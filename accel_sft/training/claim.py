@@ -22,10 +22,10 @@ from accel_sft.api.task_file import file_record
 from accel_sft.chat.conversation import read_split
 from accel_sft.checkpoint.checkpoint import settle
 from accel_sft.io import cache
-from accel_sft.io.evidence import made_by, other_versions
 from accel_sft.io.files import abandoned, expanded, made_folder, mapping, write_atomically
 from accel_sft.io.lock import lock
 from accel_sft.io.run_dir import RunDir
+from accel_sft.io.run_record import made_by, other_versions
 from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.launch.describe import launch_record
 from accel_sft.launch.info import Launch

@@ -24,7 +24,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.accelerator import prepare_model
 from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ranks
 from accel_sft.launch.describe import differences, parallelism, resume_command
-from accel_sft.launch.tensor_parallel import row_groups
+from accel_sft.launch.groups import row_groups
 from accel_sft.models.load import parameter_counts
 from accel_sft.models.pretrained import auto_class, processor_files, stored_dtype
 from accel_sft.resilience.anomalies import Anomalies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -31,6 +32,24 @@ def checkpoints(launched, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("damaged") / "run"
     shutil.copytree(layout(launched, "plain").run_dir / "checkpoints", run_dir / "checkpoints")
     return run_dir
+
+
+@pytest.mark.parametrize("size", [0, 1, manifest._BLOCK, 2 * manifest._BLOCK + 5])
+def test_file_has_the_bytes_that_were_hashed(tmp_path, size):
+    content = random.Random(size).randbytes(size)
+    pieces = [memoryview(content)[start : start + 3 * 2**18] for start in range(0, size, 3 * 2**18)]
+    before = os.umask(0o022)
+    written = manifest.write_hashed(tmp_path / "file", [memoryview(b""), *pieces])
+    os.umask(before)
+    assert written == [size, hashlib.sha256(content).hexdigest()]
+    assert (tmp_path / "file").read_bytes() == content
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk of one's own")
+def test_write_that_fails_is_raised():
+    with pytest.raises(OSError, match="No space left"):
+        manifest.write_hashed(Path("/dev/full"), [memoryview(b"some")])
 
 
 def flipped(path, at, bit):

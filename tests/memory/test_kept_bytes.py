@@ -20,8 +20,8 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
+from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.precision import expected
-from accel_sft.launch.read import launch_of_yaml
 from accel_sft.memory.activations import forward_bytes, peak_bytes
 from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_shape

@@ -8,8 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_sft.batching import collate, loss
+from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.precision import expected
-from accel_sft.launch.read import launch_of_yaml
 from accel_sft.memory.activations import peak_bytes
 from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_shape

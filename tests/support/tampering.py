@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from accel_sft.io import manifest
-from accel_sft.io.evidence import made_by, write_manifest
 from accel_sft.io.run_dir import RunDir, step_of
+from accel_sft.io.run_record import made_by, write_manifest
 from accel_sft.tracking.metrics_file import chained
 
 

@@ -19,8 +19,8 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint.partition import MOMENTS
 from accel_sft.evaluation import generate
+from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.precision import expected
-from accel_sft.launch.read import launch_of_yaml
 from accel_sft.memory import closed_form
 from accel_sft.memory.activations import block_bytes
 from accel_sft.memory.estimate import COMPONENTS, PHASES, WITH_COPY, totals

@@ -5,8 +5,8 @@ import json
 import pytest
 from conftest import accel_sft
 
+from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.precision import expected
-from accel_sft.launch.read import launch_of_yaml
 from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_shape

@@ -12,10 +12,10 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, Setting
+from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.launcher import PRECISION
 from accel_sft.launch.parallelism import fitted, sized
 from accel_sft.launch.precision import expected, this_machine_computes_bf16
-from accel_sft.launch.read import launch_of_yaml
 from accel_sft.launch.recordable import masked_words, recordable
 from accel_sft.tools.compare.environment import nvidia_gpus
 

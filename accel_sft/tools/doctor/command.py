@@ -20,8 +20,8 @@ from accel_sft.api.errors import UserError
 from accel_sft.io import terminal
 from accel_sft.io.text import one_line
 from accel_sft.launch.audit_findings import Finding
+from accel_sft.launch.info import shipped
 from accel_sft.launch.launcher import under_launcher
-from accel_sft.launch.shipped import shipped
 
 if TYPE_CHECKING:
     from accel_sft.tools.doctor.launch_table import LaunchRow

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from accel_sft.api.errors import UserError
 from accel_sft.launch.deepspeed_ops import operators
-from accel_sft.launch.info import Launch
+from accel_sft.launch.info import Launch, launch_of_yaml
 from accel_sft.launch.parallelism import fitted, sized
-from accel_sft.launch.read import launch_of_yaml
 from accel_sft.tools.doctor import torch_facts
 from accel_sft.tools.doctor.driver import Driver, ask_driver
 from accel_sft.tools.doctor.torch_facts import TorchFacts

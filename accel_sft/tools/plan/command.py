@@ -15,9 +15,8 @@ from accel_sft.api.registry import suggestion
 from accel_sft.api.task import Task
 from accel_sft.api.tool_configs import PlanConfig
 from accel_sft.evaluation.scoring import UNANSWERED
-from accel_sft.launch.info import Launch
+from accel_sft.launch.info import FOLDER, Launch, shipped
 from accel_sft.launch.parallelism import sized
-from accel_sft.launch.shipped import FOLDER, shipped
 from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import AS_CONFIGURED, Job
 from accel_sft.memory.lengths import Lengths, read

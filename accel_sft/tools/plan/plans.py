@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.launch_limits import TENSOR_PARALLEL, launch_problem
-from accel_sft.launch.info import Launch
+from accel_sft.launch.info import Launch, launch_of_yaml
 from accel_sft.launch.parallelism import audit_parallelism, sized
 from accel_sft.launch.precision import expected
-from accel_sft.launch.read import launch_of_yaml
 from accel_sft.memory.closed_form import estimate
 from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import Job

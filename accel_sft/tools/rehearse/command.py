@@ -24,10 +24,10 @@ from accel_sft.io import terminal
 from accel_sft.io.files import expanded, json_safe
 from accel_sft.launch.audit import audit
 from accel_sft.launch.environment import device_count
+from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.launcher import under_launcher
 from accel_sft.launch.parallelism import fitted
 from accel_sft.launch.precision import recorded
-from accel_sft.launch.read import launch_of_yaml
 from accel_sft.models.source import find_source, resolved
 from accel_sft.tools.check.command import Audit
 from accel_sft.tools.plan.command import launch_files, words_of

@@ -11,9 +11,8 @@ from typing import Any
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.io.run_dir import RunDir
-from accel_sft.launch.info import Launch
+from accel_sft.launch.info import Launch, shipped
 from accel_sft.launch.parallelism import sized
-from accel_sft.launch.shipped import shipped
 from accel_sft.tools.compare.launching import kill_all, launch
 from accel_sft.tools.compare.outcome import outcome, waited_for
 from accel_sft.tracking.metrics_file import read_lines

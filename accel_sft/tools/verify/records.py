@@ -17,10 +17,10 @@ from accel_sft.api.config_file import TASK
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, settings
 from accel_sft.io import manifest
-from accel_sft.io.evidence import listed, made_by, other_versions
 from accel_sft.io.files import mapping
 from accel_sft.io.lock import is_locked
 from accel_sft.io.run_dir import RunDir, step_of
+from accel_sft.io.run_record import listed, made_by, other_versions
 from accel_sft.launch.recordable import versions
 from accel_sft.rows.fingerprint import code_fingerprint, task_record
 from accel_sft.tracking.metrics_file import chained, read_lines
