@@ -112,7 +112,7 @@ def copied(
         yield piece
 
 
-def write(pieces: Iterable[Piece], folder: Path, rank: int) -> manifest.Files:
+def write(pieces: Iterable[Piece], folder: Path, rank: int) -> manifest.Entries:
     """Write each piece as a file of this rank, to the disk; returns the files' sizes and SHA-256."""
     files = {}
     for number, piece in enumerate(pieces):
@@ -224,7 +224,7 @@ class _Stored:
 
         self.folder = folder
         self.places: dict[tuple[str, str], dict[int, tuple[int, Any, str]]] = {}
-        for path in manifest.files(folder):  # and not every file in the folder
+        for path in manifest.paths(folder):  # and not every file in the folder
             try:
                 file: Any = safe_open(path, framework="pt")
                 for key in file.keys():  # noqa: SIM118, not a mapping

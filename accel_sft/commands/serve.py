@@ -92,10 +92,10 @@ def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
 
 def _words(kind: str, folder: str, name: str, record: dict[str, Any] | None, gguf: str | None) -> list[str]:
     """The words of the server's command, but for its address."""
-    from accel_sft.launch.precision import recorded
+    from accel_sft.launch.precision import precision_in_record
 
     names = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    dtype = names.get(recorded(record) or "", "auto") if record else "auto"
+    dtype = names.get(precision_in_record(record) or "", "auto") if record else "auto"
     off = bool(record and record["config"].get("thinking") == "off")
     no_thinking = '{"enable_thinking": false}'
     if kind == "llama.cpp":

@@ -28,11 +28,11 @@ from accel_sft.launch.environment import WITHOUT_CUDNN, device_count, threads_pe
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import restarts
 from accel_sft.launch.parallelism import parallelism_config
-from accel_sft.launch.precision import settled
+from accel_sft.launch.precision import choose_precision
 
 
 def create_accelerator(
-    config: TrainConfig, launch: Launch, *, train: bool = True, began_with: str | None = None
+    config: TrainConfig, launch: Launch, *, train: bool = True, precision_of_run: str | None = None
 ) -> tuple[Accelerator, Launch]:
     """Form the process group and build the Accelerator; returns it, and the launch with its precision.
 
@@ -43,7 +43,7 @@ def create_accelerator(
     Args:
         launch: as this rank read it.
         train: if False, sequence parallelism is off: in an evaluation each rank has rows of its own.
-        began_with: the precision of the run that is resumed or evaluated, for a launch that names no precision.
+        precision_of_run: the precision of the run that is resumed or evaluated, for a launch that names no precision.
     Raises:
         UserError: the ranks do not form one process group, or their launches name different precisions.
     """
@@ -59,7 +59,7 @@ def create_accelerator(
     handlers = [group, DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     cpu = launch.backend == "ddp" and not devices
     state = PartialState(cpu, **group.to_kwargs())  # forms the process group
-    launch = settled(launch, state.device, began_with)
+    launch = choose_precision(launch, state.device, precision_of_run)
     if plugin and launch.sums_in_float32:
         types = plugin.deepspeed_config.get("data_types") or {}  # the JSON may set other types and not this one
         plugin.deepspeed_config["data_types"] = {**types, "grad_accum_dtype": "fp32"}

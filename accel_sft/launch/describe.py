@@ -116,7 +116,7 @@ def shown_folder(folder: Path) -> str:
     return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
-def parallelism(accelerator: Accelerator) -> dict[str, Any]:
+def layout_of(accelerator: Accelerator) -> dict[str, Any]:
     """How this launch divides the run between processes, and in which precision it computes."""
     plugin, sequence = accelerator.state.deepspeed_plugin, sequence_ranks(accelerator)
     tensor = tensor_ranks(accelerator)
@@ -131,7 +131,7 @@ def parallelism(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """The differences between two results of `parallelism`, in words."""
+    """The differences between two results of `layout_of`, in words."""
     words = {None: "none", "NO": "one process", "DEEPSPEED": "DeepSpeed", "zero_stage": "ZeRO stage"}
     words |= {"MULTI_CPU": "data parallel", "MULTI_GPU": "data parallel"}
     words |= {"ranks_of_a_row": "ranks of a row", "ranks_of_a_matrix": "ranks of a matrix"}

@@ -42,7 +42,8 @@ class Launch:
         config_file, text, yaml: the `--config_file`, its text and its content.
         json_file, json: the DeepSpeed JSON the yaml names, and its content; None and {} without one.
         environment: this rank's environment variables, among them those that `accelerate launch` sets.
-        variable: `ACCELERATE_MIXED_PRECISION` as the user set it, which the launcher overwrites for ranks; "" if unset.
+        users_precision_variable: `ACCELERATE_MIXED_PRECISION` as the user set it, which the launcher overwrites for
+            ranks; "" if unset.
         resolved: the precision chosen for a launch that names none, and the reason (launch/precision.py); else None.
     """
 
@@ -53,7 +54,7 @@ class Launch:
     json_file: Path | None
     json: Mapping[str, Any]
     environment: Mapping[str, str]
-    variable: str = ""
+    users_precision_variable: str = ""
     resolved: tuple[str, str] | None = None
 
     @property
@@ -208,8 +209,8 @@ class Launch:
             return value, "--mixed_precision"
         if self.yaml.get("mixed_precision") is not None:
             return value, f"{self.config_file}"
-        if self.variable:
-            return self.variable.lower(), PRECISION
+        if self.users_precision_variable:
+            return self.users_precision_variable.lower(), PRECISION
         return (value, "the launcher") if value != "no" else None
 
     def _deepspeed_variable(self, name: str, default: str) -> str:

@@ -54,36 +54,36 @@ def computes_bf16(device: Any) -> tuple[bool, str]:
     return device.type != "mps", device.type
 
 
-def recorded(run: Mapping[str, Any]) -> str | None:
+def precision_in_record(run: Mapping[str, Any]) -> str | None:
     """Return the precision that a run's record names; None if the record, perhaps a stranger's, names no known one."""
     launch = run.get("launch")
     found = launch.get("precision") if isinstance(launch, dict) else None
     return found if found in ("no", "bf16", "fp16") else None
 
 
-def settled(launch: Launch, device: Any, began_with: str | None = None) -> Launch:
+def choose_precision(launch: Launch, device: Any, precision_of_run: str | None = None) -> Launch:
     """Return the launch with its precision, the same on all ranks. A collective: call it once there is a process group.
 
     Args:
         device: this rank's device.
-        began_with: the precision of the run that is resumed or evaluated. Rank 0's value counts.
+        precision_of_run: the precision of the run that is resumed or evaluated. Rank 0's value counts.
     Raises:
         UserError: on every rank, if the launches of different machines name different precisions.
     """
     from accelerate.utils import gather_object
 
     named = launch.named_precision[0] if launch.named_precision else None
-    ranks = gather_object([(named, began_with, *computes_bf16(device))])
+    ranks = gather_object([(named, precision_of_run, *computes_bf16(device))])
     if len(names := dict.fromkeys(name or "none" for name, *_ in ranks)) > 1:
         what = f"the ranks' launches name different precisions: {', '.join(names)}"
         raise UserError(f"{what}; give all machines the same launch")
     if named:
         return launch
-    began_with = ranks[0][1]
+    precision_of_run = ranks[0][1]
     lack = next((why for *_, able, why in ranks if not able), "")
-    if began_with and not (began_with == "fp16" and device.type == "cpu"):
-        emulated = f"; {lack}, and emulates it slowly" if began_with == "bf16" and lack else ""
-        resolved = began_with, f"the run's own{emulated}"
+    if precision_of_run and not (precision_of_run == "fp16" and device.type == "cpu"):
+        emulated = f"; {lack}, and emulates it slowly" if precision_of_run == "bf16" and lack else ""
+        resolved = precision_of_run, f"the run's own{emulated}"
     elif PRECISION not in launch.environment:
         resolved = "no", "the default without accelerate launch"
     elif lack:
@@ -93,7 +93,7 @@ def settled(launch: Launch, device: Any, began_with: str | None = None) -> Launc
     return dataclasses.replace(launch, resolved=resolved)
 
 
-def expected(launch: Launch, bf16: bool) -> Launch:
+def assume_precision(launch: Launch, bf16: bool) -> Launch:
     """Return the launch with the precision that it would choose on devices with (`bf16`) or without bf16."""
     if launch.named_precision:
         return launch

@@ -49,14 +49,14 @@ def begin() -> Launch:
 
 
 def start(
-    launch: Launch, config: TrainConfig, task: Task, *, train: bool = True, began_with: str | None = None
+    launch: Launch, config: TrainConfig, task: Task, *, train: bool = True, precision_of_run: str | None = None
 ) -> tuple[Accelerator, Launch]:
     """Audit a launch, build its Accelerator, and print the findings; of a dry run and an evaluation, `show` it too.
 
     Args:
         launch: from `begin`. It is returned with its precision; record that.
         train: if False, this is an evaluation: only its settings are shown, and sequence parallelism is off.
-        began_with: the precision of the run that is resumed or evaluated, for a launch that names no precision.
+        precision_of_run: the precision of the run that is resumed or evaluated, for a launch that names no precision.
     Raises:
         UserError: the audit finds errors (one line each), or the launch cannot be used.
     """
@@ -64,7 +64,7 @@ def start(
     findings = [each for each in audit(config, launch) if train or each.level != "note"]
     refuse(findings)
     with quiet(None, config.debug) as stream:
-        accelerator, launch = create_accelerator(config, launch, train=train, began_with=began_with)
+        accelerator, launch = create_accelerator(config, launch, train=train, precision_of_run=precision_of_run)
         backend = TENSOR_PARALLEL if launch.tensor_ranks > 1 else accelerator.distributed_type.value
         if problem := launch_problem(config, backend, launch.stage, launch.offload("optimizer")):
             raise UserError(problem)

@@ -115,7 +115,7 @@ def test_every_file_that_was_cut_or_is_gone_is_named(checkpoints):
 
 def test_a_file_that_the_manifest_does_not_name_is_damage_and_is_never_read(checkpoints):
     folder, other = (checkpoints / "checkpoints" / name for name in ("step-000006", "step-000003"))
-    weights = next(path for path in manifest.files(folder) if path.suffix == ".safetensors")
+    weights = next(path for path in manifest.paths(folder) if path.suffix == ".safetensors")
     for stray in (folder / "rank-0002-000.safetensors", folder / "link.safetensors", folder / "deeper" / "notes.txt"):
         stray.parent.mkdir(exist_ok=True)
         if stray.name.startswith("link"):
@@ -126,7 +126,7 @@ def test_a_file_that_the_manifest_does_not_name_is_damage_and_is_never_read(chec
         assert found.name == "step-000003"
         assert f"passed over: {stray.relative_to(folder)} is not in manifest.json" in line
         # one that comes after the check is not opened all the same
-        assert stray not in manifest.files(folder)
+        assert stray not in manifest.paths(folder)
         stray.unlink()
     assert newest(RunDir(checkpoints), "auto")[0] == folder
 
@@ -137,7 +137,7 @@ def test_elements_that_another_runs_file_would_bring_do_not_reach_the_weights(tm
     write(accelerator, model, optimizer, tmp_path)
     manifest.write(tmp_path, {})
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    stray = {key: tensor + 1 for path in manifest.files(tmp_path) for key, tensor in load_file(path).items()}
+    stray = {key: tensor + 1 for path in manifest.paths(tmp_path) for key, tensor in load_file(path).items()}
     save_file(stray, tmp_path / "rank-0001-000.safetensors")
     shards.read(accelerator, model, optimizer, tmp_path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

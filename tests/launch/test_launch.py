@@ -272,7 +272,7 @@ def test_a_json_decides_no_precision_that_deepspeed_does_not_know():
 
 def test_command_line_wins(tmp_path, built):
     path = written(tmp_path, Z2)
-    launch = launch_of_yaml(path, "--mixed_precision", "no", "--num_processes", "1")
+    launch = launch_of_yaml(path, "--mixed-precision=no", "--num_processes", "1")
     assert launch.named_precision == ("no", "--mixed_precision")
     assert audit(TrainConfig(), launch, devices=0) == []
 

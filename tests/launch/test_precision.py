@@ -55,8 +55,12 @@ def test_planted_instructions_are_this_process_s_and_those_of_what_it_starts(pla
     code = "from accel_sft.launch.precision import cpu_flags; print(cpu_flags())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == f"{found}\n"
     AcceleratorState._reset_state(reset_partial_state=True)
-    assert precision.settled(launch_of_a_rank(tmp_path, BARE), ON_CPU).precision[0] == ("bf16" if found else "no")
-    precision.settled(launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "no"}), ON_CPU)  # depends on no CPU
+    assert precision.choose_precision(launch_of_a_rank(tmp_path, BARE), ON_CPU).precision[0] == (
+        "bf16" if found else "no"
+    )
+    precision.choose_precision(
+        launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "no"}), ON_CPU
+    )  # depends on no CPU
     assert (tmp_path / "noted").read_text() == f"{os.environ['PYTEST_CURRENT_TEST']}\n" * 3
 
 
@@ -123,15 +127,15 @@ SETTLED = {
 
 @pytest.mark.parametrize("case", SETTLED)
 def test_what_is_chosen_and_why(case, tmp_path, monkeypatch):
-    flags, began_with, value, why = SETTLED[case]
+    flags, precision_of_run, value, why = SETTLED[case]
     monkeypatch.setattr(precision, "cpu_flags", lambda: flags)
     AcceleratorState._reset_state(reset_partial_state=True)
     launch = launch_of_a_rank(tmp_path, BARE)
-    assert precision.settled(launch, ON_CPU, began_with).precision == (value, why)
+    assert precision.choose_precision(launch, ON_CPU, precision_of_run).precision == (value, why)
     named = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "no"})
-    assert precision.settled(named, ON_CPU, "bf16") == named
+    assert precision.choose_precision(named, ON_CPU, "bf16") == named
     alone = read_launch({}, [])
-    assert precision.settled(alone, ON_CPU).precision == ("no", "the default without accelerate launch")
+    assert precision.choose_precision(alone, ON_CPU).precision == ("no", "the default without accelerate launch")
 
 
 def test_machines_whose_launches_name_different_precisions_are_refused_on_every_rank(tmp_path, monkeypatch):
@@ -140,16 +144,16 @@ def test_machines_whose_launches_name_different_precisions_are_refused_on_every_
     told = []
     monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: told.extend(mine) or mine)
     for launch in (named, other):  # a rank that named one left the other waiting for it
-        precision.settled(launch, ON_CPU)
+        precision.choose_precision(launch, ON_CPU)
     monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: told)
     for launch in (named, other):
         with pytest.raises(UserError, match="name different precisions: bf16, none; give"):
-            precision.settled(launch, ON_CPU)
+            precision.choose_precision(launch, ON_CPU)
 
 
 def test_a_gpu_without_bf16_computes_in_float32_and_fp16_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(precision, "computes_bf16", lambda device: (False, "Tesla T4 has no bf16"))
-    value, why = precision.settled(launch_of_a_rank(tmp_path, BARE), SimpleNamespace(type="cuda")).precision
+    value, why = precision.choose_precision(launch_of_a_rank(tmp_path, BARE), SimpleNamespace(type="cuda")).precision
     assert (value, why) == ("no", "Tesla T4 has no bf16; --mixed_precision fp16 is faster there")
 
 

@@ -75,7 +75,7 @@ class Job:
         AcceleratorState._reset_state(reset_partial_state=True)
         config = TrainConfig(adapter="none", adam_beta2=0.95).resolved({})
         # the launcher of these ranks names none
-        launch = dataclasses.replace(launch_of_this_process(), variable=precision)
+        launch = dataclasses.replace(launch_of_this_process(), users_precision_variable=precision)
         self.accelerator, self.launch = accelerator.create_accelerator(config, launch)
         torch.manual_seed(0)
         shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 64}

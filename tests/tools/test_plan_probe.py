@@ -6,7 +6,7 @@ import pytest
 from conftest import accel_sft
 
 from accel_sft.launch.info import launch_of_yaml
-from accel_sft.launch.precision import expected
+from accel_sft.launch.precision import assume_precision
 from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_shape
@@ -37,7 +37,7 @@ def test_a_probe_measures_two_real_steps(alone):
 
 def test_a_probe_that_fails_is_an_answer(alone, tmp_path):
     shape = read_shape({"model_type": "qwen2", "vocab_size": TINY_VOCABULARY, **TINY_SHAPE}, "tiny")
-    asked = Job(shape=shape, launch=expected(launch_of_yaml(alone), bf16=True), device="cpu")
+    asked = Job(shape=shape, launch=assume_precision(launch_of_yaml(alone), bf16=True), device="cpu")
     failed = probe(asked, alone, ["math", "--model", str(tmp_path / "nothing")])
     assert "no such folder" in failed.failure
     assert not failed.fits(None, None)

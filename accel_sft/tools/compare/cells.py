@@ -15,7 +15,7 @@ from accel_sft.api.options import HIDDEN, Setting
 from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.launcher import PRECISION
 from accel_sft.launch.parallelism import fitted, sized
-from accel_sft.launch.precision import expected, this_machine_computes_bf16
+from accel_sft.launch.precision import assume_precision, this_machine_computes_bf16
 from accel_sft.launch.recordable import masked_words, recordable
 from accel_sft.tools.compare.environment import nvidia_gpus
 
@@ -159,7 +159,7 @@ def _read(file: Path | None, chosen: Mapping[str, str], flags: Sequence[str]) ->
         environment = {PRECISION: precision} if precision else {}
         return {"launch": facts, "launcher": (sys.executable,), "environment": environment, "fingerprint": ""}
     launch = fitted(launch_of_yaml(file, *flags), len(nvidia_gpus()[1]))
-    launch = expected(launch, this_machine_computes_bf16())
+    launch = assume_precision(launch, this_machine_computes_bf16())
     flags = (*flags, *sized(launch, launch.world_size)[2:])  # under tensor parallelism all processes share each matrix
     if launch.machines > 1:
         raise UserError(

@@ -67,7 +67,7 @@ def _compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     from accel_sft.io.run_record import recorded_options
     from accel_sft.launch.accelerator import create_accelerator
     from accel_sft.launch.info import launch_of_this_process
-    from accel_sft.launch.precision import recorded
+    from accel_sft.launch.precision import precision_in_record
     from accel_sft.models.source import find_source
     from accel_sft.tools.parity.reference import Reference
     from accel_sft.training.prepare import Assembly
@@ -103,7 +103,9 @@ def _compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     with terminal.quiet(None, config.debug, shown_on=2) as out:
         for line in RunDir.choice_in(run):
             print(terminal.wrapped(line), file=out)
-        accelerator, _ = create_accelerator(config, launch_of_this_process(), train=False, began_with=recorded(record))
+        accelerator, _ = create_accelerator(
+            config, launch_of_this_process(), train=False, precision_of_run=precision_in_record(record)
+        )
         source = find_source(config.model)
         assembly = Assembly(accelerator, task, config, source)
         encoding = assembly.encode(read_split(task, "validation"), "validation")

@@ -42,7 +42,7 @@ def not_to_the_bit(run: Recorded, stretch: Stretch, again: RunDir) -> list[str]:
     reasons = [f"{name} then: {then[name]}, here: {now[name]}" for name in then if then[name] != now[name]]
     if then["device"] != "cpu" and not run.record["config"].get("deterministic"):
         reasons.append("GPUs without --deterministic")
-    here = manifest.read(again.all_checkpoints()[-1]).get("layout")
+    here = manifest.about(again.all_checkpoints()[-1]).get("layout")
     if any(run.saved[step].get("layout") != here for step in run.saved.keys() & {stretch.begin, stretch.end}):
         reasons.append("resumed under another launch since")
     return reasons
@@ -151,7 +151,7 @@ def _weights(run: Recorded, stretch: Stretch, again: RunDir) -> Iterator[str]:
     """Say which weights and optimizer states differ from those of the run."""
     step = stretch.end
     if step in run.saved and stretch.steps:
-        then, now = (manifest.recorded(each.checkpoint(step)) for each in (run.run_dir, again))
+        then, now = (manifest.entries(each.checkpoint(step)) for each in (run.run_dir, again))
         if then != now:
             yield f"{_tensors(run.run_dir.checkpoint(step), again.checkpoint(step))} in the checkpoint of step {step}"
     best = mapping(mapping(_result(run.run_dir)).get("best")).get("step")
@@ -175,7 +175,7 @@ def _tensors(folder: Path, again: Path) -> str:
     most = 0.0
     places = []
     for each in (folder, again):
-        files = [safe_open(path, framework="pt") for path in manifest.files(each)]
+        files = [safe_open(path, framework="pt") for path in manifest.paths(each)]
         places.append({key: file for file in files for key in file.keys()})  # noqa: SIM118, not a mapping
     for key in places[0].keys() | places[1].keys():
         old, new = (place[key].get_tensor(key) if key in place else None for place in places)
