@@ -139,8 +139,8 @@ def sync(path: Path) -> None:
 
 def _names(folder: Path) -> list[str]:
     """Return the relative paths of all files below a folder, except .nfs* (deleted files that NFS still keeps)."""
-    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted(str(path.relative_to(folder)) for path in found if not path.name.startswith(".nfs"))
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(str(path.relative_to(folder)) for path in files if not path.name.startswith(".nfs"))
 
 
 def _content(folder: Path) -> dict[str, Any]:

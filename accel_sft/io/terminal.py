@@ -116,8 +116,8 @@ def waiting(what: str | Callable[[], str]) -> Iterator[None]:
     def tell() -> None:
         pause = SECONDS_OF_SILENCE
         while not done.wait(pause):
-            told = what() if callable(what) else what
-            print(f"{told}: {time.monotonic() - began:.0f} s so far", file=stream, flush=True)
+            line = what() if callable(what) else what
+            print(f"{line}: {time.monotonic() - began:.0f} s so far", file=stream, flush=True)
             pause *= 2
 
     thread = threading.Thread(target=tell, name="waiting", daemon=True)

@@ -225,17 +225,18 @@ def _gather_with_their_modules(model: torch.nn.Module) -> None:
 
     DeepSpeed would only see the access, and would then gather at other places than in the step that it recorded.
     """
-    dicts = [
-        (module, child)
+    sharded = [
+        (module, parameter)
         for module in model.modules()
         for child in module.children()
         if isinstance(child, torch.nn.ParameterDict)
+        for parameter in child.parameters()
+        if hasattr(parameter, "ds_id")
     ]
-    for module, parameter in ((module, each) for module, held in dicts for each in held.parameters()):
-        if hasattr(parameter, "ds_id"):
-            import deepspeed
+    for module, parameter in sharded:
+        import deepspeed
 
-            deepspeed.zero.register_external_parameter(module, parameter)
+        deepspeed.zero.register_external_parameter(module, parameter)
 
 
 def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:
@@ -278,4 +279,6 @@ def verify_engine(accelerator: Accelerator, launch: Launch, model: Any, max_grad
     }
     wrong = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if wrong:
-        raise UserError(*(f"{name}: DeepSpeed runs {real}, asked for {asked}" for name, (asked, real) in wrong.items()))
+        raise UserError(
+            *(f"{name}: DeepSpeed runs {real}, asked for {wanted}" for name, (wanted, real) in wrong.items())
+        )

@@ -14,7 +14,7 @@ from accel_sft.io.text import one_line
 from accel_sft.launch.audit_findings import LEVELS, Finding, error, note, warning
 from accel_sft.launch.deepspeed_ops import audit_compilers, operators
 from accel_sft.launch.environment import device_count
-from accel_sft.launch.info import Launch
+from accel_sft.launch.info import Launch, launcher_parser
 from accel_sft.launch.launcher import PRECISION
 from accel_sft.launch.parallelism import audit_devices, audit_parallelism
 from accel_sft.launch.precision import cpu_flags
@@ -47,14 +47,16 @@ def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> li
     if sys.platform == "darwin" and launch.backend in ("deepspeed", "fsdp"):
         what = f"{where}: {'FSDP' if launch.backend == 'fsdp' else 'DeepSpeed'} does not run on macOS"
         return [error(what, "start it without accelerate launch: one process then runs on MPS or the CPU")]
-    found = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices), *_optimizer(config)]
-    found += _adapter(config)
-    found += audit_parallelism(launch, f"{where}", batching=config.batching, micro_batch_size=config.micro_batch_size)
+    findings = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices), *_optimizer(config)]
+    findings += _adapter(config)
+    findings += audit_parallelism(
+        launch, f"{where}", batching=config.batching, micro_batch_size=config.micro_batch_size
+    )
     if launch.backend == "deepspeed":
         where = launch.json_file or where
-        found += [*_ignored(launch, config.max_grad_norm, f"{where}"), *_zero(config, launch, f"{where}")]
-        found += audit_compilers(operators(launch), devices)
-    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+        findings += [*_ignored(launch, config.max_grad_norm, f"{where}"), *_zero(config, launch, f"{where}")]
+        findings += audit_compilers(operators(launch), devices)
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 def refuse(findings: Iterable[Finding]) -> None:
@@ -88,9 +90,7 @@ def _keys(launch: Launch) -> Iterator[Finding]:
 
 def _launcher_keys() -> dict[str, set[str]]:
     """The keys that `accelerate launch` reads from each section of a launch file, taken from its own flags."""
-    from accelerate.commands.launch import launch_command_parser
-
-    flags = vars(launch_command_parser().parse_args(["train.py"]))
+    flags = vars(launcher_parser().parse_args(["train.py"]))
     fsdp = {flag for flag in flags if flag.startswith("fsdp_")}
     return {
         "deepspeed": {flag for flag in flags if not flag.startswith(("fsdp_", "fp8_", "megatron_", "parallelism_"))},
@@ -100,16 +100,20 @@ def _launcher_keys() -> dict[str, set[str]]:
 
 
 def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
-    asked = launch.arguments.get("num_processes") or launch.yaml.get("num_processes")
+    requested = launch.arguments.get("num_processes") or launch.yaml.get("num_processes")
     # of a file's ranks, those beyond the machine's devices have ended (`fitted`)
-    most = launch.world_size if "num_processes" in launch.arguments or launch.world_size != devices else int(asked or 0)
-    if asked and not launch.world_size <= int(asked) <= most:
+    most = (
+        launch.world_size
+        if "num_processes" in launch.arguments or launch.world_size != devices
+        else int(requested or 0)
+    )
+    if requested and not launch.world_size <= int(requested) <= most:
         fix = "set distributed_type to MULTI_GPU (data parallel, also on CPUs) or DEEPSPEED to start several processes"
         if launch.machines > 1 or str(launch.arguments.get("num_machines", "1")) != "1":
             fix = "make --num_processes (all machines together) a multiple of --num_machines"
         kind = launch.yaml.get("distributed_type")
         why = f" (distributed_type {one_line(str(kind))})" if kind else ""
-        yield error(f"{where}: {asked} processes asked for, {launch.world_size} started{why}", fix)
+        yield error(f"{where}: {requested} processes asked for, {launch.world_size} started{why}", fix)
     if devices:
         yield from audit_devices(launch, devices, where)
     if launch.backend == "fsdp" and not devices:
@@ -136,12 +140,12 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
 
 def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
     value, source = launch.named_precision or ("no", "the default")
-    asked = launch.asked_precision
+    requested = launch.asked_precision
     if launch.json_enabled("bf16") == launch.json_enabled("fp16") == "true":
         yield error(f"{launch.json_file}: fp16 and bf16 are both enabled", "enable one of them")
-    elif launch.json and asked and asked[0] != value:
+    elif launch.json and requested and requested[0] != value:
         level = error if "mixed_precision" in launch.arguments else warning
-        what = f"{source} fixes the precision to {value}, but the launch says {asked[0]}"
+        what = f"{source} fixes the precision to {value}, but the launch says {requested[0]}"
         yield level(what, 'set "enabled": "auto" in its bf16 and fp16 sections; --mixed_precision then decides')
     if value not in ("no", "fp16", "bf16", "fp8"):
         yield error(f"mixed_precision {shown(value)} ({source}) is unknown", "--mixed_precision bf16, fp16 or no")

@@ -4,8 +4,10 @@
 itself is read again, its path taken from the command line of the launcher (this process's parent). No torch at import.
 """
 
+import argparse
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -195,11 +197,11 @@ class Launch:
         for name in ("bf16", "fp16"):
             if self.json_enabled(name) == "true":
                 return name, f"{self.json_file}"
-        asked = self.asked_precision
-        wanted = asked[0] if asked else "bf16"
+        requested = self.asked_precision
+        wanted = requested[0] if requested else "bf16"
         if wanted in ("bf16", "fp16") and self.json_enabled(wanted) == "false":  # DeepSpeed has no key for fp8
             return "no", f"{self.json_file}"
-        return asked
+        return requested
 
     @property
     def asked_precision(self) -> tuple[str, str] | None:
@@ -282,6 +284,15 @@ def read_launch(
     return Launch(arguments, path, text, content, json_file, loaded, dict(environment), variable)
 
 
+@functools.cache
+def launcher_parser() -> argparse.ArgumentParser:
+    """The parser of `accelerate launch`; it imports torch."""
+    from accelerate.commands.launch import launch_command_parser
+
+    parser: argparse.ArgumentParser = launch_command_parser()
+    return parser
+
+
 def _handed_over(path: Path, command: list[str]) -> dict[str, str]:
     """The environment of the first rank of a machine, if `accelerate launch` were started by this command.
 
@@ -290,23 +301,20 @@ def _handed_over(path: Path, command: list[str]) -> dict[str, str]:
     """
     usage = io.StringIO()
     try:
-        from accelerate.commands import launch as launcher
-        from accelerate.utils import launch as environments
+        from accelerate.commands.launch import _validate_launch_command
+        from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
         with contextlib.redirect_stderr(usage):
-            args = launcher.launch_command_parser().parse_args([*command[2:], "train.py"])
+            args = launcher_parser().parse_args([*command[2:], "train.py"])
             precision, args.mixed_precision = args.mixed_precision, None  # the launcher would ask a GPU about a flag's
-            args, *_ = launcher._validate_launch_command(args)
+            args, *_ = _validate_launch_command(args)
             args.mixed_precision = precision or args.mixed_precision
             args.main_process_port = 0  # any free one, because nothing is started
             args.deepspeed_fields_from_accelerate_config = ""
             ranks = _numbers_of_ranks(args.num_processes, args.num_machines, args.machine_rank)
             if args.cpu or not (args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu):
-                return environments.prepare_simple_launcher_cmd_env(args)[1]
-            if args.use_deepspeed:
-                environment = environments.prepare_deepspeed_cmd_env(args)[1]
-            else:
-                environment = environments.prepare_multi_gpu_env(args)
+                return prepare_simple_launcher_cmd_env(args)[1]
+            environment = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
             return environment | ranks
     except (Exception, SystemExit) as error:
         last = usage.getvalue().splitlines()[-1:]

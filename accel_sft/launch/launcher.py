@@ -75,15 +75,15 @@ def own_words(command: list[str], without: Collection[str] = ()) -> list[str]:
     begin = next((at + 1 for at, word in enumerate(command[:3]) if _is_launcher(word)), len(command))
     begin += command[begin : begin + 1] == ["launch"]
     end = next((at for at in range(begin, len(command)) if command[at] in ("-m", "--module")), begin)
-    kept: list[str] = []
+    flags: list[str] = []
     skip = False
     for word in command[begin:end]:
         name, equals, _ = word.partition("=")
         left_out = word.startswith("--") and name[2:].replace("-", "_") in without
         if not skip and not left_out:
-            kept.append(word)
+            flags.append(word)
         skip = left_out and not equals
-    return kept
+    return flags
 
 
 def _is_launcher(word: str) -> bool:

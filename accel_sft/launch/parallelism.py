@@ -97,8 +97,8 @@ def audit_devices(launch: Launch, devices: int, where: str) -> Iterator[Finding]
         if ranks < (most := devices - devices % group):
             flags = " ".join(sized(launch, most))
             yield note(f"{where}: {ranks} of this machine's {gpus} used", f"for more: {flags} in front of -m")
-        elif (asked := int(launch.yaml["num_processes"])) > ranks:  # a file may have it in quotes
-            what = f"{where}: for {asked} processes, but this machine has {gpus}"
+        elif (requested := int(launch.yaml["num_processes"])) > ranks:  # a file may have it in quotes
+            what = f"{where}: for {requested} processes, but this machine has {gpus}"
             yield note(what, "a process for each; the loss curve is the same")
 
 
@@ -140,8 +140,8 @@ def _sequence(launch: Launch, where: str, *, batching: str, micro_batch_size: st
         yield error(what, "accelerate_configs/z3_sp.yaml is a launch with it")
         return
     if processes % ranks:
-        told = f"{processes} process{'es' * (processes > 1)}"
-        what = f"{where}: {told} cannot be divided into groups of {ranks}, which share a row"
+        count = f"{processes} process{'es' * (processes > 1)}"
+        what = f"{where}: {count} cannot be divided into groups of {ranks}, which share a row"
         yield error(what, f"--num_processes {ranks}, or another multiple of parallelism_config_sp_size")
     if launch.parallelism["dp_replicate"] > 1 or launch.parallelism["dp_shard"] not in (1, processes // ranks):
         what = f"{where}: parallelism_config: sizes of data parallelism beside sequence parallelism"

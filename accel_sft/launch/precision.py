@@ -25,8 +25,8 @@ _CAPABILITY = 8
 
 def cpu_flags() -> list[str]:
     """Return the names of this processor's bf16 instructions; [] if it has none or the system does not list them."""
-    found = (line.split() for line in _cpu_lines() if line.lower().startswith(("flags", "features")))
-    given = next(found, [])
+    lines = (line.split() for line in _cpu_lines() if line.lower().startswith(("flags", "features")))
+    given = next(lines, [])
     return [flag for flag in BF16_FLAGS if flag in given]
 
 
@@ -57,8 +57,8 @@ def computes_bf16(device: Any) -> tuple[bool, str]:
 def precision_in_record(run: Mapping[str, Any]) -> str | None:
     """Return the precision that a run's record names; None if the record, perhaps a stranger's, names no known one."""
     launch = run.get("launch")
-    found = launch.get("precision") if isinstance(launch, dict) else None
-    return found if found in ("no", "bf16", "fp16") else None
+    precision = launch.get("precision") if isinstance(launch, dict) else None
+    return precision if precision in ("no", "bf16", "fp16") else None
 
 
 def choose_precision(launch: Launch, device: Any, precision_of_run: str | None = None) -> Launch:
@@ -124,6 +124,6 @@ def this_machine_computes_bf16(*, with_gpus: bool = True) -> bool:
 def type_in_files(model: Any, name: str, weights: Any, dtype: Any) -> Any:
     """The type of these weights (a tensor) in files of type `dtype`: another where transformers keeps float32, such as
     for the biases by which experts are chosen."""
-    kept = model._get_dtype_plan(dtype)
+    plan = model._get_dtype_plan(dtype)
     usual = dtype if weights.is_floating_point() else weights.dtype
-    return next((kind for pattern, kind in kept.items() if re.search(pattern, name)), usual)
+    return next((kind for pattern, kind in plan.items() if re.search(pattern, name)), usual)

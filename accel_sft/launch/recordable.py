@@ -107,8 +107,8 @@ def command_line(words: Sequence[str]) -> str:
 @functools.cache
 def versions() -> dict[str, str]:
     """Installed versions of what decides a run's numbers: Python, this package and the libraries below it."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in ("accel-sft", "torch", "transformers", "tokenizers", "accelerate", "deepspeed", "peft"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed

@@ -38,14 +38,14 @@ def begin() -> Launch:
     anything else reads the number of ranks, and carry the launch: its file may be edited meanwhile.
     """
     launch = launch_of_this_process()
-    here = fitted(launch, device_count())
-    if here is not launch:
-        if int(os.environ["LOCAL_RANK"]) >= here.local_world_size:
+    adapted = fitted(launch, device_count())
+    if adapted is not launch:
+        if int(os.environ["LOCAL_RANK"]) >= adapted.local_world_size:
             raise SystemExit(0)
-        ranks = {name: here.environment[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        ranks = {name: adapted.environment[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
         os.environ.update(ranks)
         share_cores()
-    return here
+    return adapted
 
 
 def start(
@@ -61,7 +61,7 @@ def start(
         UserError: the audit finds errors (one line each), or the launch cannot be used.
     """
     # notes are about training: an evaluation is not slower without a launcher, and has the run's own precision
-    findings = [each for each in audit(config, launch) if train or each.level != "note"]
+    findings = [finding for finding in audit(config, launch) if train or finding.level != "note"]
     refuse(findings)
     with quiet(None, config.debug) as stream:
         accelerator, launch = create_accelerator(config, launch, train=train, precision_of_run=precision_of_run)

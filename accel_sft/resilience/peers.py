@@ -154,14 +154,14 @@ class Peers:
         now = time.monotonic()
         for rank, (line, host) in [*self._lines.items()]:
             try:
-                said = line.recv(1)
+                received = line.recv(1)
             except BlockingIOError:
                 continue
             except OSError:  # reset, or the other machine no longer answers
-                said = b""
+                received = b""
             line.close()
             del self._lines[rank]
-            if not said:
+            if not received:
                 self._gone[rank] = now, host
         for rank, (since, host) in self._gone.items():
             if not self.failure and now - since >= EXPLAIN_SECONDS:

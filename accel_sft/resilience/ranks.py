@@ -29,8 +29,8 @@ _LIBRARIES = re.compile(
 def waits(frame: FrameType) -> bool:
     """Return whether the main thread, now in this frame, waits for other ranks or for a device that waits for them."""
     # farther out than 8 frames, DeepSpeed's engine may be what called a model's or a task's code
-    for each, _ in itertools.islice(traceback.walk_stack(frame), 8):
-        if _WAITING.search(each.f_code.co_filename):
+    for outer, _ in itertools.islice(traceback.walk_stack(frame), 8):
+        if _WAITING.search(outer.f_code.co_filename):
             return True
     return in_exchange()
 
@@ -41,11 +41,11 @@ def place(frame: FrameType) -> str:
     Other packages in site-packages count, because a task may be installed there.
     """
     standard = sysconfig.get_path("stdlib")
-    for each, line in traceback.walk_stack(frame):
-        file = each.f_code.co_filename
+    for outer, line in traceback.walk_stack(frame):
+        file = outer.f_code.co_filename
         own = "site-packages" in file or not file.startswith((standard, "<frozen"))
         if own and not _LIBRARIES.search(file):
-            return f"{each.f_code.co_name} ({file}:{line})"
+            return f"{outer.f_code.co_name} ({file}:{line})"
     return "library code"
 
 

@@ -143,22 +143,22 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
 
     def _exchange(self, sign: Sign) -> dict[int, Sign]:
         """Publish this rank's sign, and return it; once this rank has stalled for too long, return all ranks' signs."""
-        found = {self.rank: sign}
+        signs = {self.rank: sign}
 
         def exchange() -> None:
             with contextlib.suppress(RuntimeError):  # the store ends with the launcher, which StopSignals watches
                 self._store.set(str(self.rank), json.dumps(sign))
                 for rank in range(self.ranks) if sign.stalled >= self.seconds else ():
                     if self._store.check([str(rank)]):
-                        found[rank] = Sign(*json.loads(self._store.get(str(rank))))
+                        signs[rank] = Sign(*json.loads(self._store.get(str(rank))))
                     else:
-                        found[rank] = Sign(-1, 0, False, "", "its start")
+                        signs[rank] = Sign(-1, 0, False, "", "its start")
 
         if self._answers():
             self._exchanging = threading.Thread(target=exchange, name="hang-exchange", daemon=True)
             self._exchanging.start()
             self._exchanging.join(SILENT_SECONDS)
-        return dict(found)
+        return dict(signs)
 
     def _answers(self) -> bool:
         """Whether there is a store that has answered the latest call."""
