@@ -313,9 +313,12 @@ def _handed_over(path: Path, command: list[str]) -> dict[str, str]:
             args.deepspeed_fields_from_accelerate_config = ""
             ranks = _numbers_of_ranks(args.num_processes, args.num_machines, args.machine_rank)
             if args.cpu or not (args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu):
-                return prepare_simple_launcher_cmd_env(args)[1]
-            environment = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
-            return environment | ranks
+                ranks, environment = {}, prepare_simple_launcher_cmd_env(args)[1]
+            elif args.use_deepspeed:
+                environment = prepare_deepspeed_cmd_env(args)[1]
+            else:
+                environment = prepare_multi_gpu_env(args)
+            return {**environment, **ranks}
     except (Exception, SystemExit) as error:
         last = usage.getvalue().splitlines()[-1:]
         reason = "".join(last) if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
