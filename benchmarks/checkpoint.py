@@ -35,11 +35,11 @@ def main(rounds: int, hidden_size: int, layers: int, steps: int, tokens: int, ou
     from accel_sft.io import manifest
     from accel_sft.io.run_dir import RunDir
     from accel_sft.launch.accelerator import create_accelerator, prepare_model
-    from accel_sft.launch.read import read_launch
+    from accel_sft.launch.info import launch_of_this_process
     from accel_sft.training.optimizer import Stepper, new_optimizer
 
     config = TrainConfig().resolved({})
-    accelerator, launch = create_accelerator(config, read_launch())
+    accelerator, launch = create_accelerator(config, launch_of_this_process())
     torch.manual_seed(0)
     shape = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size, "num_hidden_layers": layers}
     model = Qwen2ForCausalLM(Qwen2Config(**shape, num_attention_heads=8, num_key_value_heads=8, vocab_size=16_000))

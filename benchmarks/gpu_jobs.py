@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import shapes
-from accel_sft.launch.read import launch_of_yaml
+from accel_sft.launch.info import launch_of_yaml
 from accel_sft.memory import job as memory_job
 from accel_sft.memory.flops import model_flops
 from accel_sft.memory.model_config import read_config, read_shape

@@ -23,7 +23,7 @@ from typing import Any
 
 import shapes
 import smoke
-from accel_sft.launch.read import launch_of_yaml
+from accel_sft.launch.info import launch_of_yaml
 from accel_sft.memory.closed_form import estimate
 from accel_sft.memory.estimate import PHASES, totals
 from accel_sft.memory.job import Job

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import smoke
-from accel_sft.launch.precision import expected
-from accel_sft.launch.read import launch_of_yaml
+from accel_sft.launch.info import launch_of_yaml
+from accel_sft.launch.precision import assume_precision
 from accel_sft.memory.closed_form import assemble, estimate
 from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import Job
@@ -67,7 +67,7 @@ def compare(name: str, adapter: str, recomputed: bool, tokens: int, layers: int 
     config["num_hidden_layers"] = min(config["num_hidden_layers"], layers or config["num_hidden_layers"])
     job = Job(
         shape=read_shape(config, name),
-        launch=expected(launch_of_yaml(LAUNCH, "--num_processes", "8"), bf16=True),
+        launch=assume_precision(launch_of_yaml(LAUNCH, "--num_processes", "8"), bf16=True),
         device="cuda",
         adapter=adapter,
         gradient_checkpointing=recomputed,

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import smoke
-from accel_sft.launch.precision import expected
-from accel_sft.launch.read import launch_of_yaml
+from accel_sft.launch.info import launch_of_yaml
+from accel_sft.launch.precision import assume_precision
 from accel_sft.memory.closed_form import estimate
 from accel_sft.memory.estimate import totals
 from accel_sft.memory.job import Job
@@ -109,7 +109,7 @@ def predicted(case: dict[str, Any]) -> dict[str, float]:
     file = ROOT / "accelerate_configs" / f"{case['launch']}.yaml"
     job = Job(
         shape=read_shape(content, name),
-        launch=expected(launch_of_yaml(file, "--num_processes", "1"), bf16=True),
+        launch=assume_precision(launch_of_yaml(file, "--num_processes", "1"), bf16=True),
         device="cpu",
         stored_bytes=stored_bytes(content),
         adapter=case.get("adapter", "none"),

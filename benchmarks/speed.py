@@ -30,7 +30,7 @@ from typing import Any
 
 import shapes
 import smoke
-from accel_sft.io.prefix import common_length
+from accel_sft.io.text import common_length
 from accel_sft.launch.info import Launch
 from accel_sft.launch.precision import cpu_flags, cpu_name
 from accel_sft.memory.flops import model_flops

@@ -13,8 +13,7 @@ from accel_sft.batching.sequence import in_parts
 from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import exact_batchings
 from accel_sft.chat.encoded import Encoded
-from accel_sft.launch.tensor_parallel import row_groups
-from accel_sft.launch.ulysses import sequence_ranks
+from accel_sft.launch.groups import row_groups, sequence_ranks
 
 UNTRIED = {"cpu"}
 """Types of devices on which no forward is tried."""

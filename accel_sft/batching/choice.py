@@ -12,7 +12,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import decided_by_main
-from accel_sft.launch.describe import parallelism
+from accel_sft.launch.describe import layout_of
 
 
 def recorded(asked: Sequence[str], batching: Batching) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def write(accelerator: Accelerator, run_dir: RunDir, asked: Sequence[str], batch
     Args:
         job: what the choice was made for, besides the launch, in a form that JSON can hold.
     """
-    record = {**recorded(asked, batching), "layout": parallelism(accelerator), "job": job}
+    record = {**recorded(asked, batching), "layout": layout_of(accelerator), "job": job}
     text = json.dumps(record, indent=2) + "\n"
 
     def keep() -> None:
@@ -53,7 +53,7 @@ def read(accelerator: Accelerator, run_dir: RunDir, job: list[Any]) -> dict[str,
             record = json.loads(text)
         except (OSError, ValueError, RecursionError):  # broken: the choice is made again and shown
             return None
-        here = {"layout": parallelism(accelerator), "job": job}
+        here = {"layout": layout_of(accelerator), "job": job}
         return record if isinstance(record, dict) and here.items() <= record.items() else None
 
     return decided_by_main(accelerator, found)

@@ -11,8 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from accel_sft.io.terminal import terminal, wrapped
-from accel_sft.launch.tensor_parallel import tensor_ranks
-from accel_sft.launch.ulysses import sequence_ranks
+from accel_sft.launch.groups import sequence_ranks, tensor_ranks
 
 Row = TypeVar("Row")
 Result = TypeVar("Result")

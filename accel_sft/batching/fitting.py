@@ -16,7 +16,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
 from accel_sft.launch.collectives import all_ranks, largest_of_ranks
-from accel_sft.launch.tensor_parallel import row_groups
+from accel_sft.launch.groups import row_groups
 from accel_sft.memory.activations import LOGIT
 from accel_sft.memory.job import MOST_LOGITS, ROOMY_LOGITS
 from accel_sft.memory.loaded_model import forward_bytes, head_size

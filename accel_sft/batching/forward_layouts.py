@@ -12,7 +12,7 @@ from typing import Any
 from accel_sft.batching import collate
 from accel_sft.batching.collate import Batch
 from accel_sft.chat.encoded import Encoded
-from accel_sft.io.prefix import common_length
+from accel_sft.io.text import common_length
 from accel_sft.models.prefix_attention import installed
 
 FILLED = 2

@@ -1,4 +1,4 @@
-"""Cuts a row into the parts that the ranks of a group compute under sequence parallelism (launch/ulysses.py)."""
+"""Cuts a row into the parts that the ranks of a group compute under sequence parallelism (launch/groups.py)."""
 
 import dataclasses
 
@@ -14,8 +14,7 @@ from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.trial import Trial
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.collectives import gather_numbers
-from accel_sft.launch.tensor_parallel import row_groups
-from accel_sft.launch.ulysses import sequence_ranks, shared_rows
+from accel_sft.launch.groups import row_groups, sequence_ranks, shared_rows
 from accel_sft.models.architecture import limited_layers
 
 

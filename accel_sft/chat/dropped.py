@@ -10,8 +10,7 @@ from accel_sft.chat.image_parts import MARK as IMAGE
 from accel_sft.chat.rendering import Rendered
 from accel_sft.chat.template import MARK, lost
 from accel_sft.chat.thinking import divided, split_thinking
-from accel_sft.io.prefix import common_length
-from accel_sft.io.text import one_line
+from accel_sft.io.text import common_length, one_line
 
 
 class AnswerDropped(UserError):

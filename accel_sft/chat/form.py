@@ -10,8 +10,7 @@ from typing import Any
 from accel_sft.chat.conversation import Turn, Turns
 from accel_sft.chat.template import MARK, ChatTemplate, Rejected
 from accel_sft.chat.thinking import closing_mark
-from accel_sft.io.prefix import common_length
-from accel_sft.io.text import one_line
+from accel_sft.io.text import common_length, one_line
 
 ANSWER, _THOUGHT, _TURN = "\ue000\ue001", "\ue002\ue003", "\ue004{}\ue005"
 """Placeholders (probes) for an answer, its thinking and a turn: characters that no template strips or splits."""

@@ -20,7 +20,7 @@ from accel_sft.io.files import begin_folder, put_in_place, read_json, remove, tr
 from accel_sft.io.run_dir import RunDir, kept, step_of
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.collectives import by_each_rank, first_reason
-from accel_sft.launch.describe import parallelism
+from accel_sft.launch.describe import layout_of
 from accel_sft.launch.info import Launch
 
 POLL_SECONDS = 0.05
@@ -96,7 +96,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         target = self.run_dir.checkpoint(state["step"])
         check_disk(accelerator, self.model, self.run_dir, averaged=averages is not None)
         scale = shards.loss_scale(accelerator, self.model)
-        about = {**state, "layout": parallelism(accelerator), "loss_scale": scale}
+        about = {**state, "layout": layout_of(accelerator), "loss_scale": scale}
         if averages:
             about["averaged_steps"] = averages.updates
         first = not wait and self._has_room is None
@@ -114,7 +114,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         accelerator.wait_for_everyone()
         self._written = threading.Event()
         pieces = shards.copied(accelerator, self.model, self.optimizer, extra, averages, self._held)
-        files: manifest.Files = {}
+        files: manifest.Entries = {}
         copy: list[shards.Piece] = []
         if self._held is None:
             with self._noting_errors():
@@ -202,8 +202,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
     def _complete(
         self,
-        write: Callable[[Path, int], manifest.Files],
-        files: manifest.Files,
+        write: Callable[[Path, int], manifest.Entries],
+        files: manifest.Entries,
         partial: Path,
         target: Path,
         about: dict[str, Any],
@@ -221,7 +221,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                     self._publish(files, partial, target, about)
         self._written.set()
 
-    def _publish(self, files: manifest.Files, partial: Path, target: Path, about: dict[str, Any]) -> None:
+    def _publish(self, files: manifest.Entries, partial: Path, target: Path, about: dict[str, Any]) -> None:
         for other in range(1, self.accelerator.num_processes):
             while not (record := partial / _record_of(other)).exists():
                 if self._over.wait(POLL_SECONDS):

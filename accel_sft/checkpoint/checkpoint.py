@@ -20,9 +20,9 @@ from accel_sft.io.files import abandoned, begin_folder, put_in_place, remove
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.text import printable
-from accel_sft.launch.describe import parallelism
+from accel_sft.launch.describe import layout_of
+from accel_sft.launch.groups import tensor_ranks
 from accel_sft.launch.precision import type_in_files
-from accel_sft.launch.tensor_parallel import tensor_ranks
 
 
 @contextlib.contextmanager
@@ -106,10 +106,10 @@ def load(
     Raises:
         UserError: the checkpoint was written under another precision, or is of another model.
     """
-    state = manifest.read(path)
+    state = manifest.about(path)
     if not all(isinstance(state.get(key), dict) for key in ("layout", "loss_scale")):
         raise UserError(f"{path}: not a checkpoint of accel_sft; name another one, or start a new run with --init-from")
-    before, here = state["layout"].get("precision"), parallelism(accelerator)["precision"]
+    before, here = state["layout"].get("precision"), layout_of(accelerator)["precision"]
     if before != here:
         then, now = ("float32" if each == "no" else each for each in (before, here))
         raise UserError(

@@ -21,7 +21,6 @@ from accel_sft.api.errors import UserError
 from accel_sft.checkpoint.averages import Averages
 from accel_sft.checkpoint.partition import AVERAGE, IN_8_BITS, MOMENTS, SCALES, Span, by_rows, flat, partitions
 from accel_sft.io import manifest
-from accel_sft.io.hashed_file import write_hashed
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.memory.closed_form import FILE_BYTES
@@ -113,12 +112,12 @@ def copied(
         yield piece
 
 
-def write(pieces: Iterable[Piece], folder: Path, rank: int) -> manifest.Files:
+def write(pieces: Iterable[Piece], folder: Path, rank: int) -> manifest.Entries:
     """Write each piece as a file of this rank, to the disk; returns the files' sizes and SHA-256."""
     files = {}
     for number, piece in enumerate(pieces):
         name = f"rank-{rank:04d}-{number:03d}.safetensors"
-        files[name] = list(write_hashed(folder / name, _safetensors(piece)))
+        files[name] = manifest.write_hashed(folder / name, _safetensors(piece))
         piece.clear()  # before the next one is copied: without `held`, two would be in memory at once
     return files
 
@@ -225,7 +224,7 @@ class _Stored:
 
         self.folder = folder
         self.places: dict[tuple[str, str], dict[int, tuple[int, Any, str]]] = {}
-        for path in manifest.files(folder):  # and not every file in the folder
+        for path in manifest.paths(folder):  # and not every file in the folder
             try:
                 file: Any = safe_open(path, framework="pt")
                 for key in file.keys():  # noqa: SIM118, not a mapping

@@ -15,7 +15,6 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.other_names import OTHER_COMMANDS
 from accel_sft.api.task_file import task_file
 from accel_sft.cli.help import HelpContext
-from accel_sft.cli.options import USUAL
 from accel_sft.cli.task_command import TaskCommand
 from accel_sft.cli.task_tools import TOOLS, TRAIN, TaskTool
 from accel_sft.commands.completion import completion
@@ -27,7 +26,6 @@ from accel_sft.commands.push import push
 from accel_sft.commands.serve import serve
 from accel_sft.commands.tasks import tasks
 from accel_sft.io.run_dir import RunDir
-from accel_sft.resilience.task_import import load_task
 from accel_sft.tools.doctor.command import doctor
 from accel_sft.tools.parity.command import parity
 from accel_sft.tools.report.command import report
@@ -77,7 +75,7 @@ class TaskGroup(click.Group):
         if tool := super().get_command(ctx, cmd_name):
             return tool
         if task_file(cmd_name):
-            task_class = None if ctx.resilient_parsing else load_task(cmd_name, USUAL.hang_timeout)
+            task_class = None if ctx.resilient_parsing else registry.load(cmd_name)
             summary = f"The task of {cmd_name}."
             summary = registry.summary_of(task_class, summary) if task_class else summary
             return TaskCommand(cmd_name, task_class, summary, self.tool)
@@ -93,7 +91,7 @@ class TaskGroup(click.Group):
             theirs = OTHER_COMMANDS.get(cmd_name)
             ctx.fail(f"no task or tool {cmd_name!r}{f'; {theirs}' if theirs else usual}")
         known = not ctx.resilient_parsing or (cmd_name in registry.SHIPPED and cmd_name in registry.names())
-        task_class = load_task(cmd_name, USUAL.hang_timeout) if known else None
+        task_class = registry.load(cmd_name) if known else None
         summary = registry.summary_of(task_class, cmd_name) if task_class else summaries[cmd_name]
         return TaskCommand(cmd_name, task_class, summary, self.tool)
 

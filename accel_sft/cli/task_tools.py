@@ -98,7 +98,7 @@ def _settings_of_the_run(
 ) -> dict[str, Any]:
     """Return the task's settings of the run that `--model` names, except those given; `recorded_options` may refuse."""
     from accel_sft.io.run_dir import RunDir
-    from accel_sft.io.run_options import recorded_options
+    from accel_sft.io.run_record import recorded_options
 
     same_data = click.get_current_context().params["same_data"]
     if given.get("url"):  # --model is then a server's name, of no run

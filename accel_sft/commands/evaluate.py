@@ -30,9 +30,8 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import markdown_table, printable
 from accel_sft.launch.accelerator import create_accelerator, shard_for_evaluation
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
-from accel_sft.launch.info import Launch
-from accel_sft.launch.precision import recorded
-from accel_sft.launch.read import read_launch
+from accel_sft.launch.info import Launch, launch_of_this_process
+from accel_sft.launch.precision import precision_in_record
 from accel_sft.launch.start import begin, start
 from accel_sft.models.offload import refuse
 from accel_sft.models.source import Source, as_it_began, began_with, find_source
@@ -85,7 +84,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     with Watchdog(config.hang_timeout):
         # in another precision than the run's, the model may answer differently
         accelerator, launch = start(
-            launch, config, task, train=False, began_with=recorded(trained) if trained else None
+            launch, config, task, train=False, precision_of_run=precision_in_record(trained) if trained else None
         )
         refuse(config.offload, ranks=launch.world_size, quantized=config.load_in_4bit)
         if config.dry_run:
@@ -116,7 +115,7 @@ def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
     endpoint = Endpoint(config.url or "", config.model or None, config.key_from, config.timeout)
     most = config.max_new_tokens or LONGEST_ANSWER
     config = dataclasses.replace(config, model=endpoint.model, max_new_tokens=most).resolved({})
-    accelerator, _ = create_accelerator(config, read_launch(), train=False)
+    accelerator, _ = create_accelerator(config, launch_of_this_process(), train=False)
     print(terminal.wrapped(printable(f"server    {endpoint.model} at {endpoint.url}"), 10))
     if config.dry_run:
         return
@@ -159,7 +158,7 @@ def _differences(model: str, task_name: str, precision: str) -> list[str]:
     """Return notes on how this evaluation differs from the run's own."""
     if (run := RunDir.record_around(model)) is None:
         return []
-    found, trained = [], recorded(run) or precision
+    found, trained = [], precision_in_record(run) or precision
     if run["task"] != task_name:
         found.append(f"note: {model} was trained for {run['task']}, and is scored as {task_name}")
     if trained != precision:

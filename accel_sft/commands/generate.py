@@ -108,8 +108,8 @@ def _run(model: str, options: dict[str, Any]) -> None:
     from accel_sft.io.run_dir import RunDir
     from accel_sft.io.text import printable
     from accel_sft.launch.accelerator import create_accelerator
-    from accel_sft.launch.precision import recorded
-    from accel_sft.launch.read import read_launch
+    from accel_sft.launch.info import launch_of_this_process
+    from accel_sft.launch.precision import precision_in_record
     from accel_sft.models.offload import refuse
 
     chosen = {name: options[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
@@ -134,8 +134,8 @@ def _run(model: str, options: dict[str, Any]) -> None:
 
         for line in RunDir.choice_in(model):
             tell(line)
-        began_with = recorded(record) if record else None
-        accelerator, _ = create_accelerator(config, read_launch(), began_with=began_with)
+        precision_of_run = precision_in_record(record) if record else None
+        accelerator, _ = create_accelerator(config, launch_of_this_process(), precision_of_run=precision_of_run)
         for side, source in _sources(folder, record, options["base"]).items():
             print(terminal.wrapped(f"{side:<5}  {source.adapter or source.weights}", 7), file=out)
             offloaded: dict[str, Any] = {"offload": config.offload, "log": tell} if config.offload else {}

@@ -4,7 +4,7 @@ import click
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.registry import suggestion
-from accel_sft.launch.shipped import FOLDER, shipped
+from accel_sft.launch.info import FOLDER, shipped
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

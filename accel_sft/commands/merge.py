@@ -47,7 +47,7 @@ def merge(
     from accel_sft.io import terminal
     from accel_sft.io.files import new_folder
     from accel_sft.io.run_dir import RunDir
-    from accel_sft.io.run_options import names_files
+    from accel_sft.io.run_record import names_files
 
     if not (out or gguf["gguf"]):
         raise UserError(f"OUT: name a new folder for the merged weights (accel-sft merge {run} merged), or --gguf FILE")

@@ -54,7 +54,7 @@ def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
     thinking, so that answers are those of the run's evaluations.
     """
     from accel_sft.io.run_dir import RunDir
-    from accel_sft.io.run_options import names_files
+    from accel_sft.io.run_record import names_files
 
     if not Path(run).is_dir():
         raise UserError(f"RUN {run}: no such folder; name a run's folder, exported weights or an adapter")
@@ -92,10 +92,10 @@ def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
 
 def _words(kind: str, folder: str, name: str, record: dict[str, Any] | None, gguf: str | None) -> list[str]:
     """The words of the server's command, but for its address."""
-    from accel_sft.launch.precision import recorded
+    from accel_sft.launch.precision import precision_in_record
 
     names = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    dtype = names.get(recorded(record) or "", "auto") if record else "auto"
+    dtype = names.get(precision_in_record(record) or "", "auto") if record else "auto"
     off = bool(record and record["config"].get("thinking") == "off")
     no_thinking = '{"enable_thinking": false}'
     if kind == "llama.cpp":

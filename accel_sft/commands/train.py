@@ -18,7 +18,7 @@ from accel_sft.io.heartbeat import heartbeats_only
 from accel_sft.io.lock import release
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.describe import resume_command
-from accel_sft.launch.precision import recorded
+from accel_sft.launch.precision import precision_in_record
 from accel_sft.launch.recordable import masked
 from accel_sft.launch.start import begin, show, start
 from accel_sft.models.compiled import trouble_of_compiling
@@ -46,11 +46,11 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
     """
     launch = begin()
     config = resolved(config, task)
-    with terminal.dispensable_output(), StopSignals() as signals, contextlib.ExitStack() as at_end:
+    with StopSignals() as signals, contextlib.ExitStack() as at_end:
         at_end.callback(release)
         with Watchdog(config.hang_timeout):
-            began_with = _began_with(output_dir=config.output_dir, resume=config.resume)
-            accelerator, launch = start(launch, config, task, began_with=began_with)
+            precision_of_run = _precision_of_run(output_dir=config.output_dir, resume=config.resume)
+            accelerator, launch = start(launch, config, task, precision_of_run=precision_of_run)
             if config.dry_run:
                 return
             asked, name = config, recorded_name(task_name)
@@ -89,11 +89,11 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             leave_together()
 
 
-def _began_with(*, output_dir: str | None, resume: str) -> str | None:
+def _precision_of_run(*, output_dir: str | None, resume: str) -> str | None:
     """Return the precision that a resumed run began with, and keeps if the launch names none; None for a new run."""
     run_dir = RunDir(expanded(output_dir or ""))
     resumes = output_dir and resume != "off" and run_dir.record.is_file() and run_dir.has_trained()
-    return recorded(run_dir.read_record()) if resumes else None
+    return precision_in_record(run_dir.read_record()) if resumes else None
 
 
 def _warnings(accelerator: Accelerator, task_name: str, prepared: Prepared) -> list[str]:

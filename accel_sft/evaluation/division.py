@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from accel_sft.chat.encoded import Encoded
-from accel_sft.io.prefix import common_length
+from accel_sft.io.text import common_length
 
 SHORTEST_PREFIX = 8
 """Number of common tokens below which sharing them saves nothing."""

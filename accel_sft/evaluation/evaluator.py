@@ -28,7 +28,7 @@ from accel_sft.evaluation.scoring import EVAL_LOSS, PERPLEXITY, UNANSWERED, aggr
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, gather_numbers, largest
-from accel_sft.launch.tensor_parallel import row_groups
+from accel_sft.launch.groups import row_groups
 from accel_sft.tracking.system import reset_peak_memory
 
 _LARGEST_EXPONENT = 700

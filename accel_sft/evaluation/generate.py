@@ -18,7 +18,7 @@ from accel_sft.evaluation.division import SHORTEST_PREFIX, common_prefix, divide
 from accel_sft.evaluation.left_padded import GREEDY, Sampling, generate, nats_apart, padding_changes
 from accel_sft.evaluation.live_rows import Row
 from accel_sft.launch.collectives import any_rank, first_reason
-from accel_sft.launch.tensor_parallel import row_groups, tensor_ranks
+from accel_sft.launch.groups import row_groups, tensor_ranks
 from accel_sft.models.adapters import merged, reason_unmergeable
 from accel_sft.models.architecture import REFUSALS, arguments, limited_layers, takes_sdpa
 from accel_sft.models.offload import is_offloaded

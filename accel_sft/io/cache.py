@@ -1,8 +1,8 @@
 """The cache: each entry is a folder, found by a hash of what decides its content, and verified when it is opened.
 
 An entry is made under another name, synced to the disk and renamed, so that neither concurrent nor killed runs leave a
-partial entry. A folder in which other users could put entries is not used: a manifest shows damage, not
-forgery. Needs only the standard library.
+partial entry. A folder of another user is not used: a manifest shows damage, not forgery. Needs only the
+standard library.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import errno
 import os
 import shutil
 import socket
-import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -55,13 +54,10 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _foreign(entry: Path) -> str:
-    """Return why other users may have written an entry; "" if only this user and root can write both folders above."""
+    """Return whose an entry is if not this user's: "" if this user or root owns both folders above."""
     for place in (entry.parent, entry.parent.parent):
-        found = place.stat()
-        if found.st_uid not in (os.getuid(), 0):
+        if place.stat().st_uid not in (os.getuid(), 0):
             return f"{place} belongs to another user; name a folder of your own in ACCEL_SFT_CACHE"
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return f"others may write {place}; remove it, or name a folder of your own in ACCEL_SFT_CACHE"
     return ""
 
 

@@ -23,19 +23,19 @@ def complete_config(folder: Path, dtype: str | None, base: Mapping[str, Any]) ->
     def within(part: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
         if part.get("model_type") != before.get("model_type"):
             before = before.get("text_config") or {}  # the language model of a multimodal base
-        found = {key: value for key, value in before.items() if key not in _OWN and not key.startswith("_")} | part
-        found |= {key: dtype for key in ("dtype", "torch_dtype") if dtype and isinstance(found.get(key), str)}
+        complete = {key: value for key, value in before.items() if key not in _OWN and not key.startswith("_")} | part
+        complete |= {key: dtype for key in ("dtype", "torch_dtype") if dtype and isinstance(complete.get(key), str)}
         rope = part.get("rope_parameters") or {}
-        by_layer = any(isinstance(each, dict) for each in rope.values())  # older readers know two kinds of layers
+        by_layer = any(isinstance(value, dict) for value in rope.values())  # older readers know two kinds of layers
         full = (rope.get("full_attention") or {}) if by_layer else rope
-        found |= {key: full[key] for key in _OF_ROPE if key in full}
+        complete |= {key: full[key] for key in _OF_ROPE if key in full}
         scaling = {key: value for key, value in full.items() if key not in _OF_ROPE}
         if full and scaling != {"rope_type": "default"}:
-            found["rope_scaling"] = scaling
+            complete["rope_scaling"] = scaling
         if by_layer and (local := rope.get("sliding_attention")):
-            found["rope_local_base_freq"] = local["rope_theta"]
+            complete["rope_local_base_freq"] = local["rope_theta"]
         parts = [key for key in part if isinstance(part[key], dict) and "model_type" in part[key]]
-        return found | {key: within(part[key], before.get(key) or {}) for key in parts}
+        return complete | {key: within(part[key], before.get(key) or {}) for key in parts}
 
     _rewrite(folder / "config.json", lambda config: within(config, base))
 

@@ -15,6 +15,10 @@ from typing import Any, TypeGuard
 from accel_sft.api.errors import UserError
 from accel_sft.io.manifest import sync
 
+_PAGE = '<meta name="generator" content="accel-sft '
+"""In the head of every page that a command of this package writes."""
+_HEAD_CHARACTERS = 20_000
+
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` by `text`; if the process or the machine dies, either the old or the new file is there."""
@@ -75,79 +79,53 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
     Args:
         what: names the argument or option in errors.
     Raises:
-        UserError: `name` is not empty, another process writes it, or it cannot be written.
+        UserError: `name` is not empty, or cannot be written.
         Exception: what the block raises.
     """
     target = Path(os.path.realpath(expanded(name, what)))  # if `name` is a link, it stays, and its target is filled
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    occupied = UserError(f"{what} {name}: not empty; name another folder")
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise UserError(f"{what} {name}: not empty; name another folder")
+            raise occupied
         target.parent.mkdir(parents=True, exist_ok=True)
-        if _others_at_work(target):
-            raise UserError(f"{what} {name}: another process is writing it; wait for its end, or name another folder")
-        with _own_partial(target) as partial:
+        for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+            if not _is_running(left.name.split(".")[-2]):
+                shutil.rmtree(left, ignore_errors=True)
+        with _temporary(partial):
             yield partial
             _sync_all(partial)
             try:
                 partial.rename(target)  # fails if there is a file, or a folder that is not empty
             except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                    raise
-                raise UserError(
-                    f"{what} {name}: another process has written it meanwhile; name another folder"
-                ) from None
+                raise (occupied if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) else error) from None
             sync(target.parent)
-    except UserError:
-        raise
     except OSError as error:
         raise UserError(f"{what} {name}: cannot be written ({error.strerror or error}); name another folder") from error
     except Exception as error:
-        if trouble := trouble_of_writing(error, target.parent):
+        if not isinstance(error, UserError) and (trouble := trouble_of_writing(error, target.parent)):
             raise UserError(f"{what} {name}: {trouble}, or name another folder") from error
         raise
 
 
 @contextlib.contextmanager
-def _own_partial(target: Path) -> Iterator[Path]:
-    """Make an empty folder beside `target` for this process alone, locked while it is filled. At the end it is removed
-    unless it was renamed."""
-    import fcntl  # not at the top: Windows has none, and `import accel_sft` must not fail before __main__ refuses it
-
-    while True:
-        partial = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
-        partial.mkdir()
-        with contextlib.suppress(FileNotFoundError):  # before the lock, another process may take it for abandoned
-            descriptor = os.open(partial, os.O_RDONLY)
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if partial.exists():
-                break
-            os.close(descriptor)
+def _temporary(folder: Path) -> Iterator[None]:
+    """Make a folder, which is removed at the end, unless it has another name then."""
+    folder.mkdir()
     try:
-        yield partial
+        yield
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        os.close(descriptor)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _others_at_work(target: Path) -> bool:
-    """Whether a living process fills an `_own_partial` folder of `target`; folders of dead processes are removed."""
-    import fcntl
-
-    alive = False
-    for partial in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
-        with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(partial, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(partial, ignore_errors=True)
-            except BlockingIOError:
-                alive = True
-            except OSError:  # a file system without locks: it cannot be known
-                pass
-            finally:
-                os.close(descriptor)
-    return alive
+def _is_running(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def trouble_of_writing(error: Exception, folder: Path) -> str:
@@ -272,3 +250,23 @@ def mapping(value: Any) -> dict[str, Any]:
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether `value` is a float or an integer of at most 63 bits: JSON may hold integers too large for a float."""
     return isinstance(value, float) or (type(value) is int and value.bit_length() < 64)
+
+
+def page_file(name: str, flag: str, usual: str) -> Path:
+    """Return the path of the HTML page that the option `flag` names.
+
+    Args:
+        usual: the usual name of such a page, which the error about a folder suggests.
+    Raises:
+        UserError: the page would replace something else, or lie in a folder that is not there.
+    """
+    path = expanded(name, flag)
+    if path.is_dir():
+        raise UserError(f"{flag} {path}: a folder; name a file, such as {path / usual}")
+    if not path.parent.is_dir():
+        raise UserError(f"{flag} {path}: there is no folder {path.parent}; make it, or name another file")
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            if _PAGE not in file.read(_HEAD_CHARACTERS):
+                raise UserError(f"{flag} {path}: a file that is no page of accel-sft; name another file")
+    return path

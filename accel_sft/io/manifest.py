@@ -24,35 +24,34 @@ class Damaged(Exception):
     """Says how a folder differs from its manifest."""
 
 
-Files = Mapping[str, list[Any]]
+Entries = Mapping[str, list[Any]]
 """Size and SHA-256 of files, by their names in the folder."""
 
 
 def write(
-    folder: Path, about: dict[str, Any], known: Files | None = None, *, among: Iterable[str] | None = None
+    folder: Path, about: dict[str, Any], known: Entries | None = None, *, among: Iterable[str] | None = None
 ) -> None:
     """Write the manifest: `about` (JSON), and size and SHA-256 of every file below `folder`. Sync everything to disk.
 
     Args:
-        known: files of which `written` has told that.
-        among: names of the files to write of, in place of all.
+        known: size and SHA-256 of files that were hashed as they were written.
+        among: names of the files to list; None: all.
 
     Raises:
         OSError: a file cannot be written.
     """
     names = [name for name in (_names(folder) if among is None else sorted(among)) if name != MANIFEST]
-    found = known or {}
+    known = known or {}
     with ThreadPoolExecutor(THREADS) as threads:
-        files = dict(
-            zip(names, threads.map(lambda name: found.get(name) or written(folder / name), names), strict=True)
-        )
+        entries = threads.map(lambda name: known.get(name) or _synced_entry(folder / name), names)
+        files = dict(zip(names, entries, strict=True))
     (folder / MANIFEST).write_text(_text({"files": files, "about": about}), encoding="utf-8")
     sync(folder / MANIFEST)
     for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
         sync(path)
 
 
-def read(folder: Path) -> dict[str, Any]:
+def about(folder: Path) -> dict[str, Any]:
     """The `about` that `write` was given; the folder's files are not checked.
 
     Raises:
@@ -69,8 +68,8 @@ def identity(folder: Path) -> str | None:
         return None
 
 
-def recorded(folder: Path) -> Files:
-    """The files that the folder's manifest names, with what was written.
+def entries(folder: Path) -> Entries:
+    """The files that the folder's manifest names, with size and SHA-256.
 
     Raises:
         Damaged: the manifest is missing or was changed.
@@ -78,13 +77,13 @@ def recorded(folder: Path) -> Files:
     return _content(folder)["files"]
 
 
-def files(folder: Path) -> list[Path]:
+def paths(folder: Path) -> list[Path]:
     """The files that the folder's manifest names, in order; readers of the folder open these and no other.
 
     Raises:
         Damaged: the manifest is missing or was changed.
     """
-    return [folder / name for name in recorded(folder)]
+    return [folder / name for name in entries(folder)]
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -97,12 +96,12 @@ def verify(folder: Path) -> dict[str, Any]:
     content = _content(folder)
     if extra := sorted({*_names(folder)} - content["files"].keys() - {MANIFEST}):  # e.g. copied from elsewhere
         raise Damaged(f"{extra[0]} is not in {MANIFEST}: nothing wrote it here; take it away")
-    for name, what in changes(folder):
+    for name, what in differences(folder):
         raise Damaged(f"{name} {what}")
     return content["about"]
 
 
-def changes(folder: Path) -> Iterator[tuple[str, str]]:
+def differences(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield each file that differs from what the manifest says was written, and how.
 
     Raises:
@@ -140,8 +139,8 @@ def sync(path: Path) -> None:
 
 def _names(folder: Path) -> list[str]:
     """Return the relative paths of all files below a folder, except .nfs* (deleted files that NFS still keeps)."""
-    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted(str(path.relative_to(folder)) for path in found if not path.name.startswith(".nfs"))
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(str(path.relative_to(folder)) for path in files if not path.name.startswith(".nfs"))
 
 
 def _content(folder: Path) -> dict[str, Any]:
@@ -163,11 +162,32 @@ def _content(folder: Path) -> dict[str, Any]:
         raise Damaged(f"{MANIFEST} cannot be understood") from None
 
 
-def written(path: Path) -> list[Any]:
+def _synced_entry(path: Path) -> list[Any]:
     """Sync a file to the disk; returns its size and SHA-256."""
     sync(path)
     size = path.stat().st_size
     return [size, _digest(path, size)]
+
+
+def write_hashed(path: Path, parts: Iterable[memoryview]) -> list[Any]:
+    """Write the bytes of `parts` to a new file, on the disk when this returns; returns its size and SHA-256.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for part in parts:
+            for start in range(0, len(part), _BLOCK):  # hashing lets Python's other threads run, block by block
+                block = part[start : start + _BLOCK]
+                heartbeat()
+                digest.update(block)
+                size += file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):  # not on macOS; the page cache is for data that training reads
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return [size, digest.hexdigest()]
 
 
 def _digest(path: Path, size: int) -> str:

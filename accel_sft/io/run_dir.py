@@ -84,10 +84,10 @@ class RunDir:
         run = cls(expanded(model))
         if not run.record.is_file():
             return model
-        found = next((folder for folder in (run.best, run.final) if folder.is_dir()), None)
-        if found is None:
+        weights = next((folder for folder in (run.best, run.final) if folder.is_dir()), None)
+        if weights is None:
             raise UserError(f"{model}: this run has neither best/ nor final/ yet; resume it first")
-        return str(found)
+        return str(weights)
 
     @classmethod
     def choice_in(cls, model: str, *, train: bool = False) -> list[str]:
@@ -194,8 +194,8 @@ def result_text(result: Mapping[str, Any]) -> str:
 
 def _by_step(folder: Path, suffix: str) -> list[Path]:
     """Return the entries of `folder` with exactly a step's name, by step; other names are copies that a user made."""
-    found = folder.glob(f"step-*{suffix}")
-    mine = (path for path in found if path.name.removeprefix("step-").removesuffix(suffix).isdecimal())
+    entries = folder.glob(f"step-*{suffix}")
+    mine = (path for path in entries if path.name.removeprefix("step-").removesuffix(suffix).isdecimal())
     return sorted(mine, key=step_of)
 
 

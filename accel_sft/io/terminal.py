@@ -1,7 +1,6 @@
 """The terminal: inside `quiet` the libraries' output goes to a file, and only our own lines reach the terminal."""
 
 import contextlib
-import errno
 import io
 import os
 import re
@@ -20,28 +19,18 @@ SECONDS_OF_SILENCE = 5.0
 """Seconds before `waiting` says what is waited for."""
 _COMMAND = re.compile(r"(next:)?\s*(accel-sft|accelerate|tensorboard) ")
 _terminal: TextIO | None = None
-_dispensable = False
-_refused: str | None = None
 
 
 class _Output(io.FileIO):
-    """Standard output, whose disk may be full and whose reader may be gone."""
+    """Standard output, whose disk may be full."""
 
     def write(self, data: Any, /) -> int:
-        global _refused
         try:
             return super().write(data)
+        except BrokenPipeError:
+            raise
         except OSError as error:
-            if not _dispensable:
-                if error.errno == errno.EPIPE:
-                    raise
-                raise UserError(f"standard output cannot be written: {error.strerror}; let it go elsewhere") from None
-            with contextlib.suppress(OSError):
-                if _refused is None:
-                    _refused = str(error.strerror)
-                    os.write(2, f"standard output cannot be written ({_refused}); its lines follow here\n".encode())
-                os.write(2, data)
-            return len(data)
+            raise UserError(f"standard output cannot be written: {error.strerror}; let it go elsewhere") from None
 
 
 def _output(descriptor: int, encoding: str = "utf-8") -> TextIO:
@@ -61,24 +50,6 @@ def use_utf8() -> None:
             stream.reconfigure(encoding="utf-8" if plain else stream.encoding, errors="backslashreplace")
             if name == "stdout" and stream is sys.__stdout__:
                 sys.stdout = _output(stream.fileno(), stream.encoding)
-
-
-@contextlib.contextmanager
-def dispensable_output() -> Iterator[None]:
-    """Inside, lines that cannot be written to standard output go to standard error, which inside `quiet` is a file.
-
-    So a run continues if the disk that its output goes to is full, or its reader is gone: its folder has all results.
-    """
-    global _dispensable
-    _dispensable = True
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        _dispensable = False
-        if _refused:
-            with contextlib.suppress(OSError):
-                print(f"Warning: standard output was not written to its end: {_refused}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -145,8 +116,8 @@ def waiting(what: str | Callable[[], str]) -> Iterator[None]:
     def tell() -> None:
         pause = SECONDS_OF_SILENCE
         while not done.wait(pause):
-            told = what() if callable(what) else what
-            print(f"{told}: {time.monotonic() - began:.0f} s so far", file=stream, flush=True)
+            line = what() if callable(what) else what
+            print(f"{line}: {time.monotonic() - began:.0f} s so far", file=stream, flush=True)
             pause *= 2
 
     thread = threading.Thread(target=tell, name="waiting", daemon=True)

@@ -21,19 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io.terminal import terminal, wrapped
-from accel_sft.launch import tensor_parallel, ulysses
+from accel_sft.launch import groups
 from accel_sft.launch.collectives import WITHOUT_LIMIT
 from accel_sft.launch.deepspeed_ops import audit_compilation, compiling, spare_unused_operator
-from accel_sft.launch.deferred import compile_muon_later, deepspeed_where_it_trains
 from accel_sft.launch.environment import WITHOUT_CUDNN, device_count, threads_per_process
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import restarts
 from accel_sft.launch.parallelism import parallelism_config
-from accel_sft.launch.precision import settled
+from accel_sft.launch.precision import choose_precision
 
 
 def create_accelerator(
-    config: TrainConfig, launch: Launch, *, train: bool = True, began_with: str | None = None
+    config: TrainConfig, launch: Launch, *, train: bool = True, precision_of_run: str | None = None
 ) -> tuple[Accelerator, Launch]:
     """Form the process group and build the Accelerator; returns it, and the launch with its precision.
 
@@ -44,45 +43,25 @@ def create_accelerator(
     Args:
         launch: as this rank read it.
         train: if False, sequence parallelism is off: in an evaluation each rank has rows of its own.
-        began_with: the precision of the run that is resumed or evaluated, for a launch that names no precision.
+        precision_of_run: the precision of the run that is resumed or evaluated, for a launch that names no precision.
     Raises:
         UserError: the ranks do not form one process group, or their launches name different precisions.
     """
-    if config.deterministic:
-        _repeat_every_bit()
+    _set_up_torch(config)
     devices = device_count()
-    torch.set_num_threads(threads_per_process())
-    torch.backends.cuda.enable_cudnn_sdp(os.environ.get(WITHOUT_CUDNN[0]) != WITHOUT_CUDNN[1])
     if launch.environment.get("LOCAL_RANK", "0") == "0":  # each machine compiles for itself
         for finding in audit_compilation(launch):
             print(wrapped(f"{finding.level}: {finding}"), file=terminal(), flush=True)
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # this variable wins over Accelerator's argument
-    group: dict[str, Any] = {}
-    if restarts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        register_rendezvous_handler("attempt", _rendezvous_of_this_attempt)  # type: ignore[no-untyped-call] # torch's
-        group["init_method"] = "attempt://"
-    if launch.world_size > 1:
-        group["timeout"] = group_timeout(config.hang_timeout)
-        # DeepSpeed, Ulysses and HSDP make groups without a timeout, some of them amid training: they too shall wait
-        # that long, instead of the 600 s after which NCCL ends a rank, and names none
-        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = group["timeout"]
-    plugin = None
-    deepspeed_where_it_trains()
-    if launch.backend == "deepspeed":
-        if not devices:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-            group["backend"] = "gloo"
-            spare_unused_operator()
-        compile_muon_later()
-        plugin = DeepSpeedPlugin(hf_ds_config=str(launch.json_file) if launch.json_file else None)
-        _write_deepspeed_config(plugin.deepspeed_config, launch, config.max_grad_norm, devices)
+    group = _group_settings(config, launch, devices)
+    plugin = _deepspeed_plugin(config, launch, devices) if launch.backend == "deepspeed" else None
     # gradients are views of DDP's communication buckets: a copy beside the buckets would take 4 bytes a parameter
-    handlers = [InitProcessGroupKwargs(**group), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    handlers = [group, DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     cpu = launch.backend == "ddp" and not devices
-    state = PartialState(cpu, **handlers[0].to_kwargs())  # forms the process group
-    launch = settled(launch, state.device, began_with)
+    state = PartialState(cpu, **group.to_kwargs())  # forms the process group
+    launch = choose_precision(launch, state.device, precision_of_run)
     if plugin and launch.sums_in_float32:
-        types = plugin.deepspeed_config.get("data_types") or {}  # a JSON may name others of them alone
+        types = plugin.deepspeed_config.get("data_types") or {}  # the JSON may set other types and not this one
         plugin.deepspeed_config["data_types"] = {**types, "grad_accum_dtype": "fp32"}
     dimensions = parallelism_config(launch, train=train)
     accelerator = Accelerator(
@@ -106,19 +85,47 @@ def create_accelerator(
     return accelerator, launch
 
 
+def _set_up_torch(config: TrainConfig) -> None:
+    """Set threads and kernels; with `--deterministic`, those that repeat every bit. Call this before CUDA starts."""
+    if config.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # a fixed workspace: otherwise cuBLAS's sums may vary
+        os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers hands it to the flash-attn package
+        torch.use_deterministic_algorithms(True)
+        # filling would only take time, because nothing reads uninitialized memory
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a property
+    torch.set_num_threads(threads_per_process())
+    torch.backends.cuda.enable_cudnn_sdp(os.environ.get(WITHOUT_CUDNN[0]) != WITHOUT_CUDNN[1])
+
+
+def _group_settings(config: TrainConfig, launch: Launch, devices: int) -> InitProcessGroupKwargs:
+    """How the process group is formed: its timeout, its backend on CPUs, and its store after a restart of the ranks."""
+    group: dict[str, Any] = {}
+    if restarts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        register_rendezvous_handler("attempt", _rendezvous_of_this_attempt)  # type: ignore[no-untyped-call] # torch's
+        group["init_method"] = "attempt://"
+    if launch.world_size > 1:
+        group["timeout"] = group_timeout(config.hang_timeout)
+        # DeepSpeed, Ulysses and HSDP make groups without a timeout, some of them amid training: they too shall wait
+        # that long, instead of the 600 s after which NCCL ends a rank, and names none
+        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = group["timeout"]
+    if launch.backend == "deepspeed" and not devices:
+        group["backend"] = "gloo"
+    return InitProcessGroupKwargs(**group)
+
+
+def _deepspeed_plugin(config: TrainConfig, launch: Launch, devices: int) -> DeepSpeedPlugin:
+    if not devices:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        spare_unused_operator()
+    plugin = DeepSpeedPlugin(hf_ds_config=str(launch.json_file) if launch.json_file else None)
+    _write_deepspeed_config(plugin.deepspeed_config, launch, config.max_grad_norm, devices)
+    return plugin
+
+
 def group_timeout(hang_timeout: int) -> datetime.timedelta:
     """How long a rank may wait in a collective: longer than `--hang-timeout` (0: no limit), because the watchdog names
     the hung rank and torch's error does not; and an hour at least, as a rank may be downloading a model."""
     return datetime.timedelta(seconds=max(hang_timeout + 300, 3600)) if hang_timeout else WITHOUT_LIMIT
-
-
-def _repeat_every_bit() -> None:
-    """Make torch use deterministic kernels, also in attention's backward, or raise; call this before CUDA starts."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # a fixed workspace: otherwise cuBLAS's sums may vary
-    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers hands it to the flash-attn package
-    torch.use_deterministic_algorithms(True)
-    # filling would only take time, because nothing reads uninitialized memory
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a property
 
 
 def _rendezvous_of_this_attempt(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
@@ -185,8 +192,7 @@ def prepare_model(
         group["lr"] = 0.0
     _name_blocks(accelerator, model)
     with compiling(launch):
-        way = tensor_parallel if launch.tensor_ranks > 1 else ulysses
-        model, optimizer = way.prepare(accelerator, model, optimizer)
+        model, optimizer = groups.prepare(accelerator, model, optimizer)
     if isinstance(model, DistributedDataParallel):
         # buffers (rotary position angles) are equal on all ranks; to broadcast them, ranks would wait in each forward
         model.broadcast_buffers = False
@@ -219,24 +225,25 @@ def _gather_with_their_modules(model: torch.nn.Module) -> None:
 
     DeepSpeed would only see the access, and would then gather at other places than in the step that it recorded.
     """
-    dicts = [
-        (module, child)
+    sharded = [
+        (module, parameter)
         for module in model.modules()
         for child in module.children()
         if isinstance(child, torch.nn.ParameterDict)
+        for parameter in child.parameters()
+        if hasattr(parameter, "ds_id")
     ]
-    for module, parameter in ((module, each) for module, held in dicts for each in held.parameters()):
-        if hasattr(parameter, "ds_id"):
-            import deepspeed
+    for module, parameter in sharded:
+        import deepspeed
 
-            deepspeed.zero.register_external_parameter(module, parameter)
+        deepspeed.zero.register_external_parameter(module, parameter)
 
 
 def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:
     """Prepare a model that is not trained, so that ZeRO-3 or FSDP shards its weights over the ranks; tensor parallelism
     has done that as it was loaded."""
-    if tensor_parallel.tensor_ranks(accelerator) > 1:
-        return tensor_parallel.prepare(accelerator, model)
+    if groups.tensor_ranks(accelerator) > 1:
+        return groups.prepare(accelerator, model)
     if not accelerator.is_fsdp2:
         model = accelerator.prepare(model)
         _gather_with_their_modules(model)
@@ -272,4 +279,6 @@ def verify_engine(accelerator: Accelerator, launch: Launch, model: Any, max_grad
     }
     wrong = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if wrong:
-        raise UserError(*(f"{name}: DeepSpeed runs {real}, asked for {asked}" for name, (asked, real) in wrong.items()))
+        raise UserError(
+            *(f"{name}: DeepSpeed runs {real}, asked for {wanted}" for name, (wanted, real) in wrong.items())
+        )

@@ -2,7 +2,6 @@
 
 import difflib
 import importlib.metadata
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,29 +12,16 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import shown
 from accel_sft.io.findings import LEVELS, Finding, error, note, warning
 from accel_sft.io.text import one_line
-from accel_sft.launch.deepspeed_ops import audit_operators
+from accel_sft.launch.deepspeed_ops import audit_compilers, operators
 from accel_sft.launch.environment import device_count
-from accel_sft.launch.info import Launch
+from accel_sft.launch.info import Launch, launcher_parser
 from accel_sft.launch.launcher import PRECISION
-from accel_sft.launch.parallelism import KEYS, audit_devices, audit_parallelism
+from accel_sft.launch.parallelism import audit_devices, audit_parallelism
 from accel_sft.launch.precision import cpu_flags
 
-_ACCELERATE = (1, 15)
-"""The version of accelerate that reads the keys below. A newer one may read others too."""
 BY_FILE = "accelerate launch --config_file FILE -m accel_sft ... (files: accel-sft launch-file)"
 NVIDIA = Path("/dev/nvidiactl")
 """Exists if the NVIDIA driver runs and has given this machine, or this container, a GPU."""
-_YAML_DEEPSPEED = """
-    deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter
-    deepspeed_moe_layer_cls_names deepspeed_multinode_launcher gradient_accumulation_steps gradient_clipping
-    offload_optimizer_device offload_optimizer_nvme_path offload_param_device offload_param_nvme_path
-    zero3_init_flag zero3_save_16bit_model zero_stage
-"""
-_YAML_FSDP = """
-    activation_checkpointing activation_checkpointing_offload auto_wrap_policy backward_prefetch
-    cpu_ram_efficient_loading forward_prefetch ignored_modules min_num_params offload_params reshard_after_forward
-    sharding_strategy state_dict_type sync_module_states transformer_layer_cls_to_wrap use_orig_params version
-"""
 _JSON_DEEPSPEED = """
     activation_checkpointing aio amp autotuning bf16 checkpoint comet comms_logger communication_data_type compile
     compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last
@@ -61,14 +47,16 @@ def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> li
     if sys.platform == "darwin" and launch.backend in ("deepspeed", "fsdp"):
         what = f"{where}: {'FSDP' if launch.backend == 'fsdp' else 'DeepSpeed'} does not run on macOS"
         return [error(what, "start it without accelerate launch: one process then runs on MPS or the CPU")]
-    found = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices)]
-    found += _adapter(config)
-    found += audit_parallelism(launch, f"{where}", batching=config.batching, micro_batch_size=config.micro_batch_size)
+    findings = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices)]
+    findings += _adapter(config)
+    findings += audit_parallelism(
+        launch, f"{where}", batching=config.batching, micro_batch_size=config.micro_batch_size
+    )
     if launch.backend == "deepspeed":
         where = launch.json_file or where
-        found += [*_ignored(launch, config.max_grad_norm, f"{where}"), *_zero(config, launch, f"{where}")]
-        found += audit_operators(launch, devices)
-    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+        findings += [*_ignored(launch, config.max_grad_norm, f"{where}"), *_zero(config, launch, f"{where}")]
+        findings += audit_compilers(operators(launch), devices)
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 def refuse(findings: Iterable[Finding]) -> None:
@@ -87,43 +75,45 @@ def _keys(launch: Launch) -> Iterator[Finding]:
     if launch.config_file is None and launch.environment.get(PRECISION):
         what = "the launcher's yaml could not be found, so its keys were not checked"
         yield note(what, "start with accelerate launch --config_file FILE")
-    fsdp = _YAML_FSDP.split()
-    for place, keys, known in (
-        (f"{launch.config_file}: deepspeed_config.", launch.yaml.get("deepspeed_config"), _YAML_DEEPSPEED.split()),
-        (f"{launch.config_file}: fsdp_config.", launch.yaml.get("fsdp_config"), [*fsdp, *(f"fsdp_{k}" for k in fsdp)]),
-        (f"{launch.config_file}: parallelism_config.", launch.yaml.get("parallelism_config"), KEYS.split()),
-        (f"{launch.json_file}: ", launch.json, _JSON_DEEPSPEED.split()),
-    ):
-        for key in keys or ():
-            if key not in known:
-                yield _unknown(f"{place}{one_line(str(key))}", str(key), known, of_accelerate=keys is not launch.json)
+    sections = {name: launch.yaml.get(f"{name}_config") or {} for name in ("deepspeed", "fsdp", "parallelism")}
+    for name, known in _launcher_keys().items() if any(sections.values()) else ():
+        for key in sorted(map(str, sections[name].keys() - known)):
+            prefixed = [f"{name}_config_{key}"] if f"{name}_config_{key}" in known else []
+            near = prefixed or difflib.get_close_matches(key, sorted(known), n=1)
+            what = f"{launch.config_file}: {name}_config.{one_line(key)} is unknown, and would be ignored in silence"
+            yield error(what, f"did you mean {near[0]}?" if near else "remove it")
+    for key in sorted(launch.json.keys() - {*_JSON_DEEPSPEED.split()}):
+        what = f"{launch.json_file}: {one_line(key)} is unknown, and would be ignored in silence"
+        near = difflib.get_close_matches(key, _JSON_DEEPSPEED.split(), n=1)
+        yield error(what, f"did you mean {near[0]}?") if near else warning(what, "remove it")
 
 
-def _unknown(where: str, key: str, known: list[str], *, of_accelerate: bool) -> Finding:
-    what = f"{where} is unknown, and would be ignored in silence"
-    prefixed = [name for name in known if name == f"parallelism_config_{key}"]
-    if near := prefixed or difflib.get_close_matches(key, known, n=1):
-        return error(what, f"did you mean {near[0]}?")
-    if not of_accelerate:
-        return warning(what, "remove it")
-    installed = importlib.metadata.version("accelerate")
-    if _numbers(installed)[:2] <= _ACCELERATE:
-        return error(what, "remove it")
-    what = f"{where} is unknown to accelerate {'.'.join(map(str, _ACCELERATE))}, with which accel_sft was tested"
-    return warning(what, f"check that accelerate {installed} reads it, or remove it")
+def _launcher_keys() -> dict[str, set[str]]:
+    """The keys that `accelerate launch` reads from each section of a launch file, taken from its own flags."""
+    flags = vars(launcher_parser().parse_args(["train.py"]))
+    fsdp = {flag for flag in flags if flag.startswith("fsdp_")}
+    return {
+        "deepspeed": {flag for flag in flags if not flag.startswith(("fsdp_", "fp8_", "megatron_", "parallelism_"))},
+        "fsdp": fsdp | {flag.removeprefix("fsdp_") for flag in fsdp} | {"ignored_modules", "fsdp_ignored_modules"},
+        "parallelism": {flag for flag in flags if flag.startswith("parallelism_config_")},
+    }
 
 
 def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
-    asked = launch.arguments.get("num_processes") or launch.yaml.get("num_processes")
+    requested = launch.arguments.get("num_processes") or launch.yaml.get("num_processes")
     # of a file's ranks, those beyond the machine's devices have ended (`fitted`)
-    most = launch.world_size if "num_processes" in launch.arguments or launch.world_size != devices else int(asked or 0)
-    if asked and not launch.world_size <= int(asked) <= most:
+    most = (
+        launch.world_size
+        if "num_processes" in launch.arguments or launch.world_size != devices
+        else int(requested or 0)
+    )
+    if requested and not launch.world_size <= int(requested) <= most:
         fix = "set distributed_type to MULTI_GPU (data parallel, also on CPUs) or DEEPSPEED to start several processes"
         if launch.machines > 1 or str(launch.arguments.get("num_machines", "1")) != "1":
             fix = "make --num_processes (all machines together) a multiple of --num_machines"
         kind = launch.yaml.get("distributed_type")
         why = f" (distributed_type {one_line(str(kind))})" if kind else ""
-        yield error(f"{where}: {asked} processes asked for, {launch.world_size} started{why}", fix)
+        yield error(f"{where}: {requested} processes asked for, {launch.world_size} started{why}", fix)
     if devices:
         yield from audit_devices(launch, devices, where)
     if launch.backend == "fsdp" and not devices:
@@ -150,12 +140,12 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
 
 def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
     value, source = launch.named_precision or ("no", "the default")
-    asked = launch.asked_precision
+    requested = launch.asked_precision
     if launch.json_enabled("bf16") == launch.json_enabled("fp16") == "true":
         yield error(f"{launch.json_file}: fp16 and bf16 are both enabled", "enable one of them")
-    elif launch.json and asked and asked[0] != value:
+    elif launch.json and requested and requested[0] != value:
         level = error if "mixed_precision" in launch.arguments else warning
-        what = f"{source} fixes the precision to {value}, but the launch says {asked[0]}"
+        what = f"{source} fixes the precision to {value}, but the launch says {requested[0]}"
         yield level(what, 'set "enabled": "auto" in its bf16 and fp16 sections; --mixed_precision then decides')
     if value not in ("no", "fp16", "bf16", "fp8"):
         yield error(f"mixed_precision {shown(value)} ({source}) is unknown", "--mixed_precision bf16, fp16 or no")
@@ -209,14 +199,6 @@ def _ignored(launch: Launch, max_grad_norm: float, where: str) -> Iterator[Findi
 
 
 def _zero(config: TrainConfig, launch: Launch, where: str) -> Iterator[Finding]:
-    try:
-        version = importlib.metadata.version("deepspeed")
-    except importlib.metadata.PackageNotFoundError:
-        yield error(f"{where} needs DeepSpeed, which is not installed", "pip install deepspeed")
-        return
-    if _numbers(version) < (0, 18, 3):
-        what = f"DeepSpeed {version}: 0.17.6 to 0.18.2 compute wrong ZeRO-2 gradients, older ones are untested"
-        yield error(what, "pip install -U deepspeed")
     if launch.json_file and "stage" not in launch.zero:
         yield error(f"{where}: zero_optimization.stage is missing", 'add "zero_optimization": {"stage": 2}, say')
     if launch.stage not in (0, 1, 2, 3):
@@ -246,7 +228,3 @@ def _zero(config: TrainConfig, launch: Launch, where: str) -> Iterator[Finding]:
         elif launch.stage < needed:
             line = f"{where}: offload_{what} to {device} needs stage {needed}, this is stage {launch.stage}"
             yield error(line, f"zero_stage: {needed}, or no offload")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

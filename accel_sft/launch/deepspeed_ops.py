@@ -55,11 +55,6 @@ def spare_unused_operator() -> None:
     deepspeed.ops.__compatible_ops__[_UNUSED] = False
 
 
-def audit_operators(launch: Launch, devices: int) -> Iterator[Finding]:
-    """Yield what this machine lacks to compile the launch's operators: without it ninja would fail minutes later."""
-    yield from audit_compilers(operators(launch), devices)
-
-
 def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
     """Yield an error for each thing that this machine lacks to compile these operators."""
     if not needed:
@@ -91,8 +86,7 @@ def audit_compilation(launch: Launch) -> Iterator[Finding]:
     for name in operators(launch):
         locks = [*audit_locks(name)]
         yield from locks
-        waits = any(finding.level == "warning" for finding in locks)
-        if not waits and not library(name).is_file():
+        if not locks and not library(name).is_file():
             uncompiled.append(f"{name} ({OPERATORS[name]})")
     if uncompiled:
         what = f"DeepSpeed compiles on first use, once per machine, {', '.join(uncompiled)}"
@@ -100,14 +94,9 @@ def audit_compilation(launch: Launch) -> Iterator[Finding]:
 
 
 def audit_locks(name: str) -> Iterator[Finding]:
-    """Yield a warning if another process compiles this operator.
-
-    The lock of a compilation that was killed is removed, because torch would wait for it forever.
-    """
+    """Yield a warning if there is a lock on this operator: another process compiles it, or was killed as it did so,
+    and torch would wait for ever."""
     lock = library(name).with_name("lock")
-    if _abandoned(lock):
-        lock.unlink(missing_ok=True)
-        yield note(f"{lock}: a compilation of {name} was killed and left it behind", "it is removed")
     if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # a younger one may be another rank's of this launch
         fix = "delete the file if no other launch is running"
         yield warning(f"{lock}: another process compiles {name}; this run will wait for it", fix)
@@ -130,29 +119,6 @@ def library(name: str) -> Path:
             f"{problem.filename}: DeepSpeed's {name} is kept there, and it cannot be written ({problem.strerror}); "
             "make it writable, or set TORCH_EXTENSIONS_DIR to a folder that is"
         ) from None
-
-
-def _abandoned(lock: Path) -> bool:
-    """Whether no process compiles under this lock: none holds the lock open, and none (ninja) runs in its folder.
-
-    False for another user's lock, and for one that a process on another machine may have made.
-    """
-    import psutil
-
-    folder = lock.parent.resolve()
-    for pause in (0, 1):  # its owner closes it a moment before removing it
-        time.sleep(pause)
-        try:
-            mine = lock.stat().st_uid == os.getuid()
-        except OSError:  # there is no lock
-            return False
-        if not mine or not is_local(folder):
-            return False
-        for process in psutil.process_iter(["cwd", "open_files"]):
-            opened = [file.path for file in process.info["open_files"] or []]
-            if process.info["cwd"] == str(folder) or str(folder / lock.name) in opened:
-                return False
-    return True
 
 
 def is_local(folder: Path) -> bool:

@@ -13,12 +13,11 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft.launch.environment import usable_cores
+from accel_sft.launch.groups import sequence_ranks, tensor_ranks
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import launcher_command, torchrun_command
 from accel_sft.launch.precision import cpu_name
 from accel_sft.launch.recordable import masked_words, recordable, versions, without_secrets
-from accel_sft.launch.tensor_parallel import tensor_ranks
-from accel_sft.launch.ulysses import sequence_ranks
 
 SHOWN = "yaml", "JSON", "backend", "ranks", "device", "precision", "gradients"
 """The rows of `describe` that every start shows, in a line; the others are in the run's record."""
@@ -108,8 +107,8 @@ def resume_command(run_dir: Path, output_dir: str | None) -> str:
     short, path = Path(words[0]).name, os.environ.get("PATH", "").split(os.pathsep)
     if path[0] == sysconfig.get_path("scripts"):  # `prepare_environment` put it there; the user's shell may lack it
         path = path[1:]
-    found = shutil.which(short, path=os.pathsep.join(path))
-    return shlex.join(masked_words([short if found == words[0] else words[0], *words[1:], *more]))
+    in_path = shutil.which(short, path=os.pathsep.join(path))
+    return shlex.join(masked_words([short if in_path == words[0] else words[0], *words[1:], *more]))
 
 
 def shown_folder(folder: Path) -> str:
@@ -117,7 +116,7 @@ def shown_folder(folder: Path) -> str:
     return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
-def parallelism(accelerator: Accelerator) -> dict[str, Any]:
+def layout_of(accelerator: Accelerator) -> dict[str, Any]:
     """How this launch divides the run between processes, and in which precision it computes."""
     plugin, sequence = accelerator.state.deepspeed_plugin, sequence_ranks(accelerator)
     tensor = tensor_ranks(accelerator)
@@ -131,11 +130,11 @@ def parallelism(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
-def differences(before: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """The differences between two results of `parallelism`, in words."""
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The differences between two results of `layout_of`, in words."""
     words = {None: "none", "NO": "one process", "DEEPSPEED": "DeepSpeed", "zero_stage": "ZeRO stage"}
     words |= {"MULTI_CPU": "data parallel", "MULTI_GPU": "data parallel"}
     words |= {"ranks_of_a_row": "ranks of a row", "ranks_of_a_matrix": "ranks of a matrix"}
-    keys = [key for key in {**before, **here} if before.get(key) != here.get(key)]
-    different = [(key, before.get(key), here.get(key)) for key in keys]
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    different = [(key, before.get(key), now.get(key)) for key in keys]
     return [f"{words.get(key, key)} {words.get(then, then)}, now {words.get(now, now)}" for key, then, now in different]

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory
-from accel_sft.launch.launcher import launcher_command
-from accel_sft.launch.rank_environment import launcher_flags
+from accel_sft.launch.launcher import launcher_command, launcher_flags
 
 _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",  # a process forked after its threads started may hang; ranks need the cores
@@ -95,8 +94,10 @@ def _check_ranks() -> None:
     if not wrong and int(given.get("WORLD_SIZE", "1")) > 1:
         wrong = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if wrong:
-        found = ", ".join(f"{name} is {given[name]!r}" if name in given else f"{name} is not set" for name in wrong)
-        raise UserError(f"{found}: unset {', '.join(given)} to start one process, or use accelerate launch for several")
+        values = ", ".join(f"{name} is {given[name]!r}" if name in given else f"{name} is not set" for name in wrong)
+        raise UserError(
+            f"{values}: unset {', '.join(given)} to start one process, or use accelerate launch for several"
+        )
 
 
 def _keep_freed_memory() -> None:
@@ -129,9 +130,9 @@ def threads_per_process() -> int:
     A number that the user gave is kept: `--num_cpu_threads_per_process`, else OMP_NUM_THREADS. Under a launcher
     OMP_NUM_THREADS=1 does not count: the launcher sets that itself for each of several ranks, which leaves cores idle.
     """
-    asked = launcher_flags(launcher_command()[0]).get("num_cpu_threads_per_process")
-    named = asked or os.environ.get("OMP_NUM_THREADS", "")
-    if named.isdecimal() and (int(named) > 1 or asked or "WORLD_SIZE" not in os.environ):
+    flag = launcher_flags(launcher_command()[0]).get("num_cpu_threads_per_process")
+    named = flag or os.environ.get("OMP_NUM_THREADS", "")
+    if named.isdecimal() and (int(named) > 1 or flag or "WORLD_SIZE" not in os.environ):
         return max(int(named), 1)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     return max(1, usable_cores() // ranks)

@@ -32,13 +32,13 @@ def describe() -> str:
 def _containers() -> Iterator[tuple[int, int]]:
     """Yield limit and use (page cache not counted), in bytes, of each cgroup of this process that limits memory."""
     for folder in cgroups():
-        for limit, usage, kept in (
+        for limit, usage, cached in (
             ("memory.max", "memory.current", ("inactive_file", "active_file")),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
         ):
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
                 most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
-                yield most, used - sum(field(folder / "memory.stat", name) for name in kept)
+                yield most, used - sum(field(folder / "memory.stat", name) for name in cached)
 
 
 def cgroups(controller: str = "memory") -> Iterator[Path]:

@@ -1,15 +1,38 @@
-"""`Launch`: backend, ZeRO stage, offload, precision and ranks, as this rank sees them."""
+"""`Launch`: backend, ZeRO stage, offload, precision and ranks, read from flags, launch file and environment.
 
+`accelerate launch` hands its yaml over through environment variables and drops unknown keys in silence. So the yaml
+itself is read again, its path taken from the command line of the launcher (this process's parent). No torch at import.
+"""
+
+import argparse
+import contextlib
 import dataclasses
+import functools
+import io
+import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import accel_sft
 from accel_sft.api.errors import UserError
+from accel_sft.io.files import read_text
 from accel_sft.io.text import one_line
-from accel_sft.launch.launcher import PRECISION
-from accel_sft.launch.rank_environment import DIMENSIONS
+from accel_sft.launch.launcher import PRECISION, launcher_command, launcher_environment, launcher_flags
+
+FOLDER = Path(accel_sft.__file__).parent / "launch_files"
+"""The launch files that come with the package; in a checkout a link to accelerate_configs/."""
+_DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+"""Dimensions of Accelerate's ParallelismConfig; each has a size in ranks."""
+_MOST = 1_000_000
+"""Largest number of processes or machines that is accepted."""
+_MOST_VALUES = 10_000
+"""Maximum number of values in a launch file: with aliases (`*a`) a short file can make very many, or endlessly many."""
+_JSON_SECTIONS = ("zero_optimization", "bf16", "fp16", "tensor_parallel")
+_OFFLOADS = ("offload_optimizer", "offload_param")
+"""Keys of DeepSpeed's JSON, and of its zero_optimization, whose values are objects."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +44,8 @@ class Launch:
         config_file, text, yaml: the `--config_file`, its text and its content.
         json_file, json: the DeepSpeed JSON the yaml names, and its content; None and {} without one.
         environment: this rank's environment variables, among them those that `accelerate launch` sets.
-        variable: `ACCELERATE_MIXED_PRECISION` as the user set it, which the launcher overwrites for ranks; "" if unset.
+        users_precision_variable: `ACCELERATE_MIXED_PRECISION` as the user set it, which the launcher overwrites for
+            ranks; "" if unset.
         resolved: the precision chosen for a launch that names none, and the reason (launch/precision.py); else None.
     """
 
@@ -32,7 +56,7 @@ class Launch:
     json_file: Path | None
     json: Mapping[str, Any]
     environment: Mapping[str, str]
-    variable: str = ""
+    users_precision_variable: str = ""
     resolved: tuple[str, str] | None = None
 
     @property
@@ -123,7 +147,7 @@ class Launch:
         if self.environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
             return {}
         sizes = {}
-        for name in DIMENSIONS:
+        for name in _DIMENSIONS:
             value = self.environment.get(variable := f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")
             if not value.isdecimal() or int(value) < 1:
                 raise UserError(f"{variable} is {value!r}: expected a number of ranks, at least 1")
@@ -173,11 +197,11 @@ class Launch:
         for name in ("bf16", "fp16"):
             if self.json_enabled(name) == "true":
                 return name, f"{self.json_file}"
-        asked = self.asked_precision
-        wanted = asked[0] if asked else "bf16"
+        requested = self.asked_precision
+        wanted = requested[0] if requested else "bf16"
         if wanted in ("bf16", "fp16") and self.json_enabled(wanted) == "false":  # DeepSpeed has no key for fp8
             return "no", f"{self.json_file}"
-        return asked
+        return requested
 
     @property
     def asked_precision(self) -> tuple[str, str] | None:
@@ -187,9 +211,169 @@ class Launch:
             return value, "--mixed_precision"
         if self.yaml.get("mixed_precision") is not None:
             return value, f"{self.config_file}"
-        if self.variable:
-            return self.variable.lower(), PRECISION
+        if self.users_precision_variable:
+            return self.users_precision_variable.lower(), PRECISION
         return (value, "the launcher") if value != "no" else None
 
     def _deepspeed_variable(self, name: str, default: str) -> str:
         return self.environment.get(f"ACCELERATE_DEEPSPEED_{name}", default)
+
+
+def shipped() -> dict[str, Path]:
+    """Every launch file of FOLDER, by its name without .yaml, in alphabetical order."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def launch_of_yaml(path: str | Path, *flags: str) -> Launch:
+    """The launch that `accelerate launch --config_file PATH FLAGS` would start here, as its first rank reads it.
+
+    Nothing is started; accelerate's own functions say what a rank is handed, and they import torch.
+
+    Args:
+        flags: the launcher's own, as on its command line: "--num_processes", "4".
+    Raises:
+        UserError: the file or a DeepSpeed JSON that it names cannot be read, or the launcher would refuse it.
+    """
+    if _read_yaml(Path(path))[1].get("mixed_precision") is False:
+        raise UserError(f"launch file {path}: mixed_precision: write 'no' in quotes: YAML reads a bare no as false")
+    command = ["accelerate", "launch", "--config_file", str(path), *flags]
+    return read_launch(_handed_over(Path(path), command), command, users=os.environ)
+
+
+def launch_of_this_process() -> Launch:
+    """The launch that this process is a rank of, or that it is alone.
+
+    Raises:
+        UserError: the yaml, or the DeepSpeed JSON that it names, cannot be read.
+    """
+    command, folder = launcher_command()
+    return read_launch(os.environ, command, folder, users=launcher_environment() if command else {})
+
+
+def read_launch(
+    environment: Mapping[str, str], command: list[str], folder: Path = Path(), *, users: Mapping[str, str] | None = None
+) -> Launch:
+    """The launch of a rank with these variables.
+
+    Args:
+        command: the command line of the launcher that started it in `folder`; empty without one.
+        users: the launcher's own environment.
+    Raises:
+        UserError: the yaml, or the DeepSpeed JSON that it names, cannot be read.
+    """
+    arguments = launcher_flags(command)
+    config_file = arguments.get("config_file")
+    if config_file is None and command:
+        config_file = _default_config_file(environment)
+    text, content = ("", {}) if config_file is None else _read_yaml(folder / config_file)
+    json_file, loaded = None, {}
+    named = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if named and environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        json_file = Path(named)
+        beside = Path(config_file or "").parent / named
+        try:
+            if not (folder / json_file).exists() and (folder / beside).is_file():
+                json_file = beside  # so the shipped pair is found from every folder
+            loaded = json.loads(read_text(folder / json_file))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"deepspeed_config_file {one_line(named)}: cannot be read as JSON: {error}") from None
+        _check_sections(f"deepspeed_config_file {named}", loaded, _JSON_SECTIONS)
+        _check_sections(f"deepspeed_config_file {named}", loaded.get("zero_optimization") or {}, _OFFLOADS)
+    path = None if config_file is None else Path(config_file)
+    variable = ((users or {}) if command else environment).get(PRECISION, "")
+    return Launch(arguments, path, text, content, json_file, loaded, dict(environment), variable)
+
+
+@functools.cache
+def launcher_parser() -> argparse.ArgumentParser:
+    """The parser of `accelerate launch`; it imports torch."""
+    from accelerate.commands.launch import launch_command_parser
+
+    parser: argparse.ArgumentParser = launch_command_parser()
+    return parser
+
+
+def _handed_over(path: Path, command: list[str]) -> dict[str, str]:
+    """The environment of the first rank of a machine, if `accelerate launch` were started by this command.
+
+    Raises:
+        UserError: the launcher would refuse the file, or a flag.
+    """
+    usage = io.StringIO()
+    try:
+        from accelerate.commands.launch import _validate_launch_command
+        from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+        with contextlib.redirect_stderr(usage):
+            args = launcher_parser().parse_args([*command[2:], "train.py"])
+            precision, args.mixed_precision = args.mixed_precision, None  # the launcher would ask a GPU about a flag's
+            args, *_ = _validate_launch_command(args)
+            args.mixed_precision = precision or args.mixed_precision
+            args.main_process_port = 0  # any free one, because nothing is started
+            args.deepspeed_fields_from_accelerate_config = ""
+            ranks = _numbers_of_ranks(args.num_processes, args.num_machines, args.machine_rank)
+            if args.cpu or not (args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu):
+                ranks, environment = {}, prepare_simple_launcher_cmd_env(args)[1]
+            elif args.use_deepspeed:
+                environment = prepare_deepspeed_cmd_env(args)[1]
+            else:
+                environment = prepare_multi_gpu_env(args)
+            return {**environment, **ranks}
+    except (Exception, SystemExit) as error:
+        last = usage.getvalue().splitlines()[-1:]
+        reason = "".join(last) if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+        shown = one_line(" ".join(reason.split()), 300)
+        raise UserError(f"launch file {path}: accelerate launch would refuse it: {shown}") from error
+
+
+def _numbers_of_ranks(processes: Any, machines: Any, machine: Any) -> dict[str, str]:
+    """The variables by which torchrun numbers the first rank of a machine; raises ValueError."""
+    for name, number in (("num_processes", processes), ("num_machines", machines)):
+        if not str(number).isdecimal() or not 1 <= int(number) <= _MOST:
+            raise ValueError(f"{name} {number}: give --{name} at least 1")
+    if int(processes) < int(machines):
+        raise ValueError(f"num_processes {processes} on {machines} machines: give at least one for each")
+    local = int(processes) // int(machines)
+    rank = local * int(machine or 0) if int(machines) > 1 else 0
+    numbers = {"WORLD_SIZE": local * int(machines), "LOCAL_WORLD_SIZE": local, "RANK": rank, "LOCAL_RANK": 0}
+    return {name: str(number) for name, number in numbers.items()}
+
+
+def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
+    """Text and content of a launch file."""
+    import yaml
+
+    try:
+        text = read_text(path)
+        content = yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        problem = one_line(" ".join(str(error).split()), 300)
+        raise UserError(f"launch file {path}: cannot be read as YAML: {problem}") from None
+    content = content or {}
+    todo, values = [content], 0
+    while todo and (values := values + 1) <= _MOST_VALUES:
+        value = todo.pop()
+        todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if todo:
+        raise UserError(f"launch file {path}: its aliases make more than {_MOST_VALUES:,} values; write them out")
+    if not isinstance(content, dict):
+        raise UserError(f"launch file {path}: write one `key: value` a line")
+    _check_sections(f"launch file {path}", content, [key for key in content if str(key).endswith("_config")])
+    return text, content
+
+
+def _check_sections(where: str, content: Any, names: Iterable[str]) -> None:
+    """Raise UserError unless `content` is a mapping, and its values under these names are mappings or absent."""
+    if not isinstance(content, dict):
+        raise UserError(f"{where}: expected keys with values")
+    for name in names:
+        if not isinstance(content.get(name) or {}, dict):
+            raise UserError(f"{where}: {one_line(name)}: expected keys with values")
+
+
+def _default_config_file(environment: Mapping[str, str]) -> str | None:
+    """The file that `accelerate config` writes, used by a launch that names none."""
+    cache = environment.get("XDG_CACHE_HOME", "~/.cache")
+    home = Path(environment.get("HF_HOME", f"{cache}/huggingface")).expanduser()
+    path = home / "accelerate" / "default_config.yaml"
+    return str(path) if path.is_file() else None

@@ -1,9 +1,9 @@
-"""Finds the launcher above this process (`accelerate launch`, or torchrun alone) and its command. No torch."""
+"""Finds the launcher above this process (`accelerate launch`, or torchrun alone), and reads its command. No torch."""
 
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,6 @@ def torchrun_command() -> list[str]:
     return _command(_above(_TORCHRUN))[0] if started else []
 
 
-def is_launcher(word: str) -> bool:
-    """Whether a word of a command line is a launcher's program or module."""
-    return any(program.search(Path(word).name) for program in (_ACCELERATE, _TORCHRUN))
-
-
 def under_launcher() -> bool:
     """Whether a launcher that still runs started this process: torchrun, or `accelerate launch` above it."""
     return "TORCHELASTIC_RUN_ID" in os.environ or bool(launcher_command()[0])
@@ -52,6 +47,48 @@ def under_launcher() -> bool:
 def restarts() -> int:
     """How often the launcher has started the ranks again after a failure (`--max_restarts`)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def launcher_flags(command: list[str]) -> dict[str, str]:
+    """The launcher's own `--name value` flags, by name without dashes.
+
+    Words from `-m` or `--module` on are not read. A script's own flags are read too, but have other names.
+    """
+    flags: dict[str, str] = {}
+    for index, word in enumerate(command):
+        if (word == "-m" and index > 2) or word == "--module":
+            break
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            if not value and index + 1 < len(command):
+                value = command[index + 1]
+            flags.setdefault(name.replace("-", "_"), value)
+    return flags
+
+
+def own_words(command: list[str], without: Collection[str] = ()) -> list[str]:
+    """Return the launcher's flags as they were typed, up to the module that it starts; [] if it starts a script.
+
+    Args:
+        without: flags, by name without dashes, that are left out together with their values.
+    """
+    begin = next((at + 1 for at, word in enumerate(command[:3]) if _is_launcher(word)), len(command))
+    begin += command[begin : begin + 1] == ["launch"]
+    end = next((at for at in range(begin, len(command)) if command[at] in ("-m", "--module")), begin)
+    flags: list[str] = []
+    skip = False
+    for word in command[begin:end]:
+        name, equals, _ = word.partition("=")
+        left_out = word.startswith("--") and name[2:].replace("-", "_") in without
+        if not skip and not left_out:
+            flags.append(word)
+        skip = left_out and not equals
+    return flags
+
+
+def _is_launcher(word: str) -> bool:
+    """Whether a word of a command line is a launcher's program or module."""
+    return any(program.search(Path(word).name) for program in (_ACCELERATE, _TORCHRUN))
 
 
 def _above(program: re.Pattern[str]) -> Any:

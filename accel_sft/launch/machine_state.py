@@ -38,8 +38,8 @@ class CoreClock:
         if not sum(parts) > 0:  # NaN, too
             return Cores(math.nan, math.nan, math.nan, math.nan)
         self._before = now
-        each = len(os.sched_getaffinity(0)) / sum(parts)
-        busy, idle, stolen = (part * each for part in parts)
+        cores_a_tick = len(os.sched_getaffinity(0)) / sum(parts)
+        busy, idle, stolen = (part * cores_a_tick for part in parts)
         return Cores(busy, idle, stolen, held / wall)
 
 
@@ -114,8 +114,8 @@ def gpu_state(nvml: Any, handle: Any) -> GpuState:
 
 def power_limits(nvml: Any, handle: Any) -> tuple[float, float]:
     """A GPU's power limit and its default one, in watts."""
-    asked = nvml.nvmlDeviceGetPowerManagementLimit, nvml.nvmlDeviceGetPowerManagementDefaultLimit
-    limit, usual = (ask(handle) / 1000 for ask in asked)
+    queries = nvml.nvmlDeviceGetPowerManagementLimit, nvml.nvmlDeviceGetPowerManagementDefaultLimit
+    limit, usual = (query(handle) / 1000 for query in queries)
     return limit, usual
 
 
@@ -125,7 +125,9 @@ def others_gib(nvml: Any, handle: Any) -> float:
     import psutil
 
     try:
-        used = {each.pid: each.usedGpuMemory or 0 for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+        used = {
+            process.pid: process.usedGpuMemory or 0 for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        }
     except nvml.NVMLError:
         return math.nan
     if os.getpid() not in used:
@@ -133,7 +135,7 @@ def others_gib(nvml: Any, handle: Any) -> float:
     ours = {os.getpid(), os.getppid()} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {os.getpid()}
     for pid in [*used]:
         with contextlib.suppress(psutil.Error):
-            if ours & {pid, *(each.pid for each in psutil.Process(pid).parents())}:
+            if ours & {pid, *(process.pid for process in psutil.Process(pid).parents())}:
                 del used[pid]
     return sum(used.values()) / 2**30
 

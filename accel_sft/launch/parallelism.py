@@ -15,18 +15,10 @@ from accel_sft.launch.info import Launch
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
 
-KEYS = """
-    parallelism_config_cp_backend parallelism_config_cp_comm_strategy parallelism_config_cp_size
-    parallelism_config_dp_replicate_size parallelism_config_dp_shard_size parallelism_config_sp_attn_implementation
-    parallelism_config_sp_backend parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable
-    parallelism_config_sp_size parallelism_config_tp_size
-"""
-"""Keys of the yaml's section `parallelism_config`, as accelerate 1.15 reads them: the prefix is part of each key."""
-
 
 def audit_parallelism(launch: Launch, where: str, *, batching: str, micro_batch_size: str) -> Iterator[Finding]:
     """Yield errors for parallelism that is not supported, and for sizes that do not fit the number of processes."""
-    named, sizes = [name for name in launch.arguments if name in KEYS.split()], launch.parallelism
+    named, sizes = [name for name in launch.arguments if name.startswith("parallelism_config_")], launch.parallelism
     if named and not sizes:
         what = f"--{named[0]} would be ignored in silence: {where} has no parallelism_config"
         yield error(what, "write it there; accelerate_configs/hsdp.yaml and z3_sp.yaml are examples")
@@ -105,8 +97,8 @@ def audit_devices(launch: Launch, devices: int, where: str) -> Iterator[Finding]
         if ranks < (most := devices - devices % group):
             flags = " ".join(sized(launch, most))
             yield note(f"{where}: {ranks} of this machine's {gpus} used", f"for more: {flags} in front of -m")
-        elif (asked := int(launch.yaml["num_processes"])) > ranks:  # a file may have it in quotes
-            what = f"{where}: for {asked} processes, but this machine has {gpus}"
+        elif (requested := int(launch.yaml["num_processes"])) > ranks:  # a file may have it in quotes
+            what = f"{where}: for {requested} processes, but this machine has {gpus}"
             yield note(what, "a process for each; the loss curve is the same")
 
 
@@ -148,8 +140,8 @@ def _sequence(launch: Launch, where: str, *, batching: str, micro_batch_size: st
         yield error(what, "accelerate_configs/z3_sp.yaml is a launch with it")
         return
     if processes % ranks:
-        told = f"{processes} process{'es' * (processes > 1)}"
-        what = f"{where}: {told} cannot be divided into groups of {ranks}, which share a row"
+        count = f"{processes} process{'es' * (processes > 1)}"
+        what = f"{where}: {count} cannot be divided into groups of {ranks}, which share a row"
         yield error(what, f"--num_processes {ranks}, or another multiple of parallelism_config_sp_size")
     if launch.parallelism["dp_replicate"] > 1 or launch.parallelism["dp_shard"] not in (1, processes // ranks):
         what = f"{where}: parallelism_config: sizes of data parallelism beside sequence parallelism"

@@ -28,8 +28,6 @@ _PERHAPS = re.compile(r"(?:^|_)(?:key|token)s?\d*(?:_|$)")
 _RANDOM = re.compile(r"(?=[A-Za-z]*\d)[A-Za-z\d]{16}|[\da-fA-F]{8}-[\da-fA-F]{4}-")
 _CONTROL = re.compile(r"<.*>|\[\w+\]")
 """Matches tokens of models: `<|end|>`, `</s>`, `[SEP]`."""
-_ASSIGNED = re.compile(r"([\w-]+)\s*[=: ]\s*(?=\S)")
-"""The beginning of an assignment in a line of a launch file: `export HF_TOKEN=...`, `--api-key ...`."""
 _VARIABLE = re.compile(r"([?&][\w.-]+|\b[A-Z][A-Z0-9_]*)=([^\s&'\"]+)")
 """A variable of a URL's query or of an environment, with its value."""
 _IN_TEXT = tuple(
@@ -94,20 +92,10 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 
 def without_secrets(content: Mapping[str, Any]) -> str | None:
-    """Return a launch file's content as YAML, with HIDDEN for secrets, also within texts; None if it is empty."""
-
-    def within(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: within(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [within(item) for item in value]
-        return "\n".join(map(line_without, value.split("\n"))) if isinstance(value, str) else value
-
-    def line_without(line: str) -> str:
-        ends = (one.end() for one in _ASSIGNED.finditer(line) if _is_secret(one[1], line[one.end() :]))
-        return next((line[:end] + HIDDEN for end in ends), line)
-
-    return yaml.safe_dump(within(recordable(dict(content))), sort_keys=False, allow_unicode=True) if content else None
+    """A launch file's content as YAML, with HIDDEN for secrets; None if it is empty. Keys of TPUs' machines, whose
+    values are command lines and variables, are left out."""
+    read = {key: value for key, value in content.items() if not str(key).startswith(("tpu_", "command"))}
+    return yaml.safe_dump(recordable(read), sort_keys=False, allow_unicode=True) if read else None
 
 
 def command_line(words: Sequence[str]) -> str:
@@ -119,8 +107,8 @@ def command_line(words: Sequence[str]) -> str:
 @functools.cache
 def versions() -> dict[str, str]:
     """Installed versions of what decides a run's numbers: Python, this package and the libraries below it."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in ("accel-sft", "torch", "transformers", "tokenizers", "accelerate", "deepspeed", "peft"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator, Sequence
 
 from accelerate import Accelerator
 
@@ -11,18 +13,18 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.launch_limits import TENSOR_PARALLEL, launch_problem
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
+from accel_sft.io.findings import Finding, error
 from accel_sft.io.terminal import quiet, terminal, wrapped
 from accel_sft.io.text import printable
 from accel_sft.launch.accelerator import create_accelerator
 from accel_sft.launch.audit import BY_FILE, audit, refuse
+from accel_sft.launch.collectives import by_each_rank
 from accel_sft.launch.describe import SHOWN, describe
 from accel_sft.launch.environment import device_count, share_cores
-from accel_sft.launch.info import Launch
+from accel_sft.launch.info import Launch, launch_of_this_process
 from accel_sft.launch.launcher import PRECISION
-from accel_sft.launch.machines import compare_machines
 from accel_sft.launch.parallelism import fitted
-from accel_sft.launch.read import read_launch
-from accel_sft.launch.recordable import recordable
+from accel_sft.launch.recordable import recordable, versions
 
 _TOY = "note: training the built-in toy model. For a real one: --model Qwen/Qwen2.5-0.5B-Instruct"
 _ALWAYS = "model", "max_length", "global_batch_size", "epochs", "max_steps", "learning_rate", "seed"
@@ -35,39 +37,39 @@ def begin() -> Launch:
     So a launch file made for two GPUs also runs on one: the other ranks go on as a smaller world. Call it before
     anything else reads the number of ranks, and carry the launch: its file may be edited meanwhile.
     """
-    launch = read_launch()
-    here = fitted(launch, device_count())
-    if here is not launch:
-        if int(os.environ["LOCAL_RANK"]) >= here.local_world_size:
+    launch = launch_of_this_process()
+    adapted = fitted(launch, device_count())
+    if adapted is not launch:
+        if int(os.environ["LOCAL_RANK"]) >= adapted.local_world_size:
             raise SystemExit(0)
-        ranks = {name: here.environment[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        ranks = {name: adapted.environment[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
         os.environ.update(ranks)
         share_cores()
-    return here
+    return adapted
 
 
 def start(
-    launch: Launch, config: TrainConfig, task: Task, *, train: bool = True, began_with: str | None = None
+    launch: Launch, config: TrainConfig, task: Task, *, train: bool = True, precision_of_run: str | None = None
 ) -> tuple[Accelerator, Launch]:
     """Audit a launch, build its Accelerator, and print the findings; of a dry run and an evaluation, `show` it too.
 
     Args:
         launch: from `begin`. It is returned with its precision; record that.
         train: if False, this is an evaluation: only its settings are shown, and sequence parallelism is off.
-        began_with: the precision of the run that is resumed or evaluated, for a launch that names no precision.
+        precision_of_run: the precision of the run that is resumed or evaluated, for a launch that names no precision.
     Raises:
         UserError: the audit finds errors (one line each), or the launch cannot be used.
     """
     # notes are about training: an evaluation is not slower without a launcher, and has the run's own precision
-    findings = [each for each in audit(config, launch) if train or each.level != "note"]
+    findings = [finding for finding in audit(config, launch) if train or finding.level != "note"]
     refuse(findings)
     with quiet(None, config.debug) as stream:
-        accelerator, launch = create_accelerator(config, launch, train=train, began_with=began_with)
+        accelerator, launch = create_accelerator(config, launch, train=train, precision_of_run=precision_of_run)
         backend = TENSOR_PARALLEL if launch.tensor_ranks > 1 else accelerator.distributed_type.value
         if problem := launch_problem(config, backend, launch.stage, launch.offload("optimizer")):
             raise UserError(problem)
         if launch.machines > 1:
-            findings += compare_machines()
+            findings += differing_versions(by_each_rank(lambda: (socket.gethostname(), versions())))
             refuse(findings)
         if accelerator.is_main_process:
             for finding in findings:
@@ -75,6 +77,25 @@ def start(
     if config.dry_run or not train:
         show(accelerator, launch, config, task, train=train)
     return accelerator, launch
+
+
+def differing_versions(machines: Sequence[tuple[str, dict[str, str]]]) -> Iterator[Finding]:
+    """Yield an error for each library that has not one version on all machines (host and versions, by rank).
+
+    Ranks with other code may make other collectives, and then wait for each other for ever. Python's own version may
+    differ, and so may the build of a library (`+cu130`): machines may have different GPUs.
+    """
+    for name in sorted({name for _, installed in machines for name in installed} - {"python"}):
+        hosts: dict[str, dict[str, None]] = {}
+        for host, installed in machines:
+            hosts.setdefault(installed.get(name, "missing").split("+")[0], {})[host] = None
+        if len(hosts) > 1:
+            where = ", ".join(f"{version} on {_listed([*names])}" for version, names in hosts.items())
+            yield error(f"{name}: {where}", "install the same version on all machines")
+
+
+def _listed(hosts: Sequence[str]) -> str:
+    return ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
 
 
 def show(

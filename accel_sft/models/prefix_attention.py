@@ -5,15 +5,12 @@ from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
 
-from accel_sft.launch.deferred import lighter_transformers
 from accel_sft.models import cascade as kernels
 from accel_sft.models.cascade import cascade, usable
 from accel_sft.models.row_kernels import PrefixedRows, cut_rows
-
-with lighter_transformers():
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.modeling_utils import AttentionInterface
 
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Additive masks, by the boolean mask that each was made of."""

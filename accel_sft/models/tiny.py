@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import conversation
-from accel_sft.io.prefix import common_length
+from accel_sft.io.text import common_length
 
 if TYPE_CHECKING:
     from transformers import Qwen2Tokenizer

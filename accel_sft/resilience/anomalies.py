@@ -56,7 +56,7 @@ class Anomalies:
         self._in_a_row = 0
         if len(self._losses) >= FEWEST:
             usual = statistics.median(self._losses)
-            deviation = statistics.median(abs(each - usual) for each in self._losses)
+            deviation = statistics.median(abs(earlier - usual) for earlier in self._losses)
             if loss > usual + DEVIATIONS * max(deviation, 0.01 * usual):
                 line = f"step {step}: the loss is {loss:.4g}, the recent median {usual:.4g}"
                 self.log(f"{line}; examples {_listed(examples)}")

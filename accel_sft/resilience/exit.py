@@ -21,7 +21,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import one_line, printable
 from accel_sft.resilience import peers
 
-_REPEATED = "as another rank of this machine says"
+_REPEATED = "same error as another rank on this machine"
 """Message that ranks record whose failure is the same as an earlier rank's."""
 EXPLAIN_SECONDS = 7.0
 """Maximum number of seconds that a rank with an unexpected error waits to learn whether one on another machine failed
@@ -152,31 +152,25 @@ def report(text: str, message: str, file: TextIO | None = None, *, failed: bool 
 
     If ranks of a machine fail alike, only the first does so; the others print nothing and record `_REPEATED`.
     """
-    trouble, first = "", True
-    try:
-        first = _is_first(text)
-    except OSError as error:
-        trouble = f"\n(other ranks may print this too: {error})"
+    first = _is_first(text)
     if own := _record_file():
         # torchrun takes the failure with the earliest time, in whole seconds, for the cause
         stamp = max([int(time.time()) + (not first), *(1 + earlier for earlier, _ in _earlier_failures())])
         message = message if first else _REPEATED
         # in the form of torchrun's ErrorHandler, but without a call stack, which would be shown instead of the message
         record = {"message": {"message": message, "extraInfo": {"timestamp": str(stamp)}}}
-        try:
+        with contextlib.suppress(OSError):  # a broken disk
             own.with_suffix(".new").write_text(json.dumps(record), encoding="utf-8")
             own.with_suffix(".new").replace(own)  # another rank may be reading
-        except OSError as error:
-            trouble += f"\n(the error could not be recorded for torchrun: {error})"
     if first:
-        _print(text + trouble, file)
+        _print(text, file)
         if failed:
             peers.tell(message)
     peers.leave()
 
 
 def _is_first(text: str) -> bool:
-    """Claim this text; returns whether no other rank of this machine has claimed it before. Raises OSError."""
+    """Claim this text; returns whether no other rank of this machine has claimed it, as far as the disk tells."""
     folder = folder_of_ranks()
     if folder and folder.is_dir():
         claim = folder / f"said-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}"
@@ -184,6 +178,8 @@ def _is_first(text: str) -> bool:
             claim.touch(exist_ok=False)
         except FileExistsError:
             return False
+        except OSError:
+            return True
     return True
 
 

@@ -134,10 +134,9 @@ class Peers:
             line = socket.create_connection((address, port), timeout=10)
             line.sendall(json.dumps([token, self.rank, socket.gethostname()]).encode())
         except OSError as error:
-            told = (
-                f"rank {self.rank} cannot call rank 0 at {address}:{port} ({error}): that a rank of another machine was"
-            )
-            print(f"note: {told} killed shows after --hang-timeout seconds only", file=terminal(), flush=True)
+            what = f"rank {self.rank} cannot call rank 0 at {address}:{port} ({error})"
+            then = "if a rank there is killed, this run ends only after --hang-timeout seconds"
+            print(f"note: {what}: {then}", file=terminal(), flush=True)
         else:
             self._keep(0, line, host)
 
@@ -155,14 +154,14 @@ class Peers:
         now = time.monotonic()
         for rank, (line, host) in [*self._lines.items()]:
             try:
-                said = line.recv(1)
+                received = line.recv(1)
             except BlockingIOError:
                 continue
             except OSError:  # reset, or the other machine no longer answers
-                said = b""
+                received = b""
             line.close()
             del self._lines[rank]
-            if not said:
+            if not received:
                 self._gone[rank] = now, host
         for rank, (since, host) in self._gone.items():
             if not self.failure and now - since >= EXPLAIN_SECONDS:

@@ -1,4 +1,4 @@
-"""Finds out where a rank's main thread is, whether it waits for other ranks, and how a rank of this machine ended."""
+"""Finds out whether a rank works or waits for others, where its main thread is, and how others ended."""
 
 import contextlib
 import itertools
@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import sysconfig
+import time
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -28,8 +29,8 @@ _LIBRARIES = re.compile(
 def waits(frame: FrameType) -> bool:
     """Return whether the main thread, now in this frame, waits for other ranks or for a device that waits for them."""
     # farther out than 8 frames, DeepSpeed's engine may be what called a model's or a task's code
-    for each, _ in itertools.islice(traceback.walk_stack(frame), 8):
-        if _WAITING.search(each.f_code.co_filename):
+    for outer, _ in itertools.islice(traceback.walk_stack(frame), 8):
+        if _WAITING.search(outer.f_code.co_filename):
             return True
     return in_exchange()
 
@@ -40,11 +41,11 @@ def place(frame: FrameType) -> str:
     Other packages in site-packages count, because a task may be installed there.
     """
     standard = sysconfig.get_path("stdlib")
-    for each, line in traceback.walk_stack(frame):
-        file = each.f_code.co_filename
+    for outer, line in traceback.walk_stack(frame):
+        file = outer.f_code.co_filename
         own = "site-packages" in file or not file.startswith((standard, "<frozen"))
         if own and not _LIBRARIES.search(file):
-            return f"{each.f_code.co_name} ({file}:{line})"
+            return f"{outer.f_code.co_name} ({file}:{line})"
     return "library code"
 
 
@@ -72,6 +73,28 @@ def state(rank: int, host: str) -> str:
     return f"process {process.pid}, which is {process.status()}" if process else "its process is gone"
 
 
+def work(process: psutil.Process) -> tuple[float, int]:
+    """Return the CPU seconds that a process and its children used (not the calling thread's), and their bytes of files.
+
+    The bytes are those written, and those read from a disk; reads of /proc, which this function itself makes, do not
+    count. Bytes read from a socket need not count, because the process also computes with them or writes them.
+    """
+    seconds, count = 0.0, 0
+    children: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        children = process.children(recursive=True)
+    for one in (process, *children):
+        with contextlib.suppress(psutil.Error):
+            times = one.cpu_times()
+            seconds += times.children_user + times.children_system
+            own = one.pid == os.getpid()  # the system counts in hundredths of a second, the interpreter in nanoseconds
+            seconds += time.process_time() - time.thread_time() if own else times.user + times.system
+            if hasattr(one, "io_counters"):  # not on macOS
+                done = one.io_counters()
+                count += done.read_bytes + done.write_chars
+    return seconds, count
+
+
 def lost_ranks(attempt: Path) -> str:
     """Return a sentence about the ranks of this machine that ended without recording an error; "" if there are none.
 
@@ -94,7 +117,7 @@ def lost_ranks(attempt: Path) -> str:
     was = "was" if len(lost) == 1 else "were"
     unexplained = f"{names} ended without an error message"
     memory = f"host memory now: {host_memory.describe()}"
-    if len(signals) < len(lost):  # the launcher has reaped a zombie, and how that ended can no longer be read
+    if len(signals) < len(lost):  # the launcher has collected its exit status
         return f"{unexplained} (the launcher's summary names the signal, if there was one); {memory}"
     if set(signals) == {signal.SIGKILL}:
         return f"{names} {was} killed (signal 9, which the kernel sends when memory runs out); {memory}"

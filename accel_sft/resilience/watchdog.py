@@ -26,9 +26,8 @@ import psutil
 from accel_sft.io.heartbeat import activity_counts, heartbeat_count
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal
-from accel_sft.launch.activity import work
 from accel_sft.resilience import exit, peers
-from accel_sft.resilience.ranks import place, process_beside, state, waits
+from accel_sft.resilience.ranks import place, process_beside, state, waits, work
 
 SILENT_SECONDS = 5.0
 """Seconds without a publication after which a rank counts as not responding; its thread publishes every second."""
@@ -57,16 +56,14 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     """Within this context, ends the run if no rank makes progress for `seconds` (0: no limit), and names the ranks that
     hang.
 
-    Stacks and result are written to `run_dir`; without one, the stack of a rank that hangs goes to the terminal. With
-    `alone` it watches this rank's import of a task, without torch: loaded modules and files count as progress there;
-    computing does not, because it may be an endless loop.
+    Stacks and result are written to `run_dir`; without one, the stack of a rank that hangs goes to the terminal.
 
     A rank that waits for one that failed, on this machine or another, is ended too, also with 0 seconds.
     """
 
-    def __init__(self, seconds: float, run_dir: RunDir | None = None, *, alone: bool = False) -> None:
-        self.seconds, self.run_dir, self.alone = seconds or math.inf, run_dir, alone
-        self.rank, self.ranks = int(os.environ.get("RANK", "0")), 1 if alone else int(os.environ.get("WORLD_SIZE", "1"))
+    def __init__(self, seconds: float, run_dir: RunDir | None = None) -> None:
+        self.seconds, self.run_dir = seconds or math.inf, run_dir
+        self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._over = threading.Event()
         self._watches = bool(seconds) or self.ranks > 1
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
@@ -146,22 +143,22 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
 
     def _exchange(self, sign: Sign) -> dict[int, Sign]:
         """Publish this rank's sign, and return it; once this rank has stalled for too long, return all ranks' signs."""
-        found = {self.rank: sign}
+        signs = {self.rank: sign}
 
         def exchange() -> None:
             with contextlib.suppress(RuntimeError):  # the store ends with the launcher, which StopSignals watches
                 self._store.set(str(self.rank), json.dumps(sign))
                 for rank in range(self.ranks) if sign.stalled >= self.seconds else ():
                     if self._store.check([str(rank)]):
-                        found[rank] = Sign(*json.loads(self._store.get(str(rank))))
+                        signs[rank] = Sign(*json.loads(self._store.get(str(rank))))
                     else:
-                        found[rank] = Sign(-1, 0, False, "", "its start")
+                        signs[rank] = Sign(-1, 0, False, "", "its start")
 
         if self._answers():
             self._exchanging = threading.Thread(target=exchange, name="hang-exchange", daemon=True)
             self._exchanging.start()
             self._exchanging.join(SILENT_SECONDS)
-        return dict(found)
+        return dict(signs)
 
     def _answers(self) -> bool:
         """Whether there is a store that has answered the latest call."""
@@ -174,7 +171,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         now = (now[0], now[1] - self._dumped) if rank == self.rank else now
         self._worked[rank] = now
         cpu, count = abs(now[0] - before[0]), abs(now[1] - before[1])  # the totals shrink when a child process ends
-        return (cpu >= LEAST_CPU * seconds and not self.alone) or count >= LEAST_BYTES * seconds
+        return cpu >= LEAST_CPU * seconds or count >= LEAST_BYTES * seconds
 
     def _all_hang(self, signs: dict[int, Sign], now: float, elapsed: float) -> bool:
         """Whether no rank makes progress; one that does not respond makes some if it uses CPU or files (in C)."""

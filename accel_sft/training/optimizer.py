@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.device_memory import forwards_alone
 from accel_sft.checkpoint.averages import Averages
-from accel_sft.launch.tensor_parallel import row_groups
-from accel_sft.launch.ulysses import sequence_ranks
+from accel_sft.launch.groups import row_groups, sequence_ranks
 from accel_sft.models.adapters import adapter_of
 from accel_sft.models.quantized import bitsandbytes
 from accel_sft.tracking.time_spent import BACKWARD, OPTIMIZER, span

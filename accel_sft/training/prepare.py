@@ -32,9 +32,8 @@ from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
 from accel_sft.launch.environment import device_count
+from accel_sft.launch.groups import sequence_ranks, tensor_ranks
 from accel_sft.launch.info import Launch
-from accel_sft.launch.tensor_parallel import tensor_ranks
-from accel_sft.launch.ulysses import sequence_ranks
 from accel_sft.memory import lengths
 from accel_sft.memory.model_config import read_config
 from accel_sft.models.architecture import beyond_text

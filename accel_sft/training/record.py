@@ -12,9 +12,9 @@ from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record
 from accel_sft.chat.conversation import read_split
 from accel_sft.io import cache
-from accel_sft.io.evidence import made_by, other_versions
 from accel_sft.io.files import mapping, write_atomically
 from accel_sft.io.run_dir import RunDir
+from accel_sft.io.run_record import made_by, other_versions
 from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.describe import launch_record
 from accel_sft.launch.recordable import recordable

@@ -20,8 +20,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import one_line
 from accel_sft.launch.describe import shown_folder
 from accel_sft.launch.info import Launch
-from accel_sft.launch.launcher import PRECISION, launcher_command, torchrun_command
-from accel_sft.launch.rank_environment import own_words
+from accel_sft.launch.launcher import PRECISION, launcher_command, own_words, torchrun_command
 from accel_sft.launch.recordable import command_line, masked_words, recordable, without_secrets
 from accel_sft.models.source import resolved
 

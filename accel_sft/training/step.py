@@ -20,8 +20,7 @@ from accel_sft.io.files import read_json, write_atomically
 from accel_sft.io.heartbeat import exchange
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import gather_numbers
-from accel_sft.launch.tensor_parallel import tensor_ranks
-from accel_sft.launch.ulysses import shared_rows
+from accel_sft.launch.groups import shared_rows, tensor_ranks
 from accel_sft.tracking.time_spent import BATCHES, COMMUNICATION, FORWARD, span
 from accel_sft.training.optimizer import Stepper
 

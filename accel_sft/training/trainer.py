@@ -23,8 +23,8 @@ from accel_sft.checkpoint.capacity import check_disk, check_host_memory
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.accelerator import prepare_model
 from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ranks
-from accel_sft.launch.describe import differences, parallelism, resume_command
-from accel_sft.launch.tensor_parallel import row_groups
+from accel_sft.launch.describe import differences, layout_of, resume_command
+from accel_sft.launch.groups import row_groups
 from accel_sft.models.load import parameter_counts
 from accel_sft.models.pretrained import auto_class, processor_files, stored_dtype
 from accel_sft.resilience.anomalies import Anomalies
@@ -113,7 +113,7 @@ class Trainer:
         path, passed_over = decided_by_main(accelerator, lambda: checkpoint.newest(self.run_dir, resume))
         for line in passed_over:
             self.tracker.log(line)
-        saved, here = {}, parallelism(accelerator)
+        saved, here = {}, layout_of(accelerator)
         if path:
             saved = checkpoint.load(accelerator, self.model, self.optimizer, path, self.averages)
             extra = shards.read_extra(path)

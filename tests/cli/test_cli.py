@@ -551,7 +551,7 @@ def test_ranks_that_fail_alike_print_once_and_the_first_tells_torchrun_why(site,
     assert (first.stderr, second.stderr) == ("Error: no data\n", "")
     assert (first.returncode, second.returncode) == (1, 1)
     assert told_first["message"] == "no data"
-    assert told_second["message"] == "as another rank of this machine says"
+    assert told_second["message"] == "same error as another rank on this machine"
     # torchrun takes the earliest for the cause, which it shows last
     assert 0 < int(told_first["extraInfo"]["timestamp"]) < int(told_second["extraInfo"]["timestamp"])
 

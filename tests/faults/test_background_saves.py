@@ -30,7 +30,7 @@ from accel_sft.checkpoint.background import Checkpoints
 from accel_sft.checkpoint.checkpoint import export, load, newest
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
-from accel_sft.launch.read import read_launch
+from accel_sft.launch.info import launch_of_this_process
 from accel_sft.training.optimizer import new_optimizer
 
 LONG = pytest.mark.long
@@ -44,7 +44,7 @@ class Held:
         self.optimizer = new_optimizer(self.model, TrainConfig().resolved({}))
         self.run_dir, self.go_on = RunDir(folder), threading.Event()
         self.checkpoints = Checkpoints(
-            self.accelerator, read_launch(), self.model, self.optimizer, self.run_dir, "2", log=log
+            self.accelerator, launch_of_this_process(), self.model, self.optimizer, self.run_dir, "2", log=log
         )
         self.write, self.fails = shards.write, False
         monkeypatch.setattr(shards, "write", self.held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -31,6 +32,24 @@ def checkpoints(launched, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("damaged") / "run"
     shutil.copytree(layout(launched, "plain").run_dir / "checkpoints", run_dir / "checkpoints")
     return run_dir
+
+
+@pytest.mark.parametrize("size", [0, 1, manifest._BLOCK, 2 * manifest._BLOCK + 5])
+def test_file_has_the_bytes_that_were_hashed(tmp_path, size):
+    content = random.Random(size).randbytes(size)
+    pieces = [memoryview(content)[start : start + 3 * 2**18] for start in range(0, size, 3 * 2**18)]
+    before = os.umask(0o022)
+    written = manifest.write_hashed(tmp_path / "file", [memoryview(b""), *pieces])
+    os.umask(before)
+    assert written == [size, hashlib.sha256(content).hexdigest()]
+    assert (tmp_path / "file").read_bytes() == content
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk of one's own")
+def test_write_that_fails_is_raised():
+    with pytest.raises(OSError, match="No space left"):
+        manifest.write_hashed(Path("/dev/full"), [memoryview(b"some")])
 
 
 def flipped(path, at, bit):
@@ -96,7 +115,7 @@ def test_every_file_that_was_cut_or_is_gone_is_named(checkpoints):
 
 def test_a_file_that_the_manifest_does_not_name_is_damage_and_is_never_read(checkpoints):
     folder, other = (checkpoints / "checkpoints" / name for name in ("step-000006", "step-000003"))
-    weights = next(path for path in manifest.files(folder) if path.suffix == ".safetensors")
+    weights = next(path for path in manifest.paths(folder) if path.suffix == ".safetensors")
     for stray in (folder / "rank-0002-000.safetensors", folder / "link.safetensors", folder / "deeper" / "notes.txt"):
         stray.parent.mkdir(exist_ok=True)
         if stray.name.startswith("link"):
@@ -107,7 +126,7 @@ def test_a_file_that_the_manifest_does_not_name_is_damage_and_is_never_read(chec
         assert found.name == "step-000003"
         assert f"passed over: {stray.relative_to(folder)} is not in manifest.json" in line
         # one that comes after the check is not opened all the same
-        assert stray not in manifest.files(folder)
+        assert stray not in manifest.paths(folder)
         stray.unlink()
     assert newest(RunDir(checkpoints), "auto")[0] == folder
 
@@ -118,7 +137,7 @@ def test_elements_that_another_runs_file_would_bring_do_not_reach_the_weights(tm
     write(accelerator, model, optimizer, tmp_path)
     manifest.write(tmp_path, {})
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    stray = {key: tensor + 1 for path in manifest.files(tmp_path) for key, tensor in load_file(path).items()}
+    stray = {key: tensor + 1 for path in manifest.paths(tmp_path) for key, tensor in load_file(path).items()}
     save_file(stray, tmp_path / "rank-0001-000.safetensors")
     shards.read(accelerator, model, optimizer, tmp_path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -35,8 +35,8 @@ from accel_sft.checkpoint import checkpoint, shards
 from accel_sft.io import manifest
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.audit import audit
-from accel_sft.launch.precision import recorded
-from accel_sft.launch.read import launch_of_yaml
+from accel_sft.launch.info import launch_of_yaml
+from accel_sft.launch.precision import precision_in_record
 from accel_sft.launch.recordable import recordable, without_secrets
 from accel_sft.models.source import began_with, find_source
 from accel_sft.models.tiny import train_tokenizer
@@ -285,7 +285,7 @@ def test_files_of_a_run(count, tmp_path, monkeypatch):
 
     def evaluated():
         if record := RunDir.record_around(str(folder)):
-            assert recorded(record) in (None, "no", "bf16", "fp16")
+            assert precision_in_record(record) in (None, "no", "bf16", "fp16")
             assert isinstance(began_with(find_source("model"), record), str)
 
     def check(files):

@@ -19,7 +19,7 @@ from accel_sft import UserError
 from accel_sft.checkpoint import capacity
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
-from accel_sft.launch.read import launch_of_yaml
+from accel_sft.launch.info import launch_of_yaml
 from accel_sft.memory import loaded_model
 
 GIB = 2**30

@@ -67,8 +67,8 @@ def test_two_ranks_with_dropout_that_are_killed_before_a_checkpoint_go_on_to_the
 def test_deterministic_asks_libraries_for_kernels_that_repeat_every_bit(launched, tmp_path):
     """In a process of its own, for it holds for all that follows."""
     code = "from accel_sft.launch.accelerator import create_accelerator; from accel_sft.api.config import TrainConfig\n"
-    code += "from accel_sft.launch.read import read_launch\n"
-    code += "import os, torch; create_accelerator(TrainConfig(deterministic=True), read_launch())\n"
+    code += "from accel_sft.launch.info import launch_of_this_process\n"
+    code += "import os, torch; create_accelerator(TrainConfig(deterministic=True), launch_of_this_process())\n"
     code += "print(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),"
     code += " os.environ['CUBLAS_WORKSPACE_CONFIG'])"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -18,8 +18,8 @@ from stopping import STEPS, ranks, started, steps_done
 from accel_sft.api.config import TrainConfig
 from accel_sft.launch import environment, start
 from accel_sft.launch.audit import audit
+from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.parallelism import fitted
-from accel_sft.launch.read import launch_of_yaml
 from accel_sft.launch.this_machine import nvidia_gpus
 from accel_sft.tools.compare.settings import product
 
@@ -124,7 +124,7 @@ def test_file_that_cannot_be_fitted_names_another(file, flags, devices, fix):
     ],
 )
 def test_unused_gpus_are_counted_in_groups(file, devices, note, monkeypatch):
-    monkeypatch.setattr("accel_sft.launch.audit.audit_operators", lambda launch, devices: [])
+    monkeypatch.setattr("accel_sft.launch.audit.audit_compilers", lambda needed, devices: [])
     found = [str(each) for each in audit(TrainConfig(), read(file), devices)]
     assert [note in line for line in found] == [True] * bool(note), found
 
@@ -156,7 +156,7 @@ def test_rank_beyond_the_devices_ends_before_it_forms_a_group(monkeypatch):
     for rank, ending in (("1", SystemExit), ("0", None)):
         here = launch.environment | {"LOCAL_RANK": rank, "RANK": rank}
         monkeypatch.setattr(os, "environ", dict(here) | {"OMP_NUM_THREADS": "1"})
-        monkeypatch.setattr(start, "read_launch", lambda: launch)
+        monkeypatch.setattr(start, "launch_of_this_process", lambda: launch)
         environment.share_cores()
         if ending:
             with pytest.raises(SystemExit) as left:

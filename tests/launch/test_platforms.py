@@ -8,7 +8,7 @@ from places import CONFIGS
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.launch.audit import audit
-from accel_sft.launch.read import launch_of_yaml
+from accel_sft.launch.info import launch_of_yaml
 
 
 def without(folder, *modules, platform=sys.platform):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory, precision
 from accel_sft.launch.audit import audit
-from accel_sft.launch.read import launch_of_yaml, read_launch
+from accel_sft.launch.info import launch_of_yaml, read_launch
 from accel_sft.tools.compare.settings import product
 from accel_sft.tools.plan.machine import machine
 from accel_sft.tools.plan.plans import launch_of
@@ -56,8 +55,12 @@ def test_planted_instructions_are_this_process_s_and_those_of_what_it_starts(pla
     code = "from accel_sft.launch.precision import cpu_flags; print(cpu_flags())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == f"{found}\n"
     AcceleratorState._reset_state(reset_partial_state=True)
-    assert precision.settled(launch_of_a_rank(tmp_path, BARE), ON_CPU).precision[0] == ("bf16" if found else "no")
-    precision.settled(launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "no"}), ON_CPU)  # depends on no CPU
+    assert precision.choose_precision(launch_of_a_rank(tmp_path, BARE), ON_CPU).precision[0] == (
+        "bf16" if found else "no"
+    )
+    precision.choose_precision(
+        launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "no"}), ON_CPU
+    )  # depends on no CPU
     assert (tmp_path / "noted").read_text() == f"{os.environ['PYTEST_CURRENT_TEST']}\n" * 3
 
 
@@ -72,7 +75,7 @@ def launch_of_a_rank(folder, content, *flags, user="", deepspeed=None, arrived="
         handed["ACCELERATE_USE_DEEPSPEED"] = "true"
         handed |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(folder / "ds.json")} if deepspeed is not None else {}
     command = ["accelerate", "launch", "--config_file", str(folder / "launch.yaml"), *flags]
-    return read_launch(handed, command, {"ACCELERATE_MIXED_PRECISION": user} if user else {})
+    return read_launch(handed, command, users={"ACCELERATE_MIXED_PRECISION": user} if user else {})
 
 
 AUTO = {"bf16": {"enabled": "auto"}}
@@ -124,15 +127,15 @@ SETTLED = {
 
 @pytest.mark.parametrize("case", SETTLED)
 def test_what_is_chosen_and_why(case, tmp_path, monkeypatch):
-    flags, began_with, value, why = SETTLED[case]
+    flags, precision_of_run, value, why = SETTLED[case]
     monkeypatch.setattr(precision, "cpu_flags", lambda: flags)
     AcceleratorState._reset_state(reset_partial_state=True)
     launch = launch_of_a_rank(tmp_path, BARE)
-    assert precision.settled(launch, ON_CPU, began_with).precision == (value, why)
+    assert precision.choose_precision(launch, ON_CPU, precision_of_run).precision == (value, why)
     named = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "no"})
-    assert precision.settled(named, ON_CPU, "bf16") == named
+    assert precision.choose_precision(named, ON_CPU, "bf16") == named
     alone = read_launch({}, [])
-    assert precision.settled(alone, ON_CPU).precision == ("no", "the default without accelerate launch")
+    assert precision.choose_precision(alone, ON_CPU).precision == ("no", "the default without accelerate launch")
 
 
 def test_machines_whose_launches_name_different_precisions_are_refused_on_every_rank(tmp_path, monkeypatch):
@@ -141,16 +144,16 @@ def test_machines_whose_launches_name_different_precisions_are_refused_on_every_
     told = []
     monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: told.extend(mine) or mine)
     for launch in (named, other):  # a rank that named one left the other waiting for it
-        precision.settled(launch, ON_CPU)
+        precision.choose_precision(launch, ON_CPU)
     monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: told)
     for launch in (named, other):
-        with pytest.raises(UserError, match=r"name different precisions: bf16 on .*, none on "):
-            precision.settled(launch, ON_CPU)
+        with pytest.raises(UserError, match="name different precisions: bf16, none; give"):
+            precision.choose_precision(launch, ON_CPU)
 
 
 def test_a_gpu_without_bf16_computes_in_float32_and_fp16_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(precision, "computes_bf16", lambda device: (False, "Tesla T4"))
-    value, why = precision.settled(launch_of_a_rank(tmp_path, BARE), SimpleNamespace(type="cuda")).precision
+    monkeypatch.setattr(precision, "computes_bf16", lambda device: (False, "Tesla T4 has no bf16"))
+    value, why = precision.choose_precision(launch_of_a_rank(tmp_path, BARE), SimpleNamespace(type="cuda")).precision
     assert (value, why) == ("no", "Tesla T4 has no bf16; --mixed_precision fp16 is faster there")
 
 
@@ -215,7 +218,7 @@ def test_every_backend_computes_in_float32_where_a_rank_lacks_the_instructions(y
     module = "fsdp2_on_cpu" if yaml_name == "fsdp2" else "accel_sft"
     run = accel_sft(*JOB, yaml=yaml_name, module=module, environment=environment, run_dir=tmp_path / "run")
     assert run.status == 0, run.output
-    assert header(run) == f"fp32 ({platform.node()}: {LACKS})"
+    assert header(run) == f"fp32 ({LACKS})"
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert record["launch"]["precision"] == "no"
     if yaml_name == "z2":

@@ -23,7 +23,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.sequence import SequenceGroup, in_parts
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
-from accel_sft.launch import ulysses
+from accel_sft.launch import groups
 
 ROW = Encoded(0, list(range(10, 21)), 4)
 PADDED = Batching("padded", 2**31, rows=1)
@@ -78,8 +78,8 @@ def test_a_model_on_which_deepspeeds_attention_fails_is_refused(monkeypatch):
     def fails(*_, **__):
         raise TypeError("empty_like(): must be Tensor")  # a multimodal model's layers are told no positions
 
-    monkeypatch.setitem(ulysses._shared, "sdpa", fails)
-    monkeypatch.setattr(ulysses.ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
+    monkeypatch.setitem(groups._shared, "sdpa", fails)
+    monkeypatch.setattr(groups.ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
     with pytest.raises(UserError, match=r"its forward of a part of a row fails \(TypeError: empty_like.*z3.yaml"):
         in_parts(alone(mistral()), PADDED)
 
@@ -101,7 +101,7 @@ def test_a_model_whose_rows_cannot_be_cut_is_refused_before_the_first_step(windo
 def test_attention_without_sdpa_is_refused():
     model = mistral(attn_implementation="eager")
     with pytest.raises(UserError, match="over 2 ranks: attention eager cannot; --attn-implementation sdpa"):
-        ulysses.prepare(alone(model).accelerator, model)
+        groups.prepare(alone(model).accelerator, model)
 
 
 def test_what_deepspeed_refuses_is_told_in_a_line():
@@ -111,7 +111,7 @@ def test_what_deepspeed_refuses_is_told_in_a_line():
     subject = alone(mistral(attn_implementation="sdpa"), ranks=3)
     subject.accelerator.prepare = prepare
     with pytest.raises(UserError) as raised:
-        ulysses.prepare(subject.accelerator, subject.model)
+        groups.prepare(subject.accelerator, subject.model)
     expected = "Attention head count 2 is not divisible by SP size 3; train with z3.yaml instead"
     assert raised.value.problems == (f"sequence parallelism over 3 ranks: {expected}",)
 
@@ -122,12 +122,12 @@ def test_attention_over_whole_rows_works_again_where_ranks_outnumber_key_heads(m
     (attention,) = (module for module in model.modules() if hasattr(module, "num_key_value_groups"))
     subject, own = alone(model), {}
     subject.accelerator.prepare = lambda model: own.update(sdpa=None) or model
-    monkeypatch.setattr(ulysses, "_shared", {})
-    monkeypatch.setattr(ulysses.ALL_ATTENTION_FUNCTIONS, "_local_mapping", own)
-    ulysses.prepare(subject.accelerator, model)
-    with ulysses.shared_rows():
+    monkeypatch.setattr(groups, "_shared", {})
+    monkeypatch.setattr(groups.ALL_ATTENTION_FUNCTIONS, "_local_mapping", own)
+    groups.prepare(subject.accelerator, model)
+    with groups.shared_rows():
         attention.num_key_value_groups = 1
-    monkeypatch.setattr(ulysses, "_shared", {})
+    monkeypatch.setattr(groups, "_shared", {})
     assert model.eval()(input_ids=torch.tensor([[1, 2], [3, 4]]), use_cache=False).logits.shape == (2, 2, 32)
 
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_sft.batching.layouts import Batching
 from accel_sft.chat.encoded import Encoded
-from accel_sft.launch.read import launch_of_yaml
+from accel_sft.launch.info import launch_of_yaml
 from accel_sft.memory.families import count
 from accel_sft.memory.flops import model_flops, peak_flops, peaks
 from accel_sft.memory.job import Job

@@ -20,8 +20,8 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
-from accel_sft.launch.precision import expected
-from accel_sft.launch.read import launch_of_yaml
+from accel_sft.launch.info import launch_of_yaml
+from accel_sft.launch.precision import assume_precision
 from accel_sft.memory.activations import forward_bytes, peak_bytes
 from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_shape
@@ -90,7 +90,7 @@ def test_the_bytes_kept_for_the_backward_are_those_expected(model, prefix, own, 
 
 def job_of(model, name, bf16, tokens, copied_keys):
     """A job of `plan` on GPUs with this forward, of which almost nothing is supervised."""
-    launch = expected(launch_of_yaml(CONFIGS / f"{name}.yaml"), bf16=bf16)
+    launch = assume_precision(launch_of_yaml(CONFIGS / f"{name}.yaml"), bf16=bf16)
     shape = read_shape(model.config.to_dict(), "model")
     return Job(
         shape=shape, launch=launch, device="cuda", tokens=tokens, supervised_tokens=1, rows=2, copied_keys=copied_keys
@@ -138,7 +138,7 @@ def test_what_layers_with_a_state_keep_is_counted(family, attention, bf16):
     rows = [Encoded(index, common + row, len(common) + 15) for index, row in enumerate(others)]
     batching = Batching("shared" if attention == "cache" else "padded", 10**6, attention=attention)
     kept, way = kept_by(model, batching, rows), batching.way
-    launch = expected(launch_of_yaml(CONFIGS / "z2.yaml"), bf16=bf16)
+    launch = assume_precision(launch_of_yaml(CONFIGS / "z2.yaml"), bf16=bf16)
     job = Job(
         shape=read_shape(json.loads(config.to_json_string()), "model"),
         launch=launch,

@@ -8,8 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_sft.batching import collate, loss
-from accel_sft.launch.precision import expected
-from accel_sft.launch.read import launch_of_yaml
+from accel_sft.launch.info import launch_of_yaml
+from accel_sft.launch.precision import assume_precision
 from accel_sft.memory.activations import peak_bytes
 from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_shape
@@ -47,7 +47,7 @@ def job_of(config, launch="z0", **more):
     sizes = {"tokens": 512, "supervised_tokens": 300, **more}
     return Job(
         shape=read_shape(config, "model"),
-        launch=expected(launch_of_yaml(CONFIGS / f"{launch}.yaml"), bf16=True),
+        launch=assume_precision(launch_of_yaml(CONFIGS / f"{launch}.yaml"), bf16=True),
         device="cuda",
         **sizes,
     )

@@ -23,7 +23,7 @@ from accel_sft.api.launch_limits import launch_problem
 from accel_sft.checkpoint import checkpoint
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.audit import audit
-from accel_sft.launch.read import read_launch
+from accel_sft.launch.info import read_launch
 from accel_sft.memory.closed_form import estimate
 from accel_sft.memory.job import AS_CONFIGURED
 from accel_sft.memory.job import Job as Planned

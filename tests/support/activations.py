@@ -26,8 +26,8 @@ from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.sequence import SequenceGroup
 from accel_sft.chat.encoded import Encoded
 from accel_sft.launch import accelerator
-from accel_sft.launch.read import read_launch
-from accel_sft.launch.ulysses import shared_rows
+from accel_sft.launch.groups import shared_rows
+from accel_sft.launch.info import launch_of_this_process
 from accel_sft.training.optimizer import Stepper, new_optimizer
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 320}
@@ -37,7 +37,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 def main(tokens: int) -> None:
     """Print the MiB that the forward keeps for its backward, and the MiB at the peak, beyond what was there before."""
     config = TrainConfig().resolved({})
-    launched, launch = accelerator.create_accelerator(config, read_launch())
+    launched, launch = accelerator.create_accelerator(config, launch_of_this_process())
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **HEADS, max_position_embeddings=tokens)).train()
     optimizer = new_optimizer(model, config)

@@ -9,7 +9,7 @@ from accel_sft.checkpoint import shards
 from accel_sft.checkpoint.averages import Averages
 from accel_sft.checkpoint.background import Checkpoints
 from accel_sft.io.run_dir import RunDir
-from accel_sft.launch.read import read_launch
+from accel_sft.launch.info import launch_of_this_process
 
 
 def saved(
@@ -22,7 +22,9 @@ def saved(
     extra: shards.Extra | None = None,
 ) -> Path:
     """Write a checkpoint, and return once it is complete."""
-    return Checkpoints(accelerator, read_launch(), model, optimizer, run_dir, keep).save(state, extra, wait=True)
+    return Checkpoints(accelerator, launch_of_this_process(), model, optimizer, run_dir, keep).save(
+        state, extra, wait=True
+    )
 
 
 def write(accelerator: Any, model: Any, optimizer: Any, folder: Path, averages: Averages | None = None) -> None:

@@ -39,7 +39,6 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from fake_memory import Device
-from rank_environment import environment_of_a_rank
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft.api.config import TrainConfig
@@ -53,7 +52,7 @@ from accel_sft.checkpoint.background import Checkpoints
 from accel_sft.checkpoint.partition import MOMENTS, flat, partitions
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import accelerator
-from accel_sft.launch.read import read_launch
+from accel_sft.launch.info import launch_of_this_process, launch_of_yaml
 from accel_sft.training import step as training_step
 from accel_sft.training.optimizer import Stepper, new_optimizer
 
@@ -71,11 +70,12 @@ class Job:
         precision = "no" if halves else precision
         for name in [name for name in os.environ if name.startswith(SETTINGS)]:
             del os.environ[name]
-        told = environment_of_a_rank(CONFIGS / f"{yaml}.yaml", "--mixed_precision", precision)
+        told = launch_of_yaml(CONFIGS / f"{yaml}.yaml", "--mixed_precision", precision).environment
         os.environ.update({name: value for name, value in told.items() if name.startswith(SETTINGS)})
         AcceleratorState._reset_state(reset_partial_state=True)
         config = TrainConfig(adapter="none", adam_beta2=0.95).resolved({})
-        launch = dataclasses.replace(read_launch(), variable=precision)  # the launcher of these ranks names none
+        # the launcher of these ranks names none
+        launch = dataclasses.replace(launch_of_this_process(), users_precision_variable=precision)
         self.accelerator, self.launch = accelerator.create_accelerator(config, launch)
         torch.manual_seed(0)
         shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 64}

@@ -42,7 +42,6 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from attention_kernels import EFFICIENT, FLASH, Call, kernel
 from places import CONFIGS
-from rank_environment import environment_of_a_rank
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed import DeviceMesh, device_mesh
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -59,7 +58,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.chat.encoded import Encoded
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import accelerator as launching
-from accel_sft.launch.read import read_launch
+from accel_sft.launch.info import launch_of_this_process, launch_of_yaml
 from accel_sft.models import cascade, load, prefix_attention
 from accel_sft.models.row_kernels import VARLEN
 from accel_sft.tracking.time_spent import OPTIMIZER
@@ -418,7 +417,7 @@ class Rehearsal:
             attn_implementation="sdpa",
             gradient_checkpointing=case.gradient_checkpointing,
         ).resolved({})
-        self.accelerator, launch = launching.create_accelerator(config, read_launch())
+        self.accelerator, launch = launching.create_accelerator(config, launch_of_this_process())
         source: Any = SimpleNamespace(weights=str(folder), adapter=None)
         with mock.patch.object(load, "pretrained", _model(case)):
             model = load.load_model(
@@ -481,7 +480,7 @@ def rehearse(case: Case) -> dict[str, Any]:
     for name in [name for name in os.environ if name.startswith(SETTINGS)]:
         del os.environ[name]
     flags = ("--main_process_port", "0", "--mixed_precision", case.precision, "--num_processes", str(case.ranks))
-    told = environment_of_a_rank(CONFIGS / f"{case.launch}.yaml", *flags)
+    told = launch_of_yaml(CONFIGS / f"{case.launch}.yaml", *flags).environment
     os.environ.update({name: value for name, value in told.items() if name.startswith(SETTINGS)})
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(case.ranks), LOCAL_WORLD_SIZE=str(min(case.ranks, 8)))
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from accel_sft.io import manifest
-from accel_sft.io.evidence import made_by, write_manifest
 from accel_sft.io.run_dir import RunDir, step_of
+from accel_sft.io.run_record import made_by, write_manifest
 from accel_sft.tracking.metrics_file import chained
 
 
@@ -58,8 +58,8 @@ def flip_bit(file: Path) -> None:
 def edit_checkpoint(run: RunDir, step: int, kind: str) -> None:
     """Change a checkpoint and write its manifest anew."""
     folder = run.checkpoint(step)
-    edit_tensor(next(path for path in manifest.files(folder) if path.suffix == ".safetensors"), kind)
-    manifest.write(folder, manifest.read(folder))
+    edit_tensor(next(path for path in manifest.paths(folder) if path.suffix == ".safetensors"), kind)
+    manifest.write(folder, manifest.about(folder))
 
 
 def drop_checkpoint(run: RunDir, step: int) -> None:
@@ -75,6 +75,6 @@ def make_agree(run: RunDir) -> None:
         until = [line for step, line in lines if step <= step_of(folder)]
         before = {path.name: manifest.identity(path) for path in saved[:at]}
         evidence = {"chain": reduce(chained, until, ""), "made_by": maker, "before": before}
-        manifest.write(folder, {**manifest.read(folder), **evidence})
+        manifest.write(folder, {**manifest.about(folder), **evidence})
     about = {"chain": reduce(chained, (line for _, line in lines), ""), "made_by": maker}
     write_manifest(run, run.result.read_text(), about)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import shards
 from accel_sft.io import manifest
-from accel_sft.launch import tensor_parallel
+from accel_sft.launch import groups
 from accel_sft.models.pretrained import pretrained
 from accel_sft.resilience.exit import leave_together
 from accel_sft.training.optimizer import Stepper, new_optimizer
@@ -51,7 +51,7 @@ def of(folder):
     )
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = new_optimizer(model, config)
-    model, optimizer = tensor_parallel.prepare(accelerator, model, optimizer)
+    model, optimizer = groups.prepare(accelerator, model, optimizer)
     stepper = Stepper(accelerator, model, optimizer, config.max_grad_norm)
     losses = forwards(model, stepper.backward), forwards(reference, torch.Tensor.backward)
     theirs = dict(reference.named_parameters())

@@ -19,8 +19,8 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint.partition import MOMENTS
 from accel_sft.evaluation import generate
-from accel_sft.launch.precision import expected
-from accel_sft.launch.read import launch_of_yaml
+from accel_sft.launch.info import launch_of_yaml
+from accel_sft.launch.precision import assume_precision
 from accel_sft.launch.this_machine import environment
 from accel_sft.memory import closed_form
 from accel_sft.memory.activations import block_bytes
@@ -103,7 +103,7 @@ MORE = {
 
 
 def launch(name, *flags):
-    return expected(launch_of_yaml(CONFIGS / f"{name}.yaml", *flags), bf16=True)
+    return assume_precision(launch_of_yaml(CONFIGS / f"{name}.yaml", *flags), bf16=True)
 
 
 def config_of(family, **more):
@@ -502,7 +502,7 @@ def test_published_runs_are_as_fast_in_relation_as_the_model_of_speed_says(monke
     for name, (tokens_per_second, config, file, ranks, step, row, more) in PUBLISHED.items():
         forward = min(step, 2 * row)
         job = job_of(config, file, ranks, tokens=forward, supervised_tokens=forward, **more)
-        job = dataclasses.replace(job, launch=expected(job.launch, True))
+        job = dataclasses.replace(job, launch=assume_precision(job.launch, True))
         gpu, recomputed = ("NVIDIA H100 80GB HBM3", [False]) if ranks == 1 else ("500 W", [False, True])
         tried = [dataclasses.replace(job, gradient_checkpointing=each) for each in recomputed]
         seconds = sum(speed(each, step, gpu, row).seconds for each in tried) / len(tried)

@@ -19,8 +19,8 @@ from accel_sft.api.config_file import load_yaml, task_in
 from accel_sft.api.options import option
 from accel_sft.api.task import Task
 from accel_sft.io.run_dir import RunDir
-from accel_sft.launch.rank_environment import own_words
-from accel_sft.launch.read import launch_of_yaml, read_launch
+from accel_sft.launch.info import launch_of_this_process, launch_of_yaml, read_launch
+from accel_sft.launch.launcher import own_words
 from accel_sft.training import run_yaml
 
 
@@ -73,7 +73,7 @@ def written(folder, config=None, task=None, launch=None):
     """The run.yaml of a run of these settings, as it would be written in this process."""
     folder.mkdir(exist_ok=True)
     config = config or TrainConfig(output_dir=str(folder), resume="auto")
-    run = "odd", task or Odd(needed="x"), config.resolved({}), launch or read_launch()
+    run = "odd", task or Odd(needed="x"), config.resolved({}), launch or launch_of_this_process()
     run_yaml.write_run_yaml(RunDir(folder), *run)
     return RunDir(folder)
 

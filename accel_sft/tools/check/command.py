@@ -21,8 +21,7 @@ from accel_sft.api.tool_configs import CheckConfig
 from accel_sft.chat.form import HEADER_LEARNT
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.io import terminal
-from accel_sft.io.files import json_safe, write_atomically
-from accel_sft.io.page_file import page_file
+from accel_sft.io.files import json_safe, page_file, write_atomically
 from accel_sft.launch.launcher import under_launcher
 from accel_sft.models.pretrained import text_settings, vocabulary_problem, would_train
 from accel_sft.models.source import Source, find_source, resolved

@@ -21,9 +21,9 @@ from accel_sft.io.files import expanded, made_folder, write_atomically
 from accel_sft.io.lock import lock
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.io.text import printable, shown
+from accel_sft.launch.info import shipped
 from accel_sft.launch.launcher import under_launcher
 from accel_sft.launch.recordable import masked_words
-from accel_sft.launch.shipped import shipped
 from accel_sft.models.source import resolved
 from accel_sft.tools.compare import rounds
 from accel_sft.tools.compare.measured import completed

@@ -12,10 +12,10 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, Setting
+from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.launcher import PRECISION
 from accel_sft.launch.parallelism import fitted, sized
-from accel_sft.launch.precision import expected, this_machine_computes_bf16
-from accel_sft.launch.read import launch_of_yaml
+from accel_sft.launch.precision import assume_precision, this_machine_computes_bf16
 from accel_sft.launch.recordable import masked_words, recordable
 from accel_sft.launch.this_machine import nvidia_gpus
 
@@ -164,7 +164,7 @@ def _launch(file: Path | None, chosen: Mapping[str, str]) -> dict[str, Any]:
         return {"launch": facts, "launcher": (sys.executable,), "environment": environment, "fingerprint": ""}
     flags = [word for key in _LAUNCHER_FLAGS if key in chosen for word in (f"--{key}", chosen[key])]
     launch = fitted(launch_of_yaml(file, *flags), len(nvidia_gpus()[1]))
-    launch = expected(launch, this_machine_computes_bf16())
+    launch = assume_precision(launch, this_machine_computes_bf16())
     flags += sized(launch, launch.world_size)[2:]  # under tensor parallelism all processes share each matrix
     if launch.machines > 1:
         problem = f"it is of {launch.machines} machines; compare starts launches here"

@@ -16,8 +16,8 @@ import accel_sft
 from accel_sft.api.errors import UserError
 from accel_sft.io.findings import Finding, counted, lines, styled, worst
 from accel_sft.io.terminal import quiet
+from accel_sft.launch.info import shipped
 from accel_sft.launch.launcher import under_launcher
-from accel_sft.launch.shipped import shipped
 
 if TYPE_CHECKING:
     from accel_sft.tools.doctor.machine import Machine

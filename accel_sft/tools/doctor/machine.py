@@ -20,9 +20,8 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.findings import Finding, warning
 from accel_sft.io.terminal import waiting
 from accel_sft.launch.deepspeed_ops import operators
-from accel_sft.launch.info import Launch
+from accel_sft.launch.info import Launch, launch_of_yaml
 from accel_sft.launch.parallelism import fitted, sized
-from accel_sft.launch.read import launch_of_yaml
 
 LEVELS = ("problem", "warning", "ok")
 """Levels of findings, the worst first. A problem means that training fails here, or that the check itself failed."""

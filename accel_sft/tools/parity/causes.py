@@ -7,8 +7,7 @@ from typing import NamedTuple
 from accel_sft.api.errors import UserError
 from accel_sft.batching.device_memory import out_of_memory
 from accel_sft.evaluation.endpoint import Endpoint, EndpointError, Reply
-from accel_sft.io.prefix import common_length
-from accel_sft.io.text import one_line
+from accel_sft.io.text import common_length, one_line
 from accel_sft.tools.parity.comparison import Pair, difference, same
 from accel_sft.tools.parity.reference import Reference
 

@@ -59,7 +59,7 @@ def parity(ctx: click.Context, run: str, as_json: bool, **options: Any) -> None:
 def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     """Compare and return what `--json` prints."""
     from accel_sft.api.options import settings
-    from accel_sft.api.registry import build
+    from accel_sft.api.registry import build, load
     from accel_sft.api.task_file import recorded_name
     from accel_sft.api.tool_configs import EvaluateConfig
     from accel_sft.chat.conversation import read_split
@@ -68,12 +68,11 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     from accel_sft.evaluation.endpoint import Endpoint
     from accel_sft.io import terminal
     from accel_sft.io.run_dir import RunDir
-    from accel_sft.io.run_options import recorded_options
+    from accel_sft.io.run_record import recorded_options
     from accel_sft.launch.accelerator import create_accelerator
-    from accel_sft.launch.precision import recorded
-    from accel_sft.launch.read import read_launch
+    from accel_sft.launch.info import launch_of_this_process
+    from accel_sft.launch.precision import precision_in_record
     from accel_sft.models.source import find_source
-    from accel_sft.resilience.task_import import load_task
     from accel_sft.tools.parity.reference import Reference
     from accel_sft.training.prepare import Assembly
 
@@ -85,7 +84,7 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     word = options["task"] or record["task"]
     if recorded_name(word) != record["task"]:
         raise UserError(f"--task {word}: {run} was trained for {record['task']}; name that")
-    task_class = load_task(word, 0)
+    task_class = load(word)
     own = recorded_options(record, settings(task_class), None, f"RUN {run}", same_data=options["same_data"])
     task = build(word, task_class, own)
     if problems := [*served.problems(task), *one_process("parity")]:
@@ -107,7 +106,9 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     with terminal.quiet(None, config.debug, shown_on=2) as out:
         for line in RunDir.choice_in(run):
             print(terminal.wrapped(line), file=out)
-        accelerator, _ = create_accelerator(config, read_launch(), train=False, began_with=recorded(record))
+        accelerator, _ = create_accelerator(
+            config, launch_of_this_process(), train=False, precision_of_run=precision_in_record(record)
+        )
         source = find_source(config.model)
         assembly = Assembly(accelerator, task, config, source)
         encoding = assembly.encode(read_split(task, "validation"), "validation")

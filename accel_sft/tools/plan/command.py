@@ -15,9 +15,8 @@ from accel_sft.api.task import Task
 from accel_sft.api.tool_configs import PlanConfig
 from accel_sft.evaluation.scoring import UNANSWERED
 from accel_sft.io.files import mapping, read_json
-from accel_sft.launch.info import Launch
+from accel_sft.launch.info import FOLDER, Launch, shipped
 from accel_sft.launch.parallelism import sized
-from accel_sft.launch.shipped import FOLDER, shipped
 from accel_sft.memory.job import AS_CONFIGURED, Job
 from accel_sft.memory.lengths import Lengths, read
 from accel_sft.memory.model_config import matching, read_config, read_shape, stored_bytes

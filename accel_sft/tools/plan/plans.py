@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.launch_limits import TENSOR_PARALLEL, launch_problem
-from accel_sft.launch.info import Launch
+from accel_sft.launch.info import Launch, launch_of_yaml
 from accel_sft.launch.parallelism import audit_parallelism, sized
-from accel_sft.launch.precision import expected
-from accel_sft.launch.read import launch_of_yaml
+from accel_sft.launch.precision import assume_precision
 from accel_sft.memory.closed_form import estimate
 from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import Job
@@ -84,7 +83,7 @@ def launch_of(file: Path, machine: PlannedMachine) -> Launch:
     launch = launch_of_yaml(file)
     if machine.gpus:
         launch = launch_of_yaml(file, *sized(launch, machine.gpus * max(launch.machines, 1)))
-    return expected(launch, machine.bf16)
+    return assume_precision(launch, machine.bf16)
 
 
 def plan(name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: float, row_tokens: float = 0.0) -> Plan:

@@ -25,10 +25,10 @@ from accel_sft.io.files import expanded, json_safe
 from accel_sft.io.findings import Finding
 from accel_sft.launch.audit import audit
 from accel_sft.launch.environment import device_count
+from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.launcher import under_launcher
 from accel_sft.launch.parallelism import fitted
-from accel_sft.launch.precision import recorded
-from accel_sft.launch.read import launch_of_yaml
+from accel_sft.launch.precision import precision_in_record
 from accel_sft.models.source import find_source, resolved
 from accel_sft.tools.check.command import Audit
 from accel_sft.tools.plan.command import launch_files, words_of
@@ -282,7 +282,7 @@ class Rehearsal:
         # where a resume fails, the data may be drawn anew: the run's rows are then not those that were read here
         compared = last and stages.all["resume"].state != FAILS
         evaluated = last[-1]["eval_loss"] if compared else None
-        precision = recorded(whole.dir.read_record()) or "no"
+        precision = precision_in_record(whole.dir.read_record()) or "no"
         exported: Reloaded | None = None
         with stages.reported("reload"):
             exported = Reloaded(final, began, config, rows)

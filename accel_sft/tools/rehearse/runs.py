@@ -12,9 +12,8 @@ from typing import Any
 from accel_sft.api.config import TrainConfig
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.child import kill_all, launch, outcome, waited_for
-from accel_sft.launch.info import Launch
+from accel_sft.launch.info import Launch, shipped
 from accel_sft.launch.parallelism import sized
-from accel_sft.launch.shipped import shipped
 from accel_sft.tracking.metrics_file import read_lines
 
 STEPS, SAVE_EVERY, EVAL_EVERY = 12, 4, 6

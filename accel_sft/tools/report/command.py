@@ -20,8 +20,7 @@ def report(runs: tuple[str, ...], output: str) -> None:
     Each RUN is the folder of a run, of an evaluation, or of a comparison. The page has the runs' curves, memory,
     answers and settings beside each other, and opens in any browser without a server or a network.
     """
-    from accel_sft.io.files import write_atomically
-    from accel_sft.io.page_file import page_file
+    from accel_sft.io.files import page_file, write_atomically
     from accel_sft.io.terminal import wrapped
     from accel_sft.io.text import printable
     from accel_sft.tools.report.page import render

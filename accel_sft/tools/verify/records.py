@@ -16,11 +16,11 @@ from accel_sft.api.config_file import TASK
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, settings
 from accel_sft.io import manifest
-from accel_sft.io.evidence import listed, made_by, other_versions
 from accel_sft.io.files import mapping
 from accel_sft.io.findings import Finding
 from accel_sft.io.lock import is_locked
 from accel_sft.io.run_dir import RunDir, step_of
+from accel_sft.io.run_record import listed, made_by, other_versions
 from accel_sft.launch.recordable import versions
 from accel_sft.rows.fingerprint import code_fingerprint, task_record
 from accel_sft.tracking.metrics_file import chained, read_lines
@@ -115,14 +115,14 @@ def _folder(run: Recorded) -> Iterator[Finding]:
             yield undecided(path.name, "the run has not ended: its exported weights and samples are not recorded yet")
         return
     try:
-        changes = list(manifest.changes(run.run_dir.path))
-        added = listed(run.run_dir) - manifest.recorded(run.run_dir.path).keys()
+        changes = list(manifest.differences(run.run_dir.path))
+        added = listed(run.run_dir) - manifest.entries(run.run_dir.path).keys()
         changes += [(name, "was added: the run did not write it") for name in sorted(added)]
     except (manifest.Damaged, OSError) as damage:
         changes = [(path.name, f"is not as it was written: {damage}")]
     yield from (differs(*change) for change in changes)
     if not changes:
-        count = len(manifest.files(run.run_dir.path))
+        count = len(manifest.paths(run.run_dir.path))
         yield holds(path.name, f"{count} files are as they were when the run ended, exported weights among them")
 
 

@@ -112,7 +112,7 @@ def not_to_the_bit(run: Recorded, segment: Segment, again: RunDir) -> list[str]:
     reasons = [f"{name} then: {then[name]}, here: {now[name]}" for name in then if then[name] != now[name]]
     if then["device"] != "cpu" and not run.record["config"].get("deterministic"):
         reasons.append("GPUs without --deterministic")
-    here = manifest.read(again.all_checkpoints()[-1]).get("layout")
+    here = manifest.about(again.all_checkpoints()[-1]).get("layout")
     if any(run.saved[step].get("layout") != here for step in run.saved.keys() & {segment.begin, segment.end}):
         reasons.append("resumed under another launch since")
     return reasons
@@ -218,7 +218,7 @@ def _weights(run: Recorded, segment: Segment, again: RunDir) -> Iterator[str]:
     """Say which weights and optimizer states differ from those of the run."""
     step = segment.end
     if step in run.saved and segment.steps:
-        then, now = (manifest.recorded(run_dir.checkpoint(step)) for run_dir in (run.run_dir, again))
+        then, now = (manifest.entries(run_dir.checkpoint(step)) for run_dir in (run.run_dir, again))
         if then != now:
             yield f"{_tensors(run.run_dir.checkpoint(step), again.checkpoint(step))} in the checkpoint of step {step}"
     best = mapping(mapping(_result(run.run_dir)).get("best")).get("step")
@@ -242,7 +242,7 @@ def _tensors(folder: Path, again: Path) -> str:
     most = 0.0
     tensors = []
     for checkpoint in (folder, again):
-        files = [safe_open(path, framework="pt") for path in manifest.files(checkpoint)]
+        files = [safe_open(path, framework="pt") for path in manifest.paths(checkpoint)]
         tensors.append({key: file for file in files for key in file.keys()})  # noqa: SIM118, not a mapping
     for key in tensors[0].keys() | tensors[1].keys():
         old, new = (files[key].get_tensor(key) if key in files else None for files in tensors)

@@ -31,7 +31,7 @@ class Planting(PathFinder):
 
 
 def plant_cpu(precision):
-    own_lines, own_flags, own_settled = precision._cpu_lines, precision.cpu_flags, precision.settled
+    own_lines, own_flags, own_choose_precision = precision._cpu_lines, precision.cpu_flags, precision.choose_precision
     root, settling = precision.host_memory.SYSTEM, []
 
     def lines():
@@ -46,17 +46,17 @@ def plant_cpu(precision):
             note_test()
         return own_flags()
 
-    def settled(*given):
+    def choose_precision(*given):
         settling.append(given)
         try:
-            launch = own_settled(*given)
+            launch = own_choose_precision(*given)
         finally:
             settling.pop()
         if "this CPU" in launch.precision[1]:  # every launch asks for the instructions; most name their precision
             note_test()
         return launch
 
-    precision._cpu_lines, precision.cpu_flags, precision.settled = lines, cpu_flags, settled
+    precision._cpu_lines, precision.cpu_flags, precision.choose_precision = lines, cpu_flags, choose_precision
 
 
 def note_test():

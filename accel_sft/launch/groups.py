@@ -1,8 +1,10 @@
-"""Sequence parallelism by DeepSpeed's Ulysses: ranks share each row's tokens and, in attention, the heads.
+"""Groups of ranks that share each row's tokens (sequence parallelism) or each matrix (tensor parallelism).
 
-Each rank of a group computes with its part of a row's tokens. Around attention the ranks exchange queries, keys and
-values, so that in attention each rank has all tokens for its part of the heads (Jacobs et al., 2023, arXiv 2309.14509;
-for models of transformers: Bekman et al., 2025, arXiv 2506.13996).
+Sequence parallelism is DeepSpeed's Ulysses: each rank of a group computes with its part of a row's tokens. Around
+attention the ranks exchange queries, keys and values, so that in attention each rank has all tokens for its part of the
+heads (Jacobs et al., 2023, arXiv 2309.14509; for models of transformers: Bekman et al., 2025, arXiv 2506.13996).
+Tensor parallelism is by transformers' own plans: all ranks of a group compute the same rows, each with its part of
+every matrix (Shoeybi et al., 2019, arXiv 1909.08053).
 """
 
 import contextlib
@@ -12,12 +14,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accel_sft.api.errors import UserError, first_line
-from accel_sft.launch.deferred import lighter_transformers
-
-with lighter_transformers():
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _shared: dict[str, Callable[..., Any]] = {}
 """DeepSpeed's attention over a group, by the name of the attention that it computes with."""
@@ -33,21 +32,38 @@ def sequence_ranks(accelerator: Accelerator) -> int:
     return dimensions.sp_size if dimensions else 1
 
 
-def prepare(accelerator: Accelerator, model: Any, *more: Any) -> Any:
-    """Call `accelerator.prepare`. Under sequence parallelism, attention over a group is then active only inside
-    `shared_rows`; outside, attention is over whole rows, with masks, as before.
+def tensor_ranks(accelerator: Accelerator) -> int:
+    """Return how many ranks share each matrix, and compute the same rows; 1 without tensor parallelism."""
+    dimensions = accelerator.parallelism_config
+    return dimensions.tp_size if dimensions else 1
+
+
+def row_groups(accelerator: Accelerator) -> tuple[int, int]:
+    """Return the number of groups of ranks that have rows of their own, and the index of this rank's group. Without
+    tensor parallelism, each rank is such a group."""
+    ranks = tensor_ranks(accelerator)
+    return accelerator.num_processes // ranks, accelerator.process_index // ranks
+
+
+def prepare(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
+    """Call `accelerator.prepare`, as the parallelism of the launch asks for it.
+
+    Under sequence parallelism, attention over a group is then active only inside `shared_rows`; outside, attention is
+    over whole rows, with masks, as before. A model under tensor parallelism was cut as it was loaded.
 
     Raises:
         UserError: the model cannot be trained with sequence parallelism.
     """
+    if tensor_ranks(accelerator) > 1:
+        return _prepare_cut(accelerator, model, *optimizer)
     if (ranks := sequence_ranks(accelerator)) == 1:
-        return accelerator.prepare(model, *more)
+        return accelerator.prepare(model, *optimizer)
     name = str(getattr(model.config, "_attn_implementation", None))
     if name != "sdpa" and "flash" not in name:
         raise UserError(f"sequence parallelism over {ranks} ranks: attention {name} cannot; --attn-implementation sdpa")
     accelerator.parallelism_config.sp_handler.sp_attn_implementation = name
     try:
-        prepared = accelerator.prepare(model, *more)
+        prepared = accelerator.prepare(model, *optimizer)
     except ValueError as error:  # DeepSpeed or Accelerate cannot divide the heads or cut the layers
         line = first_line(error)
         raise UserError(f"sequence parallelism over {ranks} ranks: {line}; train with z3.yaml instead") from error
@@ -55,6 +71,14 @@ def prepare(accelerator: Accelerator, model: Any, *more: Any) -> Any:
     # DeepSpeed has replaced every forward's attention by its own, which knows no mask: keep that for `shared_rows`
     _shared[name] = ALL_ATTENTION_FUNCTIONS.pop(name)
     return prepared
+
+
+def _prepare_cut(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
+    """Do what `accelerator.prepare` does, which would wrap the model into DDP on CPUs, where it takes tensor
+    parallelism for none."""
+    model.config.distributed_config = None  # with it, rank 0, which alone writes an export, would wait for the others
+    prepared = accelerator.prepare_model(model, evaluation_mode=True)
+    return (prepared, *map(accelerator.prepare_optimizer, optimizer)) if optimizer else prepared
 
 
 @contextlib.contextmanager
