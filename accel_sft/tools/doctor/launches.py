@@ -55,7 +55,8 @@ def compiler(machine: Machine) -> Iterator[Finding]:
 def operators(machine: Machine) -> Iterator[Finding]:
     """Report the state of each operator that a launch file needs here; with `--build`, compile missing ones first."""
     for name in OPERATORS:
-        if users := machine.users(name):
+        # launch files are read by accelerate, and so by torch, which may end or hang this process
+        if name in machine.torch.operators and (users := machine.users(name)):
             yield from _operator(machine, name, users)
 
 
