@@ -4,11 +4,13 @@ which no chat template writes, becomes windows."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
+from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.answer_tokens import AnswerTokens
 from accel_sft.chat.conversation import Conversation, conversation
@@ -22,6 +24,8 @@ _PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
 """This many examples, or characters, are tokenized together, so that memory does not grow with the data."""
 Part = list[tuple[int, Conversation]]
 """Examples of a split: the index and the conversation of each."""
+OnRefused = Callable[[int, UserError], None]
+"""Takes the index of an example that cannot be encoded, and the reason."""
 
 
 def encode_parts(
@@ -32,25 +36,36 @@ def encode_parts(
     split: str,
     rules: Rules,
     images: ImageInputs | None = None,
+    on_refused: OnRefused | None = None,
 ) -> Iterator[Encoding]:
     """Render and tokenize some of a split's examples, a few at a time, and find where answers begin and end.
 
     Args:
         images: makes the model's inputs from images; None: no example has images.
+        on_refused: called, in place of raising an error, for each example that is left out because of it.
     Raises:
         UserError: the template rejects the messages, or drops or cuts an answer; the task returns something unusable;
             an image cannot be used; or the rendering with an answer does not begin with the prompt.
     """
     encoder = _Encoder(rendering, AnswerTokens(rendering, rules.eos_ids), split, rules, images)
+    encoded = functools.partial(encoder.without_refused, on_refused=on_refused) if on_refused else encoder.encoded
     waiting: Part = []
     characters = 0
     for index in indices:
-        chat = conversation(task, examples, split, index)
+        try:
+            chat = conversation(task, examples, split, index)
+        except UserError as error:
+            if on_refused is None:
+                raise
+            on_refused(index, error)
+            continue
         waiting.append((index, chat))
         characters += (len(chat.learnt) + 1) * sum(map(len, chat.texts()))  # each answer comes with what is before it
-        if len(waiting) == _PART_EXAMPLES or characters >= _PART_CHARACTERS or index == indices[-1]:
-            yield encoder.encoded(waiting)
+        if len(waiting) == _PART_EXAMPLES or characters >= _PART_CHARACTERS:
+            yield encoded(waiting)
             waiting, characters = [], 0
+    if waiting:
+        yield encoded(waiting)
 
 
 @dataclasses.dataclass
@@ -81,6 +96,23 @@ class _Encoder:
             for indices in found.left_out.values():
                 indices.sort()
         return found
+
+    def without_refused(self, part: Part, on_refused: OnRefused) -> Encoding:
+        """Return the rows of the examples that can be encoded; the others are given to `on_refused`."""
+        try:
+            return self.encoded(part)
+        except UserError:  # of one example; which one, the next lines find
+            rows: list[Encoded] = []
+            whole = Encoding(self.split, rows)
+        for index, chat in part:
+            try:
+                alone = self.encoded([(index, chat)])
+            except UserError as error:
+                on_refused(index, error)
+                continue
+            rows += alone.kept
+            whole.note(alone)
+        return whole
 
     def _windows(self, index: int, text: str) -> list[Encoded]:
         """Return a text and the tokenizer's eos as rows of at most `--max-length` tokens. Each row begins with the last

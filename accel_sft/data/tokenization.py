@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.chat.encode import encode_parts
+from accel_sft.chat.encode import OnRefused, encode_parts
 from accel_sft.chat.encoded import Encoding, Rules
 from accel_sft.chat.image_inputs import ImageInputs, ImageSource, no_processor
 from accel_sft.chat.rendering import Rendering
@@ -115,10 +115,33 @@ class SplitEncoder:
         return token_key(self._decided, self.task, examples, split, read=read)
 
     def parts(
-        self, examples: Sequence[Any], indices: Sequence[int], split: str, rules: Rules | None = None
+        self,
+        examples: Sequence[Any],
+        indices: Sequence[int],
+        split: str,
+        rules: Rules | None = None,
+        on_refused: OnRefused | None = None,
     ) -> Iterator[Encoding]:
         """Encode some of a split's examples with `encode_parts`, by the run's rules unless `rules` are given."""
-        return encode_parts(self.rendering, self.task, examples, indices, split, rules or self.rules, self.images)
+        rules = rules or self.rules
+        return encode_parts(self.rendering, self.task, examples, indices, split, rules, self.images, on_refused)
+
+    def leniently(self, examples: Sequence[Any], split: str, folder: Path, on_refused: OnRefused) -> Encoding:
+        """Encode a split for an audit, in one process and without the cache; give `on_refused` each example that would
+        stop training, and leave it out. The result is a StoredEncoding, in `folder`, if any example is left."""
+        refused = []
+
+        def refuse(index: int, error: UserError) -> None:
+            refused.append(index)
+            on_refused(index, error)
+
+        part, indices = folder / "part-0", range(len(examples))
+        encoding = write_part(part, self.parts(examples, indices, split, on_refused=refuse), split)
+        if len(refused) + sum(map(len, encoding.left_out.values())) == len(examples):
+            return encoding
+        about = {name: getattr(encoding, name) for name in _NOTED}
+        about["fingerprint"] = merge([part], folder / FILE)
+        return self._noted(self._opened(folder, about, examples, split), [])
 
     def _agrees(self, encoding: StoredEncoding, examples: Sequence[Any]) -> bool:
         """Whether some of the examples, tokenized again by this process, give the stored tokens."""
