@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from accel_sft.io.text import one_line
-from accel_sft.rows.bad_rows import Place
+from accel_sft.rows.row_file import Place
 from accel_sft.rows.rows import Rows
 
 GRADES = ("error", "warning", "note")

@@ -17,7 +17,7 @@ from accel_sft.chat.encoded import EMPTY_ANSWER, NO_PROMPT, NOTHING_TO_LEARN, En
 from accel_sft.chat.template import Rejected
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.data.tokenization import SplitEncoder
-from accel_sft.rows.bad_rows import bad_rows_left_out
+from accel_sft.rows.row_file import bad_rows_left_out
 from accel_sft.rows.rows import Rows
 from accel_sft.tools.check.findings import NAMED, Findings
 from accel_sft.tools.check.texts import without_index
