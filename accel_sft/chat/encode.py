@@ -158,7 +158,7 @@ class _Encoder:
             for (_, each), text, (prompt, whole) in its:
                 ids = self.tokens.ids(self._name(index), each, text, prompt, whole)
                 images = self.images.row(index, each) if self.images else None
-                _append(rows, Encoded(index, ids, len(prompt), images=images, weights=each.weights))
+                _append(rows, Encoded(index, ids, len(prompt), images=images))
             short = _limited(rows, self.split, self.rules)
             if not short:
                 result.left_out[self.rules.too_long].append(index)
@@ -211,7 +211,7 @@ def _append(rows: list[Encoded], row: Encoded) -> None:
     """
     before = rows[-1] if rows else None
     if before and row.input_ids[: min(len(before.input_ids), row.prompt_length)] == before.input_ids:
-        rows[-1] = row._replace(earlier=before.spans, weights=before.weights + row.weights)
+        rows[-1] = row._replace(earlier=before.spans)
     else:
         rows.append(row)
 
@@ -234,5 +234,4 @@ def _cut(row: Encoded, length: int) -> Encoded | None:
     if not spans:
         return None
     *earlier, (begin, end) = spans
-    weights = row.weights[: len(spans)]
-    return row._replace(input_ids=row.input_ids[:end], prompt_length=begin, earlier=tuple(earlier), weights=weights)
+    return row._replace(input_ids=row.input_ids[:end], prompt_length=begin, earlier=tuple(earlier))

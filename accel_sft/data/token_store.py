@@ -21,11 +21,11 @@ _IDS = pa.list_(pa.int32())
 _SCHEMA = pa.schema(
     [
         *[("index", pa.int32()), ("prompt_length", pa.int32()), ("input_ids", _IDS), ("earlier", _IDS)],
-        *[("images", _IDS), ("weights", pa.list_(pa.float64()))],
+        ("images", _IDS),
     ]
 )
 """`earlier` has begin and end of each answer before a row's last one: begin, end, begin, end, ...; `images` is empty in
-a row without images, else it has their number and their digest; `weights` is as in an Encoded."""
+a row without images, else it has their number and their digest."""
 _IMAGES_INTS = 5
 """Length of a row's `images`: one int32 for the number, and four for the digest of 128 bits."""
 
@@ -53,7 +53,6 @@ class TokenStore(Sequence[Encoded]):
     Attributes:
         lengths: tokens of each row, int32.
         supervised, answers: `Encoded.supervised_tokens` and `Encoded.answer_tokens` of each row, int32.
-        loss_weights: `Encoded.loss_weight` of each row, float64; `supervised` itself if no row has weights.
         examples: number of examples, which is smaller than the number of rows if some examples have several rows.
         pictured: indices of the rows that have images, in order, int64.
     """
@@ -70,11 +69,6 @@ class TokenStore(Sequence[Encoded]):
         self.lengths = np.concatenate([np.diff(columns.offsets) for columns in batches])
         self.answers = self.lengths - np.maximum(np.concatenate([columns.prompts for columns in batches]), 1)
         self.supervised = self.answers + np.concatenate([_earlier_tokens(columns) for columns in batches])
-        weights = [_weights(batch) for batch in read]
-        self._weights, self.loss_weights = [], self.supervised
-        if any(len(values) for _, values in weights):
-            self._weights = [(offsets.data, values.data) for offsets, values in weights]
-            self.loss_weights = np.concatenate([*map(_loss_weights, batches, weights)])
         indices = np.concatenate([columns.indices for columns in batches])
         self.examples = len(indices) - int((indices[1:] == indices[:-1]).sum())
         places, kept = zip(*map(_images, read), strict=True)
@@ -100,11 +94,7 @@ class TokenStore(Sequence[Encoded]):
             earlier = tuple(zip(bounds[::2], bounds[1::2], strict=True))
             index = columns.indices[at]
             images = self._images_of(row, index) if len(self.pictured) else None
-            weights: tuple[float, ...] = ()
-            if self._weights:
-                offsets, values = self._weights[number]
-                weights = tuple(values[offsets[at] : offsets[at + 1]].tolist())
-            found.append(Encoded(index, ids, columns.prompts[at], earlier, images, weights))
+            found.append(Encoded(index, ids, columns.prompts[at], earlier, images))
         self._release_pages()
         return found
 
@@ -160,12 +150,6 @@ class TokenStore(Sequence[Encoded]):
         for batch in self._batches:
             yield Columns(*map(np.asarray, batch))
             self._release_pages()
-
-    def weights(self) -> list[float]:
-        """The different weights of all rows' answers, sorted."""
-        found = {weight for _, values in self._weights for weight in np.unique(values).tolist()}
-        one = not self._weights or any((np.diff(offsets) == 0).any() for offsets, _ in self._weights)
-        return sorted(found | ({1.0} if one else set()))
 
     def largest_id(self) -> int:
         """The largest token id of all examples."""
@@ -223,25 +207,6 @@ def _earlier_tokens(columns: Columns) -> np.ndarray:
     return np.diff(sums[columns.earlier_offsets // 2]).astype(np.int32)
 
 
-def _weights(batch: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return a record batch's `weights` as views of the file: row k has `values[offsets[k] : offsets[k + 1]]`."""
-    column = batch.column("weights")
-    return _view(column.offsets), _view(column.values)
-
-
-def _loss_weights(columns: Columns, weights: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Return the sum of the weights of each row's supervised tokens; a row has a weight for each answer, or none."""
-    offsets, values = weights
-    counts = np.diff(columns.earlier_offsets) // 2 + 1  # of answers in each row
-    ends = np.cumsum(counts)
-    tokens, weight, earlier = np.empty(ends[-1]), np.ones(ends[-1]), np.ones(ends[-1], dtype=bool)
-    earlier[ends - 1] = False
-    tokens[earlier] = columns.earlier[1::2] - columns.earlier[::2]
-    tokens[ends - 1] = np.diff(columns.offsets) - np.maximum(columns.prompts, 1)
-    weight[np.repeat(np.diff(offsets) > 0, counts)] = values
-    return np.add.reduceat(tokens * weight, ends - counts)
-
-
 def _stored(example: Encoded) -> dict[str, Any]:
     images = example.images
     kept = [images.count, *np.frombuffer(images.digest, np.int32).tolist()] if images else []
@@ -268,23 +233,20 @@ def merge(parts: Sequence[Path], path: Path) -> str:
 
 
 def fingerprint_of(path: Path) -> str:
-    """Return a SHA-256 of the rows in a file that `merge` wrote: tokens, which of them are supervised and by
-    how much, and images."""
-    digests, answers, images, weighed = [hashlib.sha256() for _ in range(8)], 0, 0, 0
+    """Return a SHA-256 of the rows in a file that `merge` wrote: tokens, which of them are supervised, and
+    images."""
+    digests, answers, images = [hashlib.sha256() for _ in range(6)], 0, 0
     with pa.OSFile(str(path), "rb") as file, pa.ipc.open_file(file) as reader:
         for number in range(reader.num_record_batches):
             heartbeat()
             batch = reader.get_batch(number)
             prompts, _, offsets, ids, earlier_offsets, earlier = _columns(batch)
             columns = [prompts, np.diff(offsets), ids, np.diff(earlier_offsets), earlier, _images(batch)[1]]
-            of_rows, weights = _weights(batch)
-            for digest, column in zip(digests, [*columns, np.diff(of_rows), weights], strict=True):
-                kind = "<i4" if column.dtype.kind == "i" else "<f8"
-                digest.update(np.ascontiguousarray(column, dtype=kind).data)
-            answers, images, weighed = answers + len(earlier), images + len(columns[-1]), weighed + len(weights)
+            for digest, column in zip(digests, columns, strict=True):
+                digest.update(np.ascontiguousarray(column, dtype="<i4").data)
+            answers, images = answers + len(earlier), images + len(columns[-1])
     # empty columns are left out: older versions lack them, and their runs can be resumed only if the hash is the same
     deciding = [*digests[:3], *digests[3 : 5 if answers else 3], *digests[5 : 6 if images else 5]]
-    deciding += digests[6:] if weighed else []
     return hashlib.sha256(b"".join(digest.digest() for digest in deciding)).hexdigest()
 
 

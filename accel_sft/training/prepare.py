@@ -331,7 +331,6 @@ def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
         global_batch_size=config.global_batch_size,
         epochs=config.epochs,
         max_steps=config.max_steps,
-        loss_weights=train.kept.loss_weights,
         sources=sources,
         shares=shares,
     )

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 from accel_sft import UserError
 from accel_sft.chat.encoded import Encoded, Encoding, Rules, end_of_turn_ids
 from accel_sft.data import token_key, tokenization
-from accel_sft.data.token_store import TokenStore, merge, write_part
+from accel_sft.data.token_store import merge, write_part
 from accel_sft.data.tokenization import FILE, KIND, SplitEncoder
 from accel_sft.io import cache, manifest
 from accel_sft.launch import collectives
@@ -189,31 +189,6 @@ def test_stored_examples_are_those_encoded_on_the_spot(tokenizer, truncation):
     assert gone is None or stored.kept.of(gone) == []
     with pytest.raises(IndexError):
         stored.kept[len(direct.kept)]
-
-
-def test_weights_of_turns_are_stored_count_in_the_rows_sums_and_decide_the_fingerprint(tmp_path):
-    plain = [Encoded(n, [5, 6, 7, 8, 9, 2][: 4 + n % 3], 3, ((1, 2),) if n % 2 else ()) for n in range(7)]
-    weighed = [row._replace(weights=(0.25, 0.1)[-len(row.spans) :]) if row.index < 5 else row for row in plain]
-
-    def stored(*parts):
-        paths = [tmp_path / f"part-{place}" for place in range(len(parts))]
-        for path, rows in zip(paths, parts, strict=True):
-            write_part(path, [Encoding("train", rows)], "train")
-        return TokenStore(tmp_path / "tokens", merge(paths, tmp_path / "tokens"))
-
-    without = stored(plain)
-    assert (without.loss_weights is without.supervised, without.weights()) == (True, [1.0])
-    prints = {without.fingerprint}
-    for parts in ([weighed], [weighed[:3], weighed[3:]], [weighed[:6], plain[6:]]):
-        store = stored(*parts)
-        assert list(store) == weighed
-        assert store.loss_weights.tolist() == pytest.approx([row.loss_weight for row in weighed], rel=1e-15)
-        assert store.supervised.tolist() == without.supervised.tolist()
-        assert store.weights() == [0.1, 0.25, 1.0]
-        prints.add(store.fingerprint)
-    assert len(prints) == 2
-    other = [*weighed[:4], plain[4], weighed[4]._replace(index=5)]  # the same weights on other rows
-    assert stored(other).fingerprint not in prints
 
 
 def test_what_is_left_out_is_named_by_file_and_line(tokenizer, tmp_path):
