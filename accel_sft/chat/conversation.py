@@ -8,21 +8,21 @@ from typing import Any, NamedTuple, TypeVar
 
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
-from accel_sft.chat.image_parts import MARK, marks, read_parts, shown, unmarked
-from accel_sft.chat.pictures import Picture
+from accel_sft.chat.pictures import IMAGE_MARK, Picture, marks, read_parts, shown, unmarked
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.rows.rows import Rows, with_places
 
 Given = TypeVar("Given")
 Turn = dict[str, Any]
-"""A turn has `role` and `content`, a text in which MARK stands for an image; an assistant's may have `tool_calls` and
-`reasoning_content`."""
+"""A turn has `role` and `content`, a text in which IMAGE_MARK stands for an image; an assistant's may have `tool_calls`
+and `reasoning_content`."""
 Turns = list[Turn]
 Tools = list[dict[str, Any]] | None
 """Schemas of tools, for the chat template."""
 GUARD, OWN = "\ue008\ue009", "\ue00a\ue00b"
 """In texts that are tokenized, GUARD marks a task's control tokens and OWN the template's: see control_tokens.py."""
 _NO_TEXT = re.compile(f"[\ud800-\udfff]|{GUARD}|{OWN}")
+_THINKS = re.compile(r"\s*<think>(.*?)</think>\s*", re.S)
 _EXPECTED = 'a list of {"role": ..., "content": ...}'
 _GIVEN = {
     *("messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"),
@@ -96,6 +96,23 @@ class Conversation(NamedTuple):
 def _said(turn: Turn) -> str:
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())]
     return " ".join([turn["content"], *calls] if turn["content"] else calls)
+
+
+def split_thinking(target: str) -> tuple[str | None, str]:
+    """The thinking that a target begins with (None without any), and the answer after it."""
+    found = _THINKS.match(target)
+    return (found[1], target[found.end() :]) if found else (None, target)
+
+
+def divided(chat: Conversation) -> tuple[str | None, str]:
+    """The thinking of a conversation's answer (None without any), and the answer after it."""
+    thinking = chat.answer.get("reasoning_content")
+    return split_thinking(chat.target) if thinking is None else (thinking, chat.answer["content"])
+
+
+def wanted(chat: Conversation, thinking: str | None) -> str:
+    """The text that an answer is scored against: the target; under `--thinking keep`, without its thinking."""
+    return divided(chat)[1] if thinking == "keep" else chat.target
 
 
 def no_text(text: str) -> bool:
@@ -200,7 +217,7 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
 
 def _with_images(found: Conversation, images: list[Picture], where: str) -> Conversation:
     """Return the conversation with those of the task's images that are in its turns. Images in answers are refused."""
-    if any(MARK in turn["content"] for turn in (found.answer, *(found.turns[at] for at in found.learnt))):
+    if any(IMAGE_MARK in turn["content"] for turn in (found.answer, *(found.turns[at] for at in found.learnt))):
         raise UserError(f"{where}: target() gave an answer with an image; only texts are learnt")
     numbered = (Picture(picture.given, number) for number, picture in enumerate(images, 1))
     return found._replace(images=tuple(numbered)[: marks(found.turns)])

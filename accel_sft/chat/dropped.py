@@ -5,11 +5,10 @@ import re
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.chat.conversation import Conversation, Turns
-from accel_sft.chat.image_parts import MARK as IMAGE
+from accel_sft.chat.conversation import Conversation, Turns, divided, split_thinking
+from accel_sft.chat.pictures import IMAGE_MARK
 from accel_sft.chat.rendering import Rendered
 from accel_sft.chat.template import MARK, lost
-from accel_sft.chat.thinking import divided, split_thinking
 from accel_sft.io.prefix import common_length
 from accel_sft.io.text import one_line
 
@@ -103,7 +102,7 @@ def _missing(turns: Turns, prompt: str) -> tuple[str, str] | None:
             continue
         if role == "assistant":
             content = split_thinking(content)[1].rpartition("</think>")[2]
-        for text in content.split(IMAGE):
+        for text in content.split(IMAGE_MARK):
             if text.strip() in prompt:
                 continue
             whole = whole or _compact(prompt)

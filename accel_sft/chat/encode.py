@@ -13,15 +13,17 @@ from typing import Any
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.answer_tokens import AnswerTokens
-from accel_sft.chat.conversation import Conversation, conversation
+from accel_sft.chat.conversation import Conversation, conversation, wanted
 from accel_sft.chat.encoded import EMPTY_ANSWER, NO_PROMPT, NOTHING_TO_LEARN, Encoded, Encoding, Rules
-from accel_sft.chat.image_inputs import ImageInputs
+from accel_sft.chat.image_inputs import GivenImages, ImageInputs, RowImages
+from accel_sft.chat.pictures import Picture
 from accel_sft.chat.rendering import Rendered, Rendering
 from accel_sft.chat.template import Rejected
-from accel_sft.chat.thinking import wanted
 
 _PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
 """This many examples, or characters, are tokenized together, so that memory does not grow with the data."""
+_EDGE = 32
+"""Pixels of a blank image's edges. Processors enlarge it if it is too small for them."""
 Part = list[tuple[int, Conversation]]
 """Examples of a split: the index and the conversation of each."""
 OnRefused = Callable[[int, UserError], None]
@@ -111,7 +113,7 @@ class _Encoder:
                 on_refused(index, error)
                 continue
             rows += alone.kept
-            whole.note(alone)
+            whole.add(alone)
         return whole
 
     def _windows(self, index: int, text: str) -> list[Encoded]:
@@ -126,7 +128,7 @@ class _Encoder:
             last = self.rendering.text_ids(text.rstrip())
             if last[-1:] and last[-1] in self.rules.eos_ids:
                 ids, end = last, []
-        self.rendering.note(
+        self.rendering.add_note(
             f"raw text: every token and {self.tokens.tokenizer.eos_token} behind it are learnt"
             + (
                 ""
@@ -139,9 +141,6 @@ class _Encoder:
         return [Encoded(index, ids[at : at + most], 1 if at else max(len(begin), 1)) for at in starts]
 
     def _of_chats(self, part: Part) -> Encoding:
-        cuts, most = self.rules.truncation == "right", self.rules.max_length
-        far_too_long = {index for index, chat in part if not cuts and self.tokens.exceeds(chat, most)}
-        part = [(index, chat) for index, chat in part if index not in far_too_long]
         every = [(index, each) for index, chat in part for each in chat.each()]  # a conversation for each answer
         counts = [len(chat.learnt) + 1 for _, chat in part]
         texts = self._with_images(every, self._rendered(part, [each for _, each in every]))
@@ -173,8 +172,6 @@ class _Encoder:
                     result.control_tokens["answers" if written.ends_answer else "texts"].append(index)
                 if short != rows:
                     result.cut.append(index)
-        if far_too_long:
-            result.left_out[self.rules.too_long] = sorted({*result.left_out[self.rules.too_long], *far_too_long})
         return result
 
     def _with_images(self, every: Part, texts: list[Rendered]) -> list[Rendered]:
@@ -235,3 +232,18 @@ def _cut(row: Encoded, length: int) -> Encoded | None:
         return None
     *earlier, (begin, end) = spans
     return row._replace(input_ids=row.input_ids[:end], prompt_length=begin, earlier=tuple(earlier))
+
+
+def blank_row(inputs: ImageInputs) -> Encoded:
+    """The row of a white image, of which nothing is learnt: a forward without images calls the layers that read images
+    with it.
+
+    Raises:
+        UserError: the model has no processor for images, or it cannot make the image its input.
+    """
+    import PIL.Image
+
+    picture = Picture(PIL.Image.new("RGB", (_EDGE, _EDGE), "white"))
+    images = RowImages(-1, 1, b"", GivenImages(inputs, (picture,), "a blank image"))
+    ids = inputs.ids(images)
+    return Encoded(-1, ids, len(ids), images=images)

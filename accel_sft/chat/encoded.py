@@ -115,7 +115,7 @@ class Encoding:
         ]
         return [*self.notes, *named]
 
-    def note(self, other: Encoding) -> None:
+    def add(self, other: Encoding) -> None:
         """Add what was left out and cut in the next part of the split."""
         for reason, indices in other.left_out.items():
             self.left_out[reason] += indices

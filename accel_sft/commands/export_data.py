@@ -9,8 +9,7 @@ from typing import Any
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import Conversation, conversation, read_split
-from accel_sft.chat.image_parts import parted
-from accel_sft.chat.pictures import Picture
+from accel_sft.chat.pictures import Picture, parted
 from accel_sft.commands.generate import one_process
 from accel_sft.io import terminal
 from accel_sft.io.files import new_folder

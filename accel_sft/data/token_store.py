@@ -219,7 +219,7 @@ def write_part(path: Path, parts: Iterable[Encoding], split: str) -> Encoding:
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _SCHEMA) as writer:
         for part in parts:
             writer.write_batch(pa.RecordBatch.from_pylist([_stored(each) for each in part.kept], _SCHEMA))
-            left_out.note(part)
+            left_out.add(part)
     return left_out
 
 

@@ -23,7 +23,7 @@ from accel_sft.launch.collectives import Team
 from accel_sft.rows.rows import with_places
 
 KIND, FILE = "tokens", "tokens.arrow"
-_NOTED = "left_out", "cut", "raw", "windowed", "control_tokens"
+_KEPT_BESIDE_TOKENS = "left_out", "cut", "raw", "windowed", "control_tokens"
 """Fields of an Encoding that are kept beside its tokens."""
 _COMPARED = 32
 """Maximum number of examples that every start tokenizes again, to compare the tokens with the cached ones."""
@@ -78,7 +78,7 @@ class SplitEncoder:
             encoding = self._opened(folder, about, examples, split)
             if all(team.all(lambda: self._agrees(encoding, examples) and self._sees_the_same(encoding))):
                 encoding.notes.append(f"{split}: {encoding.kept.examples:,} examples, tokens from the cache")
-                return self._noted(encoding, notes)
+                return self._with_notes(encoding, notes)
             cache.log(f"{folder}: not what the task makes of its rows now; it is made again")
             team.firsts(lambda: cache.discard(KIND, key))
         if len(examples) >= _ANNOUNCED and team.is_main:
@@ -89,9 +89,9 @@ class SplitEncoder:
                 f"{split}: the task's messages() and target() gave something else the second time; make them pure "
                 "functions of the example and the options"
             )
-        return self._noted(encoding, notes)
+        return self._with_notes(encoding, notes)
 
-    def _noted(self, encoding: StoredEncoding, notes: list[str]) -> StoredEncoding:
+    def _with_notes(self, encoding: StoredEncoding, notes: list[str]) -> StoredEncoding:
         """Return the encoding with the notes of its examples, and with the rendering's notes since the last split."""
         encoding.notes[:0] = notes
         encoding.notes += self.rendering.notes[self._told :]
@@ -139,9 +139,9 @@ class SplitEncoder:
         encoding = write_part(part, self.parts(examples, indices, split, on_refused=refuse), split)
         if len(refused) + sum(map(len, encoding.left_out.values())) == len(examples):
             return encoding
-        about = {name: getattr(encoding, name) for name in _NOTED}
+        about = {name: getattr(encoding, name) for name in _KEPT_BESIDE_TOKENS}
         about["fingerprint"] = merge([part], folder / FILE)
-        return self._noted(self._opened(folder, about, examples, split), [])
+        return self._with_notes(self._opened(folder, about, examples, split), [])
 
     def _agrees(self, encoding: StoredEncoding, examples: Sequence[Any]) -> bool:
         """Whether some of the examples, tokenized again by this process, give the stored tokens."""
@@ -164,8 +164,8 @@ class SplitEncoder:
                 store = TokenStore(folder / FILE, about["fingerprint"], source)
             except OSError as error:
                 raise UserError(f"{folder}: cannot be read any more ({error}); start again") from None
-            noted = {name: about[name] for name in _NOTED}
-            encodings.append(StoredEncoding(split, store, **noted, examples=examples))
+            beside = {name: about[name] for name in _KEPT_BESIDE_TOKENS}
+            encodings.append(StoredEncoding(split, store, **beside, examples=examples))
 
         self.team.all(read)
         return encodings[0]
@@ -196,12 +196,12 @@ class SplitEncoder:
             shares = _written(team.all, lambda: self._share(folder, examples, split))
             whole = Encoding(split, examples=examples)
             for rank in team.here:
-                whole.note(shares[rank])
+                whole.add(shares[rank])
             whole.check(len(examples), self.rules)
 
             def merged() -> tuple[Path, dict[str, Any]]:
                 parts = [folder / f"part-{number}" for number in range(len(team.here))]
-                about = {name: getattr(whole, name) for name in _NOTED}
+                about = {name: getattr(whole, name) for name in _KEPT_BESIDE_TOKENS}
                 about["fingerprint"] = merge(parts, folder / FILE)
                 for part in parts:
                     part.unlink()

@@ -17,10 +17,9 @@ from accel_sft.batching.device_memory import forwards_alone, in_halves, out_of_m
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.chat.answer_text import AnswerText
-from accel_sft.chat.conversation import conversation
+from accel_sft.chat.conversation import conversation, wanted
 from accel_sft.chat.encoded import Encoded
 from accel_sft.chat.rendering import Rendering
-from accel_sft.chat.thinking import wanted
 from accel_sft.evaluation.backend import AnswerBackend, AnswerInText
 from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.image_answers import ImageGenerator

@@ -9,8 +9,7 @@ import numpy as np
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.chat.conversation import conversation
-from accel_sft.chat.thinking import wanted
+from accel_sft.chat.conversation import conversation, wanted
 from accel_sft.evaluation.scoring import UNANSWERED, scored
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.tools.check.findings import Findings

@@ -17,9 +17,8 @@ import numpy as np
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.control_tokens import ControlTokens
-from accel_sft.chat.conversation import Conversation, Turn, conversation
-from accel_sft.chat.image_parts import shown
-from accel_sft.chat.thinking import divided
+from accel_sft.chat.conversation import Conversation, Turn, conversation, divided
+from accel_sft.chat.pictures import shown
 from accel_sft.tools.check.findings import Findings
 from accel_sft.tracking.labels import LONGEST_LABEL, are_labels
 
