@@ -1,6 +1,7 @@
 """Tokenizes a split once for all runs, on all ranks of a machine together; every rank gets the same tokens."""
 
 import contextlib
+import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from accel_sft.io.terminal import terminal
 from accel_sft.launch.collectives import Team
 from accel_sft.rows.rows import with_places
 
-KIND, FILE = "tokens", "tokens.arrow"
+KIND = "tokens"
 _KEPT_BESIDE_TOKENS = "left_out", "cut", "raw", "windowed", "control_tokens"
 """Fields of an Encoding that are kept beside its tokens."""
 _COMPARED = 32
@@ -140,7 +141,7 @@ class SplitEncoder:
         if len(refused) + sum(map(len, encoding.left_out.values())) == len(examples):
             return encoding
         about = {name: getattr(encoding, name) for name in _KEPT_BESIDE_TOKENS}
-        about["fingerprint"] = merge([part], folder / FILE)
+        about["fingerprint"] = merge([part], folder)
         return self._with_notes(self._opened(folder, about, examples, split), [])
 
     def _agrees(self, encoding: StoredEncoding, examples: Sequence[Any]) -> bool:
@@ -161,7 +162,7 @@ class SplitEncoder:
         def read() -> None:
             try:
                 source = ImageSource(self.images, self.task, examples, split)
-                store = TokenStore(folder / FILE, about["fingerprint"], source)
+                store = TokenStore(folder, about["fingerprint"], source)
             except OSError as error:
                 raise UserError(f"{folder}: cannot be read any more ({error}); start again") from None
             beside = {name: about[name] for name in _KEPT_BESIDE_TOKENS}
@@ -202,9 +203,9 @@ class SplitEncoder:
             def merged() -> tuple[Path, dict[str, Any]]:
                 parts = [folder / f"part-{number}" for number in range(len(team.here))]
                 about = {name: getattr(whole, name) for name in _KEPT_BESIDE_TOKENS}
-                about["fingerprint"] = merge(parts, folder / FILE)
+                about["fingerprint"] = merge(parts, folder)
                 for part in parts:
-                    part.unlink()
+                    shutil.rmtree(part)
                 return cache.publish(folder, KIND, key, about) if key else folder, about
 
             folder, about = _written(team.firsts, merged)[team.rank]
@@ -235,7 +236,7 @@ def _kept(key: str) -> tuple[Path, dict[str, Any]] | None:
     with contextlib.suppress(OSError):  # the entry may have been removed meanwhile
         if found := cache.find(KIND, key):
             folder, about = found
-            return folder, {**about, "fingerprint": fingerprint_of(folder / FILE)}
+            return folder, {**about, "fingerprint": fingerprint_of(folder)}
     return None
 
 

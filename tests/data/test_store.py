@@ -25,10 +25,10 @@ from places import SUPPORT
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.chat.encoded import Encoded, Encoding, Rules, end_of_turn_ids
+from accel_sft.chat.encoded import Rules, end_of_turn_ids
 from accel_sft.data import token_key, tokenization
-from accel_sft.data.token_store import merge, write_part
-from accel_sft.data.tokenization import FILE, KIND, SplitEncoder
+from accel_sft.data.token_store import IDS
+from accel_sft.data.tokenization import KIND, SplitEncoder
 from accel_sft.io import cache, manifest
 from accel_sft.launch import collectives
 from accel_sft_chat import Chat
@@ -221,10 +221,10 @@ def test_parts_of_which_nothing_is_left_harm_no_other(tokenizer, monkeypatch):
 def test_a_second_start_reads_what_the_first_kept(tokenizer, own_cache):
     first = encoder(tokenizer)(EXAMPLES, "train")
     (name,) = entries(own_cache)
-    written = (own_cache / KIND / name / FILE).stat()
+    written = (own_cache / KIND / name / IDS).stat()
     second = encoder(tokenizer)(EXAMPLES, "train")
     assert second.lines() == [f"train: {len(EXAMPLES):,} examples, tokens from the cache"]
-    assert (own_cache / KIND / name / FILE).stat() == written
+    assert (own_cache / KIND / name / IDS).stat() == written
     assert second.kept.fingerprint == first.kept.fingerprint
     assert list(second.kept) == list(first.kept)
     assert first.lines() == []
@@ -290,9 +290,9 @@ def flipped(file):
 
 
 DAMAGES = {
-    "a bit": (FILE, flipped, "tokens.arrow has other bytes than were written"),
-    "cut off": (FILE, lambda file: os.truncate(file, file.stat().st_size - 8), "bytes, "),
-    "gone": (FILE, lambda file: file.unlink(), "tokens.arrow is missing"),
+    "a bit": (IDS, flipped, "ids has other bytes than were written"),
+    "cut off": (IDS, lambda file: os.truncate(file, file.stat().st_size - 8), "bytes, "),
+    "gone": (IDS, lambda file: file.unlink(), "ids is missing"),
     "what is known of it": (manifest.MANIFEST, flipped, "manifest.json"),
     "nothing is known of it": (manifest.MANIFEST, lambda file: file.unlink(), "no manifest.json"),
 }
@@ -577,19 +577,3 @@ def test_a_bad_example_in_the_second_ranks_share_ends_both_with_its_line(model, 
     (line,) = printed
     assert line.startswith("Error: train example 2990: the task failed: ValueError: bad (")
     assert "accel_sft_partly.py:" in line
-
-
-def test_kept_tokens_are_read_without_pandas(tmp_path):
-    rows = [Encoded(index, [5, 6, 7 + index], 1, (), None, (0.5,) * (index % 2)) for index in range(4)]
-    write_part(tmp_path / "part", [Encoding("train", rows[:2]), Encoding("train", rows[2:])], "train")
-    fingerprint = merge([tmp_path / "part"], tmp_path / FILE)
-    script = """
-import sys
-from pathlib import Path
-from accel_sft.data.token_store import TokenStore, fingerprint_of
-fingerprint = fingerprint_of(Path(sys.argv[1]))
-print(fingerprint, TokenStore(Path(sys.argv[1]), fingerprint)[3].input_ids[-1], "pandas" in sys.modules)
-"""
-    command = [sys.executable, "-c", script, str(tmp_path / FILE)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert told.split() == [fingerprint, "10", "False"]

@@ -495,7 +495,7 @@ def stored(folder, rows):
     folder.mkdir(exist_ok=True)
     kept = [Encoded(n, *row) for n, row in enumerate(rows)]
     write_part(folder / "part", [Encoding("train", kept)], "train")
-    return TokenStore(folder / "tokens.arrow", merge([folder / "part"], folder / "tokens.arrow"))
+    return TokenStore(folder, merge([folder / "part"], folder))
 
 
 def test_hashes_of_rows_in_arrays_tell_prompts_and_rows_apart(tmp_path):
