@@ -21,8 +21,7 @@ from accel_sft.chat.conversation import conversation, wanted
 from accel_sft.chat.encoded import Encoded
 from accel_sft.chat.rendering import Rendering
 from accel_sft.evaluation.backend import AnswerBackend, AnswerInText
-from accel_sft.evaluation.generate import Generator
-from accel_sft.evaluation.image_answers import ImageGenerator
+from accel_sft.evaluation.generate import Generator, ImageGenerator
 from accel_sft.evaluation.scoring import EVAL_LOSS, PERPLEXITY, UNANSWERED, aggregated, scored
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.terminal import terminal, wrapped
