@@ -51,7 +51,9 @@ def encode_parts(
             an image cannot be used; or the rendering with an answer does not begin with the prompt.
     """
     encoder = _Encoder(rendering, AnswerTokens(rendering, rules.eos_ids), split, rules, images)
-    encoded = functools.partial(encoder.without_refused, on_refused=on_refused) if on_refused else encoder.encoded
+    encoded: Callable[[Part], Encoding] = encoder.encoded
+    if on_refused:
+        encoded = functools.partial(encoder.without_refused, on_refused=on_refused)
     waiting: Part = []
     characters = 0
     for index in indices:
