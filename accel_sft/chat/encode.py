@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any
 
 from accel_sft.api.errors import UserError
@@ -26,6 +25,8 @@ _EDGE = 32
 """Pixels of a blank image's edges. Processors enlarge it if it is too small for them."""
 Part = list[tuple[int, Conversation]]
 """Examples of a split: the index and the conversation of each."""
+Answer = tuple[Conversation, Rendered, tuple[list[int], list[int]]]
+"""An answer: the conversation that ends with it, its texts, and the tokens of its prompt and of prompt and answer."""
 OnRefused = Callable[[int, UserError], None]
 """Takes the index of an example that cannot be encoded, and the reason."""
 
@@ -50,7 +51,9 @@ def encode_parts(
             an image cannot be used; or the rendering with an answer does not begin with the prompt.
     """
     encoder = _Encoder(rendering, AnswerTokens(rendering, rules.eos_ids), split, rules, images)
-    encoded = functools.partial(encoder.without_refused, on_refused=on_refused) if on_refused else encoder.encoded
+    encoded: Callable[[Part], Encoding] = encoder.encoded
+    if on_refused:
+        encoded = functools.partial(encoder.without_refused, on_refused=on_refused)
     waiting: Part = []
     characters = 0
     for index in indices:
@@ -80,24 +83,38 @@ class _Encoder:
 
     def encoded(self, part: Part) -> Encoding:
         """Return the rows of some examples, and the indices of examples that were left out or cut."""
-        raw = [(index, chat) for index, chat in part if not chat.turns]
-        found = self._of_chats([each for each in part if each[1].turns] if raw else part)
-        kept = list(found.kept)
-        for index, chat in raw:
-            rows = self._windows(index, chat.target)
-            if not rows:
-                found.left_out[EMPTY_ANSWER if not chat.target.strip() else NOTHING_TO_LEARN].append(index)
-            found.raw += bool(rows)
-            if len(rows) > 1:
-                found.windowed.append(index)
-            if rows and self.rendering.control.as_text and self.rendering.control.written(chat, ()):
-                found.control_tokens["texts"].append(index)
-            kept += rows
-        if raw:
-            found.kept = sorted(kept, key=attrgetter("index"))
-            for indices in found.left_out.values():
-                indices.sort()
-        return found
+        answers = self._answers([(index, chat) for index, chat in part if chat.turns])
+        control, kept = self.rendering.control, list[Encoded]()
+        result, ends = Encoding(self.split, kept), control.spelled(self.rules.eos_ids)
+        for index, chat in part:
+            if chat.turns:
+                its_answers = list(itertools.islice(answers, len(chat.learnt) + 1))
+                rows = self._rows(index, its_answers)
+                short = _limited(rows, self.split, self.rules)
+            else:
+                rows = short = self._windows(index, chat.target)
+            if reason := self._left_out(chat, rows, short):
+                result.left_out[reason].append(index)
+                continue
+            kept += short
+            result.raw += not chat.turns or self.rendering.template.concatenates  # asked as text, too
+            if not chat.turns and len(rows) > 1:
+                result.windowed.append(index)
+            if short != rows:
+                result.cut.append(index)
+            if (chat.turns or control.as_text) and (written := control.written(chat, ends)):
+                result.control_tokens["answers" if written.ends_answer else "texts"].append(index)
+        return result
+
+    def _left_out(self, chat: Conversation, rows: list[Encoded], short: list[Encoded]) -> str | None:
+        """Why an example is left out, of whose rows `short` are left within `--max-length`; None if it is not."""
+        if not rows:
+            return NOTHING_TO_LEARN if not chat.turns and chat.target.strip() else EMPTY_ANSWER
+        if not short:
+            return self.rules.too_long
+        if chat.turns and not all(row.input_ids[begin : end - 1] for row in rows for begin, end in row.spans):
+            return NOTHING_TO_LEARN  # an answer has no token but the one that ends it
+        return None if all(row.spans[0][0] for row in rows) else NO_PROMPT
 
     def without_refused(self, part: Part, on_refused: OnRefused) -> Encoding:
         """Return the rows of the examples that can be encoded; the others are given to `on_refused`."""
@@ -140,46 +157,27 @@ class _Encoder:
         starts = range(0, len(ids) - 1, most - 1)
         return [Encoded(index, ids[at : at + most], 1 if at else max(len(begin), 1)) for at in starts]
 
-    def _of_chats(self, part: Part) -> Encoding:
-        every = [(index, each) for index, chat in part for each in chat.each()]  # a conversation for each answer
-        counts = [len(chat.learnt) + 1 for _, chat in part]
-        texts = self._with_images(every, self._rendered(part, [each for _, each in every]))
-        answers = zip(every, texts, self.tokens.of_texts(texts, counts), strict=True)
-        kept: list[Encoded] = []
-        result = Encoding(self.split, kept)
-        ends = self.rendering.control.spelled(self.rules.eos_ids)
-        for (index, chat), count in zip(part, counts, strict=True):
-            its = list(itertools.islice(answers, count))
-            if any(self._is_empty(each) for (_, each), *_ in its):
-                result.left_out[EMPTY_ANSWER].append(index)
-                continue
-            rows: list[Encoded] = []
-            for (_, each), text, (prompt, whole) in its:
-                ids = self.tokens.ids(self._name(index), each, text, prompt, whole)
-                images = self.images.row(index, each) if self.images else None
-                _append(rows, Encoded(index, ids, len(prompt), images=images))
-            short = _limited(rows, self.split, self.rules)
-            if not short:
-                result.left_out[self.rules.too_long].append(index)
-            elif not all(row.input_ids[begin : end - 1] for row in rows for begin, end in row.spans):
-                result.left_out[NOTHING_TO_LEARN].append(index)  # an answer has no token but the one that ends it
-            elif not all(row.spans[0][0] for row in rows):
-                result.left_out[NO_PROMPT].append(index)
-            else:
-                kept += short
-                result.raw += self.rendering.template.concatenates  # asked as text, too
-                if written := self.rendering.control.written(chat, ends):
-                    result.control_tokens["answers" if written.ends_answer else "texts"].append(index)
-                if short != rows:
-                    result.cut.append(index)
-        return result
+    def _answers(self, chats: Part) -> Iterator[Answer]:
+        """Yield each answer of the chats: a conversation that ends with it, its texts, and its tokens."""
+        every = [(index, answer) for index, chat in chats for answer in chat.each()]
+        texts = self._rendered(chats, [answer for _, answer in every])
+        if images := self.images:
+            pairs = zip(every, texts, strict=True)
+            texts = [images.expanded(answer, text, self._name(index)) for (index, answer), text in pairs]
+        tokens = self.tokens.of_texts(texts, [len(chat.learnt) + 1 for _, chat in chats])
+        return zip((answer for _, answer in every), texts, tokens, strict=True)
 
-    def _with_images(self, every: Part, texts: list[Rendered]) -> list[Rendered]:
-        """Return the texts, with as many placeholders for each image as the image has tokens."""
-        return [
-            self.images.expanded(chat, text, self._name(index)) if self.images and chat.images else text
-            for (index, chat), text in zip(every, texts, strict=True)
-        ]
+    def _rows(self, index: int, answers: list[Answer]) -> list[Encoded]:
+        """The rows of an example whose answers these are; [] if one of them is empty."""
+        rows: list[Encoded] = []
+        thinking = self.rendering.thinking
+        if not all(wanted(answer, thinking).strip() or answer.calls for answer, *_ in answers):
+            return []
+        for answer, text, (prompt, whole) in answers:
+            ids = self.tokens.ids(self._name(index), answer, text, prompt, whole)
+            images = self.images.row(index, answer) if self.images else None
+            _append(rows, Encoded(index, ids, len(prompt), images=images))
+        return rows
 
     def _rendered(self, part: Part, every: list[Conversation]) -> list[Rendered]:
         """All conversations as text. Raises the error of the first example that the template rejects."""
@@ -192,9 +190,6 @@ class _Encoder:
                 except Rejected as error:
                     raise Rejected(f"{self._name(index)}: {str(error).removeprefix(f'{self.split}: ')}") from error
             raise
-
-    def _is_empty(self, chat: Conversation) -> bool:
-        return not (wanted(chat, self.rendering.thinking).strip() or chat.calls)
 
     def _name(self, index: int) -> str:
         return f"{self.split} example {index}"

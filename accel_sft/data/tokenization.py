@@ -72,14 +72,14 @@ class SplitEncoder:
                 "ranks got different examples from dataset() (a set's order, an unseeded random?), or run different "
                 "versions; make it a pure function, and the machines alike"
             )
-        key, notes = keys[0], [f"{split}: {note}" for note in getattr(examples, "notes", ())]
+        key = keys[0]
         found = team.firsts(lambda: _kept(key))
         if all(found):
             folder, about = found[team.rank]
             encoding = self._opened(folder, about, examples, split)
             if all(team.all(lambda: self._agrees(encoding, examples) and self._sees_the_same(encoding))):
                 encoding.notes.append(f"{split}: {encoding.kept.examples:,} examples, tokens from the cache")
-                return self._with_notes(encoding, notes)
+                return self._with_notes(encoding)
             cache.log(f"{folder}: not what the task makes of its rows now; it is made again")
             team.firsts(lambda: cache.discard(KIND, key))
         if len(examples) >= _ANNOUNCED and team.is_main:
@@ -90,11 +90,11 @@ class SplitEncoder:
                 f"{split}: the task's messages() and target() gave something else the second time; make them pure "
                 "functions of the example and the options"
             )
-        return self._with_notes(encoding, notes)
+        return self._with_notes(encoding)
 
-    def _with_notes(self, encoding: StoredEncoding, notes: list[str]) -> StoredEncoding:
+    def _with_notes(self, encoding: StoredEncoding) -> StoredEncoding:
         """Return the encoding with the notes of its examples, and with the rendering's notes since the last split."""
-        encoding.notes[:0] = notes
+        encoding.notes[:0] = [f"{encoding.split}: {note}" for note in getattr(encoding.examples, "notes", ())]
         encoding.notes += self.rendering.notes[self._told :]
         self._told = len(self.rendering.notes)
         rows, examples = len(encoding.kept), encoding.kept.examples
@@ -142,7 +142,7 @@ class SplitEncoder:
             return encoding
         about = {name: getattr(encoding, name) for name in _KEPT_BESIDE_TOKENS}
         about["fingerprint"] = merge([part], folder)
-        return self._with_notes(self._opened(folder, about, examples, split), [])
+        return self._with_notes(self._opened(folder, about, examples, split))
 
     def _agrees(self, encoding: StoredEncoding, examples: Sequence[Any]) -> bool:
         """Whether some of the examples, tokenized again by this process, give the stored tokens."""

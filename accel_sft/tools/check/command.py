@@ -132,7 +132,7 @@ class Audit:
 
     def _encode(self, assembly: Assembly, split: str, texts: Texts) -> None:
         """Tokenize a split, and check its tokens and labels."""
-        examples, tokenizer, folder = self.splits[split], assembly.tokenizer, self.folder / split
+        examples, tokenizer, folder = self.splits[split], assembly.tokenizer, self.folder / f"tokens-{split}"
         folder.mkdir()
         encoding = encode_split(
             assembly.encode, examples, texts.readable, split, self.findings, self.config.truncation, folder

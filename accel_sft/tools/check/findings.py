@@ -8,6 +8,7 @@ code never changes.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,157 +35,75 @@ class Code:
     fix: str
 
 
+_CODES = """
+D101 error: not JSON, and training refuses the file -> fix these lines, or take them out
+D102 error: the task's reader refuses the row, and training refuses the file
+    -> give the field what is expected there, or take the row out
+D103 error: the examples cannot be read -> fix what is said here; the split could not be checked
+D104 warning: the task's reader leaves the row out -> fix the row, or take it out; training goes on without it
+D201 error: messages() or target() fails, or gives what is no conversation -> fix the row, or the task's method
+D202 error: the model's chat template rejects the messages
+    -> give roles and an order that this template takes, or choose another model
+D203 error: the prompt is not a prefix of prompt and answer
+    -> change what the answer begins with, or give the tokenizer a chat template that keeps the prompt
+D204 error: the chat template drops or changes the answer
+    -> --thinking keep if it is thinking; else change target(), or give the tokenizer another chat template
+D205 error: training refuses these examples -> fix what is said here
+D206 warning: the answer is empty, and the row is left out -> write the answer, or take the row out
+D207 warning: no turn but the system's has text -> write the question; a model learns to answer nothing from it
+D208 warning: special tokens of the model are written in the texts
+    -> take them out: they are learnt as characters; what a template wrote is read by --control-tokens tokens
+D209 error: the answer's own text has a token that ends the turn
+    -> take it out: the chat template ends the turn, and this one is learnt as characters (--control-tokens text)
+    or, with --control-tokens tokens, refused by training
+D210 warning: characters that a wrong encoding leaves behind
+    -> save the source as UTF-8 and read it as UTF-8; control characters belong in no text
+D211 note: the answer begins or ends with white space
+    -> strip it, unless it is meant: the model learns to write it where the template keeps it
+D212 warning: --thinking keep, and the answer has no thinking
+    -> write it before the answer, or leave these rows out: the model learns to answer such questions without it
+D213 error: the chat template drops the text of a message
+    -> give the tokenizer a chat template that writes every message, or change messages()
+D215 warning: the chat template's prompts do not end in the header of the answer, which is learnt with it
+    -> end the template with it, if add_generation_prompt: other servers show what was learnt in answers
+D216 warning: a label is spelt nearly like a frequent one -> spell both alike, unless it is meant
+D217 warning: a text is what programs write for a missing value, such as nan or None
+    -> leave the value empty, or take the row out, unless the word is meant: it is learnt as a word
+D301 warning: longer than --max-length, and left out -> raise --max-length, or shorten the rows
+D302 warning: cut to --max-length: the end of the turn is not learnt
+    -> raise --max-length, or leave them out with --truncation drop
+D303 warning: no token of the answer is left to carry loss; left out
+    -> write an answer that the tokenizer has tokens for
+D304 error: the token that ends the turn carries no loss
+    -> see that the tokenizer's eos_token is what its chat template ends an answer with
+D305 error: the token that begins a text stands there twice -> take it out of the text: the chat template writes it
+D306 warning: the tokenizer has no token for some of the text
+    -> replace these characters, or choose a model that knows them
+D307 error: no example is left to use -> fix what is listed for this split
+D308 error: the collator supervises other tokens than the answer's -> report this as a defect
+D309 warning: the chat template writes no prompt; left out
+    -> see what the chat template makes of these rows, and what the tokenizer leaves of it
+D401 warning: an earlier row of the split has the same prompt and answer
+    -> take the copies out: each is learnt, or counted in the metric, once more
+D402 note: the same as another row but for white space, case and punctuation -> keep one of them
+D403 warning: an earlier row of the split has the same prompt, with another answer
+    -> keep the right answer: the task does not score this answer as perfect for the earlier row
+D404 error: a validation row is trained on too -> take it out of one of the splits: the metric would reward memory
+D405 warning: a validation prompt is trained on, but for white space, case and punctuation
+    -> take it out of one of the splits
+D406 error: a validation prompt is trained on, with another answer
+    -> take it out of one of the splits: the model is taught an answer that the metric may count as wrong
+D501 error: the answer itself is not scored as perfect
+    -> fix the answer, or the task's score(): no model can do better than this
+D502 error: score() fails on the answer itself -> fix the row, or the task's score()
+D601 error: the model has no embedding for a token of its tokenizer -> use the tokenizer that came with the weights
+D602 warning: more tokens than the model has positions
+    -> lower --max-length to the number of positions, or choose a model with a longer context
+"""
+"""Each code with its grade, what is wrong and, behind the arrow, the fix."""
 CODES = {
-    "D101": Code("error", "not JSON, and training refuses the file", "fix these lines, or take them out"),
-    "D102": Code(
-        "error",
-        "the task's reader refuses the row, and training refuses the file",
-        "give the field what is expected there, or take the row out",
-    ),
-    "D103": Code("error", "the examples cannot be read", "fix what is said here; the split could not be checked"),
-    "D104": Code(
-        "warning", "the task's reader leaves the row out", "fix the row, or take it out; training goes on without it"
-    ),
-    "D201": Code(
-        "error", "messages() or target() fails, or gives what is no conversation", "fix the row, or the task's method"
-    ),
-    "D202": Code(
-        "error",
-        "the model's chat template rejects the messages",
-        "give roles and an order that this template takes, or choose another model",
-    ),
-    "D203": Code(
-        "error",
-        "the prompt is not a prefix of prompt and answer",
-        "change what the answer begins with, or give the tokenizer a chat template that keeps the prompt",
-    ),
-    "D204": Code(
-        "error",
-        "the chat template drops or changes the answer",
-        "--thinking keep if it is thinking; else change target(), or give the tokenizer another chat template",
-    ),
-    "D205": Code("error", "training refuses these examples", "fix what is said here"),
-    "D206": Code("warning", "the answer is empty, and the row is left out", "write the answer, or take the row out"),
-    "D207": Code(
-        "warning", "no turn but the system's has text", "write the question; a model learns to answer nothing from it"
-    ),
-    "D208": Code(
-        "warning",
-        "special tokens of the model are written in the texts",
-        "take them out: they are learnt as characters; what a template wrote is read by --control-tokens tokens",
-    ),
-    "D209": Code(
-        "error",
-        "the answer's own text has a token that ends the turn",
-        "take it out: the chat template ends the turn, and this one is learnt as characters (--control-tokens text) "
-        "or, with --control-tokens tokens, refused by training",
-    ),
-    "D210": Code(
-        "warning",
-        "characters that a wrong encoding leaves behind",
-        "save the source as UTF-8 and read it as UTF-8; control characters belong in no text",
-    ),
-    "D211": Code(
-        "note",
-        "the answer begins or ends with white space",
-        "strip it, unless it is meant: the model learns to write it where the template keeps it",
-    ),
-    "D212": Code(
-        "warning",
-        "--thinking keep, and the answer has no thinking",
-        "write it before the answer, or leave these rows out: the model learns to answer such questions without it",
-    ),
-    "D213": Code(
-        "error",
-        "the chat template drops the text of a message",
-        "give the tokenizer a chat template that writes every message, or change messages()",
-    ),
-    "D215": Code(
-        "warning",
-        "the chat template's prompts do not end in the header of the answer, which is learnt with it",
-        "end the template with it, if add_generation_prompt: other servers show what was learnt in answers",
-    ),
-    "D216": Code("warning", "a label is spelt nearly like a frequent one", "spell both alike, unless it is meant"),
-    "D217": Code(
-        "warning",
-        "a text is what programs write for a missing value, such as nan or None",
-        "leave the value empty, or take the row out, unless the word is meant: it is learnt as a word",
-    ),
-    "D301": Code("warning", "longer than --max-length, and left out", "raise --max-length, or shorten the rows"),
-    "D302": Code(
-        "warning",
-        "cut to --max-length: the end of the turn is not learnt",
-        "raise --max-length, or leave them out with --truncation drop",
-    ),
-    "D303": Code(
-        "warning",
-        "no token of the answer is left to carry loss; left out",
-        "write an answer that the tokenizer has tokens for",
-    ),
-    "D304": Code(
-        "error",
-        "the token that ends the turn carries no loss",
-        "see that the tokenizer's eos_token is what its chat template ends an answer with",
-    ),
-    "D305": Code(
-        "error",
-        "the token that begins a text stands there twice",
-        "take it out of the text: the chat template writes it",
-    ),
-    "D306": Code(
-        "warning",
-        "the tokenizer has no token for some of the text",
-        "replace these characters, or choose a model that knows them",
-    ),
-    "D307": Code("error", "no example is left to use", "fix what is listed for this split"),
-    "D308": Code("error", "the collator supervises other tokens than the answer's", "report this as a defect"),
-    "D309": Code(
-        "warning",
-        "the chat template writes no prompt; left out",
-        "see what the chat template makes of these rows, and what the tokenizer leaves of it",
-    ),
-    "D401": Code(
-        "warning",
-        "an earlier row of the split has the same prompt and answer",
-        "take the copies out: each is learnt, or counted in the metric, once more",
-    ),
-    "D402": Code("note", "the same as another row but for white space, case and punctuation", "keep one of them"),
-    "D403": Code(
-        "warning",
-        "an earlier row of the split has the same prompt, with another answer",
-        "keep the right answer: the task does not score this answer as perfect for the earlier row",
-    ),
-    "D404": Code(
-        "error",
-        "a validation row is trained on too",
-        "take it out of one of the splits: the metric would reward memory",
-    ),
-    "D405": Code(
-        "warning",
-        "a validation prompt is trained on, but for white space, case and punctuation",
-        "take it out of one of the splits",
-    ),
-    "D406": Code(
-        "error",
-        "a validation prompt is trained on, with another answer",
-        "take it out of one of the splits: the model is taught an answer that the metric may count as wrong",
-    ),
-    "D501": Code(
-        "error",
-        "the answer itself is not scored as perfect",
-        "fix the answer, or the task's score(): no model can do better than this",
-    ),
-    "D502": Code("error", "score() fails on the answer itself", "fix the row, or the task's score()"),
-    "D601": Code(
-        "error",
-        "the model has no embedding for a token of its tokenizer",
-        "use the tokenizer that came with the weights",
-    ),
-    "D602": Code(
-        "warning",
-        "more tokens than the model has positions",
-        "lower --max-length to the number of positions, or choose a model with a longer context",
-    ),
+    code: Code(grade, *" ".join(about.split()).split(" -> "))
+    for code, grade, about in re.findall(r"^(D\d+) (\w+): (.*(?:\n    .*)*)", _CODES, re.MULTILINE)
 }
 
 NAMED = 1000

@@ -45,8 +45,15 @@ def console_of(stream: TextIO) -> Console:
 
 def page_of(report: Report) -> str:
     """The report as one HTML page that needs no network; all text from the data is escaped."""
-    how = {"force_terminal": True, "color_system": "truecolor", "no_color": False}
-    console = Console(file=io.StringIO(), record=True, highlight=False, width=_PAGE_COLUMNS, **how)
+    console = Console(
+        file=io.StringIO(),
+        record=True,
+        force_terminal=True,
+        color_system="truecolor",
+        no_color=False,
+        highlight=False,
+        width=_PAGE_COLUMNS,
+    )
     print_report(report, console, _PAGE_ROWS)
     return console.export_html(code_format=_PAGE, inline_styles=True)
 
