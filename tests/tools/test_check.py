@@ -437,6 +437,19 @@ def test_rare_label_spelt_like_frequent_one_is_found(counts, misspelt):
         assert f"{misspelt[0]!r} stands {counts[misspelt[0]]} times, " in rows[0].detail
 
 
+def test_labels_that_no_validation_row_tests_are_named():
+    for whole in (True, False):
+        labels, found = Labels(), Findings()
+        rows = ["billing"] * 30 + ["fraud"] * 3 + ["shipping"] * 20
+        for index, answer in enumerate(rows):
+            labels.add("train", index, answer)
+        for index, answer in enumerate(["billing", "shipping", "billing"]):
+            labels.add("validation", index, answer)
+        labels.report(found, whole=whole)
+        told = [(row.split, row.index, row.detail) for each in found.placed({}) for row in each.rows]
+        assert told == ([("train", 30, "'fraud' stands 3 times in train, never in validation")] if whole else [])
+
+
 def test_training_names_misspelt_labels_from_tokens(tmp_path):
     from accel_sft.tools.check.quick import quick_findings, quick_lines
 

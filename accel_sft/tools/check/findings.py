@@ -69,6 +69,8 @@ D215 warning: the chat template's prompts do not end in the header of the answer
 D216 warning: a label is spelt nearly like a frequent one -> spell both alike, unless it is meant
 D217 warning: a text is what programs write for a missing value, such as nan or None
     -> leave the value empty, or take the row out, unless the word is meant: it is learnt as a word
+D218 warning: a label is trained on, and no validation row tests it
+    -> hold out more rows (--held-out), another part of them (--data-seed), or give a --validation-file with each label
 D301 warning: longer than --max-length, and left out -> raise --max-length, or shorten the rows
 D302 warning: cut to --max-length: the end of the turn is not learnt
     -> raise --max-length, or leave them out with --truncation drop

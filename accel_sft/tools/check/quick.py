@@ -37,7 +37,7 @@ def quick_findings(
                 for kept in encoding.kept[begin : begin + _TOGETHER]:
                     answer = decode(tuple(kept.input_ids[kept.prompt_length :]))
                     labels.add(split, kept.index, answer.rpartition("</think>")[2])
-    labels.report(findings)
+    labels.report(findings, whole=len(validation.kept) <= _ROWS)
     held_out, trained = facts["validation"].of_last_rows(), facts["train"].of_last_rows()
     for row in np.flatnonzero((first := first_with_same(held_out.rows)) < np.arange(len(first))):
         like = "validation", int(held_out.indices[first[row]])

@@ -76,10 +76,12 @@ class SpecialTokens:
 
 
 class Labels:
-    """Counts answers, and where they are labels, reports those most likely misspelt: rare beside one spelt alike."""
+    """Counts answers, and where they are labels, reports those most likely misspelt, rare beside one spelt alike, and
+    those that are trained on and never tested."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+        self._tested: set[str] = set()
         self._rows: dict[str, list[tuple[str, int]]] = defaultdict(list)
 
     def add(self, split: str, index: int, answer: str) -> None:
@@ -87,11 +89,14 @@ class Labels:
         label = answer.strip()[: LONGEST_LABEL + 1]
         if len(self._counts) <= _MOST_LABELS:
             self._counts[label] += 1
+            if split == "validation":
+                self._tested.add(label)
             if len(self._rows[label]) < _NAMED:
                 self._rows[label].append((split, index))
 
-    def report(self, findings: Findings) -> list[str]:
-        """Report the rows of labels that are most likely misspelt; return a line that counts the labels, if any."""
+    def report(self, findings: Findings, *, whole: bool = True) -> list[str]:
+        """Report rows of labels that are most likely misspelt or, if the `whole` validation split was counted, never
+        tested; return a line that counts the labels, if any."""
         if not are_labels(self._counts):
             return []
         ranked = self._counts.most_common()
@@ -101,6 +106,10 @@ class Labels:
                     detail = f"{label!r} stands {count:,} time{'s' * (count != 1)}, {other!r} {times:,} times"
                     for split, index in self._rows.pop(label, ()):
                         findings.add("D216", split, index, detail)
+        for label, count in ranked if self._tested and whole else ():
+            if label not in self._tested and self._rows.get(label):
+                detail = f"{label!r} stands {count:,} time{'s' * (count != 1)} in train, never in validation"
+                findings.add("D218", *self._rows[label][0], detail)
         named = [f"{label} {count:,}" for label, count in ranked]
         rarest = f", ..., {named[-1]}" if len(named) > _COUNTED else ""
         return [f"{len(named)} labels: {', '.join(named[:_COUNTED])}{rarest}"]
