@@ -38,7 +38,7 @@ class Code:
 _CODES = """
 D101 error: not JSON, and training refuses the file -> fix these lines, or take them out
 D102 error: the task's reader refuses the row, and training refuses the file
-    -> give the field what is expected there, or take the row out
+    -> give the field what is expected there, name the columns (--columns), or take the row out
 D103 error: the examples cannot be read -> fix what is said here; the split could not be checked
 D104 warning: the task's reader leaves the row out -> fix the row, or take it out; training goes on without it
 D201 error: messages() or target() fails, or gives what is no conversation -> fix the row, or the task's method
