@@ -240,7 +240,8 @@ def test_evaluation_on_rows_that_a_run_trained_on_is_warned_of(tmp_path):
     rows.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": "yes"}) + "\n" for n in range(40)))
     run.mkdir()
     files = {"train_file": str(rows), "held_out": 4.0}
-    (run / "run.json").write_text(json.dumps({"task": "chat", "config": {}, "task_options": files}))
+    options = {**files, "data_seed": 0}
+    (run / "run.json").write_text(json.dumps({"task": "chat", "config": {}, "task_options": options}))
     assert _remembered(str(run), "chat", Chat(**files)) == []
     for changed in ({"held_out": 30.0}, {"data_seed": 3}):
         (line,) = _remembered(str(run), "chat", Chat(**files | changed))
