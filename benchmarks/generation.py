@@ -33,8 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Gene
 import shapes  # noqa: E402
 import smoke  # noqa: E402
 from accel_sft.chat.encoded import Encoded  # noqa: E402
-from accel_sft.evaluation.division import common_prefix  # noqa: E402
-from accel_sft.evaluation.generate import Generator  # noqa: E402
+from accel_sft.evaluation.generate import Generator, common_prefix  # noqa: E402
 
 SHAPES = {
     "series-a": shapes.SHAPES["series-a"],  # 20 + 8 + 18

@@ -29,8 +29,7 @@ class Batch:
         sources: for each of E targets, the index in `keep` of the position that predicts it, (E,); None if each kept
             position predicts one target, in order.
         targets: token ids to predict, (E,).
-        weights: for each target, how many rows predict it from its position, each row counted by its turn's weight;
-            (E,) float32.
+        weights: for each target, how many rows predict it from its position; (E,) float32.
         head: name in `loss.HEADS` of the function that computes logits and loss.
         most_logits: maximum number of logits that the head `pieces` holds at once; None: MOST_LOGITS.
         prefix: ids of tokens that stand before each row and are not among `input_ids`, (1, P); None if there are none.
@@ -75,8 +74,8 @@ def tree(rows: Sequence[Encoded], common: Sequence[int], *, masked: bool = True)
         ids[new] = row.input_ids[shared:]
         position[new] = np.arange(shared, length)
         source[new] = path[np.arange(shared, length) - 1]
-        for span, counts in row.weighted:
-            weight[path[span.start : span.stop]] += counts
+        for span in row.learnt:
+            weight[path[span.start : span.stop]] += 1
         at = new.stop
     batch = _in_one_sequence(ids, position, source, weight)
     if masked and (end < total).any():  # plain causal attention serves a single row, without a mask
@@ -101,13 +100,12 @@ def behind_prefix(rows: Sequence[Encoded], prefix: int) -> Batch:
     position[prefix:] -= np.repeat(starts - prefix, own)
     source[starts] = prefix - 1
     weight = np.empty(total, dtype=np.float32)
-    last = np.array([row.weights[-1] if row.weights else 1.0 for row in rows])
-    weight[:prefix] = last @ (prompts[:, None] <= np.arange(prefix))
-    weight[prefix:] = (position[prefix:] >= np.repeat(prompts, own)) * np.repeat(last, own)
+    weight[:prefix] = (prompts[:, None] <= np.arange(prefix)).sum(axis=0)
+    weight[prefix:] = position[prefix:] >= np.repeat(prompts, own)
     for row, start in zip(rows, starts, strict=True):
-        for (begin, end), counts in zip(row.earlier, row.weights or itertools.repeat(1), strict=False):
-            weight[begin : min(end, prefix)] += counts
-            weight[start + max(begin - prefix, 0) : start + max(end - prefix, 0)] = counts
+        for begin, end in row.earlier:
+            weight[begin : min(end, prefix)] += 1
+            weight[start + max(begin - prefix, 0) : start + max(end - prefix, 0)] = 1
     batch = _in_one_sequence(ids, position, source, weight)
     batch.inputs["rows"] = _rows(own, starts, prefix)
     # a placeholder, so that the model makes no mask; verification finds a model that ignores `rows`
@@ -169,21 +167,20 @@ def padded(rows: Sequence[Encoded], pad_token_id: int, blank: Encoded | None = N
         ids[at], images[at] = ids[at] + blank.input_ids, blank.images
     shape = (len(ids), max(map(len, ids)))
     input_ids, attention_mask = np.full(shape, pad_token_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    keep, targets, weights = np.zeros(shape, dtype=bool), [], []
+    keep, targets = np.zeros(shape, dtype=bool), []
     for number, tokens in enumerate(ids):
         input_ids[number, : len(tokens)] = tokens
         attention_mask[number, : len(tokens)] = 1
     for number, row in enumerate(rows):
-        for span, counts in row.weighted:
+        for span in row.learnt:
             keep[number, span.start - 1 : span.stop - 1] = True
             targets += row.input_ids[span.start : span.stop]
-            weights += [counts] * len(span)
     if not targets:  # the rows are a blank image alone: one logit connects the loss, which is zero, to the weights
         keep[0, 0] = True
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     if pictured := next(filter(None, images), None):
         inputs |= pictured.origin.inputs.tensors(ids, images, shape)
-    return _tensors(inputs, keep, None, np.asarray(targets, np.int64), np.asarray(weights, np.float32))
+    return _tensors(inputs, keep, None, np.asarray(targets, np.int64), np.ones(len(targets), np.float32))
 
 
 def behind_cache(rows: Sequence[Encoded], prefix: int, pad_token_id: int) -> Batch:

@@ -115,7 +115,7 @@ def _plain(trial: Trial, heads: Sequence[str], row: Encoded) -> Batching:
     token. They are compared on HEAD_TOKENS of a row, since all of its logits may not fit."""
     whole = Batching("padded", UNLIMITED, head="everywhere")
     if not row.images:  # placeholders of images cannot be cut
-        row = row._replace(input_ids=row.input_ids[:HEAD_TOKENS], prompt_length=1, earlier=(), weights=())
+        row = row._replace(input_ids=row.input_ids[:HEAD_TOKENS], prompt_length=1, earlier=())
     expected = nll_sum(trial.model, trial.batch(whole, [row])).item()
     others = [dataclasses.replace(whole, head=head) for head in heads if head != whole.head]
     right = (plain for plain in others if not first_reason(differs(trial, plain, expected, [row])))

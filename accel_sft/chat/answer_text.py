@@ -4,11 +4,10 @@ import re
 from collections.abc import Sequence
 
 from accel_sft.chat.control_tokens import without_guards
-from accel_sft.chat.conversation import Conversation, Tools, Turns
+from accel_sft.chat.conversation import Conversation, Tools, Turns, wanted
 from accel_sft.chat.form import Form
 from accel_sft.chat.rendering import Rendering
 from accel_sft.chat.template import MARK
-from accel_sft.chat.thinking import wanted
 
 
 class AnswerText:

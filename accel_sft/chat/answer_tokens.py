@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -13,12 +12,6 @@ from accel_sft.chat.conversation import GUARD, Conversation
 from accel_sft.chat.dropped import check_all_kept
 from accel_sft.chat.rendering import Rendered, Rendering
 from accel_sft.chat.template import MARK
-
-_LONG = 1 << 16
-"""If a text has more characters, its number of tokens is estimated before it is tokenized."""
-_MARGIN = 4
-"""A text is surely too long if it has this many times the characters of `max_length` tokens, each as long as the
-vocabulary's longest; the factor allows for texts that normalization shortens."""
 
 
 class AnswerTokens:
@@ -45,20 +38,6 @@ class AnswerTokens:
         ids = self._tokenize(written, chats)
         return list(zip(ids[::2], ids[1::2], strict=True))
 
-    def exceeds(self, chat: Conversation, tokens: int) -> bool:
-        """Whether a text that every template writes surely has more than `tokens` tokens: estimated, because tokenizing
-        10 MB takes gigabytes of memory. If False, the conversation may still be too long."""
-        always = [turn["content"] for turn in chat.turns if turn["role"] != "assistant"]
-        for text in (*always, chat.answer["content"].rpartition("</think>")[2]):
-            if len(text) > _LONG and sum(map(len, text.split())) > _MARGIN * self._longest_token * tokens:
-                return True
-        return False
-
-    @functools.cached_property
-    def _longest_token(self) -> int:
-        """Number of characters of the vocabulary's longest token; in some vocabularies a character is one byte."""
-        return max(map(len, self.tokenizer.get_vocab()))
-
     def ids(self, where: str, chat: Conversation, text: Rendered, prompt: list[int], whole: list[int]) -> list[int]:
         """Return the prompt's tokens followed by the answer's, up to the token that ends the turn.
 
@@ -75,7 +54,7 @@ class AnswerTokens:
         plain = text._replace(prompt=prompt_text, rest=rest, whole=rendered)
         check_all_kept(self.tokenizer, where, chat, plain, keeps_thinking=self.rendering.thinking == "keep")
         if whole[: len(prompt)] != prompt:
-            self.rendering.note(
+            self.rendering.add_note(
                 "chat template: an answer's first characters change the prompt's last token; answers are tokenized "
                 "apart from prompts, as they are generated"
             )
@@ -95,7 +74,7 @@ class AnswerTokens:
         """Add a note if answers end with a mark, such as `<|im_end|>`, that is no special token, and no end token."""
         spelled = next(iter(MARK.findall(tail)), None)
         if spelled and not self._closers[tail]:
-            self.rendering.note(
+            self.rendering.add_note(
                 f'warning: the chat template ends answers with "{spelled}", which is no special token: it is learnt as '
                 f"text before {self.tokenizer.eos_token}; make it one with --chat-template (chatml, a Jinja file, or "
                 "the model whose template to take)"

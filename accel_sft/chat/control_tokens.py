@@ -5,31 +5,21 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 
-from accel_sft.chat.conversation import GUARD, OWN, Conversation, Tools, Turn, Turns
-from accel_sft.chat.thinking import split_thinking
-
-
-def _any_of(words: Sequence[str]) -> str:
-    """Return a pattern that finds the longest of these words at a place. Beginnings that words share are compared once,
-    as a vocabulary may have thousands of words."""
-    rests = itertools.groupby(sorted(words), key=lambda word: word[:1])
-    found = [re.escape(first) + _any_of([word[1:] for word in group]) for first, group in rests if first]
-    ends = "" in words
-    return f"(?:{'|'.join(found)})" + "?" * ends if len(found) > 1 or (found and ends) else "".join(found)
+from accel_sft.chat.conversation import GUARD, OWN, Conversation, Tools, Turn, Turns, split_thinking
 
 
 def special_tokens(tokenizer: Any) -> re.Pattern[str]:
     """A pattern that finds the tokenizer's special tokens in a text, the longest one at each place."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
-    return re.compile(_any_of([token for token in special if len(token) > 1]) or r"(?!)")
+    longest_first = sorted((token for token in special if len(token) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 class Written(NamedTuple):

@@ -1,7 +1,6 @@
 """Checks what a task gives: the examples of a split, and the turns of an example, with those that are learnt."""
 
 import json
-import numbers
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -9,29 +8,27 @@ from typing import Any, NamedTuple, TypeVar
 
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
-from accel_sft.chat.image_parts import MARK, marks, read_parts, shown, unmarked
-from accel_sft.chat.pictures import Picture
+from accel_sft.chat.pictures import IMAGE_MARK, Picture, marks, read_parts, shown, unmarked
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.rows.rows import Rows, with_places
 
 Given = TypeVar("Given")
 Turn = dict[str, Any]
-"""A turn has `role` and `content`, a text in which MARK stands for an image; an assistant's may have `tool_calls` and
-`reasoning_content`."""
+"""A turn has `role` and `content`, a text in which IMAGE_MARK stands for an image; an assistant's may have `tool_calls`
+and `reasoning_content`."""
 Turns = list[Turn]
 Tools = list[dict[str, Any]] | None
 """Schemas of tools, for the chat template."""
 GUARD, OWN = "\ue008\ue009", "\ue00a\ue00b"
 """In texts that are tokenized, GUARD marks a task's control tokens and OWN the template's: see control_tokens.py."""
 _NO_TEXT = re.compile(f"[\ud800-\udfff]|{GUARD}|{OWN}")
+_THINKS = re.compile(r"\s*<think>(.*?)</think>\s*", re.S)
 _EXPECTED = 'a list of {"role": ..., "content": ...}'
 _GIVEN = {
     *("messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"),
     *("continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
 }
 """What the trainer itself gives the chat template, or the method that renders it."""
-LEAST_WEIGHT = 1e-6
-"""The smallest weight of a turn besides 0: float32 holds the loss of a step whose turns all have it."""
 
 
 class Conversation(NamedTuple):
@@ -43,7 +40,6 @@ class Conversation(NamedTuple):
         learnt: indices in `turns` of earlier answers that are learnt too.
         tools: schemas for the chat template.
         images: the images of `turns`, in their order.
-        weights: what the loss of each learnt answer counts, that of `answer` last; () if all count 1.
         variables: what the chat template is given beside turns and tools.
         continued: the answer continues the text of the only turn: without a chat template they are concatenated.
     """
@@ -53,7 +49,6 @@ class Conversation(NamedTuple):
     learnt: tuple[int, ...] = ()
     tools: Tools = None
     images: tuple[Picture, ...] = ()
-    weights: tuple[float, ...] = ()
     variables: dict[str, Any] | None = None
     continued: bool = False
 
@@ -83,13 +78,10 @@ class Conversation(NamedTuple):
 
     def each(self) -> list["Conversation"]:
         """Return a conversation for each answer that is learnt, in order; each ends with its answer."""
-        earlier = [
-            self._replace(turns=self.turns[:at], answer=self.turns[at], learnt=(), weights=self.weights[nth : nth + 1])
-            for nth, at in enumerate(self.learnt)
-        ]
+        earlier = [self._replace(turns=self.turns[:at], answer=self.turns[at], learnt=()) for at in self.learnt]
         if self.images:
-            earlier = [each._replace(images=self.images[: marks(each.turns)]) for each in earlier]
-        return [*earlier, self._replace(learnt=(), weights=self.weights[-1:])]
+            earlier = [chat._replace(images=self.images[: marks(chat.turns)]) for chat in earlier]
+        return [*earlier, self._replace(learnt=())]
 
     def texts(self) -> Iterator[str]:
         """Every text of the conversation; tool calls and schemas as JSON."""
@@ -104,6 +96,23 @@ class Conversation(NamedTuple):
 def _said(turn: Turn) -> str:
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())]
     return " ".join([turn["content"], *calls] if turn["content"] else calls)
+
+
+def split_thinking(target: str) -> tuple[str | None, str]:
+    """The thinking that a target begins with (None without any), and the answer after it."""
+    found = _THINKS.match(target)
+    return (found[1], target[found.end() :]) if found else (None, target)
+
+
+def divided(chat: Conversation) -> tuple[str | None, str]:
+    """The thinking of a conversation's answer (None without any), and the answer after it."""
+    thinking = chat.answer.get("reasoning_content")
+    return split_thinking(chat.target) if thinking is None else (thinking, chat.answer["content"])
+
+
+def wanted(chat: Conversation, thinking: str | None) -> str:
+    """The text that an answer is scored against: the target; under `--thinking keep`, without its thinking."""
+    return divided(chat)[1] if thinking == "keep" else chat.target
 
 
 def no_text(text: str) -> bool:
@@ -208,7 +217,7 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
 
 def _with_images(found: Conversation, images: list[Picture], where: str) -> Conversation:
     """Return the conversation with those of the task's images that are in its turns. Images in answers are refused."""
-    if any(MARK in turn["content"] for turn in (found.answer, *(found.turns[at] for at in found.learnt))):
+    if any(IMAGE_MARK in turn["content"] for turn in (found.answer, *(found.turns[at] for at in found.learnt))):
         raise UserError(f"{where}: target() gave an answer with an image; only texts are learnt")
     numbered = (Picture(picture.given, number) for number, picture in enumerate(images, 1))
     return found._replace(images=tuple(numbered)[: marks(found.turns)])
@@ -278,16 +287,13 @@ def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Pictur
     if not following or following[-1]["role"] != "assistant":
         raise UserError(f"{where}: target() gave turns of which the last is not an assistant's")
     for turn in following:
-        weight = turn.get("weight", 1)
-        if not (isinstance(weight, numbers.Real) and (weight == 0 or LEAST_WEIGHT <= float(weight) <= 1)):
-            expected = f"0, or a number from {LEAST_WEIGHT:f} to 1"
-            raise UserError(f'{where}: target() gave a turn with "weight": {str(weight)[:80]}, expected {expected}')
-    weights = {
-        len(turns) + at: float(turn.get("weight", 1))
-        for at, turn in enumerate(following)
-        if turn["role"] == "assistant" and turn.get("weight", 1)
-    }
-    learnt = [*weights]
+        if (weight := turn.get("weight", 1)) not in (0, 1):
+            raise UserError(
+                f'{where}: target() gave a turn with "weight": {str(weight)[:80]}, expected 0 or 1: a turn is learnt '
+                "or not"
+            )
+    weights = ((turn["role"] == "assistant" and turn.get("weight", 1)) for turn in following)
+    learnt = [at for at, weight in enumerate(weights, len(turns)) if weight]
     whole = [*turns, *({name: value for name, value in turn.items() if name != "weight"} for turn in following)]
     if not learnt:
         raise UserError(f'{where}: every assistant turn of target() has "weight": 0; leave the example out')
@@ -295,5 +301,4 @@ def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Pictur
         raise UserError(
             f'{where}: the first turn of all is an answer; put the turn it answers before it, or give it "weight": 0'
         )
-    found = Conversation(whole[: learnt[-1]], whole[learnt[-1]], tuple(learnt[:-1]))
-    return found if set(weights.values()) == {1} else found._replace(weights=tuple(weights.values()))
+    return Conversation(whole[: learnt[-1]], whole[learnt[-1]], tuple(learnt[:-1]))

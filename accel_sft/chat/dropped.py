@@ -5,11 +5,10 @@ import re
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.chat.conversation import Conversation, Turns
-from accel_sft.chat.image_parts import MARK as IMAGE
+from accel_sft.chat.conversation import Conversation, Turns, divided, split_thinking
+from accel_sft.chat.pictures import IMAGE_MARK
 from accel_sft.chat.rendering import Rendered
 from accel_sft.chat.template import MARK, lost
-from accel_sft.chat.thinking import divided, split_thinking
 from accel_sft.io.text import common_length, one_line
 
 
@@ -42,13 +41,11 @@ def check_all_kept(tokenizer: Any, where: str, chat: Conversation, text: Rendere
         raise _refusal(where, text, chat.target, thinks=fixable)
     if name := lost(chat.calls, text.rest):
         raise _refusal(where, text, f"the call of a tool, with {name}", thinks=False)
-    missing = _missing(chat.turns, text.prompt) if text.prompt else None  # rows without any prompt are left out
-    if missing:
-        role, said = missing
+    if text.prompt and (missing := _missing(chat.turns, text.prompt)):  # rows without any prompt are left out
+        role, words = missing
         raise TextDropped(
-            f'{where}: the model\'s chat template drops "{one_line(said)}", which the {role} turn says: it is not in '
-            "the prompt; give the tokenizer a chat_template that writes every message, or use another model, or change "
-            "messages()"
+            f'{where}: the chat template drops "{one_line(words)}", which the {role} turn says; give the tokenizer a '
+            "chat_template that writes every message, or change messages()"
         )
 
 
@@ -72,8 +69,7 @@ def _refusal(where: str, text: Rendered, target: str, *, thinks: bool) -> Answer
     fix = "learn the thinking with --thinking keep, or " if thinks else ""
     return AnswerDropped(
         f'{where}: the answer would not be trained on: the chat template makes "{made}" of "{answer}"; {fix}give the '
-        "tokenizer a chat_template that writes an assistant's content whole, or use another model, or change the "
-        "task's target()"
+        "tokenizer a chat_template that writes an assistant's content whole, or change target()"
     )
 
 
@@ -84,8 +80,8 @@ def _not_a_prefix(tokenizer: Any, where: str, text: Rendered) -> NotAPrefix:
     return NotAPrefix(
         f"{where}: the prompt is not a prefix of prompt + answer; they part at token {at}: "
         f"...{tokenizer.decode(prompt[max(at - 3, 0) : at + 3])!r} against "
-        f"...{tokenizer.decode(whole[max(at - 3, 0) : at + 3])!r}; the chat template or the answer's first characters "
-        "must not change the prompt's tokens"
+        f"...{tokenizer.decode(whole[max(at - 3, 0) : at + 3])!r}; the chat template or the answer's beginning "
+        "must not change it"
     )
 
 
@@ -102,7 +98,7 @@ def _missing(turns: Turns, prompt: str) -> tuple[str, str] | None:
             continue
         if role == "assistant":
             content = split_thinking(content)[1].rpartition("</think>")[2]
-        for text in content.split(IMAGE):
+        for text in content.split(IMAGE_MARK):
             if text.strip() in prompt:
                 continue
             whole = whole or _compact(prompt)

@@ -4,24 +4,31 @@ which no chat template writes, becomes windows."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.answer_tokens import AnswerTokens
-from accel_sft.chat.conversation import Conversation, conversation
+from accel_sft.chat.conversation import Conversation, conversation, wanted
 from accel_sft.chat.encoded import EMPTY_ANSWER, NO_PROMPT, NOTHING_TO_LEARN, Encoded, Encoding, Rules
-from accel_sft.chat.image_inputs import ImageInputs
+from accel_sft.chat.image_inputs import GivenImages, ImageInputs, RowImages
+from accel_sft.chat.pictures import Picture
 from accel_sft.chat.rendering import Rendered, Rendering
 from accel_sft.chat.template import Rejected
-from accel_sft.chat.thinking import wanted
 
 _PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
 """This many examples, or characters, are tokenized together, so that memory does not grow with the data."""
+_EDGE = 32
+"""Pixels of a blank image's edges. Processors enlarge it if it is too small for them."""
 Part = list[tuple[int, Conversation]]
 """Examples of a split: the index and the conversation of each."""
+Answer = tuple[Conversation, Rendered, tuple[list[int], list[int]]]
+"""An answer: the conversation that ends with it, its texts, and the tokens of its prompt and of prompt and answer."""
+OnRefused = Callable[[int, UserError], None]
+"""Takes the index of an example that cannot be encoded, and the reason."""
 
 
 def encode_parts(
@@ -32,25 +39,38 @@ def encode_parts(
     split: str,
     rules: Rules,
     images: ImageInputs | None = None,
+    on_refused: OnRefused | None = None,
 ) -> Iterator[Encoding]:
     """Render and tokenize some of a split's examples, a few at a time, and find where answers begin and end.
 
     Args:
         images: makes the model's inputs from images; None: no example has images.
+        on_refused: called, in place of raising an error, for each example that is left out because of it.
     Raises:
         UserError: the template rejects the messages, or drops or cuts an answer; the task returns something unusable;
             an image cannot be used; or the rendering with an answer does not begin with the prompt.
     """
     encoder = _Encoder(rendering, AnswerTokens(rendering, rules.eos_ids), split, rules, images)
+    encoded: Callable[[Part], Encoding] = encoder.encoded
+    if on_refused:
+        encoded = functools.partial(encoder.without_refused, on_refused=on_refused)
     waiting: Part = []
     characters = 0
     for index in indices:
-        chat = conversation(task, examples, split, index)
+        try:
+            chat = conversation(task, examples, split, index)
+        except UserError as error:
+            if on_refused is None:
+                raise
+            on_refused(index, error)
+            continue
         waiting.append((index, chat))
         characters += (len(chat.learnt) + 1) * sum(map(len, chat.texts()))  # each answer comes with what is before it
-        if len(waiting) == _PART_EXAMPLES or characters >= _PART_CHARACTERS or index == indices[-1]:
-            yield encoder.encoded(waiting)
+        if len(waiting) == _PART_EXAMPLES or characters >= _PART_CHARACTERS:
+            yield encoded(waiting)
             waiting, characters = [], 0
+    if waiting:
+        yield encoded(waiting)
 
 
 @dataclasses.dataclass
@@ -63,24 +83,55 @@ class _Encoder:
 
     def encoded(self, part: Part) -> Encoding:
         """Return the rows of some examples, and the indices of examples that were left out or cut."""
-        raw = [(index, chat) for index, chat in part if not chat.turns]
-        found = self._of_chats([each for each in part if each[1].turns] if raw else part)
-        kept = list(found.kept)
-        for index, chat in raw:
-            rows = self._windows(index, chat.target)
-            if not rows:
-                found.left_out[EMPTY_ANSWER if not chat.target.strip() else NOTHING_TO_LEARN].append(index)
-            found.raw += bool(rows)
-            if len(rows) > 1:
-                found.windowed.append(index)
-            if rows and self.rendering.control.as_text and self.rendering.control.written(chat, ()):
-                found.control_tokens["texts"].append(index)
-            kept += rows
-        if raw:
-            found.kept = sorted(kept, key=attrgetter("index"))
-            for indices in found.left_out.values():
-                indices.sort()
-        return found
+        answers = self._answers([(index, chat) for index, chat in part if chat.turns])
+        control, kept = self.rendering.control, list[Encoded]()
+        result, ends = Encoding(self.split, kept), control.spelled(self.rules.eos_ids)
+        for index, chat in part:
+            if chat.turns:
+                its_answers = list(itertools.islice(answers, len(chat.learnt) + 1))
+                rows = self._rows(index, its_answers)
+                short = _limited(rows, self.split, self.rules)
+            else:
+                rows = short = self._windows(index, chat.target)
+            if reason := self._left_out(chat, rows, short):
+                result.left_out[reason].append(index)
+                continue
+            kept += short
+            result.raw += not chat.turns or self.rendering.template.concatenates  # asked as text, too
+            if not chat.turns and len(rows) > 1:
+                result.windowed.append(index)
+            if short != rows:
+                result.cut.append(index)
+            if (chat.turns or control.as_text) and (written := control.written(chat, ends)):
+                result.control_tokens["answers" if written.ends_answer else "texts"].append(index)
+        return result
+
+    def _left_out(self, chat: Conversation, rows: list[Encoded], short: list[Encoded]) -> str | None:
+        """Why an example is left out, of whose rows `short` are left within `--max-length`; None if it is not."""
+        if not rows:
+            return NOTHING_TO_LEARN if not chat.turns and chat.target.strip() else EMPTY_ANSWER
+        if not short:
+            return self.rules.too_long
+        if chat.turns and not all(row.input_ids[begin : end - 1] for row in rows for begin, end in row.spans):
+            return NOTHING_TO_LEARN  # an answer has no token but the one that ends it
+        return None if all(row.spans[0][0] for row in rows) else NO_PROMPT
+
+    def without_refused(self, part: Part, on_refused: OnRefused) -> Encoding:
+        """Return the rows of the examples that can be encoded; the others are given to `on_refused`."""
+        try:
+            return self.encoded(part)
+        except UserError:  # of one example; which one, the next lines find
+            rows: list[Encoded] = []
+            whole = Encoding(self.split, rows)
+        for index, chat in part:
+            try:
+                alone = self.encoded([(index, chat)])
+            except UserError as error:
+                on_refused(index, error)
+                continue
+            rows += alone.kept
+            whole.add(alone)
+        return whole
 
     def _windows(self, index: int, text: str) -> list[Encoded]:
         """Return a text and the tokenizer's eos as rows of at most `--max-length` tokens. Each row begins with the last
@@ -94,7 +145,7 @@ class _Encoder:
             last = self.rendering.text_ids(text.rstrip())
             if last[-1:] and last[-1] in self.rules.eos_ids:
                 ids, end = last, []
-        self.rendering.note(
+        self.rendering.add_note(
             f"raw text: every token and {self.tokens.tokenizer.eos_token} behind it are learnt"
             + (
                 ""
@@ -106,51 +157,27 @@ class _Encoder:
         starts = range(0, len(ids) - 1, most - 1)
         return [Encoded(index, ids[at : at + most], 1 if at else max(len(begin), 1)) for at in starts]
 
-    def _of_chats(self, part: Part) -> Encoding:
-        cuts, most = self.rules.truncation == "right", self.rules.max_length
-        far_too_long = {index for index, chat in part if not cuts and self.tokens.exceeds(chat, most)}
-        part = [(index, chat) for index, chat in part if index not in far_too_long]
-        every = [(index, each) for index, chat in part for each in chat.each()]  # a conversation for each answer
-        counts = [len(chat.learnt) + 1 for _, chat in part]
-        texts = self._with_images(every, self._rendered(part, [each for _, each in every]))
-        answers = zip(every, texts, self.tokens.of_texts(texts, counts), strict=True)
-        kept: list[Encoded] = []
-        result = Encoding(self.split, kept)
-        ends = self.rendering.control.spelled(self.rules.eos_ids)
-        for (index, chat), count in zip(part, counts, strict=True):
-            its = list(itertools.islice(answers, count))
-            if any(self._is_empty(each) for (_, each), *_ in its):
-                result.left_out[EMPTY_ANSWER].append(index)
-                continue
-            rows: list[Encoded] = []
-            for (_, each), text, (prompt, whole) in its:
-                ids = self.tokens.ids(self._name(index), each, text, prompt, whole)
-                images = self.images.row(index, each) if self.images else None
-                _append(rows, Encoded(index, ids, len(prompt), images=images, weights=each.weights))
-            short = _limited(rows, self.split, self.rules)
-            if not short:
-                result.left_out[self.rules.too_long].append(index)
-            elif not all(row.input_ids[begin : end - 1] for row in rows for begin, end in row.spans):
-                result.left_out[NOTHING_TO_LEARN].append(index)  # an answer has no token but the one that ends it
-            elif not all(row.spans[0][0] for row in rows):
-                result.left_out[NO_PROMPT].append(index)
-            else:
-                kept += short
-                result.raw += self.rendering.template.concatenates  # asked as text, too
-                if written := self.rendering.control.written(chat, ends):
-                    result.control_tokens["answers" if written.ends_answer else "texts"].append(index)
-                if short != rows:
-                    result.cut.append(index)
-        if far_too_long:
-            result.left_out[self.rules.too_long] = sorted({*result.left_out[self.rules.too_long], *far_too_long})
-        return result
+    def _answers(self, chats: Part) -> Iterator[Answer]:
+        """Yield each answer of the chats: a conversation that ends with it, its texts, and its tokens."""
+        every = [(index, answer) for index, chat in chats for answer in chat.each()]
+        texts = self._rendered(chats, [answer for _, answer in every])
+        if images := self.images:
+            pairs = zip(every, texts, strict=True)
+            texts = [images.expanded(answer, text, self._name(index)) for (index, answer), text in pairs]
+        tokens = self.tokens.of_texts(texts, [len(chat.learnt) + 1 for _, chat in chats])
+        return zip((answer for _, answer in every), texts, tokens, strict=True)
 
-    def _with_images(self, every: Part, texts: list[Rendered]) -> list[Rendered]:
-        """Return the texts, with as many placeholders for each image as the image has tokens."""
-        return [
-            self.images.expanded(chat, text, self._name(index)) if self.images and chat.images else text
-            for (index, chat), text in zip(every, texts, strict=True)
-        ]
+    def _rows(self, index: int, answers: list[Answer]) -> list[Encoded]:
+        """The rows of an example whose answers these are; [] if one of them is empty."""
+        rows: list[Encoded] = []
+        thinking = self.rendering.thinking
+        if not all(wanted(answer, thinking).strip() or answer.calls for answer, *_ in answers):
+            return []
+        for answer, text, (prompt, whole) in answers:
+            ids = self.tokens.ids(self._name(index), answer, text, prompt, whole)
+            images = self.images.row(index, answer) if self.images else None
+            _append(rows, Encoded(index, ids, len(prompt), images=images))
+        return rows
 
     def _rendered(self, part: Part, every: list[Conversation]) -> list[Rendered]:
         """All conversations as text. Raises the error of the first example that the template rejects."""
@@ -164,9 +191,6 @@ class _Encoder:
                     raise Rejected(f"{self._name(index)}: {str(error).removeprefix(f'{self.split}: ')}") from error
             raise
 
-    def _is_empty(self, chat: Conversation) -> bool:
-        return not (wanted(chat, self.rendering.thinking).strip() or chat.calls)
-
     def _name(self, index: int) -> str:
         return f"{self.split} example {index}"
 
@@ -179,7 +203,7 @@ def _append(rows: list[Encoded], row: Encoded) -> None:
     """
     before = rows[-1] if rows else None
     if before and row.input_ids[: min(len(before.input_ids), row.prompt_length)] == before.input_ids:
-        rows[-1] = row._replace(earlier=before.spans, weights=before.weights + row.weights)
+        rows[-1] = row._replace(earlier=before.spans)
     else:
         rows.append(row)
 
@@ -202,5 +226,19 @@ def _cut(row: Encoded, length: int) -> Encoded | None:
     if not spans:
         return None
     *earlier, (begin, end) = spans
-    weights = row.weights[: len(spans)]
-    return row._replace(input_ids=row.input_ids[:end], prompt_length=begin, earlier=tuple(earlier), weights=weights)
+    return row._replace(input_ids=row.input_ids[:end], prompt_length=begin, earlier=tuple(earlier))
+
+
+def blank_row(inputs: ImageInputs) -> Encoded:
+    """The row of a white image, of which nothing is learnt: a forward without images calls the layers that read images
+    with it.
+
+    Raises:
+        UserError: the model has no processor for images, or it cannot make the image its input.
+    """
+    import PIL.Image
+
+    picture = Picture(PIL.Image.new("RGB", (_EDGE, _EDGE), "white"))
+    images = RowImages(-1, 1, b"", GivenImages(inputs, (picture,), "a blank image"))
+    ids = inputs.ids(images)
+    return Encoded(-1, ids, len(ids), images=images)

@@ -25,8 +25,7 @@ class Encoded(NamedTuple):
     too. If the template writes earlier answers differently once other turns follow, the example becomes several rows
     with the same index, in order. The last id is the end-of-turn token unless the example was cut (`--truncation
     right`). Raw text becomes windows, rows that overlap by one token. `images` are the images whose placeholders are
-    among the ids. `weights` has what each answer's loss counts, above 0 and up to 1; it is empty where every answer of
-    the example counts 1.
+    among the ids.
     """
 
     index: int  # type: ignore[assignment]  # in place of a tuple's method
@@ -34,7 +33,6 @@ class Encoded(NamedTuple):
     prompt_length: int
     earlier: tuple[tuple[int, int], ...] = ()
     images: RowImages | None = None
-    weights: tuple[float, ...] = ()
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -47,11 +45,6 @@ class Encoded(NamedTuple):
         return [range(max(begin, 1), end) for begin, end in self.spans]
 
     @property
-    def weighted(self) -> list[tuple[range, float]]:
-        """`learnt`, each with what its tokens' loss counts."""
-        return list(zip(self.learnt, self.weights or (1,) * (len(self.earlier) + 1), strict=True))
-
-    @property
     def answer_tokens(self) -> int:
         """Number of the last answer's tokens that carry loss."""
         return len(self.input_ids) - max(self.prompt_length, 1)
@@ -60,11 +53,6 @@ class Encoded(NamedTuple):
     def supervised_tokens(self) -> int:
         """Number of tokens that carry loss."""
         return sum(map(len, self.learnt)) if self.earlier else self.answer_tokens
-
-    @property
-    def loss_weight(self) -> float:
-        """The sum of the weights of the tokens that carry loss: their number where every weight is 1."""
-        return sum(len(span) * weight for span, weight in self.weighted) if self.weights else self.supervised_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +115,7 @@ class Encoding:
         ]
         return [*self.notes, *named]
 
-    def note(self, other: Encoding) -> None:
+    def add(self, other: Encoding) -> None:
         """Add what was left out and cut in the next part of the split."""
         for reason, indices in other.left_out.items():
             self.left_out[reason] += indices

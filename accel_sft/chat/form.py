@@ -4,12 +4,11 @@ their answers."""
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accel_sft.chat.conversation import Turn, Turns
 from accel_sft.chat.template import MARK, ChatTemplate, Rejected
-from accel_sft.chat.thinking import closing_mark
 from accel_sft.io.text import common_length, one_line
 
 ANSWER, _THOUGHT, _TURN = "\ue000\ue001", "\ue002\ue003", "\ue004{}\ue005"
@@ -18,6 +17,14 @@ ANSWER, _THOUGHT, _TURN = "\ue000\ue001", "\ue002\ue003", "\ue004{}\ue005"
 
 HEADER_LEARNT = "warning D215: chat template: the model learns to write"
 """How the note begins on a template that ends no prompt in the answer's header; docs/check.md has the code."""
+_OPENED = re.compile(
+    r"(?:(?P<bracket><\|?|\[|◁)"
+    r"(?P<name>(?!END|end_of)[\w:]*(?:think|thought|reason)[\w:]*)"
+    r"(?P<end>\|?>|\]|▷)|<\|channel>thought)\s*$",
+    re.IGNORECASE,
+)
+"""A mark at a text's end that opens thinking: `<think>`, `[THINK]`, `◁think▷`, `<|START_THINKING|>`, Gemma's
+channel."""
 _PROMPT_FLAG = r"\badd_generation_prompt\b"
 
 
@@ -29,9 +36,9 @@ class Form:
         folds_system: the system text is put before the first user turn's, because the template takes no system role.
         parts: each content is given as a list of one text part.
         drops_answer: the template drops the answer; nothing else is known then.
-        sound: the rendering with an answer begins with the generation prompt, except for the prompt's end `unwritten`.
+        sound: the prompt without `unwritten` is a prefix of prompt and answer.
         unwritten: the end of the generation prompt that the template leaves out if an answer follows.
-        instead: what the template then writes in place of `unwritten`: the end of it, or nothing.
+        instead: with an answer, the template replaces `unwritten` by this: its last part, or "".
         system_moves: the rendering with an answer has no system text, or has it elsewhere; it gives no prompts then.
         lead: what the template writes between the prompt and the answer.
         tail: what the template writes after the answer.
@@ -73,6 +80,29 @@ class Form:
     def before_lead(self, asked: str) -> str:
         """The rendering with an answer up to `lead`, computed from the prompt `asked`."""
         return asked[: len(asked) - len(self.unwritten)] + self.instead
+
+    def rest_of(self, whole: str, asked: str, head: str | None) -> str | None:
+        """What is learnt after the prompt; None if the rendering with the answer does not begin with the prompt.
+
+        Args:
+            whole: the rendering of prompt and answer.
+            asked: the rendering of the prompt.
+            head: `whole` up to the answer if the system text moves, else None.
+        """
+        if head is not None:
+            begins = head[: len(head) - len(self.lead)]
+        elif self.sound and asked.endswith(self.unwritten):
+            begins = self.before_lead(asked)
+        else:
+            return None
+        rest = whole[len(begins) :]
+        if not whole.startswith(begins):
+            return None
+        if self.prompt_end and not self.closing:  # the template itself closes the block that the prompt opens
+            return rest.removeprefix(self.prompt_end) if rest.startswith(self.prompt_end) else None
+        if self.closing and not self.prompt_end and self.closing_mark not in rest:
+            return self.closing + rest
+        return rest
 
     def given(self, turns: Turns) -> Turns:
         """The turns as the template takes them."""
@@ -138,12 +168,29 @@ class Forms:
 
     def _decided(self, turns: Turns, split: str, offered: dict[str, Any]) -> Form:
         form, asked, whole = self._accepted(turns, split, offered)
-        head, written, tail = whole.partition(ANSWER)
-        if not written:
+        head, answered, tail = whole.partition(ANSWER)
+        if not answered:
             return dataclasses.replace(form, drops_answer=True)
+        form = self._between(dataclasses.replace(form, tail=tail), turns, asked, head, split, offered)
+        if mark := closing_mark(asked):
+            closing = "" if mark in form.lead else f"\n{mark}\n\n" if asked.endswith("\n") else mark
+            form = dataclasses.replace(form, closing_mark=mark, closing=closing)
+        if self._thinking == "off":
+            form = dataclasses.replace(form, prompt_end=form.closing or form.closed_by_template)
+        if self._thinking == "keep":
+            form = self._with_thinking(form, turns, asked, split, offered)
+        if turns[0]["role"] == "user" and not offered:
+            form = dataclasses.replace(form, own_system=_own_system(asked, turns[0]["content"] or ANSWER))
+        for line in (*_remarks(form, turns), *self._warnings(form, offered)):
+            self._note(line)
+        return form
+
+    def _between(self, form: Form, turns: Turns, asked: str, head: str, split: str, offered: dict[str, Any]) -> Form:
+        """Return `form` with what stands between prompt and answer: where the prompt `asked` and `head`, the rendering
+        up to the answer, begin to differ."""
         at = _parting(asked, head)
         unwritten, lead, instead = asked[at:], head[at:], ""
-        # the difference must lie after the last turn, and may be marks, but no words such as another header
+        # sound if the texts differ only behind the last turn, and only by marks, not by words such as another header
         sound = not unwritten or (turns[-1]["content"] in asked[:at] and not MARK.sub("", lead).strip())
         others, moves = [turn for turn in turns if turn["role"] != "system"], False
         if not sound and not form.folds_system and 0 < len(others) < len(turns):
@@ -154,35 +201,9 @@ class Forms:
                 unwritten, lead, instead = inner.unwritten, inner.lead, inner.instead
         if unwritten and unwritten.endswith(lead):  # Granite's switch stands before the last mark of the prompt
             instead, lead = lead, ""
-        form = dataclasses.replace(
-            form, sound=sound, unwritten=unwritten, instead=instead, system_moves=moves, lead=lead, tail=tail
+        return dataclasses.replace(
+            form, sound=sound, unwritten=unwritten, instead=instead, system_moves=moves, lead=lead
         )
-        if mark := closing_mark(asked):
-            closing = "" if mark in lead else f"\n{mark}\n\n" if asked.endswith("\n") else mark
-            form = dataclasses.replace(form, closing_mark=mark, closing=closing)
-        if self._thinking == "off":
-            form = dataclasses.replace(form, prompt_end=form.closing or form.closed_by_template)
-        if self._thinking == "keep":
-            form = self._with_thinking(form, turns, asked, split, offered)
-        for line in _remarks(form, turns):
-            self._note(line)
-        if form.sound and MARK.sub("", form.lead).strip() and not re.search(_PROMPT_FLAG, self._template.source):
-            header = one_line(form.lead)
-            self._note(
-                f'{HEADER_LEARNT} "{header}" before each answer, as prompts do not end in it: other servers show it '
-                f"in answers; end the template with {{% if add_generation_prompt %}}{{{{ '{header}' }}}}{{% endif %}}"
-            )
-        for name in offered:
-            if not re.search(rf"\b{re.escape(name)}\b", self._template.source):
-                by = "tools() gives" if name == "tools" else "chat_template_kwargs sets"
-                self._note(f"warning: the chat template takes no {name}; what {by} is not in the prompts")
-            elif name in self._template.arguments:
-                self._note(f"--thinking {self._thinking} replaces {name} of chat_template_kwargs")
-        begin, first, _ = asked.partition(turns[0]["content"] or ANSWER)
-        own = " ".join(MARK.sub(" ", begin).split()).removeprefix("system ").removesuffix(" user")
-        bare = first and not offered and turns[0]["role"] == "user"
-        words = len(re.findall(r"[^\W\d_]+", own)) if bare else 0  # a header has one or two
-        return dataclasses.replace(form, own_system=one_line(own)) if words > 2 else form
 
     def _accepted(self, turns: Turns, split: str, offered: dict[str, Any]) -> tuple[Form, str, str]:
         """Return the first form in which the template keeps every text, or else the first that it accepts; and in that
@@ -223,6 +244,43 @@ class Forms:
         twice = form.closing_mark and MARK.match(rest.lstrip())  # the prompt opened the block already
         kept = whole.startswith(begins) and _THOUGHT in rest and not twice
         return form if kept else dataclasses.replace(form, thinking_as="written")
+
+    def _warnings(self, form: Form, offered: dict[str, Any]) -> Iterator[str]:
+        """A line for each thing in the template that a user may want to change."""
+        source = self._template.source
+        if form.sound and MARK.sub("", form.lead).strip() and not re.search(_PROMPT_FLAG, source):
+            header = one_line(form.lead)
+            yield (
+                f'{HEADER_LEARNT} "{header}" before each answer, as prompts do not end in it: other servers show it '
+                f"in answers; end the template with {{% if add_generation_prompt %}}{{{{ '{header}' }}}}{{% endif %}}"
+            )
+        for name in offered:
+            if not re.search(rf"\b{re.escape(name)}\b", source):
+                by = "tools() gives" if name == "tools" else "chat_template_kwargs sets"
+                yield f"warning: the chat template takes no {name}; what {by} is not in the prompts"
+            elif name in self._template.arguments:
+                yield f"--thinking {self._thinking} replaces {name} of chat_template_kwargs"
+
+
+def closing_mark(text: str) -> str | None:
+    """Return the mark that closes the thinking block which a text's end opens; None if it opens no block."""
+    found = _OPENED.search(text)
+    if not found:
+        return None
+    name = found["name"]
+    if name is None:
+        return "<channel|>"
+    for opening, closing in (("START_", "END_"), ("begin_of", "end_of")):
+        if opening in name:
+            return found["bracket"] + name.replace(opening, closing) + found["end"]
+    return f"{found['bracket']}/{name}{found['end']}"
+
+
+def _own_system(asked: str, first: str) -> str:
+    """The beginning of what a prompt has before its `first` turn, if that is more than a header of one or two words."""
+    begin, written, _ = asked.partition(first)
+    own = " ".join(MARK.sub(" ", begin).split()).removeprefix("system ").removesuffix(" user")
+    return one_line(own) if written and len(re.findall(r"[^\W\d_]+", own)) > 2 else ""
 
 
 def _parting(asked: str, head: str) -> int:

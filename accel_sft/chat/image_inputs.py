@@ -89,18 +89,14 @@ class ImageInputs:
         return RowImages(index, len(chat.images), digest.digest()[:16])
 
     def expanded(self, chat: Conversation, text: Rendered, where: str) -> Rendered:
-        """Return the texts with as many placeholders for each image as the image has tokens.
+        """Return the texts of a conversation, with as many placeholders for each image as the image has tokens."""
+        return text._replace(prompt=self.prompt(chat.images, text.prompt, where, text.rest)) if chat.images else text
+
+    def prompt(self, pictures: Sequence[Picture], text: str, where: str, rest: str = "") -> str:
+        """Return a prompt with as many placeholders for each image as the image has tokens; `rest` follows it.
 
         Raises:
             UserError: the template does not write one placeholder for each image, or an image cannot be used.
-        """
-        return text._replace(prompt=self.prompt(chat.images, text.prompt, where, text.rest))
-
-    def prompt(self, pictures: Sequence[Picture], text: str, where: str, rest: str = "") -> str:
-        """Return a prompt's text as `expanded` does; `rest` is what follows it.
-
-        Raises:
-            UserError: as `expanded`.
         """
         place = self.processor.image_token
         if (places := text.count(place)) != len(pictures) or place in rest:

@@ -1,4 +1,4 @@
-"""An image that a task gives: the forms in which it may be given, its hash, and its pixels."""
+"""Images that a task gives: in the parts of a turn, their marks in its text, their hashes, and their pixels."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ import functools
 import hashlib
 import io
 import os
-import stat
 import urllib.parse
 import urllib.request
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
-_NUMBERS = ("F", "I")
-"""Pillow's modes whose values it clips to 0 and 255 in converting to RGB, so that floats from 0 to 1 become black."""
-_GREY_OF_16_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
-_BITS_PER_SAMPLE = 258
-"""Number of TIFF's tag BitsPerSample, to be read because Pillow opens grey values of 12 bits as `I;16` too."""
+IMAGE_MARK = "\ue006\ue007"
+"""Stands for an image in the text of a turn; `Conversation.images` has the images in the order of their marks."""
+_SHOWN = "<image>"
+_EXPECTED = (
+    'expected {"type": "text", "text": ...} or {"type": "image", "image": ...}, the image a path, bytes or a PIL image'
+)
 _PROGRAMS = ("EPS",)
 """Formats that are programs, which Pillow lets Ghostscript run."""
-MAX_FILE_BYTES = 512 << 20
-"""Maximum size of an image file: one with the maximum number of pixels is smaller, even uncompressed."""
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 _NO_FILE = "a folder, a pipe or a device, not a file"
 _KEYS = ("image", "path", "url", "base64", "image_url")
@@ -63,14 +62,14 @@ class Picture:
         return hashlib.sha256(shape.encode() + image.tobytes()).hexdigest()
 
     def opened(self) -> Any:
-        """The image as transformers opens it: a file upright and in RGB, a PIL image as it is. Grey of 16 bits becomes
-        grey of 8, and what is transparent white, as vLLM and Qwen's own code have it.
+        """The image as transformers opens it: a file upright and in RGB, a PIL image as it is. What is transparent
+        becomes white, as vLLM and Qwen's own code have it.
 
         Raises:
             UserError: it cannot be read, or Pillow is missing.
         """
         if not isinstance(self.given, (str, bytes)):
-            return self._of_eight_bits(self.given)
+            return self._on_white(self.given)
         return self._decoded(self._file())
 
     def _decoded(self, content: bytes) -> Any:
@@ -81,11 +80,11 @@ class Picture:
             raise UserError(f"images need Pillow ({error}): pip install 'accel-sft[images]'") from error
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # `_of_eight_bits` refuses these
+                warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # `_on_white` refuses these
                 image = PIL.Image.open(io.BytesIO(content))
             if image.format in _PROGRAMS:
                 raise UserError(f"{self}: {image.format} is a program, not pixels; convert it to PNG")
-            return load_image(self._of_eight_bits(image))
+            return load_image(self._on_white(image))
         except UserError:
             raise
         except PIL.UnidentifiedImageError as error:
@@ -93,12 +92,11 @@ class Picture:
         except Exception as error:  # a decoder may raise anything on a file's content
             raise UserError(f"{self} cannot be read: {one_line(str(error), LONGEST_ERROR)}") from error
 
-    def _of_eight_bits(self, image: Any) -> Any:
-        """Return the image, 16-bit grey scaled to 8 bits, and on white if it is transparent. Call this before Pillow
-        decodes the pixels, maybe too many.
+    def _on_white(self, image: Any) -> Any:
+        """Return the image, on white if it is transparent. Call this before Pillow decodes the pixels, maybe too many.
 
         Raises:
-            UserError: it has pixels of 32 bits, or too many pixels.
+            UserError: it has more than 8 bits a channel, or too many pixels.
         """
         import PIL.Image
         import PIL.ImageOps
@@ -110,17 +108,14 @@ class Picture:
                 f"{self} has {width:,} x {height:,} pixels; {most:,} are the most (Pillow's "
                 "MAX_IMAGE_PIXELS): scale it down"
             )
-        if image.mode in _GREY_OF_16_BITS:
-            return _scaled(image)
+        if image.mode.startswith(("I", "F")):  # Pillow would clip their values, so that they become black or white
+            raise UserError(
+                f"{self} has more than 8 bits a channel (Pillow's mode {image.mode}); write it with 8 bits a channel"
+            )
         if image.mode.endswith(("A", "a")) or "transparency" in image.info:
             image = PIL.ImageOps.exif_transpose(image).convert("RGBA")
             white = PIL.Image.new("RGBA", image.size, "white")
             return PIL.Image.alpha_composite(white, image).convert("RGB")
-        if image.mode in _NUMBERS:
-            raise UserError(
-                f"{self} has pixels of 32 bits (Pillow's mode {image.mode}), and nothing says which of them are black "
-                "and white; write it with 8 bits a channel"
-            )
         return image
 
     def file(self) -> tuple[bytes, str]:
@@ -142,30 +137,12 @@ class Picture:
     def _file(self) -> bytes:
         if isinstance(self.given, bytes):
             return self.given
+        if os.path.exists(self.given) and not os.path.isfile(self.given):  # since the row was read
+            raise UserError(f"{self}: {_NO_FILE}")
         try:
-            # the file may have become a pipe since the row was read; with O_NONBLOCK, open does not wait for a writer
-            with open(os.open(self.given, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise UserError(f"{self}: {_NO_FILE}")
-                content = file.read(MAX_FILE_BYTES + 1)
+            return Path(self.given).read_bytes()
         except OSError as error:
             raise UserError(f"{self}: {error.strerror or error}") from error
-        if len(content) > MAX_FILE_BYTES:
-            raise UserError(f"{self}: larger than {MAX_FILE_BYTES >> 20} MiB; scale it down")
-        return content
-
-
-def _scaled(grey: Any) -> Any:
-    """Scale a 16-bit grey image to 8 bits, keeping black and white; Pillow's `convert` would clip values above 255."""
-    import numpy as np
-    import PIL.Image
-    import PIL.ImageOps
-
-    (bits, *_) = getattr(grey, "tag_v2", {}).get(_BITS_PER_SAMPLE) or (16,)
-    most = 2**bits - 1
-    values = np.asarray(PIL.ImageOps.exif_transpose(grey)).astype(np.uint32)
-    values[values == grey.info.get("transparency", most)] = most
-    return PIL.Image.fromarray(((values * 255 + most // 2) // most).astype(np.uint8))
 
 
 def picture_of(part: dict[str, Any], what: str) -> Picture:
@@ -199,11 +176,8 @@ def _file_or_bytes(value: str, what: str, *, encoded: bool) -> str | bytes:
             return base64.b64decode(value.partition(",")[2] if value.startswith("data:") else value)
         except (binascii.Error, ValueError) as error:
             raise UserError(f"{what} gave an image in base64 that cannot be decoded ({error})") from None
-    if value.lower().startswith("file://"):
-        address = urllib.parse.urlsplit(value)
-        if address.netloc not in ("", "localhost"):
-            raise UserError(f"{what} gave the image {value[:80]!r}, on another machine; a path has three: file:///")
-        value = urllib.request.url2pathname(address.path)
+    if value.lower().startswith(("file:///", "file://localhost/")):
+        value = urllib.request.url2pathname(urllib.parse.urlsplit(value).path)
     if "://" in value[:10]:
         raise UserError(
             f"{what} gave the image {value[:80]!r}, which would be fetched again in every epoch; download it, and give "
@@ -213,3 +187,60 @@ def _file_or_bytes(value: str, what: str, *, encoded: bool) -> str | bytes:
         problem = _NO_FILE if os.path.exists(value) else "there is no such file"
         raise UserError(f"{what} gave the image {value!r}; {problem}")
     return value
+
+
+def read_parts(content: Sequence[Any], what: str) -> tuple[str, list[Picture]]:
+    """Return the text of a content that is a list of parts, with IMAGE_MARK for each image, and return the images.
+
+    Raises:
+        UserError: a part is neither text nor image, or its image does not exist; the message begins with `what`.
+    """
+    text, pictures = [], []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            text.append(unmarked(part["text"], what))
+        elif kind in ("image", "image_url"):
+            text.append(IMAGE_MARK)
+            pictures.append(picture_of(part, what))
+        else:
+            raise UserError(f"{what} gave the part {str(part)[:80]!r}, {_EXPECTED}")
+    return "".join(text), pictures
+
+
+def unmarked(text: str, what: str) -> str:
+    """Check a text, which is returned unchanged.
+
+    Raises:
+        UserError: it contains IMAGE_MARK, which would be taken for an image.
+    """
+    if IMAGE_MARK in text:
+        raise UserError(f"{what} gave a text with the characters U+E006 U+E007, which mean an image here; remove them")
+    return text
+
+
+def marks(turns: Sequence[dict[str, Any]]) -> int:
+    """Number of images in turns."""
+    return sum(turn["content"].count(IMAGE_MARK) for turn in turns)
+
+
+def parted(turns: list[dict[str, Any]], pictures: Sequence[Picture]) -> list[dict[str, Any]]:
+    """Turns as a chat template takes them: contents with images are lists of parts; unchanged without pictures."""
+    return [{**turn, "content": _as_parts(turn["content"])} for turn in turns] if pictures else turns
+
+
+def _as_parts(content: Any) -> Any:
+    """A content (a text, or a list of one text part) as a list of parts if it has images, else unchanged."""
+    text = content[0]["text"] if isinstance(content, list) else content
+    if IMAGE_MARK not in text:
+        return content
+    parts: list[dict[str, Any]] = []
+    for number, piece in enumerate(text.split(IMAGE_MARK)):
+        parts += [{"type": "image"}] * (number > 0)
+        parts += [{"type": "text", "text": piece}] * bool(piece)
+    return parts
+
+
+def shown(text: str) -> str:
+    """A turn's text for people, with `<image>` for each image."""
+    return text.replace(IMAGE_MARK, _SHOWN)

@@ -5,12 +5,10 @@ from typing import Any, NamedTuple
 
 from accel_sft.api.errors import UserError
 from accel_sft.chat.control_tokens import ControlTokens
-from accel_sft.chat.conversation import Conversation, Tools, Turns
+from accel_sft.chat.conversation import Conversation, Tools, Turns, divided
 from accel_sft.chat.form import ANSWER, Form, Forms
-from accel_sft.chat.image_parts import parted
-from accel_sft.chat.pictures import Picture
+from accel_sft.chat.pictures import Picture, parted
 from accel_sft.chat.template import ChatTemplate
-from accel_sft.chat.thinking import divided
 
 
 class Rendered(NamedTuple):
@@ -52,10 +50,10 @@ class Rendering:
         self.tokenizer, self.thinking = tokenizer, thinking or "template"
         self.control = ControlTokens(tokenizer, control_tokens != "tokens")
         self.template = ChatTemplate(self.control, self.thinking, day)
-        self.form = Forms(self.template, self.thinking, self.note)
+        self.form = Forms(self.template, self.thinking, self.add_note)
         self.notes: list[str] = []
 
-    def note(self, line: str) -> None:
+    def add_note(self, line: str) -> None:
         """Add a line to `notes`, once."""
         if line not in self.notes:
             self.notes.append(line)
@@ -83,11 +81,11 @@ class Rendering:
         self.template.check(all(chat.continued for chat in chats))
         if chats and self.template.concatenates:
             end = f"answers follow their prompts as they are, up to {self.tokenizer.eos_token}"
-            self.note(f"no chat template: {end}; for turns: --chat-template chatml")
+            self.add_note(f"no chat template: {end}; for turns: --chat-template chatml")
         chats = [self.control.guarded(chat) for chat in chats]
         forms = [self.form(chat.turns, split, chat.offered) for chat in chats]
         for own in {form.own_system for form in forms} - {""}:
-            self.note(f'chat template: rows without a system prompt get its own: "{own}"')
+            self.add_note(f'chat template: rows without a system prompt get its own: "{own}"')
         offered, both = [chat.offered for chat in chats], list(zip(forms, chats, strict=True))
         given = [parted(form.given(chat.turns), chat.images) for form, chat in both]
         asked = self.template.texts(given, offered, split, prompt=True)
@@ -150,19 +148,7 @@ def _joined(form: Form, chat: Conversation, asked: str, whole: str, head: str | 
     if thinking is not None and (form.sound or form.system_moves):
         opening, mark = ("", form.closing_mark) if form.closing_mark else ("<think>", "</think>")
         return Rendered(asked, f"{opening}{thinking}{mark}{answer}{form.tail}", whole, form)
-    apart = Rendered(asked, "", whole, form, apart=True)
-    begins = form.before_lead(asked)
-    if head is not None:
-        begins = head[: len(head) - len(form.lead)]
-    elif not form.sound or not asked.endswith(form.unwritten):
-        return apart
-    if not whole.startswith(begins):
-        return apart
-    rest = whole[len(begins) :]
-    if form.prompt_end:
-        if not form.closing and not rest.startswith(form.prompt_end):
-            return apart
-        return Rendered(asked + form.prompt_end, rest if form.closing else rest[len(form.prompt_end) :], whole, form)
-    if form.closing and form.closing_mark not in rest:
-        rest = form.closing + rest
-    return Rendered(asked, rest, whole, form)
+    rest = form.rest_of(whole, asked, head)
+    if rest is None:
+        return Rendered(asked, "", whole, form, apart=True)
+    return Rendered(asked + form.prompt_end, rest, whole, form)

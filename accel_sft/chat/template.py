@@ -1,17 +1,14 @@
-"""Calls a tokenizer's chat template on turns: with a fixed day, a time limit, and calls in the form that it takes.
+"""Calls a tokenizer's chat template on turns: with a fixed day, and calls of tools in the form that it takes.
 
 A template's failure becomes an error of one line.
 """
 
-import contextlib
 import datetime
 import functools
 import itertools
 import json
 import re
-import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -22,8 +19,6 @@ from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.conversation import GUARD, Turns
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
-SECONDS = 60
-"""Seconds of computing after which a template is taken to be endless; a thousand conversations take one second."""
 MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷\s]+▷")
 """What templates write around blocks: `<think>`, `<|channel|>`, `[/THINK]`, `◁/think▷`."""
 _DIRECTIVES = "aAbBcdDeFGgHIjmMpSuUVwWxXyYZ"
@@ -91,7 +86,6 @@ class ChatTemplate:
             prompt: also write what begins the answer (the generation prompt).
         Raises:
             Rejected: the template rejects the messages, or fails on them.
-            UserError: there is no template, or it does not finish.
         """
         found: list[str] = []
         for variables, group in itertools.groupby(zip(chats, offered, strict=True), key=itemgetter(1)):
@@ -106,25 +100,19 @@ class ChatTemplate:
         roles = "/".join(turn["role"] for turn in chats[0])
         fix = "change the task's messages() or the model"
         try:
-            with _limited():
-                found: list[str] = self._control.tokenizer.apply_chat_template(
-                    list(chats), chat_template=self.source, tokenize=False, add_generation_prompt=prompt, **given
-                )
-                "".join(found).encode()  # no tokenizer takes half a surrogate pair
-        except _NoEnd:
-            raise UserError(
-                f"{split}: the model's chat template computed for {SECONDS} seconds on {len(chats)} conversations "
-                f"(roles {roles}) and came to no end; {fix}"
-            ) from None
+            texts: list[str] = self._control.tokenizer.apply_chat_template(
+                list(chats), chat_template=self.source, tokenize=False, add_generation_prompt=prompt, **given
+            )
+            "".join(texts).encode()  # no tokenizer takes half a surrogate pair
         except Exception as error:  # a template is the model's own program, and may raise anything
-            told, cause = "rejects", str(error)
+            verb, cause = "rejects", str(error)
             if not isinstance(error, jinja2.exceptions.TemplateError):
-                told, cause = "fails on", f"{type(error).__name__}: {error}"
+                verb, cause = "fails on", f"{type(error).__name__}: {error}"
             raise Rejected(
-                f"{split}: the model's chat template {told} these messages (roles {roles}): "
+                f"{split}: the model's chat template {verb} these messages (roles {roles}): "
                 f"{one_line(cause, LONGEST_ERROR)}; {fix}"
             ) from error
-        return [text.replace(_ESCAPED_GUARD, GUARD) for text in found] if self._control.as_text else found
+        return [text.replace(_ESCAPED_GUARD, GUARD) for text in texts] if self._control.as_text else texts
 
     @functools.cached_property
     def _takes_text_only(self) -> bool:
@@ -154,30 +142,6 @@ def dated(template: str, day: str | None) -> str:
     written += [(f"%-{letter}", date.strftime(f"%{letter}").lstrip("0") or "0") for letter in "dmyjHIMS"]
     replaced = "".join(f".replace({name!r}, {text!r})" for name, text in written)
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
-
-
-class _NoEnd(BaseException):
-    """A template does not finish. Not an Exception, because Jinja swallows Exceptions while it folds constants."""
-
-
-@contextlib.contextmanager
-def _limited() -> Iterator[None]:
-    """Raise _NoEnd after SECONDS of this process's CPU time; only in the main thread, as signals reach no other thread.
-    Python handles signals between two steps of a loop, and also while it computes a power of a large number."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ring(*_: Any) -> None:
-        raise _NoEnd
-
-    before = signal.signal(signal.SIGVTALRM, ring)
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, 1)  # repeats, because what a destructor raises is swallowed
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 def _with_text_arguments(turns: Turns) -> Turns:

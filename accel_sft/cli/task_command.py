@@ -21,7 +21,7 @@ from accel_sft.cli.help import HelpContext, help_all_option, shows_all
 from accel_sft.cli.options import help_of
 from accel_sft.cli.task_tools import TRAIN, TaskTool
 from accel_sft.resilience.exit import ExitHandler
-from accel_sft.rows.rows import absent_rows
+from accel_sft.rows.sources import absent_rows
 
 _SHORT_HEADINGS = {ADAPTER: MODEL, DATA: "Training", OPTIM: "Training", EVAL: "Training"}
 """The heading under which `--help` lists the few options of a section; `--help-all` has each section's own."""

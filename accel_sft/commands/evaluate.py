@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from accel_sft.api.errors import UserError
+from accel_sft.api.options import HIDDEN, NAMES_A_FILE, settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import recorded_name
 from accel_sft.api.tool_configs import EvaluateConfig
@@ -32,6 +34,7 @@ from accel_sft.launch.accelerator import create_accelerator, shard_for_evaluatio
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
 from accel_sft.launch.info import Launch, launch_of_this_process
 from accel_sft.launch.precision import precision_in_record
+from accel_sft.launch.recordable import recordable
 from accel_sft.launch.start import begin, start
 from accel_sft.models.offload import refuse
 from accel_sft.models.source import Source, as_it_began, began_with, find_source
@@ -93,6 +96,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         config = dataclasses.replace(config, template_date=day)
         if accelerator.is_main_process:
             notes = _differences(config.model, recorded_name(task_name), accelerator.mixed_precision)
+            notes += _remembered(config.model, recorded_name(task_name), task)
             for line in RunDir.choice_in(config.model) + notes:
                 print(terminal.wrapped(printable(line)), file=terminal.terminal())
         if folder := config.output_dir:
@@ -168,6 +172,31 @@ def _differences(model: str, task_name: str, precision: str) -> list[str]:
             f"the run's own numbers name no precision, or --mixed_precision {trained}"
         )
     return found
+
+
+def _remembered(model: str, task_name: str, task: Task) -> list[str]:
+    """Return a warning if the run `model` was trained on examples that this evaluation holds out.
+
+    The run's training rows are read again by its recorded options, if these name no other files than `task` does.
+    """
+    run = RunDir.record_around(model)
+    if run is None or run["task"] != task_name:
+        return []
+    offered = {setting.name: getattr(task, setting.name) for setting in settings(type(task))}
+    before = {name: run["task_options"].get(name, value) for name, value in offered.items()}
+    other = [name for name, value in recordable(offered).items() if before[name] != value]
+    if not other or any(NAMES_A_FILE.search(name) or before[name] == HIDDEN for name in other):
+        return []
+    own = dataclasses.replace(task, **{name: before[name] for name in other})
+    trained = {json.dumps(task.messages(row), default=str) for row in read_split(own, "train")}
+    held_out = [json.dumps(task.messages(row), default=str) for row in read_split(task, "validation")]
+    if not (seen := sum(prompt in trained for prompt in held_out)):
+        return []
+    flags = " and ".join(f"--{name.replace('_', '-')}" for name in other)
+    return [
+        f"warning: {model} was trained on {seen:,} of these {len(held_out):,} examples, so scores show what it "
+        f"remembers; leave {flags} out"
+    ]
 
 
 def _claim(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """The command `export-data`: writes a task's rows as chat files, for other trainers."""
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,8 +12,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import Conversation, conversation, read_split
-from accel_sft.chat.image_parts import parted
-from accel_sft.chat.pictures import Picture
+from accel_sft.chat.pictures import Picture, parted
 from accel_sft.commands.generate import one_process
 from accel_sft.io import terminal
 from accel_sft.io.files import new_folder
@@ -50,7 +48,7 @@ def chat_row(chat: Conversation, folder: Path) -> dict[str, Any]:
     """A conversation as a row of a chat file: its turns in order, and the schemas of its tools if it has any; or raw
     text.
 
-    An assistant's turn that carries no loss has `"weight": 0`; one whose loss counts less than 1 has its weight.
+    An assistant's turn that carries no loss has `"weight": 0`.
 
     Args:
         folder: gets the row's images in `images/`, each once, named by its hash; the row holds their relative paths.
@@ -62,10 +60,10 @@ def chat_row(chat: Conversation, folder: Path) -> dict[str, Any]:
     if chat.continued:
         return {"prompt": chat.turns[0]["content"], "completion": chat.target}
     paths = iter([_copied(picture, folder) for picture in chat.images])
-    weights = dict(zip((*chat.learnt, len(chat.turns)), chat.weights or itertools.repeat(1.0), strict=False))
+    learnt = {*chat.learnt, len(chat.turns)}
     turns = (*(_with_images(turn, paths) for turn in parted(chat.turns, chat.images)), chat.answer)
     messages = [
-        {**turn, "weight": weights.get(at, 0)} if turn["role"] == "assistant" and weights.get(at) != 1 else turn
+        {**turn, "weight": 0} if turn["role"] == "assistant" and at not in learnt else turn
         for at, turn in enumerate(turns)
     ]
     beside = {"tools": chat.tools, "chat_template_kwargs": chat.variables}

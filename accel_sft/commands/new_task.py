@@ -167,7 +167,7 @@ def new_task(name: str, directory: str | None, one_file: bool) -> None:
     except OSError as error:
         raise UserError(f"DIRECTORY {target}: cannot be written ({error.strerror}); name another") from None
     click.echo(f"Wrote {target}: pyproject.toml, the task, its sample of rows, and its test. Next:")
-    click.echo(f"  pip install -e {target}\n  accel-sft {name} --max-steps 100\n  python -m pytest {target}")
+    click.echo(f"  pip install pytest -e {target}\n  accel-sft {name} --max-steps 100\n  python -m pytest {target}")
 
 
 def _write_file(target: Path, cls: str) -> None:

@@ -20,7 +20,6 @@ class StepPlan:
         lengths, supervised: number of tokens, and of supervised tokens, of each row; shape (rows,). An example may
             have several rows.
         max_steps: optimizer steps, or None to derive them from `epochs`.
-        loss_weights: sum of the weights of each row's supervised tokens; None: their number.
         sources: the indices of each source's rows, by its name; by default one source has all rows.
         shares: each source's share of the rows, as whole numbers without a common divisor.
     """
@@ -34,12 +33,10 @@ class StepPlan:
         global_batch_size: int,
         epochs: float | None,
         max_steps: int | None,
-        loss_weights: np.ndarray | None = None,
         sources: Mapping[str, np.ndarray] | None = None,
         shares: Sequence[int] = (1,),
     ) -> None:
         self.lengths, self.supervised = np.asarray(lengths), np.asarray(supervised)
-        self.loss_weights = self.supervised if loss_weights is None else loss_weights
         self.seed, self.global_batch_size = seed, global_batch_size
         self.sources, self.shares = sources or {"": np.arange(len(self.lengths))}, shares
         self._rows = [*self.sources.values()]

@@ -1,8 +1,10 @@
-"""A split's tokens in a memory-mapped Arrow file, as a sequence of rows that are read when they are asked for."""
+"""A split's tokens in flat, memory-mapped files, as a sequence of rows that are read when they are asked for."""
 
 import dataclasses
 import hashlib
+import itertools
 import mmap
+import shutil
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -10,29 +12,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from accel_sft.chat.encoded import Encoded, Encoding
 from accel_sft.chat.image_inputs import ImageSource, RowImages
 from accel_sft.io.heartbeat import heartbeat
 
-_BATCH_BYTES = 1 << 23
-_IDS = pa.list_(pa.int32())
-_SCHEMA = pa.schema(
-    [
-        *[("index", pa.int32()), ("prompt_length", pa.int32()), ("input_ids", _IDS), ("earlier", _IDS)],
-        *[("images", _IDS), ("weights", pa.list_(pa.float64()))],
-    ]
-)
-"""`earlier` has begin and end of each answer before a row's last one: begin, end, begin, end, ...; `images` is empty in
-a row without images, else it has their number and their digest; `weights` is as in an Encoded."""
-_IMAGES_INTS = 5
-"""Length of a row's `images`: one int32 for the number, and four for the digest of 128 bits."""
+ROWS, IDS, EARLIER = FILES = "rows", "ids", "earlier"
+"""The files of a store, in one folder: a `_ROW` for each row, all token ids, and begin and end of each answer before a
+row's last one; the numbers of all rows stand one behind another."""
+_ROW = np.dtype([*((name, "<i4") for name in ("index", "prompt", "tokens", "earlier", "images")), ("digest", "<i4", 4)])
+"""An example's index, the row's prompt length, and its numbers of tokens, of entries in `earlier`, and of images, with
+the digest of these; without images zeros."""
+_CHUNK_TOKENS = 1 << 21
+"""Number of tokens of the rows that are read together."""
 
 
 class Columns(NamedTuple):
-    """The columns of consecutive rows, arrays or memoryviews of int32. `prompts` has each row's prompt length, and
-    `indices` its example's index. Row k has the token ids `ids[offsets[k] : offsets[k + 1]]`; begin and end of its
+    """The columns of consecutive rows, arrays of int32 and offsets of int64. `prompts` has each row's prompt length,
+    and `indices` its example's index. Row k has the token ids `ids[offsets[k] : offsets[k + 1]]`; begin and end of its
     answers before the last one are `earlier[earlier_offsets[k] : earlier_offsets[k + 1]]`."""
 
     prompts: Any
@@ -44,46 +41,36 @@ class Columns(NamedTuple):
 
 
 class TokenStore(Sequence[Encoded]):
-    """The rows of a file that `merge` wrote, each read when it is asked for; a slice is a list of rows.
+    """The rows of a folder that `merge` wrote, each read when it is asked for; a slice is a list of rows.
 
     Args:
-        path: the file; it may be removed once it is open.
+        folder: it may be removed once it is open.
         fingerprint: as `merge` gave it.
         source: gives the rows' images.
     Attributes:
         lengths: tokens of each row, int32.
         supervised, answers: `Encoded.supervised_tokens` and `Encoded.answer_tokens` of each row, int32.
-        loss_weights: `Encoded.loss_weight` of each row, float64; `supervised` itself if no row has weights.
         examples: number of examples, which is smaller than the number of rows if some examples have several rows.
         pictured: indices of the rows that have images, in order, int64.
     """
 
-    def __init__(self, path: Path, fingerprint: str, source: ImageSource | None = None) -> None:
+    def __init__(self, folder: Path, fingerprint: str, source: ImageSource | None = None) -> None:
         self.fingerprint, self.source = fingerprint, source
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        reader = pa.ipc.open_file(pa.py_buffer(self._map))
-        read = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        batches = [_columns(batch) for batch in read]
-        self._batches = [Columns(*(part.data for part in columns)) for columns in batches]  # memoryviews give int
-        self._starts = [0, *np.cumsum([len(columns.prompts) for columns in batches], dtype=np.int64).tolist()]
-        self.lengths = np.concatenate([np.diff(columns.offsets) for columns in batches])
-        self.answers = self.lengths - np.maximum(np.concatenate([columns.prompts for columns in batches]), 1)
-        self.supervised = self.answers + np.concatenate([_earlier_tokens(columns) for columns in batches])
-        weights = [_weights(batch) for batch in read]
-        self._weights, self.loss_weights = [], self.supervised
-        if any(len(values) for _, values in weights):
-            self._weights = [(offsets.data, values.data) for offsets, values in weights]
-            self.loss_weights = np.concatenate([*map(_loss_weights, batches, weights)])
-        indices = np.concatenate([columns.indices for columns in batches])
+        self._maps = [_mapped(folder / name) for name in FILES]
+        self._rows = np.frombuffer(self._maps[0], _ROW)
+        self._ids, self._earlier = (np.frombuffer(data, "<i4") for data in self._maps[1:])
+        self._offsets, self._earlier_offsets = (_offsets(self._rows[name]) for name in ("tokens", "earlier"))
+        self.lengths = self._rows["tokens"].copy()
+        self.answers = self.lengths - np.maximum(self._rows["prompt"], 1)
+        sums = _offsets(self._earlier[1::2] - self._earlier[::2])
+        self.supervised = self.answers + np.diff(sums[self._earlier_offsets // 2]).astype(np.int32)
+        indices = self._rows["index"]
         self.examples = len(indices) - int((indices[1:] == indices[:-1]).sum())
-        places, kept = zip(*map(_images, read), strict=True)
-        self.pictured = np.concatenate([at + start for at, start in zip(places, self._starts, strict=False)])
-        self._images = np.concatenate(kept)
+        self.pictured = np.flatnonzero(self._rows["images"])
         self._release_pages()
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return len(self._rows)
 
     def __getitem__(self, index: int | slice) -> Any:
         rows = range(len(self))[index]
@@ -91,20 +78,16 @@ class TokenStore(Sequence[Encoded]):
 
     def take(self, rows: Iterable[int]) -> list[Encoded]:
         """Return the rows with these indices (from 0), quicker than one at a time."""
+        places = np.fromiter(rows, np.int64)
+        begins, ends = self._offsets[places].tolist(), self._offsets[places + 1].tolist()
+        firsts, lasts = self._earlier_offsets[places].tolist(), self._earlier_offsets[places + 1].tolist()
         found = []
-        for row in rows:
-            number = bisect_right(self._starts, row) - 1
-            columns, at = self._batches[number], row - self._starts[number]
-            ids = columns.ids[columns.offsets[at] : columns.offsets[at + 1]].tolist()
-            bounds = columns.earlier[columns.earlier_offsets[at] : columns.earlier_offsets[at + 1]].tolist()
+        for number, (index, prompt, _, _, count, digest) in enumerate(self._rows[places].tolist()):
+            ids = self._ids[begins[number] : ends[number]].tolist()
+            bounds = self._earlier[firsts[number] : lasts[number]].tolist()
             earlier = tuple(zip(bounds[::2], bounds[1::2], strict=True))
-            index = columns.indices[at]
-            images = self._images_of(row, index) if len(self.pictured) else None
-            weights: tuple[float, ...] = ()
-            if self._weights:
-                offsets, values = self._weights[number]
-                weights = tuple(values[offsets[at] : offsets[at + 1]].tolist())
-            found.append(Encoded(index, ids, columns.prompts[at], earlier, images, weights))
+            images = RowImages(index, count, np.array(digest, "<i4").tobytes(), self.source) if count else None
+            found.append(Encoded(index, ids, prompt, earlier, images))
         self._release_pages()
         return found
 
@@ -113,14 +96,9 @@ class TokenStore(Sequence[Encoded]):
 
         The kernel keeps them in its page cache while there is room, so the next access costs only microseconds.
         """
-        self._map.madvise(mmap.MADV_DONTNEED)
-
-    def _images_of(self, row: int, index: int) -> RowImages | None:
-        at = int(np.searchsorted(self.pictured, row))
-        if at == len(self.pictured) or self.pictured[at] != row:
-            return None
-        count, *_ = kept = self._images[at]
-        return RowImages(index, int(count), kept[1:].tobytes(), self.source)
+        for data in self._maps:
+            if isinstance(data, mmap.mmap):
+                data.madvise(mmap.MADV_DONTNEED)
 
     def with_images(self, place: int = 0, ranks: int = 1) -> Iterator[Encoded]:
         """Yield the rows that have images, or a rank's share of them."""
@@ -129,7 +107,7 @@ class TokenStore(Sequence[Encoded]):
 
     def text_with(self, ids: Sequence[int]) -> int | None:
         """Return the index of the first example with one of these token ids in a row without images, or None."""
-        for start, columns in zip(self._starts, self.columns(), strict=False):
+        for start, columns in self._chunks():
             places = np.flatnonzero(np.isin(columns.ids, ids))
             rows = np.unique(np.searchsorted(columns.offsets, places, side="right") - 1)
             rows = rows[~np.isin(rows + start, self.pictured)]
@@ -148,7 +126,7 @@ class TokenStore(Sequence[Encoded]):
 
     def image_hashes(self) -> np.ndarray:
         """Return 64 bits of the images' digest for each row with images, uint64."""
-        return np.ascontiguousarray(self._images[:, 1:3]).view(np.uint64)[:, 0]
+        return np.ascontiguousarray(self._rows["digest"][self.pictured, :2]).view(np.uint64)[:, 0]
 
     def of(self, index: int) -> list[Encoded]:
         """Return the rows of the example with this index in its split; an empty list if it was left out."""
@@ -156,22 +134,28 @@ class TokenStore(Sequence[Encoded]):
         return self[first:behind]
 
     def columns(self) -> Iterator[Columns]:
-        """Yield the columns of all rows, some megabytes at a time: views of the file, valid until the next come."""
-        for batch in self._batches:
-            yield Columns(*map(np.asarray, batch))
-            self._release_pages()
+        """Yield the columns of all rows, some megabytes at a time: views of the files, valid until the next come."""
+        for _, columns in self._chunks():
+            yield columns
 
-    def weights(self) -> list[float]:
-        """The different weights of all rows' answers, sorted."""
-        found = {weight for _, values in self._weights for weight in np.unique(values).tolist()}
-        one = not self._weights or any((np.diff(offsets) == 0).any() for offsets, _ in self._weights)
-        return sorted(found | ({1.0} if one else set()))
+    def _chunks(self) -> Iterator[tuple[int, Columns]]:
+        """Yield the index of the first row of each chunk, and the chunk's columns."""
+        begin = 0
+        while begin < len(self):
+            most = self._offsets[begin] + _CHUNK_TOKENS
+            end = max(int(np.searchsorted(self._offsets, most, side="right")) - 1, begin + 1)
+            rows = self._rows[begin:end]
+            offsets, earlier_offsets = (each[begin : end + 1] for each in (self._offsets, self._earlier_offsets))
+            ids = self._ids[offsets[0] : offsets[-1]]
+            earlier = self._earlier[earlier_offsets[0] : earlier_offsets[-1]]
+            parts = offsets - offsets[0], ids, earlier_offsets - earlier_offsets[0], earlier
+            yield begin, Columns(rows["prompt"], rows["index"], *parts)
+            self._release_pages()
+            begin = end
 
     def largest_id(self) -> int:
         """The largest token id of all examples."""
-        largest = max((int(np.max(batch.ids, initial=0)) for batch in self._batches), default=0)
-        self._release_pages()
-        return largest
+        return max((int(columns.ids.max()) for columns in self.columns()), default=0)
 
     def some(self, count: int = 4096) -> list[Encoded]:
         """Return all rows, or about `count` of them: the first ones, others spread over all the data, the longest, and
@@ -190,117 +174,75 @@ class TokenStore(Sequence[Encoded]):
 
 @dataclasses.dataclass
 class StoredEncoding(Encoding):
-    """A whole split's encoding, whose rows are in a file."""
+    """A whole split's encoding, whose rows are in files."""
 
     kept: TokenStore
 
 
-def _columns(batch: Any) -> Columns:
-    """The columns of a record batch, as views of the file."""
-    ids, earlier = batch.column("input_ids"), batch.column("earlier")
-    parts = batch.column("prompt_length"), batch.column("index"), ids.offsets, ids.values
-    return Columns(*map(_view, (*parts, earlier.offsets, earlier.values)))
+def _mapped(path: Path) -> mmap.mmap | bytes:
+    """The file's bytes, mapped into memory; an empty file cannot be."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if path.stat().st_size else b""
 
 
-def _view(array: Any) -> np.ndarray:
-    """Return a pyarrow array of numbers, none of them missing, as a view. `to_numpy` would import pandas for it."""
-    kind, count = np.dtype(str(array.type)), len(array)
-    if not count:
-        return np.empty(0, kind)  # it may have no buffer
-    return np.frombuffer(array.buffers()[1], kind, count, array.offset * kind.itemsize)
+def _offsets(counts: np.ndarray) -> np.ndarray:
+    """Where each part begins among parts of so many elements, and where the last one ends, int64."""
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
-def _images(batch: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of a record batch's rows with images, and a copy of their `images`, shape (indices, 5)."""
-    column = batch.column("images")
-    values = _view(column.values).reshape(-1, _IMAGES_INTS).copy()
-    return np.flatnonzero(np.diff(_view(column.offsets))), values
-
-
-def _earlier_tokens(columns: Columns) -> np.ndarray:
-    """Return the number of supervised tokens before each row's last answer."""
-    sums = np.concatenate([[0], np.cumsum(columns.earlier[1::2] - columns.earlier[::2])])
-    return np.diff(sums[columns.earlier_offsets // 2]).astype(np.int32)
-
-
-def _weights(batch: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return a record batch's `weights` as views of the file: row k has `values[offsets[k] : offsets[k + 1]]`."""
-    column = batch.column("weights")
-    return _view(column.offsets), _view(column.values)
-
-
-def _loss_weights(columns: Columns, weights: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Return the sum of the weights of each row's supervised tokens; a row has a weight for each answer, or none."""
-    offsets, values = weights
-    counts = np.diff(columns.earlier_offsets) // 2 + 1  # of answers in each row
-    ends = np.cumsum(counts)
-    tokens, weight, earlier = np.empty(ends[-1]), np.ones(ends[-1]), np.ones(ends[-1], dtype=bool)
-    earlier[ends - 1] = False
-    tokens[earlier] = columns.earlier[1::2] - columns.earlier[::2]
-    tokens[ends - 1] = np.diff(columns.offsets) - np.maximum(columns.prompts, 1)
-    weight[np.repeat(np.diff(offsets) > 0, counts)] = values
-    return np.add.reduceat(tokens * weight, ends - counts)
-
-
-def _stored(example: Encoded) -> dict[str, Any]:
-    images = example.images
-    kept = [images.count, *np.frombuffer(images.digest, np.int32).tolist()] if images else []
-    return {**example._asdict(), "earlier": [at for span in example.earlier for at in span], "images": kept}
-
-
-def write_part(path: Path, parts: Iterable[Encoding], split: str) -> Encoding:
-    """Write encoded examples to a part file for `merge`; return which ones were left out, and which truncated."""
+def write_part(folder: Path, parts: Iterable[Encoding], split: str) -> Encoding:
+    """Write encoded examples into a new folder for `merge`; return which ones were left out, and which truncated."""
     left_out = Encoding(split)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _SCHEMA) as writer:
+    folder.mkdir()
+    with (folder / ROWS).open("wb") as rows, (folder / IDS).open("wb") as ids, (folder / EARLIER).open("wb") as earlier:
         for part in parts:
-            writer.write_batch(pa.RecordBatch.from_pylist([_stored(each) for each in part.kept], _SCHEMA))
-            left_out.note(part)
+            rows.write(np.array([*map(_row, part.kept)], _ROW).tobytes())
+            ids.write(np.array([*itertools.chain(*(row.input_ids for row in part.kept))], "<i4").tobytes())
+            spans = itertools.chain(*(row.earlier for row in part.kept))
+            earlier.write(np.array([*itertools.chain(*spans)], "<i4").tobytes())
+            left_out.add(part)
     return left_out
 
 
-def merge(parts: Sequence[Path], path: Path) -> str:
-    """Write all parts, in order, to one file; return its `fingerprint_of`, which does not depend on their sizes."""
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
-        for batches in _enough(parts):
-            for batch in pa.Table.from_batches(batches).combine_chunks().to_batches():  # none without rows, else one
-                writer.write_batch(batch)
-    return fingerprint_of(path)
+def _row(row: Encoded) -> tuple[Any, ...]:
+    images = row.images
+    digest = np.frombuffer(images.digest, "<i4") if images else (0, 0, 0, 0)
+    counts = len(row.input_ids), 2 * len(row.earlier), images.count if images else 0
+    return (row.index, row.prompt_length, *counts, digest)
 
 
-def fingerprint_of(path: Path) -> str:
-    """Return a SHA-256 of the rows in a file that `merge` wrote: tokens, which of them are supervised and by
-    how much, and images."""
-    digests, answers, images, weighed = [hashlib.sha256() for _ in range(8)], 0, 0, 0
-    with pa.OSFile(str(path), "rb") as file, pa.ipc.open_file(file) as reader:
-        for number in range(reader.num_record_batches):
-            heartbeat()
-            batch = reader.get_batch(number)
-            prompts, _, offsets, ids, earlier_offsets, earlier = _columns(batch)
-            columns = [prompts, np.diff(offsets), ids, np.diff(earlier_offsets), earlier, _images(batch)[1]]
-            of_rows, weights = _weights(batch)
-            for digest, column in zip(digests, [*columns, np.diff(of_rows), weights], strict=True):
-                kind = "<i4" if column.dtype.kind == "i" else "<f8"
-                digest.update(np.ascontiguousarray(column, dtype=kind).data)
-            answers, images, weighed = answers + len(earlier), images + len(columns[-1]), weighed + len(weights)
-    # empty columns are left out: older versions lack them, and their runs can be resumed only if the hash is the same
-    deciding = [*digests[:3], *digests[3 : 5 if answers else 3], *digests[5 : 6 if images else 5]]
-    deciding += digests[6:] if weighed else []
+def merge(parts: Sequence[Path], folder: Path) -> str:
+    """Write all parts, in order, into one folder's files; return its `fingerprint_of`, which does not depend on how the
+    rows were divided."""
+    for name in FILES:
+        with (folder / name).open("wb") as whole:
+            for part in parts:
+                with (part / name).open("rb") as file:
+                    shutil.copyfileobj(file, whole)
+                heartbeat()
+    return fingerprint_of(folder)
+
+
+def fingerprint_of(folder: Path) -> str:
+    """Return a SHA-256 of the rows that `merge` wrote: tokens, which of them are supervised, and images."""
+    rows = np.fromfile(folder / ROWS, _ROW)
+    pictured = rows[rows["images"] > 0]
+    images = np.column_stack([pictured["images"], pictured["digest"]]) if len(pictured) else np.empty(0, "<i4")
+    columns = [rows["prompt"], rows["tokens"], None, rows["earlier"], None, images]
+    files = {2: folder / IDS, 4: folder / EARLIER}
+    digests = [
+        _sha256_of(files[place]) if column is None else hashlib.sha256(np.ascontiguousarray(column, "<i4").tobytes())
+        for place, column in enumerate(columns)
+    ]
+    # without earlier answers or images their columns are left out
+    deciding = [*digests[:3], *digests[3 : 5 if rows["earlier"].any() else 3], *digests[5 : 6 if len(images) else 5]]
     return hashlib.sha256(b"".join(digest.digest() for digest in deciding)).hexdigest()
 
 
-def _enough(parts: Sequence[Path]) -> Iterator[list[Any]]:
-    """Yield the parts' record batches in lists to be joined, since a store needs some kilobytes for each batch.
-
-    A list has at least `_BATCH_BYTES`; the last one may have less.
-    """
-    waiting, size = [], 0
-    for part in parts:
-        with pa.OSFile(str(part), "rb") as file, pa.ipc.open_stream(file) as reader:
-            for batch in reader:
-                waiting.append(batch)
-                size += batch.nbytes
-                if size >= _BATCH_BYTES:
-                    yield waiting
-                    waiting, size = [], 0
-    if waiting:
-        yield waiting
+def _sha256_of(path: Path) -> Any:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            heartbeat()
+    return digest

@@ -1,6 +1,7 @@
 """Tokenizes a split once for all runs, on all ranks of a machine together; every rank gets the same tokens."""
 
 import contextlib
+import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.chat.encode import encode_parts
+from accel_sft.chat.encode import OnRefused, encode_parts
 from accel_sft.chat.encoded import Encoding, Rules
 from accel_sft.chat.image_inputs import ImageInputs, ImageSource, no_processor
 from accel_sft.chat.rendering import Rendering
@@ -22,8 +23,8 @@ from accel_sft.io.terminal import terminal
 from accel_sft.launch.collectives import Team
 from accel_sft.rows.rows import with_places
 
-KIND, FILE = "tokens", "tokens.arrow"
-_NOTED = "left_out", "cut", "raw", "windowed", "control_tokens"
+KIND = "tokens"
+_KEPT_BESIDE_TOKENS = "left_out", "cut", "raw", "windowed", "control_tokens"
 """Fields of an Encoding that are kept beside its tokens."""
 _COMPARED = 32
 """Maximum number of examples that every start tokenizes again, to compare the tokens with the cached ones."""
@@ -71,14 +72,14 @@ class SplitEncoder:
                 "ranks got different examples from dataset() (a set's order, an unseeded random?), or run different "
                 "versions; make it a pure function, and the machines alike"
             )
-        key, notes = keys[0], [f"{split}: {note}" for note in getattr(examples, "notes", ())]
+        key = keys[0]
         found = team.firsts(lambda: _kept(key))
         if all(found):
             folder, about = found[team.rank]
             encoding = self._opened(folder, about, examples, split)
             if all(team.all(lambda: self._agrees(encoding, examples) and self._sees_the_same(encoding))):
                 encoding.notes.append(f"{split}: {encoding.kept.examples:,} examples, tokens from the cache")
-                return self._noted(encoding, notes)
+                return self._with_notes(encoding)
             cache.log(f"{folder}: not what the task makes of its rows now; it is made again")
             team.firsts(lambda: cache.discard(KIND, key))
         if len(examples) >= _ANNOUNCED and team.is_main:
@@ -89,11 +90,11 @@ class SplitEncoder:
                 f"{split}: the task's messages() and target() gave something else the second time; make them pure "
                 "functions of the example and the options"
             )
-        return self._noted(encoding, notes)
+        return self._with_notes(encoding)
 
-    def _noted(self, encoding: StoredEncoding, notes: list[str]) -> StoredEncoding:
+    def _with_notes(self, encoding: StoredEncoding) -> StoredEncoding:
         """Return the encoding with the notes of its examples, and with the rendering's notes since the last split."""
-        encoding.notes[:0] = notes
+        encoding.notes[:0] = [f"{encoding.split}: {note}" for note in getattr(encoding.examples, "notes", ())]
         encoding.notes += self.rendering.notes[self._told :]
         self._told = len(self.rendering.notes)
         rows, examples = len(encoding.kept), encoding.kept.examples
@@ -115,10 +116,33 @@ class SplitEncoder:
         return token_key(self._decided, self.task, examples, split, read=read)
 
     def parts(
-        self, examples: Sequence[Any], indices: Sequence[int], split: str, rules: Rules | None = None
+        self,
+        examples: Sequence[Any],
+        indices: Sequence[int],
+        split: str,
+        rules: Rules | None = None,
+        on_refused: OnRefused | None = None,
     ) -> Iterator[Encoding]:
         """Encode some of a split's examples with `encode_parts`, by the run's rules unless `rules` are given."""
-        return encode_parts(self.rendering, self.task, examples, indices, split, rules or self.rules, self.images)
+        rules = rules or self.rules
+        return encode_parts(self.rendering, self.task, examples, indices, split, rules, self.images, on_refused)
+
+    def leniently(self, examples: Sequence[Any], split: str, folder: Path, on_refused: OnRefused) -> Encoding:
+        """Encode a split for an audit, in one process and without the cache; give `on_refused` each example that would
+        stop training, and leave it out. The result is a StoredEncoding, in `folder`, if any example is left."""
+        refused = []
+
+        def refuse(index: int, error: UserError) -> None:
+            refused.append(index)
+            on_refused(index, error)
+
+        part, indices = folder / "part-0", range(len(examples))
+        encoding = write_part(part, self.parts(examples, indices, split, on_refused=refuse), split)
+        if len(refused) + sum(map(len, encoding.left_out.values())) == len(examples):
+            return encoding
+        about = {name: getattr(encoding, name) for name in _KEPT_BESIDE_TOKENS}
+        about["fingerprint"] = merge([part], folder)
+        return self._with_notes(self._opened(folder, about, examples, split))
 
     def _agrees(self, encoding: StoredEncoding, examples: Sequence[Any]) -> bool:
         """Whether some of the examples, tokenized again by this process, give the stored tokens."""
@@ -138,11 +162,11 @@ class SplitEncoder:
         def read() -> None:
             try:
                 source = ImageSource(self.images, self.task, examples, split)
-                store = TokenStore(folder / FILE, about["fingerprint"], source)
+                store = TokenStore(folder, about["fingerprint"], source)
             except OSError as error:
                 raise UserError(f"{folder}: cannot be read any more ({error}); start again") from None
-            noted = {name: about[name] for name in _NOTED}
-            encodings.append(StoredEncoding(split, store, **noted, examples=examples))
+            beside = {name: about[name] for name in _KEPT_BESIDE_TOKENS}
+            encodings.append(StoredEncoding(split, store, **beside, examples=examples))
 
         self.team.all(read)
         return encodings[0]
@@ -173,15 +197,15 @@ class SplitEncoder:
             shares = _written(team.all, lambda: self._share(folder, examples, split))
             whole = Encoding(split, examples=examples)
             for rank in team.here:
-                whole.note(shares[rank])
+                whole.add(shares[rank])
             whole.check(len(examples), self.rules)
 
             def merged() -> tuple[Path, dict[str, Any]]:
                 parts = [folder / f"part-{number}" for number in range(len(team.here))]
-                about = {name: getattr(whole, name) for name in _NOTED}
-                about["fingerprint"] = merge(parts, folder / FILE)
+                about = {name: getattr(whole, name) for name in _KEPT_BESIDE_TOKENS}
+                about["fingerprint"] = merge(parts, folder)
                 for part in parts:
-                    part.unlink()
+                    shutil.rmtree(part)
                 return cache.publish(folder, KIND, key, about) if key else folder, about
 
             folder, about = _written(team.firsts, merged)[team.rank]
@@ -212,7 +236,7 @@ def _kept(key: str) -> tuple[Path, dict[str, Any]] | None:
     with contextlib.suppress(OSError):  # the entry may have been removed meanwhile
         if found := cache.find(KIND, key):
             folder, about = found
-            return folder, {**about, "fingerprint": fingerprint_of(folder / FILE)}
+            return folder, {**about, "fingerprint": fingerprint_of(folder)}
     return None
 
 

@@ -17,13 +17,11 @@ from accel_sft.batching.device_memory import forwards_alone, in_halves, out_of_m
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.chat.answer_text import AnswerText
-from accel_sft.chat.conversation import conversation
+from accel_sft.chat.conversation import conversation, wanted
 from accel_sft.chat.encoded import Encoded
 from accel_sft.chat.rendering import Rendering
-from accel_sft.chat.thinking import wanted
 from accel_sft.evaluation.backend import AnswerBackend, AnswerInText
-from accel_sft.evaluation.generate import Generator
-from accel_sft.evaluation.image_answers import ImageGenerator
+from accel_sft.evaluation.generate import Generator, ImageGenerator
 from accel_sft.evaluation.scoring import EVAL_LOSS, PERPLEXITY, UNANSWERED, aggregated, scored
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.terminal import terminal, wrapped
@@ -137,7 +135,7 @@ class Evaluator:
         """
         reset_peak_memory(self.accelerator.device)
         ranks, rank = row_groups(self.accelerator)  # ranks that compute the same rows count them alike in all sums
-        sums: list[float] = []  # of losses and of weights, of each source
+        sums: list[float] = []  # of losses and of supervised tokens, of each source
 
         def nll(rows: list[Encoded]) -> list[float]:
             pad, device = self.tokenizer.pad_token_id, self.accelerator.device
@@ -150,12 +148,12 @@ class Evaluator:
                 sums += [0.0, 0.0]
                 for rows in batching.divide(mine, ranks)[rank]:
                     sums[-2] += sum(in_halves(nll, rows, alone=forwards_alone(self.accelerator)))
-                    sums[-1] += sum(example.loss_weight for example in rows)
+                    sums[-1] += sum(row.supervised_tokens for row in rows)
             whole = [*map(sum, zip(*gather_numbers(sums), strict=True))]
-        losses, weights = whole[::2], whole[1::2]
-        each = {name: loss / weight for name, loss, weight in zip(names, losses, weights, strict=True)}
+        losses, tokens = whole[::2], whole[1::2]
+        each = {name: loss / count for name, loss, count in zip(names, losses, tokens, strict=True)}
         by_source = {f"{EVAL_LOSS}/{name}": loss for name, loss in each.items() if name}
-        return {EVAL_LOSS: sum(losses) / sum(weights), **by_source}
+        return {EVAL_LOSS: sum(losses) / sum(tokens), **by_source}
 
     def score_answers(self, losses: dict[str, float]) -> Evaluation:
         """Generate a greedy answer to each example, score it on the rank that generated it, and give every rank all

@@ -1,10 +1,13 @@
 """Generates answers with the model in memory, on all ranks: by the decoder where it is exact, else by `generate`."""
 
 import contextlib
+import heapq
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -14,9 +17,9 @@ from accel_sft.batching.device_memory import fits, in_halves, out_of_memory
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.decoder import Decoder
-from accel_sft.evaluation.division import SHORTEST_PREFIX, common_prefix, divide, shares
 from accel_sft.evaluation.left_padded import GREEDY, Sampling, generate, nats_apart, padding_changes
 from accel_sft.evaluation.live_rows import Row
+from accel_sft.io.text import common_length
 from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.launch.groups import row_groups, tensor_ranks
 from accel_sft.models.adapters import merged, reason_unmergeable
@@ -28,6 +31,8 @@ MET_EVERY = 32
 """Number of forwards after which ranks meet, so that a signal ends an evaluation on all of them."""
 FEWEST_ROWS, MOST_ROWS, CACHED_TOKENS = 64, 256, 16384
 """Without a batch size, a batch has FEWEST_ROWS rows, or up to MOST_ROWS with at most CACHED_TOKENS in the KV cache."""
+SHORTEST_PREFIX = 8
+"""Number of common tokens below which sharing them saves nothing."""
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
 """Before use, the decoder is compared with forwards of single rows, on CHECKED_ROWS of the first CHECKED_AMONG rows."""
 
@@ -102,7 +107,8 @@ class Generator:
         """Generate one answer by transformers' `generate`, each token of it to `streamer`; needs whole weights here."""
         ends = end_of_turn_ids(self.tokenizer, self.model.generation_config)
         pad, device = self.tokenizer.pad_token_id, self.accelerator.device
-        return generate(self.model, [prompt], max_new_tokens, ends, pad, device, self.sampling, streamer)[0]
+        how = {"sampling": self.sampling, "streamer": streamer}
+        return generate(self.model, [prompt], max_new_tokens, ends, pad, device, **how)[0]
 
     def _answer_all(self, examples: Sequence[Encoded], max_new_tokens: int) -> list[tuple[Encoded, list[int]]]:
         answer = self._by_generate if self.plain else self._by_decoder
@@ -140,7 +146,8 @@ class Generator:
         answered: list[tuple[Encoded, list[int]]] = []
 
         def answer(prompts: list[list[int]]) -> list[list[int]]:
-            return generate(self.model, prompts, max_new_tokens, ends, pad, device, self.sampling, synced=self.synced)
+            how = {"sampling": self.sampling, "synced": self.synced}
+            return generate(self.model, prompts, max_new_tokens, ends, pad, device, **how)
 
         for ranks in divide(examples, groups, self.batch_size or FEWEST_ROWS, equal_lengths=bool(self.unpadded)):
             self.between()
@@ -236,6 +243,54 @@ class Generator:
         return TOLERANCE if exact else REDUCED_TOLERANCE
 
 
+class ImageGenerator:
+    """A generator that also takes prompts with images. It logs once how it answers them.
+
+    Args:
+        generator: answers the prompts without images.
+    """
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self._told = False
+
+    def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
+        """Answer this rank's share of the examples. Every rank must call this with the same examples."""
+        pictured = [example for example in examples if example.images]
+        if not pictured:
+            return self.generator(examples, max_new_tokens)
+        texts = [example for example in examples if not example.images]
+        before = self.generator(texts, max_new_tokens) if texts else Generated([], 0.0, {})
+        accelerator = self.generator.accelerator
+        if accelerator.is_main_process and not self._told:
+            self.generator.log("answers to prompts with images by transformers' generate, one prompt at a time")
+        self._told = True
+        accelerator.wait_for_everyone()
+        started = time.perf_counter()
+        answers: list[tuple[Encoded, list[int]]] = []
+        with self.generator.ready():
+            for ranks in divide(pictured, accelerator.num_processes, 1):
+                self.generator.between()
+                rows = ranks[accelerator.process_index]
+                # with sharded weights, a rank without rows left must take part: it answers any row
+                also = next(filter(None, ranks))[:1] if self.generator.sharded and not rows else []
+                told = [self._answer(row, max_new_tokens) for row in rows or also]
+                answers += zip(rows, told, strict=False)
+        seconds = before.seconds + time.perf_counter() - started
+        return Generated([*before.answers, *answers], seconds, peak_memory_gib(accelerator.device))
+
+    def _answer(self, row: Encoded, max_new_tokens: int) -> list[int]:
+        model, device = self.generator.model, self.generator.accelerator.device
+        prompt = row.input_ids[: row.prompt_length]
+        assert row.images
+        inputs = row.images.origin.inputs.tensors([prompt], [row.images], (1, len(prompt)))
+        more = {name: torch.as_tensor(array, device=device) for name, array in inputs.items()}
+        tokenizer = self.generator.tokenizer
+        ends = end_of_turn_ids(tokenizer, model.generation_config)
+        how: dict[str, Any] = {"sampling": self.generator.sampling, "more": more, "synced": self.generator.synced}
+        return generate(model, [prompt], max_new_tokens, ends, tokenizer.pad_token_id, device, **how)[0]
+
+
 class _Meeting:
     """Where ranks meet between their forwards, as often on each as on any other.
 
@@ -275,3 +330,49 @@ def _reason_unsupported(model: Any, examples: Sequence[Encoded], longest: int) -
         return "the model takes no positions"
     limited = limited_layers(model, longest)
     return f"the model's cache has layers of another kind ({limited})" if limited else None
+
+
+def common_prefix(examples: Sequence[Encoded]) -> int:
+    """Return the length of the prompts' common prefix, shorter than every prompt; 0 if below SHORTEST_PREFIX."""
+    prompts = [example.input_ids[: example.prompt_length] for example in examples]
+    length = min(common_length(prompts), min(map(len, prompts)) - 1)
+    return length if length >= SHORTEST_PREFIX else 0
+
+
+def shares(examples: Sequence[Encoded], ranks: int) -> list[list[Encoded]]:
+    """Divide examples among ranks, so that each has about as many tokens to compute; every rank gets the same result.
+
+    The expected answers stand for those to come. A rank's longest examples come first, so that no long one is left
+    alone at the end.
+    """
+    found: list[list[Encoded]] = [[] for _ in range(ranks)]
+    tokens = [(0, rank) for rank in range(ranks)]  # a heap
+    for example in sorted(examples, key=lambda example: (-len(example.input_ids), example.index)):
+        least, rank = tokens[0]
+        found[rank].append(example)
+        heapq.heapreplace(tokens, (least + len(example.input_ids), rank))
+    return found
+
+
+def divide(
+    examples: Sequence[Encoded], ranks: int, batch_size: int, *, equal_lengths: bool = False
+) -> list[list[list[Encoded]]]:
+    """Divide examples into batches of similar length, longest first, each a list of rows for each rank.
+
+    A row's length includes the expected answer. Every rank gets the same result. Within a batch the ranks' numbers of
+    rows differ by one at most, and the longest prompt goes to another rank than in the batch before.
+
+    Args:
+        equal_lengths: whether all prompts of a batch must have the same number of tokens.
+    """
+    ordered = sorted(examples, key=lambda example: (-len(example.input_ids), example.index))
+    groups: dict[int, list[Encoded]] = {}
+    for example in ordered:
+        groups.setdefault(example.prompt_length if equal_lengths else 0, []).append(example)
+    batches: list[list[list[Encoded]]] = []
+    for group in groups.values():
+        count = math.ceil(len(group) / (ranks * batch_size))
+        for places in np.array_split(np.arange(len(group)), count):
+            rows = sorted((group[at] for at in places), key=lambda example: (-example.prompt_length, example.index))
+            batches.append([rows[(rank + len(batches)) % ranks :: ranks] for rank in range(ranks)])
+    return batches

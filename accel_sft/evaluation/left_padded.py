@@ -48,21 +48,15 @@ def generate(
     ends: Collection[int],
     pad_token_id: int,
     device: torch.device,
-    sampling: Sampling = GREEDY,
-    streamer: Any = None,
-    more: Mapping[str, torch.Tensor] | None = None,
-    synced: bool = False,
+    **how: Any,
 ) -> list[list[int]]:
     """The answers to the prompts, each up to and including the first of `ends`.
 
     Args:
-        streamer: transformers' BaseStreamer, which gets a single prompt's tokens, then each token of its answer.
-        more: the model's inputs besides tokens and mask.
-        synced: whether ranks hold parts of the weights, so that all go on until the last has its answers. Transformers
-            sees that of ZeRO-3 alone.
+        how: `sampling`, `streamer`, `more` and `synced` of `_output`.
     """
     longest = max(map(len, prompts))
-    output = _output(model, prompts, max_new_tokens, ends, pad_token_id, device, sampling, streamer, more, synced)
+    output = _output(model, prompts, max_new_tokens, ends, pad_token_id, device, **how)
     answers = []
     for ids in output.sequences[:, longest:].tolist():
         stop = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
@@ -107,6 +101,14 @@ def _output(
     more: Mapping[str, torch.Tensor] | None = None,
     synced: bool = False,
 ) -> Any:
+    """What `generate` of transformers returns.
+
+    Args:
+        streamer: transformers' BaseStreamer, which gets a single prompt's tokens, then each token of its answer.
+        more: the model's inputs besides tokens and mask.
+        synced: whether ranks hold parts of the weights, so that all go on until the last has its answers. Transformers
+            sees that of ZeRO-3 alone.
+    """
     longest = max(map(len, prompts))
     rows = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from accel_sft.api.errors import UserError
 from accel_sft.chat.conversation import Tools, Turns, checked_turns
-from accel_sft.chat.image_parts import parted
-from accel_sft.chat.pictures import Picture
+from accel_sft.chat.pictures import Picture, parted
 from accel_sft.evaluation.answerer import expected_of
 from accel_sft.rows.json_stream import RowProblem
 from accel_sft.rows.rows import read_rows

@@ -6,8 +6,7 @@ from typing import Any
 
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
-from accel_sft.chat.conversation import conversation, from_task
-from accel_sft.chat.thinking import wanted
+from accel_sft.chat.conversation import conversation, from_task, wanted
 from accel_sft.io.heartbeat import heartbeat, heartbeats_only
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.rows.rows import example_name

@@ -11,9 +11,8 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.answer_text import without_thinking
-from accel_sft.chat.conversation import Conversation, conversation, read_split
+from accel_sft.chat.conversation import Conversation, conversation, read_split, wanted
 from accel_sft.chat.encoded import Encoded
-from accel_sft.chat.thinking import wanted
 from accel_sft.evaluation.backend import AnswerInText, Generated
 from accel_sft.evaluation.endpoint import Endpoint, Reply
 from accel_sft.evaluation.evaluator import Evaluation, Evaluator

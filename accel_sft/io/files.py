@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 from accel_sft.api.errors import UserError
 from accel_sft.io.manifest import sync
 
-_PAGE = '<meta name="generator" content="accel-sft '
+PAGE_MARK = '<meta name="generator" content="accel-sft '
 """In the head of every page that a command of this package writes."""
 _HEAD_CHARACTERS = 20_000
 
@@ -267,6 +267,6 @@ def page_file(name: str, flag: str, usual: str) -> Path:
         raise UserError(f"{flag} {path}: there is no folder {path.parent}; make it, or name another file")
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:
-            if _PAGE not in file.read(_HEAD_CHARACTERS):
+            if PAGE_MARK not in file.read(_HEAD_CHARACTERS):
                 raise UserError(f"{flag} {path}: a file that is no page of accel-sft; name another file")
     return path

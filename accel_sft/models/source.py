@@ -88,8 +88,7 @@ def find_source(model: str, *, init_from: str | None = None, revision: str | Non
         raise UserError(f"--model {name!r}: no such folder; name a hub id, a folder of saved weights, or a run")
     if len(parts) == 2 and folder.parent.is_dir():
         raise UserError(
-            f"--model {name}: there is no {parts[1]} in the folder {parts[0]}; name one that is there, or, if it is a "
-            f"hub id, start where there is no {parts[0]}"
+            f"--model {name}: no such folder; for the hub's {name}, start elsewhere: here {parts[0]} is a folder"
         )
     name = _fetched(name, revision)
     return Source(name, name)

@@ -1,6 +1,6 @@
 """Reads files by their suffix (JSON, CSV, Parquet and text, compressed or not), and yields their values with places.
 
-Each data format has a reader in READERS, each compression an opener in COMPRESSIONS. pyarrow is imported only for files
+Each data format has a reader in READERS, each compression its sign in COMPRESSIONS. pyarrow is imported only for files
 that need it; for the others the standard library is enough.
 """
 
@@ -12,26 +12,23 @@ import contextlib
 import csv
 import datetime
 import decimal
+import functools
+import importlib
 import io
 import itertools
 import json
-import os
 import re
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from accel_sft.api.errors import UserError
-from accel_sft.rows.json_stream import MAX_ROW_BYTES, Located, RowProblem, decoded, located, not_utf8
+from accel_sft.rows.json_stream import MAX_ROW_BYTES, Located, RowProblem, decoded, is_array, located, not_utf8
 
-Opener = Callable[[BinaryIO], Any]
 Reader = Callable[[BinaryIO, str], Iterator[Located]]
 """Takes a seekable stream and the file's name in messages, and yields the values as `located` does."""
 BATCH_ROWS = 256
-_MOST_DECOMPRESSED, _MOST_TIMES = 256 << 20, 200
-"""A compressed file may hold this many bytes or, if that is more, this many times its size (text: 3 to 10 times)."""
 _FIELDS_SHOWN = 80
 _IMAGES = ("image", "images", "bytes")
 """Keys under which bytes stay bytes: some formats of images are text."""
@@ -50,14 +47,9 @@ class Format(NamedTuple):
     compression: str
 
     @property
-    def is_text_of_rows(self) -> bool:
-        """Whether the file, once decompressed, holds the rows as JSON, so that they need no conversion."""
+    def is_json(self) -> bool:
+        """Whether the file, once decompressed, holds the rows as JSON."""
         return READERS.get(self.suffix, located) is located
-
-    @property
-    def has_lines(self) -> bool:
-        """Whether a row is named by its line, and not by its number."""
-        return self.suffix not in (".parquet", ".arrow")
 
 
 def format_of(path: Path, begin: bytes = b"") -> Format:
@@ -67,8 +59,7 @@ def format_of(path: Path, begin: bytes = b"") -> Format:
     suffix = before if compression else last
     if begin.startswith(b"PAR1\x15"):  # "not text" would be poor advice about these
         return Format(".parquet", "")
-    signs = zip(COMPRESSIONS, _BEGINNINGS, strict=True)
-    compression = compression or next((known for known, sign in signs if re.match(sign, begin)), "")
+    compression = compression or next((known for known, sign in COMPRESSIONS.items() if re.match(sign, begin)), "")
     return Format(suffix if suffix in READERS else "", compression)
 
 
@@ -77,83 +68,48 @@ def is_data_file(path: Path) -> bool:
     return format_of(path).suffix not in ("", *TEXTS)
 
 
-def decompress(stream: BinaryIO, format: Format, name: str, target: BinaryIO) -> None:
+def decompress(path: Path, compression: str, target: BinaryIO) -> None:
     """Write the decompressed content of a file to `target`.
 
     Raises:
-        UserError: the file is damaged, truncated or too large inside, or this Python cannot decompress it.
+        UserError: the file is damaged or truncated, or this Python cannot decompress it.
         OSError: `target` cannot be written.
     """
-    stream.seek(0)
     try:
-        most = max(_MOST_DECOMPRESSED, _MOST_TIMES * stream.seek(0, os.SEEK_END))
-        stream.seek(0)
-        with COMPRESSIONS[format.compression](stream) as opened:
-            while piece := opened.read(1 << 20):
+        with _opened(path, compression) as stream:
+            while piece := stream.read(1 << 20):
                 target.write(piece)
-                if target.tell() > most:
-                    raise UserError(
-                        f"{name}: holds more than {_MOST_TIMES} times its size, which no rows do; decompress it to look"
-                    )
     except ImportError as error:  # a Python that was built without the compression's library
-        raise UserError(f"{name}: this Python cannot read {format.compression} ({error}); decompress it") from None
-    except _damaged() as error:
+        raise UserError(f"{path}: this Python cannot read {compression} ({error}); decompress it") from None
+    except Exception as error:  # each library has its own errors for a damaged file
         if isinstance(error, OSError) and error.errno:  # the target's error; a damaged file's error has no number
             raise
-        raise UserError(f"{name}: cannot be decompressed ({error}); is it whole, and {format.compression}?") from None
+        raise UserError(f"{path}: cannot be decompressed ({error}); is it whole, and {compression}?") from None
 
 
-def _gzip(stream: BinaryIO) -> Any:
-    import gzip
+def _opened(path: Path, compression: str) -> Any:
+    if compression == ".utf16":
+        return codecs.EncodedFile(path.open("rb"), "utf-8", "utf-16")
+    if compression == ".zst":
+        import pyarrow
 
-    return gzip.GzipFile(fileobj=stream)
-
-
-def _bzip2(stream: BinaryIO) -> Any:
-    import bz2
-
-    return bz2.BZ2File(stream)
+        return pyarrow.input_stream(str(path), compression="zstd")
+    return importlib.import_module({".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}[compression]).open(path)
 
 
-def _xz(stream: BinaryIO) -> Any:
-    import lzma
-
-    return lzma.LZMAFile(stream)
-
-
-def _zstandard(stream: BinaryIO) -> Any:
-    import pyarrow
-
-    return pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd")
-
-
-def _utf16(stream: BinaryIO) -> Any:
-    return contextlib.nullcontext(codecs.EncodedFile(stream, "utf-8", "utf-16"))
-
-
-COMPRESSIONS: dict[str, Opener] = {".gz": _gzip, ".bz2": _bzip2, ".xz": _xz, ".zst": _zstandard, ".utf16": _utf16}
-_BEGINNINGS = [rb"\x1f\x8b", rb"BZh91AY&SY", rb"\xfd7zXZ\x00", rb"\(\xb5/\xfd", rb"\xff\xfe(?!\0\0)|\xfe\xff"]
-"""With what the files of each of COMPRESSIONS begin, whatever their names; no text does. UTF-32 begins like UTF-16."""
-
-
-def _damaged() -> tuple[type[Exception], ...]:
-    """The exceptions that reading a damaged file raises."""
-    lzma = sys.modules.get("lzma")
-    return EOFError, ValueError, zlib.error, OSError, *([lzma.LZMAError] if lzma else [])
-
-
-def _comma_separated(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """Yield the rows below the header, with each cell as text; the header may have another delimiter than commas."""
-    return _delimited(stream, name, ",;\t|")
-
-
-def _tab_separated(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """Like `_comma_separated`, for a file with tabs."""
-    return _delimited(stream, name, "\t,;")
+COMPRESSIONS = {
+    ".gz": rb"\x1f\x8b",
+    ".bz2": rb"BZh91AY&SY",
+    ".xz": rb"\xfd7zXZ\x00",
+    ".zst": rb"\(\xb5/\xfd",
+    ".utf16": rb"\xff\xfe(?!\0\0)|\xfe\xff",
+}
+"""With what a file of each compression begins, whatever its name; no text does. UTF-32 begins like UTF-16."""
 
 
 def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located]:
-    """Yield the rows of a table whose delimiter is the first of these that its header has outside quotes."""
+    """Yield the rows below a table's header, with each field as text. The delimiter is the first of these that the
+    header has outside quotes."""
     stream.seek(0)
     header_line = re.sub(rb'"[^"]*"', b"", stream.readline(MAX_ROW_BYTES))
     delimiter = next((mark for mark in delimiters if mark.encode() in header_line), delimiters[0])
@@ -170,19 +126,19 @@ def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located
             if header is None:
                 header = [text if text.strip() else f"Unnamed: {at}" for at, text in enumerate(record)]  # as pandas
                 if problem := _doubled(header):
-                    yield Located(ValueError(f"the header has {problem}"), begin, 0, b"")
+                    yield Located(ValueError(f"the header has {problem}"), begin)
                     return
             elif [record[0].removeprefix("\ufeff") or header[0], *record[1:]] == header:
-                yield Located(ValueError("the header again, where files were joined; take it out"), begin, 0, b"")
+                yield Located(ValueError("the header again, where files were joined; take it out"), begin)
             elif len(record) != len(header):
                 shown = ", ".join(header)[:_FIELDS_SHOWN]
                 problem = f"{len(record)} fields, where the header has {len(header)} ({shown})"
-                yield Located(ValueError(problem), begin, 0, b"")
+                yield Located(ValueError(problem), begin)
             else:
                 row = dict(zip(header, record, strict=True))
-                yield Located(row, begin, 0, json.dumps(row).encode())
+                yield Located(row, begin, json.dumps(row).encode())
     except csv.Error as error:
-        yield Located(ValueError(f"not CSV ({error}); the rest is unread"), line + 1, 0, b"")
+        yield Located(ValueError(f"not CSV ({error}); the rest is unread"), line + 1)
     except UnicodeDecodeError as error:
         raise not_utf8(f"{name}:{line + 1}", "here or in the lines after", error.object) from None
     finally:
@@ -209,7 +165,7 @@ def _columns(stream: BinaryIO, name: str) -> Iterator[Located]:
     try:
         tables = parquet.ParquetFile(stream).iter_batches(BATCH_ROWS) if is_parquet else ipc.open_stream(stream)
         for row in arrow_rows(tables, name):
-            number = row.line
+            number = row.number
             yield row
     except (pyarrow.ArrowException, OSError) as error:
         cause = " ".join(str(error).split())[:200]
@@ -217,7 +173,7 @@ def _columns(stream: BinaryIO, name: str) -> Iterator[Located]:
 
 
 def arrow_rows(tables: Iterable[Any], name: str) -> Iterator[Located]:
-    """Yield the rows of tables or batches of Arrow's, each with its number (from 1) in place of a line."""
+    """Yield the rows of tables or batches of Arrow's, each with its number (from 1)."""
     numbers = itertools.count(1)
     for table in tables:
         if problem := _doubled(table.schema.names):
@@ -228,7 +184,7 @@ def arrow_rows(tables: Iterable[Any], name: str) -> Iterator[Located]:
                 row = {field.name: _as_written(row[field.name], field.type, field.name) for field in table.schema}
                 yield row_as_json(row, number)
             except ValueError as problem:
-                yield Located(problem, number, 0, b"")
+                yield Located(problem, number)
 
 
 def _as_written(value: Any, type: Any, name: str) -> Any:
@@ -255,9 +211,9 @@ def _as_written(value: Any, type: Any, name: str) -> Any:
 
 
 def row_as_json(row: dict[str, Any], number: int) -> Located:
-    """Return a row of Python values as it would be read from JSON, with `number` in place of a line."""
+    """Return a row of Python values as it would be read from JSON, with this number."""
     raw = json.dumps(row, default=_as_json).encode()
-    return Located(json.loads(raw), number, 0, raw)
+    return Located(json.loads(raw), number, raw)
 
 
 def _as_json(value: Any) -> Any:
@@ -288,14 +244,21 @@ def _document(stream: BinaryIO, name: str) -> Iterator[Located]:
 _ROWS_OF_JSON = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*"')
 TEXTS = (".txt", ".md")
 """Suffixes of texts. In a folder they may be about the data."""
+
+
+def has_lines(suffix: str, stream: BinaryIO) -> bool:
+    """Whether the rows of a decompressed file are named by line, and not by number."""
+    return suffix in (".csv", ".tsv") or (suffix not in (".parquet", ".arrow") and not is_array(stream))
+
+
 READERS: dict[str, Reader] = {
     ".json": located,
     ".jsonl": located,
     ".ndjson": located,
     ".jsonlines": located,
     ".jl": located,
-    ".csv": _comma_separated,
-    ".tsv": _tab_separated,
+    ".csv": functools.partial(_delimited, delimiters=",;\t|"),
+    ".tsv": functools.partial(_delimited, delimiters="\t,;"),
     ".parquet": _columns,
     ".arrow": _columns,
     ".txt": _document,

@@ -1,4 +1,4 @@
-"""Reads the values of a JSON array or of JSON Lines one by one, each with its line and its bytes.
+"""Reads the values of a JSON array or of JSON Lines one by one, each with its number and its bytes.
 
 Lines are read one at a time. The text of an array is held in memory, its values are not. Needs only
 the standard library.
@@ -24,15 +24,16 @@ _WRAPPED = re.compile(rb'(?m)^\s*\{\s*"(data|rows|examples|instances)"\s*:\s*\[\
 
 
 class Located(NamedTuple):
-    """One value, its first line (from 1), its first byte (from 0) and its bytes, which `json.loads` can read again.
+    """One value; its line, or its number in a file without lines (from 1); its bytes, which `json.loads` can read
+    again; and for JSON Lines its first byte (from 0).
 
     A value that cannot be used is replaced by the ValueError that says why.
     """
 
     value: Any
-    line: int
-    begin: int
-    raw: bytes
+    number: int
+    raw: bytes = b""
+    begin: int = 0
 
 
 class RowProblem(ValueError):
@@ -82,19 +83,10 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
     Raises:
         UserError: a line is not UTF-8, or is too long.
     """
-    stream.seek(0)
-    begin = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
+    end, begin = _array_end(stream)
     stream.seek(begin)
-    while (mark := stream.read(1)).isspace():
-        pass
-    stream.seek(begin)
-    wrapped = False
-    if opening := _WRAPPED.match(stream.read(_MAX_NAME)):
-        stream.seek(begin + opening.end())
-        wrapped = not _WRAPPED.search(stream.read(MAX_ROW_BYTES))  # else these are JSON Lines, each with such a key
-    stream.seek(begin)
-    if mark == b"[" or wrapped:
-        yield from _array(decoded(stream.read(), name, 1, begin), begin, "}" if wrapped else "")
+    if end is not None:
+        yield from _array(decoded(stream.read(), name, 1, begin), end)
         return
     for line in itertools.count(1):
         if not (raw := stream.readline(MAX_ROW_BYTES + 1)):
@@ -104,8 +96,31 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
         text = decoded(raw, name, line, begin)
         text = text.removeprefix("\ufeff")  # of a file that was joined to another
         if text.strip():
-            yield Located(_decoded(text.removesuffix("\n")), line, begin, raw)
+            yield Located(_decoded(text.removesuffix("\n")), line, raw, begin)
         begin += len(raw)
+
+
+def is_array(stream: BinaryIO) -> bool:
+    """Whether JSON is an array of rows, which are named by number, and not JSON Lines."""
+    return _array_end(stream)[0] is not None
+
+
+def _array_end(stream: BinaryIO) -> tuple[str | None, int]:
+    """What must follow an array of rows, "" or the "}" of an object around it, None for JSON Lines; and the number of
+    bytes of the byte-order mark."""
+    stream.seek(0)
+    begin = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
+    stream.seek(begin)
+    while (mark := stream.read(1)).isspace():
+        pass
+    if mark == b"[":
+        return "", begin
+    stream.seek(begin)
+    if opening := _WRAPPED.match(stream.read(_MAX_NAME)):
+        stream.seek(begin + opening.end())
+        if not _WRAPPED.search(stream.read(MAX_ROW_BYTES)):  # else these are JSON Lines, each with such a key
+            return "}", begin
+    return None, begin
 
 
 def decoded(raw: bytes, name: str, line: int, begin: int) -> str:
@@ -152,7 +167,8 @@ def _decoded(text: str) -> Any:
 
 def _reason(error: ValueError | RecursionError) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"not JSON at column {error.colno}: {error.msg}"
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        return f"not JSON at {line}column {error.colno}: {error.msg}"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
@@ -174,42 +190,34 @@ def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
             yield from _problems_in(part, depth + 1)
 
 
-def _array(text: str, offset: int, end: str) -> Iterator[Located]:
-    """Yield the array's elements; a syntax error is yielded last. `offset` is the number of bytes before `text`; `end`
+def _array(text: str, end: str) -> Iterator[Located]:
+    """Yield the elements of the array that `text` begins with, numbered from 1; a syntax error is yielded last. `end`
     follows the array."""
-    at, line, mark = 0, 1, "["
-
-    def move(end: int) -> bytes:
-        """Move on to the character at `end`; return the bytes between."""
-        nonlocal at, line, offset
-        raw = text[at:end].encode()
-        at, line, offset = end, line + text.count("\n", at, end), offset + len(raw)
-        return raw
-
-    def next_mark() -> str:
-        """Move on to the next character that is not blank, and return it; "" at the end."""
-        move(next(_BLANK.finditer(text, at)).end())
-        return text[at : at + 1]
-
-    def problem(what: str) -> Located:
-        return Located(ValueError(what), line, offset, b"")
-
-    move(text.index(mark))
+    number, at, mark = 0, text.index("["), "["
     while mark != "]":
-        move(at + 1)  # over the bracket or the comma
-        if next_mark() == "]":
+        at = _behind_blanks(text, at + 1)
+        if text.startswith("]", at):
             if mark == ",":
-                yield problem("a comma before ']' announces a row that is not there")
+                yield Located(ValueError("a comma behind it announces a row that is not there"), number)
             break
+        number += 1
         try:
             value, behind = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            move(getattr(error, "pos", at))
-            yield problem(f"{_reason(error)}; the rest is unread")
+            yield Located(ValueError(f"{_reason(error)}; the rest is unread"), number)
             return
-        yield Located(_checked(value), line, offset, move(behind))
-        if (mark := next_mark()) not in [",", "]"]:
-            yield problem("expected ',' or ']' here; is the file cut off?")
+        yield Located(_checked(value), number, text[at:behind].encode())
+        at = _behind_blanks(text, behind)
+        mark = text[at : at + 1]
+        if mark not in (",", "]"):
+            yield Located(ValueError("expected ',' or ']' behind it; is the file cut off?"), number)
             return
     if (rest := text[at + 1 :].strip()) != end:
-        yield problem(f"text after the end of the array: {rest[:20]!r}" if rest else f"expected {end!r} at the end")
+        what = f"text after the end of the array: {rest[:20]!r}" if rest else f"expected {end!r} at the end"
+        yield Located(ValueError(what), max(number, 1))
+
+
+def _behind_blanks(text: str, at: int) -> int:
+    blanks = _BLANK.match(text, at)
+    assert blanks  # it matches nothing, too
+    return blanks.end()

@@ -1,26 +1,80 @@
-"""The rows of one file, each found by its place and parsed when it is used. Needs only the standard library."""
+"""The rows of one file: where each stands, which cannot be used and why, and each row, parsed when it is used.
+
+Needs only the standard library.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import json
 import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_sft.api.errors import UserError
-from accel_sft.rows.bad_rows import Place
-from accel_sft.rows.formats import Format
 
 PLACE = struct.Struct("<qIIII")
-"""A row's place: its first byte, number of bytes, their CRC-32, line (or row number, from 1), CRC-32 of its group."""
+"""A row's place: its first byte, number of bytes, their CRC-32, its line or number (from 1), CRC-32 of its group."""
 _PLACES_BYTES = PLACE.size << 14
 """Number of bytes of `places` that `groups` reads at once."""
 _NAMED = 5
 UNREAD = "not read: "
 """How the notes begin that name a key which was not read."""
+
+
+class Place(NamedTuple):
+    """Where a row stands: its file and line (from 1) or, in a JSON array or another file without lines, its number."""
+
+    file: str
+    line: int | None
+    row: int | None = None
+
+    def __str__(self) -> str:
+        return self.file + (f":{self.line}" if self.line else "") + (f" row {self.row}" if self.row else "")
+
+
+class BadRow(NamedTuple):
+    """A row that cannot be used, and why; `syntax` is False if its content is at fault, not the file's syntax."""
+
+    place: Place
+    reason: str
+    syntax: bool
+
+
+_left_out: contextvars.ContextVar[list[BadRow] | None] = contextvars.ContextVar("left_out", default=None)
+
+
+@contextlib.contextmanager
+def bad_rows_left_out(most: int) -> Iterator[list[BadRow]]:
+    """Inside, `read_rows` leaves bad rows out instead of refusing their file, so that an audit sees the other rows.
+
+    The yielded list receives at most `most` of the bad rows. A file with bad rows is not kept in the cache.
+    """
+    bad_rows: list[BadRow] = _Limited(most)
+    token = _left_out.set(bad_rows)
+    try:
+        yield bad_rows
+    finally:
+        _left_out.reset(token)
+
+
+def left_out_rows() -> list[BadRow] | None:
+    """The list to which bad rows are to be added; None if their file is to be refused."""
+    return _left_out.get()
+
+
+class _Limited(list[BadRow]):
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def append(self, bad: BadRow) -> None:
+        if len(self) < self._most and bad not in self:  # a task may read a file twice
+            super().append(bad)
 
 
 class OpenFile:
@@ -45,28 +99,22 @@ class OpenFile:
 
 
 class Tally(dict[str, list[Any]]):
-    """Maps a remark to the number of rows it is about and the places of the first ones: each has the line (or the row's
-    number), and the row's number if another row begins before it on the same line, else None."""
+    """Maps a remark to the number of rows it is about, and the lines or numbers of the first ones."""
 
     MOST_NAMED = 1000
 
-    def add(self, what: str, line: int, row: int | None) -> None:
-        count_and_places = self.setdefault(what, [0, []])
-        count_and_places[0] += 1
-        if len(count_and_places[1]) < self.MOST_NAMED:
-            count_and_places[1].append([line, row])
+    def add(self, what: str, number: int) -> None:
+        count_and_numbers = self.setdefault(what, [0, []])
+        count_and_numbers[0] += 1
+        if len(count_and_numbers[1]) < self.MOST_NAMED:
+            count_and_numbers[1].append(number)
 
 
-def named(places: Sequence[Sequence[int | None]], count: int, has_lines: bool) -> str:
+def named(numbers: Sequence[int], count: int, has_lines: bool) -> str:
     """The first places of `count` rows of one file as text, such as "lines 1, 2, 3, and 9 more"."""
-    first = places[:_NAMED]
-    if has_lines and not any(row for _, row in first):
-        shown = f"line{'s' * (count != 1)} " + ", ".join(str(line) for line, _ in first)
-    elif has_lines:  # several rows of an array may begin on one line
-        shown = ", ".join(f"row {row}" if row else f"line {line}" for line, row in first)
-    else:
-        shown = f"row{'s' * (count != 1)} " + ", ".join(str(number) for number, _ in first)
-    return shown + more(count - len(first))
+    first = numbers[:_NAMED]
+    what = "line" if has_lines else "row"
+    return f"{what}{'s' * (count != 1)} {', '.join(map(str, first))}{more(count - len(first))}"
 
 
 def more(count: int) -> str:
@@ -81,21 +129,20 @@ class RowFile:
     Attributes:
         content: a hash of the rows and their parser; None if the parser has no `code_fingerprint`.
         sha256: SHA-256 of the file alone; for a data set of the hub, its fingerprint.
+        has_lines: whether a row is named by its line, and not by its number.
         text: the bytes that hold the rows as JSON.
-        complete: False if an audit left bad rows out.
         left_out: rows that the parser left out, by reason.
         noted: rows that the parser kept with a note, by note.
     """
 
     name: str
-    format: Format
     content: str | None
     sha256: str
-    text: OpenFile | bytes
-    places: OpenFile | bytes
-    left_out: Tally
-    noted: Tally
-    complete: bool = True
+    has_lines: bool = True
+    text: OpenFile | bytes | None = None
+    places: OpenFile | bytes | bytearray = b""
+    left_out: Tally = dataclasses.field(default_factory=Tally)
+    noted: Tally = dataclasses.field(default_factory=Tally)
 
     def __len__(self) -> int:
         return len(self.places) // PLACE.size
@@ -103,6 +150,7 @@ class RowFile:
     def row(self, number: int) -> dict[str, Any]:
         """Return the row with this index (from 0), as the parser takes it."""
         begin, size, checksum, _, _ = self._place(number)
+        assert self.text is not None
         raw = self.text[begin : begin + size]
         if zlib.crc32(raw) != checksum:
             raise UserError(f"{self.name}: row {number + 1} was changed while it was in use; start again")
@@ -116,17 +164,12 @@ class RowFile:
                 yield group
 
     def place(self, number: int) -> Place:
-        """Where a row stands."""
-        line = self._place(number)[3]
-        if not self.format.has_lines:
-            return Place(self.name, None, line)
-        alone = not number or self._place(number - 1)[3] != line
-        counted = self.complete and not self.left_out  # else the row's number in the file is not known
-        return Place(self.name, line, None if alone or not counted else number + 1)
+        """Where the row with this index stands."""
+        return self.place_at(self._place(number)[3])
 
-    def place_at(self, line: int, row: int | None) -> Place:
-        """The place of a row that a tally names."""
-        return Place(self.name, line, row) if self.format.has_lines else Place(self.name, None, line)
+    def place_at(self, number: int) -> Place:
+        """The place of a row with this line or number."""
+        return Place(self.name, number) if self.has_lines else Place(self.name, None, number)
 
     def _place(self, number: int) -> tuple[int, int, int, int, int]:
         return PLACE.unpack(self.places[number * PLACE.size : (number + 1) * PLACE.size])

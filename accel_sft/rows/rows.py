@@ -9,33 +9,26 @@ from __future__ import annotations
 import array
 import bisect
 import dataclasses
-import difflib
 import functools
 import hashlib
-import heapq
 import itertools
 import operator
 import os
-import random
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
 from accel_sft.api.errors import UserError
-from accel_sft.rows.bad_rows import Place
-from accel_sft.rows.folder import data_files, folder_of
-from accel_sft.rows.hub import is_dataset_name
 from accel_sft.rows.json_stream import ParsedRow
-from accel_sft.rows.reading import MAX_PROBLEMS, read_dataset, read_file, unreadable
-from accel_sft.rows.row_file import UNREAD, RowFile, more, named
+from accel_sft.rows.reading import MAX_PROBLEMS, read_dataset, read_file
+from accel_sft.rows.row_file import UNREAD, Place, RowFile, more, named
+from accel_sft.rows.sources import data_files, folder_of, is_dataset_name, row_names
 
 _NAMED = 5
 """Maximum number of rows that a note names."""
 _KEYS = 20
 """Maximum number of keys that the line on unread keys names."""
-_64_BITS = (1 << 64) - 1
 Row = TypeVar("Row")
 
 
@@ -103,9 +96,9 @@ class Rows(Sequence[Row]):
     def left_out(self) -> list[LeftOut]:
         """Return what the parser left out, by file and reason."""
         return [
-            LeftOut(reason, count, [file.place_at(*at) for at in places])
+            LeftOut(reason, count, [file.place_at(number) for number in numbers])
             for file in self._files
-            for reason, (count, places) in file.left_out.items()
+            for reason, (count, numbers) in file.left_out.items()
         ]
 
     def held_out(self, rows: int, seed: int) -> tuple[Rows[Row], Rows[Row]]:
@@ -117,30 +110,26 @@ class Rows(Sequence[Row]):
         Raises:
             UserError: all rows are of one group.
         """
-        groups = array.array("I", itertools.chain.from_iterable(file.groups() for file in self._files))
-        chosen = array.array("I", (groups[row] for row in self._chosen))
-        factor = random.Random(seed).getrandbits(64) | 1  # multiply-shift hashing: the groups are hashes already
+        import numpy as np  # not at the top: authors of tasks import this module
 
-        def drawn(group: int) -> int:
-            return (group * factor & _64_BITS) >> 32
-
-        first = heapq.nsmallest(rows + 1, map(drawn, chosen))
-        limit = first[rows] if len(first) > rows else _64_BITS
-        taken = {group for group in chosen if drawn(group) < limit}
-        if not taken:
-            sizes = Counter(chosen)
-            taken = {min(sizes, key=lambda group: (sizes[group], drawn(group)))}
-        sides = [array.array("q"), array.array("q")]
-        for row, group in zip(self._chosen, chosen, strict=True):
-            sides[group in taken].append(row)
-        if not sides[0]:
+        every = itertools.chain.from_iterable(file.groups() for file in self._files)
+        groups = np.fromiter(every, np.uint32, self._ends[-1])[np.asarray(self._chosen)]
+        _, group_of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+        order = np.random.Generator(np.random.Philox(key=seed)).permutation(len(sizes))
+        taken = np.zeros(len(sizes), dtype=bool)
+        taken[order[np.cumsum(sizes[order]) <= rows]] = True
+        if not taken.any():
+            taken[order[sizes[order].argmin()]] = True
+        if taken.all():
             raise UserError(
                 f"{self.name}: all rows are of one group, such as one prompt, so none can be held out; give validation "
                 "rows in a file of their own"
             )
-        kept, out = (dataclasses.replace(self, _chosen=side, notes=[]) for side in sides)
-        kept.notes = list(self.notes)
-        return kept, out
+        chosen, is_out = np.asarray(self._chosen, dtype=np.int64), taken[group_of]
+        sides = (array.array("q", chosen[side].tobytes()) for side in (~is_out, is_out))
+        train, out = (dataclasses.replace(self, _chosen=side, notes=[]) for side in sides)
+        train.notes = list(self.notes)
+        return train, out
 
     def _file_of(self, index: int) -> tuple[int, int]:
         """The number of a row's file (from 0), and the row's index in it."""
@@ -247,45 +236,6 @@ def read_rows(
     return rows
 
 
-def row_names(names: str | Path) -> list[Path]:
-    """Return the files, folders and data sets of the hub that an option names, with commas between several.
-
-    Raises:
-        UserError: a name is empty.
-    """
-    parts, found = [os.path.expanduser(part) for part in str(names).split(",")], []
-    while parts:  # the name of an existing file may contain commas
-        several = range(len(parts), 1, -1)
-        count = next((count for count in several if os.path.exists(",".join(parts[:count]))), 1)
-        found.append(",".join(parts[:count]))
-        parts = parts[count:]
-    if not all(found):
-        raise UserError(
-            f"{str(names)!r}: an empty name; give a file, a folder or a data set, with commas between several"
-        )
-    return [Path(name) for name in found]
-
-
-def absent_rows(names: str, flag: str) -> list[str]:
-    """Return a line for each file or folder that an option names and that does not exist."""
-    try:
-        found = row_names(names)
-    except UserError as error:
-        return [f"{flag} {line}" for line in error.problems]
-    lines = []
-    for name in found:
-        try:
-            if not (is_dataset_name(str(name)) or folder_of(name)):
-                os.stat(name)
-        except OSError as error:
-            folder = Path(name).parent
-            beside = [path.name for path in itertools.islice(folder.glob("*"), 1000)]
-            near = difflib.get_close_matches(Path(name).name, beside, n=1)
-            hint = f"; did you mean {folder / near[0]}?" if near else ""
-            lines.append(f"{flag} {name}: {unreadable(error)}{hint}")
-    return lines
-
-
 def example_name(examples: Sequence[Any], split: str, index: int) -> str:
     """An example as messages name it: "train example 5", with its file and line where they are known."""
     place = f" ({examples.places([index])[0]})" if isinstance(examples, Rows) else ""
@@ -314,7 +264,7 @@ def _notes(files: Sequence[RowFile]) -> list[str]:
                 unread.append((count, what.removeprefix(UNREAD)))
                 continue
             places = [
-                (file, at) for file, tally in zip(files, tallies, strict=True) for at in tally.get(what, (0, []))[1]
+                (file, at) for file, tally in zip(files, tallies, strict=True) for at in tally.get(what, [0, []])[1]
             ]
             named = "" if 2 * count > total else f" ({_named(files, places, count)})"
             lines.append(f"{count:,} row{'s' * (count != 1)} {verb}{what}{named}")
@@ -323,8 +273,8 @@ def _notes(files: Sequence[RowFile]) -> list[str]:
     return [*lines, UNREAD + ", ".join(keys) + more(max(len(unread) - _KEYS, 0))] if unread else lines
 
 
-def _named(files: Sequence[RowFile], places: Sequence[tuple[RowFile, Sequence[Any]]], count: int) -> str:
+def _named(files: Sequence[RowFile], places: Sequence[tuple[RowFile, int]], count: int) -> str:
     if len(files) == 1:
-        return named([at for _, at in places], count, files[0].format.has_lines)
+        return named([number for _, number in places], count, files[0].has_lines)
     first = places[:_NAMED]
-    return ", ".join(str(file.place_at(*at)) for file, at in first) + more(count - len(first))
+    return ", ".join(str(file.place_at(number)) for file, number in first) + more(count - len(first))

@@ -19,8 +19,8 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.batching.device_memory import forwards_alone
-from accel_sft.chat.blank_image import blank_row
 from accel_sft.chat.conversation import first_examples, read_split
+from accel_sft.chat.encode import blank_row
 from accel_sft.chat.encoded import Encoded
 from accel_sft.checkpoint.checkpoint import replacing
 from accel_sft.data.mixing import check_sources, in_words, rows_by_source
@@ -329,7 +329,6 @@ def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
         global_batch_size=config.global_batch_size,
         epochs=config.epochs,
         max_steps=config.max_steps,
-        loss_weights=train.kept.loss_weights,
         sources=sources,
         shares=shares,
     )

@@ -73,14 +73,14 @@ class TrainStep:
         self.group = SequenceGroup.of(stepper.accelerator)
 
     def forward_backward(
-        self, examples: list[Encoded], loss_weight: float, step: int, following: Sequence[Encoded] = ()
+        self, examples: list[Encoded], supervised_tokens: int, step: int, following: Sequence[Encoded] = ()
     ) -> tuple[torch.Tensor, OutOfMemory]:
         """Compute this rank's part of the loss of step `step` (from 1), and add its gradients to the model's.
 
         After an out-of-memory the gradients are NaN on every rank; call `retry_smaller` before the next step.
 
         Args:
-            loss_weight: sum of the weights of the whole step's supervised tokens, over all ranks.
+            supervised_tokens: of the whole step, over all ranks.
             following: rows of the next step, if their images shall be made input while this step computes.
         Returns:
             the loss, shape (), and this rank's out-of-memory.
@@ -113,7 +113,7 @@ class TrainStep:
                 # 1, or NaN for a loss that is not finite, to make every gradient NaN on all ranks: the step is then
                 # left out. Without it, an infinite loss may have finite gradients
                 sound = value - value + 1
-                loss = nll * (sound * self.stepper.averaged_over / loss_weight)
+                loss = nll * (sound * self.stepper.averaged_over / supervised_tokens)
                 try:
                     self.stepper.backward(loss)
                 except RuntimeError as error:
@@ -126,7 +126,7 @@ class TrainStep:
             share += value
             began = _now(accelerator.device)
         # ranks that compute the same rows each hand in their part of the loss
-        return share / (loss_weight * tensor_ranks(accelerator)), oom
+        return share / (supervised_tokens * tensor_ranks(accelerator)), oom
 
     def retry_smaller(self, oom: OutOfMemory, step: int) -> None:
         """Discard the gradients, and halve the forwards of this and later steps; the mathematics stays the same."""

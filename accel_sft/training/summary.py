@@ -12,7 +12,7 @@ from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record
 from accel_sft.chat.conversation import conversation
 from accel_sft.chat.form import Form
-from accel_sft.chat.image_parts import parted
+from accel_sft.chat.pictures import parted
 from accel_sft.io.run_dir import RunDir, result_text
 from accel_sft.io.run_record import write_manifest
 from accel_sft.io.terminal import columns, terminal

@@ -182,7 +182,6 @@ class Trainer:
             self.tracker.peaks.begin(phase)
             rows = plan.examples(state.step)
             tokens, supervised_tokens = int(plan.lengths[rows].sum()), int(plan.supervised[rows].sum())
-            loss_weight = plan.loss_weights[rows].sum().item()  # the number of tokens unless turns have weights
             rate = learning_rate(state.step, plan.total_steps, config)
             stepper.set_learning_rate(rate)
             _seed(self.accelerator.device, plan.seed_of(state.step, masks))
@@ -191,7 +190,7 @@ class Trainer:
                 following = (
                     self.train_examples.take(plan.examples(state.step + 1).tolist()) if self.looks_ahead() else []
                 )
-            share, oom = self.train_step.forward_backward(examples, loss_weight, state.step + 1, following)
+            share, oom = self.train_step.forward_backward(examples, supervised_tokens, state.step + 1, following)
             self.signals.exit_if_orphaned()
             loss, oom, signal, unwritten, system = reduce_step(
                 share, oom, self.signals.asked, self.tracker.system(), self.checkpoints.failed

@@ -7,7 +7,6 @@ from models import Sums, encode, make_tiny
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.encoded import end_of_turn_ids
 from accel_sft.models.load import load_tokenizer
 from accel_sft.models.source import Source
@@ -71,20 +70,6 @@ def test_long_examples_are_counted_and_named(tokenizer):
         f"train: {len(left_out)} left out: longer than --max-length {longest - 1} "
         f"(examples {', '.join(map(str, left_out))})"
     ]
-
-
-@pytest.mark.parametrize("text", ["a" * 9_000_000, "one " * 2_000_000, "\u0301" * 3_000_000])
-def test_no_tokens_are_made_of_a_text_that_surely_is_too_long(tokenizer, monkeypatch, text):
-    task = type("Long", (Sums,), {"target": lambda self, example: text if example == 24 else "1"})
-    tokenized = []
-    make = ControlTokens.ids
-    monkeypatch.setattr(ControlTokens, "ids", lambda self, texts: tokenized.extend(texts) or make(self, texts))
-    result = encode(
-        tokenizer, task(), [5, 24, 7], "train", eos_ids={tokenizer.eos_token_id}, max_length=512, truncation="drop"
-    )
-    assert result.left_out == {"left out: longer than --max-length 512": [1]}
-    assert [row.index for row in result.kept] == [0, 2]
-    assert max(map(len, tokenized)) < 1000
 
 
 def test_cutting_is_counted_and_loses_the_end_of_turn(tokenizer):

@@ -22,7 +22,7 @@ from accel_sft.batching import verify
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.trial import Trial
-from accel_sft.chat.blank_image import blank_row
+from accel_sft.chat.encode import blank_row
 from accel_sft.chat.encoded import Encoded
 from accel_sft.chat.image_inputs import ImageInputs
 from accel_sft.models.processor import load_processor

@@ -336,5 +336,5 @@ def test_the_command_line_refuses_it_in_one_line(tiny, tmp_path):
     assert line.startswith(
         'Error: train example 0: the answer would not be trained on: the chat template makes "<|im_end|>'
     )
-    assert line.endswith("or change the task's target()")
+    assert line.endswith("or change target()")
     assert "Traceback" not in run.output

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,11 +24,11 @@ from accel_sft import UserError
 from accel_sft.api.changes import changed
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.tool_configs import EvaluateConfig
-from accel_sft.chat import template
 from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.encoded import Rules
+from accel_sft.chat.form import closing_mark
 from accel_sft.chat.rendering import Rendering
-from accel_sft.chat.thinking import closing_mark
+from accel_sft.chat.template import dated
 from accel_sft.cli.task_tools import TOOLS
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.backend import Generated
@@ -369,7 +368,7 @@ def test_prompts_of_training_are_what_is_generated_from(tokenizer, name):
     rendering = Rendering(own, "template", DAY)
     turns = Says().messages("odd")
     given = rendering.form(turns, "train").given(turns)
-    own.chat_template = template.dated(own.chat_template, DAY)
+    own.chat_template = dated(own.chat_template, DAY)
     asked = own.apply_chat_template(given, add_generation_prompt=True, return_dict=True)["input_ids"]
     (example,) = encoded(own, ends, ["odd"], "template").kept
     assert example.input_ids[: example.prompt_length] == asked
@@ -462,25 +461,6 @@ def test_a_template_that_fails_is_told_in_one_line(tokenizer, failing):
     assert line.isprintable()
 
 
-ENDLESS = {
-    "loops": "{% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}",
-    "a power": "{% set n = messages | length + 7 %}{{ n ** (n ** (n - 1)) }}",
-    "a constant power": "{{ 9 ** (9 ** 8) }}",
-}
-
-
-@pytest.mark.parametrize("endless", ENDLESS.values(), ids=ENDLESS)
-def test_a_template_without_an_end_is_told_in_one_line(tokenizer, endless, monkeypatch):
-    monkeypatch.setattr(template, "SECONDS", 1)
-    before = signal.getsignal(signal.SIGVTALRM)
-    own, ends = of_family(tokenizer, "Qwen2.5")
-    own.chat_template = endless
-    with pytest.raises(UserError, match=r"chat template computed for 1 seconds on 1 conversations .* came to no end"):
-        encoded(own, ends, ["odd"], "template")
-    assert signal.getsignal(signal.SIGVTALRM) == before
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
-
-
 def test_a_template_that_writes_no_prompt_is_told_in_one_line(tokenizer):
     own, ends = of_family(tokenizer, "Qwen2.5")
     own.chat_template = "{{ '' }}"
@@ -513,7 +493,7 @@ def test_the_day_is_the_runs_and_not_todays(tokenizer):
         )
         asked, _ = texts(own, encoded(own, ends, ["odd"], "template", day=day).kept[0])
         assert asked.startswith(f"\n[{expected}]<|im_start|>system")
-    assert template.dated("no date", DAY) == "no date"
+    assert dated("no date", DAY) == "no date"
 
 
 def test_thinking_and_the_day_are_part_of_the_caches_key(tokenizer):

@@ -180,7 +180,7 @@ def test_turns_of_weight_0_and_of_others_carry_no_loss(tokenizer):
         (
             [user("5=")],
             [said("5", weight=1.5)],
-            'a turn with "weight": 1.5, expected 0, or a number from 0.000001 to 1',
+            'a turn with "weight": 1.5, expected 0 or 1: a turn is learnt or not',
         ),
         ([user("5=")], [said("5", weight=0)], 'every assistant turn of target() has "weight": 0'),
         ([], [said("5")], "the first turn of all is an answer"),
@@ -383,28 +383,22 @@ def model(tiny):
 
 
 def plain_loss_and_gradients(model, answers):
-    """By transformers alone, each answer in a row of its own: the sum over tokens with a loss, times its weight."""
+    """By transformers alone, each answer in a row of its own: the sum over tokens with a loss."""
     model, total = copy.deepcopy(model), 0.0
-    for ids, begin, *weight in answers:
+    for ids, begin in answers:
         labels = torch.tensor([[-100] * begin + ids[begin:]])
-        loss = model(input_ids=torch.tensor([ids]), labels=labels).loss * (len(ids) - begin) * (weight or [1])[0]
+        loss = model(input_ids=torch.tensor([ids]), labels=labels).loss * (len(ids) - begin)
         loss.backward()
         total += loss.item()
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_gradient_of_three_turns_is_that_of_their_single_rows(tokenizer, model, way, weighed):
+def test_the_gradient_of_three_turns_is_that_of_their_single_rows(tokenizer, model, way):
     own = chatml(tokenizer)
     again = [*CHAT[:4], said("no"), user("7?"), said("odd")]  # begins alike, so that spans lie in what is shared
-    weights = [1, 0.3, 0.05, 0.25, 1, 0.7, 1, 0.5] if weighed else [1] * 8
-    chat, other = ([*turns] for turns in (CHAT, again))
-    for turns, of in ((chat, weights[:3]), (other, weights[3:6])):
-        turns[2:] = [turns[2] | {"weight": of[0]}, turns[3], turns[4] | {"weight": of[1]}, turns[5], turns[6]]
-        turns[6] = turns[6] | {"weight": of[2]}
-    last = CHAT[4] | {"weight": weights[7]}
-    examples = [(chat[:2], chat[2:]), (other[:2], other[2:]), (CHAT[:2], "even"), (CHAT[:4], [last])]
+    partly = [CHAT[2] | {"weight": 0}, *CHAT[3:5]]
+    examples = [(CHAT[:2], CHAT[2:]), (again[:2], again[2:]), (CHAT[:2], "even"), (CHAT[:2], partly)]
     rows = encoded(own, examples).kept
     assert [len(row.spans) for row in rows] == [3, 3, 1, 1]
     answers = [
@@ -412,17 +406,12 @@ def test_the_gradient_of_three_turns_is_that_of_their_single_rows(tokenizer, mod
         for chat, places in ((CHAT, (2, 4, 6)), (again, (2, 4, 6)), ([*CHAT[:2], said("even")], (2,)), (CHAT, (4,)))
         for at in places
     ]
-    ids = [
-        (asked + own(f"{text}<|im_end|>")["input_ids"], len(asked), weight)
-        for (asked, text), weight in zip(answers, weights, strict=True)
-    ]
+    ids = [(asked + own(f"{text}<|im_end|>")["input_ids"], len(asked)) for asked, text in answers]
     expected, expected_gradients = plain_loss_and_gradients(model, ids)
-    assert sum(row.supervised_tokens for row in rows) == sum(len(each) - begin for each, begin, _ in ids)
-    total = sum((len(each) - begin) * weight for each, begin, weight in ids)
-    assert sum(row.loss_weight for row in rows) == pytest.approx(total, rel=1e-12)
+    total = sum(len(row) - begin for row, begin in ids)
+    assert sum(row.supervised_tokens for row in rows) == total
     batch = batching_of(way, 4096).batch(rows, 0, torch.device("cpu"))
-    assert batch.weights.sum().item() == pytest.approx(total, rel=1e-6)
-    assert all(row.weights for row in rows[:2]) == weighed
+    assert batch.weights.sum().item() == total
     got, gradients = loss_and_gradients(model, batching_of(way, 4096), rows)
     assert got == pytest.approx(expected, rel=1e-5)
     largest = max(gradient.abs().max() for gradient in expected_gradients.values())
@@ -430,19 +419,9 @@ def test_the_gradient_of_three_turns_is_that_of_their_single_rows(tokenizer, mod
         assert (gradients[name] - gradient).abs().max() <= 1e-5 * largest, name
 
 
-def test_a_weight_stays_with_its_turn_where_turns_have_rows_of_their_own_or_are_cut(tokenizer):
-    own, ends = of_family(tokenizer, "Mistral v0.3")  # the system text moves on, so that every answer has its own row
-    turns = [said("odd", weight=0.5), user("2?"), said("even"), user("7?"), said("a", weight=0.25)]
-    rows = encoded(own, [(CHAT[:2], turns)], ends=ends).kept
-    assert [row.weights for row in rows] == [(0.5,), (1.0,), (0.25,)]
-    (whole,) = encoded(chatml(tokenizer), [(CHAT[:2], turns)]).kept
-    cut = encoded(chatml(tokenizer), [(CHAT[:2], turns)], truncation="right", max_length=whole.spans[1][1] - 1).kept
-    assert (whole.weights, cut[0].weights) == ((0.5, 1.0, 0.25), (0.5, 1.0))
-
-
-@pytest.mark.parametrize("weight", [-0.5, 1.5, 1e-7, float("nan"), float("inf"), "0.5"])
-def test_a_weight_that_is_no_part_of_1_is_refused(tokenizer, weight):
-    with pytest.raises(UserError, match=r'train example 0: target\(\) gave a turn with "weight": .*, expected 0, or'):
+@pytest.mark.parametrize("weight", [-0.5, 0.5, 1.5, 1e-7, float("nan"), float("inf"), "0.5"])
+def test_weight_other_than_0_or_1_is_refused(tokenizer, weight):
+    with pytest.raises(UserError, match=r'train example 0: target\(\) gave a turn with "weight": .*, expected 0 or 1'):
         encoded(tokenizer, [(CHAT[:2], [said("odd", weight=weight)])])
 
 
@@ -451,9 +430,8 @@ def test_a_chat_after_some_of_its_turns_is_no_row_that_another_sees(tokenizer, m
     rows = encoded(own, [(CHAT[:2], CHAT[2:at]) for at in (3, 5, 7)]).kept
     assert rows[2].input_ids[: len(rows[0].input_ids)] == rows[0].input_ids
     config = TrainConfig(batching="shared").resolved({})
-    for some in (rows, [row._replace(weights=(0.3, 1.0, 0.1)[: len(row.spans)]) for row in rows]):
-        found, reasons = exact_batchings(Trial(Accelerator(cpu=True), model, config, some, 0), some)
-        assert {each.attention for each in found} == {"rows", "mask"}, reasons
+    found, reasons = exact_batchings(Trial(Accelerator(cpu=True), model, config, rows, 0), rows)
+    assert {each.attention for each in found} == {"rows", "mask"}, reasons
 
 
 # --- evaluation ---

@@ -15,7 +15,6 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.shares import read_shares
 from accel_sft.data.mixing import check_sources, in_words
 from accel_sft.data.step_plan import StepPlan, taking_turns
-from accel_sft.tools.check.reading import Selection
 
 SHARES = st.lists(st.integers(1, 60), min_size=2, max_size=7)
 
@@ -137,9 +136,6 @@ def test_sources_are_what_the_option_names_and_stay_with_their_rows(tmp_path):
         folders = ["a", "b", "."]
         assert [folders[n] for n in part.sources_of(range(len(part)))] == [row[0] for row in part]
     assert read_rows(f"{names[0]},{tmp_path}/b/x.jsonl", dict).sources == ["a/x.jsonl", "b/x.jsonl"]
-    some = Selection(rows, np.array([0, 8, 10]))  # as `check` leaves rows out
-    assert (some.sources, some.sources_of([2, 1])) == (rows.sources, [2, 1])
-    assert check_sources(some, "1,2,3") == check_sources(rows, "1,2,3")
     assert check_sources(rows, "1,2,3") == {"x.jsonl": 1, "b": 2, "z.jsonl": 3}
     with pytest.raises(UserError, match=r"--mix 3,1: 2 shares, and --train-file names 3 \(x.jsonl, b, z.jsonl\); give"):
         check_sources(rows, "3,1")

@@ -33,9 +33,8 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation import decoder, live_rows
 from accel_sft.evaluation.decoder import Decoder
-from accel_sft.evaluation.division import common_prefix, divide, shares
 from accel_sft.evaluation.evaluator import Evaluator, answer_backend
-from accel_sft.evaluation.generate import CHECKED_ROWS, Generator
+from accel_sft.evaluation.generate import CHECKED_ROWS, Generator, common_prefix, divide, shares
 from accel_sft.evaluation.live_rows import Row
 from accel_sft.io.heartbeat import heartbeat_count
 from accel_sft.launch import collectives

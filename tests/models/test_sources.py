@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.tool_configs import PlanConfig
-from accel_sft.commands.evaluate import _differences
+from accel_sft.commands.evaluate import _differences, _remembered
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import RunDir
 from accel_sft.models import load
@@ -26,6 +26,7 @@ from accel_sft.models.load import load_model
 from accel_sft.models.source import errors_explained, find_source, hub_place
 from accel_sft.tools.plan.command import model_config
 from accel_sft.training.prepare import source_of
+from accel_sft_chat import Chat
 
 RECORD = json.dumps({"task": "math", "config": {}, "task_options": {}, "launch": {"precision": "bf16"}})
 
@@ -232,3 +233,20 @@ def test_resumed_run_loads_the_commit_that_it_began_with(kept_by_the_hub, tmp_pa
         assert hub_place(source_of(run, "org/model", config).weights) == ("org/model", loaded)
     folder = find_source("org/model", revision=first).weights  # named by itself, it has no other commit
     assert source_of(run, folder, TrainConfig(model=folder)).weights == folder
+
+
+def test_evaluation_on_rows_that_a_run_trained_on_is_warned_of(tmp_path):
+    rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": "yes"}) + "\n" for n in range(40)))
+    run.mkdir()
+    files = {"train_file": str(rows), "held_out": 4.0}
+    options = {**files, "data_seed": 0}
+    (run / "run.json").write_text(json.dumps({"task": "chat", "config": {}, "task_options": options}))
+    assert _remembered(str(run), "chat", Chat(**files)) == []
+    for changed in ({"held_out": 30.0}, {"data_seed": 3}):
+        (line,) = _remembered(str(run), "chat", Chat(**files | changed))
+        assert re.search(r"was trained on \d+ of these (30|4) examples, so scores show what it remembers", line)
+    other = tmp_path / "other.jsonl"  # which the record does not name, and must not have read
+    other.write_text(rows.read_text())
+    assert _remembered(str(run), "chat", Chat(train_file=str(other), held_out=30.0)) == []
+    assert _remembered(str(run), "math", Chat(**files | {"held_out": 30.0})) == []

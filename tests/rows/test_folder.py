@@ -8,7 +8,7 @@ import pytest
 from parsers import answer
 
 from accel_sft import UserError, read_rows
-from accel_sft.rows.rows import absent_rows
+from accel_sft.rows.sources import absent_rows
 
 
 @pytest.fixture(autouse=True)

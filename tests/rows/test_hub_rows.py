@@ -13,7 +13,7 @@ from parsers import answer
 from places import SUPPORT
 
 from accel_sft import UserError, read_rows
-from accel_sft.rows.hub import is_dataset_name
+from accel_sft.rows.sources import is_dataset_name
 
 CARD = b"""---
 configs:

@@ -48,7 +48,7 @@ def encode(tokenizer, task, examples, split, *, eos_ids, max_length, truncation,
     rendering = Rendering(tokenizer, rules.thinking, rules.day, rules.control_tokens)
     for part in encode_parts(rendering, task, examples, range(len(examples)), split, rules):
         whole.kept.extend(part.kept)
-        whole.note(part)
+        whole.add(part)
     whole.notes += rendering.notes
     whole.check(len(examples), rules)
     return whole

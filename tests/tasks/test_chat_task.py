@@ -237,11 +237,11 @@ def test_a_row_of_which_nothing_can_be_learnt_is_left_out_and_named(rows, turns,
     assert notes[-1] == f"1 row left out: {reason} (line 3)"
 
 
-def test_rows_of_an_array_on_one_line_are_left_out_by_their_numbers(tmp_path):
+def test_rows_of_an_array_are_left_out_by_number(tmp_path):
     good, empty = messages(ASK, ANSWER), messages(ASK)
     (tmp_path / "rows.json").write_text(json.dumps([empty, good, good, good, good, good, empty, empty]))
     notes = Chat(validation_file=str(tmp_path / "rows.json")).dataset("validation").notes
-    assert notes[-1] == "3 rows left out: no assistant turn to learn (line 1, row 7, row 8)"
+    assert notes[-1] == "3 rows left out: no assistant turn to learn (rows 1, 7, 8)"
 
 
 @pytest.mark.parametrize(
@@ -256,16 +256,6 @@ def test_which_turns_are_learnt(rows, learn, prompt, answered):
     marked = [ASK, {**ANSWER, "weight": 1}, AGAIN, {**MORE, "train": False}, ASK, HELLO]
     (found,), _ = rows(messages(*marked), learn=learn)
     assert found[:2] == (prompt, answered)
-
-
-@pytest.mark.parametrize("learn", ["every", "marked"])
-def test_a_weight_between_0_and_1_stays_with_its_turn(rows, learn):
-    marked = [ASK, {**ANSWER, "weight": 0.5}, AGAIN, {**MORE, "weight": 1.0}, ASK, {**HELLO, "weight": 0}]
-    (found,), notes = rows(messages(*marked), learn=learn)
-    assert found[:2] == ([ASK], [{**ANSWER, "weight": 0.5}, AGAIN, MORE])
-    assert any("of a weight between 0 and 1, by which their tokens' loss is counted" in note for note in notes)
-    (found,), _ = rows(messages(ASK, {**ANSWER, "weight": 0.25}), learn=learn)
-    assert found[1] == [{**ANSWER, "weight": 0.25}]  # not the text alone, which would weigh 1
 
 
 def test_a_system_prompt_is_for_rows_without_one(rows):
@@ -300,21 +290,14 @@ MALFORMED = {
         "messages[0].content[0]",
         "a part of type text or image, not 'video'",
     ),
-    "a weight below 0": (
-        messages(ASK, {**ANSWER, "weight": -0.5}),
-        "messages[1].weight",
-        "a number from 0 to 1, or true or false, got -0.5",
-    ),
-    "a weight above 1": (
-        messages(ASK, {**ANSWER, "weight": 2}),
-        "messages[1].weight",
-        "a number from 0 to 1, or true or false, got 2",
-    ),
-    "a weight in a text": (
-        messages(ASK, {**ANSWER, "weight": "1"}),
-        "messages[1].weight",
-        "a number from 0 to 1, or true or false, got '1'",
-    ),
+    **{
+        f"a weight of {weight!r}": (
+            messages(ASK, {**ANSWER, "weight": weight}),
+            "messages[1].weight",
+            f"0 or 1, false or true (a turn is learnt or not), got {weight!r}",
+        )
+        for weight in (0.5, -0.5, 2, "1")
+    },
     "marks that differ": (messages(ASK, {**ANSWER, "weight": 1, "train": False}), "messages[1].train", "the same as"),
     "a call without a name": (
         messages(ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}),

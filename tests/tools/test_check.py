@@ -16,11 +16,9 @@ from fake_plugins import install
 from places import ROOT
 
 from accel_sft.data.token_store import StoredEncoding
-from accel_sft.tools.check.codes import CODES, GRADES
-from accel_sft.tools.check.findings import Findings
-from accel_sft.tools.check.keys import AnswerNames
-from accel_sft.tools.check.reading import read_splits
-from accel_sft.tools.check.texts import DAMAGED, normalised, read_texts
+from accel_sft.tools.check.findings import CODES, GRADES, Findings
+from accel_sft.tools.check.splits import read_splits
+from accel_sft.tools.check.texts import DAMAGED, Labels, normalised, read_texts
 from accel_sft_math import Math
 from accel_sft_ner import Ner
 
@@ -104,14 +102,14 @@ def test_of_rows_that_are_too_long_the_length_that_they_need_is_told(site, model
     assert places({"findings": [finding]}) == {code: expected["D301"]}
 
 
-def test_an_array_on_one_line_is_told_by_the_row_s_number(site, model, tmp_path):
+def test_rows_of_an_array_are_named_by_number(site, model, tmp_path):
     rows = [json.loads(line) for line in planted.CLEAN["train"]]
     rows.insert(3, rows[1])
     (tmp_path / "train.json").write_text(json.dumps(rows))
     (tmp_path / "validation.json").write_text(f"[{','.join(planted.CLEAN['validation'])}]")
     files = [part for split in planted.CLEAN for part in (f"--{split}-file", tmp_path / f"{split}.json")]
     run = check(site, *files, model=model)
-    assert f"{tmp_path}/train.json:1 row 4  like {tmp_path}/train.json:1 row 2" in run.output
+    assert f"{tmp_path}/train.json row 4  like {tmp_path}/train.json row 2" in run.output
 
 
 def test_a_file_with_bad_rows_is_refused_by_training_after_it_was_checked(site, model, tmp_path):
@@ -222,9 +220,6 @@ def test_rows_that_a_program_makes_may_repeat_and_have_several_right_answers():
     assert [(finding["code"], finding["grade"]) for finding in report["findings"]] == [("D401", "note")]
     train = report["splits"][0]
     assert train["other_right_answers"] == train["distinct_rows"] - train["distinct_prompts"] > 0
-    layouts = {layout["name"]: layout["computed_tokens"] for layout in report["steps"]["layouts"]}
-    assert layouts["shared, tree of prefixes"] <= layouts["shared, one prefix"] < layouts["packed"]
-    assert layouts["packed"] <= layouts["padded rows"]
 
 
 def test_steps_and_tokens_are_those_that_training_reports(site, tmp_path):
@@ -386,7 +381,7 @@ def test_each_answer_of_a_chat_is_looked_at(site, model, tmp_path):
 
     files, _ = planted.write(tmp_path, {})
     faults = {
-        "D201": chat("2", weight=1e-9),
+        "D201": chat("2", weight=0.5),
         "D202": planted.row([], [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "2"}]),
         "D204": chat("<think>two</think>2"),
         "D206": chat(" "),
@@ -406,21 +401,6 @@ def test_each_answer_of_a_chat_is_looked_at(site, model, tmp_path):
     pieces = report["examples"][0]["pieces"]
     learnt = "".join(piece["text"] if piece["supervised"] else "|" for piece in pieces)
     assert re.sub(r"\|+", "|", learnt) == "|2</s>|4</s>"
-
-
-def test_a_label_that_is_rare_and_misspelt_is_found(tmp_path):
-    roads = [f"Road {number}" for number in range(100)]
-    sentences = [(f"{road} is long.", {"address": {road: [[0, len(road) - 1]]}}) for road in roads]
-    odd = [(f"Bo likes {key}.", {key: {"Bo": [[0, 1]]}}) for key in ("adress", "adderss", "Address", "game")]
-    files = {"train": [*sentences, *odd[:3], sentences[0], odd[3]], "validation": sentences[3:5]}
-    for name, rows in files.items():
-        lines = [json.dumps({"text": text, "label": label}) + "\n" for text, label in rows]
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    named = [word for name in files for word in (f"--{name}-file", str(tmp_path / f"{name}.jsonl"))]
-    run = accel_sft("check", "ner", *named, "--allow-overlap", "--json", "--no-score")
-    (finding,) = [each for each in report_of(run)["findings"] if each["code"] == "D214"]
-    assert [row["line"] for row in finding["rows"]] == [101, 102, 103]
-    assert finding["rows"][0]["detail"] == "'adress' stands 1 time, 'address' 103 times"
 
 
 SLIPS = {
@@ -444,17 +424,30 @@ SLIPS = {
 
 @pytest.mark.parametrize(("counts", "misspelt"), SLIPS.values(), ids=SLIPS)
 def test_rare_label_spelt_like_frequent_one_is_found(counts, misspelt):
-    names, found = AnswerNames(), Findings()
+    labels, found = Labels(), Findings()
     answers = [label for label, count in counts.items() for _ in range(count)]
     for index, answer in enumerate(answers):
-        names.add("train", index, answer)
-    lines = names.report(found)
+        labels.add("train", index, answer)
+    lines = labels.report(found)
     rows = [row for each in found.placed({}) for row in each.rows if each.code == "D216"]
     assert [answers[row.index] for row in rows] == [label for label in answers if label in misspelt]
     named = ", ".join(f"{label[:61]} {count}" for label, count in Counter(answers).most_common())
     assert lines == ([] if len(counts) > 90 else [f"{len(counts)} labels: {named}"])
     if misspelt:
         assert f"{misspelt[0]!r} stands {counts[misspelt[0]]} times, " in rows[0].detail
+
+
+def test_labels_that_no_validation_row_tests_are_named():
+    for whole in (True, False):
+        labels, found = Labels(), Findings()
+        rows = ["billing"] * 30 + ["fraud"] * 3 + ["shipping"] * 20
+        for index, answer in enumerate(rows):
+            labels.add("train", index, answer)
+        for index, answer in enumerate(["billing", "shipping", "billing"]):
+            labels.add("validation", index, answer)
+        labels.report(found, whole=whole)
+        told = [(row.split, row.index, row.detail) for each in found.placed({}) for row in each.rows]
+        assert told == ([("train", 30, "'fraud' stands 3 times in train, never in validation")] if whole else [])
 
 
 def test_training_names_misspelt_labels_from_tokens(tmp_path):
@@ -485,7 +478,7 @@ def test_where_thinking_is_kept_an_answer_without_any_is_found(tmp_path):
     special, answers = mock.Mock(faults=lambda chat: []), ["<think>two</think>2", "2", " "]
     for keeps, rows in ((False, []), (True, [1])):
         found = Findings()
-        read_texts(Thoughtful(), answers, "train", special, AnswerNames(), found, keeps_thinking=keeps)
+        read_texts(Thoughtful(), answers, "train", special, Labels(), found, keeps_thinking=keeps)
         assert [row.index for each in found.placed({}) if each.code == "D212" for row in each.rows] == rows
 
 
@@ -495,38 +488,27 @@ def test_labels_that_are_not_the_answer_or_lack_its_end_are_found(tmp_path, monk
 
     special = type("Special", (), {"bos_token_id": None, "unk_token_id": None, "pad_token_id": 0})
     store = stored(tmp_path, [([1, 5, 6, 2], 2), ([1, 5, 6, 7], 2)])
-    found, same = Findings(), np.arange(2)
-    report_tokens(token_facts(store, special, frozenset({2})), "train", same, [], special, found)
-    assert report_labels(store, "train", same, 0, found) == 2
+    found = Findings()
+    report_tokens(token_facts(store, special, frozenset({2})), "train", [], special, found)
+    assert report_labels(store, "train", 0, found) == 2
     assert [(each.code, [row.index for row in each.rows]) for each in found.placed({})] == [("D304", [1])]
     padded = collate.padded
     monkeypatch.setattr(
         collate, "padded", lambda rows, pad: padded([row._replace(prompt_length=1) for row in rows], pad)
     )
-    report_labels(store, "train", same, 0, found)
+    report_labels(store, "train", 0, found)
     assert [each.count for each in found.placed({}) if each.code == "D308"] == [2]
 
 
-@pytest.mark.parametrize(("weights", "told"), [([0.5, 0.5], ["weight 0.5"]), ([0.5, 0.25], []), ([1, 1], [])])
-def test_weights_that_are_all_the_same_are_found(tmp_path, weights, told):
-    from accel_sft.tools.check.tokens import report_weights
-
-    found = Findings()
-    store = stored(tmp_path, [([1, 5, 6, 2], 2)] * 2, [() if weight == 1 else (weight,) for weight in weights])
-    report_weights(store, "train", found)
-    assert [(each.code, row.detail) for each in found.placed({}) for row in each.rows] == [("D310", t) for t in told]
-
-
-def stored(folder, rows, weights=()):
-    """A store of these tokens, prompt lengths and weights."""
+def stored(folder, rows):
+    """A store of these tokens and prompt lengths."""
     from accel_sft.chat.encoded import Encoded, Encoding
     from accel_sft.data.token_store import TokenStore, merge, write_part
 
     folder.mkdir(exist_ok=True)
-    weights = weights or [()] * len(rows)
-    kept = [Encoded(n, *row, weights=counts) for n, (row, counts) in enumerate(zip(rows, weights, strict=True))]
+    kept = [Encoded(n, *row) for n, row in enumerate(rows)]
     write_part(folder / "part", [Encoding("train", kept)], "train")
-    return TokenStore(folder / "tokens.arrow", merge([folder / "part"], folder / "tokens.arrow"))
+    return TokenStore(folder, merge([folder / "part"], folder))
 
 
 def test_hashes_of_rows_in_arrays_tell_prompts_and_rows_apart(tmp_path):

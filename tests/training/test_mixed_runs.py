@@ -24,7 +24,7 @@ NAMES = "a.jsonl", "b.jsonl"
 
 @pytest.fixture(scope="module")
 def files(common):
-    """The words that name two files; turns of the second have weights between 0 and 1."""
+    """The words that name two files; some turns of the second are not learnt."""
     folder = common / "mixed"
     folder.mkdir(exist_ok=True)
     for name, first, rows in zip(NAMES, (0, 100), (30, 8), strict=True):
@@ -32,8 +32,8 @@ def files(common):
         for n in range(first, first + rows):
             turns = [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"It is {n + 1}."}]
             if first:
-                turns[1]["weight"] = (n % 4) / 4
-                turns += [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "So.", "weight": 0.3}]
+                turns[1]["weight"] = n % 2
+                turns += [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "So.", "weight": 1}]
             lines.append(json.dumps({"messages": turns}) + "\n")
         (folder / name).write_text("".join(lines))
     return [word for name in NAMES for word in ("--train-file", str(folder / name))]
@@ -54,7 +54,7 @@ def is_told_by_source(launched, job):
     rows = {name: int(told[place]) for place, name in enumerate(NAMES, 1)}
     assert sum(rows.values()) == 32
     assert float(told[3]) == pytest.approx(rows["a.jsonl"] / 2 / rows["b.jsonl"], abs=0.05001)
-    assert "turns of a weight between 0 and 1" in output
+    assert "assistant turns of weight 0" in output
     assert "its loss is not that of single rows" not in output
     for name, source in zip(NAMES, result["sources"], strict=True):
         seen = {key: sum(line[f"{key}/{name}"] for line in lines) for key in ("rows", "tokens")}
@@ -115,11 +115,11 @@ def has_one_loss_curve_on_every_layout(launched, job, name):
             assert ours[key] == pytest.approx(theirs[key], rel=2e-5)
 
 
-def has_on_two_ranks_the_loss_of_weighed_turns_of_plain_transformers(launched, files):
+def has_on_two_ranks_the_loss_of_plain_transformers(launched, files):
     job = ("chat", *files[2:], "--held-out", "0", "--max-steps", "1", "--global-batch-size", "8", *ONCE)
-    run = launched("weighed ddp", *job, "--micro-batch-size", "3", **LAYOUTS["ddp"])
+    run = launched("partly learnt ddp", *job, "--micro-batch-size", "3", **LAYOUTS["ddp"])
     tokenizer, model = (kind.from_pretrained(run.run_dir / "base") for kind in (AutoTokenizer, AutoModelForCausalLM))
-    total = weights = 0.0
+    total = tokens = 0.0
     for line in Path(files[-1]).read_text().splitlines():
         turns = json.loads(line)["messages"]
         for at in (1, 3):
@@ -129,10 +129,10 @@ def has_on_two_ranks_the_loss_of_weighed_turns_of_plain_transformers(launched, f
             labels = torch.tensor([[-100] * len(asked) + ids[len(asked) :]])
             with torch.no_grad():
                 loss = model(input_ids=torch.tensor([ids]), labels=labels).loss.item() * learnt
-            total, weights = total + turns[at]["weight"] * loss, weights + turns[at]["weight"] * learnt
+            total, tokens = total + turns[at]["weight"] * loss, tokens + turns[at]["weight"] * learnt
     (line,) = run.lines()
-    assert line["loss"] == pytest.approx(total / weights, rel=2e-5)
-    assert line["supervised_tokens"] > weights
+    assert line["loss"] == pytest.approx(total / tokens, rel=2e-5)
+    assert line["supervised_tokens"] == tokens
 
 
 @matrix(
@@ -140,7 +140,7 @@ def has_on_two_ranks_the_loss_of_weighed_turns_of_plain_transformers(launched, f
     has_a_command_that_check_and_plan_take,
     ends_with_the_same_bits_after_a_stop,
     *[partial(has_one_loss_curve_on_every_layout, name=name) for name in ("ddp", "z2", "z3")],
-    has_on_two_ranks_the_loss_of_weighed_turns_of_plain_transformers,
+    has_on_two_ranks_the_loss_of_plain_transformers,
 )
 def test_a_mixed_run(check, request):
     run(check, request)

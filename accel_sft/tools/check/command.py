@@ -27,16 +27,12 @@ from accel_sft.models.pretrained import text_settings, vocabulary_problem, would
 from accel_sft.models.source import Source, find_source, resolved
 from accel_sft.models.tiny import build_tiny
 from accel_sft.rows.rows import Rows
-from accel_sft.tools.check import page, repeats, show, tokens
-from accel_sft.tools.check.audit_report import Report
-from accel_sft.tools.check.encoding import encode_split
-from accel_sft.tools.check.examples import Shown, pieces_of
-from accel_sft.tools.check.figures import SplitFigures, StepFigures, split_figures, step_figures
+from accel_sft.tools.check import repeats, show, tokens
 from accel_sft.tools.check.findings import Findings
-from accel_sft.tools.check.keys import AnswerNames
-from accel_sft.tools.check.reading import Selection, bad_rows_of, read_splits, unreadable
+from accel_sft.tools.check.report import Report, Shown, StepFigures, pieces_of, split_figures, step_figures
 from accel_sft.tools.check.scores import OwnScores
-from accel_sft.tools.check.texts import SpecialTokens, Texts, beginning_of, read_texts
+from accel_sft.tools.check.splits import bad_rows_of, encode_split, read_splits, unreadable
+from accel_sft.tools.check.texts import Labels, SpecialTokens, Texts, beginning_of, read_texts
 from accel_sft.training.prepare import Assembly, plan_steps, texts_of
 
 
@@ -58,10 +54,10 @@ def run(task_name: str, task: Task, config: CheckConfig) -> None:
         with tempfile.TemporaryDirectory(prefix="accel_sft-") as folder, terminal.waiting(f"check {task_name}"):
             report = Audit(task_name, task, config, Path(folder)).report()
         if not config.json:
-            show.print_report(report, shown)
+            show.print_report(report, show.console_of(shown))
     if target:
         try:
-            write_atomically(target, page.rendered(report))
+            write_atomically(target, show.page_of(report))
         except OSError as error:
             raise UserError(f"--html {config.html}: cannot be written ({error.strerror}); name another file") from None
     if config.json:
@@ -72,16 +68,15 @@ def run(task_name: str, task: Task, config: CheckConfig) -> None:
 
 
 class Audit:
-    """One audit of a task's data. Each step adds to `found`, and skips rows that an earlier step found unusable."""
+    """One audit of a task's data. Each step adds to `findings`, and skips rows that an earlier step found unusable."""
 
     def __init__(self, task_name: str, task: Task, config: CheckConfig, folder: Path) -> None:
         self.task_name, self.task, self.config = task_name, task, config
-        self.found = Findings()
+        self.findings = Findings()
         self.notes: list[str] = []
-        self.splits = read_splits(task, self.found, config.train_limit)
-        self.source = self._source(folder)
+        self.splits = read_splits(task, self.findings, config.train_limit)
+        self.folder, self.source = folder, self._source(folder)
         self.encodings: dict[str, StoredEncoding | None] = {}
-        self.indices: dict[str, np.ndarray] = {}
 
     def report(self) -> Report:
         """Run the steps of the audit, each after those whose results it needs."""
@@ -93,13 +88,13 @@ class Audit:
             assembly = Assembly(Accelerator(cpu=True), self.task, lenient, self.source)
             eos_ids = assembly.encode.rules.eos_ids
             special = SpecialTokens(assembly.tokenizer, eos_ids, self.config.control_tokens == "text")
-            names = AnswerNames()
+            labels = Labels()
             keeps = self.config.thinking == "keep"
             texts = {
-                split: read_texts(self.task, examples, split, special, names, self.found, keeps_thinking=keeps)
+                split: read_texts(self.task, examples, split, special, labels, self.findings, keeps_thinking=keeps)
                 for split, examples in self.splits.items()
             }
-            self.notes += names.report(self.found)
+            self.notes += labels.report(self.findings)
             for split in self.splits:
                 self._encode(assembly, split, texts[split])
             counts = self._repeats(texts)
@@ -109,10 +104,13 @@ class Audit:
         else:
             for split, examples in self.splits.items():
                 for index, why in unreadable(self.task, examples, split):
-                    self.found.add("D201", split, index, why)
-        figures = [self._figures(split, counts.get(split, {})) for split in self.splits]
-        self.found.describe(lambda split, index: beginning_of(self.task, self.splits[split], split, index))
-        placed = self.found.placed(self.splits)
+                    self.findings.add("D201", split, index, why)
+        figures = []
+        for split, examples in self.splits.items():
+            rows = len(examples) + bad_rows_of(split, self.findings)
+            figures.append(split_figures(self.encodings.get(split), split, rows, counts.get(split, {})))
+        self.findings.describe(lambda split, index: beginning_of(self.task, self.splits[split], split, index))
+        placed = self.findings.placed(self.splits)
         return Report(
             self.task_name, self.config.init_from or self.config.model, placed, figures, steps, self.notes, shown
         )
@@ -123,33 +121,33 @@ class Audit:
         config, base = self.config, None
         if config.model == "tiny" and not config.init_from:
             train = self.splits.get("train", ())
-            bad = [index for index, _ in unreadable(self.task, train, "train")]
-            some = Selection(train, np.delete(np.arange(len(train)), bad))
-            if not len(some):
+            bad = {index for index, _ in unreadable(self.task, train, "train")}
+            if len(bad) == len(train):
                 return None
             base = str(folder / "base")
-            build_tiny(Path(base), texts_of(self.task, some), config.seed)
+            readable = [train[index] for index in range(len(train)) if index not in bad] if bad else train
+            build_tiny(Path(base), texts_of(self.task, readable), config.seed)
         return find_source(base or config.model, init_from=config.init_from, revision=config.revision)
 
     def _encode(self, assembly: Assembly, split: str, texts: Texts) -> None:
         """Tokenize a split, and check its tokens and labels."""
-        examples, tokenizer = self.splits[split], assembly.tokenizer
-        chosen = self.config.truncation
-        encoding, indices = encode_split(assembly.encode, examples, texts.readable, split, self.found, chosen)
-        self.encodings[split], self.indices[split] = encoding, indices
-        given = assembly.template.lines if assembly.template else []
+        examples, tokenizer, folder = self.splits[split], assembly.tokenizer, self.folder / f"tokens-{split}"
+        folder.mkdir()
+        encoding = encode_split(
+            assembly.encode, examples, texts.readable, split, self.findings, self.config.truncation, folder
+        )
+        self.encodings[split] = encoding
         if encoding is None:
             return
-        for note in (*given, *encoding.notes):
+        for note in (*(assembly.template.lines if assembly.template else ()), *encoding.notes):
             if note.startswith(HEADER_LEARNT):
-                self.found.add("D215", "", detail=note.removeprefix("warning D215: "))
+                self.findings.add("D215", "", detail=note.removeprefix("warning D215: "))
             elif note not in self.notes:
                 self.notes.append(note)
         facts = tokens.token_facts(encoding.kept, tokenizer, assembly.encode.rules.eos_ids)
-        tokens.report_tokens(facts, split, indices, [*encoding.cut, *encoding.windowed], tokenizer, self.found)
-        tokens.report_weights(encoding.kept, split, self.found)
-        looked = tokens.report_labels(encoding.kept, split, indices, tokenizer.pad_token_id, self.found)
-        rows = f"{looked:,} of {len(encoding.kept):,} rows"
+        tokens.report_tokens(facts, split, [*encoding.cut, *encoding.windowed], tokenizer, self.findings)
+        collated = tokens.report_labels(encoding.kept, split, tokenizer.pad_token_id, self.findings)
+        rows = f"{collated:,} of {len(encoding.kept):,} rows"
         self.notes.append(f"{split}: the collator's labels were compared with the answers in {rows}")
 
     def _repeats(self, texts: dict[str, Texts]) -> dict[str, dict[str, int]]:
@@ -160,15 +158,15 @@ class Audit:
         """
         scores = OwnScores(self.task, self.splits, self.config.thinking)
         counts = {}
-        for split, each in texts.items():
+        for split, of_split in texts.items():
             if self.config.score:
-                scores.audit(split, each.usable, self.found)
+                scores.audit(split, of_split.usable, self.findings)
             in_file = isinstance(self.splits[split], Rows)
-            counts[split] = repeats.within(each, split, self.found, scores.accepts, in_file)
+            counts[split] = repeats.within(of_split, split, self.findings, scores.accepts, in_file)
         if scores.unjudged:
             self.notes.append(f"the expected answers were not scored one by one: {scores.unjudged}")
         if len(texts) == 2:
-            repeats.between(texts["train"], texts["validation"], self.found)
+            repeats.between(texts["train"], texts["validation"], self.findings)
         return counts
 
     def _model(self, assembly: Assembly) -> None:
@@ -176,36 +174,32 @@ class Audit:
 
         The model's configuration is read, its weights are not.
         """
-        known = {split: each for split, each in self.encodings.items() if each}
+        stores = {split: encoding.kept for split, encoding in self.encodings.items() if encoding}
         weights = assembly.source.weights
         text = text_settings(weights, trust_remote_code=self.config.trust_remote_code)
-        largest = max([assembly.tokenizer.pad_token_id, *(each.kept.largest_id() for each in known.values())])
+        largest = max([assembly.tokenizer.pad_token_id, *(store.largest_id() for store in stores.values())])
         grown = self.config.chat_template or assembly.source.grown  # training enlarges the embeddings
         if not grown and (problem := vocabulary_problem(weights, text, largest)):
-            self.found.add("D601", "", detail=problem)
+            self.findings.add("D601", "", detail=problem)
         if self.config.train_only is not None:
-            images = any(len(each.kept.pictured) for each in known.values())
+            images = any(len(store.pictured) for store in stores.values())
             new = assembly.template.new_tokens if assembly.template else ()
             would_train(weights, self.config, self.notes.append, images, new)
         positions = getattr(text, "max_position_embeddings", None) or float("inf")
-        for split, each in known.items():
-            for row in np.flatnonzero(each.kept.lengths > positions).tolist():
-                detail = f"{each.kept.lengths[row]:,} tokens, but the model has {positions:,} positions"
-                self.found.add("D602", split, int(self.indices[split][each.kept[row].index]), detail)
+        for split, store in stores.items():
+            for row in np.flatnonzero(store.lengths > positions).tolist():
+                detail = f"{store.lengths[row]:,} tokens, but the model has {positions:,} positions"
+                self.findings.add("D602", split, store[row].index, detail)
 
     def _steps(self) -> StepFigures | None:
         train = self.encodings.get("train")
         if train is None:
             return None
         try:
-            return step_figures(train, plan_steps(train, self.config), self.config.micro_batch_size)
+            return step_figures(plan_steps(train, self.config))
         except UserError as error:
-            self.found.add("D205", "train", detail=str(error))
+            self.findings.add("D205", "train", detail=str(error))
             return None
-
-    def _figures(self, split: str, counts: dict[str, int]) -> SplitFigures:
-        rows = len(self.splits[split]) + bad_rows_of(split, self.found)
-        return split_figures(self.encodings.get(split), split, rows, counts)
 
     def _shown(self, tokenizer: Any) -> list[Shown]:
         """The first `--show` training rows, token by token."""
@@ -213,7 +207,7 @@ class Audit:
             return []
         examples, pad = self.splits["train"], tokenizer.pad_token_id
         rows = train.kept[: self.config.show]
-        indices = [int(self.indices["train"][row.index]) for row in rows]
+        indices = [row.index for row in rows]
         places: Sequence[Any] = [f"train example {index}" for index in indices]
         if isinstance(examples, Rows):
             places = examples.places(indices)

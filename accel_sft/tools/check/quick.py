@@ -9,8 +9,8 @@ import numpy as np
 
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.tools.check.findings import DataFinding, Findings
-from accel_sft.tools.check.keys import AnswerNames
 from accel_sft.tools.check.repeats import first_with_same, report_leaks
+from accel_sft.tools.check.texts import Labels
 from accel_sft.tools.check.tokens import report_tokens, token_facts
 
 _NAMED, _DETAILS = 5, 2
@@ -23,30 +23,29 @@ def quick_findings(
     train: StoredEncoding, validation: StoredEncoding, tokenizer: Any, eos_ids: frozenset[int]
 ) -> list[DataFinding]:
     """Return what can be found from both splits' tokens alone; nothing is tokenized, and no text is read."""
-    found, facts, names = Findings(), {}, AnswerNames()
+    findings, facts, labels = Findings(), {}, Labels()
     decode = functools.cache(functools.partial(tokenizer.decode, skip_special_tokens=True))
     for encoding in (train, validation):
         split = encoding.split
         facts[split] = token_facts(encoding.kept, tokenizer, eos_ids)
-        same = np.arange(int(facts[split].indices.max()) + 1)
         for where, code in (("answers", "D209"), ("texts", "D208")):
             for index in encoding.control_tokens[where]:
-                found.add(code, split, index)
-        report_tokens(facts[split], split, same, [*encoding.cut, *encoding.windowed], tokenizer, found)
+                findings.add(code, split, index)
+        report_tokens(facts[split], split, [*encoding.cut, *encoding.windowed], tokenizer, findings)
         if np.median(encoding.kept.answers) <= _LABEL_TOKENS:
             for begin in range(0, _ROWS, _TOGETHER):
                 for kept in encoding.kept[begin : begin + _TOGETHER]:
                     answer = decode(tuple(kept.input_ids[kept.prompt_length :]))
-                    names.add(split, kept.index, answer.rpartition("</think>")[2])
-    names.report(found)
+                    labels.add(split, kept.index, answer.rpartition("</think>")[2])
+    labels.report(findings, whole=len(validation.kept) <= _ROWS)
     held_out, trained = facts["validation"].of_last_rows(), facts["train"].of_last_rows()
     for row in np.flatnonzero((first := first_with_same(held_out.rows)) < np.arange(len(first))):
         like = "validation", int(held_out.indices[first[row]])
-        found.add("D401", "validation", int(held_out.indices[row]), like=like)
+        findings.add("D401", "validation", int(held_out.indices[row]), like=like)
     report_leaks(
-        [held_out.prompts, held_out.rows], [trained.prompts, trained.rows], held_out.indices, trained.indices, found
+        [held_out.prompts, held_out.rows], [trained.prompts, trained.rows], held_out.indices, trained.indices, findings
     )
-    return found.placed({})
+    return findings.placed({})
 
 
 def quick_lines(findings: list[DataFinding], task_name: str) -> list[str]:

@@ -29,7 +29,7 @@ def found_in(hashes: np.ndarray, others: np.ndarray) -> np.ndarray:
     return np.where(values[at] == hashes, first[at], -1)
 
 
-def within(texts: Texts, split: str, found: Findings, accepts: Accepts, in_file: bool) -> dict[str, int]:
+def within(texts: Texts, split: str, findings: Findings, accepts: Accepts, in_file: bool) -> dict[str, int]:
     """Report copies, near copies and contradictions within a split.
 
     Args:
@@ -46,16 +46,16 @@ def within(texts: Texts, split: str, found: Findings, accepts: Accepts, in_file:
     copies, new = first_pair < at, first_pair == at
     grade = "warning" if in_file or split == "validation" else "note"
     for row in at[copies]:
-        found.add("D401", split, int(usable[row]), like=(split, int(usable[first_pair[row]])), grade=grade)
+        findings.add("D401", split, int(usable[row]), like=(split, int(usable[first_pair[row]])), grade=grade)
     for row in at[new & (first_loose < at)]:
-        found.add("D402", split, int(usable[row]), like=(split, int(usable[first_loose[row]])))
+        findings.add("D402", split, int(usable[row]), like=(split, int(usable[first_loose[row]])))
     accepted = 0
     for row in at[new & (first_prompt < at) & (first_loose == at)]:
         first, other = int(usable[first_prompt[row]]), int(usable[row])
         if accepts(split, first, other):
             accepted += 1
         else:
-            found.add("D403", split, other, like=(split, first))
+            findings.add("D403", split, other, like=(split, first))
     return {
         "distinct_prompts": len(np.unique(prompts)),
         "distinct_rows": int(new.sum()),
@@ -63,7 +63,7 @@ def within(texts: Texts, split: str, found: Findings, accepts: Accepts, in_file:
     }
 
 
-def between(train: Texts, validation: Texts, found: Findings) -> None:
+def between(train: Texts, validation: Texts, findings: Findings) -> None:
     """Report validation rows whose prompt is in the training split too, exactly or nearly, with whatever answer."""
     trained, rows = np.flatnonzero(train.usable), np.flatnonzero(validation.usable)
     report_leaks(
@@ -71,12 +71,12 @@ def between(train: Texts, validation: Texts, found: Findings) -> None:
         [train.prompts[trained], train.pairs[trained], train.loose_prompts[trained]],
         rows,
         trained,
-        found,
+        findings,
     )
 
 
 def report_leaks(
-    validation: list[np.ndarray], train: list[np.ndarray], rows: np.ndarray, trained: np.ndarray, found: Findings
+    validation: list[np.ndarray], train: list[np.ndarray], rows: np.ndarray, trained: np.ndarray, findings: Findings
 ) -> None:
     """Report validation rows whose prompt is trained on.
 
@@ -89,4 +89,4 @@ def report_leaks(
     codes += [("D405", np.where(same_prompt < 0, loose, -1)) for loose in nearly]
     for code, like in codes:
         for row in np.flatnonzero(like >= 0):
-            found.add(code, "validation", int(rows[row]), like=("train", int(trained[like[row]])))
+            findings.add(code, "validation", int(rows[row]), like=("train", int(trained[like[row]])))

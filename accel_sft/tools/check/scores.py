@@ -9,8 +9,7 @@ import numpy as np
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.chat.conversation import conversation
-from accel_sft.chat.thinking import wanted
+from accel_sft.chat.conversation import conversation, wanted
 from accel_sft.evaluation.scoring import UNANSWERED, scored
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.tools.check.findings import Findings
@@ -36,7 +35,7 @@ class OwnScores:
         self._perfect: dict[str, float] = {}
         self._beside: dict[str, dict[str, Any]] = {}
 
-    def audit(self, split: str, usable: np.ndarray, found: Findings) -> None:
+    def audit(self, split: str, usable: np.ndarray, findings: Findings) -> None:
         """Score each usable example's expected answer, and report the answers that are not perfect."""
         if self.task.main_metric in UNANSWERED:
             self.unjudged = "the validation loss is the main metric"
@@ -51,7 +50,7 @@ class OwnScores:
             try:
                 scores[index] = self._score(split, index, answer)
             except UserError as error:
-                found.add("D502", split, index, without_index(str(error), split, index), grade=grade)
+                findings.add("D502", split, index, without_index(str(error), split, index), grade=grade)
                 continue
             value = self._metric([scores[index]])
             if value is None:
@@ -69,7 +68,7 @@ class OwnScores:
             if not self._is_perfect(split, scores[index]):
                 answer = self._answer(split, index) or ""
                 score = f"{self.task.main_metric} {values[index]:.4g}, not {self._perfect[split]:.4g}"
-                found.add("D501", split, index, f"{score}: {shortened(answer)}", grade=grade)
+                findings.add("D501", split, index, f"{score}: {shortened(answer)}", grade=grade)
 
     def accepts(self, split: str, index: int, other: int) -> bool:
         """Whether the answer of `other` is perfect for the example `index` too."""

@@ -1,7 +1,8 @@
-"""Prints an audit on the terminal: the findings, then the figures, then examples token by token."""
+"""Prints an audit, on the terminal or as a page: the findings, then the figures, then examples token by token."""
 
 from __future__ import annotations
 
+import io
 from typing import TextIO
 
 from rich.console import Console
@@ -9,27 +10,56 @@ from rich.table import Table
 from rich.text import Text
 
 from accel_sft.io import terminal
+from accel_sft.io.files import PAGE_MARK
 from accel_sft.io.text import one_line
-from accel_sft.tools.check.audit_report import Report
-from accel_sft.tools.check.examples import Piece, Shown
-from accel_sft.tools.check.figures import SplitFigures, StepFigures
 from accel_sft.tools.check.findings import DataFinding, FoundRow
+from accel_sft.tools.check.report import Piece, Report, Shown, SplitFigures, StepFigures
 
-ROWS = 5
-"""Maximum number of a finding's rows that are printed."""
+ROWS, _PAGE_ROWS = 5, 200
+"""Maximum number of a finding's rows that are printed, and that a page lists."""
 OPENED, CLOSED = "⟦", "⟧"
 """Marks around the tokens that carry loss, for output without colour."""
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _BAR_CELLS = 32
 """Length of a histogram's longest bar, in terminal cells."""
-_UNWRAPPED = 10_000
-"""Width in terminal cells, larger than any line's, for output that is not a terminal."""
+_UNWRAPPED, _PAGE_COLUMNS = 10_000, 120
+"""Width in terminal cells of output that is not a terminal, larger than any line's, and of a page."""
+_PAGE = f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+{PAGE_MARK}check">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>accel-sft check</title>
+<body style="color:{{foreground}};background:{{background}}">
+<pre style="font-family:ui-monospace,monospace;white-space:pre-wrap">{{code}}</pre>
+</body>
+</html>
+"""
 
 
-def print_report(report: Report, stream: TextIO) -> None:
-    """Print the report: wrapped to the width of a terminal, or unwrapped and without colour elsewhere."""
+def console_of(stream: TextIO) -> Console:
+    """A console that wraps to the width of a terminal, and prints unwrapped and without colour elsewhere."""
     width = terminal.columns() if stream.isatty() else _UNWRAPPED
-    console = Console(file=stream, highlight=False, width=width, soft_wrap=False)
+    return Console(file=stream, highlight=False, width=width, soft_wrap=False)
+
+
+def page_of(report: Report) -> str:
+    """The report as one HTML page that needs no network; all text from the data is escaped."""
+    console = Console(
+        file=io.StringIO(),
+        record=True,
+        force_terminal=True,
+        color_system="truecolor",
+        no_color=False,
+        highlight=False,
+        width=_PAGE_COLUMNS,
+    )
+    print_report(report, console, _PAGE_ROWS)
+    return console.export_html(code_format=_PAGE, inline_styles=True)
+
+
+def print_report(report: Report, console: Console, most_rows: int = ROWS) -> None:
+    """Print the report, with at most `most_rows` rows of each finding."""
     rows = " and ".join(f"{split.rows:,} {split.split}" for split in report.splits)
     worst = next((finding.grade for finding in report.findings), "")
     verdict = Text(report.verdict, _STYLES.get(worst, "bold green"))
@@ -37,7 +67,7 @@ def print_report(report: Report, stream: TextIO) -> None:
     console.print(verdict)
     for finding in report.findings:
         console.print()
-        _print_finding(console, finding)
+        _print_finding(console, finding, most_rows)
     if report.splits:
         _print_splits(console, report.splits)
     if report.steps:
@@ -65,23 +95,23 @@ def _print_indented(console: Console, text: Text, cells: int = 2, hanging: int =
         console.print(Text(" " * (cells + hanging * bool(number))) + line)
 
 
-def _print_finding(console: Console, finding: DataFinding) -> None:
+def _print_finding(console: Console, finding: DataFinding, most_rows: int) -> None:
     style = _STYLES[finding.grade]
     about = f"{finding.split}: " if finding.split else ""
     about += f"{_counted(finding.count, 'row')}: " if finding.rows and finding.rows[0].where else ""
     also = f" ({finding.also})" if finding.also else ""
     title = Text.assemble((f"{finding.grade} {finding.code}", style), f"  {about}{finding.about.what}{also}")
     _print_indented(console, title, 0, 2)
-    for row in finding.rows[:ROWS]:
+    for row in finding.rows[:most_rows]:
         _print_indented(console, _row(row), 2, 2)
-    if finding.count > ROWS:
-        _print_indented(console, Text(f"and {finding.count - ROWS:,} more", "dim"))
+    if finding.count > most_rows:
+        _print_indented(console, Text(f"and {finding.count - most_rows:,} more", "dim"))
     _print_indented(console, Text(f"-> {finding.about.fix}"), 2, 3)
 
 
 def _row(row: FoundRow) -> Text:
     words = (row.where, f"like {row.like_where}" if row.like else "", row.detail)
-    return Text("  ".join(one_line(each, 1000) for each in words if each))
+    return Text("  ".join(one_line(word, 1000) for word in words if word))
 
 
 def _print_splits(console: Console, splits: list[SplitFigures]) -> None:
@@ -111,14 +141,14 @@ def _print_splits(console: Console, splits: list[SplitFigures]) -> None:
     for split in splits:
         if len(split.histogram) > 1:
             _heading(console, f"Tokens of a {split.split} row")
-            most = max(each.rows for each in split.histogram)
+            most = max(bar.rows for bar in split.histogram)
             bars = [
                 [
-                    f"{each.least:,}" + (f" - {each.most:,}" if each.most > each.least else ""),
-                    "█" * max(round(_BAR_CELLS * each.rows / most), bool(each.rows)),
-                    f"{each.rows:,}",
+                    f"{bar.least:,}" + (f" - {bar.most:,}" if bar.most > bar.least else ""),
+                    "█" * max(round(_BAR_CELLS * bar.rows / most), bool(bar.rows)),
+                    f"{bar.rows:,}",
                 ]
-                for each in split.histogram
+                for bar in split.histogram
             ]
             console.print(_table(["", "", ""], bars, left=2))
 
@@ -133,12 +163,6 @@ def _print_steps(console: Console, steps: StepFigures) -> None:
         f"a step: {steps.step_tokens:,.0f} tokens, {steps.step_supervised_tokens:,.0f} with loss",
     ):
         _print_indented(console, Text(text))
-    _heading(
-        console,
-        f"Tokens computed for {_counted(steps.counted_steps, 'step')}, in forwards of {steps.forward}, on one rank",
-    )
-    rows = [[each.name, f"{each.computed_tokens:,}", f"{each.of_padded:.0%} of padded rows"] for each in steps.layouts]
-    console.print(_table(["", "", ""], rows))
 
 
 def _counted(count: int, what: str) -> str:

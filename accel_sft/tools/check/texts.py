@@ -1,4 +1,4 @@
-"""Reads every prompt and answer once: reports faults of the text, and hashes it so that repeated rows can be found."""
+"""Reads every prompt and answer once: reports faults of the text and misspelt labels, and hashes it to find repeats."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import dataclasses
 import hashlib
 import json
 import re
+import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
 import numpy as np
@@ -14,16 +17,24 @@ import numpy as np
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.control_tokens import ControlTokens
-from accel_sft.chat.conversation import Conversation, Turn, conversation
-from accel_sft.chat.image_parts import shown
-from accel_sft.chat.thinking import divided
+from accel_sft.chat.conversation import Conversation, Turn, conversation, divided
+from accel_sft.chat.pictures import shown
 from accel_sft.tools.check.findings import Findings
-from accel_sft.tools.check.keys import AnswerNames, normalised
+from accel_sft.tracking.labels import LONGEST_LABEL, are_labels
 
 DAMAGED = re.compile("[\ufeff\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """Signs of a wrong encoding: the replacement character, control characters, and UTF-8 read as Latin-1 or cp1252."""
 _MISSING = {"nan", "NaN", "None", "null", "NULL", "<NA>"}
 """What programs write for a missing value: all of a text or, where Alpaca's input stands, a question's last line."""
+_TIMES, _FEWEST_LETTERS = 10, 5
+"""How many times as often the other label occurs, and its fewest letters, for a slip: Iran is not Iraq."""
+_MOST_LABELS = 1000
+"""With more different answers than this, they are taken for content, and none is reported."""
+_NAMED, _COUNTED = 200, 12
+"""Maximum number of rows that are named for one label, and of labels whose rows are counted in a line."""
+_SENTENCE = ".,;:!?…。，！？、；：·()[]{}（）【】《》—–"
+_QUOTES = dict.fromkeys(map(ord, "'\"`‘’“”«»「」『』"))
+_MARKS = re.compile(rf"(?<!\d)[{re.escape(_SENTENCE)}]|[{re.escape(_SENTENCE)}](?!\d)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,20 +75,79 @@ class SpecialTokens:
         return [("D209" if written.ends_answer else "D208", around(written.text, written.match))] if written else []
 
 
+class Labels:
+    """Counts answers, and where they are labels, reports those most likely misspelt, rare beside one spelt alike, and
+    those that are trained on and never tested."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._tested: set[str] = set()
+        self._rows: dict[str, list[tuple[str, int]]] = defaultdict(list)
+
+    def add(self, split: str, index: int, answer: str) -> None:
+        """Count an example's answer."""
+        label = answer.strip()[: LONGEST_LABEL + 1]
+        if len(self._counts) <= _MOST_LABELS:
+            self._counts[label] += 1
+            if split == "validation":
+                self._tested.add(label)
+            if len(self._rows[label]) < _NAMED:
+                self._rows[label].append((split, index))
+
+    def report(self, findings: Findings, *, whole: bool = True) -> list[str]:
+        """Report rows of labels that are most likely misspelt or, if the `whole` validation split was counted, never
+        tested; return a line that counts the labels, if any."""
+        if not are_labels(self._counts):
+            return []
+        ranked = self._counts.most_common()
+        for place, (label, count) in enumerate(ranked):
+            for other, times in ranked[:place]:
+                if _misspelt(label, other, times / count):
+                    detail = f"{label!r} stands {count:,} time{'s' * (count != 1)}, {other!r} {times:,} times"
+                    for split, index in self._rows.pop(label, ()):
+                        findings.add("D216", split, index, detail)
+        for label, count in ranked if self._tested and whole else ():
+            if label not in self._tested and self._rows.get(label):
+                detail = f"{label!r} stands {count:,} time{'s' * (count != 1)} in train, never in validation"
+                findings.add("D218", *self._rows[label][0], detail)
+        named = [f"{label} {count:,}" for label, count in ranked]
+        rarest = f", ..., {named[-1]}" if len(named) > _COUNTED else ""
+        return [f"{len(named)} labels: {', '.join(named[:_COUNTED])}{rarest}"]
+
+
+def _misspelt(label: str, other: str, times: float) -> bool:
+    """Whether a label is the other but for case, white space and punctuation or, if rare, for one letter or the order
+    of letters. The first letter and digits are meant: typical and atypical, class 1 and class 2 are two labels."""
+    one, two = normalised(label), normalised(other)
+    if one == two or times < _TIMES or len(two) < _FEWEST_LETTERS or one[:1] != two[:1]:
+        return one == two != ""
+    codes = SequenceMatcher(None, one, two).get_opcodes()
+    edits = [(one[a:b], two[c:d]) for kind, a, b, c, d in codes if kind != "equal"]
+    slip = sorted(one) == sorted(two) or (len(edits) == 1 and max(map(len, edits[0])) == 1)
+    # a character of Chinese is a word, and is no lower-case letter
+    return slip and all(mark.islower() or mark in " _-'" for mark in "".join(map("".join, edits)))
+
+
+def normalised(text: str) -> str:
+    """`text` without case, quotes, punctuation and repeated white space; numbers keep their points and commas."""
+    text = unicodedata.normalize("NFKC", text).casefold().translate(_QUOTES)
+    return " ".join(_MARKS.sub(" ", text).split())
+
+
 def read_texts(
     task: Task,
     examples: Sequence[Any],
     split: str,
     special: SpecialTokens,
-    names: AnswerNames,
-    found: Findings,
+    labels: Labels,
+    findings: Findings,
     *,
     keeps_thinking: bool = False,
 ) -> Texts:
     """Read every example's conversation, and report the faults of its texts.
 
     Args:
-        names: counts labels, and the keys of answers.
+        labels: counts the answers.
         keeps_thinking: whether `--thinking keep` is given, so that each answer should have thinking.
     """
     count = len(examples)
@@ -88,20 +158,20 @@ def read_texts(
             chat = conversation(task, examples, split, index)
             seen = "".join(f"\x1e{picture.digest}" for picture in chat.images)
         except UserError as error:
-            found.add("D201", split, index, without_index(str(error), split, index))
+            findings.add("D201", split, index, without_index(str(error), split, index))
             readable[index] = False
             continue
         faults = _faults(chat, keeps_thinking)
         answered[index] = "D206" not in faults
         for code, detail in (*faults.items(), *special.faults(chat)):
-            found.add(code, split, index, detail)
+            findings.add(code, split, index, detail)
         prompt = "\x1e".join(f"{turn['role']}\x1f{turn['content']}{_calls(turn)}" for turn in chat.turns) + seen
         prompt = prompt or chat.target  # raw text, of which no two contradict each other
-        names.add(split, index, chat.target)
+        labels.add(split, index, chat.target)
         target = chat.target + _calls(chat.answer)
         loose = normalised(prompt)
         texts = prompt, f"{prompt}\x1d{target}", loose, f"{loose}\x1d{normalised(target)}"
-        hashes[:, index] = [text_hash(text) for text in texts]
+        hashes[:, index] = [hash64(text.encode()) for text in texts]
     prompts, pairs, loose_prompts, loose_pairs = hashes
     return Texts(prompts, pairs, loose_prompts, loose_pairs, readable, answered)
 
@@ -113,17 +183,17 @@ def _calls(turn: Turn) -> str:
 def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
     """Return the faults of an example's texts by code, each with a detail about its first occurrence."""
     faults: dict[str, str] = {}
-    for each in chat.each():
-        target = each.target
-        if not (target.strip() or each.calls):
-            faults.setdefault("D206", f"asked: {shortened(shown(each.turns[-1]['content']))}" if each.turns else "")
-        elif not each.turns:
+    for one in chat.each():
+        target = one.target
+        if not (target.strip() or one.calls):
+            faults.setdefault("D206", f"asked: {shortened(shown(one.turns[-1]['content']))}" if one.turns else "")
+        elif not one.turns:
             continue
         elif target != target.strip():
             faults.setdefault("D211", repr(shortened(target)))
-        if keeps_thinking and target.strip() and divided(each)[0] is None:
+        if keeps_thinking and target.strip() and divided(one)[0] is None:
             faults.setdefault("D212", f"answer: {shortened(target)}")
-        if not any(turn["content"].strip() for turn in each.turns if turn["role"] != "system"):
+        if not any(turn["content"].strip() for turn in one.turns if turn["role"] != "system"):
             faults.setdefault("D207", f"answer: {shortened(target)}")
     for turn in (*chat.turns, chat.answer):
         text = turn["content"].strip()
@@ -136,9 +206,9 @@ def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
     return faults
 
 
-def text_hash(text: str) -> int:
-    """64 bits of BLAKE2: among a billion different texts, the chance that any two collide is one in forty."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def hash64(content: Any) -> int:
+    """64 bits of BLAKE2 of bytes: among a billion different texts, the chance that any two collide is one in forty."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def shortened(text: str, length: int = 48) -> str:

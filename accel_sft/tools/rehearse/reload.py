@@ -77,9 +77,9 @@ class Reloaded:
             inputs = self._inputs(row, len(row.input_ids))
             logits = (model or self.model)(**inputs, use_cache=False).logits[0, :-1].float()
             nll = torch.nn.functional.cross_entropy(logits, inputs["input_ids"][0, 1:], reduction="none")
-            for span, weight in row.weighted:
-                total += weight * nll[span.start - 1 : span.stop - 1].sum().item()
-                count += weight * len(span)
+            for span in row.learnt:
+                total += nll[span.start - 1 : span.stop - 1].sum().item()
+                count += len(span)
         return total / count
 
     def reload(self, evaluated: float | None, precision: str) -> tuple[str, list[Finding]]:

@@ -41,6 +41,8 @@ _GIVEN = {
 }
 """Variables and arguments of a chat template that the trainer gives."""
 _FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
+_HALVES = (("prompt", "completion"), ("instruction", "output"), ("completion", "prompt"), ("output", "instruction"))
+"""A column, and the one that its form needs beside it."""
 _SAID = ("content", "tool_calls", "function_call")
 _LABELS = ("label", "labels", "sentiment", "intent")
 """Columns beside a text which its reader most often wants to learn, as the data sets of classification have them."""
@@ -193,6 +195,9 @@ def _unknown(row: Mapping[str, Any], named: Iterable[str], *, known: bool) -> Ro
         return RowRefused(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
     if row.keys() >= {"chosen", "rejected"}:
         return RowRefused(None, preferred(row))
+    if not [*named] and (half := next((pair for pair in _HALVES if pair[0] in row and pair[1] not in row), None)):
+        what = f"a column {half[1]} beside {half[0]}, got {there}"
+        return RowRefused(None, f"{what}; complete the row, or name its column: --columns {half[1]}=COLUMN")
     return (RowProblem if known else RowRefused)(
         None,
         "columns messages or conversations, prompt and completion, instruction and output, or text, "

@@ -12,8 +12,8 @@ Turn = dict[str, Any]
 """A message with `role` (system, user, assistant or tool) and `content`.
 
 If given: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`; `continued`, True for a text that the answer goes
-on with; an assistant's `weight`, from 0 to 1, if the row says whether the turn is learnt, or how much its loss counts;
-and `images`, a path for each <image> in the content, None for one from the row's column.
+on with; an assistant's `weight`, 0 or 1, if the row says whether the turn is learnt; and `images`, a path for each
+<image> in the content, None for one from the row's column.
 """
 
 IMAGE = "<image>"
@@ -324,13 +324,13 @@ def _text(value: Any, field: str) -> str:
     return value
 
 
-def _mark(message: Turn, field: str) -> float | None:
-    """A turn's weight from 0 to 1, by OpenAI's `weight`, Axolotl's `train` or ms-swift's `loss`; None without any."""
+def _mark(message: Turn, field: str) -> int | None:
+    """Whether a turn is learnt, by OpenAI's `weight`, Axolotl's `train` or ms-swift's `loss`; None without any."""
     marks = {name: message[name] for name in _MARKS if message.get(name) is not None}
     for name, mark in marks.items():
-        if not isinstance(mark, (bool, int, float)) or not 0 <= mark <= 1:
+        if not isinstance(mark, (bool, int, float)) or mark not in (0, 1):
             got = mark if isinstance(mark, (int, float)) else kind(mark)
-            raise RowProblem(f"{field}.{name}", f"a number from 0 to 1, or true or false, got {got}")
-        if bool(mark) != bool(first := next(iter(marks.values()))):
+            raise RowProblem(f"{field}.{name}", f"0 or 1, false or true (a turn is learnt or not), got {got}")
+        if mark != (first := next(iter(marks.values()))):
             raise RowProblem(f"{field}.{name}", f"the same as {next(iter(marks))} {first}, got {mark}")
-    return min((mark if isinstance(mark, float) else int(mark) for mark in marks.values()), default=None)
+    return next(map(int, marks.values()), None)

@@ -220,7 +220,7 @@ class Chat(Task):
             if self.held_out != 0:
                 raise UserError(
                     f"{self.train_file}: it is {'a single row' if len(rows) == 1 else 'one prompt in all rows'}, so "
-                    "none can be held out; give --validation-file, or --held-out 0 to evaluate what is trained on",
+                    "none can be held out; give --validation-file, or --held-out 0: scores then tell of memory",
                     *(note for note in rows.notes if " left out: " in note),
                 ) from None
             validation = dataclasses.replace(rows[: max(wanted, 1)], notes=[])

@@ -8,14 +8,13 @@ from accel_sft import RowLeftOut
 from accel_sft_chat.messages import IN_PROMPT, Turn
 
 LEARN = ("every", "last", "marked")
-"""Which assistant turns are learnt: all without weight 0, only the last of these, or those with a weight above 0."""
+"""Which assistant turns are learnt: all without weight 0, only the last of these, or those with weight 1."""
 
 JOINED = "with two {} turns in a row, which are joined by a blank line"
 LEADING = "whose first turns are the assistant's or a tool's; these turns are left out"
 TRAILING = "whose last turns are no answer to learn; these turns are left out"
 EMPTY = "with an empty assistant turn, which is not learnt"
 UNLEARNT = "with assistant turns of weight 0 (or train: false), which are not learnt"
-WEIGHED = "with assistant turns of a weight between 0 and 1, by which their tokens' loss is counted"
 BOTH_SYSTEMS = "with a system turn and a system column, of which the turn is taken"
 GIVEN_SYSTEM = "without a system prompt, which get --system-prompt"
 
@@ -25,8 +24,7 @@ class Dialogue(NamedTuple):
 
     Attributes:
         prompt: the turns before the first learnt one.
-        answered: the turns from the first to the last learnt one; an assistant turn that is not learnt has weight 0,
-            and one whose loss counts less than 1 has its weight.
+        answered: the turns from the first to the last learnt one; an assistant turn that is not learnt has weight 0.
         tools: the schemas of tools; None if there are none.
         variables: what the row sets in the chat template; None if nothing.
     """
@@ -84,12 +82,9 @@ def dialogue(
     if any(turn["role"] != "assistant" for turn in turns[learnt[-1] + 1 :]):
         notes[TRAILING] = None
     kept = [
-        {**_unmarked(turn), **({"weight": weight} if turn["role"] == "assistant" and weight != 1 else {})}
+        {**_unmarked(turn), **({"weight": 0} if turn["role"] == "assistant" and at not in learnt else {})}
         for at, turn in enumerate(turns[: learnt[-1] + 1])
-        for weight in [turn.get("weight", 1) if at in learnt else 0]
     ]
-    if any(0 < turn.get("weight", 0) < 1 for turn in kept):
-        notes[WEIGHED] = None
     prompt = [_unmarked(turn) for turn in kept[: learnt[0]]]
     return Dialogue(prompt, kept[learnt[0] :], tools), tuple(notes)
 

@@ -1,12 +1,21 @@
-"""Finds the data files of a folder, and the split of each. Needs only the standard library."""
+"""Finds what an option's names stand for: files, folders with the split of each file, and data sets of the hub.
 
+Needs only the standard library, except for the hub.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
 import mimetypes
 import os
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from accel_sft.api.errors import UserError
+from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.rows.formats import COMPRESSIONS, READERS, format_of, is_data_file
 from accel_sft.rows.row_file import more
 
@@ -24,6 +33,55 @@ _SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 
 _CONFIG = re.compile(r"(?m)^ *- config_name: *(\S+)")
 """A configuration in the card of a data set."""
+_SPLIT = r"[\w.-]+(\[[\d%:-]+\])?"
+_NAME = re.compile(
+    rf"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w.-]+))?(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>{_SPLIT}))?"
+)
+EXPECTED = "a JSON, JSONL, CSV, Parquet or text file"
+
+
+def row_names(names: str | Path) -> list[Path]:
+    """Return the files, folders and data sets of the hub that an option names, with commas between several.
+
+    Raises:
+        UserError: a name is empty.
+    """
+    parts, whole = [os.path.expanduser(part) for part in str(names).split(",")], []
+    while parts:  # the name of an existing file may contain commas
+        several = range(len(parts), 1, -1)
+        count = next((count for count in several if os.path.exists(",".join(parts[:count]))), 1)
+        whole.append(",".join(parts[:count]))
+        parts = parts[count:]
+    if not all(whole):
+        raise UserError(
+            f"{str(names)!r}: an empty name; give a file, a folder or a data set, with commas between several"
+        )
+    return [Path(name) for name in whole]
+
+
+def absent_rows(names: str, flag: str) -> list[str]:
+    """Return a line for each file or folder that an option names and that does not exist."""
+    try:
+        paths = row_names(names)
+    except UserError as error:
+        return [f"{flag} {line}" for line in error.problems]
+    lines = []
+    for name in paths:
+        try:
+            if not (is_dataset_name(str(name)) or folder_of(name)):
+                os.stat(name)
+        except OSError as error:
+            folder = Path(name).parent
+            beside = [path.name for path in itertools.islice(folder.glob("*"), 1000)]
+            near = difflib.get_close_matches(Path(name).name, beside, n=1)
+            hint = f"; did you mean {folder / near[0]}?" if near else ""
+            lines.append(f"{flag} {name}: {unreadable(error)}{hint}")
+    return lines
+
+
+def unreadable(error: OSError) -> str:
+    """What is wrong with a file that cannot be opened, and what to do."""
+    return f"cannot be read ({error.strerror}); give an existing one: {EXPECTED}"
 
 
 def folder_of(name: str | Path) -> tuple[str, str] | None:
@@ -134,3 +192,43 @@ def _is_medium(path: Path) -> bool:
     """Whether a file is an image, a sound, a film or a text by its suffix."""
     kind, _ = mimetypes.guess_type(path.name, strict=False)
     return (kind or "").startswith(("image/", "audio/", "video/", "text/"))
+
+
+def is_dataset_name(name: str) -> bool:
+    """Whether `name` is ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT, no folder ORG exists, and `name` does not
+    end like a data file. Behind NAME may stand @REVISION: a branch, tag or commit. A split may have a slice in the form
+    of `datasets`, such as train[:500] or train[10%:20%]."""
+    path = Path(name)
+    return bool(_NAME.fullmatch(name)) and not os.path.exists(path.parent) and not is_data_file(path)
+
+
+def load_dataset(name: str, use: str) -> tuple[Any, list[str]]:
+    """The `datasets.Dataset` called `name`, and a line on the other splits if `name` has none.
+
+    Args:
+        use: "train" or "validation", by which the split is chosen.
+    Raises:
+        UserError: `datasets` is not installed, or cannot load the data set; or none of its splits has the usual name.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"{name}: not a file or folder; to read it as a data set of the hub: pip install datasets"
+        ) from None
+    found = _NAME.fullmatch(name)
+    assert found  # callers ask `is_dataset_name` first
+    split = found["split"]
+    of_split = f", split {split}" if split else ""
+    try:
+        loaded = datasets.load_dataset(found["id"], found["config"], split=split, revision=found["revision"])
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        cause = one_line(f"{type(error).__name__}: {' '.join(str(error).split())}", LONGEST_ERROR)
+        raise UserError(
+            f"{name}: not a file or folder, and the hub gives no data set {found['id']}{of_split} ({cause}); "
+            "write ORG/NAME:SPLIT, or ORG/NAME:CONFIG:SPLIT"
+        ) from None
+    if split:
+        return loaded, []
+    split, lines = chosen_split(name, [*loaded], use)
+    return loaded[split], lines
