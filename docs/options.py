@@ -27,9 +27,8 @@ INTRODUCTION = """\
 
 `accel-sft math --help-all` prints the options of training with their defaults and limits, and `accel-sft plan math
 --help-all` those of `plan`. A setting that is on or off has a second name with `no-` in front, which switches it off:
-`--no-score`. All may stand in a YAML file by the same names ([Command line](command-line.md)), but for `--config`,
-`--help`, `--help-all`, `--same-data` and those that `compare` adds. Each task has options of its own besides, which its
-`--help` lists first. Most runs need few of these: what is not named is chosen by the model, the data or the machine.
+`--no-score`. Most options may stand in a YAML file by the same names ([Command line](command-line.md)). Each task has
+options of its own, which its `--help` lists first. What is not named is chosen by the model, the data or the machine.
 """
 TOOL_TEXTS = {
     "evaluate": """\
