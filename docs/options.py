@@ -32,21 +32,21 @@ options of its own, which its `--help` lists first. What is not named is chosen 
 """
 TOOL_TEXTS = {
     "evaluate": """\
-Beside these it takes the options of training that say how a model is loaded, asked and scored: `accel-sft evaluate math
+It also takes the options of training that say how a model is loaded, asked and scored: `accel-sft evaluate math
 --help-all` lists them. See [Evaluation](evaluation.md).
 """,
     "plan": """\
-Beside these it takes every option of training. See [Planning](planning.md).
+It also takes every option of training. See [Planning](planning.md).
 """,
     "check": """\
-Beside these it takes every option of training. See [Checking data](check.md).
+It also takes every option of training. See [Checking data](check.md).
 """,
     "how-much": """\
-Beside these it takes every option of training but `--train-limit`, `--seed`, `--resume` and `--debug`. See
+It also takes every option of training but `--train-limit`, `--seed`, `--resume` and `--debug`. See
 [How many rows](compare.md#how-many-rows).
 """,
     "compare": """\
-Beside these it takes every option of training but `--resume` and `--debug`, each with one value or several. See
+It also takes every option of training but `--resume` and `--debug`, each with one value or several. See
 [Comparing](compare.md).
 """,
 }
