@@ -27,27 +27,26 @@ INTRODUCTION = """\
 
 `accel-sft math --help-all` prints the options of training with their defaults and limits, and `accel-sft plan math
 --help-all` those of `plan`. A setting that is on or off has a second name with `no-` in front, which switches it off:
-`--no-score`. All may stand in a YAML file by the same names ([Command line](command-line.md)), but for `--config`,
-`--help`, `--help-all`, `--same-data` and those that `compare` adds. Each task has options of its own besides, which its
-`--help` lists first. Most runs need few of these: what is not named is chosen by the model, the data or the machine.
+`--no-score`. Most options may stand in a YAML file by the same names ([Command line](command-line.md)). Each task has
+options of its own, which its `--help` lists first. What is not named is chosen by the model, the data or the machine.
 """
 TOOL_TEXTS = {
     "evaluate": """\
-Beside these it takes the options of training that say how a model is loaded, asked and scored: `accel-sft evaluate math
+It also takes the options of training that say how a model is loaded, asked and scored: `accel-sft evaluate math
 --help-all` lists them. See [Evaluation](evaluation.md).
 """,
     "plan": """\
-Beside these it takes every option of training. See [Planning](planning.md).
+It also takes every option of training. See [Planning](planning.md).
 """,
     "check": """\
-Beside these it takes every option of training. See [Checking data](check.md).
+It also takes every option of training. See [Checking data](check.md).
 """,
     "how-much": """\
-Beside these it takes every option of training but `--train-limit`, `--seed`, `--resume` and `--debug`. See
+It also takes every option of training but `--train-limit`, `--seed`, `--resume` and `--debug`. See
 [How many rows](compare.md#how-many-rows).
 """,
     "compare": """\
-Beside these it takes every option of training but `--resume` and `--debug`, each with one value or several. See
+It also takes every option of training but `--resume` and `--debug`, each with one value or several. See
 [Comparing](compare.md).
 """,
 }
