@@ -580,7 +580,7 @@ def test_a_bad_example_in_the_second_ranks_share_ends_both_with_its_line(model, 
 
 
 def test_kept_tokens_are_read_without_pandas(tmp_path):
-    rows = [Encoded(index, [5, 6, 7 + index], 1, (), None, (0.5,) * (index % 2)) for index in range(4)]
+    rows = [Encoded(index, [5, 6, 7 + index], 1) for index in range(4)]
     write_part(tmp_path / "part", [Encoding("train", rows[:2]), Encoding("train", rows[2:])], "train")
     fingerprint = merge([tmp_path / "part"], tmp_path / FILE)
     script = """
