@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import operator
 import os
+import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -114,18 +115,19 @@ class Rows(Sequence[Row]):
 
         every = itertools.chain.from_iterable(file.groups() for file in self._files)
         groups = np.fromiter(every, np.uint32, self._ends[-1])[np.asarray(self._chosen)]
-        _, group_of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-        order = np.random.Generator(np.random.Philox(key=seed)).permutation(len(sizes))
-        taken = np.zeros(len(sizes), dtype=bool)
-        taken[order[np.cumsum(sizes[order]) <= rows]] = True
-        if not taken.any():
-            taken[order[sizes[order].argmin()]] = True
-        if taken.all():
+        # multiply-shift hashing, as groups are hashes already: a group is drawn alike whatever the other rows are
+        factor = np.uint64(random.Random(seed).getrandbits(64) | 1)
+        drawn = (groups.astype(np.uint64) * factor) >> np.uint64(32)
+        is_out = drawn < np.sort(drawn)[rows] if len(drawn) > rows else np.ones(len(drawn), dtype=bool)
+        if not is_out.any():
+            _, group_of, sizes = np.unique(drawn, return_inverse=True, return_counts=True)
+            is_out = group_of == sizes.argmin()
+        if is_out.all():
             raise UserError(
                 f"{self.name}: all rows are of one group, such as one prompt, so none can be held out; give validation "
                 "rows in a file of their own"
             )
-        chosen, is_out = np.asarray(self._chosen, dtype=np.int64), taken[group_of]
+        chosen = np.asarray(self._chosen, dtype=np.int64)
         sides = (array.array("q", chosen[side].tobytes()) for side in (~is_out, is_out))
         train, out = (dataclasses.replace(self, _chosen=side, notes=[]) for side in sides)
         train.notes = list(self.notes)
