@@ -107,7 +107,7 @@ class Labels:
                     for split, index in self._rows.pop(label, ()):
                         findings.add("D216", split, index, detail)
         for label, count in ranked if self._tested and whole else ():
-            if label not in self._tested and self._rows.get(label):
+            if label not in self._tested and self._rows.get(label) and label[:1] not in ("{", "["):  # JSON is no label
                 detail = f"{label!r} stands {count:,} time{'s' * (count != 1)} in train, never in validation"
                 findings.add("D218", *self._rows[label][0], detail)
         named = [f"{label} {count:,}" for label, count in ranked]
