@@ -39,7 +39,7 @@ class ImageGenerator:
         accelerator.wait_for_everyone()
         started = time.perf_counter()
         answers: list[tuple[Encoded, list[int]]] = []
-        with self.generator.ready():
+        with self.generator.casts_once():
             for ranks in divide(pictured, accelerator.num_processes, 1):
                 self.generator.between()
                 rows = ranks[accelerator.process_index]

@@ -22,11 +22,8 @@ assumption: half of it is the context's; a group of ranks took 0.53 to 0.67 GiB 
 GAPS = 0.08
 """Share of a step's transient memory that torch's GPU allocator loses to gaps and rounding, with expandable segments
 on. Others measured 0.08 to 0.41 without such segments."""
-PROCESS_BYTES = {
-    "cpu": {"ddp": 0.39 * GIB, "deepspeed": 0.42 * GIB},
-    "cuda": {"ddp": 1.5 * GIB, "deepspeed": 1.7 * GIB},
-}
-"""Resident bytes of a rank before its model is loaded, by device and backend: Python, torch, the device's libraries."""
+PROCESS_BYTES = {"ddp": 1.5 * GIB, "deepspeed": 1.7 * GIB}
+"""Resident bytes of a GPU's rank before its model is loaded, by backend: Python, torch, CUDA's libraries."""
 
 
 def estimate(job: Job) -> Estimate:
@@ -128,7 +125,7 @@ def _on_gpu(job: Job, at: Placed, forward: Mapping[str, float]) -> dict[str, dic
 def _beside_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
     """Host memory of a rank whose model trains on a GPU."""
     backend = "deepspeed" if job.launch.backend == "deepspeed" else "ddp"
-    base = {"overhead": PROCESS_BYTES["cuda"][backend]}
+    base = {"overhead": PROCESS_BYTES[backend]}
     none = dict.fromkeys(_resident(at, False), 0.0)
     loading = loading_bytes(job)
     phases = {

@@ -1,7 +1,7 @@
 """`Estimate`: bytes of each component in each phase of a run, on one rank's device and in its host memory."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 PHASES = ("load", "shard", "first_step", "step", "evaluate", "save", "export")
 """Phases of a run, in order. `first_step` is from the first forward to the first update; `step` is any later step."""
@@ -78,13 +78,3 @@ class Estimate:
 def totals(memory: Memory) -> dict[str, float]:
     """Bytes of each phase, in the order of PHASES."""
     return {phase: sum(memory[phase].values()) for phase in PHASES if phase in memory}
-
-
-def largest(memories: Iterable[Memory]) -> dict[str, dict[str, float]]:
-    """Merge several ranks' memory: each phase is taken from the rank that needs most in it."""
-    found: dict[str, dict[str, float]] = {}
-    for memory in memories:
-        for phase, components in memory.items():
-            if phase not in found or sum(components.values()) > sum(found[phase].values()):
-                found[phase] = dict(components)
-    return found

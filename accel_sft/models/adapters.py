@@ -1,23 +1,17 @@
 """What peft does for each adapter type; a type is added by an entry here and one in api/adapters.py."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from accel_sft.api.adapters import ADAPTERS, names_of
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line
-from accel_sft.launch import host_memory
 from accel_sft.models.new_tokens import rows_made, trained_beside, use_rows
 from accel_sft.models.targets import ALL_LINEAR, besides, left_out, targets
-
-SPARE = 2
-"""Merged weights are made only where this many times their memory is free."""
 
 ExtraState = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors of a training run that are neither weights nor the optimizer's: kind -> name -> tensor."""
@@ -26,8 +20,6 @@ ExtraState = Mapping[str, Mapping[str, torch.Tensor]]
 class Adapter:
     """The peft part of an adapter type. The base class serves models without an adapter, or with one of an unknown
     type.
-
-    For a type that can be added to the weights, `_layers` must know its class of layers.
     """
 
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
@@ -207,62 +199,3 @@ def is_mergeable(model: Any) -> bool:
     """Whether the model's adapter can be added to the weights: as `ADAPTERS` says, or for other types as peft can."""
     kind = ADAPTERS.get(type_of(model) or "")
     return kind.mergeable if kind else hasattr(model, "merge_and_unload")
-
-
-@contextlib.contextmanager
-def merged(model: torch.nn.Module) -> Iterator[None]:
-    """Within this context, each linear layer with a mergeable adapter multiplies once: by its weight plus the adapter.
-
-    No weight is changed: the sums are tensors of their own, so that nothing has to be undone.
-
-    Args:
-        model: one for which `reason_unmergeable` returns None.
-    """
-    layers = _layers(model)
-    try:
-        for layer in layers:
-            base = layer.get_base_layer()
-            delta = functools.reduce(torch.add, map(layer.get_delta_weight, _active(layer)))
-            layer.forward = functools.partial(functional.linear, weight=(base.weight + delta).detach(), bias=base.bias)
-        yield
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
-
-
-def _active(layer: Any) -> list[str]:
-    return [name for name in layer.active_adapters if name in layer.lora_A]
-
-
-def _layers(model: torch.nn.Module) -> list[Any]:
-    """Layers that together with their adapter are one linear layer; others stay unmerged, which is exact as well."""
-    from peft.tuners.adalora import SVDLinear
-    from peft.tuners.lora import Linear
-
-    return [
-        layer
-        for layer in model.modules()
-        if isinstance(layer, (Linear, SVDLinear))
-        and type(layer.get_base_layer()) is torch.nn.Linear
-        and _active(layer)
-        and not (layer.merged or layer.disable_adapters or layer.fan_in_fan_out or "forward" in layer.__dict__)
-        and not getattr(layer, "lora_variant", None)
-        and not any(getattr(layer, "lora_bias", {}).values())
-    ]
-
-
-def reason_unmergeable(model: torch.nn.Module) -> str | None:
-    """Return why not to use `merged`: the type cannot be added, sums would be rounded, or memory is short; else None.
-
-    Args:
-        model: whole, not sharded.
-    """
-    if type_of(model) and not is_mergeable(model):
-        return f"type {type_of(model)} cannot be added to the weights"
-    weights = [layer.get_base_layer().weight for layer in _layers(model)]
-    if any(weight.dtype != torch.float32 for weight in weights):
-        return "its sum with the weights would be rounded"
-    needed = sum(weight.numel() * weight.element_size() for weight in weights)
-    cuda, devices = torch.cuda.mem_get_info, {weight.device for weight in weights}
-    free = min((cuda(at)[0] if at.type == "cuda" else host_memory.free_bytes() for at in devices), default=0)
-    return f"its sum with the weights takes {needed / 2**30:.1f} GiB more memory" if SPARE * needed > free else None

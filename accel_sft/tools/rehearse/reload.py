@@ -132,7 +132,7 @@ class Reloaded:
         if not is_mergeable(self.model):
             return "adapters of this type stay beside their base", []
         made = merge(self.source, self.tokenizer, None, trust_remote_code=self.trusted)
-        return f"{made.dtype}: {made.describe()}", []
+        return f"{made.dtype} weights", []
 
     @torch.no_grad()
     def generate(self) -> tuple[str, list[Flaw]]:
