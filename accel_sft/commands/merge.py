@@ -86,10 +86,10 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     from transformers import PreTrainedConfig
 
     from accel_sft.io.exported import complete_config, save_tokenizer
-    from accel_sft.models.load import load_tokenizer
     from accel_sft.models.merge import merge
     from accel_sft.models.pretrained import processor_files
     from accel_sft.models.source import find_source
+    from accel_sft.models.tokenizer import load_tokenizer
     from accel_sft.tracking.model_card import of_merged
 
     source = find_source(folder)

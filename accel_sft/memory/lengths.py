@@ -73,9 +73,9 @@ def keep(
 def read(task: Task, config: TrainConfig) -> Lengths:
     """Return lengths of the task's examples under these settings, which must be resolved: those that the last run here
     kept, or else `--max-length` supervised tokens for every example."""
-    found = cache.find(_KIND, _key(task, config))
-    if found:
-        return Lengths(**found[1])
+    entry = cache.find(_KIND, _key(task, config))
+    if entry:
+        return Lengths(**entry[1])
     most = config.max_length or 0
     return Lengths(most, most, most, most, source="--max-length, as the data has not been tokenized here")
 

@@ -8,8 +8,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from accel_sft.launch.deferred import lighter_transformers
 from accel_sft.models import cascade as kernels
-from accel_sft.models.cascade import cascade, usable
-from accel_sft.models.row_kernels import PrefixedRows, cut_rows
+from accel_sft.models.cascade import PrefixedRows, cascade, cut_rows, usable
 
 with lighter_transformers():
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

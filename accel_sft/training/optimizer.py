@@ -16,7 +16,7 @@ from accel_sft.checkpoint.averages import Averages
 from accel_sft.launch.tensor_parallel import row_groups
 from accel_sft.launch.ulysses import sequence_ranks
 from accel_sft.models.adapters import adapter_of
-from accel_sft.models.quantized import bitsandbytes
+from accel_sft.models.kernels import bitsandbytes
 from accel_sft.tracking.spans import span
 from accel_sft.tracking.time_spent import BACKWARD, OPTIMIZER
 from accel_sft.training.muon import MuonWithAdamW, within_blocks

@@ -24,7 +24,7 @@ from accel_sft.checkpoint import checkpoint
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.audit import audit
 from accel_sft.launch.read import read_launch
-from accel_sft.memory.closed_form import estimate
+from accel_sft.memory.estimate import estimate
 from accel_sft.memory.job import AS_CONFIGURED
 from accel_sft.memory.job import Job as Planned
 from accel_sft.memory.model_config import read_shape
@@ -307,7 +307,7 @@ def counted(base, **options):
     config = TrainConfig(model=str(base), **options).resolved({})
     more = {name: getattr(config, name) for name in AS_CONFIGURED}
     launch = read_launch({}, [])
-    shape = read_shape(json.loads((base / "config.json").read_text()), "model", base)
+    shape = read_shape(json.loads((base / "config.json").read_text()), "model")
     return Planned(shape=shape, launch=launch, device="cpu", target_modules=config.lora_target_modules, **more)
 
 
@@ -355,7 +355,7 @@ def test_the_plan_knows_weights_in_4_bits_and_states_in_8(accelerator, base):
 def test_the_plan_says_what_it_does_not_know(base):
     notes = estimate(counted(base, **LORA, use_dora=True)).notes
     assert notes == (
-        "DoRA makes the updated weights of a layer whole in each forward: left out, --probe measures them",
+        "DoRA makes the updated weights of a layer whole in each forward: left out; compare measures them",
     )
     assert estimate(counted(base, **LORA)).notes == ()
 

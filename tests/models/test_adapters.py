@@ -21,7 +21,7 @@ from accel_sft.api.launch_limits import launch_problem
 from accel_sft.api.options import settings
 from accel_sft.checkpoint import checkpoint, shards
 from accel_sft.io.run_dir import RunDir
-from accel_sft.models.adapters import TYPES, Adapter, adapter_of, is_mergeable, type_of
+from accel_sft.models.adapters import TYPES, Adapter, Reads, adapter_of, is_mergeable, type_of
 from accel_sft.models.load import load_model, parameter_counts
 from accel_sft.models.source import find_source
 from accel_sft.training.optimizer import Stepper
@@ -98,7 +98,7 @@ class IA3(Adapter):
         return IA3Config(task_type=common["task_type"], target_modules=["k_proj", "down_proj"], feedforward_modules=[])
 
     def reads(self, model, step):
-        return "k_proj.ia3_l", True
+        return Reads("k_proj.ia3_l", True)
 
     def after_step(self, model, step, weights):
         assert weights

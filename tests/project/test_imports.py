@@ -210,7 +210,7 @@ COMMANDS = {
     "tasks": ("tasks", {}, "quick"),
     "launch-file": ("launch-file z2", {}, "zero_stage: 2"),
     "help of doctor": ("doctor --help", {}, "--build"),
-    "plan": ("plan quick --gpus 2 --gpu-memory 24 --host-memory 64", {}, "Recommended: ddp"),
+    "help of plan": ("plan quick --help", {}, "--gpu-memory"),
     "help of a task": ("quick --help", {}, "--learning-rate"),
     "help of report": ("report --help", {}, "--output"),
     "help of check": ("check quick --help", {}, "--strict"),

@@ -11,8 +11,7 @@ from accel_sft.launch.info import Launch
 from accel_sft.launch.parallelism import audit_parallelism, sized
 from accel_sft.launch.precision import expected
 from accel_sft.launch.read import launch_of_yaml
-from accel_sft.memory.closed_form import estimate
-from accel_sft.memory.estimate import Estimate
+from accel_sft.memory.estimate import Estimate, estimate
 from accel_sft.memory.job import Job
 from accel_sft.tools.plan.machine import PlannedMachine
 from accel_sft.tools.plan.speed import Speed, speed

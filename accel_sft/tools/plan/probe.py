@@ -9,8 +9,7 @@ from typing import Any
 
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.parallelism import sized
-from accel_sft.memory.closed_form import CUDA_BYTES
-from accel_sft.memory.estimate import PHASES, Estimate
+from accel_sft.memory.estimate import CUDA_BYTES, PHASES, Estimate
 from accel_sft.memory.job import Job
 from accel_sft.tools.compare.launching import launch
 from accel_sft.tools.compare.outcome import outcome

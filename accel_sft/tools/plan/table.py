@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accel_sft.api.tool_configs import PlanConfig
-from accel_sft.memory.closed_form import checkpoint_bytes_each
-from accel_sft.memory.estimate import COMPONENTS, PHASES, Estimate, totals
+from accel_sft.memory.estimate import COMPONENTS, PHASES, Estimate, checkpoint_bytes_each, totals
 from accel_sft.memory.flops import peaks
 from accel_sft.memory.job import Job
 from accel_sft.memory.lengths import Lengths
@@ -40,11 +39,10 @@ def lines(
     """
     trained = shape.trained(config.adapter, config.lora_r, config.lora_target_modules)
     if config.train_only is not None:
-        only = next(iter(asked.values())).trained
-        how = f"{only:,} trained (--train-only; activations are counted as if all were)"
+        how = "counted as if all were trained (--train-only)"
     else:
         how = "all trained" if config.adapter == "none" else f"frozen, {trained:,} trained ({config.adapter})"
-    yield _text(f"model    {shape.family}, {shape.parameters:,} parameters, {how}; counted from {shape.source}")
+    yield _text(f"model    {shape.family}, {shape.parameters:,} parameters, {how}")
     computed = sorted({"float32" if job.precision == "no" else job.precision for job in asked.values()})
     yield _text(f"machine  {here.describe()}" + (f"; computes in {' or '.join(computed)}" if computed else ""))
     yield _text(f"lengths  the longest example has {lengths.longest:,} tokens: {lengths.source}")
@@ -98,7 +96,7 @@ def as_json(
 ) -> dict[str, Any]:
     """The content of `lines` as numbers, with memory in bytes."""
     return {
-        "model": {"family": shape.family, "parameters": shape.parameters, **shape.by_group, "source": shape.source},
+        "model": {"family": shape.family, "parameters": shape.parameters, **shape.by_group},
         "machine": dataclasses.asdict(here),
         "lengths": dataclasses.asdict(lengths),
         "plans": [_plan_json(each) for each in plans],

@@ -11,9 +11,9 @@ from accel_sft.api.adapters import names_of
 from accel_sft.api.config import TrainConfig
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.models.architecture import alike
-from accel_sft.models.chat_template import template_of
 from accel_sft.models.source import Source
 from accel_sft.models.targets import USED_ALONE, in_block, unfit
+from accel_sft.models.tokenizer import template_of
 from accel_sft.tools.rehearse.stages import FAILS, WARNS, Flaw
 from accel_sft.training.prepare import Assembly
 

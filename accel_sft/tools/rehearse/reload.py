@@ -14,11 +14,11 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.chat.encoded import Encoded, named_ends
 from accel_sft.models.adapters import is_mergeable
-from accel_sft.models.ends import answer_ends
-from accel_sft.models.load import load_model, load_tokenizer
+from accel_sft.models.load import load_model
 from accel_sft.models.merge import merge
 from accel_sft.models.pretrained import class_of, stored_dtype
 from accel_sft.models.source import Source, find_source
+from accel_sft.models.tokenizer import answer_ends, load_tokenizer
 from accel_sft.tools.rehearse.stages import FAILS, WARNS, Flaw, Stages, flaws_of
 
 _EXACT, _ROUNDED = 1e-3, 5e-2

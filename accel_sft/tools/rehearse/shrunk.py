@@ -12,8 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.models.architecture import REFUSALS
 from accel_sft.models.pretrained import class_of, stored_dtype
-from accel_sft.models.shipped_files import shipped_files
-from accel_sft.models.source import Source, errors_explained
+from accel_sft.models.source import Source, errors_explained, shipped_files
 
 _WIDTH, _HEADS, _HEAD = 64, 4, 16
 """Hidden size, attention heads and dimensions of a head; `_HEADS * _HEAD == _WIDTH`, which some families ask for."""
