@@ -201,4 +201,5 @@ def tower_bytes(job: Job) -> tuple[float, float]:
         if job.gradient_checkpointing:
             blocks = blocks / tower.depth + tower.depth * tower.width * 4
         kept = double * patches * (blocks + around * tower.width) + (e * tower.parameters if autocast else 0)
-    return pixels + kept, pixels + max(kept, double * patches * passing * tower.width)
+    cast = 0 if autocast or e == 4 else e * tower.values  # pixels in the computing type
+    return pixels + kept, pixels + max(kept, patches * (double * passing * tower.width + cast))
