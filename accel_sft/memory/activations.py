@@ -19,7 +19,7 @@ Logits in a narrower type are freed by then."""
 _INNER_NORM = 8
 """Bytes per element of a norm that no matrix follows: its input and its normed values, both in float32."""
 _TOWERS = {"qwen2_vl": (22, 6, 14, 36), "qwen2_5_vl": (30, 8, 18, 38), "qwen3_vl": (22, 4, 15, 44), "": (16, 4, 7, 24)}
-"""Of a vision tower, by family, in half precision: bytes that a trained block keeps for each element of `width` and of
+"""A vision tower, by family, in half precision: bytes that a trained block keeps for each element of `width` and of
 `inner`; bytes for each of `width` that what surrounds the blocks keeps, and that a frozen tower holds at once. The last
 entry is SigLIP's and CLIP's. Counted with torch's profiler at widths of 256 and 512."""
 _FLOAT32_STREAM = 8
