@@ -197,9 +197,8 @@ def tower_bytes(job: Job) -> tuple[float, float]:
         of_width += _FLOAT32_STREAM
     kept = 0.0
     if job.train_only is not None:
-        blocks = tower.depth * (of_width * tower.width + of_inner * tower.inner)
-        if job.gradient_checkpointing:
-            blocks = blocks / tower.depth + tower.depth * tower.width * 4
+        block = of_width * tower.width + of_inner * tower.inner
+        blocks = block + tower.depth * tower.width * 4 if job.gradient_checkpointing else tower.depth * block
         kept = double * patches * (blocks + around * tower.width) + (e * tower.parameters if autocast else 0)
     cast = 0 if autocast or e == 4 else e * tower.values  # pixels in the computing type
     return pixels + kept, pixels + max(kept, patches * (double * passing * tower.width + cast))
