@@ -77,7 +77,7 @@ def make_model(folder: Path, sizes: dict[str, Any]) -> None:
 
 def flops(job: Job, model: Path, answer: int) -> float:
     """Model FLOPs per token of the job with the model in this folder; `answer` tokens of each row are learnt."""
-    shape = read_shape(read_config(model), str(model), model)
+    shape = read_shape(read_config(model), str(model))
     adapter = {"adapter": "lora", "lora_r": job.adapter["r"]} if job.lora else {}
     of = model_flops(memory_job.Job(shape=shape, launch=launch_of_yaml(LAUNCH), device="cuda", **adapter))
     return of.total(job.length, answer, job.length**2 / 2) / job.length

@@ -22,7 +22,7 @@ from typing import Any
 
 import smoke
 from accel_sft.launch.info import launch_of_yaml
-from accel_sft.memory.closed_form import estimate
+from accel_sft.memory.estimate import estimate
 from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_shape
 from plan_simulation import MODELS

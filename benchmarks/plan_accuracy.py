@@ -5,8 +5,8 @@
 
 Each case is a real launch of two ranks: a random Qwen2 of that many million parameters, a launch file, full or LoRA,
 short or long rows. Measured is each phase's peak of resident memory as the kernel keeps it (VmHWM, reset as a phase
-begins), of the rank with most, as `result.json` has it. The constants of accel_sft/memory/cpu.py were fitted to the
-cases of FITTED, so that the others are held out. Other work on the machine changes no number.
+begins), of the rank with most, as `result.json` has it. The constants of accel_sft/memory/estimate.py were fitted to
+the cases of FITTED, so that the others are held out. Other work on the machine changes no number.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from typing import Any
 import shapes
 import smoke
 from accel_sft.launch.info import launch_of_yaml
-from accel_sft.memory.closed_form import estimate
-from accel_sft.memory.estimate import PHASES, totals
+from accel_sft.memory.estimate import PHASES, estimate, totals
 from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_config, read_shape, stored_bytes
 
@@ -116,7 +115,7 @@ def predicted(work: Path, case: dict[str, Any]) -> dict[str, float]:
     launch = "--num_processes", str(case["ranks"]), "--mixed_precision", case["precision"]
     tokens, supervised_tokens, rows, *_ = case["forward"]  # the pixels of images follow
     job = Job(
-        shape=read_shape(content, str(folder), folder),
+        shape=read_shape(content, str(folder)),
         launch=launch_of_yaml(file, *launch),
         device="cpu",
         stored_bytes=stored_bytes(content),

@@ -18,8 +18,7 @@ from typing import Any
 import smoke
 from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.precision import assume_precision
-from accel_sft.memory.closed_form import assemble, estimate
-from accel_sft.memory.estimate import Estimate
+from accel_sft.memory.estimate import Estimate, assemble, estimate
 from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_shape
 from accel_sft.memory.states import placed

@@ -21,10 +21,9 @@ from typing import Any
 import smoke
 from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.precision import assume_precision
-from accel_sft.memory.closed_form import estimate
-from accel_sft.memory.estimate import totals
+from accel_sft.memory.estimate import estimate, totals
 from accel_sft.memory.job import Job
-from accel_sft.memory.model_config import matching, read_config, read_shape, stored_bytes
+from accel_sft.memory.model_config import read_config, read_shape, stored_bytes
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests/support"))
@@ -98,7 +97,7 @@ def run_case(work: Path, case: dict[str, Any]) -> dict[str, Any]:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2500:]}{done.stderr[-3000:]}")
     result = json.loads((work / "run/result.json").read_text())
     measured = {name: peaks["peak_host_memory_gib"] for name, peaks in result["memory_by_phase"].items()}
-    about = {"config": read_config(model), "parameters": read_shape(read_config(model), "model", model).other}
+    about = {"config": read_config(model), "parameters": read_shape(read_config(model), "model").other}
     return {**case, **about, "head": result["batching"]["head"], "forward": result["forward"], "measured": measured}
 
 
@@ -113,7 +112,7 @@ def predicted(case: dict[str, Any]) -> dict[str, float]:
         device="cpu",
         stored_bytes=stored_bytes(content),
         adapter=case.get("adapter", "none"),
-        only=matching(content, name, case.get("only")),
+        train_only=case.get("only"),
         tokens=tokens,
         supervised_tokens=supervised_tokens,
         rows=rows,

@@ -23,7 +23,7 @@ from filelock import FileLock
 from packaging.version import Version
 from places import CONFIGS, SUPPORT
 
-from accel_sft.models.tensor_plan import LOWEST_TORCH
+from accel_sft.models.pretrained import LOWEST_TORCH
 
 pytest_plugins = ["overdue"]
 collect_ignore = ["stored_runs"]  # the test of a stored task is run by the test of ours

@@ -15,7 +15,7 @@ import torch
 from accel_sft.chat.encoded import Encoded
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.io.text import LONGEST_ERROR, one_line
-from accel_sft.models.row_kernels import PrefixedRows
+from accel_sft.models.cascade import PrefixedRows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,10 +17,8 @@ from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
 from accel_sft.launch.collectives import all_ranks, largest_of_ranks
 from accel_sft.launch.groups import row_groups
-from accel_sft.memory.activations import LOGIT
+from accel_sft.memory.activations import LOGIT, peak_bytes
 from accel_sft.memory.job import MOST_LOGITS, ROOMY_LOGITS
-from accel_sft.memory.loaded_model import forward_bytes, head_size
-from accel_sft.models.cascade import kernels_for
 
 LOGITS_SHARE = 1 / 8
 """Share of the memory that the longest row's forward leaves free, for the logits of a piece of the head."""
@@ -34,7 +32,7 @@ def with_sized_pieces(trial: Trial, exact: Sequence[Batching]) -> list[Batching]
     Each piece reads and writes the gradient of the head's weights, so that a few large ones take less time. On a CPU
     and where room is scarce, pieces hold MOST_LOGITS, with which `plan` predicts what fits.
     """
-    if math.isinf(free_bytes(trial.accelerator.device)):
+    if math.isinf(free_bytes(trial.accelerator.device)) or trial.job is None:
         return list(exact)
     longest = max(len(example.input_ids) for example in trial.examples)
     sized = []
@@ -80,7 +78,8 @@ def within_memory(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int])
 
 
 def expected_to_fit(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int]) -> list[Batching]:
-    """Return the batchings of `sizes` that are estimated to fit on all ranks; if none is, those of the first size."""
+    """Return the batchings of `sizes` that are estimated to fit on all ranks; if none is, or nothing can be estimated,
+    those of the first size."""
     room = -largest_of_ranks(-_room(trial))
     sized = [dataclasses.replace(batching, tokens=tokens) for batching in exact for tokens in sizes]
     fitting = [batching for batching in sized if _expected_bytes(trial, batching) <= room]
@@ -93,25 +92,25 @@ def _room(trial: Trial) -> float:
 
 
 def _expected_bytes(trial: Trial, batching: Batching) -> float:
-    model, precision = trial.accelerator.unwrap_model(trial.model), trial.accelerator.mixed_precision
-    reduced = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype = reduced.get(precision, next(trial.model.parameters()).dtype)
-    size = head_size(model.config.get_text_config(decoder=True))
-    copied = 0, 0
-    kernels = kernels_for(trial.accelerator.device.type, dtype, size, prefix=batching.layout == "shared")
-    if not kernels or batching.attention == "cache":
-        forwards = itertools.chain(*batching.divide(trial.spread(), row_groups(trial.accelerator)[0]))
-        copied = max(map(batching.way.copied, forwards), key=sum, default=copied)
-    return forward_bytes(
-        model,
-        batching.tokens,
-        masked=batching.attention == "mask" and batching.layout != "padded",
-        whole_head=batching.head in ("labelled", "everywhere"),
+    """Bytes that a forward of `batching.tokens` tokens and its backward take; infinite if nothing can be estimated."""
+    if trial.job is None:
+        return math.inf
+    forwards = itertools.chain(*batching.divide(trial.spread(), row_groups(trial.accelerator)[0]))
+    largest = max(filter(None, forwards), key=batching.way.tokens_in)
+    times = batching.tokens / batching.way.tokens_in(largest)
+    job = dataclasses.replace(
+        trial.job,
+        shape=trial.job.shape.cut(trial.job.launch.tensor_ranks),
+        tokens=batching.tokens,
+        supervised_tokens=math.ceil(times * sum(row.supervised_tokens for row in largest)),
+        rows=math.ceil(times * len(largest)),
+        head=batching.head,
         most_logits=batching.most_logits or MOST_LOGITS,
-        recomputed=trial.config.gradient_checkpointing,
-        itemsize=dtype.itemsize,
-        copied=copied,
+        dense_mask=batching.attention == "mask" and batching.layout != "padded",
+        copied_keys=round(times * batching.way.copied_keys(largest)),
+        in_cache=batching.attention == "cache",
     )
+    return sum(peak_bytes(job).values())
 
 
 def _fits(trial: Trial, batching: Batching, rows: list[Encoded]) -> bool:

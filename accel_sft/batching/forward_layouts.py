@@ -67,10 +67,10 @@ class Layout(abc.ABC):
         longest, prefix = _longest(examples), self.prefix(examples)
         return prefix**2 + len(examples) * (longest - prefix) * longest
 
-    def copied(self, examples: Sequence[Encoded]) -> tuple[int, int]:
-        """Number of queries and of keys that attention copies in each layer where it has no kernels for rows of
-        different lengths behind one prefix (models/cascade.py)."""
-        return 0, 0
+    def copied_keys(self, examples: Sequence[Encoded]) -> int:
+        """Number of keys that attention copies in each layer where it has no kernels for rows of different lengths
+        behind one prefix (models/cascade.py)."""
+        return 0
 
     @abc.abstractmethod
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
@@ -115,11 +115,8 @@ class RowByRow(Layout):
         own = _longest(examples) - self.prefix(examples)
         return len(examples) * own <= max(FILLED * tokens, own)
 
-    def copied(self, examples: Sequence[Encoded]) -> tuple[int, int]:
-        if len(examples) < 2:
-            return 0, 0
-        longest = _longest(examples)
-        return len(examples) * (longest - self.prefix(examples)), len(examples) * longest
+    def copied_keys(self, examples: Sequence[Encoded]) -> int:
+        return len(examples) * _longest(examples) if len(examples) > 1 else 0
 
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
         if len(examples) == 1:
@@ -182,8 +179,8 @@ class Cached(Causal):
         prefix = self.prefix(examples)
         return prefix + len(examples) * (_longest(examples) - prefix)
 
-    def copied(self, examples: Sequence[Encoded]) -> tuple[int, int]:
-        return (0, len(examples) * _longest(examples)) if self.prefix(examples) else (0, 0)
+    def copied_keys(self, examples: Sequence[Encoded]) -> int:
+        return len(examples) * _longest(examples) if self.prefix(examples) else 0
 
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
         if not (prefix := self.prefix(examples)):

@@ -14,7 +14,9 @@ from accel_sft.batching.collate import Batch
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.chat.encoded import Encoded
-from accel_sft.memory.loaded_model import first_update_bytes
+from accel_sft.memory.estimate import CUDA_BYTES
+from accel_sft.memory.job import Job
+from accel_sft.memory.states import FLOAT32, MOMENTS, update_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Trial:
         train: whether the run trains: a backward then follows each forward, and dropout is on.
         moments: whether AdamW's moments are allocated already, as in a resumed run.
         blank: as `Batching.batch` takes it.
+        job: the run as `plan` sees it; None: its model could not be counted.
     """
 
     accelerator: Accelerator
@@ -35,6 +38,7 @@ class Trial:
     train: bool = True
     moments: bool = False
     blank: Encoded | None = None
+    job: Job | None = None
 
     @property
     def in_float32(self) -> bool:
@@ -51,8 +55,20 @@ class Trial:
         return self.examples[:: max(len(self.examples) // count, 1)][:count]
 
     def reserved(self) -> int:
-        """Return how many bytes the first update will still allocate on this rank's device, besides activations."""
-        return first_update_bytes(self.accelerator, self.model, moments=self.moments) if self.train else 0
+        """Return how many bytes the first update will still allocate on this rank's device, besides activations.
+
+        Without a job these are gradients and moments of the trained weights, in float32.
+        """
+        if not self.train:
+            return 0
+        trained = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad)
+        if self.job is None:
+            size = float(trained * (FLOAT32 if self.moments else FLOAT32 + MOMENTS))
+        else:
+            size = update_bytes(self.job, moments=self.moments)
+            if self.job.train_only is not None:  # which the job counts as if all were trained
+                size *= trained / self.job.trained
+        return int(size) + (CUDA_BYTES if self.accelerator.device.type == "cuda" else 0)
 
     def run(
         self, batching: Batching, rows: Sequence[Encoded], also: Sequence[torch.Tensor] = ()

@@ -1,4 +1,4 @@
-"""Refuses a run that will not fit: free disk for its checkpoints, free host memory for its optimizer states."""
+"""Says what a run's checkpoints take, and refuses them where the disk or host memory has no room for them."""
 
 import shutil
 from typing import Any
@@ -8,9 +8,11 @@ from accelerate import Accelerator
 from accel_sft.api.errors import UserError
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
-from accel_sft.launch.collectives import Team, decided_by_main
+from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.info import Launch
-from accel_sft.memory.loaded_model import checkpoint_bytes, least_host_bytes, trained_sizes
+from accel_sft.memory.estimate import checkpoint_bytes_each
+from accel_sft.memory.job import pinned
+from accel_sft.memory.states import FLOAT32, IMPORTANCES
 
 MOST_SPARE_BYTES = 64 << 20
 """Most bytes that are kept free on the disk beside a checkpoint, for the other files of a run. Beside a small
@@ -37,32 +39,15 @@ def check_disk(
     decided_by_main(accelerator, check)  # other machines may not see the folder yet
 
 
-def check_host_memory(
-    accelerator: Accelerator, model: Any, launch: Launch, optimizer: str = "adamw", *, averaged: bool = False
-) -> None:
-    """Check that host memory is enough for the least that this machine's ranks will put there (`least_host_bytes`).
-    Call it before the optimizer has states.
-
-    Args:
-        optimizer: the value of `--optimizer`.
-        averaged: whether averages of the trained weights are kept (`--ema-decay`).
-
-    Raises:
-        UserError: on every rank, if some machine has too little.
-    """
-    on_cpu = accelerator.device.type == "cpu"
-    needed = least_host_bytes(model, launch, on_cpu=on_cpu, optimizer=optimizer, averaged=averaged)
-
-    def check() -> None:
-        if (free := host_memory.free_bytes()) < needed:
-            raise UserError(
-                f"host memory: {launch.local_world_size} processes on this machine need at least {_shown(needed)} for "
-                f"optimizer states and checkpoints of {sum(trained_sizes(model)):,} trained parameters, and "
-                f"{_shown(free)} are free ({host_memory.describe()}); use --adapter lora, a higher ZeRO stage over "
-                "more machines, offload to nvme, or free memory"
-            )
-
-    Team(accelerator).firsts(check)
+def checkpoint_bytes(model: Any, *, averaged: bool = False, in_pinned_memory: bool = False) -> int:
+    """Return how many bytes a checkpoint of this model takes, of all ranks together, at most: on the disk, or in pinned
+    host memory, which rounds each tensor up. Weights are counted whole where ranks hold shards."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sizes: list[float] = [getattr(p, "ds_numel", p.numel()) for p in trained.values()]
+    if in_pinned_memory:
+        sizes = [pinned(FLOAT32 * size) / FLOAT32 for size in sizes]
+    is_adalora = any(".lora_E." in name for name in trained)
+    return int(sum(sizes)) * (checkpoint_bytes_each(averaged) + (IMPORTANCES if is_adalora else 0))
 
 
 def no_room_for_a_copy(model: Any, launch: Launch, *, averaged: bool = False, on_gpu: bool = False) -> str | None:

@@ -23,7 +23,7 @@ from accel_sft.checkpoint.partition import AVERAGE, IN_8_BITS, MOMENTS, SCALES, 
 from accel_sft.io import manifest
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.text import LONGEST_ERROR, one_line
-from accel_sft.memory.closed_form import FILE_BYTES
+from accel_sft.memory.estimate import FILE_BYTES
 
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of DeepSpeed's loss scaler that change during training."""

@@ -36,7 +36,7 @@ from accel_sft.launch.info import Launch, launch_of_this_process
 from accel_sft.launch.precision import precision_in_record
 from accel_sft.launch.recordable import recordable
 from accel_sft.launch.start import begin, start
-from accel_sft.models.offload import refuse
+from accel_sft.models.pretrained import refuse_offload
 from accel_sft.models.source import Source, as_it_began, began_with, find_source
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.watchdog import Watchdog
@@ -44,6 +44,7 @@ from accel_sft.tracking import resampled
 from accel_sft.tracking import run_report as report
 from accel_sft.tracking.labels import label_tables
 from accel_sft.tracking.system import peak_memory_gib, reset_peak_memory
+from accel_sft.training.predicted import job_of_run
 from accel_sft.training.prepare import Assembly
 
 
@@ -81,7 +82,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         began = find_source(base)
         sources.insert(0, as_it_began(began, sources[0], trained) if config.base == "auto" else began)
     if config.chat_template is not None:
-        sources = [dataclasses.replace(source, grown=True) for source in sources]
+        sources = [dataclasses.replace(source, adds_tokens=True) for source in sources]
     sides = ("base", "tuned") if config.base else ("model",)
     named = {side: source.adapter or source.weights for side, source in zip(sides, sources, strict=True)}
     with Watchdog(config.hang_timeout):
@@ -89,7 +90,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         accelerator, launch = start(
             launch, config, task, train=False, precision_of_run=precision_in_record(trained) if trained else None
         )
-        refuse(config.offload, ranks=launch.world_size, quantized=config.load_in_4bit)
+        refuse_offload(config.offload, ranks=launch.world_size, quantized=config.load_in_4bit)
         if config.dry_run:
             return
         day = decided_by_main(accelerator, lambda: config.template_date or time.strftime("%Y-%m-%d"))
@@ -230,7 +231,8 @@ def evaluate(
     load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
     some = encoding.kept.some()
     pad, blank = assembly.tokenizer.pad_token_id, assembly.blank
-    trial = Trial(accelerator, prepared, config, some, pad, train=False, blank=blank)
+    job = job_of_run(config, source.weights, launch, accelerator.device, lambda line: None)
+    trial = Trial(accelerator, prepared, config, some, pad, train=False, blank=blank, job=job)
     batching, _ = choose_batching(trial)
     prepared.eval()
     evaluator = assembly.evaluator(prepared, encoding, sharded=shards)

@@ -110,12 +110,12 @@ def _run(model: str, options: dict[str, Any]) -> None:
     from accel_sft.launch.accelerator import create_accelerator
     from accel_sft.launch.info import launch_of_this_process
     from accel_sft.launch.precision import precision_in_record
-    from accel_sft.models.offload import refuse
+    from accel_sft.models.pretrained import refuse_offload
 
     chosen = {name: options[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
     sampling = Sampling(**{name: value for name, value in chosen.items() if value is not None})
     config, record, folder = _as_trained(model, options)
-    refuse(config.offload, ranks=1, quantized=False)
+    refuse_offload(config.offload, ranks=1, quantized=False)
     raw = options["chat_template"] is None and bool((record or {}).get("raw_text"))
     system = options["system"] if options["system"] is not None else _system_of(record)
     if options["file"]:

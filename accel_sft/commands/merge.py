@@ -86,10 +86,10 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     from transformers import PreTrainedConfig
 
     from accel_sft.io.exported import complete_config, save_tokenizer
-    from accel_sft.models.load import load_tokenizer
     from accel_sft.models.merge import merge
     from accel_sft.models.pretrained import processor_files
     from accel_sft.models.source import find_source
+    from accel_sft.models.tokenizer import load_tokenizer
     from accel_sft.tracking.model_card import of_merged
 
     source = find_source(folder)
@@ -102,7 +102,7 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     save_tokenizer(tokenizer, target)
     for file in processor_files(source.weights, made.model):
         shutil.copyfile(file, target / file.name)
-    lines = [f"adapter  {folder}", f"base     {source.weights}", f"merged   {made.dtype} weights; {made.describe()}"]
+    lines = [f"adapter  {folder}", f"base     {source.weights}", f"merged   {made.dtype} weights"]
     card = Path(folder) / "README.md"
     text = of_merged(card.read_text(encoding="utf-8")) if card.is_file() else None
     if text is None:

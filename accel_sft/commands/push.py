@@ -111,7 +111,7 @@ def _stage(source: Path, staged: Path, base_model: str | None) -> list[str]:
     Raises:
         UserError: the adapter's base is a local folder, which others do not have.
     """
-    from accel_sft.models.shipped_files import shipped_files
+    from accel_sft.models.source import shipped_files
 
     staged.mkdir()
     shipped, left = shipped_files(source)

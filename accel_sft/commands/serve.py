@@ -113,7 +113,7 @@ def _vllm(folder: str, name: str) -> list[str]:
     from transformers import PreTrainedConfig
 
     from accel_sft.io.files import read_json
-    from accel_sft.models.saved_adapter import is_of_whole
+    from accel_sft.models.adapters import is_of_whole
     from accel_sft.models.source import errors_explained, find_source
 
     source = find_source(folder)

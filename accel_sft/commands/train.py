@@ -21,7 +21,7 @@ from accel_sft.launch.describe import resume_command
 from accel_sft.launch.precision import precision_in_record
 from accel_sft.launch.recordable import masked
 from accel_sft.launch.start import begin, show, start
-from accel_sft.models.compiled import trouble_of_compiling
+from accel_sft.models.kernels import trouble_of_compiling
 from accel_sft.models.source import resolved
 from accel_sft.resilience.exit import EXPLAIN_SECONDS, leave_together
 from accel_sft.resilience.signals import Interruption, StopSignals

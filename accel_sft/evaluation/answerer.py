@@ -20,11 +20,10 @@ from accel_sft.chat.pictures import Picture
 from accel_sft.chat.rendering import Rendering
 from accel_sft.evaluation.generate import Generator, ImageGenerator
 from accel_sft.evaluation.left_padded import GREEDY, Sampling
-from accel_sft.models.chat_template import GivenTemplate
-from accel_sft.models.load import load_model, load_tokenizer
+from accel_sft.models.load import load_model
 from accel_sft.models.pretrained import vocabulary_problem
-from accel_sft.models.processor import load_processor
 from accel_sft.models.source import Source
+from accel_sft.models.tokenizer import GivenTemplate, load_processor, load_tokenizer
 
 Pictures = tuple[Picture, ...]
 

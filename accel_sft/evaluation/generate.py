@@ -4,7 +4,7 @@ import contextlib
 import heapq
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,7 @@ from accel_sft.evaluation.live_rows import Row
 from accel_sft.io.text import common_length
 from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.launch.groups import row_groups, tensor_ranks
-from accel_sft.models.adapters import merged, reason_unmergeable
 from accel_sft.models.architecture import REFUSALS, arguments, limited_layers, takes_sdpa
-from accel_sft.models.offload import is_offloaded
 from accel_sft.tracking.system import peak_memory_gib
 
 MET_EVERY = 32
@@ -73,7 +71,7 @@ class Generator:
         self.choose(examples, max_new_tokens)
         self.accelerator.wait_for_everyone()
         started = time.perf_counter()
-        with self.ready():
+        with self.casts_once():
             answers = self._answer_all(examples, max_new_tokens)
         return Generated(answers, time.perf_counter() - started, peak_memory_gib(self.accelerator.device))
 
@@ -83,7 +81,7 @@ class Generator:
             return
         prefix = common_prefix(examples)
         longest = max(example.prompt_length for example in examples) + max_new_tokens
-        with self.ready() as adapter:
+        with self.casts_once():
             reason = None if self.sampling == GREEDY else "tokens are drawn by chance"
             reason = reason or _reason_unsupported(self.model, examples, longest)
             reason = reason or self._reason_inexact(examples, prefix)
@@ -98,8 +96,6 @@ class Generator:
             self.message = (
                 f"answers: prompts begin with fewer than {SHORTEST_PREFIX} common tokens; each is computed whole"
             )
-        if adapter:
-            self.message += f"; the adapter stays apart, as {adapter}"
         if self.accelerator.is_main_process:
             self.log(self.message)
 
@@ -159,26 +155,10 @@ class Generator:
             answered += zip(rows, in_halves(answer, prompts, alone=not self.sharded), strict=False)
         return answered
 
-    @contextlib.contextmanager
-    def ready(self) -> Iterator[str | None]:
-        """Merge the adapter within this context if that changes no answer; else yield the reason why not."""
-        model = self.model
-        with contextlib.ExitStack() as stack:
-            if hasattr(model, "_original_forward"):  # autocast: within one context, weights are cast once
-                stack.enter_context(self.accelerator.autocast())
-            if not hasattr(model, "peft_config"):
-                yield None
-            elif self.sharded:
-                yield "the weights are shared out"
-            elif is_offloaded(model):
-                yield "the weights are offloaded"
-            elif self.accelerator.mixed_precision != "no":
-                yield "its sum with the weights would be rounded"
-            else:  # if memory is short on one rank, no rank merges, so that all ranks answer alike
-                reason = first_reason(reason_unmergeable(model))
-                if not reason:
-                    stack.enter_context(merged(model))
-                yield reason
+    def casts_once(self) -> contextlib.AbstractContextManager[Any]:
+        """Within this context autocast, where it is used, casts each weight once for all forwards."""
+        uses_autocast = hasattr(self.model, "_original_forward")
+        return self.accelerator.autocast() if uses_autocast else contextlib.nullcontext()
 
     def _reason_inexact(self, examples: Sequence[Encoded], prefix: int) -> str | None:
         """How the decoder's predictions for a few rows differ from those for each row alone; None if they agree."""
@@ -268,7 +248,7 @@ class ImageGenerator:
         accelerator.wait_for_everyone()
         started = time.perf_counter()
         answers: list[tuple[Encoded, list[int]]] = []
-        with self.generator.ready():
+        with self.generator.casts_once():
             for ranks in divide(pictured, accelerator.num_processes, 1):
                 self.generator.between()
                 rows = ranks[accelerator.process_index]

@@ -1,8 +1,46 @@
-"""`Estimate`: bytes of each component in each phase of a run, on one rank's device and in its host memory."""
+"""Predicts a job's memory by phase and component in closed form: without measuring anything, and without torch.
+
+On a GPU the allocator uses freed memory again, so that a phase takes the most that is held at one moment. On a CPU the
+trainer has glibc keep freed blocks of up to 32 MiB (launch/environment.py), so that what a forward, the building of an
+engine or an exchange once took stays resident, and phases add up. benchmarks/plan_accuracy.py measured what stays.
+"""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 
+from accel_sft.memory.activations import PIXEL, forward_bytes, logits_bytes, peak_bytes, tower_bytes
+from accel_sft.memory.job import Job
+from accel_sft.memory.states import AVERAGE, FLOAT32, Placed, placed, weights_bytes
+
+GIB = 2**30
+CHECKPOINT_BYTES = 12
+"""Maximum number of bytes per trained parameter in a checkpoint: the weight and AdamW's moments, in float32; with
+`--ema-decay` its average comes to it."""
+FILE_BYTES = 2**30
+"""Bytes above which a checkpoint file gets no further tensor; about as many bytes are copied to host memory at once."""
+
+CUDA_BYTES = GIB
+"""Bytes of a GPU's memory outside of torch's allocator: the CUDA context, NCCL and the libraries' workspaces. It is an
+assumption: half of it is the context's; a group of ranks took 0.53 to 0.67 GiB on A100s (NVIDIA/nccl issue 964)."""
+GAPS = 0.08
+"""Share of a step's transient memory that torch's GPU allocator loses to gaps and rounding, with expandable segments
+on. Others measured 0.08 to 0.41 without such segments."""
+PROCESS_BYTES = {"ddp": 1.5 * GIB, "deepspeed": 1.7 * GIB}
+"""Resident bytes of a GPU's rank before its model is loaded, by backend: Python, torch, CUDA's libraries."""
+CPU_BYTES = 0.4 * GIB
+"""Resident bytes of a CPU's rank before its model is loaded: Python, torch and the libraries, which ranks share in
+part."""
+IMAGES_BYTES = 0.1 * GIB
+"""Resident bytes that a processor of images adds to it, beside twice the pixel values of a forward."""
+GROWTH_BYTES = 0.24 * GIB
+"""Bytes by which a CPU's rank grows until its first step has ended: imports, compiled code, caches, the heap's gaps."""
+HEAP = 1.3
+"""What a forward and its backward leave in a CPU's heap, as a multiple of what the forward keeps: more than 1, because
+the gradients of activations come on top, and a freed block does not fit every later request."""
+LEFT_IN_HEAP = {"ddp": 2.5, 0: 0.5, 1: 4.0, 2: 4.0, 3: 6.5}
+"""Bytes that a CPU's heap and collectives keep, by backend or ZeRO stage: for each trained parameter at stages 1 and 2,
+else for each of all. These are DDP's first buckets, which DDP replaces by ones in another order, weights before
+flattening or sharding, gathered weights, and exchange buffers."""
 PHASES = ("load", "shard", "first_step", "step", "evaluate", "save", "export")
 """Phases of a run, in order. `first_step` is from the first forward to the first update; `step` is any later step."""
 WITH_COPY = ("step", "evaluate", "save", "export")
@@ -61,8 +99,8 @@ class Estimate:
     @property
     def tightest(self) -> str | None:
         """The phase that takes the most memory of the accelerator, or of the host where ranks train on the CPU."""
-        found = totals(self.device or self.host)
-        return max(found, key=found.__getitem__) if found else None
+        sizes = totals(self.device or self.host)
+        return max(sizes, key=sizes.__getitem__) if sizes else None
 
     def fits(self, gpu_memory: float | None, host_memory: float | None) -> bool:
         """Whether the job fits into `gpu_memory` bytes of each accelerator and `host_memory` bytes of each machine. A
@@ -80,11 +118,186 @@ def totals(memory: Memory) -> dict[str, float]:
     return {phase: sum(memory[phase].values()) for phase in PHASES if phase in memory}
 
 
-def largest(memories: Iterable[Memory]) -> dict[str, dict[str, float]]:
-    """Merge several ranks' memory: each phase is taken from the rank that needs most in it."""
-    found: dict[str, dict[str, float]] = {}
-    for memory in memories:
-        for phase, components in memory.items():
-            if phase not in found or sum(components.values()) > sum(found[phase].values()):
-                found[phase] = dict(components)
-    return found
+def estimate(job: Job) -> Estimate:
+    """Predict the memory of a job's ranks.
+
+    Raises:
+        UserError: the adapter's target modules are not in the model.
+    """
+    part = dataclasses.replace(job, shape=job.shape.cut(job.launch.tensor_ranks))
+    forward = peak_bytes(part)
+    if job.on_cpu:  # everything that is held at some time
+        forward = {"activations": forward_bytes(part), "logits": logits_bytes(part)}
+    made = assemble(job, placed(job), forward)
+    return dataclasses.replace(made, notes=tuple(_unknown(job)))
+
+
+def _unknown(job: Job) -> Iterator[str]:
+    """Say what memory this job needs that the closed form leaves out."""
+    if job.use_dora:
+        yield "DoRA makes the updated weights of a layer whole in each forward: left out; compare measures them"
+    if job.load_in_4bit:
+        yield "a layer's weights are made whole for each product, one layer at a time: left out"
+    if job.optimizer == "muon":
+        yield "Muon's products on one matrix at a time are left out"
+
+
+def assemble(job: Job, states: tuple[Placed, Placed], forward: Mapping[str, float]) -> Estimate:
+    """Combine model states and activations into the phases of a job.
+
+    Args:
+        states: what a rank keeps on its device and in host memory.
+        forward: bytes of `activations` and `logits`. On a GPU: at the peak of the largest forward and backward, with
+            gradients in flight and weights that autocast has cast. On a CPU: everything that is held at some time.
+    """
+    device, host = states
+    copy, best = copied_bytes(job), exported_bytes(job) if job.eval_rows else 0.0  # best/
+    on_gpu = {} if job.on_cpu else _on_gpu(job, device, forward)
+    beside = _on_cpu(job, device.plus(host), forward) if job.on_cpu else _beside_gpu(job, host)
+    for phase in beside.keys() & set(WITH_COPY):
+        beside[phase] = _add(beside[phase], buffers=copy + best)
+    spare = max(copy - _file_bytes(job), 0.0) + best
+    return Estimate(method="closed form", device=on_gpu, host=beside, spare_bytes=spare, local_ranks=job.local_ranks)
+
+
+def _phase(overhead: float, **sizes: float) -> dict[str, float]:
+    return {**dict.fromkeys(COMPONENTS, 0.0), **sizes, "overhead": overhead}
+
+
+def _add(to: Mapping[str, float], **more: float) -> dict[str, float]:
+    return {**to, **{name: to[name] + size for name, size in more.items()}}
+
+
+def _resident(states: Placed, overhead: float, *, moments: bool = True) -> dict[str, float]:
+    """A phase with what is there between two forwards alone; before the first update, without the moments."""
+    optimizer = states.master + states.averages + (states.moments if moments else 0)
+    sizes = {"weights": states.weights, "gradients": states.held, "optimizer": optimizer, "buffers": states.buffers}
+    return _phase(overhead, **sizes)
+
+
+def _after_training(job: Job, base: Mapping[str, float], evaluate: float, export: float) -> dict[str, dict[str, float]]:
+    """The phases behind a step; `evaluate` and `export` are bytes of their buffers."""
+    phases = {"evaluate": _add(base, buffers=evaluate)} if job.eval_rows else {}
+    if job.saves:
+        phases["save"] = dict(base)
+    return phases | {"export": _add(base, buffers=export)}
+
+
+def _on_gpu(job: Job, states: Placed, forward: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    def step(moments: bool) -> dict[str, float]:
+        resident = _resident(states, CUDA_BYTES, moments=moments)
+        # FSDP frees the reduced gradient of the embedding only at the next backward's first block, after the head
+        late = states.in_flight if job.launch.backend == "fsdp" else 0.0
+        gathered = 0.0 if job.autocast else states.gathered
+        gradients = states.gradients if job.launch.backend != "deepspeed" or job.launch.stage else 0.0
+        backward = _add(resident, **forward, buffers=gathered, gradients=gradients + late)
+        update = _add(_resident(states, CUDA_BYTES), gradients=states.gradients + states.update)
+        most = max(backward, update, key=lambda phase: sum(phase.values()))
+        return _add(most, overhead=GAPS * max(sum(most.values()) - sum(resident.values()), 0.0))
+
+    whole = job.launch.stage == 3
+    after = _resident(states, CUDA_BYTES)
+    buffers = states.gathered + states.swapping, states.swapping + (states.gathered if whole else 0.0)
+    phases = {
+        "load": _phase(CUDA_BYTES, weights=states.weights if whole else 0.0),
+        "shard": _add(_resident(states, CUDA_BYTES, moments=False), optimizer=states.sharding),
+        "first_step": step(False),
+        "step": step(True),
+        **_after_training(job, after, *buffers),
+    }
+    if job.eval_rows:
+        phases["evaluate"]["activations"] = _generating_bytes(job)
+    return phases
+
+
+def _beside_gpu(job: Job, states: Placed) -> dict[str, dict[str, float]]:
+    """Host memory of a rank whose model trains on a GPU."""
+    base = PROCESS_BYTES["deepspeed" if job.launch.backend == "deepspeed" else "ddp"]
+    loading, after = loading_bytes(job), _resident(states, base)
+    sharding = {"weights": max(loading - states.weights, 0), "optimizer": states.sharding}
+    step = _add(after, gradients=states.gradients + states.update)
+    exported = states.swapping + (0.0 if job.eval_rows else exported_bytes(job))
+    return {
+        "load": _phase(base, weights=loading),
+        "shard": _add(_resident(states, base, moments=False), **sharding),
+        "first_step": step,
+        "step": step,
+        **_after_training(job, after, states.swapping, exported),
+    }
+
+
+def _on_cpu(job: Job, states: Placed, forward: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Memory of a rank that trains on a CPU, without its copy of what checkpoints write; `states` has those of device
+    and host, which are one memory here."""
+    start = CPU_BYTES + (IMAGES_BYTES + 2 * PIXEL * job.pixels if job.pixels else 0)
+    converts = job.loaded_bytes != job.stored_bytes
+    loaded = (job.loaded_bytes + job.stored_bytes) * job.shape.parameters if converts else 0
+    left = LEFT_IN_HEAP[job.launch.stage if job.launch.backend == "deepspeed" else "ddp"]
+    left *= job.trained if job.launch.stage in (1, 2) else job.parameters
+    of_tower, in_tower = tower_bytes(job)  # a frozen tower's has no backward, nor does what follows use it again
+    after = _resident(dataclasses.replace(states, buffers=left), start + GROWTH_BYTES)
+    activations = HEAP * forward["activations"] + in_tower - of_tower
+    after = _add(after, activations=activations, logits=HEAP * forward["logits"])
+    exchange = states.buffers + states.gathered
+    backward = _add(after, gradients=states.gradients + states.in_flight, buffers=exchange)
+    update = _add(after, gradients=states.gradients + states.update)
+    most = max(backward, update, key=lambda phase: sum(phase.values()))
+    before = _resident(dataclasses.replace(states, buffers=0.0), start, moments=False)
+    return {
+        "load": _phase(start, weights=loaded),
+        "shard": _add(before, optimizer=states.sharding),
+        "first_step": _add(most, optimizer=-states.moments / 2),  # its moments take blocks that its backward freed
+        "step": most,
+        **_after_training(job, after, states.gathered + states.swapping, states.swapping),
+    }
+
+
+def _generating_bytes(job: Job) -> float:
+    """Return the bytes of the KV cache of all answers generated at once, and of their next tokens' logits."""
+    shape, e = job.shape, job.computes_bytes
+    length = job.eval_tokens or max(job.tokens // max(job.rows, 1), 1)
+    cache = 2 * shape.layers * shape.key_value_heads * shape.head_dim * e * length / job.launch.tensor_ranks
+    return job.eval_rows * (cache + shape.vocab_size * (4 + e))
+
+
+def loading_bytes(job: Job) -> float:
+    """Return how many bytes of host memory a rank of a GPU takes while it loads the weights, at least.
+
+    Mapped weight files are page cache, freed when memory is short; converted weights need memory of their own, and
+    every rank converts all of them, unless ZeRO-3 shards them as they are read.
+    """
+    converts = job.loaded_bytes != job.stored_bytes and job.launch.stage < 3
+    return weights_bytes(job) / job.launch.tensor_ranks if converts else 0.0
+
+
+def _file_bytes(job: Job) -> float:
+    """Bytes of one checkpoint file, which is copied to host memory before it is written."""
+    of_parameter = checkpoint_bytes_each(job.ema_decay is not None)
+    return min(of_parameter * job.trained / job.ranks, FILE_BYTES + of_parameter * job.shape.largest_tensor)
+
+
+def copied_bytes(job: Job) -> float:
+    """Return the bytes of a rank's copy of what it writes of checkpoints, in host memory from the first one on."""
+    if not job.saves:
+        return 0.0
+    each, ranks = checkpoint_bytes_each(job.ema_decay is not None), job.ranks
+    if job.launch.backend == "fsdp":
+        ranks = job.launch.shard_ranks  # HSDP's first copy of the model writes all
+    largest = 0 if job.launch.stage or job.launch.shards_weights else min(job.shape.largest_tensor, job.trained)
+    size = each * (largest + (job.trained - largest) / ranks)  # a tensor that all ranks have whole is written by one
+    if job.launch.offload("optimizer") != "none":
+        return size
+    return size * job.rounding(FLOAT32 / (ranks if job.launch.shards_weights else 1))  # what a GPU copies to is pinned
+
+
+def exported_bytes(job: Job) -> float:
+    """Return the bytes of a rank's copy of the weights that are exported; best/ is written from it behind the steps.
+
+    Rank 0 alone has it: it is divided here, so that the sum over a machine's ranks is right.
+    """
+    return job.loaded_bytes * (job.trained if job.is_frozen else job.shape.parameters) / job.local_ranks
+
+
+def checkpoint_bytes_each(averaged: bool) -> int:
+    """Bytes of a checkpoint per trained parameter, at most."""
+    return CHECKPOINT_BYTES + AVERAGE * averaged

@@ -38,11 +38,11 @@ class ModelFlops:
 
 def model_flops(job: Job) -> ModelFlops:
     """The FLOPs that this job's model takes, whatever its launch and checkpointing."""
-    shape, each = job.shape, 4 if job.is_frozen else 6
+    shape, of_element = job.shape, 4 if job.is_frozen else 6
     head = shape.vocab_size * shape.hidden_size
     adapter = 6 * job.trained_matrices if job.is_frozen else 0
-    blocks = each * (shape.active_parameters - head)
-    return ModelFlops(blocks + adapter, each * head, 12 * shape.layers * shape.heads * shape.head_dim)
+    blocks = of_element * (shape.active_parameters - head)
+    return ModelFlops(blocks + adapter, of_element * head, 12 * shape.layers * shape.heads * shape.head_dim)
 
 
 class Peaks(NamedTuple):
@@ -96,8 +96,8 @@ halved. Slices of a device (MIG) and variants that are not listed are unknown.""
 def peaks(device_name: str) -> Peaks | None:
     """The peaks of a device by the name that torch and NVML give it; None if it is not known."""
     name = re.sub(r"^(NVIDIA|Tesla) ", "", device_name)
-    found = (found for pattern, found in _NAMED if re.fullmatch(pattern, name) and "MIG" not in name)
-    return next(found, None)
+    matches = (known for pattern, known in _NAMED if re.fullmatch(pattern, name) and "MIG" not in name)
+    return next(matches, None)
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -106,6 +106,6 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     Args:
         precision: a field of `Peaks`; any other, such as `fp8`, is not known.
     """
-    found = peaks(device_name)
-    peak = getattr(found, precision, None) if precision in ("bf16", "fp16", "tf32", "fp32") else None
+    known_peaks = peaks(device_name)
+    peak = getattr(known_peaks, precision, None) if precision in ("bf16", "fp16", "tf32", "fp32") else None
     return peak * 1e12 if peak else None

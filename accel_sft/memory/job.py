@@ -16,7 +16,7 @@ IN_4_BITS = 0.5 + (1 + 4 / 256) / 64
 of those scales."""
 AS_CONFIGURED: tuple[str, ...] = ("adapter", "lora_r", "lora_dropout", "use_dora", "lora_modules_to_save")
 AS_CONFIGURED += ("lora_target_parameters", "load_in_4bit", "optimizer", "dtype", "gradient_checkpointing", "compile")
-AS_CONFIGURED += ("ema_decay",)
+AS_CONFIGURED += ("ema_decay", "train_only")
 """Attributes of a job that have the name and the value of a setting."""
 MOST_LOGITS = 2**25
 """Maximum number of logits (tokens times vocabulary) that a head in pieces holds at once, unless a GPU has room for
@@ -43,10 +43,8 @@ class Job:
         stored_bytes: bytes of one element in the weight files.
         adapter, lora_r, lora_dropout, use_dora, lora_modules_to_save, lora_target_parameters, load_in_4bit,
             optimizer, ema_decay: the values of the options of these names.
+        train_only: the value of `--train-only`; memory is counted as if all weights were trained, which is the most.
         target_modules: the value of `--lora-target-modules`.
-        only: what `--train-only` trains: the number of elements in the blocks' matrices and of all others, and of a
-            vision tower's blocks that keep activations; None: it is not given. Activations of the language model are
-            counted as if all its weights were trained, which is the most.
         compile: the value of `--compile`, on which only speed depends.
         gradient_checkpointing: whether blocks' activations are computed again in the backward.
         tokens: tokens in the largest forward of a rank, padding included.
@@ -77,7 +75,7 @@ class Job:
     lora_modules_to_save: str | None = None
     lora_target_parameters: str | None = None
     load_in_4bit: bool = False
-    only: tuple[int, int, int] | None = None
+    train_only: str | None = None
     optimizer: str = "adamw"
     ema_decay: float | None = None
     gradient_checkpointing: bool = False
@@ -158,8 +156,6 @@ class Job:
     @property
     def trained_matrices(self) -> int:
         """Number of trained parameters in matrices of the blocks, or of an adapter."""
-        if self.only:
-            return self.only[0]
         if self.adapter == "none":
             return self.shape.block_matrices
         return self.shape.trained(
@@ -168,10 +164,8 @@ class Job:
 
     @property
     def _beside_matrices(self) -> int:
-        if self.only:
-            return self.only[1]
         if self.adapter == "none":
-            return self.shape.trained() - self.shape.block_matrices
+            return self.shape.trained() + (self.shape.other if self.train_only else 0) - self.shape.block_matrices
         kept = self.lora_modules_to_save
         lengths = self.shape.lengths(self.target_modules, kept) if self.use_dora else 0
         return lengths + self.shape.saved(kept)

@@ -15,6 +15,7 @@ _KIND = "lengths"
 _DECIDE: tuple[str, ...] = ("model", "init_from", "max_length", "truncation", "thinking", "control_tokens")
 _DECIDE += ("train_limit", "mix", "chat_template")
 """Settings that decide how long examples are."""
+_TOKENIZED = "of the data as it was tokenized here last"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,31 +57,25 @@ def keep(
         mean: returns the mean of such an array over the examples as they are trained on.
         vocabulary, pixels: as in `Lengths`.
     """
-    about = {
-        "longest": int(lengths.max()),
-        "longest_supervised": int(supervised.max()),
-        "mean": mean(lengths),
-        "mean_supervised": mean(supervised),
-        "vocabulary": vocabulary,
-        "pixels": pixels,
-    }
-    key = _key(task, config)
+    means = mean(lengths), mean(supervised)
+    made = Lengths(int(lengths.max()), int(supervised.max()), *means, _TOKENIZED, vocabulary, pixels)
+    about, key = dataclasses.asdict(made), _key(task, config)
     with contextlib.suppress(OSError):
-        found = cache.find(_KIND, key)
-        if found and found[1] == about:
+        entry = cache.find(_KIND, key)
+        if entry and entry[1] == about:
             return
-        if found:
+        if entry:
             cache.discard(_KIND, key)
-        with cache.partial(_KIND) as made:
-            cache.publish(made, _KIND, key, about)
+        with cache.partial(_KIND) as folder:
+            cache.publish(folder, _KIND, key, about)
 
 
 def read(task: Task, config: TrainConfig) -> Lengths:
     """Return lengths of the task's examples under these settings, which must be resolved: those that the last run here
     kept, or else `--max-length` supervised tokens for every example."""
-    found = cache.find(_KIND, _key(task, config))
-    if found:
-        return Lengths(**found[1], source="of the data as it was tokenized here last")
+    entry = cache.find(_KIND, _key(task, config))
+    if entry:
+        return Lengths(**entry[1])
     most = config.max_length or 0
     return Lengths(most, most, most, most, source="--max-length, as the data has not been tokenized here")
 

@@ -1,60 +1,59 @@
-"""Reads the shape of the model that `--model` names from its configuration, without its weights; a model of an unknown
-family is built on the meta device."""
+"""Counts a model's parameters by group and block: builds it from its config.json on the meta device, without weights.
+
+Any family that transformers knows is counted, in a second or two, most of which torch's import takes.
+"""
 
 import dataclasses
 import functools
+import inspect
 import json
-import math
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.config import no_match
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.api.options import shown
 from accel_sft.io.files import read_json
-from accel_sft.memory.families import count, text_config
 from accel_sft.memory.job import BYTES
-from accel_sft.memory.recurrent import kept_bytes
-from accel_sft.memory.shape import Block, Kept, Matrix, ModelShape
-from accel_sft.memory.vision import tower
+from accel_sft.memory.shape import Block, Kept, Matrix, ModelShape, tower
 
-_MOST_LAYERS, _MOST_WIDE = 10_000, 2**31
+_MOST_LAYERS, _MOST_WIDE = 1_000, 2**31
 _SIZES = {"num_hidden_layers": _MOST_LAYERS, "hidden_size": _MOST_WIDE, "vocab_size": _MOST_WIDE}
 _SIZES |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), _MOST_WIDE)
 """Largest value that config.json may give each size; a model with more layers could not be built in reasonable time."""
+_ADAPTED_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_vl_moe_text")
+_LORA_RANKS = {"gate": 1, "gate_up_proj": 2, "down_proj": 1}
+"""Families whose router and fused experts peft 0.21 adapts too with LoRA on all linear layers, and the ranks that it
+gives these, in multiples of --lora-r."""
+_MOST_TOKENS = 1024
+"""Tokens up to which a row is really run through a layer with a state; longer ones are in proportion. It is a multiple
+of usual chunks."""
 
 
 class UnusableModel(UserError):
     """config.json has sizes that no model can have."""
 
 
-def read_shape(config: dict[str, Any], name: str, folder: Path | None = None) -> ModelShape:
-    """The shape of a model with this configuration, counted in closed form where its family is known.
+def read_shape(config: dict[str, Any], name: str) -> ModelShape:
+    """The shape of the model that transformers builds of this configuration. Imports torch.
 
     Args:
         config: the content of config.json.
         name: as the user named the model, for errors.
-        folder: where the weight files are, if they are on this machine.
     Raises:
-        UserError: the family is unknown, and transformers cannot build the model.
+        UserError: transformers cannot build the model.
     """
-    stored = stored_parameters(folder) if folder else None
-    return count(config, stored) or on_meta_device(config, name)
+    return _walked(_built(config, name))
 
 
-def stored_parameters(folder: Path) -> int | None:
-    """Parameter count by the headers of a folder's safetensors files; None without files or if one cannot be read."""
-    from safetensors import SafetensorError, safe_open
-
-    total = 0
-    try:
-        for file in folder.glob("*.safetensors"):
-            with safe_open(file, framework="np") as opened:
-                total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
-    except (SafetensorError, OSError):
-        return None
-    return total or None
+def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The language model's configuration, and whether it is a part of a multimodal one."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return dict(config), "vision_config" in config
+    merged = {key: config[key] for key in ("tie_word_embeddings", "vocab_size") if key in config}
+    merged |= {"model_type": config.get("model_type"), **inner}
+    return merged, True
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -85,53 +84,11 @@ def stored_bytes(config: dict[str, Any]) -> int:
     return BYTES.get(str(named).removeprefix("torch."), 2)
 
 
-def on_meta_device(config: dict[str, Any], name: str) -> ModelShape:
-    """Build a model of any family that transformers knows, without memory, in seconds; return its shape. Imports torch.
-
-    Raises:
-        UserError: transformers is not installed, or cannot build the model.
-    """
-    return _walked(_built(config, name))
-
-
-def matching(config: dict[str, Any], name: str, pattern: str | None) -> tuple[int, int, int] | None:
-    """Number of elements that `--train-only` trains: those in the blocks' matrices, and all others; and the number of a
-    vision tower's blocks that a gradient goes through. None without it.
-
-    Raises:
-        UserError: it matches no parameter's name, or the model cannot be built.
-    """
-    if pattern is None:
-        return None
-    model = _built(config, name)
-    ends = {id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part}
-    found = [p for key, p in model.named_parameters() if re.search(pattern, key)]
-    if not found:
-        raise UserError(no_match(pattern, (key for key, _ in model.named_parameters())))
-    matrices = sum(p.numel() for p in found if p.ndim == 2 and id(p) not in ends)
-    return matrices, sum(p.numel() for p in found) - matrices, _kept_blocks(model, {id(p) for p in found})
-
-
-def _kept_blocks(model: Any, trained: set[int]) -> int:
-    """Number of a vision tower's blocks that keep activations: from the first with a trained parameter on, or from the
-    first of all where what comes before is trained."""
-    import torch
-
-    text = {id(p) for p in model.get_decoder().parameters()}
-    order = {id(p): at for at, p in enumerate(model.parameters()) if id(p) not in text}
-    first = min((at for key, at in order.items() if key in trained), default=len(order))
-    every = (each for each in model.modules() if isinstance(each, torch.nn.ModuleList) and len(each))
-    lists = [each for each in every if text.isdisjoint(map(id, each.parameters()))]
-    blocks = max(lists, key=len, default=())
-    return sum(any(order[id(p)] >= first for p in block.parameters()) for block in blocks)
-
-
 def _built(config: dict[str, Any], name: str) -> Any:
     """The model of a configuration on the meta device."""
     kind = config.get("model_type")
     try:
         import torch
-        from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     except ImportError as error:
         raise UserError(
@@ -141,16 +98,13 @@ def _built(config: dict[str, Any], name: str) -> Any:
         # transformers writes infinity, which JSON lacks, as {"__float__": "Infinity"}: Granite 4's limit of time steps
         decoded = json.loads(json.dumps(config), object_hook=lambda d: float(d["__float__"]) if "__float__" in d else d)
         settings = AutoConfig.for_model(**decoded)
-        auto: Any = next(
-            (
-                each
-                for each in (AutoModelForCausalLM, AutoModelForImageTextToText)
-                if type(settings) in each._model_mapping
-            ),
-            AutoModelForCausalLM,
-        )
-        with init_empty_weights(include_buffers=True), torch.device("meta"):
-            model = auto.from_config(settings)
+        classes: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
+        known = [auto._model_mapping[type(settings)] for auto in classes if type(settings) in auto._model_mapping]
+        if not known:
+            raise ValueError("transformers knows no language model of this type")
+        made = known[0][0] if isinstance(known[0], tuple) else known[0]
+        with torch.device("meta"):  # not by from_config, which would shard it under ZeRO-3
+            model = made(settings)
     except Exception as error:  # noqa: BLE001 - a library's error on a stranger's configuration is the user's to read
         reason = first_line(error)
         raise UserError(f"--model {name}: model_type {kind}: its parameters cannot be counted: {reason}") from None
@@ -163,8 +117,8 @@ def _walked(model: Any) -> ModelShape:
 
     text = model.config.get_text_config(decoder=True)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    lists = [each for each in decoder.modules() if isinstance(each, torch.nn.ModuleList) and len(each)]
-    blocks = max(lists, key=lambda each: sum(p.numel() for p in each.parameters()), default=())
+    lists = [module for module in decoder.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
+    blocks = max(lists, key=lambda modules: sum(p.numel() for p in modules.parameters()), default=())
     active = getattr(text, "num_experts_per_tok", None)
     counted: dict[Block, int] = {}
     for module in blocks:
@@ -188,8 +142,7 @@ def _walked(model: Any) -> ModelShape:
         blocks=tuple(dataclasses.replace(b, count=n, recurrent=_measured(b.recurrent)) for b, n in counted.items()),
         vectors=beside,
         other=sum(p.numel() for p in model.parameters() if id(p) not in inside),
-        tower=tower(eyes.to_dict()) if (eyes := getattr(model.config, "vision_config", None)) else None,
-        source="the model built without memory by transformers",
+        tower=tower(vision.to_dict()) if (vision := getattr(model.config, "vision_config", None)) else None,
     )
 
 
@@ -203,9 +156,9 @@ def _block(module: Any, active: int | None, config: Any) -> Block:
     import torch
 
     matrices: list[Matrix] = []
-    vectors = 0
-    scans = [each for each in module.modules() if any(isinstance(part, torch.nn.Conv1d) for part in each.children())]
-    in_scans = {id(p) for each in scans for p in each.parameters()}
+    vectors, ranks = 0, _LORA_RANKS if config.model_type in _ADAPTED_EXPERTS else {}
+    scans = [scan for scan in module.modules() if any(isinstance(part, torch.nn.Conv1d) for part in scan.children())]
+    in_scans = {id(p) for scan in scans for p in scan.parameters()}
     for name, parameter in module.named_parameters():
         owner, _, own = name.rpartition(".")
         layer = module.get_submodule(owner)
@@ -217,8 +170,9 @@ def _block(module: Any, active: int | None, config: Any) -> Block:
             continue
         copies = parameter.shape[0] if parameter.ndim == 3 else 1
         outputs, inputs = parameter.shape[-2:]
+        short = own if copies > 1 and not is_linear else owner.rpartition(".")[2]
         matrix = Matrix(
-            name=owner.rpartition(".")[2] if is_linear else own if copies > 1 else owner.rpartition(".")[2],
+            name=short,
             inputs=inputs,
             outputs=outputs,
             group="recurrent" if id(parameter) in in_scans else _group(name, is_linear, copies),
@@ -226,19 +180,63 @@ def _block(module: Any, active: int | None, config: Any) -> Block:
             copies=copies,
             active=min(active or copies, copies),
             is_linear=is_linear,
-            lora_ranks=int(is_linear),
+            lora_ranks=ranks.get(short, int(is_linear)),
         )
         matrices.append(matrix)
-    recurrent = tuple(functools.partial(kept_bytes, each, config) for each in scans)
+    recurrent = tuple(functools.partial(_kept_bytes, scan, config) for scan in scans)
     return Block(count=1, matrices=tuple(matrices), vectors=vectors, recurrent=recurrent)
+
+
+def _kept_bytes(layer: Any, config: Any, itemsize: int, prefix: int, own: int) -> tuple[float, float]:
+    """Bytes that a prefix keeps, and that each row of `own` tokens keeps, which goes on from the prefix's cache.
+
+    Layers with a state (linear attention, state space, short convolutions) compute by chunks, to which rows are padded,
+    and keep products of a chunk's tokens and states between chunks, far more than inputs and outputs of matrices. So
+    the layer runs on the meta device, as transformers implements it in torch. Kernels of other packages cannot run
+    there, and keep less.
+
+    Args:
+        layer: on the meta device.
+        config: the text configuration of its model.
+        itemsize: bytes of one element in the computing type.
+        prefix: tokens of the prefix; 0: rows begin without a state.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    dtype, saved = torch.float32 if itemsize == 4 else torch.bfloat16, {}
+    layer.to(dtype).train()
+
+    def save(tensor: Any) -> Any:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    def kept(rows: int, tokens: int, **cache: Any) -> float:
+        hidden = torch.empty(rows, min(tokens, _MOST_TOKENS), config.hidden_size, dtype=dtype, device="meta")
+        for others in (hidden.requires_grad_(), *layer.parameters()):
+            save(others)
+        before = set(saved)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            layer(hidden, **cache)
+        new = (saved[key].untyped_storage().nbytes() for key in saved.keys() - before)
+        return float(sum(new)) * max(tokens / _MOST_TOKENS, 1) / rows
+
+    if not prefix:
+        return 0.0, kept(2, own)
+    name = "cache_params" if "cache_params" in inspect.signature(layer.forward).parameters else "past_key_values"
+    cache = DynamicCache(config=config)
+    of_prefix, states = kept(1, prefix, **{name: cache}), cache.layers[layer.layer_idx]
+    for kind in (states.conv_states, states.recurrent_states):
+        kind.update({at: state.expand(2, *state.shape[1:]) for at, state in kind.items() if state is not None})
+    return of_prefix, kept(2, own, **{name: cache})
 
 
 def _measured(recurrent: tuple[Kept, ...]) -> tuple[Kept, ...]:
     """The measurements of a block's layers with a state, each made once; () if one cannot be made."""
     cached = tuple(map(functools.cache, recurrent))
     try:
-        for each in cached:
-            each(4, 1, 2)
+        for measured in cached:
+            measured(4, 1, 2)
     except Exception:  # noqa: BLE001 - packages' kernels run on GPUs alone; they keep little but inputs and outputs
         return ()
     return cached

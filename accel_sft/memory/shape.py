@@ -1,16 +1,16 @@
 """`ModelShape`: a model's parameters by group and by block, for estimates of memory. Without torch."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from accel_sft.api.adapters import names_of
 from accel_sft.api.errors import UserError
-from accel_sft.memory.vision import Tower
 
 GROUPS = ("embeddings", "attention", "recurrent", "feed_forward", "experts", "norms", "head", "other")
 """Groups of a model's parameters. `other` are those that text does not reach (a vision tower's), which stay frozen."""
 Kept = Callable[[int, int, int], tuple[float, float]]
-"""What a layer with a state keeps: `recurrent.kept_bytes` of one layer, by bytes of an element, prefix and own."""
+"""What a layer with a state keeps, by (itemsize, prefix tokens, own tokens): bytes of the prefix, bytes of each row."""
 ALL_LINEAR = "all-linear"
 """The value of --lora-target-modules that stands for every linear layer but the head."""
 
@@ -66,6 +66,44 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Tower:
+    """A vision transformer.
+
+    Attributes:
+        width, inner: elements of a patch's hidden state, and in the feed-forward.
+        depth: number of blocks.
+        values: number of pixel values of a patch, colours and frames included; 0 if not known.
+    """
+
+    width: int
+    inner: int
+    depth: int
+    values: int
+
+    @property
+    def parameters(self) -> int:
+        """About how many parameters the blocks have: attention and a feed-forward of two matrices in each."""
+        return self.depth * (4 * self.width**2 + 2 * self.width * self.inner)
+
+
+def tower(vision: Mapping[str, Any]) -> Tower | None:
+    """The tower of config.json's vision part, as Qwen, CLIP and SigLIP name its sizes; None where they are absent."""
+
+    def first(*names: str, otherwise: int = 0) -> int:
+        size = next((vision[name] for name in names if vision.get(name)), otherwise)
+        return int(size[0] if isinstance(size, (list, tuple)) else size)
+
+    width, depth = first("embed_dim", "hidden_size"), first("depth", "num_hidden_layers")
+    if not width or not depth:
+        return None
+    share = vision.get("mlp_ratio") or (0 if vision.get("intermediate_size") else 4)
+    inner = int(width * share) or first("intermediate_size")
+    frames = first("temporal_patch_size", otherwise=2 if "spatial_merge_size" in vision else 1)
+    colours = first("in_channels", "in_chans", "num_channels", otherwise=3)
+    return Tower(width=width, inner=inner, depth=depth, values=colours * frames * first("patch_size") ** 2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A causal language model's shape. Counts are of parameters, not of bytes.
 
@@ -77,7 +115,6 @@ class ModelShape:
         positions: rows of a learned embedding of positions; 0 without one.
         other: parameters that text does not reach; frozen unless --train-only names them.
         tower: what reads images; None without it, or if its sizes are not known.
-        source: what the parameters were counted from, in words.
         moe: whether the model has experts.
     """
 
@@ -93,7 +130,6 @@ class ModelShape:
     positions: int = 0
     other: int = 0
     tower: Tower | None = None
-    source: str = "config.json"
 
     @property
     def layers(self) -> int:
@@ -111,13 +147,13 @@ class ModelShape:
     @property
     def by_group(self) -> dict[str, int]:
         """Number of parameters in each of GROUPS."""
-        found = dict.fromkeys(GROUPS, 0)
-        found |= {"embeddings": self.embeddings, "head": self.head, "norms": self.vectors, "other": self.other}
+        counts = dict.fromkeys(GROUPS, 0)
+        counts |= {"embeddings": self.embeddings, "head": self.head, "norms": self.vectors, "other": self.other}
         for block in self.blocks:
-            found["norms"] += block.count * block.vectors
+            counts["norms"] += block.count * block.vectors
             for matrix in block.matrices:
-                found[matrix.group] += block.count * matrix.parameters
-        return found
+                counts[matrix.group] += block.count * matrix.parameters
+        return counts
 
     @property
     def parameters(self) -> int:
@@ -224,16 +260,16 @@ class ModelShape:
             for matrix in block.matrices:
                 sizes[matrix.name] = sizes.get(matrix.name, 0) + block.count * matrix.parameters
         if unknown := sorted(named - sizes.keys()):
-            here = ", ".join(sizes)
-            raise UserError(f"--lora-modules-to-save {', '.join(unknown)}: not counted before the start; {here} are")
+            known = ", ".join(sizes)
+            raise UserError(f"--lora-modules-to-save {', '.join(unknown)}: not counted before the start; {known} are")
         return sum(sizes[name] for name in named)
 
     def _parameters(self, names: str | None) -> list[tuple[int, int, Matrix]]:
         wanted = {name.rpartition(".")[2] for name in names_of(names)}
-        found = [(b.count * m.copies, 1, m) for b in self.blocks for m in b.matrices if m.name in wanted]
-        if missing := wanted - {matrix.name for *_, matrix in found}:
+        chosen = [(b.count * m.copies, 1, m) for b in self.blocks for m in b.matrices if m.name in wanted]
+        if missing := wanted - {matrix.name for *_, matrix in chosen}:
             raise UserError(f"--lora-target-parameters {', '.join(sorted(missing))}: no block has such a parameter")
-        return found
+        return chosen
 
     def adapted(self, adapter: str, target_modules: str = ALL_LINEAR) -> Iterator[tuple[int, int, Matrix]]:
         """Yield each matrix that an adapter is put on, after its count in the model and its rank in units of --lora-r.
@@ -245,8 +281,8 @@ class ModelShape:
         every = [(block.count, m) for block in self.blocks for m in block.matrices]
         linear = [m for _, m in every if m.is_linear]
         if names != {ALL_LINEAR} and (missing := names - {m.name for m in linear}):
-            here = ", ".join(dict.fromkeys(m.name for m in linear))
-            raise UserError(f"--lora-target-modules {', '.join(sorted(missing))}: no such module; there are {here}")
+            known = ", ".join(dict.fromkeys(m.name for m in linear))
+            raise UserError(f"--lora-target-modules {', '.join(sorted(missing))}: no such module; there are {known}")
         for count, matrix in every:
             in_lora = adapter == "lora" and names == {ALL_LINEAR} and matrix.lora_ranks
             if in_lora or (matrix.is_linear and (names == {ALL_LINEAR} or matrix.name in names)):

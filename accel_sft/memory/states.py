@@ -95,9 +95,28 @@ def _add_averages(job: Job, device: Placed, host: Placed) -> None:
 
 
 def least_bytes(job: Job) -> tuple[float, float]:
-    """Return lower bounds of the bytes that a rank needs on its device and on the host: the model states alone."""
-    device, host = (each.weights + each.master + each.moments + each.averages + each.held for each in placed(job))
-    return device, host
+    """Return lower bounds of the bytes that a rank needs on its device and on the host: the model states alone, and of
+    these the weights where `--train-only` trains some of them."""
+    device, host = placed(job)
+    if job.train_only is not None:
+        return device.weights, host.weights
+    states = (at.weights + at.master + at.moments + at.averages + at.held for at in (device, host))
+    return next(states), next(states)
+
+
+def update_bytes(job: Job, *, moments: bool) -> float:
+    """Return how many bytes a prepared model's first update will still allocate on a rank's device, beside
+    activations: gradients, moments, and what DeepSpeed allocates in its first step. DDP's buckets are there already.
+
+    Args:
+        moments: whether AdamW's moments are allocated already, as in a resumed run.
+    """
+    device, _ = placed(job)
+    largest = FLOAT32 * min(job.shape.largest_tensor, job.trained) / job.launch.tensor_ranks
+    size = device.gradients + max(device.in_flight, device.update, largest)
+    if job.launch.backend == "deepspeed":
+        size += device.held + (device.buffers if job.launch.stage in (1, 2) else 0.0)
+    return size + (0.0 if moments else device.moments)
 
 
 def weights_bytes(job: Job) -> float:

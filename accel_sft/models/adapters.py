@@ -1,42 +1,48 @@
-"""What peft does for each adapter type; a type is added by an entry here and one in api/adapters.py."""
+"""Puts new and saved adapters onto a model, and says what peft does for each type.
+
+A type is added by an entry here and one in api/adapters.py.
+"""
 
 import contextlib
-import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional
+from safetensors import safe_open
 
 from accel_sft.api.adapters import ADAPTERS, names_of
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line
-from accel_sft.launch import host_memory
+from accel_sft.io.files import read_json
 from accel_sft.models.new_tokens import rows_made, trained_beside, use_rows
 from accel_sft.models.targets import ALL_LINEAR, besides, left_out, targets
-
-SPARE = 2
-"""Merged weights are made only where this many times their memory is free."""
 
 ExtraState = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors of a training run that are neither weights nor the optimizer's: kind -> name -> tensor."""
 
 
+class Reads(NamedTuple):
+    """The trained weights that `after_step` reads or changes: a part of their names, and whether it reads gradients."""
+
+    name_part: str
+    gradients: bool
+
+
 class Adapter:
     """The peft part of an adapter type. The base class serves models without an adapter, or with one of an unknown
     type.
-
-    For a type that can be added to the weights, `_layers` must know its class of layers.
     """
 
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
         """Return the PeftConfig of a new adapter; `common` are arguments that the PeftConfigs of all types take."""
         raise NotImplementedError
 
-    def reads(self, model: Any, step: int) -> tuple[str, bool] | None:
-        """Return which trained weights `after_step` reads or changes, as a part of their names, and whether it reads
-        their gradients; None if it is not to be called. Where weights are sharded, these are gathered for it."""
+    def reads(self, model: Any, step: int) -> Reads | None:
+        """Return what `after_step` reads, which is gathered for it where weights are sharded; None if it is not to be
+        called."""
         return None
 
     def after_step(self, model: Any, step: int, weights: Mapping[str, torch.Tensor]) -> Collection[str]:
@@ -85,12 +91,12 @@ class AdaLora(Adapter):
             **common,
         )
 
-    def reads(self, model: Any, step: int) -> tuple[str, bool] | None:
+    def reads(self, model: Any, step: int) -> Reads | None:
         """All of them until ranks are final, as long as importance grows with gradients; then the singular values,
         which stay masked."""
         config, allocator = self._allocation(model)
         final = config.total_step - config.tfinal
-        return ("lora_", step < final) if step <= final or allocator.ipt else ("lora_E", False)
+        return Reads("lora_", step < final) if step <= final or allocator.ipt else Reads("lora_E", False)
 
     def after_step(self, model: Any, step: int, weights: Mapping[str, torch.Tensor]) -> Collection[str]:
         """Let peft's allocator see `weights` in place of the model's own, of which this rank may have parts only."""
@@ -209,60 +215,75 @@ def is_mergeable(model: Any) -> bool:
     return kind.mergeable if kind else hasattr(model, "merge_and_unload")
 
 
-@contextlib.contextmanager
-def merged(model: torch.nn.Module) -> Iterator[None]:
-    """Within this context, each linear layer with a mergeable adapter multiplies once: by its weight plus the adapter.
+def saved_adapter(
+    model: Any, folder: str, settings: TrainConfig, *, train: bool, new_tokens: Sequence[int] = ()
+) -> Any:
+    """Return the model with the adapter saved in `folder`, or with the adapter merged if all weights are to be trained.
 
-    No weight is changed: the sums are tensors of their own, so that nothing has to be undone.
-
-    Args:
-        model: one for which `reason_unmergeable` returns None.
+    Raises:
+        UserError: the adapter has another shape than the settings say, has no rows for `new_tokens`, or cannot be added
+            to the weights.
     """
-    layers = _layers(model)
-    try:
-        for layer in layers:
-            base = layer.get_base_layer()
-            delta = functools.reduce(torch.add, map(layer.get_delta_weight, _active(layer)))
-            layer.forward = functools.partial(functional.linear, weight=(base.weight + delta).detach(), bias=base.bias)
-        yield
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
+    if new_tokens and settings.adapter != "none":
+        raise UserError(
+            f"--chat-template: {len(new_tokens)} of its tokens are new to the adapter {folder}, which has no rows for "
+            "them; merge it first (accel-sft merge), or start a new adapter from --model"
+        )
+    if not train or settings.adapter != "none":
+        if train:
+            _check_shape(folder, settings)
+        return _with_adapter(model, folder, train)
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UserError(
+            f"--init-from: the adapter {folder} cannot be merged into weights that ZeRO-3 has sharded; "
+            "train it on with --adapter lora, or launch with stage 2 or less"
+        )
+    adapted = _with_adapter(model, folder, False)
+    if not is_mergeable(adapted):
+        raise UserError(
+            f"--init-from: the adapter {folder} is of type {type_of(adapted)}, which cannot be added to the weights; "
+            f"start from one of {', '.join(name for name, kind in ADAPTERS.items() if kind.mergeable)}, or from --model"
+        )
+    return adapted.merge_and_unload().requires_grad_(True)
 
 
-def _active(layer: Any) -> list[str]:
-    return [name for name in layer.active_adapters if name in layer.lora_A]
+def is_of_whole(folder: str) -> bool:
+    """Whether an adapter was trained on a multimodal model, and not on its language model alone."""
+    file = Path(folder, "adapter_model.safetensors")
+    if not file.is_file():
+        return False
+    with safe_open(file, framework="pt") as weights:
+        return any(".language_model." in name for name in weights.keys())  # noqa: SIM118
 
 
-def _layers(model: torch.nn.Module) -> list[Any]:
-    """Layers that together with their adapter are one linear layer; others stay unmerged, which is exact as well."""
-    from peft.tuners.adalora import SVDLinear
-    from peft.tuners.lora import Linear
+def _with_adapter(model: Any, folder: str, train: bool) -> Any:
+    from peft import PeftModel
 
-    return [
-        layer
-        for layer in model.modules()
-        if isinstance(layer, (Linear, SVDLinear))
-        and type(layer.get_base_layer()) is torch.nn.Linear
-        and _active(layer)
-        and not (layer.merged or layer.disable_adapters or layer.fan_in_fan_out or "forward" in layer.__dict__)
-        and not getattr(layer, "lora_variant", None)
-        and not any(getattr(layer, "lora_bias", {}).values())
+    with warnings.catch_warnings():  # missing weights would start like those of a new adapter
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        with rows_made(model):
+            adapted = PeftModel.from_pretrained(model, folder, is_trainable=train)
+    use_rows(adapted)
+    return adapted
+
+
+def _check_shape(folder: str, settings: TrainConfig) -> None:
+    """Refuse settings that differ from a saved adapter: it keeps its shape, and peft would ignore the settings."""
+    saved = read_json(Path(folder) / "adapter_config.json")
+    given = {"peft_type": ("adapter", settings.adapter.upper())}
+    if saved["peft_type"] == settings.adapter.upper():
+        fields = ADAPTERS[settings.adapter].saved_settings
+        given |= {key: (field, getattr(settings, field)) for key, field in fields.items()}
+    wrong = [
+        f"--{field.replace('_', '-')} {value}: the adapter in {folder} has {saved.get(key)}; give that, or leave it out"
+        for key, (field, value) in given.items()
+        if value is not None and _comparable(saved.get(key)) != _comparable(value)
     ]
+    if wrong:
+        raise UserError(*wrong)
 
 
-def reason_unmergeable(model: torch.nn.Module) -> str | None:
-    """Return why not to use `merged`: the type cannot be added, sums would be rounded, or memory is short; else None.
-
-    Args:
-        model: whole, not sharded.
-    """
-    if type_of(model) and not is_mergeable(model):
-        return f"type {type_of(model)} cannot be added to the weights"
-    weights = [layer.get_base_layer().weight for layer in _layers(model)]
-    if any(weight.dtype != torch.float32 for weight in weights):
-        return "its sum with the weights would be rounded"
-    needed = sum(weight.numel() * weight.element_size() for weight in weights)
-    cuda, devices = torch.cuda.mem_get_info, {weight.device for weight in weights}
-    free = min((cuda(at)[0] if at.type == "cuda" else host_memory.free_bytes() for at in devices), default=0)
-    return f"its sum with the weights takes {needed / 2**30:.1f} GiB more memory" if SPARE * needed > free else None
+def _comparable(value: Any) -> Any:
+    """A value of adapter_config.json or of a setting in one form: names as a sorted list, None for nothing."""
+    entries = names_of(value) if isinstance(value, str) else value
+    return (sorted(entries) if isinstance(entries, list) else entries) or None

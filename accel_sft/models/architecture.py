@@ -69,10 +69,10 @@ def parts_of(names: Iterable[str]) -> list[str]:
 
 def alike(names: Iterable[str]) -> list[str]:
     """Names that differ in numbers alone (of layers, of experts) as one: `layers.0-3,7.norm.weight (5)`."""
-    found: dict[str, list[list[str]]] = {}
+    by_form: dict[str, list[list[str]]] = {}
     for name in names:
-        found.setdefault(_NUMBER.sub("*", name), []).append(_NUMBER.findall(name))
-    return [_with_numbers(form, numbers) for form, numbers in found.items()]
+        by_form.setdefault(_NUMBER.sub("*", name), []).append(_NUMBER.findall(name))
+    return [_with_numbers(form, numbers) for form, numbers in by_form.items()]
 
 
 def _with_numbers(form: str, numbers: list[list[str]]) -> str:

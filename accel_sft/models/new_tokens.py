@@ -67,9 +67,9 @@ def _enlarged(weight: torch.nn.Parameter, size: int, spare: list[int], seed: int
     new = [*spare, *range(len(old), size)]
     noise = torch.randn(len(new), *old.shape[1:], generator=torch.Generator().manual_seed(seed)).to(some)
     rows = some.mean(0) + _SPREAD * some.std(0) * noise
-    found = torch.cat([old, old.new_empty(size - len(old), *old.shape[1:])])
-    found[new] = rows.to(old.dtype)
-    return torch.nn.Parameter(found, requires_grad=weight.requires_grad)
+    enlarged = torch.cat([old, old.new_empty(size - len(old), *old.shape[1:])])
+    enlarged[new] = rows.to(old.dtype)
+    return torch.nn.Parameter(enlarged, requires_grad=weight.requires_grad)
 
 
 def _whole(*weights: Any) -> Any:
@@ -111,12 +111,12 @@ def rows_made(model: Any) -> Iterator[None]:
     from peft.tuners.trainable_tokens import layer
 
     ends = [part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
-    asked, layer.check_deepspeed_zero3_enabled = layer.check_deepspeed_zero3_enabled, lambda: False
+    original, layer.check_deepspeed_zero3_enabled = layer.check_deepspeed_zero3_enabled, lambda: False
     try:
         with _whole(*{id(weight): weight for weight in ends}.values()):
             yield
     finally:
-        layer.check_deepspeed_zero3_enabled = asked
+        layer.check_deepspeed_zero3_enabled = original
 
 
 def use_rows(adapted: Any) -> None:
@@ -137,14 +137,14 @@ def _forward(layer: Any, known: dict[Any, torch.Tensor], x: torch.Tensor, active
     if layer.disable_adapters or layer.merged or not active:
         return type(layer).forward_adapters(layer, x, active, *more, **named)
     base, (name,) = layer.base_layer, active
-    found = base(x, *more, **named)
+    output = base(x, *more, **named)
     if x.device not in known:  # made once: a copy to a GPU would wait in each forward
         known[x.device] = torch.tensor(layer.token_indices[name], device=x.device)
     ids, rows = known[x.device], layer.trainable_tokens_delta[name]
     if isinstance(base, torch.nn.Linear):
-        return found.index_copy(-1, ids, functional.linear(x, rows.to(x.dtype)).to(found.dtype))
+        return output.index_copy(-1, ids, functional.linear(x, rows.to(x.dtype)).to(output.dtype))
     is_one = x[..., None] == ids
     own = functional.embedding(is_one.int().argmax(-1), rows)
     if (scale := layer._get_embed_scale()) is not None:
         own = own * scale.to(own.dtype)
-    return torch.where(is_one.any(-1, keepdim=True), own.to(found.dtype), found)
+    return torch.where(is_one.any(-1, keepdim=True), own.to(output.dtype), output)

@@ -9,8 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 from accel_sft.models import cascade as kernels
-from accel_sft.models.cascade import cascade, usable
-from accel_sft.models.row_kernels import PrefixedRows, cut_rows
+from accel_sft.models.cascade import PrefixedRows, cascade, cut_rows, usable
 
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Additive masks, by the boolean mask that each was made of."""

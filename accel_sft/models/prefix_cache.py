@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from accel_sft.models.architecture import arguments, without_adapter
 
 _KNOWN: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
-"""What `_arguments` found out of each model, since a forward has no time to look again."""
+"""Names of the arguments of each model's forward, looked up once."""
 
 
 class PrefixCache(DynamicCache):

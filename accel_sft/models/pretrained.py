@@ -1,5 +1,6 @@
-"""Loads saved weights, also those of a multimodal model, as a model that reads text; incomplete files are refused."""
+"""Loads saved weights as a model that reads text: whole, cut over ranks, or offloaded; incomplete files are refused."""
 
+import importlib.metadata
 import math
 import re
 from collections import Counter
@@ -8,22 +9,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from accel_sft.api.config import TrainConfig, no_match
 from accel_sft.api.errors import UserError
+from accel_sft.io import cache
 from accel_sft.io.files import read_json
+from accel_sft.launch import host_memory
+from accel_sft.launch.accelerator import own_folder
+from accel_sft.launch.environment import device_count
 from accel_sft.models.architecture import alike, beyond_text, parts_of, without_adapter
-from accel_sft.models.offload import placement, placing
-from accel_sft.models.quantized import in_4bit, keep_as_trained
+from accel_sft.models.kernels import in_4bit, keep_as_trained
 from accel_sft.models.source import errors_explained, hub_place
 from accel_sft.models.targets import READ_IMAGES
-from accel_sft.models.tensor_plan import check_plan, cut_over
 
 _NAMED = 4
 _DEQUANTIZED = ("mxfp4", "fp8", "compressed-tensors")
 """Kinds of quantized checkpoints that transformers can dequantize as it loads them, so that they can be trained."""
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _ALONE = "multimodal weights are loaded as their language model alone, and exported so; merge an adapter to serve it"
+_EXACT = """
+    colwise colwise_gather_output colwise_rep embedding_rowwise rowwise rowwise_rep rowwise_split_input
+"""
+"""Styles of transformers 5.23's plans whose loss and gradients are one process's
+(tests/launch/test_tensor_parallel.py). Not among them: `replicated_with_grad_allreduce`, which after a step's second
+backward counts the first gradient once per rank."""
+LOWEST_TORCH = "2.7"
+"""Lowest torch under which transformers cuts weights: its distribute_tensor() has `src_data_rank`."""
+_INSTEAD = "train with accelerate_configs/z3.yaml, which shares out any model's weights"
+_WEIGHTS_SHARE = 0.75
+"""Share of a memory that offloaded weights get; the rest is for activations and the KV cache."""
 OR_NONE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 """Arguments of transformers' cached_file that make it return None for a file that the model does not have."""
 
@@ -61,7 +76,7 @@ def pretrained(
         check_plan(name, settings, kind, tensor_ranks, images=images)
     if train and isinstance(quantized, dict) and quantized.get("quant_method") in _DEQUANTIZED:
         quantized["dequantize"] = True
-    model, found = kind.from_pretrained(
+    model, loading_info = kind.from_pretrained(
         name,
         config=settings,
         dtype=dtype,
@@ -81,9 +96,10 @@ def pretrained(
     if config.load_in_4bit:
         keep_as_trained(model)
         log("the base's linear layers are in 4 bits (NF4)")
-    _refuse_incomplete(name, found)
+    _refuse_incomplete(name, loading_info)
     if offload:
-        log(placement(model))
+        places = Counter({"cpu": "host", "disk": "disk"}.get(str(at), "GPU") for at in model.hf_device_map.values())
+        log(f"offloaded parts of the model: {', '.join(f'{count} on the {at}' for at, count in places.items())}")
     if quantized and not hasattr(model.config, "quantization_config"):
         # what is left of the conversion would save dequantized weights under the names of quantized ones
         vars(model).pop("_weight_conversions", None)
@@ -91,7 +107,7 @@ def pretrained(
             model.float()
     if text is not settings and not isinstance(model.config, type(settings)):
         log(_ALONE)
-    elif unused := sorted(found["unexpected_keys"]):
+    elif unused := sorted(loading_info["unexpected_keys"]):
         log(f"not loaded, as config.json describes no such weights: {len(unused)} in its files ({_named(unused)})")
     return model
 
@@ -134,8 +150,8 @@ def _dtype_in_files(name: str) -> torch.dtype:
 
     sizes = Counter({torch.float32: 0})
     every = (f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json"))
-    found = (cached_file(name, file, local_files_only=True, **OR_NONE) for file in every if name)
-    if path := next(filter(None, found), None):
+    paths = (cached_file(name, file, local_files_only=True, **OR_NONE) for file in every if name)
+    if path := next(filter(None, paths), None):
         if path.endswith(".json"):
             path = str(Path(path).with_name(min(read_json(Path(path))["weight_map"].values())))
         for weight in load_state_dict(path, map_location="meta").values():
@@ -165,13 +181,18 @@ def _classes() -> tuple[Any, Any]:
     return AutoModelForCausalLM, AutoModelForImageTextToText
 
 
-def _refuse_incomplete(name: str, found: dict[str, Any]) -> None:
+def _refuse_incomplete(name: str, loading_info: dict[str, Any]) -> None:
     """Raise UserError for weights that are not in the files: they would start random, and transformers only warns.
 
     Tied weights, and those that the model declares as not needed, do not count as missing.
     """
-    shapes = [f"{key} {tuple(there)} for {tuple(here)}" for key, there, here in found["mismatched_keys"]]
-    defects = {"lack": sorted(found["missing_keys"]), "have in another shape than config.json says": sorted(shapes)}
+    shapes = [
+        f"{key} {tuple(in_file)} for {tuple(expected)}" for key, in_file, expected in loading_info["mismatched_keys"]
+    ]
+    defects = {
+        "lack": sorted(loading_info["missing_keys"]),
+        "have in another shape than config.json says": sorted(shapes),
+    }
     wrong = [
         f"--model {name}: its files {what} {len(keys)} of the model's weights, which would start random "
         f"({_named(keys)}); name files that are whole, or fix its config.json"
@@ -243,5 +264,77 @@ def processor_files(name: str, model: torch.nn.Module) -> list[Path]:
 
     if not beyond_text(model):
         return []
-    found = (cached_file(name, file, **OR_NONE) for file in _PROCESSOR_FILES)
-    return [Path(file) for file in found if file]
+    paths = (cached_file(name, file, **OR_NONE) for file in _PROCESSOR_FILES)
+    return [Path(file) for file in paths if file]
+
+
+def check_plan(name: str, settings: Any, kind: Any, ranks: int, *, images: bool) -> None:
+    """Raise UserError unless the model can be cut over this many ranks; call it before its weights are loaded.
+
+    Args:
+        settings: the model's configuration.
+        kind: the auto class that loads it.
+    """
+    text = settings.get_text_config(decoder=True)
+    of_class = getattr(kind._model_mapping.get(type(settings), None), "_tp_plan", None) or {}
+    plan, problem = dict(getattr(text, "base_model_tp_plan", None) or {}), None
+    heads = {"num_attention_heads": "attention heads", "num_key_value_heads": "heads of keys and values"}
+    counts = {what: getattr(text, key, None) for key, what in heads.items()}
+    uneven = [f"{count} {what}" for what, count in counts.items() if isinstance(count, int) and count % ranks]
+    if images:
+        problem = "the data has images, and plans cut language models only"
+    elif not plan:
+        problem = "transformers has no plan (base_model_tp_plan) for it"
+    elif unknown := sorted({*plan.values(), *of_class.values()} - {*_EXACT.split()}):
+        problem = f"its plan has styles that are not known to be exact here ({', '.join(unknown)})"
+    elif uneven:
+        problem = f"its {' and '.join(uneven)} cannot be divided among {ranks} ranks"
+    elif getattr(settings, "quantization_config", None):
+        problem = "its weights are quantized"
+    if problem:
+        raise UserError(f"--model {name}: tensor parallelism cannot cut it, {problem}; {_INSTEAD}")
+
+
+def cut_over(ranks: int) -> dict[str, Any]:
+    """Return the arguments of from_pretrained by which each rank loads its part, by the model's plan.
+
+    Raises:
+        UserError: the installed torch is too old for it.
+    """
+    if Version(found := importlib.metadata.version("torch")) < Version(LOWEST_TORCH):
+        raise UserError(f"tensor parallelism needs torch {LOWEST_TORCH} or newer, and {found} is installed; {_INSTEAD}")
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=ranks)}
+
+
+def refuse_offload(where: str | None, *, ranks: int, quantized: bool) -> None:
+    """Raise UserError if a model cannot be offloaded `where` the user asks for; None: nowhere.
+
+    Args:
+        ranks: processes of the launch.
+        quantized: whether its weights are to be in 4 bits.
+    """
+    if where is None:
+        return
+    if ranks > 1:
+        raise UserError("--offload: one process places the whole model; start it without accelerate launch")
+    if quantized:
+        raise UserError("--offload: weights in 4 bits cannot be offloaded; leave it out, or name a model that is not")
+    if where == "host" and not device_count():
+        raise UserError("--offload host: there is no GPU here, so that all weights are in host memory anyhow; try disk")
+
+
+def placing(where: str) -> dict[str, Any]:
+    """The arguments of `from_pretrained` by which accelerate places weights on the GPU as far as there is room, then
+    `where` is said, and brings each layer's to the device for the layer's forward.
+
+    Files of safetensors stay where they are. Weights that must be converted as they are read, such as merged experts,
+    are written to a folder of the cache that is removed when the process ends.
+    """
+    folder = {"offload_folder": str(own_folder(cache.folder() / "offload"))}
+    if not device_count():
+        return {"device_map": {"": "disk"}, **folder}
+    free = int(_WEIGHTS_SHARE * torch.cuda.mem_get_info()[0])
+    host = int(_WEIGHTS_SHARE * host_memory.free_bytes()) if where == "host" else 0
+    return {"device_map": "auto", "max_memory": {torch.cuda.current_device(): free, "cpu": host}, **folder}

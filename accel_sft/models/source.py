@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fnmatch
 import hashlib
 import pickle
 import re
@@ -27,6 +28,12 @@ _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/(\w+)/")
 _NOT_READ = ["consolidated*", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "*.ot", "*.pt", "*.pth", "original/*"]
 """Files of a hub id that are not fetched with a revision: weights of other libraries, or in their form."""
 _SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
+_SHIPPED: tuple[str, ...] = ("*.safetensors", "*.safetensors.index.json", "README.md", "*.jinja", "config.json")
+_SHIPPED += ("chat_template.json", "adapter_config.json", "generation_config.json", "tokenizer_config.json")
+_SHIPPED += ("*processor_config.json", "tokenizer.json", "added_tokens.json", "special_tokens_map.json", "tekken.json")
+_SHIPPED += ("vocab.*", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece*.model", "*.tiktoken")
+_TEMPLATES = "additional_chat_templates"
+"""The only subfolder that belongs to a model; transformers gives it this name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +41,14 @@ class Source:
     """What to load: full weights with their tokenizer, and the adapter on them, if any.
 
     Attributes:
-        grown: whether the weights get embeddings for tokens that only this tokenizer has.
+        adds_tokens: whether the weights get embeddings for tokens that only this tokenizer has.
         rows_seed: the seed of these embeddings; None: that of the settings.
     """
 
     weights: str
     tokenizer: str
     adapter: str | None = None
-    grown: bool = False
+    adds_tokens: bool = False
     rows_seed: int | None = None
 
 
@@ -112,11 +119,11 @@ def hub_place(name: str) -> tuple[str, str] | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    kept = None
+    cached = None
     with contextlib.suppress(HFValidationError):  # a folder that is gone
-        kept = None if Path(name).exists() else try_to_load_from_cache(name, "config.json")
-    found = _SNAPSHOT.search(f"{kept}" if isinstance(kept, str) else f"{name}/")
-    return (f"{found[1]}/{found[2]}", found[3]) if found else None
+        cached = None if Path(name).exists() else try_to_load_from_cache(name, "config.json")
+    place = _SNAPSHOT.search(f"{cached}" if isinstance(cached, str) else f"{name}/")
+    return (f"{place[1]}/{place[2]}", place[3]) if place else None
 
 
 def began_with(source: Source, record: Mapping[str, Any] | None) -> str:
@@ -141,7 +148,9 @@ def as_it_began(base: Source, tuned: Source, record: Mapping[str, Any] | None) -
     """`base`, with the tokenizer of the tuned weights if their run gave that another chat template."""
     if not record or not record["config"].get("chat_template"):
         return base
-    return dataclasses.replace(base, tokenizer=tuned.tokenizer, grown=True, rows_seed=record["config"].get("seed"))
+    return dataclasses.replace(
+        base, tokenizer=tuned.tokenizer, adds_tokens=True, rows_seed=record["config"].get("seed")
+    )
 
 
 def weights_identity(source: Source) -> str | None:
@@ -188,13 +197,13 @@ def resolved(config: Settings, task: Task | type[Task]) -> Settings:
 
 
 def _reach(name: str) -> None:
-    """Raise OSError if no file of `name` is kept here and the hub cannot be reached: libraries try for a minute."""
+    """Raise OSError if no file of `name` is cached here and the hub cannot be reached: libraries try for a minute."""
     if Path(name).exists():
         return
     from huggingface_hub import constants, file_download, get_session
 
-    kept = Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(repo_id=name, repo_type="model")
-    if (kept / "snapshots").is_dir():
+    cached = Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(repo_id=name, repo_type="model")
+    if (cached / "snapshots").is_dir():
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
@@ -228,3 +237,47 @@ def errors_explained(name: str) -> Iterator[None]:
             raise UserError(f"--attn-implementation: {cause}") from error
         where = "" if Path(name).exists() else "no such folder here, and as a hub id "
         raise UserError(f"--model {name}: {where}cannot be loaded: {cause}") from error
+
+
+def shipped_files(source: Path) -> tuple[list[Path], list[str]]:
+    """Return the paths within `source` of the model's files, and the names of all other files and folders there.
+
+    A Python file is the model's if a configuration names it as the model's own code, or if such a file imports it.
+
+    Raises:
+        UserError: a configuration or the model's own code cannot be read.
+    """
+    code = _own_code(source)
+    shipped, left = [], []
+    for path in sorted(source.iterdir()):
+        if path.is_dir():
+            templates = sorted(path.glob("*.jinja")) if path.name == _TEMPLATES else []
+            shipped += [template.relative_to(source) for template in templates]
+            left += [] if templates else [f"{path.name}/"]
+        elif path in code or any(fnmatch.fnmatch(path.name, pattern) for pattern in _SHIPPED):
+            shipped.append(Path(path.name))
+        else:
+            left.append(path.name)
+    return shipped, left
+
+
+def _own_code(source: Path) -> set[Path]:
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    files: set[Path] = set()
+    for path in source.glob("*config.json"):
+        content = read_json(path)
+        named = content.get("auto_map") if isinstance(content, dict) else None
+        for value in named.values() if isinstance(named, dict) else ():
+            for name in value if isinstance(value, (list, tuple)) else (value,):
+                module = str(name).partition(".")[0]
+                file = source / f"{module}.py"
+                if not (module.isidentifier() and file.is_file()):  # None, or on the hub: "org/name--module.Class"
+                    continue
+                try:
+                    files |= {file, *map(Path, get_relative_import_files(file))}
+                except (OSError, ValueError) as error:
+                    raise UserError(
+                        f"{file}: the model's own code cannot be read, nor what it imports ({error}); put it back"
+                    ) from None
+    return files

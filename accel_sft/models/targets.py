@@ -31,8 +31,8 @@ def targets(model: torch.nn.Module, *, names: list[str], saved: list[str]) -> di
     chosen = names != [ALL_LINEAR]
     if chosen and (missing := [name for name in names if not _ends_any(modules, name)]):
         linear = {name.rsplit(".", 1)[-1] for name in modules if hasattr(model.get_submodule(name), "in_features")}
-        here = ", ".join(sorted(linear))
-        raise UserError(f"--lora-target-modules {', '.join(missing)}: no such module; this model has {here}")
+        known = ", ".join(sorted(linear))
+        raise UserError(f"--lora-target-modules {', '.join(missing)}: no such module; this model has {known}")
     excluded = [rf"(.*\.)?{re.escape(name)}" for name in saved]
     excluded += [rf"(model\.)?{re.escape(part)}\..*" for part in parts_of(beyond)]
     if not chosen:
@@ -57,8 +57,8 @@ def besides(model: Any, *, names: list[str], saved: list[str], parameters: list[
     found: dict[str, Any] = {}
     if missing := [name for name in parameters if not _ends_any(matrices, name)]:
         experts = dict.fromkeys(in_block(name) for name in matrices if len(shapes[name]) == 3)
-        here = f"its experts' are {', '.join(experts)}" if experts else "it has no experts in one tensor"
-        raise UserError(f"--lora-target-parameters {', '.join(missing)}: no such matrices in this model; {here}")
+        known = f"its experts' are {', '.join(experts)}" if experts else "it has no experts in one tensor"
+        raise UserError(f"--lora-target-parameters {', '.join(missing)}: no such matrices in this model; {known}")
     if missing := [name for name in saved if not _ends_any(modules, name)]:
         raise UserError(
             f"--lora-modules-to-save {', '.join(missing)}: no such module in this model; print(model) has all"
@@ -83,15 +83,16 @@ def left_out(adapted: Any, *, images: bool = False) -> list[str]:
 
     model = adapted.get_base_model()
     beyond = beyond_text(model)
-    found = {READ_IMAGES if images else "no text reaches them": parts_of(beyond), **unfit(model)}
+    by_reason = {READ_IMAGES if images else "no text reaches them": parts_of(beyond), **unfit(model)}
     wrapped = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     stood_on = {id(getattr(module.get_base_layer(), module.parameter_name)) for module in wrapped}
     for name, parameter in model.named_parameters():
         is_convolution = hasattr(model.get_submodule(name.rpartition(".")[0]), "kernel_size")
         whole = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves it one dimension
         if len(whole) == 3 and not (is_convolution or name in beyond or id(parameter) in stood_on):
-            found.setdefault("experts in one tensor", []).append(name)
-    return [f"{', '.join(dict.fromkeys(map(in_block, names)))} ({reason})" for reason, names in found.items() if names]
+            by_reason.setdefault("experts in one tensor", []).append(name)
+    lines = ((reason, ", ".join(dict.fromkeys(map(in_block, names)))) for reason, names in by_reason.items())
+    return [f"{names} ({reason})" for reason, names in lines if names]
 
 
 def unfit(model: Any) -> dict[str, list[str]]:
@@ -99,7 +100,7 @@ def unfit(model: Any) -> dict[str, list[str]]:
 
     Kernels of state-space layers take the weights of their projections directly, so that an adapter does nothing there.
     """
-    found: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     beyond = beyond_text(model)
     for name, module in model.named_modules():
         if not isinstance(module, (torch.nn.Linear, Conv1D)) or _has_any(name, module, beyond):
@@ -107,12 +108,12 @@ def unfit(model: Any) -> dict[str, list[str]]:
         parent, _, own = name.rpartition(".")
         user = type(model.get_submodule(parent))
         if type(module).forward not in (torch.nn.Linear.forward, Conv1D.forward) and _of_model(type(module)):
-            found.setdefault("no plain linear layer", []).append(name)
+            by_reason.setdefault("no plain linear layer", []).append(name)
         elif _of_model(user) and re.search(
             rf"\bself\.{own}\.weight\b(?!\.(dtype|device|shape))", inspect.getsource(user)
         ):
-            found.setdefault(USED_ALONE, []).append(name)
-    return found
+            by_reason.setdefault(USED_ALONE, []).append(name)
+    return by_reason
 
 
 def _of_model(kind: type) -> bool:

@@ -191,8 +191,8 @@ def common_openings(texts: Sequence[str]) -> list[str]:
         groups.setdefault(text[:_OPENING_CHARACTERS], []).append(text)
     enough = max(_MIN_COUNT, _OPENING_SHARE * len(texts))
     shared = (group[0][: common_length(group)] for group in groups.values() if len(group) >= enough)
-    found = {re.sub(r"\d+$", "", opening) for opening in shared}
+    trimmed = {re.sub(r"\d+$", "", opening) for opening in shared}
     # An added token is decoded as if byte-level: Latin-1 letters alone would be taken for bytes.
     decode = decoders.ByteLevel().decode
-    usable = [each for each in found if len(each) >= _OPENING_CHARACTERS and decode([each]) == each]
+    usable = [text for text in trimmed if len(text) >= _OPENING_CHARACTERS and decode([text]) == text]
     return sorted(usable, key=lambda opening: (-len(opening), opening))

@@ -12,7 +12,7 @@ from accel_sft.batching.loss import available_heads
 from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import enough
 from accel_sft.launch.collectives import first_reason
-from accel_sft.models.liger import put_kernels_in
+from accel_sft.models.kernels import put_kernels_in
 
 _TOLERANCES = {True: (1e-3, 1e-2), False: (0.05, 0.25)}
 """Largest allowed differences in float32 (True) and in reduced precision (False): of the loss in nats per token, and of

@@ -14,7 +14,7 @@ from accel_sft.batching.device_memory import forwards_alone
 from accel_sft.checkpoint.averages import Averages
 from accel_sft.launch.groups import row_groups, sequence_ranks
 from accel_sft.models.adapters import adapter_of
-from accel_sft.models.quantized import bitsandbytes
+from accel_sft.models.kernels import bitsandbytes
 from accel_sft.tracking.time_spent import BACKWARD, OPTIMIZER, span
 from accel_sft.training.whole import Whole
 

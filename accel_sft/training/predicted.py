@@ -15,11 +15,10 @@ from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory
 from accel_sft.launch.collectives import by_each_rank, largest
 from accel_sft.launch.info import Launch
-from accel_sft.memory.closed_form import estimate, loading_bytes
-from accel_sft.memory.estimate import Estimate, totals
+from accel_sft.memory.estimate import Estimate, estimate, loading_bytes, totals
 from accel_sft.memory.flops import model_flops, peak_flops
 from accel_sft.memory.job import AS_CONFIGURED, MOST_LOGITS, Job
-from accel_sft.memory.model_config import UnusableModel, matching, read_config, read_shape, stored_bytes
+from accel_sft.memory.model_config import UnusableModel, read_config, read_shape, stored_bytes
 from accel_sft.memory.states import least_bytes
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training.step import TrainStep
@@ -47,9 +46,9 @@ class Prediction:
         weights: str,
         log: Callable[[str], None],
     ) -> None:
-        self.job = _job(config, weights, launch, accelerator.device, log)
+        self.job = job_of_run(config, weights, launch, accelerator.device, log)
         # with --train-only, how far the backward goes down decides its FLOPs, which are not counted
-        self.flops = model_flops(self.job) if self.job and not self.job.only else None
+        self.flops = model_flops(self.job) if self.job and self.job.train_only is None else None
         peak = _peak_flops(accelerator.device, self.job) if self.job else None
         self.peak_flops = peak * launch.world_size if peak else None  # of all devices
         lines = by_each_rank(lambda: _misfits(self.job, config.force) if self.job else [])
@@ -109,7 +108,7 @@ def _peak_flops(device: torch.device, job: Job) -> float | None:
     return peak_flops(device_name(device), precision)
 
 
-def _job(
+def job_of_run(
     config: TrainConfig, weights: str, launch: Launch, device: torch.device, log: Callable[[str], None]
 ) -> Job | None:
     """The run as a job of `plan`, with a small forward: the forward's size is chosen later, by the memory left. None,
@@ -122,12 +121,11 @@ def _job(
             folder = Path(str(cached_file(weights, "config.json"))).parent
         content = read_config(folder)
         job = Job(
-            shape=read_shape(content, weights, folder),
+            shape=read_shape(content, weights),
             launch=launch,
             device=device.type,
             stored_bytes=stored_bytes(content),
             target_modules=config.lora_target_modules,
-            only=matching(content, weights, config.train_only),
             **{name: getattr(config, name) for name in AS_CONFIGURED},
             tokens=1,
             supervised_tokens=1,

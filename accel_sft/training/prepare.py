@@ -37,13 +37,11 @@ from accel_sft.launch.info import Launch
 from accel_sft.memory import lengths
 from accel_sft.memory.model_config import read_config
 from accel_sft.models.architecture import beyond_text
-from accel_sft.models.chat_template import GivenTemplate
-from accel_sft.models.liger import liger
-from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
-from accel_sft.models.processor import load_processor
-from accel_sft.models.quantized import bitsandbytes
+from accel_sft.models.kernels import bitsandbytes, liger
+from accel_sft.models.load import load_model
 from accel_sft.models.source import Source, find_source, is_tiny
 from accel_sft.models.tiny import build_tiny, texts_of
+from accel_sft.models.tokenizer import GivenTemplate, encoding_rules, load_processor, load_tokenizer
 from accel_sft.rows.reading import MAX_PROBLEMS
 from accel_sft.rows.rows import with_places
 

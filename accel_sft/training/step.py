@@ -157,7 +157,7 @@ class TrainStep:
     def _note_largest(self, rows: list[Encoded]) -> None:
         supervised = sum(row.supervised_tokens for row in rows)
         way = self.batching.way
-        this = way.tokens_in(rows), supervised, len(rows), way.copied(rows)[1]
+        this = way.tokens_in(rows), supervised, len(rows), way.copied_keys(rows)
         self.largest_forward = max(self.largest_forward, this)
 
     def _limit(self, tokens: int) -> None:

@@ -18,7 +18,7 @@ from accel_sft.io.run_record import write_manifest
 from accel_sft.io.terminal import columns, terminal
 from accel_sft.launch.describe import shown_folder, started_by
 from accel_sft.launch.recordable import command_line, recordable, versions
-from accel_sft.models.compiled import compile_seconds
+from accel_sft.models.kernels import compile_seconds
 from accel_sft.tracking import resampled
 from accel_sft.tracking import run_report as report
 from accel_sft.tracking.disturbed import sentences, stretches

@@ -19,7 +19,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.checkpoint import checkpoint, shards
 from accel_sft.checkpoint.background import Checkpoints
-from accel_sft.checkpoint.capacity import check_disk, check_host_memory
+from accel_sft.checkpoint.capacity import check_disk
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.accelerator import prepare_model
 from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ranks
@@ -88,8 +88,6 @@ class Trainer:
         self.trained = f"{self.trained_parameters:,} of {parameters:,} parameters are trained"
         tracker.peaks.begin("shard")
         optimizer = new_optimizer(model, config)
-        averaged = config.ema_decay is not None
-        check_host_memory(accelerator, model, prepared.launch, config.optimizer, averaged=averaged)
         self.model, self.optimizer = prepare_model(accelerator, prepared.launch, model, optimizer, config.max_grad_norm)
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm, config.ema_decay)
         self.averages = self.stepper.averages
@@ -146,7 +144,8 @@ class Trainer:
         kept = choice.restored(before, self.batching_asked)
         pad_token_id, blank = self.prepared.assembly.tokenizer.pad_token_id, self.prepared.assembly.blank
         some, moments = self.train_examples.some(), self.state.step > 0
-        trial = Trial(self.accelerator, self.model, self.config, some, pad_token_id, moments=moments, blank=blank)
+        more: dict[str, Any] = {"moments": moments, "blank": blank, "job": self.prediction.job}
+        trial = Trial(self.accelerator, self.model, self.config, some, pad_token_id, **more)
         if self.config.use_liger_kernel:
             self.tracker.log(use_liger_kernels(trial))
         # the validation loss is computed in the same layout

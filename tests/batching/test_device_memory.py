@@ -29,7 +29,9 @@ from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
 from accel_sft.commands import train
 from accel_sft.io.run_dir import RunDir
-from accel_sft.memory.job import MOST_LOGITS, ROOMY_LOGITS
+from accel_sft.launch.info import read_launch
+from accel_sft.memory.job import MOST_LOGITS, ROOMY_LOGITS, Job
+from accel_sft.memory.model_config import read_shape
 from accel_sft.training.optimizer import Stepper, new_optimizer
 from accel_sft.training.step import TrainStep
 
@@ -177,7 +179,8 @@ def job(model, moments=False):
     config, accelerator = TrainConfig().resolved({}), Accelerator(cpu=True)
     examples = [Encoded(index, [(7 * index + at) % 256 for at in range(20 + index)], 4) for index in range(16)]
     stepper = Stepper(accelerator, model, new_optimizer(model, config), 1.0)
-    return Trial(accelerator, model, config, examples, 0, moments=moments), stepper, examples
+    counted = Job(shape=read_shape(model.config.to_dict(), "model"), launch=read_launch({}, []), device="cpu")
+    return Trial(accelerator, model, config, examples, 0, moments=moments, job=counted), stepper, examples
 
 
 def trained(stepper, batching, examples, folder):
@@ -247,6 +250,25 @@ def test_moments_that_a_resumed_run_has_are_not_reserved_again():
     assert job(model)[0].reserved() - job(model, moments=True)[0].reserved() == 8 * parameters
 
 
+def test_no_more_is_reserved_than_for_what_train_only_trains():
+    model = tiny_llama()
+    trial = job(model)[0]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name)
+    some = dataclasses.replace(trial, job=dataclasses.replace(trial.job, train_only="layers.1"))
+    share = sum(p.numel() for p in model.parameters() if p.requires_grad) / model.num_parameters()
+    assert some.reserved() == pytest.approx(share * trial.reserved(), rel=0.01)
+
+
+def test_without_a_job_gradients_and_moments_are_reserved_and_the_smallest_forward_is_taken(monkeypatch):
+    model = tiny_llama()
+    trial = dataclasses.replace(job(model)[0], job=None)
+    assert trial.reserved() == 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    monkeypatch.setattr(fitting, "free_bytes", lambda device: 2**40)
+    assert [each.tokens for each in fitting.expected_to_fit(trial, [Batching("padded", 0)], (1024, 2048))] == [1024]
+    assert fitting.with_sized_pieces(trial, [Batching("padded", 0)]) == [Batching("padded", 0)]
+
+
 def test_what_is_expected_of_a_forward_is_about_what_it_takes():
     for recomputed in (False, True):
         with Device() as device:
@@ -256,8 +278,8 @@ def test_what_is_expected_of_a_forward_is_about_what_it_takes():
             before, batching = device.live, Batching("padded", 16 * 35)
             trial.run(batching, examples)
             taken = device.peak - before
-        config = dataclasses.replace(trial.config, gradient_checkpointing=recomputed)
-        expected = _expected_bytes(dataclasses.replace(trial, config=config), batching)
+        counted = dataclasses.replace(trial.job, gradient_checkpointing=recomputed)
+        expected = _expected_bytes(dataclasses.replace(trial, job=counted), batching)
         assert taken / 3 < expected < 3 * taken
 
 

@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 from accel_sft import UserError
 from accel_sft.chat.encoded import end_of_turn_ids
-from accel_sft.models.load import load_tokenizer
 from accel_sft.models.source import Source
+from accel_sft.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -40,9 +40,8 @@ from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.prompts import prompt_with, read_prompts
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import printable
-from accel_sft.models.load import load_tokenizer
-from accel_sft.models.processor import load_processor
 from accel_sft.models.source import find_source
+from accel_sft.models.tokenizer import load_processor, load_tokenizer
 from accel_sft.testing import TaskConformance
 from accel_sft.training import step as training_step
 from accel_sft.training.prepare import Assembly

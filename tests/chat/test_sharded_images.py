@@ -25,8 +25,8 @@ from accel_sft.batching.trial import Trial
 from accel_sft.chat.encode import blank_row
 from accel_sft.chat.encoded import Encoded
 from accel_sft.chat.image_inputs import ImageInputs
-from accel_sft.models.processor import load_processor
 from accel_sft.models.source import find_source
+from accel_sft.models.tokenizer import load_processor
 
 TASK = f"{vision.__file__}:Colours"
 JOB = ("--global-batch-size", "4", "--micro-batch-size", "1", "--max-new-tokens", "6", "--learning-rate", "0.003")

@@ -34,8 +34,8 @@ from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.scoring import check_scoring
-from accel_sft.models.load import load_tokenizer
 from accel_sft.models.source import Source
+from accel_sft.models.tokenizer import load_tokenizer
 
 ANSWERS = ["odd", "<b>odd</b>", "a\n\nb", "{'a': '>'}", "final", "think", "7"]
 THOUGHTS = ["<think>two</think>odd", "<think>\nIs it?\nIt is.\n</think>\n\n<b>odd</b>"]

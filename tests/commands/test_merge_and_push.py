@@ -83,7 +83,7 @@ def test_merged_weights_predict_as_base_and_adapter_do_and_stay_tied(base, adapt
     done = accel_sft("merge", str(adapter), str(out))
     assert done.status == 0, done.output
     assert f"base     {base}\n" in done.output
-    assert "merged   float32 weights; in float32 logits are off by " in done.output
+    assert "merged   float32 weights\n" in done.output
     model = AutoModelForCausalLM.from_pretrained(out)
     expected = apart(base, adapter)
     assert (expected - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 0.1
@@ -114,17 +114,14 @@ def test_merged_weights_predict_as_base_and_adapter_do_and_stay_tied(base, adapt
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_difference_is_measured_for_each_type_and_precision(base, tmp_path, kind):
+def test_each_type_is_merged_in_each_precision(base, tmp_path, kind):
     folder = save(base, tmp_path / kind, KINDS[kind])
     expected = apart(base, folder)
     exact, rounded = merged(folder), merged(folder, "bf16")
     assert exact.dtype == "float32"  # as the base's files
-    assert exact.difference == exact.rounded <= 1e-5
-    assert exact.same == exact.tokens > 20
     assert (logits(exact.model) - expected).abs().max() < 1e-5
     assert rounded.model.dtype == torch.bfloat16
-    assert rounded.rounded > 100 * rounded.difference
-    assert f"in bf16 by {rounded.rounded:.1e}" in rounded.describe()
+    assert 1e-4 < (logits(rounded.model) - expected).abs().max() < 0.5
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
@@ -159,7 +156,7 @@ def test_what_cannot_be_merged_is_refused_with_the_reason(base, adapter, tmp_pat
     with pytest.raises(UserError, match="adapters of type prompt_tuning cannot be added to the weights"):
         merged(prompts)
     head = save(base, tmp_path / "head", LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
-    with pytest.raises(UserError, match="the adapter changes lm_head, whose weights are also those of another layer"):
+    with pytest.raises(UserError, match=r"cannot be merged: logits would be off by .* on one of two tied layers"):
         merged(head)
     with pytest.raises(UserError, match="--model '': no such folder"):
         merged("")
@@ -169,7 +166,7 @@ def test_what_cannot_be_merged_is_refused_with_the_reason(base, adapter, tmp_pat
     save_file(weights, broken / "adapter_model.safetensors")
     failed = accel_sft("merge", str(broken), str(tmp_path / "out"))
     assert failed.status == 1
-    assert "cannot be merged: the sum's logits would be off by nan" in failed.output
+    assert "cannot be merged: logits would be off by nan" in failed.output
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]  # nothing half-written either
 
     def quantized(*arguments, **options):

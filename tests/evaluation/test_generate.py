@@ -37,8 +37,6 @@ from accel_sft.evaluation.evaluator import Evaluator, answer_backend
 from accel_sft.evaluation.generate import CHECKED_ROWS, Generator, common_prefix, divide, shares
 from accel_sft.evaluation.live_rows import Row
 from accel_sft.io.heartbeat import heartbeat_count
-from accel_sft.launch import collectives
-from accel_sft.models.adapters import merged, reason_unmergeable
 from accel_sft_math import Math
 
 NEW_TOKENS = 12
@@ -317,47 +315,6 @@ def test_ranks_have_about_as_many_tokens_to_compute(ranks, examples):
     assert sorted(row.index for share in found for row in share) == [example.index for example in examples]
     tokens = [sum(len(row.input_ids) for row in share) for share in found]
     assert max(tokens) - min(tokens) <= max(len(example.input_ids) for example in examples)
-
-
-def test_an_adapter_is_merged_for_the_answers_without_a_bit_being_written(tiny, tokenizer, examples):
-    model = build("lora", tiny, len(tokenizer))
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    ids = torch.tensor([examples[0].input_ids])
-    counted = []
-    model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.lora_A.default").register_forward_hook(
-        lambda *_: counted.append(1)
-    )
-    with torch.no_grad():
-        expected = model(ids).logits
-        assert len(counted) == 1
-        assert reason_unmergeable(model) is None
-        with pytest.raises(ZeroDivisionError), merged(model):  # noqa: PT012 - what raises is inside
-            assert not torch.equal(model(ids).logits, expected)  # as rounding has it
-            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-3)
-            assert len(counted) == 1, "the adapter was computed apart"
-            raise ZeroDivisionError
-        assert torch.equal(model(ids).logits, expected)
-        generated(model, tokenizer, examples)
-    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-
-
-def test_an_adapter_that_would_be_rounded_stays_apart_with_the_reason(tiny, tokenizer, examples):
-    model = build("lora", tiny, len(tokenizer)).to(torch.bfloat16)
-    _, generator = generated(model, tokenizer, examples)
-    assert generator.message.endswith("; the adapter stays apart, as its sum with the weights would be rounded")
-
-
-def test_an_adapter_stays_apart_on_all_ranks_where_one_has_no_room(tiny, tokenizer, examples, monkeypatch):
-    model = build("lora", tiny, len(tokenizer))
-    monkeypatch.setattr(collectives, "gather_object", lambda mine: [*mine, "it has no room"])
-    counted = []
-    model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.lora_A.default").register_forward_hook(
-        lambda *_: counted.append(1)
-    )
-    generator = Generator(Accelerator(cpu=True), tokenizer, model, 4)
-    with generator.ready() as reason, torch.no_grad():
-        model(torch.tensor([examples[0].input_ids]))
-    assert (reason, counted) == ("it has no room", [1])
 
 
 def evaluated(model, tokenizer, examples, task):

@@ -13,14 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from places import CONFIGS
 
 from accel_sft import UserError
 from accel_sft.checkpoint import capacity
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
-from accel_sft.launch.info import launch_of_yaml
-from accel_sft.memory import loaded_model
 
 GIB = 2**30
 
@@ -40,40 +37,6 @@ def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
     told = r"a checkpoint takes 12.0 MiB and the files beside it 4.0 MiB, and 16.0 MiB of the disk are free; free space"
     with pytest.raises(UserError, match=told):
         capacity.check_disk(accelerator, model, RunDir(tmp_path))
-
-
-@pytest.mark.parametrize("averaged", [False, True])
-@pytest.mark.parametrize(
-    ("yaml", "bytes_each"),
-    # AdamW's moments 8, a copy of the weights 4, gradients 4; a checkpoint's files 12
-    [("ddp", 2 * 8 + 12), ("tp", 8 + 12), ("z2", 8 + 4 + 12), ("z2_offload", 8 + 4 + 4 + 12), ("z3_nvme", 12)],
-)
-def test_states_that_host_memory_cannot_take_are_not_begun(yaml, bytes_each, averaged, monkeypatch):
-    if averaged:  # 4 bytes more in memory, and 4 in a checkpoint
-        bytes_each += {"ddp": 2 * 4, "z3_nvme": 0}.get(yaml, 4) + 4
-    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1000, 999)
-    launch = launch_of_yaml(CONFIGS / f"{yaml}.yaml")
-    monkeypatch.setattr(model, "bias", None)
-    monkeypatch.setattr(host_memory, "free_bytes", lambda: bytes_each * 999_000)
-    capacity.check_host_memory(accelerator, model, launch, averaged=averaged)
-    monkeypatch.setattr(host_memory, "free_bytes", lambda: bytes_each * 999_000 - 1)
-    with pytest.raises(
-        UserError, match=r"host memory: 2 processes on this machine need at least \d+.\d MiB for optimizer"
-    ):
-        capacity.check_host_memory(accelerator, model, launch, averaged=averaged)
-
-
-def test_a_checkpoints_files_take_no_more_than_one_of_them_and_the_largest_parameter(monkeypatch):
-    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1000, 999, bias=False)
-    monkeypatch.setattr(loaded_model, "FILE_BYTES", 1000)
-    launch = launch_of_yaml(CONFIGS / "z3_nvme.yaml", "--num_processes", "8")
-    more = torch.nn.ModuleList([model, *(torch.nn.Linear(1000, 999, bias=False) for _ in range(99))])
-    needed = 8 * (1000 + 12 * 999_000 / 8)
-    monkeypatch.setattr(host_memory, "free_bytes", lambda: needed)
-    capacity.check_host_memory(accelerator, more, launch)
-    monkeypatch.setattr(host_memory, "free_bytes", lambda: needed - 1)
-    with pytest.raises(UserError, match="8 processes on this machine"):
-        capacity.check_host_memory(accelerator, more, launch)
 
 
 def control_groups(tmp_path, lines, files):

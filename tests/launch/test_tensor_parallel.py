@@ -18,10 +18,10 @@ from reference_job import FP32, JOB, layout, same_curve
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.launch_limits import TENSOR_PARALLEL, launch_problem
-from accel_sft.models import tensor_plan
+from accel_sft.models import pretrained
 from accel_sft.models.load import load_model
+from accel_sft.models.pretrained import check_plan, cut_over
 from accel_sft.models.source import Source
-from accel_sft.models.tensor_plan import check_plan, cut_over
 
 SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}
@@ -109,7 +109,7 @@ def test_a_saved_adapter_is_refused():
 
 
 def test_a_torch_that_cannot_cut_weights_is_refused(monkeypatch):
-    monkeypatch.setattr(tensor_plan, "LOWEST_TORCH", "99")
+    monkeypatch.setattr(pretrained, "LOWEST_TORCH", "99")
     with pytest.raises(UserError, match=r"tensor parallelism needs torch 99 or newer, and .*z3.yaml"):
         cut_over(2)
 

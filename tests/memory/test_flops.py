@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from accel_sft.batching.layouts import Batching
 from accel_sft.chat.encoded import Encoded
 from accel_sft.launch.info import launch_of_yaml
-from accel_sft.memory.families import count
 from accel_sft.memory.flops import model_flops, peak_flops, peaks
 from accel_sft.memory.job import Job
+from accel_sft.memory.model_config import read_shape
 from accel_sft.tracking.metrics_file import mean_mfu
 from accel_sft.training.predicted import Prediction
 from accel_sft.training.step import TrainStep
@@ -34,7 +34,7 @@ ROWS = 2
 
 
 def job_of(config, **more):
-    return Job(shape=count(config), launch=launch_of_yaml(CONFIGS / "ddp.yaml"), device="cuda", **more)
+    return Job(shape=read_shape(config, "model"), launch=launch_of_yaml(CONFIGS / "ddp.yaml"), device="cuda", **more)
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])

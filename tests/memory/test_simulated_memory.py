@@ -1,5 +1,8 @@
 """The closed form against a model followed on fake tensors, and fake tensors against real ones."""
 
+import itertools
+import statistics
+
 import pytest
 import torch
 from conftest import AS_COUNTED
@@ -103,28 +106,32 @@ def test_frozen_weights_have_neither_gradients_nor_state():
     assert found.optimizer == pytest.approx(8 * asked.trained, rel=0.01)
 
 
+FORWARDS = [
+    ("qwen2", "z2", {}),
+    ("qwen2", "ddp", {}),
+    ("llama", "z2", {"head": "labelled"}),
+    ("llama", "fsdp2", {"tokens": 3072, "supervised_tokens": 200}),
+    ("qwen3", "z2", {"dense_mask": True, "head": "everywhere"}),
+    ("gemma2", "z2", {"tokens": 4096, "supervised_tokens": 2000}),
+    ("gemma2", "ddp", {"tokens": 4096, "rows": 4}),
+    ("phi3", "z2", {"lora_dropout": 0.1}),
+    ("mixtral", "z2", {}),
+    ("qwen3_moe", "z2", {"tokens": 3072}),
+]
+FEW = [FORWARDS[at] for at in (0, 1, 2, 5, 8, 9)]
+
+
 @AS_COUNTED
-@pytest.mark.parametrize("adapter", ["none", "lora"])
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize(
-    ("family", "launch", "more"),
-    [
-        ("qwen2", "z2", {}),
-        ("qwen2", "ddp", {}),
-        ("llama", "z2", {"head": "labelled"}),
-        pytest.param("llama", "fsdp2", {"tokens": 3072, "supervised_tokens": 200}, marks=pytest.mark.long),
-        pytest.param("qwen3", "z2", {"dense_mask": True, "head": "everywhere"}, marks=pytest.mark.long),
-        ("gemma2", "z2", {"tokens": 4096, "supervised_tokens": 2000}),
-        pytest.param("gemma2", "ddp", {"tokens": 4096, "rows": 4}, marks=pytest.mark.long),
-        pytest.param("phi3", "z2", {"lora_dropout": 0.1}, marks=pytest.mark.long),
-        ("mixtral", "z2", {}),
-        ("qwen3_moe", "z2", {"tokens": 3072}),
-    ],
-)
-def test_the_closed_form_meets_the_simulation(family, launch, more, recomputed, adapter):
-    config = {**LARGE, "model_type": family, **EXPERTS.get(family, {})}
-    asked = job_of(
-        config, launch, adapter=adapter, gradient_checkpointing=recomputed, **{"tokens": 1024, "head": "pieces", **more}
-    )
-    found = forward_backward(asked, config)
-    assert sum(peak_bytes(asked).values()) == pytest.approx(found.activations + found.logits, rel=0.1)
+@pytest.mark.parametrize("forwards", [FEW, pytest.param(FORWARDS, marks=pytest.mark.long)], ids=["few", "all"])
+def test_closed_form_meets_simulation(forwards):
+    """By 10% in the mean, and by 20% at worst."""
+    differences = {}
+    for (family, launch, more), recomputed, adapter in itertools.product(forwards, (False, True), ("none", "lora")):
+        config = {**LARGE, "model_type": family, **EXPERTS.get(family, {})}
+        how = {"adapter": adapter, "gradient_checkpointing": recomputed, "tokens": 1024, "head": "pieces", **more}
+        job = job_of(config, launch, **how)
+        simulated = forward_backward(job, config)
+        expected = simulated.activations + simulated.logits
+        differences[family, launch, recomputed, adapter] = abs(sum(peak_bytes(job).values()) / expected - 1)
+    assert {case: difference for case, difference in differences.items() if difference > 0.2} == {}
+    assert statistics.mean(differences.values()) < 0.1

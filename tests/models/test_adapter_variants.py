@@ -24,7 +24,7 @@ from accel_sft.checkpoint import checkpoint
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.audit import audit
 from accel_sft.launch.info import read_launch
-from accel_sft.memory.closed_form import estimate
+from accel_sft.memory.estimate import estimate
 from accel_sft.memory.job import AS_CONFIGURED
 from accel_sft.memory.job import Job as Planned
 from accel_sft.memory.model_config import read_shape
@@ -271,7 +271,7 @@ def counted(base, **options):
     config = TrainConfig(model=str(base), **options).resolved({})
     more = {name: getattr(config, name) for name in AS_CONFIGURED}
     launch = read_launch({}, [])
-    shape = read_shape(json.loads((base / "config.json").read_text()), "model", base)
+    shape = read_shape(json.loads((base / "config.json").read_text()), "model")
     return Planned(shape=shape, launch=launch, device="cpu", target_modules=config.lora_target_modules, **more)
 
 

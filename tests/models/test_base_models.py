@@ -24,10 +24,10 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import checkpoint
 from accel_sft.commands.generate import generate
 from accel_sft.commands.serve import serve
-from accel_sft.models.chat_template import GivenTemplate
-from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
+from accel_sft.models.load import load_model
 from accel_sft.models.merge import merge
 from accel_sft.models.source import Source, find_source
+from accel_sft.models.tokenizer import GivenTemplate, encoding_rules, load_tokenizer
 from accel_sft.tools.parity.command import parity
 
 ASKED = [{"role": "user", "content": "12="}]
@@ -182,7 +182,7 @@ def test_spare_rows_of_new_tokens_start_as_added_ones_do(tmp_path, tied):
     assert (ends[0][max(template.new_tokens) + 1 :] == 0).all()
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
     tokenizer.save_pretrained(tmp_path / "trained")
-    as_it_began = Source(source.weights, str(tmp_path / "trained"), grown=True, rows_seed=3)
+    as_it_began = Source(source.weights, str(tmp_path / "trained"), adds_tokens=True, rows_seed=3)
     began = load(as_it_began, TrainConfig().resolved({}), total_steps=0)
     assert torch.equal(began.get_input_embeddings().weight, ends[0])
 

@@ -18,9 +18,8 @@ from varlen_on_cpu import backward, forward, varlen_on_cpu
 from accel_sft.batching.collate import _rows
 from accel_sft.batching.layouts import Batching
 from accel_sft.models import cascade as module
-from accel_sft.models.cascade import cascade, probe_kernels, usable
+from accel_sft.models.cascade import PADDED, SHORT, VARLEN, Varlen, cascade, probe_kernels, usable
 from accel_sft.models.prefix_attention import install, rows_attention
-from accel_sft.models.row_kernels import PADDED, SHORT, VARLEN, Varlen
 
 install(torch.device("cpu"))
 

@@ -1,4 +1,4 @@
-"""`--compile`: what is trained runs compiled, also after the checks before the first step; else a line says so."""
+"""`--compile`: what is trained runs compiled, also after the checks before the first step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_sft.models import compiled
+from accel_sft.models import kernels
 
 
 @pytest.fixture
@@ -45,19 +45,10 @@ def every_variant(model):
 
 
 def test_training_runs_compiled_after_more_variants_than_torchs_own_limit(runs):
-    model, said = tiny_llama(), []
-    compiled.compile_blocks(model, said.append)
+    model = tiny_llama()
+    kernels.compile_blocks(model)
     every_variant(model)
     runs.clear()
     model.train()
     model(input_ids=torch.arange(14).view(2, 7) % 60, use_cache=False).logits.sum().backward()
     assert len(runs) == model.config.num_hidden_layers
-    assert not said
-
-
-def test_a_line_says_when_blocks_run_uncompiled(runs, monkeypatch):
-    monkeypatch.setattr(compiled, "COMPILED_VARIANTS", 2)
-    model, said = tiny_llama(), []
-    compiled.compile_blocks(model, said.append)
-    every_variant(model)
-    assert said[0].startswith("--compile: a block has 2 compiled variants, torch's limit here; it runs uncompiled")

@@ -14,9 +14,10 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import checkpoint
-from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
+from accel_sft.models.load import load_model
 from accel_sft.models.source import find_source
 from accel_sft.models.tiny import CHAT_TEMPLATE
+from accel_sft.models.tokenizer import encoding_rules, load_tokenizer
 
 ENDS = {
     "Qwen's base": (CHAT_TEMPLATE, "<|im_end|>"),

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.trial import Trial
-from accel_sft.models import liger
+from accel_sft.models import kernels
 from accel_sft.training.kernels import use_liger_kernels
 
 JOB = ("math", "--train-examples", "8", "--validation-examples", "2", "--max-steps", "2", "--global-batch-size", "2")
@@ -73,7 +73,7 @@ def package(monkeypatch):
         for name, module in {"liger_kernel": types.ModuleType("liger_kernel"), above.__name__: above}.items():
             module.__spec__ = importlib.machinery.ModuleSpec(name, None)
             monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.setattr(liger, "device_count", lambda: 1)
+        monkeypatch.setattr(kernels, "device_count", lambda: 1)
 
     return install
 
@@ -87,11 +87,11 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch):
     (line,) = TrainConfig(use_liger_kernel=True, compile=True).problems()
     assert line == "--use-liger-kernel: --compile would fuse the same layers; leave one of the two out"
     with pytest.raises(UserError, match="its kernels need a GPU; leave it out"):
-        liger.liger()
-    monkeypatch.setattr(liger, "device_count", lambda: 1)
+        kernels.liger()
+    monkeypatch.setattr(kernels, "device_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(UserError, match=r"needs liger-kernel \(.*\); pip install 'accel-sft\[liger\]'"):
-        liger.liger()
+        kernels.liger()
 
 
 def test_a_run_without_a_gpu_says_so_before_it_loads_the_model(tmp_path):

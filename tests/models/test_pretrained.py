@@ -26,9 +26,10 @@ from accel_sft.checkpoint import checkpoint
 from accel_sft.io.exported import complete_config, save_tokenizer
 from accel_sft.io.run_dir import RunDir
 from accel_sft.models.architecture import alike, limited_layers
-from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
+from accel_sft.models.load import load_model
 from accel_sft.models.pretrained import processor_files, stored_dtype
 from accel_sft.models.source import find_source
+from accel_sft.models.tokenizer import encoding_rules, load_tokenizer
 from accel_sft.training.optimizer import Stepper, new_optimizer
 
 IDS = torch.arange(3, 15)[None]

@@ -21,7 +21,7 @@ from accel_sft.commands.evaluate import _differences, _remembered
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import RunDir
 from accel_sft.models import load
-from accel_sft.models.compiled import compile_blocks
+from accel_sft.models.kernels import compile_blocks
 from accel_sft.models.load import load_model
 from accel_sft.models.source import errors_explained, find_source, hub_place
 from accel_sft.tools.plan.command import model_config
@@ -108,7 +108,7 @@ def test_the_hub_is_waited_for_aloud_and_kept_models_need_none(monkeypatch, caps
 
 def test_a_model_that_names_no_repeated_blocks_is_not_compiled():
     with pytest.raises(UserError, match=r"--compile: the model does not name its repeated blocks"):
-        compile_blocks(torch.nn.Linear(2, 2), print)
+        compile_blocks(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(

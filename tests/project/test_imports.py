@@ -210,6 +210,7 @@ COMMANDS = {
     "tasks": ("tasks", {}, "quick"),
     "launch-file": ("launch-file z2", {}, "zero_stage: 2"),
     "help of doctor": ("doctor --help", {}, "--build"),
+    "help of plan": ("plan quick --help", {}, "--gpu-memory"),
     "help of a task": ("quick --help", {}, "--learning-rate"),
     "help of report": ("report --help", {}, "--output"),
     "help of check": ("check quick --help", {}, "--strict"),

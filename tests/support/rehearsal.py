@@ -60,7 +60,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import accelerator as launching
 from accel_sft.launch.info import launch_of_this_process, launch_of_yaml
 from accel_sft.models import cascade, load, prefix_attention
-from accel_sft.models.row_kernels import VARLEN
+from accel_sft.models.cascade import VARLEN
 from accel_sft.tracking.time_spent import OPTIMIZER
 from accel_sft.training import step as training_step
 from accel_sft.training.optimizer import Stepper, new_optimizer

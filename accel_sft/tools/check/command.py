@@ -178,7 +178,7 @@ class Audit:
         weights = assembly.source.weights
         text = text_settings(weights, trust_remote_code=self.config.trust_remote_code)
         largest = max([assembly.tokenizer.pad_token_id, *(store.largest_id() for store in stores.values())])
-        grown = self.config.chat_template or assembly.source.grown  # training enlarges the embeddings
+        grown = self.config.chat_template or assembly.source.adds_tokens  # training enlarges the embeddings
         if not grown and (problem := vocabulary_problem(weights, text, largest)):
             self.findings.add("D601", "", detail=problem)
         if self.config.train_only is not None:

@@ -1,1 +1,1 @@
-"""The tool `plan`: predicts memory and speed of a run from a model's configuration, a launch and a job; no torch."""
+"""The tool `plan`: predicts memory and speed of a run from a model's configuration, a launch and a job."""

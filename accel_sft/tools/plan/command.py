@@ -1,4 +1,4 @@
-"""`accel-sft plan`: says whether a task's training fits, under which launch file, and how fast; without torch."""
+"""`accel-sft plan`: says whether a task's training fits, under which launch file, and how fast."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from accel_sft.launch.info import FOLDER, Launch, shipped
 from accel_sft.launch.parallelism import sized
 from accel_sft.memory.job import AS_CONFIGURED, Job
 from accel_sft.memory.lengths import Lengths, read
-from accel_sft.memory.model_config import matching, read_config, read_shape, stored_bytes
+from accel_sft.memory.model_config import read_config, read_shape, stored_bytes
 from accel_sft.memory.shape import ModelShape
 from accel_sft.models.source import errors_explained, find_source, is_tiny, resolved
 from accel_sft.models.tiny import TINY_SHAPE, TINY_VOCABULARY
@@ -42,37 +42,36 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     given, config = config, resolved(config, task)
     here = machine(config.gpus, config.gpu_memory, config.host_memory)
     lengths = read(task, config)
-    content, name, folder = model_config(config, lengths.vocabulary)
-    shape, stored = read_shape(content, name, folder), stored_bytes(content)
-    only = matching(content, name, config.train_only)
+    content, name = model_config(config, lengths.vocabulary)
+    shape, stored = read_shape(content, name), stored_bytes(content)
     files = [(name, file, launch_of(file, here)) for name, file in launch_files(config.launch)]
 
     def planned(config: PlanConfig) -> tuple[list[Plan], dict[str, Job]]:
         plans, jobs = [], {}
         for name, file, launch in files:
             step_tokens = int(config.global_batch_size or 0) * lengths.mean * launch.tensor_ranks / launch.world_size
-            jobs[name] = job_of(config, task, shape, stored, launch, here, lengths, step_tokens, only)
+            jobs[name] = job_of(config, task, shape, stored, launch, here, lengths, step_tokens)
             plans.append(plan(name, file, jobs[name], here, step_tokens, lengths.mean))
         return plans, jobs
 
     plans, jobs = planned(config)
     best, why = recommended(plans)
-    if config.adapter == "none" and not only:
+    if config.adapter == "none" and not config.train_only:
         why += without_offload(best, lambda in_4bit: planned(replace(config, adapter="lora", load_in_4bit=in_4bit))[0])
     command = command_of(task_name, task, given, best, here) if best else None
     answer = Answer(plans, [*jobs.values()], shape, here, lengths, config, best, why, command)
     if config.json:
         print(json.dumps(answer.as_json(), indent=2))
     else:
-        for line in [*_template_note(folder, config), *answer.lines()]:
+        for line in [*_template_note(Path(name), config), *answer.lines()]:
             print(line)
     raise SystemExit(0 if best else 1)
 
 
-def _template_note(folder: Path | None, config: PlanConfig) -> list[str]:
+def _template_note(folder: Path, config: PlanConfig) -> list[str]:
     """A line if the model's folder has a tokenizer, and no chat template."""
-    settings_file = folder and folder / "tokenizer_config.json"
-    if settings_file is None or config.chat_template is not None or not settings_file.is_file():
+    settings_file = folder / "tokenizer_config.json"
+    if config.chat_template is not None or not settings_file.is_file():
         return []
     named = [settings_file.with_name(name).exists() for name in ("chat_template.jinja", "additional_chat_templates")]
     if any(named) or "chat_template" in mapping(read_json(settings_file)):
@@ -80,8 +79,8 @@ def _template_note(folder: Path | None, config: PlanConfig) -> list[str]:
     return ["note: the model's tokenizer has no chat template: chats need --chat-template, such as chatml"]
 
 
-def model_config(config: PlanConfig, vocabulary: int = 0) -> tuple[dict[str, Any], str, Path | None]:
-    """The content of the model's config.json, its name for errors, and its folder if it has one.
+def model_config(config: PlanConfig, vocabulary: int = 0) -> tuple[dict[str, Any], str]:
+    """The content of the model's config.json, and its name for errors.
 
     Args:
         vocabulary: that of `tiny` with this data, or 0 for the largest that it has without many characters.
@@ -90,7 +89,7 @@ def model_config(config: PlanConfig, vocabulary: int = 0) -> tuple[dict[str, Any
     """
     if is_tiny(config.model, init_from=config.init_from):
         shape = {"model_type": "qwen2", "vocab_size": vocabulary or TINY_VOCABULARY, **TINY_SHAPE, "dtype": "float32"}
-        return shape, "tiny", None
+        return shape, "tiny"
     source = find_source(config.model, init_from=config.init_from)
     folder = Path(source.weights)
     if not folder.is_dir():
@@ -98,7 +97,7 @@ def model_config(config: PlanConfig, vocabulary: int = 0) -> tuple[dict[str, Any
 
         with errors_explained(source.weights):
             folder = Path(hf_hub_download(source.weights, "config.json", revision=config.revision)).parent
-    return read_config(folder), source.weights, folder
+    return read_config(folder), source.weights
 
 
 def launch_files(wanted: str | None) -> list[tuple[str, Path]]:
@@ -132,7 +131,6 @@ def job_of(
     here: PlannedMachine,
     lengths: Lengths,
     step_tokens: float,
-    only: tuple[int, int, int] | None = None,
 ) -> Job:
     """Return the job with the smallest forward that must fit.
 
@@ -154,7 +152,6 @@ def job_of(
         launch=launch,
         device="cuda" if here.gpus else "cpu",
         stored_bytes=stored_bytes,
-        only=only,
         target_modules=config.lora_target_modules,
         **{name: getattr(config, name) for name in AS_CONFIGURED},
         tokens=tokens,

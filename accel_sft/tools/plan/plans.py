@@ -10,8 +10,7 @@ from accel_sft.api.launch_limits import TENSOR_PARALLEL, launch_problem
 from accel_sft.launch.info import Launch, launch_of_yaml
 from accel_sft.launch.parallelism import audit_parallelism, sized
 from accel_sft.launch.precision import assume_precision
-from accel_sft.memory.closed_form import estimate
-from accel_sft.memory.estimate import Estimate
+from accel_sft.memory.estimate import Estimate, estimate
 from accel_sft.memory.job import Job
 from accel_sft.tools.plan.machine import PlannedMachine
 from accel_sft.tools.plan.speed import Speed, speed

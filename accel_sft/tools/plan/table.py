@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accel_sft.api.tool_configs import PlanConfig
-from accel_sft.memory.closed_form import checkpoint_bytes_each
-from accel_sft.memory.estimate import COMPONENTS, Estimate, totals
+from accel_sft.memory.estimate import COMPONENTS, Estimate, checkpoint_bytes_each, totals
 from accel_sft.memory.flops import peaks
 from accel_sft.memory.job import Job
 from accel_sft.memory.lengths import Lengths
@@ -65,7 +64,7 @@ class Answer:
         """The same as numbers, with memory in bytes."""
         shape = self.shape
         return {
-            "model": {"family": shape.family, "parameters": shape.parameters, **shape.by_group, "source": shape.source},
+            "model": {"family": shape.family, "parameters": shape.parameters, **shape.by_group},
             "machine": dataclasses.asdict(self.machine),
             "lengths": dataclasses.asdict(self.lengths),
             "plans": [_plan_json(plan) for plan in self.plans],
@@ -79,8 +78,8 @@ class Answer:
         trained = shape.trained(config.adapter, config.lora_r, config.lora_target_modules)
         how = "all trained" if config.adapter == "none" else f"frozen, {trained:,} trained ({config.adapter})"
         if config.train_only is not None:
-            how = f"{self.jobs[0].trained:,} trained (--train-only; activations are counted as if all were)"
-        yield _text(f"model    {shape.family}, {shape.parameters:,} parameters, {how}; counted from {shape.source}")
+            how = "counted as if all were trained (--train-only)"
+        yield _text(f"model    {shape.family}, {shape.parameters:,} parameters, {how}")
         computed = sorted({"float32" if job.precision == "no" else job.precision for job in self.jobs})
         yield _text(f"machine  {self.machine.describe()}" + f"; computes in {' or '.join(computed)}" * bool(computed))
         yield _text(f"lengths  the longest example has {lengths.longest:,} tokens: {lengths.source}")

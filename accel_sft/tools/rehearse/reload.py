@@ -13,11 +13,11 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.chat.encoded import Encoded, named_ends
 from accel_sft.io.findings import Finding
 from accel_sft.models.adapters import is_mergeable
-from accel_sft.models.ends import answer_ends
-from accel_sft.models.load import load_model, load_tokenizer
+from accel_sft.models.load import load_model
 from accel_sft.models.merge import merge
 from accel_sft.models.pretrained import class_of, stored_dtype
 from accel_sft.models.source import Source, find_source
+from accel_sft.models.tokenizer import answer_ends, load_tokenizer
 from accel_sft.tools.rehearse.stages import fails, warns
 
 _EXACT, _ROUNDED = 1e-3, 5e-2
@@ -121,7 +121,7 @@ class Reloaded:
         if not is_mergeable(self.model):
             return "adapters of this type stay beside their base", []
         made = merge(self.source, self.tokenizer, None, trust_remote_code=self.trusted)
-        return f"{made.dtype}: {made.describe()}", []
+        return f"{made.dtype} weights", []
 
     @torch.no_grad()
     def generate(self) -> tuple[str, list[Finding]]:

@@ -17,11 +17,10 @@ from accel_sft.api.errors import UserError, first_line
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.io.findings import Finding
 from accel_sft.models.architecture import REFUSALS, alike
-from accel_sft.models.chat_template import template_of
 from accel_sft.models.pretrained import class_of, stored_dtype
-from accel_sft.models.shipped_files import shipped_files
-from accel_sft.models.source import Source, errors_explained
+from accel_sft.models.source import Source, errors_explained, shipped_files
 from accel_sft.models.targets import USED_ALONE, in_block, unfit
+from accel_sft.models.tokenizer import template_of
 from accel_sft.tools.rehearse.stages import fails, warns
 from accel_sft.training.prepare import Assembly
 

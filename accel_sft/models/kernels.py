@@ -1,0 +1,140 @@
+"""Packages that compute a loaded model's layers in another way: bitsandbytes, Liger's kernels, torch's compiler."""
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+from accel_sft.api.errors import UserError, first_line
+from accel_sft.launch.environment import device_count
+from accel_sft.models.architecture import without_adapter
+
+COMPILED_VARIANTS = 64
+"""Maximum number of variants of a block's code that torch compiles. All blocks of a model share one code, and a variant
+is needed for each combination of mask, dropout, gradient mode and adapter. The checks before the first step need up to
+11, which is more than torch's default, 8: all of training would then run uncompiled."""
+_FLAG = "--use-liger-kernel"
+_LEFT_OUT = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+"""Liger's losses are not used: the loss here is a sum over a whole step's supervised tokens (batching/loss.py)."""
+
+
+def bitsandbytes(flag: str) -> Any:
+    """The package bitsandbytes.
+
+    Raises:
+        UserError: it is not installed, or does not work here; the error names the `flag` that needs it.
+    """
+    try:
+        import bitsandbytes as package
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(f"{flag}: needs bitsandbytes ({error}); pip install 'accel-sft[bitsandbytes]'") from None
+    return package
+
+
+def in_4bit(name: str, settings: Any, compute: torch.dtype) -> dict[str, Any]:
+    """Arguments of transformers' from_pretrained for QLoRA (Dettmers et al., 2023): NF4, with its scales in 8 bits.
+
+    Args:
+        settings: the model's configuration.
+        compute: the type that weights are dequantized to for each product.
+    Raises:
+        UserError: bitsandbytes is not there, or the checkpoint is quantized already.
+    """
+    from transformers import BitsAndBytesConfig
+
+    bitsandbytes("--load-in-4bit")
+    if getattr(settings, "quantization_config", None):
+        raise UserError(f"--load-in-4bit: the weights of {name} are quantized already; leave it out, or name others")
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+    )
+    return {"quantization_config": quantization}
+
+
+def keep_as_trained(model: Any) -> None:
+    """Have 4-bit weights on a CPU keep, in evaluation, the form in which they are trained on.
+
+    In evaluation, on a CPU that multiplies bfloat16, bitsandbytes 0.50 repacks the weights, rounds their inputs, and
+    cannot train on the weights afterwards.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def liger() -> Any:
+    """The module of liger-kernel that puts kernels into models.
+
+    Raises:
+        UserError: liger-kernel is not installed or cannot be loaded, or there is no GPU (Triton's interpreter,
+            TRITON_INTERPRET=1, takes the place of a GPU, slowly).
+    """
+    if not device_count() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError(f"{_FLAG}: its kernels need a GPU; leave it out")
+    try:
+        from liger_kernel.transformers import monkey_patch
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(f"{_FLAG}: needs liger-kernel ({error}); pip install 'accel-sft[liger]'") from None
+    return monkey_patch
+
+
+def put_kernels_in(model: torch.nn.Module) -> int:
+    """Replace the forwards of the model's layers by Liger's kernels, in place, also below an adapter.
+
+    Returns:
+        the number of layers whose forward is now a kernel's; functions that kernels replace are not counted.
+    Raises:
+        UserError: Liger has no kernels for this family of models, or none that fit the installed transformers.
+    """
+    package = liger()
+    base = without_adapter(model)
+    family = base.config.model_type
+    if family not in package.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UserError(f"{_FLAG}: liger-kernel has no kernels for models of type {family}; leave it out")
+    try:
+        package._apply_liger_kernel_to_instance(base, **_LEFT_OUT)
+    except (AttributeError, ImportError, NotImplementedError, TypeError, ValueError) as error:
+        line = first_line(error)
+        raise UserError(f"{_FLAG}: its kernels do not fit this model of type {family} ({line}); leave it out") from None
+    return sum(_is_kernel(module.forward) for module in base.modules())
+
+
+def _is_kernel(forward: Any) -> bool:
+    return str(getattr(forward, "__module__", "")).startswith("liger_kernel.")
+
+
+def compile_blocks(model: Any) -> None:
+    """Have torch compile each of the model's repeated blocks, in place; torch compiles on their first forwards.
+
+    Raises:
+        UserError: the model does not say which blocks it repeats.
+    """
+    import torch._dynamo
+
+    names = set(getattr(model, "_no_split_modules", None) or [])
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise UserError("--compile: the model does not name its repeated blocks (_no_split_modules); leave it out")
+    torch._dynamo.config.recompile_limit = COMPILED_VARIANTS
+    for block in blocks:
+        block.compile(dynamic=True)  # forwards differ in length
+
+
+def trouble_of_compiling(error: BaseException) -> str:
+    """The message for an error of torch's compiler on the blocks' first forward; "" for any other error."""
+    compiler = sys.modules.get("torch._dynamo.exc")  # imported once torch compiles
+    if compiler is None or not isinstance(error, compiler.BackendCompilerFailed):
+        return ""
+    return (
+        f"--compile: torch cannot compile here ({first_line(error)[:200]}); it needs a compiler (g++, on GPUs gcc, or "
+        "the one that CXX or CC names) and a folder with room that it can write (TORCHINDUCTOR_CACHE_DIR, or else one "
+        "in the system's temporary folder); see to these, or leave --compile out"
+    )
+
+
+def compile_seconds() -> float:
+    """Seconds that torch has spent compiling in this process."""
+    from torch._dynamo.utils import calculate_time_spent
+
+    return calculate_time_spent().get("total_wall_time", 0.0)

@@ -1,0 +1,302 @@
+"""What turns rows into a model's input: its tokenizer, chat template and processor of images, and where answers end."""
+
+import dataclasses
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tokenizers import AddedToken
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError, first_line
+from accel_sft.chat.control_tokens import special_tokens
+from accel_sft.chat.encoded import Rules, end_of_turn_ids, named_ends
+from accel_sft.chat.rendering import Rendering
+from accel_sft.chat.template import MARK, no_template
+from accel_sft.io.files import expanded, read_json
+from accel_sft.io.run_dir import RunDir
+from accel_sft.io.text import LONGEST_ERROR, one_line
+from accel_sft.models.pretrained import OR_NONE, text_settings
+from accel_sft.models.source import Source, errors_explained
+from accel_sft.models.tiny import CHAT_TEMPLATE
+
+CHATML = "chatml"
+"""The value of `--chat-template` that stands for the built-in template."""
+_CONTROL = re.compile(r"<\|[^<>|\s'\"{}]+\|>")
+"""Marks that are surely control tokens of a template without a tokenizer of its own. Others, such as `<think>`,
+`[INST]` or `<tools>`, are plain text in some models."""
+_TURNS = [{"role": "system", "content": "!"}, {"role": "user", "content": "?"}]
+_IDLE = re.compile(r"^- `(\w+)`: ", re.M)
+"""Names of settings in the error by which transformers refuses to save some that have no effect."""
+
+
+@dataclasses.dataclass
+class GivenTemplate:
+    """The chat template that `--chat-template` names: `chatml`, a Jinja file, or that of a folder or hub id.
+
+    Attributes:
+        new_tokens: ids that `give` added to the tokenizer; the model has no trained embeddings for them.
+        lines: what `give` did, for the log.
+    """
+
+    name: str
+    trust_remote_code: bool
+    new_tokens: list[int] = dataclasses.field(default_factory=list)
+    lines: list[str] = dataclasses.field(default_factory=list)
+
+    def give(self, tokenizer: Any) -> None:
+        """Put the template into a tokenizer, in place of the one that it may have.
+
+        Control tokens of the template become special tokens: of another tokenizer's template those that are special
+        there, of a file those like `<|im_end|>` and the mark that ends an answer. The token that ends an answer becomes
+        the tokenizer's eos; its eos until then becomes the pad token, if there is none.
+
+        Raises:
+            UserError: the template cannot be read, or is none: it fails, or writes no answer.
+        """
+        tokenizer.chat_template, their_special = self._read()
+        if not tokenizer.chat_template.strip():
+            raise self._unusable("it is empty; name another")
+        rendering = Rendering(tokenizer)
+        try:
+            form = rendering.form(_TURNS, "a conversation")
+            written = rendering.template.text(form.with_answer(_TURNS, "!"), "a conversation", prompt=False)
+            written += rendering.template.text(form.given(_TURNS), "a conversation", prompt=True)
+        except UserError as error:
+            raise self._unusable(_failure(error)) from error
+        if form.drops_answer:
+            raise self._unusable("it writes no answer of an assistant; is it a chat template, in Jinja?")
+        # a template may put a mark together of parts, such as '<|' + role + '|>': so what it writes is searched, too
+        searched = f"{tokenizer.chat_template}\n{written}"
+        marks = (their_special or _CONTROL).findall(searched)
+        if not their_special:
+            marks += MARK.findall(form.tail)[:1]
+        known = special_tokens(tokenizer)
+        new = [mark for mark in dict.fromkeys(marks) if not known.fullmatch(mark)]
+        before = tokenizer.get_vocab()
+        if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+            tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in new], special_tokens=True)
+        self.new_tokens = [tokenizer.convert_tokens_to_ids(mark) for mark in new if mark not in before]
+        end = special_tokens(tokenizer).search(form.tail)
+        if end:
+            tokenizer.eos_token = end[0]
+        self._tell(new, end[0] if end else None, tokenizer.eos_token)
+
+    def _read(self) -> tuple[str, re.Pattern[str] | None]:
+        """The template's text and, if it is another tokenizer's, a pattern of that one's special tokens."""
+        if self.name == CHATML:
+            return CHAT_TEMPLATE, None
+        path = expanded(self.name, "--chat-template")
+        if path.is_file():
+            try:
+                return path.read_text(encoding="utf-8-sig"), None
+            except (OSError, ValueError) as error:
+                raise self._unusable(f"cannot be read ({first_line(error)})") from None
+        from transformers import AutoTokenizer
+
+        if (run := RunDir(path)).record.is_file():
+            path = run.final
+        name = str(path) if path.exists() else self.name
+        try:
+            with errors_explained(name):
+                other = AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
+            found = template_of(other, name)
+        except UserError as error:
+            cause = first_line(error).removeprefix(f"--model {name}: ")
+            raise self._unusable(f"neither {CHATML} nor a file, and as a model: {cause}") from error
+        if found is None:
+            raise self._unusable("this model's tokenizer has no chat template; name another")
+        if not isinstance(found, str):
+            other.chat_template = found
+            try:
+                found = other.get_chat_template()
+            except ValueError as error:
+                raise self._unusable(f"its chat template cannot be chosen: {first_line(error)}") from error
+        return found, special_tokens(other)
+
+    def _tell(self, new: list[str], end: str | None, eos: str | None) -> None:
+        if new:
+            made = f"{', '.join(new)}: tokens of the tokenizer from now on; every other mark of the template stays text"
+        else:
+            made = "the tokenizer has all its control tokens"
+        ends = f"answers end with {end}, at which generation stops" if end else f"it ends no answer: {eos} is put there"
+        self.lines.append(f"--chat-template {self.name}: {made}; {ends}")
+
+    def _unusable(self, cause: str) -> UserError:
+        return UserError(f"--chat-template {self.name}: {cause}")
+
+
+def _failure(error: UserError) -> str:
+    """Why a template fails, and where: the error of a rendering is of a model's own template, and a task's messages."""
+    cause = error.__cause__
+    if isinstance(cause, jinja2.TemplateSyntaxError):
+        return f"line {cause.lineno}: {one_line(cause.message or '', LONGEST_ERROR)}; fix it, or name another"
+    if cause is None:
+        return first_line(error)
+    text = str(cause) if isinstance(cause, jinja2.TemplateError) else f"{type(cause).__name__}: {cause}"
+    return f"it fails on a conversation: {one_line(text, LONGEST_ERROR)}; fix it, or name another"
+
+
+def template_of(tokenizer: Any, name: str) -> Any:
+    """A tokenizer's chat template, or the one in chat_template.json, where processors used to keep theirs and
+    tokenizers do not look; None if there is none."""
+    from transformers.utils import cached_file
+
+    if tokenizer.chat_template is not None:
+        return tokenizer.chat_template
+    with errors_explained(name):
+        path = cached_file(name, "chat_template.json", _raise_exceptions_for_missing_entries=False)
+    content = read_json(Path(path)) if path else None
+    found = content.get("chat_template") if isinstance(content, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def load_tokenizer(
+    source: Source, *, trust_remote_code: bool, given: GivenTemplate | None = None, templated: bool = True
+) -> Any:
+    """The tokenizer, with a pad token (its eos token if it has no pad token of its own).
+
+    Args:
+        given: the chat template to give it.
+        templated: whether it must have a chat template; raw text needs none.
+    Raises:
+        UserError: it cannot be loaded, or has no vocabulary, chat template or eos token.
+    """
+    from transformers import AutoTokenizer
+
+    with errors_explained(source.tokenizer):
+        tokenizer = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=trust_remote_code)
+    if given:
+        given.give(tokenizer)
+    tokenizer.chat_template = template_of(tokenizer, source.tokenizer)
+    if tokenizer.chat_template is None and templated:
+        raise UserError(no_template(source.tokenizer))
+    if tokenizer.chat_template is not None and not isinstance(tokenizer.chat_template, (str, dict)):
+        kind = type(tokenizer.chat_template).__name__
+        raise UserError(f"--model {source.tokenizer}: its chat template is {kind}, expected text; fix the tokenizer")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"--model {source.tokenizer}: its tokenizer names no eos_token to end an answer with")
+    if not tokenizer("The answer is 1.", add_special_tokens=False)["input_ids"]:
+        raise UserError(f"--model {source.tokenizer}: its tokenizer has no vocabulary; is its tokenizer.json there?")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules:
+    """Return the rules of tokenization besides the tokenizer, such as ids that end a turn and the maximum length."""
+    from transformers import GenerationConfig
+    from transformers.utils import cached_file
+
+    generation = None  # a model may have no such file; then only the tokenizer's eos ends answers
+    with errors_explained(source.weights):
+        if cached_file(source.weights, "generation_config.json", **OR_NONE):
+            generation = GenerationConfig.from_pretrained(source.weights)
+    served = generation or text_settings(source.weights, trust_remote_code=config.trust_remote_code)
+    ends = frozenset(answer_ends(tokenizer, generation))
+    if wrong := [token for token in ends if type(token) is not int]:
+        raise UserError(f"--model {source.weights}: generation_config.json: eos_token_id {wrong[0]!r} is no number")
+    assert config.max_length is not None  # the settings are resolved
+    assert config.thinking is not None
+    assert config.control_tokens is not None
+    return Rules(
+        ends,
+        config.max_length,
+        config.truncation,
+        thinking=config.thinking,
+        day=config.template_date,
+        control_tokens=config.control_tokens,
+        served_ends=frozenset(named_ends(served)),
+    )
+
+
+def answer_ends(tokenizer: Any, generation_config: Any) -> set[int]:
+    """Ids that end an answer: `end_of_turn_ids` and, if the chat template writes none of them behind an answer, the
+    special token that ends turns there. Qwen's base models are such: their eos ends texts, and ChatML turns.
+    """
+    ends = end_of_turn_ids(tokenizer, generation_config)
+    written = Rendering(tokenizer).ends()
+    return ends if ends.intersection(written) else ends | {*written[:1]}
+
+
+def stop_at_ends(model: Any, tokenizer: Any, log: Callable[[str], None]) -> None:
+    """Have generation stop where answers end, also that of plain transformers with the exported weights.
+
+    Settings without effect, such as a temperature where nothing is drawn, are taken out if transformers would refuse
+    to save them beside the first exported weights.
+    """
+    if not model.can_generate():
+        return
+    settings = model.generation_config
+    ends, eos = answer_ends(tokenizer, settings), tokenizer.eos_token_id
+    if ends - named_ends(settings):
+        settings.eos_token_id = [eos, *sorted(ends - {eos})]
+    with tempfile.TemporaryDirectory() as folder:  # what is refused depends on the version, and on what was changed
+        try:
+            settings.save_pretrained(folder)
+        except ValueError as error:
+            idle = _IDLE.findall(str(error))
+            given = ", ".join(f"{name} {getattr(settings, name)}" for name in idle)
+            log(f"generation_config.json: {given}: without effect, and left out of what is exported")
+            for name in idle:
+                setattr(settings, name, None)
+            settings.save_pretrained(folder)
+
+
+def load_processor(source: Source, *, model: str, trust_remote_code: bool) -> Any:
+    """The processor of a model that reads images.
+
+    Transformers needs torchvision to read videos. Where it is not installed, the processor is made without its part for
+    videos, and Pillow reads the images.
+
+    Raises:
+        UserError: Pillow is missing, or the model has no processor for images, or one that cannot be used here.
+    """
+    from transformers import AutoConfig, AutoProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+    from transformers.utils import is_torchvision_available, is_vision_available
+
+    name = source.weights
+    shown = model if model == "tiny" else name
+    if not is_vision_available():
+        raise UserError("the data has images, which need Pillow: pip install 'accel-sft[images]'")
+    if has_torchvision := is_torchvision_available():
+        try:
+            import torchvision  # noqa: F401
+        except (ImportError, OSError, RuntimeError) as error:  # PyPI's build is for CUDA, and fails without it
+            cause = one_line(str(error), LONGEST_ERROR)
+            raise UserError(
+                f"torchvision is installed and cannot be loaded ({cause}); install the build for this torch, or "
+                "uninstall it: images are read without it too"
+            ) from error
+    with errors_explained(name):
+        settings = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        kind: Any = PROCESSOR_MAPPING.get(type(settings), None)
+        if kind is None or "image_processor" not in kind.get_attributes():
+            raise UserError(f"--model {shown}: it reads no images, and the data has some; name a vision-language model")
+        if "video_processor" in kind.get_attributes() and not has_torchvision:
+            processor = _without_videos(kind, name, trust_remote_code)
+        else:
+            processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if getattr(processor, "image_token", None) is None or not hasattr(processor, "image_token_ids"):
+        raise UserError(f"--model {name}: {type(processor).__name__} names no token of an image")
+    return processor
+
+
+def _without_videos(kind: Any, name: str, trust: bool) -> Any:
+    """A processor of this kind whose part for videos is None."""
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    def check(self: Any, name: str, part: Any) -> Any:
+        return None if part is None else kind.check_argument_for_proper_class(self, name, part)
+
+    images_only: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": check})
+    loaders: dict[str, Any] = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
+    loaded = {part: loader.from_pretrained(name, trust_remote_code=trust) for part, loader in loaders.items()}
+    parts = [loaded.get(part) for part in kind.get_attributes()]
+    settings, _ = kind.get_processor_dict(name)
+    return images_only.from_args_and_dict(parts, settings)
