@@ -82,5 +82,6 @@ def read(task: Task, config: TrainConfig) -> Lengths:
 
 def _key(task: Task, config: TrainConfig) -> str:
     kind = f"{type(task).__module__}.{type(task).__qualname__}"
-    parts = [kind, dataclasses.asdict(task), {name: getattr(config, name) for name in _DECIDE}]
+    form = [field.name for field in dataclasses.fields(Lengths)]  # another version may keep others
+    parts = [kind, dataclasses.asdict(task), {name: getattr(config, name) for name in _DECIDE}, form]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]
