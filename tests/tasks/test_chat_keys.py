@@ -244,6 +244,33 @@ BAD_TURNS = {
         "thinking or results of tools, then text, then calls of tools",
     ),
     "thinking in two places": (said(content="<think>t</think>a", thinking="t"), "messages[].content", "no <think>, as"),
+    "thinking that an answer closes": (
+        said(content="t</think>a", thinking="t"),
+        "messages[].content",
+        "no <think>, as",
+    ),
+    **{
+        f"a call {way} as text {text}": (messages(ASK, *turns), "messages[]", "no call as text")
+        for text in (
+            '<tool_call>\n{"name": "w", "arguments": {"city": "Paris"}}\n</tool_call>',
+            "I look. <tool_call>w<arg_key>city</arg_key>",
+            '[TOOL_CALLS][{"name": "w"',
+            "<|tool_call|>[w]",
+            "<minimax:tool_call>",
+            "<｜tool▁calls▁begin｜>w",
+            "<|python_tag|>w.call()",
+            "<function=w>",
+            'ok {"name": "w", "parameters": {"city": "Paris"}}',
+        )
+        for way, turns in enumerate(
+            (
+                [{**ANSWER, "content": text, "tool_calls": [CALL]}],
+                [{**ANSWER, "content": text, "function_call": CALL["function"]}],
+                [{**ANSWER, "content": [{"type": "text", "text": text}, {"type": "tool_use", **CALL["function"]}]}],
+                [{**ANSWER, "content": text}, {**ANSWER, "content": None, "tool_calls": [CALL]}],
+            )
+        )
+    },
     "marks that differ": (said(weight=1, loss=False), "messages[].loss", "the same as weight 1, got False"),
     "a role with a name in it": (messages({"role": "Bob", "content": "u"}, ANSWER), "messages[].role", "system, user"),
     "variables that are a list": (messages(ASK, ANSWER, chat_template_kwargs=[1]), "chat_template_kwargs", "an object"),
@@ -257,6 +284,12 @@ def test_a_row_with_a_bad_turn_is_left_out(case):
         parsed(row)
     assert str(caught.value).startswith(f"malformed (field {field!r}: expected {expected}")
     assert "Bob" not in str(caught.value)  # what differs from row to row would make a line for each
+
+
+def test_a_call_of_another_tool_in_a_text_is_kept():
+    for content in ('Like {"name": "v", "arguments": {}}?', "I call the tool w."):
+        (answer,) = parsed(said(content=content, tool_calls=[CALL])).example.answered
+        assert (answer["content"], answer["tool_calls"]) == (content, [CALL])
 
 
 def test_bad_rows_are_counted_and_strict_rows_refuses_their_file(tmp_path):
