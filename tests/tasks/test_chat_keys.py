@@ -12,6 +12,7 @@ from accel_sft_chat import Chat
 from accel_sft_chat.keys import AS_JSON, RowRefused
 from accel_sft_chat.messages import OTHERS_MARKED
 from accel_sft_chat.task import parse_row
+from accel_sft_chat.turns import JOINED
 
 SYSTEM, ASK, ANSWER = ({"role": role, "content": role[:1]} for role in ("system", "user", "assistant"))
 AGAIN, MORE = {"role": "user", "content": "u2"}, {"role": "assistant", "content": "a2"}
@@ -39,6 +40,19 @@ THOUGHT = [{**ANSWER, "reasoning_content": "t"}]
 READ = {
     "a system_prompt column": (messages(ASK, ANSWER, system_prompt="s"), [SYSTEM, ASK], [ANSWER]),
     "a system column of parts": (messages(ASK, ANSWER, system=[text("s")]), [SYSTEM, ASK], [ANSWER]),
+    "a system column that is a message": (messages(ASK, ANSWER, system=SYSTEM), [SYSTEM, ASK], [ANSWER]),
+    "a system column of messages as JSON": (
+        messages(ASK, ANSWER, system=json.dumps([SYSTEM])),
+        [SYSTEM, ASK],
+        [ANSWER],
+    ),
+    "a system column of ShareGPT": (
+        messages(ASK, ANSWER, system={"from": "system", "value": "s"}),
+        [SYSTEM, ASK],
+        [ANSWER],
+    ),
+    "a system column of a part": (messages(ASK, ANSWER, system={"text": "s"}), [SYSTEM, ASK], [ANSWER]),
+    "a system column of a text in a list": (messages(ASK, ANSWER, system=["s"]), [SYSTEM, ASK], [ANSWER]),
     "an empty system turn": (
         messages({**SYSTEM, "content": ""}, ASK, ANSWER),
         [{**SYSTEM, "content": ""}, ASK],
@@ -273,6 +287,14 @@ BAD_TURNS = {
     },
     "marks that differ": (said(weight=1, loss=False), "messages[].loss", "the same as weight 1, got False"),
     "a role with a name in it": (messages({"role": "Bob", "content": "u"}, ANSWER), "messages[].role", "system, user"),
+    **{
+        f"a system column of {system}": (
+            {"prompt": "u", "completion": "a", "system_prompt": system},
+            "system_prompt",
+            "a system prompt",
+        )
+        for system in (ASK, {"s": 1}, {"base64": "/w=="}, 5, ["s", 5])
+    },
     "variables that are a list": (messages(ASK, ANSWER, chat_template_kwargs=[1]), "chat_template_kwargs", "an object"),
 }
 
@@ -356,6 +378,14 @@ def test_numbers_lists_and_objects_are_read_as_json():
     for found in ([], [{"name": "Bob", "role": "father"}]):
         assert json.loads(parsed({"prompt": "u", "completion": found}).example.answer["content"]) == found
     assert AS_JSON not in parsed(messages(ASK, {"role": "tool", "content": {"a": 1}}, ANSWER)).notes
+
+
+@pytest.mark.parametrize("system", [["s", "t"], [SYSTEM, {**SYSTEM, "content": "t"}]])
+def test_several_system_prompts_of_a_column_are_joined(system):
+    found = parsed({"instruction": "u", "output": "a", "system": system})
+    assert found.example.prompt[0] == {"role": "system", "content": "s\n\nt"}
+    assert JOINED.format("system") in found.notes
+    assert AS_JSON not in found.notes
 
 
 def test_a_mark_on_a_turn_that_is_not_the_assistants_is_told():

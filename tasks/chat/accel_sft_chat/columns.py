@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from accel_sft import RowProblem
 from accel_sft_chat.images import with_images
-from accel_sft_chat.keys import VIDEOS, Remarks, RowRefused, preferred, refused_in
+from accel_sft_chat.keys import AS_JSON, VIDEOS, Remarks, RowRefused, preferred, refused_in
 from accel_sft_chat.messages import IN_PROMPT, Turn, content_of, json_in, kind, read_turns, text_of
+from accel_sft_chat.turns import JOINED
 
 COLUMNS = {
     "messages": ("messages", "conversations", "conversation", "dialogue", "dialog"),
@@ -212,9 +213,26 @@ def _text(row: Mapping[str, Any], column: str, remarks: Remarks, *, needed: bool
 
 
 def _system(row: Mapping[str, Any], column: str, remarks: Remarks) -> str:
-    """The system prompt of a column: a text or, as Anthropic has it, a list of parts."""
+    """The system prompt of a column: a text, a message or, as Anthropic has it, a part; or a list of them."""
     value = row.get(column)
-    return content_of(value, column, "system", False, remarks)["content"] if value else ""
+    if not value:
+        return ""
+    held = _messages_in(value) or (value if isinstance(value, list) else [value])
+    if all(isinstance(text, str) for text in held):
+        texts = held
+    elif all(map(_is_message, held)):
+        turns = read_turns(held, column, remarks)[0]
+        if other := next((turn["role"] for turn in turns if turn["role"] != "system"), None):
+            raise RowProblem(column, f"a system prompt, got a turn of the {other}")
+        texts = [turn["content"] for turn in turns]
+    else:
+        texts = [content_of(held, column, "system", False, parts := Remarks())["content"]]
+        if AS_JSON in parts.notes:
+            raise RowProblem(column, f"a system prompt: text, a message or parts, got {kind(value)}")
+        remarks.unread |= parts.unread
+    if len(texts) > 1:
+        remarks.notes[JOINED.format("system")] = None
+    return "\n\n".join(texts)
 
 
 def _pair(row: Mapping[str, Any], prompt: str, completion: str, remarks: Remarks) -> list[Turn]:
