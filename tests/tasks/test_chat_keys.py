@@ -295,6 +295,20 @@ BAD_TURNS = {
         )
         for system in (ASK, {"s": 1}, {"base64": "/w=="}, 5, ["s", 5])
     },
+    **{
+        f"a template variable {given}": (
+            messages(ASK, ANSWER, chat_template_kwargs=given),
+            f"chat_template_kwargs.{name}",
+            "true or false as JSON",
+        )
+        for name, value in (
+            ("enable_thinking", "false"),
+            ("thinking", "True"),
+            ("enable_thinking", "no"),
+            ("enable_x", 0),
+        )
+        for given in ({name: value}, json.dumps({name: value}))
+    },
     "variables that are a list": (messages(ASK, ANSWER, chat_template_kwargs=[1]), "chat_template_kwargs", "an object"),
 }
 
@@ -405,6 +419,8 @@ def test_template_variables_of_a_row_reach_its_conversation():
         example = parsed(messages(ASK, ANSWER, chat_template_kwargs=value)).example
         assert conversation(Chat(train_file="x"), [example], "train", 0).offered == {"enable_thinking": False}
     assert parsed(messages(ASK, ANSWER, chat_template_kwargs={})).example.variables is None
+    given = {"thinking": True, "effort": "none", "enable_thinking": False, "depth": 0}
+    assert parsed(messages(ASK, ANSWER, chat_template_kwargs=given)).example.variables == given
 
 
 @pytest.mark.parametrize(

@@ -324,4 +324,8 @@ def _variables(row: Mapping[str, Any]) -> dict[str, Any] | None:
         raise RowProblem(_VARIABLES, f"an object, or JSON of one, got {kind(value)}")
     if own := [name for name in value or () if name in _GIVEN]:
         raise RowRefused(f"{_VARIABLES}.{own[0]}", "variables of the template alone: the trainer gives this one itself")
+    for name, held in (value or {}).items():
+        as_text = isinstance(held, str) and held.strip().lower() in ("true", "false")  # true for every template
+        if as_text or (name.startswith("enable_") and not isinstance(held, (bool, type(None)))):
+            raise RowProblem(f"{_VARIABLES}.{name}", f"true or false as JSON, no text or number, got {held!r:.40}")
     return {name: held for name, held in (value or {}).items() if held is not None} or None
