@@ -119,6 +119,21 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, expected):
     assert len(got) < 140
 
 
+def test_table_by_columns_is_no_row(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    table, path = pandas.DataFrame({"prompt": ["q1", "q2"], "completion": [["a1"], {"0": 2}]}), tmp_path / "a.json"
+    for part in (table, table[1:], table[["prompt"]]):
+        part.to_json(path)
+        with pytest.raises(
+            UserError, match=r'a\.json:1: expected a row, got columns, .*orient="records", lines=True'
+        ) as caught:
+            read_rows(path, dict)
+        assert len(caught.value.problems[0].removeprefix(str(tmp_path))) < 140
+    rows = [{"answer": {"0": "x"}, "n": 1}, {"answer": {"0": "x"}, "more": {"1": "x"}}, {"answer": {}, "more": {}}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert list(read_rows(path, dict)) == rows
+
+
 ODD = {
     "gzip by content": ("a.jsonl", gzip.compress(JSONL), TEXTS),
     "bzip2 by content": ("a.csv", bz2.compress(CSV), TEXTS),

@@ -211,6 +211,14 @@ REFUSED = {
         "chat_template_kwargs.tools",
         "variables of the template alone",
     ),
+    **{
+        f"columns as lists {first}": (
+            {first: ["u", "u2"], second: ["a", "a2"]},
+            first,
+            f"one text, got 2 here and in {second}",
+        )
+        for first, second in (("prompt", "completion"), ("instruction", "output"))
+    },
     "preferences": ({"prompt": "u", "chosen": "a", "rejected": "b"}, None, "one answer, got chosen and rejected"),
     "an unknown form": ({"words": "x"}, None, "columns messages or conversations"),
 }

@@ -135,6 +135,9 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     else:
         second, earlier = column(form[1]), column("history")
         read |= {second, earlier}
+        if number := _rows_in(row[first], row[second]):
+            expected = f"one text, got {number} here and in {second}: columns; write a row for each, as JSON Lines"
+            raise RowRefused(first, expected)
         if form[0] == "prompt":
             past = [{**turn, IN_PROMPT: True} for turn in _history(row, earlier, remarks)]
             turns = [*past, *_pair(row, first, second, remarks)]
@@ -233,6 +236,13 @@ def _system(row: Mapping[str, Any], column: str, remarks: Remarks) -> str:
     if len(texts) > 1:
         remarks.notes[JOINED.format("system")] = None
     return "\n\n".join(texts)
+
+
+def _rows_in(*columns: Any) -> int:
+    """How many rows a row holds if its columns are lists of as many texts; 0 if it is one row."""
+    if not all(isinstance(column, list) and all(isinstance(text, str) for text in column) for column in columns):
+        return 0
+    return len(columns[0]) if len(set(map(len, columns))) == 1 else 0
 
 
 def _pair(row: Mapping[str, Any], prompt: str, completion: str, remarks: Remarks) -> list[Turn]:
