@@ -174,6 +174,25 @@ def test_a_bad_row_of_parquet_is_named_by_its_number_and_bytes_are_no_text(tmp_p
     )
 
 
+def test_narrow_floats_of_parquet_are_their_shortest_numbers(tmp_path):
+    kept = [0.1, 0.7, -2.5, 0.0001, 3.0, None]
+    for type in (pyarrow.float16(), pyarrow.float32(), pyarrow.float64()):
+        given = pyarrow.array(kept).cast(type)
+        columns = {
+            "one": given,
+            "known": given.dictionary_encode() if type.bit_width > 16 else given,
+            "many": pyarrow.array([[number] for number in given.to_pylist()], pyarrow.list_(type)),
+            "in": pyarrow.array([{"x": number} for number in given.to_pylist()], pyarrow.struct([("x", type)])),
+            "map": pyarrow.array([[("x", number)] for number in given.to_pylist()], pyarrow.map_("string", type)),
+        }
+        pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / f"{type}.parquet")
+        rows = list(read_rows(tmp_path / f"{type}.parquet", dict))
+        for row, number in zip(rows, kept, strict=True):
+            held = {name: row[name] for name in row if name != "in"}
+            assert held == {"one": number, "known": number, "many": [number], "map": [["x", number]]}, type
+            assert number is None or row["in"] == {"x": number}
+
+
 def test_texts_of_parquet_as_bytes_are_texts(tmp_path):
     row = {"answer": "é".encode(), "image": b"P1", "turns": [{"content": b"x", "bytes": b"y"}]}
     path = parquet(tmp_path / "a.parquet", [row])
