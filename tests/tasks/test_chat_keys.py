@@ -151,7 +151,9 @@ def test_agents_traces_become_calls_results_and_thinking():
     assert found.tools == [{"type": "function", "function": SCHEMA}]
 
 
-@pytest.mark.parametrize("schema", [{"type": "function", **SCHEMA}, SCHEMA, {"type": "function", "function": SCHEMA}])
+@pytest.mark.parametrize(
+    "schema", [{"type": "function", **SCHEMA}, SCHEMA, {"type": "function", "function": SCHEMA}, json.dumps(SCHEMA)]
+)
 def test_a_flat_schema_of_a_tool_has_no_second_type(schema):
     assert parsed(messages(ASK, ANSWER, tools=[schema])).example.tools == [{"type": "function", "function": SCHEMA}]
 

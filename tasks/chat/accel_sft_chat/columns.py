@@ -301,7 +301,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
-    """The schemas of tools, from a list or JSON of one; None if there are none."""
+    """The schemas of tools, from a list of them or of JSON of each, or JSON of a list; None if there are none."""
     value = row.get(column)
     if isinstance(value, str):
         try:
@@ -310,8 +310,11 @@ def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
             raise RowProblem(column, f"JSON of a list of tools ({error})") from None
     if not value:
         return None
-    tools = value if isinstance(value, list) else [value]
+    tools = [*value] if isinstance(value, list) else [value]
     for number, tool in enumerate(tools):
+        if isinstance(tool, str):
+            with contextlib.suppress(ValueError):  # refused below
+                tools[number] = tool = json_in(tool)
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowProblem(f"{column}[{number}]", f"a tool's schema, an object with a name, got {kind(tool)}")
