@@ -274,7 +274,11 @@ BAD_TURNS = {
         "no <think>, as",
     ),
     **{
-        f"a call {way} as text {text}": (messages(ASK, *turns), "messages[]", "no call as text")
+        f"a call {way} as text {text}": (
+            messages(ASK, *turns),
+            "messages[]",
+            "calls in tool_calls alone, not as text in the content too",
+        )
         for text in (
             '<tool_call>\n{"name": "w", "arguments": {"city": "Paris"}}\n</tool_call>',
             "I look. <tool_call>w<arg_key>city</arg_key>",

@@ -91,8 +91,8 @@ def _refuse_written_calls(before: list[Turn], turn: Turn, field: str) -> None:
     for said in [*(other for other in before if other["role"] == "assistant"), turn] if calls else ():
         mark = _CALL_MARK.search(said["content"])
         if mark or any(function in calls for _, _, function in functions_in(said["content"])):
-            shown = f" ({mark[0][:40]})" if mark else ""
-            raise RowProblem(field, f"no call as text{shown} in the content, as the calls stand beside it")
+            got = kind(mark[0] if mark else said["content"])
+            raise RowProblem(field, f"calls in tool_calls alone, not as text in the content too, got {got}")
 
 
 def text_of(value: Any, field: str, remarks: Remarks) -> str:
