@@ -225,8 +225,9 @@ def _check(rows: RowFile, values: Iterable[Located], parse: Parse, written: Bina
 def _is_table(row: dict[str, Any]) -> bool:
     """Whether an object is a whole table by columns, as pandas writes it: each an object with the same row numbers."""
     rows = next(iter(row.values()), None)
-    numbered = isinstance(rows, dict) and bool(rows) and all(map(str.isdecimal, rows))
-    return numbered and all(isinstance(column, dict) and column.keys() == rows.keys() for column in row.values())
+    if not rows or not isinstance(rows, dict) or not all(map(str.isdecimal, rows)):
+        return False
+    return all(isinstance(column, dict) and column.keys() == rows.keys() for column in row.values())
 
 
 def _described(problems: Tally, rows: RowFile, bad: int) -> Iterator[str]:
