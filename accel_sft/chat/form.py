@@ -180,6 +180,9 @@ class Forms:
         if self._thinking == "keep":
             form = self._with_thinking(form, turns, asked, split, offered)
         if turns[0]["role"] == "user" and not offered:
+            if "name" in turns[0]:  # some templates write it before the text
+                unnamed = [{"role": "user", "content": turns[0]["content"]}, *turns[1:]]
+                asked = self._template.text(form.given(unnamed), split, prompt=True, offered=offered)
             form = dataclasses.replace(form, own_system=_own_system(asked, turns[0]["content"] or ANSWER))
         for line in (*_remarks(form, turns), *self._warnings(form, offered)):
             self._note(line)

@@ -189,7 +189,8 @@ def arrow_rows(tables: Iterable[Any], name: str) -> Iterator[Located]:
 
 def _as_written(value: Any, type: Any, name: str) -> Any:
     """A value as it was before Arrow gave all objects of a column the same keys: without nulls, unless Arrow knows no
-    other value of the key. Of JSON that `datasets` keeps as a text, the value; of bytes that are UTF-8, the text.
+    other value of the key. Of JSON that `datasets` keeps as a text, the value; of bytes that are UTF-8, the text; of a
+    float of 32 or 16 bits, the shortest number that it stands for: 0.1, not 0.10000000149011612.
 
     Raises:
         RowProblem: JSON of the key `name` is malformed.
@@ -199,6 +200,13 @@ def _as_written(value: Any, type: Any, name: str) -> Any:
         return {field.name: _as_written(value[field.name], field.type, field.name) for field in given}
     if isinstance(value, list) and hasattr(type, "value_type"):
         return [_as_written(element, type.value_type, name) for element in value]
+    if isinstance(value, float):
+        import numpy as np  # not at the top: authors of tasks import this module
+
+        bits = getattr(type, "value_type", type).bit_width  # the type of a dictionary's values
+        return float(str({16: np.float16, 32: np.float32}.get(bits, float)(value)))
+    if isinstance(value, list) and hasattr(type, "item_type"):
+        return [(key, _as_written(item, type.item_type, name)) for key, item in value]
     if isinstance(value, bytes) and name not in _IMAGES and b"\0" not in value:  # other programs write texts so
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()

@@ -36,6 +36,7 @@ _KIND, _PLACES, _TEXT, _PLAIN = "rows", "places.bin", "rows.jsonl", "decompresse
 _FORM = 6
 """Version of a cache entry's form; it changes when older entries can no longer be read."""
 _ROWS = "a JSON array of objects, one JSON object per line, or a header and rows"
+_ROW_OF_TABLE = 'a row, got columns, as of df.to_json(); write rows: df.to_json(FILE, orient="records", lines=True)'
 
 Parse = Callable[[dict[str, Any]], Any]
 Read = Callable[[Path, contextlib.ExitStack], Iterable[Located]]
@@ -193,6 +194,8 @@ def _check(rows: RowFile, values: Iterable[Located], parse: Parse, written: Bina
                 raise value
             if not isinstance(value, dict):
                 raise RowProblem(None, f"a JSON object, got {type(value).__name__}")
+            if _is_table(value):
+                raise RowProblem(None, _ROW_OF_TABLE)
             parsed = parse(value)
             if not isinstance(parsed, ParsedRow):
                 parsed = ParsedRow(parsed)
@@ -217,6 +220,14 @@ def _check(rows: RowFile, values: Iterable[Located], parse: Parse, written: Bina
         raise UserError(f"{rows.name}: no rows; expected {_ROWS}")
     rows.places = places
     return bad
+
+
+def _is_table(row: dict[str, Any]) -> bool:
+    """Whether an object is a whole table by columns, as pandas writes it: each an object with the same row numbers."""
+    rows = next(iter(row.values()), None)
+    if not rows or not isinstance(rows, dict) or not all(map(str.isdecimal, rows)):
+        return False
+    return all(isinstance(column, dict) and column.keys() == rows.keys() for column in row.values())
 
 
 def _described(problems: Tally, rows: RowFile, bad: int) -> Iterator[str]:

@@ -90,6 +90,11 @@ class Rows(Sequence[Row]):
         of_file = [source for source, (_, files) in enumerate(self._given) for _ in range(files)]
         return [of_file[file] for file, _ in map(self._file_of, indices)]
 
+    def shares_rows(self, other: Any) -> bool:
+        """Whether some of these rows are `other`'s too, from one reading: a task evaluates them on purpose, and its
+        notes say so."""
+        return isinstance(other, Rows) and other._files is self._files and not {*self._chosen}.isdisjoint(other._chosen)
+
     def places(self, indices: Sequence[int]) -> list[Place]:
         """The places of the rows with these indices."""
         return [self._files[file].place(row) for file, row in map(self._file_of, indices)]

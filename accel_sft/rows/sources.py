@@ -23,11 +23,19 @@ _NO_DATA = re.compile(r"\..*|config\.json|dataset_(dict|infos?)\.json|state\.jso
 """Names of hidden files, and of those beside the rows of a data set that hold none, or copies of them."""
 _USUAL = {"train": ["train"], "validation": ["validation", "test"]}
 """For each use: the splits of which the first that exists is read, if none is named."""
-_WORDS = {"validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation", "train": "train|training"}
-_IN_NAME = {
-    split: re.compile(rf"(^|[-._ =0-9])({words})([-._ =0-9]|$)", re.IGNORECASE) for split, words in _WORDS.items()
+_WORDS = {
+    "validation": "validation|valid|dev|val",
+    "test": "tests?|testing|evals?|evaluation|hold[-_ ]?outs?|held[-_ ]?out",
+    "train": "train|training",
 }
-"""What is in the names of each split's files and folders, as in `datasets` (data_files.py), and behind "="."""
+_IN_NAME = {
+    split: re.compile(rf"(^|[-._ =0-9])({words})(sets?|data|split)?([-._ =0-9]|$)", re.IGNORECASE)
+    for split, words in _WORDS.items()
+}
+"""What is in the names of each split's files and folders, as in `datasets` (data_files.py), and behind "="; also in one
+word with "set" or "data", and what is held out, which would else be trained on."""
+_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+"""Where a word begins within another, as in TestData."""
 _SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 """Files of a data set of the hub; its splits may have any names, and it has no other rows."""
 
@@ -151,7 +159,7 @@ def _split_by_name(name: str) -> str:
     folder that names train too, such as train_test_split, is of both."""
     *folders, file = name.split("/")
     for part in (*reversed(folders), file):
-        signs = [split for split, sign in _IN_NAME.items() if sign.search(part)]
+        signs = [split for split, sign in _IN_NAME.items() if sign.search(_CAPITAL.sub("_", part))]
         if signs and signs != ["train"] and (part == file or "train" not in signs):
             return signs[0]  # "train" is the last
     return "train"

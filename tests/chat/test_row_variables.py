@@ -106,6 +106,19 @@ def test_an_empty_system_turn_is_no_default_system_prompt(tokenizer):
     assert encoded(own, rows[0]).notes == encoded(with_template(tokenizer, TURNS), rows[1]).notes == []
 
 
+def test_name_of_a_user_is_no_system_prompt(tokenizer):
+    named = {**ASK, "name": "Bob"}
+    plain, told = (
+        text.replace("{{ m.role }}", "{{ m.role ~ (' name=' ~ m.name if m.name else '') }}")
+        for text in (TURNS, DEFAULT)
+    )
+    own = 'chat template: rows without a system prompt get its own: "You are a kind helper."'
+    for template, notes in ((plain, []), (told, [own])):
+        model = with_template(tokenizer, template)
+        assert encoded(model, ([named], "no")).notes == notes
+        assert "user name=Bob\n" in prompts(model, ([named], "no"))[0]
+
+
 @pytest.mark.parametrize("refused", ["", " and not messages[0].content"])
 def test_an_empty_system_turn_is_left_out_where_refused(tokenizer, refused):
     own = with_template(tokenizer, NO_SYSTEM.replace(" == 'system'", f" == 'system'{refused}"))

@@ -44,7 +44,24 @@ SPLITS = {
     ),
     "a file of two names": (["a.jl", "train_eval.jsonl"], {"train": ["a.jl"], "test": ["train_eval.jsonl"]}),
     "others train": (["a.jsonl", "b 2.jsonl", "Test-1.jsonl"], {"train": ["a.jsonl", "b 2.jsonl"]}),
-    "no such words": (["latest.jsonl", "device.jsonl"], {"train": ["device.jsonl", "latest.jsonl"]}),
+    "no such words": (
+        ["latest.jsonl", "device.jsonl", "unittest.jsonl", "latestData.jsonl", "trainset.jsonl"],
+        {"train": ["device.jsonl", "latest.jsonl", "latestData.jsonl", "trainset.jsonl", "unittest.jsonl"]},
+    ),
+    "words in one": (
+        [
+            *("train.jsonl", "traindata.jsonl", "devset.jsonl", "validset2.jsonl", "ValSplit.jsonl", "testset/a.jsonl"),
+            *("TestData.jsonl", "myTestSet.jsonl", "evalset.jsonl", "holdout.jsonl", "held-out_1.jsonl", "tests.jsonl"),
+        ],
+        {
+            "train": ["train.jsonl", "traindata.jsonl"],
+            "validation": ["ValSplit.jsonl", "devset.jsonl", "validset2.jsonl"],
+            "test": [
+                *("TestData.jsonl", "evalset.jsonl", "held-out_1.jsonl", "holdout.jsonl", "myTestSet.jsonl"),
+                *("tests.jsonl", "testset/a.jsonl"),
+            ],
+        },
+    ),
 }
 
 

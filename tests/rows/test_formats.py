@@ -119,6 +119,21 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, expected):
     assert len(got) < 140
 
 
+def test_table_by_columns_is_no_row(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    table, path = pandas.DataFrame({"prompt": ["q1", "q2"], "completion": [["a1"], {"0": 2}]}), tmp_path / "a.json"
+    for part in (table, table[1:], table[["prompt"]]):
+        part.to_json(path)
+        with pytest.raises(
+            UserError, match=r'a\.json:1: expected a row, got columns, .*orient="records", lines=True'
+        ) as caught:
+            read_rows(path, dict)
+        assert len(caught.value.problems[0].removeprefix(str(tmp_path))) < 140
+    rows = [{"answer": {"0": "x"}, "n": 1}, {"answer": {"0": "x"}, "more": {"1": "x"}}, {"answer": {}, "more": {}}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert list(read_rows(path, dict)) == rows
+
+
 ODD = {
     "gzip by content": ("a.jsonl", gzip.compress(JSONL), TEXTS),
     "bzip2 by content": ("a.csv", bz2.compress(CSV), TEXTS),
@@ -157,6 +172,25 @@ def test_a_bad_row_of_parquet_is_named_by_its_number_and_bytes_are_no_text(tmp_p
     assert caught.value.problems == (
         f"{path}: row 1: field 'answer': expected text, got dict; rows 2, 3 have the same problem",
     )
+
+
+def test_narrow_floats_of_parquet_are_their_shortest_numbers(tmp_path):
+    kept = [0.1, 0.7, -2.5, 0.0001, 3.0, None]
+    for type in (pyarrow.float16(), pyarrow.float32(), pyarrow.float64()):
+        given = pyarrow.array(kept).cast(type)
+        columns = {
+            "one": given,
+            "known": given.dictionary_encode() if type.bit_width > 16 else given,
+            "many": pyarrow.array([[number] for number in given.to_pylist()], pyarrow.list_(type)),
+            "in": pyarrow.array([{"x": number} for number in given.to_pylist()], pyarrow.struct([("x", type)])),
+            "map": pyarrow.array([[("x", number)] for number in given.to_pylist()], pyarrow.map_("string", type)),
+        }
+        pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / f"{type}.parquet")
+        rows = list(read_rows(tmp_path / f"{type}.parquet", dict))
+        for row, number in zip(rows, kept, strict=True):
+            held = {name: row[name] for name in row if name != "in"}
+            assert held == {"one": number, "known": number, "many": [number], "map": [["x", number]]}, type
+            assert number is None or row["in"] == {"x": number}
 
 
 def test_texts_of_parquet_as_bytes_are_texts(tmp_path):

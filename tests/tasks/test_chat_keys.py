@@ -12,6 +12,7 @@ from accel_sft_chat import Chat
 from accel_sft_chat.keys import AS_JSON, RowRefused
 from accel_sft_chat.messages import OTHERS_MARKED
 from accel_sft_chat.task import parse_row
+from accel_sft_chat.turns import JOINED
 
 SYSTEM, ASK, ANSWER = ({"role": role, "content": role[:1]} for role in ("system", "user", "assistant"))
 AGAIN, MORE = {"role": "user", "content": "u2"}, {"role": "assistant", "content": "a2"}
@@ -39,6 +40,19 @@ THOUGHT = [{**ANSWER, "reasoning_content": "t"}]
 READ = {
     "a system_prompt column": (messages(ASK, ANSWER, system_prompt="s"), [SYSTEM, ASK], [ANSWER]),
     "a system column of parts": (messages(ASK, ANSWER, system=[text("s")]), [SYSTEM, ASK], [ANSWER]),
+    "a system column that is a message": (messages(ASK, ANSWER, system=SYSTEM), [SYSTEM, ASK], [ANSWER]),
+    "a system column of messages as JSON": (
+        messages(ASK, ANSWER, system=json.dumps([SYSTEM])),
+        [SYSTEM, ASK],
+        [ANSWER],
+    ),
+    "a system column of ShareGPT": (
+        messages(ASK, ANSWER, system={"from": "system", "value": "s"}),
+        [SYSTEM, ASK],
+        [ANSWER],
+    ),
+    "a system column of a part": (messages(ASK, ANSWER, system={"text": "s"}), [SYSTEM, ASK], [ANSWER]),
+    "a system column of a text in a list": (messages(ASK, ANSWER, system=["s"]), [SYSTEM, ASK], [ANSWER]),
     "an empty system turn": (
         messages({**SYSTEM, "content": ""}, ASK, ANSWER),
         [{**SYSTEM, "content": ""}, ASK],
@@ -137,7 +151,9 @@ def test_agents_traces_become_calls_results_and_thinking():
     assert found.tools == [{"type": "function", "function": SCHEMA}]
 
 
-@pytest.mark.parametrize("schema", [{"type": "function", **SCHEMA}, SCHEMA, {"type": "function", "function": SCHEMA}])
+@pytest.mark.parametrize(
+    "schema", [{"type": "function", **SCHEMA}, SCHEMA, {"type": "function", "function": SCHEMA}, json.dumps(SCHEMA)]
+)
 def test_a_flat_schema_of_a_tool_has_no_second_type(schema):
     assert parsed(messages(ASK, ANSWER, tools=[schema])).example.tools == [{"type": "function", "function": SCHEMA}]
 
@@ -197,6 +213,14 @@ REFUSED = {
         "chat_template_kwargs.tools",
         "variables of the template alone",
     ),
+    **{
+        f"columns as lists {first}": (
+            {first: ["u", "u2"], second: ["a", "a2"]},
+            first,
+            f"one text, got 2 here and in {second}",
+        )
+        for first, second in (("prompt", "completion"), ("instruction", "output"))
+    },
     "preferences": ({"prompt": "u", "chosen": "a", "rejected": "b"}, None, "one answer, got chosen and rejected"),
     "an unknown form": ({"words": "x"}, None, "columns messages or conversations"),
 }
@@ -244,8 +268,61 @@ BAD_TURNS = {
         "thinking or results of tools, then text, then calls of tools",
     ),
     "thinking in two places": (said(content="<think>t</think>a", thinking="t"), "messages[].content", "no <think>, as"),
+    "thinking that an answer closes": (
+        said(content="t</think>a", thinking="t"),
+        "messages[].content",
+        "no <think>, as",
+    ),
+    **{
+        f"a call {way} as text {text}": (
+            messages(ASK, *turns),
+            "messages[]",
+            "calls in tool_calls alone, not as text in the content too",
+        )
+        for text in (
+            '<tool_call>\n{"name": "w", "arguments": {"city": "Paris"}}\n</tool_call>',
+            "I look. <tool_call>w<arg_key>city</arg_key>",
+            '[TOOL_CALLS][{"name": "w"',
+            "<|tool_call|>[w]",
+            "<minimax:tool_call>",
+            "<｜tool▁calls▁begin｜>w",
+            "<|python_tag|>w.call()",
+            "<function=w>",
+            'ok {"name": "w", "parameters": {"city": "Paris"}}',
+        )
+        for way, turns in enumerate(
+            (
+                [{**ANSWER, "content": text, "tool_calls": [CALL]}],
+                [{**ANSWER, "content": text, "function_call": CALL["function"]}],
+                [{**ANSWER, "content": [{"type": "text", "text": text}, {"type": "tool_use", **CALL["function"]}]}],
+                [{**ANSWER, "content": text}, {**ANSWER, "content": None, "tool_calls": [CALL]}],
+            )
+        )
+    },
     "marks that differ": (said(weight=1, loss=False), "messages[].loss", "the same as weight 1, got False"),
     "a role with a name in it": (messages({"role": "Bob", "content": "u"}, ANSWER), "messages[].role", "system, user"),
+    **{
+        f"a system column of {system}": (
+            {"prompt": "u", "completion": "a", "system_prompt": system},
+            "system_prompt",
+            "a system prompt",
+        )
+        for system in (ASK, {"s": 1}, {"base64": "/w=="}, 5, ["s", 5])
+    },
+    **{
+        f"a template variable {given}": (
+            messages(ASK, ANSWER, chat_template_kwargs=given),
+            f"chat_template_kwargs.{name}",
+            "true or false as JSON",
+        )
+        for name, value in (
+            ("enable_thinking", "false"),
+            ("thinking", "True"),
+            ("enable_thinking", "no"),
+            ("enable_x", 0),
+        )
+        for given in ({name: value}, json.dumps({name: value}))
+    },
     "variables that are a list": (messages(ASK, ANSWER, chat_template_kwargs=[1]), "chat_template_kwargs", "an object"),
 }
 
@@ -257,6 +334,12 @@ def test_a_row_with_a_bad_turn_is_left_out(case):
         parsed(row)
     assert str(caught.value).startswith(f"malformed (field {field!r}: expected {expected}")
     assert "Bob" not in str(caught.value)  # what differs from row to row would make a line for each
+
+
+def test_a_call_of_another_tool_in_a_text_is_kept():
+    for content in ('Like {"name": "v", "arguments": {}}?', "I call the tool w."):
+        (answer,) = parsed(said(content=content, tool_calls=[CALL])).example.answered
+        assert (answer["content"], answer["tool_calls"]) == (content, [CALL])
 
 
 def test_bad_rows_are_counted_and_strict_rows_refuses_their_file(tmp_path):
@@ -325,6 +408,14 @@ def test_numbers_lists_and_objects_are_read_as_json():
     assert AS_JSON not in parsed(messages(ASK, {"role": "tool", "content": {"a": 1}}, ANSWER)).notes
 
 
+@pytest.mark.parametrize("system", [["s", "t"], [SYSTEM, {**SYSTEM, "content": "t"}]])
+def test_several_system_prompts_of_a_column_are_joined(system):
+    found = parsed({"instruction": "u", "output": "a", "system": system})
+    assert found.example.prompt[0] == {"role": "system", "content": "s\n\nt"}
+    assert JOINED.format("system") in found.notes
+    assert AS_JSON not in found.notes
+
+
 def test_a_mark_on_a_turn_that_is_not_the_assistants_is_told():
     assert OTHERS_MARKED in parsed(messages({**ASK, "train": True}, ANSWER)).notes
     assert OTHERS_MARKED not in parsed(messages({**ASK, "weight": 0, "loss": None}, ANSWER)).notes
@@ -342,6 +433,8 @@ def test_template_variables_of_a_row_reach_its_conversation():
         example = parsed(messages(ASK, ANSWER, chat_template_kwargs=value)).example
         assert conversation(Chat(train_file="x"), [example], "train", 0).offered == {"enable_thinking": False}
     assert parsed(messages(ASK, ANSWER, chat_template_kwargs={})).example.variables is None
+    given = {"thinking": True, "effort": "none", "enable_thinking": False, "depth": 0}
+    assert parsed(messages(ASK, ANSWER, chat_template_kwargs=given)).example.variables == given
 
 
 @pytest.mark.parametrize(

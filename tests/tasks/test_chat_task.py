@@ -670,6 +670,18 @@ def test_check_names_rows_of_chat_files_by_line(tmp_path):
     assert found == {code: [f"{tmp_path}/chats.jsonl:{line}" for line in lines] for code, lines in expected.items()}
 
 
+def test_rows_trained_on_and_evaluated_are_a_leak_unless_asked_for(tmp_path):
+    rows, command = tmp_path / "rows.jsonl", ("--train-file", str(tmp_path / "rows.jsonl"))
+    rows.write_text("".join(json.dumps({"prompt": f"u{n}", "completion": f"a {n}"}) + "\n" for n in range(30)))
+    once = ("--max-steps", "1", "--eval-every", "off", "--save-every", "off")
+    for mode, code in ((("--held-out", "0"), 0), (("--validation-file", str(rows)), 1)):
+        audit = accel_sft("check", "chat", *command, *mode)
+        run = accel_sft("chat", *command, *mode, *once, run_dir=tmp_path / f"run{code}")
+        assert (audit.status, run.status) == (code, 0)
+        assert ["D404" in audit.output, "D404" in run.output] == [bool(code)] * 2
+        assert ("are evaluated that are trained on too" in audit.output) is not bool(code)
+
+
 def part(path=None):
     return {"type": "image", **({"image": path} if path else {})}
 

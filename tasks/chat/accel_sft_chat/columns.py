@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from accel_sft import RowProblem
 from accel_sft_chat.images import with_images
-from accel_sft_chat.keys import VIDEOS, Remarks, RowRefused, preferred, refused_in
+from accel_sft_chat.keys import AS_JSON, VIDEOS, Remarks, RowRefused, preferred, refused_in
 from accel_sft_chat.messages import IN_PROMPT, Turn, content_of, json_in, kind, read_turns, text_of
+from accel_sft_chat.turns import JOINED
 
 COLUMNS = {
     "messages": ("messages", "conversations", "conversation", "dialogue", "dialog"),
@@ -134,6 +135,9 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     else:
         second, earlier = column(form[1]), column("history")
         read |= {second, earlier}
+        if number := _rows_in(row[first], row[second]):
+            expected = f"one text, got {number} here and in {second}: columns; write a row for each, as JSON Lines"
+            raise RowRefused(first, expected)
         if form[0] == "prompt":
             past = [{**turn, IN_PROMPT: True} for turn in _history(row, earlier, remarks)]
             turns = [*past, *_pair(row, first, second, remarks)]
@@ -212,9 +216,33 @@ def _text(row: Mapping[str, Any], column: str, remarks: Remarks, *, needed: bool
 
 
 def _system(row: Mapping[str, Any], column: str, remarks: Remarks) -> str:
-    """The system prompt of a column: a text or, as Anthropic has it, a list of parts."""
+    """The system prompt of a column: a text, a message or, as Anthropic has it, a part; or a list of them."""
     value = row.get(column)
-    return content_of(value, column, "system", False, remarks)["content"] if value else ""
+    if not value:
+        return ""
+    held = _messages_in(value) or (value if isinstance(value, list) else [value])
+    if all(isinstance(text, str) for text in held):
+        texts = held
+    elif all(map(_is_message, held)):
+        turns = read_turns(held, column, remarks)[0]
+        if other := next((turn["role"] for turn in turns if turn["role"] != "system"), None):
+            raise RowProblem(column, f"a system prompt, got a turn of the {other}")
+        texts = [turn["content"] for turn in turns]
+    else:
+        texts = [content_of(held, column, "system", False, parts := Remarks())["content"]]
+        if AS_JSON in parts.notes:
+            raise RowProblem(column, f"a system prompt: text, a message or parts, got {kind(value)}")
+        remarks.unread |= parts.unread
+    if len(texts) > 1:
+        remarks.notes[JOINED.format("system")] = None
+    return "\n\n".join(texts)
+
+
+def _rows_in(*columns: Any) -> int:
+    """How many rows a row holds if its columns are lists of as many texts; 0 if it is one row."""
+    if not all(isinstance(column, list) and all(isinstance(text, str) for text in column) for column in columns):
+        return 0
+    return len(columns[0]) if len(set(map(len, columns))) == 1 else 0
 
 
 def _pair(row: Mapping[str, Any], prompt: str, completion: str, remarks: Remarks) -> list[Turn]:
@@ -273,7 +301,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
-    """The schemas of tools, from a list or JSON of one; None if there are none."""
+    """The schemas of tools, from a list of them or of JSON of each, or JSON of a list; None if there are none."""
     value = row.get(column)
     if isinstance(value, str):
         try:
@@ -282,8 +310,11 @@ def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
             raise RowProblem(column, f"JSON of a list of tools ({error})") from None
     if not value:
         return None
-    tools = value if isinstance(value, list) else [value]
+    tools = [*value] if isinstance(value, list) else [value]
     for number, tool in enumerate(tools):
+        if isinstance(tool, str):
+            with contextlib.suppress(ValueError):  # refused below
+                tools[number] = tool = json_in(tool)
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowProblem(f"{column}[{number}]", f"a tool's schema, an object with a name, got {kind(tool)}")
@@ -306,4 +337,8 @@ def _variables(row: Mapping[str, Any]) -> dict[str, Any] | None:
         raise RowProblem(_VARIABLES, f"an object, or JSON of one, got {kind(value)}")
     if own := [name for name in value or () if name in _GIVEN]:
         raise RowRefused(f"{_VARIABLES}.{own[0]}", "variables of the template alone: the trainer gives this one itself")
+    for name, held in (value or {}).items():
+        as_text = isinstance(held, str) and held.strip().lower() in ("true", "false")  # true for every template
+        if as_text or (name.startswith("enable_") and not isinstance(held, (bool, type(None)))):
+            raise RowProblem(f"{_VARIABLES}.{name}", f"true or false as JSON, no text or number, got {held!r:.40}")
     return {name: held for name, held in (value or {}).items() if held is not None} or None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from accel_sft import RowProblem
@@ -34,6 +36,11 @@ _READ = {names: _BESIDE | {*names} for names in (("role", "content"), ("from", "
 _READ_WITHOUT_CONTENT = _BESIDE | {"role", "content", "from", "value", "refusal"}
 _ARGUMENTS = ("arguments", "parameters", "input", "args")
 _IN_CALLS = {"id", "type", "index", "function", "name", *_ARGUMENTS}
+_CALL_MARK = re.compile(
+    r"<\|?(?:\w+:)?(?:tool|function)_?calls?\b.*?>|\[TOOL_CALLS?\]|<｜tool▁calls?▁begin｜>|<\|python_tag\|>|<function=",
+    re.IGNORECASE,
+)
+"""How templates begin a call of a tool as text."""
 OTHERS_MARKED = "with turns marked to be learnt that are not the assistant's, which are not learnt"
 _ROLES = {
     "system": "system",
@@ -70,8 +77,22 @@ def read_turns(value: Any, field: str, remarks: Remarks) -> tuple[list[Turn], bo
     if not isinstance(value, list) or not value:
         raise RowProblem(field, f"a list of messages, got {kind(value)}")
     sharegpt = any(isinstance(message, dict) and message.get("from") is not None for message in value)
-    each = (_turns(message, f"{field}[{number}]", remarks) for number, message in enumerate(value))
-    return [turn for turns in each for turn in turns], sharegpt
+    turns: list[Turn] = []
+    for number, message in enumerate(value):
+        for turn in _turns(message, where := f"{field}[{number}]", remarks):
+            _refuse_written_calls(turns[-1:], turn, where)
+            turns.append(turn)
+    return turns, sharegpt
+
+
+def _refuse_written_calls(before: list[Turn], turn: Turn, field: str) -> None:
+    """Refuse calls that a text has too, of the same turn or of one that is joined to it: they are learnt twice."""
+    calls = [call["function"] for call in turn.get("tool_calls", ())]
+    for said in [*(other for other in before if other["role"] == "assistant"), turn] if calls else ():
+        mark = _CALL_MARK.search(said["content"])
+        if mark or any(function in calls for _, _, function in functions_in(said["content"])):
+            got = kind(mark[0] if mark else said["content"])
+            raise RowProblem(field, f"calls in tool_calls alone, not as text in the content too, got {got}")
 
 
 def text_of(value: Any, field: str, remarks: Remarks) -> str:
@@ -161,7 +182,8 @@ def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
         raise RowProblem(field, f"one thinking, got another text in each of {', '.join(thoughts)}")
     if thoughts and turn["role"] == "assistant":
         turn["reasoning_content"] = max(thoughts.values())
-        if turn["reasoning_content"] and turn["content"].lstrip().startswith("<think>"):
+        marked = turn["content"].lstrip().startswith("<think>") or "</think>" in turn["content"]
+        if turn["reasoning_content"] and marked:
             raise RowProblem(where, f"no <think>, as the thinking is in {next(iter(thoughts))}")
     elif any(thoughts.values()):
         raise RowProblem(f"{field}.{next(iter(thoughts))}", "no thinking in a turn that is not the assistant's")
@@ -295,6 +317,25 @@ def _json(value: Any, field: str) -> Any:
     except ValueError as error:
         expected = f'JSON of a call, {{"name": ..., "arguments": {{...}}}}, got {kind(value)} ({error})'
         raise RowProblem(field, expected) from None
+
+
+def functions_in(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The JSON objects in a text that call a function by name: (begin, end, name and arguments)."""
+    decoder, at = json.JSONDecoder(), 0
+    while (at := text.find("{", at)) >= 0:
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            at += 1
+            continue
+        function = value.get("function", value) if isinstance(value, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            arguments = function.get("arguments", function.get("parameters"))
+            if isinstance(arguments, dict):
+                yield at, end, {"name": function["name"], "arguments": arguments}
+                at = end
+                continue
+        at += 1
 
 
 def read_calls(value: Any, field: str, remarks: Remarks) -> list[Turn]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from accel_sft import UserError
-from accel_sft_chat.messages import Turn
+from accel_sft_chat.messages import Turn, functions_in
 
 # a token is a word, or a character in scripts that put no blanks between words (Han, kana, Hangul, Thai)
 _SPELT = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
@@ -107,7 +107,7 @@ def comparable(turn: Turn) -> str:
 def comparable_text(text: str) -> str:
     """A generated text with its calls of tools in one form, however the model's template writes them."""
     calls, rest, at = [], [], 0
-    for begin, end, function in _functions(text):
+    for begin, end, function in functions_in(text):
         rest.append(text[at:begin])
         calls.append(function)
         at = end
@@ -123,25 +123,6 @@ def without_thinking(text: str) -> str:
 def _with_calls(text: str, calls: list[dict[str, Any]]) -> str:
     lines = [f"{call['name']}({_canonical(call['arguments'])})" for call in calls]
     return "\n".join([text, *lines] if text else lines) if lines else text
-
-
-def _functions(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """The JSON objects in a text that call a function by name: (begin, end, name and arguments)."""
-    decoder, at = json.JSONDecoder(), 0
-    while (at := text.find("{", at)) >= 0:
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            at += 1
-            continue
-        function = value.get("function", value) if isinstance(value, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            arguments = function.get("arguments", function.get("parameters"))
-            if isinstance(arguments, dict):
-                yield at, end, {"name": function["name"], "arguments": arguments}
-                at = end
-                continue
-        at += 1
 
 
 def _tokens(text: str) -> list[str]:
