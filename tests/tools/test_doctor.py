@@ -709,7 +709,7 @@ def test_a_file_that_the_launcher_would_refuse_is_told(tmp_path):
     own = tmp_path / "own.yaml"
     own.write_text("distributed_type: DEEPSPED\nnum_processes: 2\n")
     row = launch_file(machine([own]), own)
-    assert (row.level, row.what.rpartition(";")[2]) == ("no", " did you mean DEEPSPEED?")
+    assert (row.level, row.what.rpartition(": ")[2]) == ("no", "'DEEPSPED' is not a valid DistributedType")
     assert launch_file(machine([own]), tmp_path / "absent.yaml").level == "no"
 
 

@@ -129,7 +129,7 @@ def test_published_models_are_counted_exactly():
     gemma = {"model_type": "gemma3", "text_config": {"hidden_size": 2560, "intermediate_size": 10240}}
     gemma["text_config"] |= {"num_hidden_layers": 34, "model_type": "gemma3_text"}
     gemma["vision_config"] = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
-    gemma["vision_config"] |= {"num_attention_heads": 16, "patch_size": 14, "image_size": 896}
+    gemma["vision_config"] |= {"num_attention_heads": 16, "patch_size": 14, "image_size": 896, "vision_use_head": False}
     assert count(gemma).parameters == 4_300_079_472  # Gemma 3 4B
     assert count(gemma).other == 419_816_304
 
