@@ -1,4 +1,4 @@
-"""Where answers end: the tokens at which a model is trained to stop, and which its generation settings are to name."""
+"""What generation settings are to say: the tokens at which a model is trained to stop, and greedy answers' settings."""
 
 import re
 import tempfile
@@ -10,6 +10,28 @@ from accel_sft.chat.rendering import Rendering
 
 _IDLE = re.compile(r"^- `(\w+)`: ", re.M)
 """Names of settings in the error by which transformers refuses to save some that have no effect."""
+
+_PENALTIES = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1}
+_PENALTIES |= {"encoder_no_repeat_ngram_size": 0, "min_length": 0}
+_FORCED = (
+    "min_new_tokens",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "sequence_bias",
+    "stop_strings",
+)
+_FORCED += ("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "guidance_scale")
+_FORCED += ("watermarking_config", "max_time")
+_WITHOUT: dict[str, Any] = {**_PENALTIES, **dict.fromkeys(_FORCED)}
+"""Settings by which answers are not the most likely tokens, each with the value that leaves it out."""
+
+
+def left_out(generation_config: Any) -> dict[str, Any]:
+    """The settings of a model by which answers are not its most likely tokens, with the values that leave them out:
+    with these arguments `generate` answers as evaluations do."""
+    given = {name: getattr(generation_config, name, None) for name in _WITHOUT}
+    return {name: _WITHOUT[name] for name, value in given.items() if value is not None and value != _WITHOUT[name]}
 
 
 def answer_ends(tokenizer: Any, generation_config: Any) -> set[int]:
@@ -33,6 +55,8 @@ def stop_at_ends(model: Any, tokenizer: Any, log: Callable[[str], None]) -> None
     ends, eos = answer_ends(tokenizer, settings), tokenizer.eos_token_id
     if ends - named_ends(settings):
         settings.eos_token_id = [eos, *sorted(ends - {eos})]
+    if names := ", ".join(left_out(settings)):
+        log(f"generation_config.json: {names}: answers are scored without; generate so too, as the model card does")
     with tempfile.TemporaryDirectory() as folder:  # what is refused depends on the version, and on what was changed
         try:
             settings.save_pretrained(folder)

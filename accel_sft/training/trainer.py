@@ -25,6 +25,7 @@ from accel_sft.launch.accelerator import prepare_model
 from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ranks
 from accel_sft.launch.describe import differences, parallelism, resume_command
 from accel_sft.launch.tensor_parallel import row_groups
+from accel_sft.models.ends import left_out
 from accel_sft.models.load import parameter_counts
 from accel_sft.models.pretrained import auto_class, processor_files, stored_dtype
 from accel_sft.resilience.anomalies import Anomalies
@@ -77,6 +78,7 @@ class Trainer:
         tracker.peaks.begin("load")
         model = assembly.load_model(train, validation, total_steps=self.plan.total_steps, log=log)
         self.model_class, self.beside = auto_class(model).__name__, processor_files(assembly.source.weights, model)
+        self.left_out = left_out(model.generation_config) if model.can_generate() else {}
         self.exported: dict[str, Any] = {}  # an adapter is exported as it is trained
         if config.adapter == "none":
             base = AutoConfig.from_pretrained(assembly.source.weights, trust_remote_code=config.trust_remote_code)
@@ -294,7 +296,8 @@ class Trainer:
         """Write the current weights, with a model card, for plain transformers or peft; the card's scores are of the
         weights that `scored` names. What is written `behind` the steps is there before the next checkpoint."""
         self.tracker.peaks.begin("export")
-        card = summary.card(self.task_name, self.prepared, self.state, self.model_class, self.tracker.energy(), scored)
+        about = self.model_class, self.tracker.energy(), scored, self.left_out
+        card = summary.card(self.task_name, self.prepared, self.state, *about)
         tokenizer, written = self.prepared.assembly.tokenizer, (card, self.beside, behind)
         checkpoint.export(self.accelerator, self.model, tokenizer, target, *written, **self.exported)
 

@@ -7,13 +7,17 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import Accelerator
 from conftest import accel_sft
 from models import Sums, encode, make_base
+from report_card import card
 from transformers import AutoTokenizer, GenerationConfig
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import checkpoint
+from accel_sft.evaluation import left_padded
+from accel_sft.models.ends import left_out
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
 from accel_sft.models.source import find_source
 from accel_sft.models.tiny import CHAT_TEMPLATE
@@ -106,6 +110,28 @@ def test_settings_that_could_not_be_saved_are_taken_out_and_named(tmp_path):
     checkpoint.export(Accelerator(cpu=True), model, tokenizer, tmp_path / "out", "")
     settings = GenerationConfig.from_pretrained(tmp_path / "out")
     assert (settings.temperature, settings.eos_token_id[0]) == (None, 0)
+
+
+def test_penalties_of_the_base_are_named_and_left_out(tmp_path):
+    folder = base(tmp_path / "base")
+    question, device = [[5, 6, 7]], torch.device("cpu")
+
+    def answer(model):
+        return left_padded.generate(model, question, 12, [0], 0, device)
+
+    plain = answer(loaded(folder)[0])
+    given = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "suppress_tokens": plain[0], "min_new_tokens": 12}
+    lines = []
+    model, _, _ = loaded(base(folder, **given, bad_words_ids=[[plain[0][0]]], eos_token_id=0), lines)
+    (line,) = [line for line in lines if "generation_config" in line]
+    assert line.startswith(
+        "generation_config.json: repetition_penalty, no_repeat_ngram_size, min_new_tokens, bad_words"
+    )
+    assert answer(model) == plain
+    arguments = left_out(model.generation_config)
+    assert "do_sample=False, repetition_penalty=1.0, no_repeat_ngram_size=0" in card(left_out=arguments)
+    assert "suppress_tokens=None, eos_token_id=[2, 0])" in card(left_out=arguments, adapter="lora")
+    assert "penalty" not in card(left_out={})
 
 
 class Raw(Sums):
