@@ -38,7 +38,7 @@ from accel_sft.launch.read import read_launch
 from accel_sft.launch.recordable import recordable
 from accel_sft.launch.start import begin, start
 from accel_sft.models.offload import refuse
-from accel_sft.models.source import Source, as_it_began, began_with, find_source
+from accel_sft.models.source import Source, as_it_began, began_with, find_source, other_base
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking import resampled
@@ -107,6 +107,8 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
             for (side, name), source in zip(named.items(), sources, strict=True):
                 if accelerator.is_main_process:
                     print(terminal.wrapped(f"{side:<8}  {name}", 10), file=terminal.terminal())
+                    for line in other_base(source):
+                        print(terminal.wrapped(f"warning: {line}"), file=terminal.terminal())
                 evaluations.append(evaluate(accelerator, launch, task, config, source))
         if accelerator.is_main_process:
             _publish(recorded_name(task_name), task, config, named, evaluations)

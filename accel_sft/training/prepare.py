@@ -44,7 +44,7 @@ from accel_sft.models.liger import liger
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
 from accel_sft.models.processor import load_processor
 from accel_sft.models.quantized import bitsandbytes
-from accel_sft.models.source import Source, find_source, is_tiny
+from accel_sft.models.source import Source, find_source, is_tiny, other_base
 from accel_sft.models.tiny import build_tiny, texts_of
 from accel_sft.rows.reading import MAX_PROBLEMS
 from accel_sft.rows.rows import with_places
@@ -173,6 +173,7 @@ class Prepared:
         usual = [line for line in lines if _USUAL_NOTE.match(line)]
         return [
             *(RunDir.choice_in(config.init_from, train=True) if config.init_from else []),
+            *(f"warning: {line}" for line in other_base(self.assembly.source)),
             *([merged] if self.assembly.source.adapter and config.adapter == "none" else []),
             *(self.assembly.template.lines if self.assembly.template else []),
             *(line for line in lines if line not in usual),

@@ -68,7 +68,7 @@ def _compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     from accel_sft.launch.accelerator import create_accelerator
     from accel_sft.launch.precision import recorded
     from accel_sft.launch.read import read_launch
-    from accel_sft.models.source import find_source
+    from accel_sft.models.source import find_source, other_base
     from accel_sft.resilience.task_import import load_task
     from accel_sft.tools.parity.reference import Reference
     from accel_sft.training.prepare import Assembly
@@ -106,6 +106,8 @@ def _compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
             print(terminal.wrapped(line), file=out)
         accelerator, _ = create_accelerator(config, read_launch(), train=False, began_with=recorded(record))
         source = find_source(config.model)
+        for line in other_base(source):
+            print(terminal.wrapped(f"warning: {line}"), file=out)
         assembly = Assembly(accelerator, task, config, source)
         encoding = assembly.encode(read_split(task, "validation"), "validation")
         model = assembly.load_model(encoding).to(accelerator.device).eval()
