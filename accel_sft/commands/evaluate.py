@@ -129,6 +129,8 @@ def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
     if config.output_dir:
         _claim(Path(config.output_dir))
     evaluation = served.evaluate(accelerator, task, config, endpoint)
+    for line in evaluation.lines:
+        print(terminal.wrapped(line))
     _publish(recorded_name(task_name), task, config, {"model": f"{endpoint.model} at {endpoint.url}"}, [evaluation])
 
 
@@ -239,6 +241,8 @@ def evaluate(
     evaluator = assembly.evaluator(prepared, encoding, sharded=shards)
     with heartbeats_only():
         evaluation = evaluator(prepared, batching)
+    for line in evaluation.lines if accelerator.is_main_process else ():
+        print(terminal.wrapped(line), file=terminal.terminal())
     _release(accelerator, loaded)
     return Evaluation({**evaluation.metrics, **load_peaks}, evaluation.samples)
 

@@ -446,6 +446,17 @@ def evaluated(own, encoding, examples, answers, **settings):
     return evaluator.score_answers({"eval_loss": 0.0})
 
 
+def test_cut_answers_of_a_model_are_counted(tokenizer):
+    own = chatml(tokenizer)
+    chats = [(CHAT[:2], CHAT[2:3])] * 3
+    encoding = encoded(own, chats)
+    end, most = encoding.kept[0].input_ids[-1], encoding.kept[0].answer_tokens
+    other = encoding.kept[0].input_ids[0]
+    found = evaluated(own, encoding, chats, [[other] * most, [other] * (most - 1) + [end], [other]])
+    assert found.unusual == {"length": 1}
+    assert "of 3 answers 1 cut (give more tokens: --max-new-tokens)" in found.lines[0]
+
+
 @pytest.mark.parametrize("template", [None, FORGETFUL])
 def test_the_answer_to_all_before_the_last_learnt_turn_is_generated_and_scored(tokenizer, template):
     own = chatml(tokenizer)
