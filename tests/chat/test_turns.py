@@ -28,6 +28,7 @@ from accel_sft.chat.answer_tokens import PieceTokenizer
 from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.conversation import Conversation, conversation, first_examples
 from accel_sft.chat.encoded import Rules
+from accel_sft.chat.rendering import Rendering
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.evaluator import Evaluator
@@ -271,6 +272,25 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(tokenizer, argument
     learnt = encoding.kept[0].input_ids[encoding.kept[0].prompt_length :]
     (sample,) = evaluated(own, encoding, called, [learnt]).samples
     assert sample["generated"] == sample["expected"] == '<call>weather {"town": "Ulm"}</call>'
+
+
+@pytest.mark.parametrize("arguments", ["{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}"])
+def test_rows_with_tools_are_learnt_by_the_template_of_tools(tokenizer, arguments):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = {
+        "default": chatml(tokenizer).chat_template,
+        "tool_use": CALLING.replace("ARGUMENTS", arguments),
+    }
+    encoding = encoded(own, [([], CALLED, TOOLS), (CHAT[:2], CHAT[2:3])])
+    called, plain = (own.decode(row.input_ids) for row in encoding.kept)
+    turns = [{**turn, "content": turn["content"] or ""} for turn in CALLED]
+    if "tojson" in arguments:
+        turns[1] = {**turns[1], "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": {"town": "Ulm"}}}]}
+    assert called + "\n" == own.apply_chat_template(turns, tools=TOOLS, tokenize=False)
+    assert "tools" not in plain
+    assert encoding.notes == []
+    prompt = Rendering(own).prompt(CALLED[:1], tools=TOOLS)
+    assert prompt.startswith("<|im_start|>tools") == called.startswith("<|im_start|>tools") is True
 
 
 def test_control_tokens_in_tools_are_characters_where_a_template_prints_them_as_python_does(tokenizer):
