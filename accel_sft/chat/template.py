@@ -25,8 +25,8 @@ _DIRECTIVES = "aAbBcdDeFGgHIjmMpSuUVwWxXyYZ"
 """Letters of strftime's directives; those of the time of day are rendered as 00:00:00."""
 _ESCAPED_GUARD = GUARD.encode("unicode_escape").decode()
 """GUARD as it appears if a template prints a list or an object as Python does: `{{ tools }}`."""
-_ARGUMENTS = {"of": "a call"}
-_CALL: dict[str, Any] = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": _ARGUMENTS}}
+ARGUMENTS = {"of": "a call"}
+CALL: dict[str, Any] = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": ARGUMENTS}}
 
 
 def no_template(name: str) -> str:
@@ -127,7 +127,7 @@ class ChatTemplate:
     def _takes_text_only(self) -> list[bool]:
         """Whether the template, without and with tools, writes a call's arguments only if they are given as JSON text.
         Given an object, such a template writes nothing or Python's repr, or fails (DeepSeek's add text to them)."""
-        turns: Turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+        turns: Turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
         both: list[dict[str, Any]] = [self.arguments, {**self.arguments, "tools": []}]
         as_text = _with_text_arguments(turns)
         return [not self._writes_call(turns, given) and self._writes_call(as_text, given) for given in both]
@@ -137,7 +137,7 @@ class ChatTemplate:
             (text,) = self._written([turns], given, "train", False)
         except Rejected:
             return False
-        return not lost([_CALL], text) and str(_ARGUMENTS) not in text
+        return not lost([CALL], text) and str(ARGUMENTS) not in text
 
 
 def dated(template: str, day: str | None) -> str:

@@ -36,11 +36,13 @@ def left_out(generation_config: Any) -> dict[str, Any]:
 
 def answer_ends(tokenizer: Any, generation_config: Any) -> set[int]:
     """Ids that end an answer: `end_of_turn_ids` and, if the chat template writes none of them behind an answer, the
-    special token that ends turns there. Qwen's base models are such: their eos ends texts, and ChatML turns.
+    special token that ends turns there. Qwen's base models are such: their eos ends texts, and ChatML turns. Calls may
+    end with a token of their own, such as `<|call|>`.
     """
-    ends = end_of_turn_ids(tokenizer, generation_config)
-    written = Rendering(tokenizer).ends()
-    return ends if ends.intersection(written) else ends | {*written[:1]}
+    ends, rendering = end_of_turn_ids(tokenizer, generation_config), Rendering(tokenizer)
+    written, called = rendering.ends(), rendering.call_ends()
+    ends = ends if ends.intersection(written) else ends | {*written[:1]}
+    return ends if ends.intersection(called) else ends | {*called[-1:]}
 
 
 def stop_at_ends(model: Any, tokenizer: Any, log: Callable[[str], None]) -> None:

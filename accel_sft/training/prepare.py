@@ -274,7 +274,10 @@ def _ends_served(train: StoredEncoding, assembly: Assembly) -> list[str]:
     if end is None:
         return []
     token = tokenizer.convert_ids_to_tokens(end)
-    if not train.raw and "eos_token" not in str(tokenizer.chat_template):  # such a template would write other prompts
+    written = tokenizer.eos_token_id in assembly.encode.rendering.ends()  # then only calls end with another token
+    if not (train.raw or written) and "eos_token" not in str(
+        tokenizer.chat_template
+    ):  # such a template would write other prompts
         tokenizer.eos_token = token
     what = f"warning: answers end with {token}, at which a server of the base goes on: name it as a stop token there"
     return [f"{what}, or serve merged weights (accel-sft merge)"] if assembly.config.adapter != "none" else []

@@ -76,6 +76,34 @@ def test_token_that_ends_a_turn_ends_the_answer(tmp_path, name):
     assert any("is no special token" in note for note in made.notes) == (name == "no token")
 
 
+class Calls(Sums):
+    def target(self, example):
+        call = {"type": "function", "function": {"name": "add", "arguments": {"to": example}}}
+        return [{"role": "assistant", "content": "", "tool_calls": [call] * 2}]
+
+
+def ending_calls(end, each=""):
+    """The chat template with this text behind a turn's calls, and this behind each call."""
+    turn_end = "{% if message['tool_calls'] %}" + end + "{% else %}<|im_end|>{% endif %}\n{% endfor %}"
+    return CHAT_TEMPLATE.replace("<|im_end|>\n{% endfor %}", turn_end).replace("</tool_call>", f"</tool_call>{each}")
+
+
+@pytest.mark.parametrize(("end", "last"), [("<|a|>", "<|a|>"), ("<|a|>\n", "<|a|>"), ("<|im_end|>", "<|im_end|>")])
+def test_token_that_ends_calls_alone_ends_them(tmp_path, end, last):
+    model, tokenizer, rules = loaded(base(tmp_path / "base", ending_calls(end), eos_token_id=0))
+    assert rules.eos_ids == {0, *tokenizer.convert_tokens_to_ids(["<|im_end|>", last])}
+    called = '<tool_call>{"name": "add", "arguments": {"to": 24}}</tool_call>'
+    for task, expected in ((Calls(), called * 2 + last), (Sums(), "the answer is 12 + 12<|im_end|>")):
+        (row,) = encode(tokenizer, task, [24], "train", eos_ids=rules.eos_ids, max_length=999, truncation="drop").kept
+        assert tokenizer.decode(row.input_ids[row.prompt_length :]) == expected
+        assert row.input_ids[-1] in model.generation_config.eos_token_id
+
+
+def test_mark_behind_each_call_ends_no_answer(tmp_path):
+    _, tokenizer, rules = loaded(base(tmp_path / "base", ending_calls("", "<|a|>")))
+    assert tokenizer.convert_tokens_to_ids("<|a|>") not in rules.eos_ids
+
+
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_export_stops_where_answers_end(tmp_path, adapter):
     model, tokenizer, rules = loaded(base(tmp_path / "base"), adapter=adapter)
