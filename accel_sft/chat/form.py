@@ -250,7 +250,7 @@ class Forms:
 
     def _warnings(self, form: Form, offered: dict[str, Any]) -> Iterator[str]:
         """A line for each thing in the template that a user may want to change."""
-        source = self._template.source
+        source = self._template.source_of(offered)
         if form.sound and MARK.sub("", form.lead).strip() and not re.search(_PROMPT_FLAG, source):
             header = one_line(form.lead)
             yield (

@@ -8,7 +8,7 @@ from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.conversation import Conversation, Tools, Turns, divided
 from accel_sft.chat.form import ANSWER, Form, Forms
 from accel_sft.chat.pictures import Picture, parted
-from accel_sft.chat.template import ChatTemplate
+from accel_sft.chat.template import ARGUMENTS, CALL, ChatTemplate
 
 
 class Rendered(NamedTuple):
@@ -131,6 +131,23 @@ class Rendering:
         every = self.control.ids(tails)
         asked, answered = ([token for token in ids if self.tokenizer.decode([token]) in written] for ids in every)
         return sorted(answered, key=[*asked, *answered[::-1]].index)
+
+    def call_ends(self) -> list[int]:
+        """The special tokens behind a turn's last call, if the last of them is written once for two calls, and so ends
+        the turn, as `<|call|>`; else [], also if the template takes no calls."""
+        for calls in () if self.template.concatenates else ([CALL, CALL], [CALL]):
+            answer = {"role": "assistant", "content": "", "tool_calls": calls}
+            try:
+                asked = [{"role": "user", "content": "?"}, answer]
+                text = self.template.text(asked, "prompt", prompt=False, offered={"tools": []})
+            except UserError:  # some take one call alone
+                continue
+            _, called, tail = text.rpartition(ARGUMENTS["of"])
+            marks = [found[0] for found in self.control.pattern.finditer(tail)]
+            if called and marks and text.rpartition("?")[2].count(marks[-1]) == 1:
+                return [token for ids in self.control.ids(marks) for token in ids]
+            return []
+        return []
 
     def tail(self, form: Form) -> str:
         """Return the plain text that the template writes after an answer, up to the first control token."""

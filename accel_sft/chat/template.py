@@ -25,8 +25,8 @@ _DIRECTIVES = "aAbBcdDeFGgHIjmMpSuUVwWxXyYZ"
 """Letters of strftime's directives; those of the time of day are rendered as 00:00:00."""
 _ESCAPED_GUARD = GUARD.encode("unicode_escape").decode()
 """GUARD as it appears if a template prints a list or an object as Python does: `{{ tools }}`."""
-_ARGUMENTS = {"of": "a call"}
-_CALL: dict[str, Any] = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": _ARGUMENTS}}
+ARGUMENTS = {"of": "a call"}
+CALL: dict[str, Any] = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": ARGUMENTS}}
 
 
 def no_template(name: str) -> str:
@@ -54,10 +54,11 @@ class ChatTemplate:
 
     def __init__(self, control: ControlTokens, thinking: str, day: str | None) -> None:
         self._control = control
-        self.source = ""
+        self.source, self._of_tools = "", ""
         try:
             if control.tokenizer.chat_template is not None:
                 self.source = dated(control.tokenizer.get_chat_template(), day)
+                self._of_tools = dated(control.tokenizer.get_chat_template(tools=[]), day)  # may be one named tool_use
         except ValueError as error:  # the tokenizer has several named templates and no default
             raise UserError(f"the model's chat template cannot be chosen: {one_line(str(error))}") from error
         self.concatenates = not self.source
@@ -66,7 +67,12 @@ class ChatTemplate:
             self.source = f"{{{{ {begin} }}}}{{% for turn in messages %}}{{{{ turn.content }}}}{{% endfor %}}"
         on = {"off": False, "keep": True}.get(thinking)
         names = () if on is None else ("enable_thinking", "thinking")
-        self.arguments: dict[str, Any] = {name: on for name in names if re.search(rf"\b{name}\b", self.source)}
+        both = f"{self.source}\n{self._of_tools}"
+        self.arguments: dict[str, Any] = {name: on for name in names if re.search(rf"\b{name}\b", both)}
+
+    def source_of(self, offered: dict[str, Any]) -> str:
+        """The text of the template that writes conversations which offer this, as transformers chooses it."""
+        return self._of_tools if self._of_tools and "tools" in offered else self.source
 
     def check(self, continued: bool) -> None:
         """Raise UserError if there is no chat template, and a conversation is more than a text to be continued."""
@@ -91,7 +97,10 @@ class ChatTemplate:
         for variables, group in itertools.groupby(zip(chats, offered, strict=True), key=itemgetter(1)):
             given = {**variables, **self.arguments}
             batch = [turns for turns, _ in group]
-            if any("tool_calls" in turn for turns in batch for turn in turns) and self._takes_text_only:
+            if (
+                any("tool_calls" in turn for turns in batch for turn in turns)
+                and self._takes_text_only["tools" in variables]
+            ):
                 batch = [_with_text_arguments(turns) for turns in batch]
             found += self._written(batch, given, split, prompt)
         return found
@@ -101,7 +110,7 @@ class ChatTemplate:
         fix = "change the task's messages() or the model"
         try:
             texts: list[str] = self._control.tokenizer.apply_chat_template(
-                list(chats), chat_template=self.source, tokenize=False, add_generation_prompt=prompt, **given
+                list(chats), chat_template=self.source_of(given), tokenize=False, add_generation_prompt=prompt, **given
             )
             "".join(texts).encode()  # no tokenizer takes half a surrogate pair
         except Exception as error:  # a template is the model's own program, and may raise anything
@@ -115,18 +124,20 @@ class ChatTemplate:
         return [text.replace(_ESCAPED_GUARD, GUARD) for text in texts] if self._control.as_text else texts
 
     @functools.cached_property
-    def _takes_text_only(self) -> bool:
-        """Whether the template writes a call's arguments only if they are given as JSON text. Given an object, such a
-        template writes nothing or Python's repr, or fails (DeepSeek's add text to the arguments)."""
-        turns: Turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
-        return not self._writes_call(turns) and self._writes_call(_with_text_arguments(turns))
+    def _takes_text_only(self) -> list[bool]:
+        """Whether the template, without and with tools, writes a call's arguments only if they are given as JSON text.
+        Given an object, such a template writes nothing or Python's repr, or fails (DeepSeek's add text to them)."""
+        turns: Turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+        both: list[dict[str, Any]] = [self.arguments, {**self.arguments, "tools": []}]
+        as_text = _with_text_arguments(turns)
+        return [not self._writes_call(turns, given) and self._writes_call(as_text, given) for given in both]
 
-    def _writes_call(self, turns: Turns) -> bool:
+    def _writes_call(self, turns: Turns, given: dict[str, Any]) -> bool:
         try:
-            (text,) = self._written([turns], self.arguments, "train", False)
+            (text,) = self._written([turns], given, "train", False)
         except Rejected:
             return False
-        return not lost([_CALL], text) and str(_ARGUMENTS) not in text
+        return not lost([CALL], text) and str(ARGUMENTS) not in text
 
 
 def dated(template: str, day: str | None) -> str:

@@ -37,7 +37,7 @@ from accel_sft.launch.precision import precision_in_record
 from accel_sft.launch.recordable import recordable
 from accel_sft.launch.start import begin, start
 from accel_sft.models.pretrained import refuse_offload
-from accel_sft.models.source import Source, as_it_began, began_with, find_source
+from accel_sft.models.source import Source, as_it_began, began_with, find_source, other_base
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking import resampled
@@ -107,6 +107,8 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
             for (side, name), source in zip(named.items(), sources, strict=True):
                 if accelerator.is_main_process:
                     print(terminal.wrapped(f"{side:<8}  {name}", 10), file=terminal.terminal())
+                    for line in other_base(source):
+                        print(terminal.wrapped(f"warning: {line}"), file=terminal.terminal())
                 evaluations.append(evaluate(accelerator, launch, task, config, source))
         if accelerator.is_main_process:
             _publish(recorded_name(task_name), task, config, named, evaluations)
@@ -127,6 +129,8 @@ def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
     if config.output_dir:
         _claim(Path(config.output_dir))
     evaluation = served.evaluate(accelerator, task, config, endpoint)
+    for line in evaluation.lines:
+        print(terminal.wrapped(line))
     _publish(recorded_name(task_name), task, config, {"model": f"{endpoint.model} at {endpoint.url}"}, [evaluation])
 
 
@@ -238,6 +242,8 @@ def evaluate(
     evaluator = assembly.evaluator(prepared, encoding, sharded=shards)
     with heartbeats_only():
         evaluation = evaluator(prepared, batching)
+    for line in evaluation.lines if accelerator.is_main_process else ():
+        print(terminal.wrapped(line), file=terminal.terminal())
     _release(accelerator, loaded)
     return Evaluation({**evaluation.metrics, **load_peaks}, evaluation.samples)
 

@@ -111,6 +111,7 @@ def _run(model: str, options: dict[str, Any]) -> None:
     from accel_sft.launch.info import launch_of_this_process
     from accel_sft.launch.precision import precision_in_record
     from accel_sft.models.pretrained import refuse_offload
+    from accel_sft.models.source import other_base
 
     chosen = {name: options[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
     sampling = Sampling(**{name: value for name, value in chosen.items() if value is not None})
@@ -138,6 +139,8 @@ def _run(model: str, options: dict[str, Any]) -> None:
         accelerator, _ = create_accelerator(config, launch_of_this_process(), precision_of_run=precision_of_run)
         for side, source in _sources(folder, record, options["base"]).items():
             print(terminal.wrapped(f"{side:<5}  {source.adapter or source.weights}", 7), file=out)
+            for line in other_base(source):
+                tell(f"warning: {line}")
             offloaded: dict[str, Any] = {"offload": config.offload, "log": tell} if config.offload else {}
             answerer = Answerer(accelerator, config, source, sampling, images=any(images), raw=raw, **offloaded)
             torch.manual_seed(options["seed"])

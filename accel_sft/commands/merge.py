@@ -88,11 +88,13 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     from accel_sft.io.exported import complete_config, save_tokenizer
     from accel_sft.models.merge import merge
     from accel_sft.models.pretrained import processor_files
-    from accel_sft.models.source import find_source
+    from accel_sft.models.source import find_source, other_base
     from accel_sft.models.tokenizer import load_tokenizer
     from accel_sft.tracking.model_card import of_merged
 
     source = find_source(folder)
+    if found := other_base(source):
+        raise UserError(*found)
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code, templated=False)  # raw text needs none
     dtype = "bf16" if dtype == "bfloat16" else dtype
     made = merge(source, tokenizer, dtype, trust_remote_code=trust_remote_code)

@@ -114,12 +114,14 @@ def _vllm(folder: str, name: str) -> list[str]:
 
     from accel_sft.io.files import read_json
     from accel_sft.models.adapters import is_of_whole
-    from accel_sft.models.source import errors_explained, find_source
+    from accel_sft.models.source import errors_explained, find_source, other_base
 
     source = find_source(folder)
     words = ["vllm", "serve", source.weights]
     if not source.adapter:
         return [*words, "--served-model-name", name]
+    if other := other_base(source):
+        raise UserError(*other)
     adapter = read_json(Path(source.adapter) / "adapter_config.json")
     if found := [what for key, what in _NOT_IN_VLLM.items() if adapter.get(key)]:
         raise UserError(f"--with vllm: vLLM cannot serve {found[0]}, which {source.adapter} has; {_MERGE}")

@@ -8,10 +8,21 @@ from accel_sft.chat.encoded import Encoded
 
 
 class AnswerInText(NamedTuple):
-    """An answer as a server writes it, in place of token ids: the text to be scored, and how many tokens it took."""
+    """An answer as a server writes it, in place of token ids: the text to be scored, how many tokens it took, and a key
+    of UNUSUAL if it is no whole answer."""
 
     text: str
     tokens: int
+    unusual: str = ""
+
+
+UNUSUAL = {
+    "length": "cut (give more tokens: --max-new-tokens)",
+    "content_filter": "withheld by the server's filter",
+    "tool_calls": "a call of a tool",
+    "empty": "empty",
+}
+"""What an answer may be in place of a whole one: a server's word for why it ended, and that in words."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from accel_sft.chat.answer_text import AnswerText
 from accel_sft.chat.conversation import conversation, wanted
 from accel_sft.chat.encoded import Encoded
 from accel_sft.chat.rendering import Rendering
-from accel_sft.evaluation.backend import AnswerBackend, AnswerInText
+from accel_sft.evaluation.backend import UNUSUAL, AnswerBackend, AnswerInText
 from accel_sft.evaluation.generate import Generator, ImageGenerator
 from accel_sft.evaluation.scoring import EVAL_LOSS, PERPLEXITY, UNANSWERED, aggregated, scored
 from accel_sft.io.heartbeat import heartbeat
@@ -42,10 +43,19 @@ class Evaluation:
             alone if it is the main metric, or its perplexity is.
         samples: index, prompt, expected, generated and scores of each example, and its `source` where metrics are given
             by source; empty if none was answered.
+        unusual: number of answers that are cut, empty or the like, by the keys of UNUSUAL.
     """
 
     metrics: dict[str, float]
     samples: list[dict[str, Any]]
+    unusual: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def lines(self) -> list[str]:
+        """A line that counts answers that are cut, empty or the like; none if there are none."""
+        parts = [f"{self.unusual[key]:,} {what}" for key, what in UNUSUAL.items() if self.unusual.get(key)]
+        named = ", ".join(parts)
+        return [f"warning: of {len(self.samples):,} answers {named}; they are scored as they are"] if parts else []
 
 
 def answer_backend(
@@ -175,7 +185,7 @@ class Evaluator:
             generated = self.backend(self.answered, most)
         costs = largest({"seconds": generated.seconds, **generated.peaks}, "generate_")
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the grad mode if the task's code changes it
-            every = by_each_rank(lambda: [self._sample(*answer) for answer in generated.answers])
+            every = by_each_rank(lambda: [self._sample(*answer, most) for answer in generated.answers])
             samples = sorted(itertools.chain.from_iterable(every), key=lambda sample: sample["index"])
             # rank 0 aggregates for all ranks, so that they have the same numbers
             metrics = decided_by_main(self.accelerator, lambda: self._metrics(samples))
@@ -185,7 +195,8 @@ class Evaluator:
             "generate_tokens_per_second": tokens / costs["generate_seconds"],
             "seconds_per_answer": costs["generate_seconds"] / len(samples),
         }
-        return Evaluation({**metrics, **losses, **costs, **speed}, samples)
+        unusual = Counter(filter(None, [sample.pop("unusual") for sample in samples]))
+        return Evaluation({**metrics, **losses, **costs, **speed}, samples, unusual)
 
     def _metrics(self, samples: list[dict[str, Any]]) -> dict[str, float]:
         metrics = aggregated(self.task, [sample["scores"] for sample in samples])
@@ -199,13 +210,15 @@ class Evaluator:
             metrics |= {f"{key}/{name}": value for key, value in mine.items()}
         return metrics
 
-    def _sample(self, encoded: Encoded, answer: list[int] | AnswerInText) -> dict[str, Any]:
+    def _sample(self, encoded: Encoded, answer: list[int] | AnswerInText, most: int) -> dict[str, Any]:
         heartbeat()
         chat = conversation(self.task, self.examples, "validation", encoded.index)
         if isinstance(answer, AnswerInText):
-            text, expected, tokens = answer.text, wanted(chat, self.config.thinking), answer.tokens
+            text, expected, (_, tokens, unusual) = answer.text, wanted(chat, self.config.thinking), answer
         else:
             text, expected, tokens = self.answer_text(chat, answer), self.answer_text.expected(chat), len(answer)
+            ended = tokens < most or answer[-1] in (encoded.input_ids[-1], self.tokenizer.eos_token_id)
+            unusual = "" if ended else "length"
         return {
             "index": encoded.index,
             "prompt": chat.asked,
@@ -213,6 +226,7 @@ class Evaluator:
             "generated": text,
             "scores": scored(self.task, self.examples, encoded.index, text),
             "tokens": tokens,
+            "unusual": unusual,
             **({"source": self.source_of[encoded.index]} if self.source_of else {}),
         }
 

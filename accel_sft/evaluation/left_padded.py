@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from accel_sft.io.heartbeat import heartbeat
+from accel_sft.models.tokenizer import left_out
 
 CHECKED_TOKENS = 3
 """Number of tokens of each answer that are generated to compare prompts in one batch with each prompt alone."""
@@ -118,15 +119,14 @@ def _output(
         streamer=streamer,
         synced_gpus=synced or None,
         **(more or {}),
-        generation_config=GenerationConfig(  # overrides the sampling and penalties of the model's config
-            **sampling.settings(),
-            max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(ends),
-            pad_token_id=pad_token_id,
-            use_cache=True,
-            return_dict_in_generate=True,
-            output_logits=max_new_tokens <= CHECKED_TOKENS,  # a long answer's logits would fill memory
-        ),
+        # they override the model's own sampling and penalties, also with None, as a GenerationConfig would not
+        **{**left_out(model.generation_config), **sampling.settings()},
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(ends),
+        pad_token_id=pad_token_id,
+        use_cache=True,
+        return_dict_in_generate=True,
+        output_logits=max_new_tokens <= CHECKED_TOKENS,  # a long answer's logits would fill memory
         stopping_criteria=StoppingCriteriaList([_heartbeat_criterion]),
     )
 

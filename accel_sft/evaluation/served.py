@@ -13,7 +13,7 @@ from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.answer_text import without_thinking
 from accel_sft.chat.conversation import Conversation, conversation, read_split, wanted
 from accel_sft.chat.encoded import Encoded
-from accel_sft.evaluation.backend import AnswerInText, Generated
+from accel_sft.evaluation.backend import UNUSUAL, AnswerInText, Generated
 from accel_sft.evaluation.endpoint import Endpoint, Reply
 from accel_sft.evaluation.evaluator import Evaluation, Evaluator
 from accel_sft.evaluation.scoring import UNANSWERED, check_scoring
@@ -43,10 +43,11 @@ class ServedBackend:
 
         asked = self.endpoint.each(f"{self.endpoint.model} answers", ask, chats)
         seconds = time.perf_counter() - began
-        texts = [
-            AnswerInText(without_thinking(reply.text, wanted(chat, self.thinking)), reply.tokens or 0)
-            for chat, reply in zip(chats, asked, strict=True)
-        ]
+        texts = []
+        for chat, reply in zip(chats, asked, strict=True):
+            text = without_thinking(reply.text, wanted(chat, self.thinking))
+            unusual = reply.finish if reply.finish in UNUSUAL else "" if text.strip() else "empty"
+            texts.append(AnswerInText(text, reply.tokens or 0, unusual))
         return Generated(list(zip(examples, texts, strict=True)), seconds, {})
 
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from accel_sft.api.adapters import unused
 from accel_sft.api.config import TrainConfig
@@ -34,6 +35,10 @@ _JSON_DEEPSPEED = """
     use_data_before_expert_parallelism use_node_local_storage vocabulary_size wandb wall_clock_breakdown
     weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
 """
+_CHANGES_TRAINING = """
+    compression_training curriculum_learning data_efficiency progressive_layer_drop sparse_attention weight_quantization
+"""
+"""Sections of DeepSpeed's JSON by which it would choose or cut rows, drop layers, or prune and quantize weights."""
 
 
 def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> list[Finding]:
@@ -48,7 +53,7 @@ def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> li
         what = f"{where}: {'FSDP' if launch.backend == 'fsdp' else 'DeepSpeed'} does not run on macOS"
         return [error(what, "start it without accelerate launch: one process then runs on MPS or the CPU")]
     findings = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices)]
-    findings += _adapter(config)
+    findings += [*_adapter(config), *_launchers(launch, config, f"{where}")]
     findings += audit_parallelism(
         launch, f"{where}", batching=config.batching, micro_batch_size=config.micro_batch_size
     )
@@ -171,31 +176,70 @@ def _adapter(config: TrainConfig) -> Iterator[Finding]:
         yield warning(what, f"add --adapter lora, or leave out {flag}")
 
 
+def _launchers(launch: Launch, config: TrainConfig, where: str) -> Iterator[Finding]:
+    """Report what the launcher hands over to training scripts, and the trainer's own options decide."""
+    given = {**launch.yaml, **(launch.yaml.get("dynamo_config") or {}), **launch.arguments}
+    backend = str(given.get("dynamo_backend") or launch.environment.get("ACCELERATE_DYNAMO_BACKEND", "no"))
+    if backend.lower() not in ("no", "false") and not config.compile:
+        yield warning(f"{where}: dynamo_backend {one_line(backend)} is not used", "remove it; --compile compiles")
+    if launch.backend == "deepspeed":  # `_ignored` reports the others, with those of its JSON
+        return
+    steps = given.get("gradient_accumulation_steps")
+    steps = launch.environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") if steps is None else steps
+    if str(steps) not in ("auto", "1"):
+        yield _steps_not_used(where, steps)
+    if (clip := given.get("gradient_clipping")) is not None and _differs(clip, config.max_grad_norm):
+        yield _clip_not_used(where, clip, config.max_grad_norm)
+
+
+def _steps_not_used(where: str, steps: object) -> Finding:
+    fix = "remove it; --global-batch-size decides the rows of a step"
+    return warning(f"{where}: gradient_accumulation_steps {one_line(str(steps))} is not used", fix)
+
+
+def _differs(clip: Any, max_grad_norm: float) -> bool:
+    try:
+        return clip != "auto" and float(clip) != max_grad_norm
+    except (TypeError, ValueError, OverflowError):
+        return True
+
+
+def _clip_not_used(where: str, clip: object, max_grad_norm: float) -> Finding:
+    clip = one_line(str(clip))
+    what = f"{where}: gradient_clipping {clip} is not used, --max-grad-norm {max_grad_norm:g} is"
+    return warning(what, f"remove it, or set --max-grad-norm {clip}")
+
+
 def _ignored(launch: Launch, max_grad_norm: float, where: str) -> Iterator[Finding]:
     """Report settings of the launch that DeepSpeed would follow, but that the trainer's options decide."""
     given = launch.environment
     steps = launch.json.get("gradient_accumulation_steps")
     steps = steps or given.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if str(steps) not in ("auto", "1"):
-        fix = "remove it; --global-batch-size decides the rows of a step"
-        yield warning(f"{where}: gradient_accumulation_steps {one_line(str(steps))} is not used", fix)
+        yield _steps_not_used(where, steps)
     clip = launch.json.get("gradient_clipping")
     clip = given.get("ACCELERATE_GRADIENT_CLIPPING", "auto") if clip is None else clip
-    try:
-        differs = clip != "auto" and float(clip) != max_grad_norm
-    except (TypeError, ValueError, OverflowError):
-        differs = True
-    if differs:
-        clip = one_line(str(clip))
-        what = f"{where}: gradient_clipping {clip} is not used, --max-grad-norm {max_grad_norm:g} is"
-        yield warning(what, f"remove it, or set --max-grad-norm {clip}")
+    if _differs(clip, max_grad_norm):
+        yield _clip_not_used(where, clip, max_grad_norm)
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         if launch.json.get(key, "auto") != "auto":
             fix = "remove it; --global-batch-size and --micro-batch-size decide"
             yield warning(f"{where}: {key} is not used", fix)
+    for key in _CHANGES_TRAINING.split():
+        section = launch.json.get(key)
+        if section and _enabled(section):
+            yield error(f"{where}: {key} changes what a step learns", "remove it, or disable it")
     for key, flags in (("optimizer", "--learning-rate, --weight-decay"), ("scheduler", "--lr-scheduler")):
         if key in launch.json:
             yield error(f"{where}: {key} must not be set, because the trainer creates it", f"use {flags}")
+
+
+def _enabled(section: Any) -> bool:
+    """Whether a section of DeepSpeed's JSON is in use: itself, or one inside of it, is not `"enabled": false`."""
+    if not isinstance(section, dict) or "enabled" in section:
+        return bool(section["enabled"] if isinstance(section, dict) else section)
+    inner = [each for each in section.values() if isinstance(each, dict)]
+    return any(map(_enabled, inner)) if inner else bool(section)
 
 
 def _zero(config: TrainConfig, launch: Launch, where: str) -> Iterator[Finding]:

@@ -177,6 +177,16 @@ def weights_identity(source: Source) -> str | None:
     return digest.hexdigest()
 
 
+def other_base(source: Source) -> list[str]:
+    """A line if a run trained this adapter on weights that are others now, as after a folder was overwritten."""
+    record = RunDir.record_around(source.adapter) if source.adapter else None
+    before = record.get("base_weights") if record else None
+    now = weights_identity(source) if before else None
+    if not now or now == before:
+        return []
+    return [f"{source.adapter}: its base {source.weights} is not what it was trained on; put those weights back"]
+
+
 def is_tiny(model: str, *, init_from: str | None = None) -> bool:
     """Whether the model to train is the built-in one, fresh or from an earlier run of it."""
     seen = set()

@@ -23,6 +23,7 @@ def model_card(
     answer_end: str,
     eos_ids: Sequence[int],
     max_new_tokens: int,
+    left_out: Mapping[str, Any],
     data: Mapping[str, Any],
     command: str,
     settings: Mapping[str, Any],
@@ -41,6 +42,7 @@ def model_card(
         answer_end: text that follows answers, such as a mark that is no token.
         eos_ids: tokens that end an answer; an adapter's base may know others.
         max_new_tokens: maximum number of tokens of an answer, as in the run's evaluations.
+        left_out: arguments of `generate` that leave out the base's penalties, as in the run's evaluations.
         data: counts by name, such as {"training examples": 1798}, files and fingerprint.
         command: the command line that trained.
         settings: the run's options; those that only say how the run was executed are left out.
@@ -57,11 +59,14 @@ def model_card(
     base = f"`{Path(base_model).name}`"
     what = f"{base}, fine-tuned" if adapter == "none" else f"A {adapter} adapter of {base}, trained"
     trained_with = [[key, value] for key, value in settings.items() if key not in LAYOUT and value is not None]
+    generation: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, **left_out}
+    if adapter != "none":
+        generation["eos_token_id"] = list(eos_ids)
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
         f"# {markdown_cell(task)}\n\n{what} for the task `{task}` with accel_sft.",
         f"## Usage\n\n{_ASKED if messages else 'It goes on with a text:'}\n\n"
-        + _usage(messages, template_arguments, prompt_end, answer_end, eos_ids, adapter, model_class, max_new_tokens),
+        + _usage(messages, template_arguments, prompt_end, answer_end, generation, adapter, model_class),
         "## Before and after\n\n" + comparison_table(result),
         "## Data\n\n" + markdown_table(["", ""], list(data.items())),
         f"## Command\n\n{_fenced('bash', [command])}",
@@ -98,10 +103,9 @@ def _usage(
     template_arguments: Mapping[str, Any],
     prompt_end: str,
     answer_end: str,
-    eos_ids: Sequence[int],
+    generation: Mapping[str, Any],
     adapter: str,
     model_class: str,
-    max_new_tokens: int,
 ) -> str:
     """A Python block that asks one question in plain transformers, or peft."""
     library, model = "transformers", model_class
@@ -135,7 +139,7 @@ def _usage(
         ]
     else:
         asked.append('inputs.pop("token_type_ids", None)')
-    stops = f", eos_token_id={list(eos_ids)}" if adapter != "none" else ""
+    chosen = "".join(f", {name}={value!r}" for name, value in generation.items())
     if not messages:
         asked = ['inputs = tokenizer("Once", return_tensors="pt")', 'inputs.pop("token_type_ids", None)']
     lines = [
@@ -148,7 +152,7 @@ def _usage(
         f"model, {reader} = {load}, Auto{reader.title()}.from_pretrained(folder)",
         *([f"messages = {json.dumps(list(messages), ensure_ascii=False, indent=4)}"] if messages else []),
         *asked,
-        f"output = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False{stops})",
+        f"output = model.generate(**inputs{chosen})",
         f'answer = {reader}.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)',
         f"print(answer{f'.removesuffix({answer_end!r})' * bool(answer_end.strip())})",
     ]

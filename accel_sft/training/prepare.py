@@ -39,7 +39,7 @@ from accel_sft.memory.model_config import read_config
 from accel_sft.models.architecture import beyond_text
 from accel_sft.models.kernels import bitsandbytes, liger
 from accel_sft.models.load import load_model
-from accel_sft.models.source import Source, find_source, is_tiny
+from accel_sft.models.source import Source, find_source, is_tiny, other_base
 from accel_sft.models.tiny import build_tiny, texts_of
 from accel_sft.models.tokenizer import GivenTemplate, encoding_rules, load_processor, load_tokenizer
 from accel_sft.rows.reading import MAX_PROBLEMS
@@ -169,6 +169,7 @@ class Prepared:
         usual = [line for line in lines if _USUAL_NOTE.match(line)]
         return [
             *(RunDir.choice_in(config.init_from, train=True) if config.init_from else []),
+            *(f"warning: {line}" for line in other_base(self.assembly.source)),
             *([merged] if self.assembly.source.adapter and config.adapter == "none" else []),
             *(self.assembly.template.lines if self.assembly.template else []),
             *(line for line in lines if line not in usual),
@@ -269,7 +270,10 @@ def _ends_served(train: StoredEncoding, assembly: Assembly) -> list[str]:
     if end is None:
         return []
     token = tokenizer.convert_ids_to_tokens(end)
-    if not train.raw and "eos_token" not in str(tokenizer.chat_template):  # such a template would write other prompts
+    written = tokenizer.eos_token_id in assembly.encode.rendering.ends()  # then only calls end with another token
+    if not (train.raw or written) and "eos_token" not in str(
+        tokenizer.chat_template
+    ):  # such a template would write other prompts
         tokenizer.eos_token = token
     what = f"warning: answers end with {token}, at which a server of the base goes on: name it as a stop token there"
     return [f"{what}, or serve merged weights (accel-sft merge)"] if assembly.config.adapter != "none" else []

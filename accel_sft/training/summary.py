@@ -36,11 +36,13 @@ def card(
     state: TrainState,
     model_class: str,
     scored: str,
+    left_out: dict[str, Any],
 ) -> str:
     """Return the model card (README.md) of this state's weights, which compares the newest evaluation with the first.
 
     Args:
         scored: the words for the weights that were evaluated.
+        left_out: as `model_card` takes it.
     """
     config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
     chat = conversation(task, prepared.validation.examples, "validation", prepared.validation.kept[0].index)
@@ -56,6 +58,7 @@ def card(
         answer_end=rendering.tail(form),
         eos_ids=sorted(prepared.assembly.encode.rules.eos_ids),
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
+        left_out=left_out,
         data={**_files(task), **prepared.counts(), "SHA-256 of the tokens": prepared.fingerprint()},
         command=command_line(started_by()),
         settings=recordable({**config.as_dict(), **dataclasses.asdict(task)}),

@@ -27,6 +27,7 @@ from accel_sft.launch.describe import differences, layout_of, resume_command
 from accel_sft.launch.groups import row_groups
 from accel_sft.models.load import parameter_counts
 from accel_sft.models.pretrained import auto_class, processor_files, stored_dtype
+from accel_sft.models.tokenizer import left_out
 from accel_sft.resilience.anomalies import Anomalies
 from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.tracking.system import peak_memory_gib
@@ -76,6 +77,7 @@ class Trainer:
         tracker.peaks.begin("load")
         model = assembly.load_model(train, validation, total_steps=self.plan.total_steps, log=log)
         self.model_class, self.beside = auto_class(model).__name__, processor_files(assembly.source.weights, model)
+        self.left_out = left_out(model.generation_config) if model.can_generate() else {}
         self.exported: dict[str, Any] = {}  # an adapter is exported as it is trained
         if config.adapter == "none":
             base = AutoConfig.from_pretrained(assembly.source.weights, trust_remote_code=config.trust_remote_code)
@@ -292,7 +294,8 @@ class Trainer:
         """Write the current weights, with a model card, for plain transformers or peft; the card's scores are of the
         weights that `scored` names. What is written `behind` the steps is there before the next checkpoint."""
         self.tracker.peaks.begin("export")
-        card = summary.card(self.task_name, self.prepared, self.state, self.model_class, scored)
+        about = self.model_class, scored, self.left_out
+        card = summary.card(self.task_name, self.prepared, self.state, *about)
         tokenizer, written = self.prepared.assembly.tokenizer, (card, self.beside, behind)
         checkpoint.export(self.accelerator, self.model, tokenizer, target, *written, **self.exported)
 

@@ -28,6 +28,7 @@ from accel_sft.chat.answer_tokens import PieceTokenizer
 from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.conversation import Conversation, conversation, first_examples
 from accel_sft.chat.encoded import Rules
+from accel_sft.chat.rendering import Rendering
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.evaluator import Evaluator
@@ -273,6 +274,25 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(tokenizer, argument
     assert sample["generated"] == sample["expected"] == '<call>weather {"town": "Ulm"}</call>'
 
 
+@pytest.mark.parametrize("arguments", ["{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}"])
+def test_rows_with_tools_are_learnt_by_the_template_of_tools(tokenizer, arguments):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = {
+        "default": chatml(tokenizer).chat_template,
+        "tool_use": CALLING.replace("ARGUMENTS", arguments),
+    }
+    encoding = encoded(own, [([], CALLED, TOOLS), (CHAT[:2], CHAT[2:3])])
+    called, plain = (own.decode(row.input_ids) for row in encoding.kept)
+    turns = [{**turn, "content": turn["content"] or ""} for turn in CALLED]
+    if "tojson" in arguments:
+        turns[1] = {**turns[1], "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": {"town": "Ulm"}}}]}
+    assert called + "\n" == own.apply_chat_template(turns, tools=TOOLS, tokenize=False)
+    assert "tools" not in plain
+    assert encoding.notes == []
+    prompt = Rendering(own).prompt(CALLED[:1], tools=TOOLS)
+    assert prompt.startswith("<|im_start|>tools") == called.startswith("<|im_start|>tools") is True
+
+
 def test_control_tokens_in_tools_are_characters_where_a_template_prints_them_as_python_does(tokenizer):
     own = copy.deepcopy(tokenizer)
     own.chat_template = CALLING.replace("tools | tojson", "tools").replace("ARGUMENTS", "{{ call.function.arguments }}")
@@ -444,6 +464,17 @@ def evaluated(own, encoding, examples, answers, **settings):
     evaluator = Evaluator(Accelerator(cpu=True), own, Chats(), examples, encoding.kept, config, backend)
     assert evaluator.answered == rows
     return evaluator.score_answers({"eval_loss": 0.0})
+
+
+def test_cut_answers_of_a_model_are_counted(tokenizer):
+    own = chatml(tokenizer)
+    chats = [(CHAT[:2], CHAT[2:3])] * 3
+    encoding = encoded(own, chats)
+    end, most = encoding.kept[0].input_ids[-1], encoding.kept[0].answer_tokens
+    other = encoding.kept[0].input_ids[0]
+    found = evaluated(own, encoding, chats, [[other] * most, [other] * (most - 1) + [end], [other]])
+    assert found.unusual == {"length": 1}
+    assert "of 3 answers 1 cut (give more tokens: --max-new-tokens)" in found.lines[0]
 
 
 @pytest.mark.parametrize("template", [None, FORGETFUL])

@@ -27,9 +27,11 @@ from accel_sft.cli.group import cli
 from accel_sft.commands import merge as merge_module
 from accel_sft.commands.push import hub_id
 from accel_sft.io.files import new_folder
+from accel_sft.io.run_dir import RunDir
 from accel_sft.models import merge as merging
 from accel_sft.models.merge import merge
-from accel_sft.models.source import find_source
+from accel_sft.models.source import find_source, other_base, weights_identity
+from accel_sft.tools.verify.records import Recorded, examine
 
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
 KINDS = {
@@ -76,6 +78,32 @@ def logits(model):
 
 def apart(base, folder):
     return logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder))
+
+
+def test_overwritten_base_of_an_adapter_is_named(base, tmp_path):
+    other = shutil.copytree(base, tmp_path / "base")
+    final = save(other, tmp_path / "run" / "final", KINDS["lora"])
+    record = {
+        "task": "math",
+        "config": {},
+        "task_options": {},
+        "base_weights": weights_identity(find_source(str(other))),
+    }
+    run = RunDir(tmp_path / "run")
+    run.record.write_text(json.dumps(record))
+    assert other_base(find_source(str(run))) == []
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor * 1.5 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    line = f"{final}: its base {other} is not what it was trained on; put those weights back"
+    assert other_base(find_source(str(run))) == [line]
+    assert line in [found.what for found in examine(Recorded.read(run)) if found.level == "differs"]
+    for words in (["merge", str(run), str(tmp_path / "out")], ["serve", str(run), "--print"]):
+        refused = accel_sft(*words)
+        assert refused.status == 1
+        assert line in " ".join(refused.output.split())
+    told = accel_sft("generate", str(run), "5", "--max-new-tokens", "1")
+    assert told.status == 0, told.output
+    assert f"warning: {line}" in " ".join(told.output.split())
 
 
 def test_merged_weights_predict_as_base_and_adapter_do_and_stay_tied(base, adapter, tmp_path):

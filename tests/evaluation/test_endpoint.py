@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from accelerate import Accelerator
 from conftest import accel_sft
 from limits import limit
 from models import Sums
@@ -231,6 +232,20 @@ def test_what_an_answer_may_lack_or_have_in_another_form_stops_nothing(message, 
     choice = {"message": message, "logprobs": logprobs}
     reply = Endpoint(answering(response({"choices": [choice]})), "m").chat(CHAT, 3)
     assert (reply.text, reply.logprobs) == (text, known)
+
+
+def test_answers_that_are_not_whole_are_counted(monkeypatch):
+    monkeypatch.setattr(client, "AT_ONCE", 1)
+    endings = [(None, "length"), ("the", "length"), ("", "content_filter"), (None, "tool_calls"), (None, "stop")]
+    endings += [("<think>\nhm\n</think>\n\n", "stop"), ("the answer is 23 + 23", "stop")]
+    choices = [{"message": {"content": text}, "finish_reason": finish} for text, finish in endings]
+    address = answering(*(response({"choices": [choice]}) for choice in choices))
+    config = EvaluateConfig(url=address, model="m", max_new_tokens=9).resolved({})
+    found = evaluation.evaluate(Accelerator(cpu=True), Sums(), config, Endpoint(address, "m"))
+    assert found.lines == [
+        "warning: of 7 answers 2 cut (give more tokens: --max-new-tokens), 1 withheld by the server's filter, "
+        "1 a call of a tool, 2 empty; they are scored as they are"
+    ]
 
 
 def test_requests_at_the_same_time_all_leave_out_what_a_server_refuses(served):

@@ -455,6 +455,51 @@ WARNS = {
 }
 
 
+NOT_USED = {
+    "compiler in the file": (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, [], "dynamo_backend INDUCTOR is"),
+    "compiler": (DDP, ["--dynamo_backend", "eager"], "dynamo_backend eager is not used: remove it; --compile compiles"),
+    "accumulation": (DDP, ["--gradient_accumulation_steps", "4"], "gradient_accumulation_steps 4 is not used"),
+    "clipping": (DDP, ["--gradient_clipping", "0.1"], "gradient_clipping 0.1 is not used, --max-grad-norm 1 is"),
+    "compiler beside DeepSpeed": (Z2, ["--dynamo_backend", "inductor"], "dynamo_backend inductor is not used"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_USED)
+def test_what_the_launcher_hands_over_in_vain_is_named(case, tmp_path, built):
+    content, flags, expected = NOT_USED[case]
+    path = written(tmp_path, content)
+    (line,) = lines(audit(TrainConfig(), launch_of_yaml(path, *flags), devices=0), "warning")
+    assert expected in line
+    for usual in (
+        [],
+        ["--gradient_accumulation_steps", "1"],
+        ["--gradient_clipping", "1.0"],
+        ["--dynamo_backend", "no"],
+    ):
+        assert lines(audit(TrainConfig(), launch_of_yaml(written(tmp_path, DDP), *usual), devices=0), "warning") == []
+
+
+QUANTIZED = {"weight_quantization": {"shared_parameters": {"enabled": True}}}
+CHANGES = {
+    "curriculum_learning": {"enabled": True},
+    "data_efficiency": {"enabled": True},
+    "progressive_layer_drop": {"enabled": True, "theta": 0.5},
+    "compression_training": QUANTIZED,
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_sections_that_change_training_are_refused(key, tmp_path, built):
+    def errors(section):
+        file = written(tmp_path, JSON | {key: section}, "ds.json")
+        content = Z2 | {"deepspeed_config": {"deepspeed_config_file": str(file)}}
+        return lines(audit(TrainConfig(), launch_of_yaml(written(tmp_path, content)), devices=0), "error")
+
+    (line,) = errors(CHANGES[key])
+    assert f"{key} changes what a step learns: remove it, or disable it" in line
+    assert errors({"enabled": False}) == errors({"shared_parameters": {"enabled": False}}) == errors({}) == []
+
+
 @pytest.mark.parametrize("case", WARNS)
 def test_warning_fires(case, tmp_path, built):
     section, deepspeed_json, expected = WARNS[case]

@@ -7,17 +7,20 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import Accelerator
 from conftest import accel_sft
 from models import Sums, encode, make_base
+from report_card import card
 from transformers import AutoTokenizer, GenerationConfig
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import checkpoint
+from accel_sft.evaluation import left_padded
 from accel_sft.models.load import load_model
 from accel_sft.models.source import find_source
 from accel_sft.models.tiny import CHAT_TEMPLATE
-from accel_sft.models.tokenizer import encoding_rules, load_tokenizer
+from accel_sft.models.tokenizer import encoding_rules, left_out, load_tokenizer
 
 ENDS = {
     "Qwen's base": (CHAT_TEMPLATE, "<|im_end|>"),
@@ -73,6 +76,34 @@ def test_token_that_ends_a_turn_ends_the_answer(tmp_path, name):
     assert any("is no special token" in note for note in made.notes) == (name == "no token")
 
 
+class Calls(Sums):
+    def target(self, example):
+        call = {"type": "function", "function": {"name": "add", "arguments": {"to": example}}}
+        return [{"role": "assistant", "content": "", "tool_calls": [call] * 2}]
+
+
+def ending_calls(end, each=""):
+    """The chat template with this text behind a turn's calls, and this behind each call."""
+    turn_end = "{% if message['tool_calls'] %}" + end + "{% else %}<|im_end|>{% endif %}\n{% endfor %}"
+    return CHAT_TEMPLATE.replace("<|im_end|>\n{% endfor %}", turn_end).replace("</tool_call>", f"</tool_call>{each}")
+
+
+@pytest.mark.parametrize(("end", "last"), [("<|a|>", "<|a|>"), ("<|a|>\n", "<|a|>"), ("<|im_end|>", "<|im_end|>")])
+def test_token_that_ends_calls_alone_ends_them(tmp_path, end, last):
+    model, tokenizer, rules = loaded(base(tmp_path / "base", ending_calls(end), eos_token_id=0))
+    assert rules.eos_ids == {0, *tokenizer.convert_tokens_to_ids(["<|im_end|>", last])}
+    called = '<tool_call>{"name": "add", "arguments": {"to": 24}}</tool_call>'
+    for task, expected in ((Calls(), called * 2 + last), (Sums(), "the answer is 12 + 12<|im_end|>")):
+        (row,) = encode(tokenizer, task, [24], "train", eos_ids=rules.eos_ids, max_length=999, truncation="drop").kept
+        assert tokenizer.decode(row.input_ids[row.prompt_length :]) == expected
+        assert row.input_ids[-1] in model.generation_config.eos_token_id
+
+
+def test_mark_behind_each_call_ends_no_answer(tmp_path):
+    _, tokenizer, rules = loaded(base(tmp_path / "base", ending_calls("", "<|a|>")))
+    assert tokenizer.convert_tokens_to_ids("<|a|>") not in rules.eos_ids
+
+
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_export_stops_where_answers_end(tmp_path, adapter):
     model, tokenizer, rules = loaded(base(tmp_path / "base"), adapter=adapter)
@@ -107,6 +138,28 @@ def test_settings_that_could_not_be_saved_are_taken_out_and_named(tmp_path):
     checkpoint.export(Accelerator(cpu=True), model, tokenizer, tmp_path / "out", "")
     settings = GenerationConfig.from_pretrained(tmp_path / "out")
     assert (settings.temperature, settings.eos_token_id[0]) == (None, 0)
+
+
+def test_penalties_of_the_base_are_named_and_left_out(tmp_path):
+    folder = base(tmp_path / "base")
+    question, device = [[5, 6, 7]], torch.device("cpu")
+
+    def answer(model):
+        return left_padded.generate(model, question, 12, [0], 0, device)
+
+    plain = answer(loaded(folder)[0])
+    given = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "suppress_tokens": plain[0], "min_new_tokens": 12}
+    lines = []
+    model, _, _ = loaded(base(folder, **given, bad_words_ids=[[plain[0][0]]], eos_token_id=0), lines)
+    (line,) = [line for line in lines if "generation_config" in line]
+    assert line.startswith(
+        "generation_config.json: repetition_penalty, no_repeat_ngram_size, min_new_tokens, bad_words"
+    )
+    assert answer(model) == plain
+    arguments = left_out(model.generation_config)
+    assert "do_sample=False, repetition_penalty=1.0, no_repeat_ngram_size=0" in card(left_out=arguments)
+    assert "suppress_tokens=None, eos_token_id=[2, 0])" in card(left_out=arguments, adapter="lora")
+    assert "penalty" not in card(left_out={})
 
 
 class Raw(Sums):

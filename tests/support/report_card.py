@@ -28,6 +28,7 @@ def card(**changed):
         "base_model": "org/model-0.5B",
         "task": "math",
         "max_new_tokens": 17,
+        "left_out": {},
         "messages": [{"role": "system", "content": "Sum."}, {"role": "user", "content": "```5=```"}],
         "template_arguments": {},
         "prompt_end": "",

@@ -511,7 +511,19 @@ SCORES = {
         ("x", "", 0),
         *((right, wrong, 0) for right, wrong in (("-1", "1"), ("C", "C++"), ("C#", "C++"), ("A-", "A"), ("10", "10%"))),
         ("是-5, 10%的 (C++), grade A-.", "是 \u22125 10 % 的 c++ Grade a-", 1.0),
-        ("co-op 3-4 well-known -", "co op, 3, 4: well - known", 1.0),
+        ("co-op 3-4 well-known -", "co op, 3-4: well - known", 1.0),
+        ("5°C, 1.5 kg.", "5 °C (1.5 kg)", 1.0),
+        ("caf\u00e9 -.5", "cafe\u0301 -.5", 1.0),
+        *((right, wrong, 0) for right, wrong in (("01/02/2026", "02/01/2026"), ("1.5", "5.1"), ("12:30", "30:12"))),
+        *((right, wrong, 0) for right, wrong in (("2026-11-12", "2026-12-11"), (".5", "5"), ("3-4", "4-3"))),
+        *((right, wrong, 0) for right, wrong in (("दिन", "दान"), ("தமிழ்", "தமழ"), ("كِتَاب", "كُتَّاب"), ("हूँ", "हो"))),
+        *(
+            (f"a {right} b", f"a {wrong} b", 2 / 3)
+            for right, wrong in (("<", ">"), ("==", "!="), ("≥", "<"), ("👍", "👎"))
+        ),
+        ("age > 30", "age < 30", 2 / 3),
+        ("5 * 3", "5 - 3", 2 / 3),
+        ("5€", "5$", 0.5),
     ],
     "exact": [("a", " a\n", 1.0), ("<think>b</think>a", "<think>c\nd</think>\n\na", 1.0), ("a", "A", 0.0)],
     "json": [

@@ -309,6 +309,9 @@ def test_check_is_for_one_process(site, model, tmp_path):
         ("1.5 = ", "15 =", False),
         ("-5=", "5=", False),
         ("a+b", "a-b", False),
+        ("x != 3", "x = 3", False),
+        (".5", "5", False),
+        ("1.5", "5.1", False),
         ("什么是5？", "什么是5", True),
     ],
 )

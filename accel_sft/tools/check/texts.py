@@ -34,7 +34,7 @@ _NAMED, _COUNTED = 200, 12
 """Maximum number of rows that are named for one label, and of labels whose rows are counted in a line."""
 _SENTENCE = ".,;:!?…。，！？、；：·()[]{}（）【】《》—–"
 _QUOTES = dict.fromkeys(map(ord, "'\"`‘’“”«»「」『』"))
-_MARKS = re.compile(rf"(?<!\d)[{re.escape(_SENTENCE)}]|[{re.escape(_SENTENCE)}](?!\d)")
+_MARKS = re.compile(rf"(?!!=|(?<!\w)\.\d)(?:(?<!\d)[{re.escape(_SENTENCE)}]|[{re.escape(_SENTENCE)}](?!\d))")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _misspelt(label: str, other: str, times: float) -> bool:
 
 
 def normalised(text: str) -> str:
-    """`text` without case, quotes, punctuation and repeated white space; numbers keep their points and commas."""
+    """`text` without case, quotes, punctuation and repeated white space; numbers and operators keep their marks."""
     text = unicodedata.normalize("NFKC", text).casefold().translate(_QUOTES)
     return " ".join(_MARKS.sub(" ", text).split())
 

@@ -72,7 +72,7 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     from accel_sft.launch.accelerator import create_accelerator
     from accel_sft.launch.info import launch_of_this_process
     from accel_sft.launch.precision import precision_in_record
-    from accel_sft.models.source import find_source
+    from accel_sft.models.source import find_source, other_base
     from accel_sft.tools.parity.reference import Reference
     from accel_sft.training.prepare import Assembly
 
@@ -110,6 +110,8 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
             config, launch_of_this_process(), train=False, precision_of_run=precision_in_record(record)
         )
         source = find_source(config.model)
+        for line in other_base(source):
+            print(terminal.wrapped(f"warning: {line}"), file=out)
         assembly = Assembly(accelerator, task, config, source)
         encoding = assembly.encode(read_split(task, "validation"), "validation")
         model = assembly.load_model(encoding).to(accelerator.device).eval()

@@ -22,6 +22,7 @@ from accel_sft.io.lock import is_locked
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.run_record import listed, made_by, other_versions
 from accel_sft.launch.recordable import versions
+from accel_sft.models.source import find_source, other_base
 from accel_sft.rows.fingerprint import code_fingerprint, task_record
 from accel_sft.tracking.metrics_file import chained, read_lines
 from accel_sft.training.schedule import learning_rate
@@ -92,13 +93,23 @@ class Recorded:
         return [line for line in self.lines if "loss" in line]
 
 
-_UNREADABLE = KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError, OSError, yaml.YAMLError
+_UNREADABLE = (
+    UserError,
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    AssertionError,
+    OSError,
+    yaml.YAMLError,
+)
 """What files raise that no run has written so."""
 
 
 def examine(run: Recorded) -> Iterator[Finding]:
     """Yield the findings about the run's files, and about the data, code and libraries here."""
-    for part in (_folder, _checkpoints, _settings, _log, _software, _data):
+    for part in (_folder, _checkpoints, _settings, _log, _software, _base, _data):
         try:
             yield from part(run)
         except _UNREADABLE as error:
@@ -247,6 +258,12 @@ def _task(record: dict[str, Any]) -> Iterator[Finding]:
         if now["task_code"] not in (None, record["task_code"]):
             place = sys.modules[task.__module__.partition(".")[0]].__file__
             yield differs("task", f"the files of its package are others than the run's: {Path(str(place)).parent}")
+
+
+def _base(run: Recorded) -> Iterator[Finding]:
+    """The weights below the run's adapter."""
+    if run.record.get("base_weights") and (run.run_dir.final / "adapter_config.json").is_file():
+        yield from (differs("base", line) for line in other_base(find_source(str(run.run_dir.final))))
 
 
 def _data(run: Recorded) -> Iterator[Finding]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +17,8 @@ from accel_sft_chat.messages import Turn, functions_in
 _SPELT = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 # signs that tell -1 from 1, 10% from 10, C, C++ and C# apart, and A, A+ and A-, are part of the word
 _SIGNS = rf"(?:[+#%]+(?![^\W{_SPELT}])|(?<=\b\w)-(?![\w-]))"
-_TOKEN = re.compile(rf"[{_SPELT}]|(?:(?<![^\W{_SPELT}])(?<!-)-(?=\d))?[^\W_{_SPELT}]+{_SIGNS}?")
+_NEGATIVE = rf"(?:(?<![^\W{_SPELT}])(?<!-)-(?=\.?\d))?(?:(?<!\w)\.(?=\d))?"
+_OPERATORS = r"!=+|[<>=]+|(?<=\d )[*/-](?= \d)"
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 _FENCE = re.compile(r"\s*```[a-z]*\n(.*?)\n?```\s*", re.DOTALL)
 _TAGS = re.compile(r"</?tool_calls?>|\[/?TOOL_CALLS?\]|<\|/?tool_calls?(_begin|_end|▁begin|▁end)?\|>", re.IGNORECASE)
@@ -126,7 +129,21 @@ def _with_calls(text: str, calls: list[dict[str, Any]]) -> str:
 
 
 def _tokens(text: str) -> list[str]:
-    return _TOKEN.findall(re.sub(r"\s+%", "%", text.casefold()).replace("\u2212", "-"))
+    text = unicodedata.normalize("NFC", text.casefold())
+    return _token().findall(re.sub(r"\s+%", "%", text).replace("\u2212", "-"))
+
+
+@functools.cache
+def _token() -> re.Pattern[str]:
+    """Matches a word with its combining marks (vowels of Indic scripts, harakat), a number with the marks inside it
+    (1.5, 12:30, 2026-11-27), an operator or another symbol."""
+    marks, symbols = (
+        "".join(re.escape(mark) for mark in map(chr, range(0x20, 0x20000)) if unicodedata.category(mark) in kinds)
+        for kinds in (("Mn", "Mc", "Me"), ("Sm", "Sc", "So"))
+    )
+    word = rf"[^\W_{_SPELT}][^\W_{_SPELT}]*(?:[{marks}]+[^\W_{_SPELT}]*)*"
+    number = rf"{_NEGATIVE}{word}(?:(?<=\d)[.,/:-](?=\d){word})*{_SIGNS}?"
+    return re.compile(rf"[{_SPELT}]|{number}|{_OPERATORS}|[{symbols}]")
 
 
 _NO_JSON = object()
