@@ -13,17 +13,11 @@ _IDLE = re.compile(r"^- `(\w+)`: ", re.M)
 
 _PENALTIES = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1}
 _PENALTIES |= {"encoder_no_repeat_ngram_size": 0, "min_length": 0}
-_FORCED = (
-    "min_new_tokens",
-    "bad_words_ids",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "sequence_bias",
-    "stop_strings",
-)
-_FORCED += ("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "guidance_scale")
-_FORCED += ("watermarking_config", "max_time")
-_WITHOUT: dict[str, Any] = {**_PENALTIES, **dict.fromkeys(_FORCED)}
+_FORCED = """
+    min_new_tokens bad_words_ids suppress_tokens begin_suppress_tokens sequence_bias stop_strings forced_bos_token_id
+    forced_eos_token_id exponential_decay_length_penalty guidance_scale watermarking_config max_time
+"""
+_WITHOUT: dict[str, Any] = {**_PENALTIES, **dict.fromkeys(_FORCED.split())}
 """Settings by which answers are not the most likely tokens, each with the value that leaves it out."""
 
 
