@@ -136,10 +136,9 @@ class Rendering:
         """The special tokens behind a turn's last call, if the last of them is written once for two calls, and so ends
         the turn, as `<|call|>`; else [], also if the template takes no calls."""
         for calls in () if self.template.concatenates else ([CALL, CALL], [CALL]):
-            answer = {"role": "assistant", "content": "", "tool_calls": calls}
+            turns: Turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
             try:
-                asked = [{"role": "user", "content": "?"}, answer]
-                text = self.template.text(asked, "prompt", prompt=False, offered={"tools": []})
+                text = self.template.text(turns, "prompt", prompt=False, offered={"tools": []})
             except UserError:  # some take one call alone
                 continue
             _, called, tail = text.rpartition(ARGUMENTS["of"])

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "tools.compare": "api io launch models tracking tools.report",
     "tools.plan": "api io launch models batching evaluation memory",
     "tools.how_much": "api chat io models tracking tools.compare",
-    "tools.verify": "api io launch rows tracking training",
+    "tools.verify": "api io launch rows models tracking training",
     "tools.rehearse": "api io launch chat data models tracking training tools.check tools.plan",
     "commands": "api io launch rows chat models batching tracking evaluation resilience training tools.check",
     "cli": "api io launch rows models resilience commands"
