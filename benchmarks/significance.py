@@ -8,8 +8,8 @@ import math
 import numpy as np
 from scipy.stats import binom, binomtest
 
-from accel_sft.tracking.resampled import measured
-from accel_sft.tracking.significance import LEVEL, Measured, needed, paired
+from accel_sft.results.resampled import measured
+from accel_sft.results.significance import LEVEL, Measured, needed, paired
 from smoke import parse, parser
 
 DRAWS = 1000

@@ -40,9 +40,9 @@ from accel_sft.models.pretrained import refuse_offload
 from accel_sft.models.source import Source, as_it_began, began_with, find_source, other_base
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.watchdog import Watchdog
-from accel_sft.tracking import resampled
-from accel_sft.tracking import run_report as report
-from accel_sft.tracking.labels import label_tables
+from accel_sft.results import resampled
+from accel_sft.results import run_report as report
+from accel_sft.results.labels import label_tables
 from accel_sft.tracking.system import peak_memory_gib, reset_peak_memory
 from accel_sft.training.predicted import job_of_run
 from accel_sft.training.prepare import Assembly

@@ -90,7 +90,7 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     from accel_sft.models.pretrained import processor_files
     from accel_sft.models.source import find_source, other_base
     from accel_sft.models.tokenizer import load_tokenizer
-    from accel_sft.tracking.model_card import of_merged
+    from accel_sft.results.model_card import of_merged
 
     source = find_source(folder)
     if found := other_base(source):

@@ -9,8 +9,8 @@ from accel_sft.api.task import Task
 from accel_sft.chat.conversation import conversation, from_task, wanted
 from accel_sft.io.heartbeat import heartbeat, heartbeats_only
 from accel_sft.io.text import LONGEST_ERROR, one_line
+from accel_sft.results.run_report import COSTS
 from accel_sft.rows.rows import example_name
-from accel_sft.tracking.run_report import COSTS
 
 EVAL_LOSS = "eval_loss"
 PERPLEXITY = "perplexity"

@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from accel_sft.io.files import is_number
 from accel_sft.launch.machine_state import slowed_by
-from accel_sft.tracking.run_report import is_number
 
 KEY = "machine"
 """In a training line of metrics.jsonl, if its readings are new: their marks."""

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from accel_sft.io.files import is_number
 from accel_sft.io.terminal import wrapped
-from accel_sft.tracking.run_report import is_number
 
 SHORTEST_BAR = 6
 """Least width of the bar, in terminal cells. Details are left out of the line until the bar is that wide."""

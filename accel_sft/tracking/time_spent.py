@@ -15,7 +15,6 @@ BATCHES, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, PAUSE = (
     "evaluate or save",
 )
 """What the training process does, by the names of its spans in a trace."""
-_WORDS = {BATCHES: "reading rows and making batches", COMMUNICATION: "exchanging the loss", OPTIMIZER: "optimizer"}
 _REST = "the rest"
 _PREFIX = "accel_sft: "
 """Prefix of these names in a trace: libraries have spans called `forward` too."""
@@ -66,11 +65,3 @@ class TimeSpent:
             return None
         rest = max(self._seconds - sum(self._parts.values()), 0.0)
         return {"steps": self._steps, "seconds": self._seconds, "parts": {**self._parts, _REST: rest}}
-
-
-def time_sentence(spent: Mapping[str, Any]) -> str:
-    """What `TimeSpent` found in a sentence."""
-    parts, total = spent["parts"], sum(spent["parts"].values())
-    largest = sorted(((part / total, name) for name, part in parts.items() if part > total / 200), reverse=True)
-    told = ", ".join(f"{share:.0%} {_WORDS.get(name, name)}" for share, name in largest)
-    return f"a step took {spent['seconds'] / spent['steps']:.3g} s in the mean of {spent['steps']:,}: {told}"

@@ -12,15 +12,15 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.io.files import write_json_lines
+from accel_sft.io.files import is_number, write_json_lines
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.terminal import columns
 from accel_sft.io.text import markdown_table, shown
+from accel_sft.results.run_report import COSTS, Samples, memory_table, phases_table, samples_table
 from accel_sft.tracking.disturbed import KEY, MachineWatch
 from accel_sft.tracking.idle import PAUSE_SECONDS, IdleWatch
 from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.tracking.progress_bar import ProgressBar
-from accel_sft.tracking.run_report import COSTS, Samples, is_number, memory_table, phases_table, samples_table
 from accel_sft.tracking.services import Trackers, tracker_names
 from accel_sft.tracking.system import (
     PhasePeaks,

@@ -19,13 +19,13 @@ from accel_sft.io.terminal import columns, terminal
 from accel_sft.launch.describe import shown_folder, started_by
 from accel_sft.launch.recordable import command_line, recordable, versions
 from accel_sft.models.kernels import compile_seconds
-from accel_sft.tracking import resampled
-from accel_sft.tracking import run_report as report
+from accel_sft.results import resampled
+from accel_sft.results import run_report as report
+from accel_sft.results.labels import weakest_label
+from accel_sft.results.model_card import model_card
+from accel_sft.results.run_report import time_sentence
 from accel_sft.tracking.disturbed import sentences, stretches
-from accel_sft.tracking.labels import weakest_label
 from accel_sft.tracking.metrics_file import mean_mfu, read_lines
-from accel_sft.tracking.model_card import model_card
-from accel_sft.tracking.time_spent import time_sentence
 from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState
 

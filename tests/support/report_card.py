@@ -1,6 +1,6 @@
 """A run's model card, made from invented results and settings."""
 
-from accel_sft.tracking.model_card import model_card
+from accel_sft.results.model_card import model_card
 
 BEFORE = {"accuracy": 0.0, "eval_loss": 4.5, "generate_seconds": 19.7, "generate_tokens_per_second": 20.3}
 

@@ -26,11 +26,11 @@ from accel_sft.cli.group import cli
 from accel_sft.io import files
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
+from accel_sft.results.labels import label_scores
 from accel_sft.tools.report import answers, page, runs, tables
 from accel_sft.tools.report.curves import charts, means, system_readings, thin
 from accel_sft.tools.report.page import MOST_BYTES
 from accel_sft.tools.report.runs import named, read_comparison, read_run
-from accel_sft.tracking.labels import label_scores
 
 HOSTILE = '</script><img src=x onerror="window.hurt = 1"><!--{{ 7 * 7 }}\u202e'
 VEGA = Path(runs.__file__).parent / "vega"

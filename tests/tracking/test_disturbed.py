@@ -17,9 +17,9 @@ from matrix import matrix, run
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory, machine_state
 from accel_sft.launch.machine_state import CoreClock, cpu_clock, gpu_state, others_gib, slowed_by
+from accel_sft.results.run_report import render_report
 from accel_sft.tools.compare.measured import measure
 from accel_sft.tracking.disturbed import KEY, MachineWatch, in_words, marks, sentences, share, stretches
-from accel_sft.tracking.run_report import render_report
 from accel_sft.tracking.system import Reading, SystemSampler
 
 OTHERS = "other processes took # of 2 cores"

@@ -18,10 +18,10 @@ from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.io.files import write_atomically, write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.recordable import command_line, masked_words, recordable
-from accel_sft.tracking.labels import label_scores, label_tables, weakest_label
-from accel_sft.tracking.model_card import of_merged
-from accel_sft.tracking.resampled import add_intervals
-from accel_sft.tracking.run_report import (
+from accel_sft.results.labels import label_scores, label_tables, weakest_label
+from accel_sft.results.model_card import of_merged
+from accel_sft.results.resampled import add_intervals
+from accel_sft.results.run_report import (
     PRINTED_SAMPLES,
     comparison_rows,
     print_report,
@@ -412,5 +412,5 @@ def test_the_card_of_a_model_that_reads_images_says_so():
 
 
 def test_reports_are_written_without_torch():
-    check = "import accel_sft.tracking.run_report, sys; sys.exit('torch' in sys.modules)"
+    check = "import accel_sft.results.run_report, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0

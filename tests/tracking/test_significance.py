@@ -16,12 +16,12 @@ import significance as simulated
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.heartbeat import heartbeat_count
 from accel_sft.io.run_dir import RunDir
+from accel_sft.results import resampled, significance
+from accel_sft.results.resampled import add_intervals, measured, read_measured
+from accel_sft.results.run_report import about_intervals, print_report, render_report
+from accel_sft.results.significance import against_best, average, needed, paired, verdict, words_for
 from accel_sft.tools.report.runs import Run
 from accel_sft.tools.report.tables import against_best_run
-from accel_sft.tracking import resampled, significance
-from accel_sft.tracking.resampled import add_intervals, measured, read_measured
-from accel_sft.tracking.run_report import about_intervals, print_report, render_report
-from accel_sft.tracking.significance import against_best, average, needed, paired, verdict, words_for
 
 WORDS = words_for(True)
 

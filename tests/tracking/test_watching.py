@@ -13,8 +13,8 @@ from fake_nvml import Nvml
 from places import SUPPORT
 from reference_job import FP32, ONCE
 
+from accel_sft.results.run_report import render_report, time_sentence
 from accel_sft.tracking.idle import WARMUP_STEPS, IdleWatch
-from accel_sft.tracking.run_report import render_report
 from accel_sft.tracking.system import Reading
 from accel_sft.tracking.time_spent import (
     BACKWARD,
@@ -26,7 +26,6 @@ from accel_sft.tracking.time_spent import (
     TimeSpent,
     span,
     taken,
-    time_sentence,
 )
 from accel_sft.tracking.tracker import traced_steps
 

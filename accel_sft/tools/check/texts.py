@@ -19,8 +19,8 @@ from accel_sft.api.task import Task
 from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.conversation import Conversation, Turn, conversation, divided
 from accel_sft.chat.pictures import shown
+from accel_sft.results.labels import LONGEST_LABEL, are_labels
 from accel_sft.tools.check.findings import Findings
-from accel_sft.tracking.labels import LONGEST_LABEL, are_labels
 
 DAMAGED = re.compile("[\ufeff\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """Signs of a wrong encoding: the replacement character, control characters, and UTF-8 read as Latin-1 or cp1252."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from accel_sft.io.files import is_number
 from accel_sft.launch.child import COMPLETE
-from accel_sft.tracking.significance import detectable
+from accel_sft.results.significance import detectable
 
 ROWS = "train_limit"
 FEWEST_SIZES = 3

@@ -11,11 +11,11 @@ from accel_sft.io.files import is_number, read_object
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import shown
 from accel_sft.launch.child import COMPLETE
+from accel_sft.results.resampled import read_measured
+from accel_sft.results.significance import Measured, against_best, average, span, verdict, words_for
 from accel_sft.tools.compare.learning_curve import of_rows
 from accel_sft.tools.compare.measured import EXECUTION, completed
 from accel_sft.tools.compare.settings import flag_of
-from accel_sft.tracking.resampled import read_measured
-from accel_sft.tracking.significance import Measured, against_best, average, span, verdict, words_for
 
 SEED = "seed"
 _COST_NOTHING = frozenset(

@@ -12,10 +12,10 @@ from accel_sft.api.task import Task
 from accel_sft.chat.conversation import read_split
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.models.source import resolved
+from accel_sft.results.significance import detectable
 from accel_sft.tools.compare.command import DEFAULTS, CompareConfig, Offers, Parse, compare, settings_of
 from accel_sft.tools.compare.learning_curve import FEWEST_SIZES, ROWS
 from accel_sft.tools.compare.settings import flag_of
-from accel_sft.tracking.significance import detectable
 
 FEWEST_ROWS = 8
 """Fewest rows of a training, unless `--sizes` names fewer."""

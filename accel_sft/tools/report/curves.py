@@ -8,8 +8,8 @@ from typing import Any
 
 from accel_sft.io.files import is_number
 from accel_sft.io.text import one_line
+from accel_sft.results.run_report import COSTS
 from accel_sft.tools.report.runs import Run
-from accel_sft.tracking.run_report import COSTS
 
 POINTS_OF_A_CHART = 1600
 """About how many points a chart's curves have together: more fit neither its pixels nor, with many runs, the page."""

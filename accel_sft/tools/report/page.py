@@ -15,9 +15,9 @@ import jinja2
 import accel_sft
 from accel_sft.io.files import is_number, json_safe
 from accel_sft.io.text import one_line, shown
+from accel_sft.results.labels import label_tables
 from accel_sft.tools.report import answers, charts, curves, tables
 from accel_sft.tools.report.runs import NUMBERS, Comparison, Run
-from accel_sft.tracking.labels import label_tables
 
 MOST_BYTES = 1_950_000
 """Size in bytes up to which answers fill a page."""

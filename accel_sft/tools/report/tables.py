@@ -7,11 +7,11 @@ from typing import Any
 from accel_sft.io.files import is_number, mapping
 from accel_sft.io.text import one_line, shown
 from accel_sft.memory.estimate import PHASES
+from accel_sft.results.resampled import read_measured
+from accel_sft.results.run_report import comparison_rows, sources_text
+from accel_sft.results.significance import Measured, against_best, span, verdict, words_for
 from accel_sft.tools.report.runs import Run
 from accel_sft.tracking.metrics_file import mean_mfu
-from accel_sft.tracking.resampled import read_measured
-from accel_sft.tracking.run_report import comparison_rows, sources_text
-from accel_sft.tracking.significance import Measured, against_best, span, verdict, words_for
 
 _LONGEST = 300
 """Maximum number of characters of a setting's value."""

@@ -22,10 +22,10 @@ from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.child import kill_all, launch
+from accel_sft.results.run_report import COSTS
 from accel_sft.tools.verify.records import Recorded, differs, digest_of, holds, undecided
 from accel_sft.tracking.disturbed import KEY
 from accel_sft.tracking.metrics_file import read_lines
-from accel_sft.tracking.run_report import COSTS
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 _MEASURED = {"seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", KEY, *COSTS}

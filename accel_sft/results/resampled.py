@@ -14,9 +14,9 @@ from accel_sft.api.task import Task
 from accel_sft.io.files import is_number, mapping, read_json, read_text, write_atomically
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir
-from accel_sft.tracking.labels import label_scores
-from accel_sft.tracking.run_report import COSTS
-from accel_sft.tracking.significance import RESAMPLES, Measured, needed, paired, resample
+from accel_sft.results.labels import label_scores
+from accel_sft.results.run_report import COSTS
+from accel_sft.results.significance import RESAMPLES, Measured, needed, paired, resample
 
 _FEWEST, _VISITS = 500, 200_000
 """Least number of resamples for an aggregate() of the task's own, and scores that it sees over all resamples if that

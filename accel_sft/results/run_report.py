@@ -16,9 +16,8 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.io.files import is_number, mapping, write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import markdown_cell, markdown_table, one_line, shown
-from accel_sft.tracking.labels import label_tables
-from accel_sft.tracking.significance import span, verdict, words_for
-from accel_sft.tracking.time_spent import time_sentence
+from accel_sft.results.labels import label_tables
+from accel_sft.results.significance import span, verdict, words_for
 
 SHOWN_SAMPLES, PRINTED_SAMPLES = 20, 5
 """Maximum number of answers listed in a report, and at the terminal by a run, whose samples folder has all."""
@@ -53,6 +52,12 @@ _MARK = 5
 _CHANGE = 23
 _ONE_LINE = 120
 """Least width in cells of a console that has intervals beside their numbers, else below them."""
+_DOING = {
+    "make batch": "reading rows and making batches",
+    "wait for ranks": "exchanging the loss",
+    "optimizer step": "optimizer",
+}
+"""Words for names of `tracking.time_spent`."""
 _BRACKETS = re.compile(r" \(([^)]*)\)$")
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 """Control characters, of which an untrained model's answers are full: escaped, they would fill the table."""
@@ -319,3 +324,11 @@ def _side_by_side(before: Samples, after: Samples) -> list[list[str]]:
 
 def _scores(scores: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {shown(value)}" for key, value in scores.items() if value is not None)
+
+
+def time_sentence(spent: Mapping[str, Any]) -> str:
+    """What `tracking.time_spent.TimeSpent` found, in a sentence."""
+    parts, total = spent["parts"], sum(spent["parts"].values())
+    largest = sorted(((part / total, name) for name, part in parts.items() if part > total / 200), reverse=True)
+    told = ", ".join(f"{share:.0%} {_DOING.get(name, name)}" for share, name in largest)
+    return f"a step took {spent['seconds'] / spent['steps']:.3g} s in the mean of {spent['steps']:,}: {told}"
