@@ -49,6 +49,11 @@ def restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def will_restart() -> bool:
+    """Whether the launcher starts the ranks again if one fails now."""
+    return under_launcher() and restarts() < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
 def launcher_flags(command: list[str]) -> dict[str, str]:
     """The launcher's own `--name value` flags, by name without dashes.
 

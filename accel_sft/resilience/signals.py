@@ -13,7 +13,7 @@ from typing import Any
 
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal
-from accel_sft.launch.launcher import PARENT, under_launcher
+from accel_sft.launch.launcher import PARENT, under_launcher, will_restart
 from accel_sft.resilience.exit import a_peer_failed, failed_peer, lost_peers, record_end, report
 
 WATCH_SECONDS = 1.0
@@ -99,8 +99,10 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def lost_peers(self, seconds: float = 0.0) -> str:
-        """The sentence of `exit.lost_peers`, with the command that continues the run."""
+        """The sentence of `exit.lost_peers`, with the command that continues the run unless the launcher does so."""
         lost = lost_peers(seconds)
+        if lost and will_restart():
+            return f"{lost}; the launcher starts the ranks again"
         return f"{lost}; to continue: {self.to_continue}" if lost and self.to_continue else lost
 
     def _watch(self, arriving: int) -> None:

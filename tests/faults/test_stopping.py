@@ -278,7 +278,10 @@ def test_a_killed_rank_is_started_again_and_goes_on_from_the_last_checkpoint(lau
         wait_for(lambda: steps_done(run_dir) >= 18)
         ranks(process)[1].kill()
         assert process.wait() == 0, (tmp_path / "run.log").read_text()
-    assert "resumed" in (tmp_path / "run.log").read_text()
+    said = (tmp_path / "run.log").read_text()
+    assert "resumed" in said
+    assert "the launcher starts the ranks again" in said
+    assert "to continue:" not in said
     same_end(run, run_dir)
 
 

@@ -112,7 +112,7 @@ def test_a_dry_run_says_how_long_it_is_and_what_the_examples_can_show(tmp_path, 
     assert told.exit_code == 0, told.output
     assert (
         "6 trainings, about 102 steps in all. Each is scored on 50 validation examples, which show a difference of "
-        "0.28 between accuracies near 0.5" in " ".join(told.output.split())
+        "0.28 between scores near 0.5" in " ".join(told.output.split())
     )
     assert not [*tmp_path.iterdir()]
 
