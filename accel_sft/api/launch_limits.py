@@ -18,7 +18,6 @@ CUT_ADAPTER = (
 )
 _SHARDED = "which ZeRO-3 has sharded by then; launch stage 2 or less"
 _SETTINGS: dict[tuple[str, Any], Mapping[str, str]] = {
-    **{("adapter", name): {TENSOR_PARALLEL: CUT_ADAPTER} for name in ADAPTERS},
     ("use_dora", True): {"DEEPSPEED 3": f"each forward reads whole weights of the base, {_SHARDED}"},
     ("lora_modules_to_save", True): {
         "FSDP": "a matrix that is both embedding and head would be shared out twice; launch with "
@@ -44,6 +43,7 @@ _SETTINGS: dict[tuple[str, Any], Mapping[str, str]] = {
         "the host (accelerate_configs/z3_offload.yaml)",
         TENSOR_PARALLEL: _CUT,
     },
+    **{("adapter", name): {TENSOR_PARALLEL: CUT_ADAPTER} for name in ADAPTERS},
 }
 """Maps (setting, value) to backends (accelerate's name, perhaps with a ZeRO stage or `nvme`) and to why they cannot.
 The value True stands for any value that switches the setting on."""

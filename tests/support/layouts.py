@@ -53,6 +53,8 @@ from accel_sft.checkpoint.partition import MOMENTS, flat, partitions
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import accelerator
 from accel_sft.launch.info import launch_of_this_process, launch_of_yaml
+from accel_sft.memory.job import Job as Planned
+from accel_sft.memory.model_config import read_shape
 from accel_sft.training import step as training_step
 from accel_sft.training.optimizer import Stepper, new_optimizer
 
@@ -224,7 +226,9 @@ def memory(yaml: str, precision: str, folder: Path) -> dict[str, int]:
     """Bytes reserved for the first steps, bytes that they left allocated, and their peak without activations."""
     with Device() as device:
         job = Job(yaml, precision, 0.0, folder)
-        trial = Trial(job.accelerator, job.model, TrainConfig().resolved({}), ROWS, 0)
+        shape = read_shape(job.accelerator.unwrap_model(job.model).config.to_dict(), "model")
+        planned = Planned(shape=shape, launch=job.launch, device="cuda", stored_bytes=4)
+        trial = Trial(job.accelerator, job.model, TrainConfig().resolved({}), ROWS, 0, job=planned)
         before, device.peak = device.live, device.live
         if job.stepper.forwards_alone:  # else the peak also has gathered weights and activations
             trial.run(job.train_step.batching, ROWS[:2])

@@ -651,23 +651,6 @@ def test_ranks_that_do_not_add_up_are_told_within_the_time(tmp_path, monkeypatch
     assert not left
 
 
-@pytest.mark.long
-def test_ranks_end_with_their_time_limit(monkeypatch, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import os, time\nif 'RANK' in os.environ:\n    time.sleep(600)")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *(path for path in sys.path if path))))
-    monkeypatch.setattr(machines, "import_path", dict)
-    monkeypatch.setattr(launches, "RANKS_SECONDS", limit(15))
-    assert exchange_failure("gloo", 2, 30) == "no sum within 30 s"
-    mine = [process for process in psutil.process_iter() if str(tmp_path) in environment_of(process)]
-    assert not [process for process in mine if process.pid != os.getpid()]
-
-
-def environment_of(process):
-    with contextlib.suppress(psutil.Error):
-        return process.environ().get("PYTHONPATH", "")
-    return ""
-
-
 def test_nccl_has_longer_than_gloo_because_it_first_searches_the_machines_links(monkeypatch):
     limits = {}
     monkeypatch.setattr(
