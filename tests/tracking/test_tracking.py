@@ -468,7 +468,7 @@ class Driver(Nvml):
 
     def __init__(self):
         super().__init__()
-        self.answers = dict.fromkeys([*self.answers, "Samples"])
+        self.answers = dict.fromkeys([*self.answers, "Samples", "UtilizationRates"])
 
     def nvmlDeviceGetMemoryInfo(self, handle):
         if self.failed:
