@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import unicodedata
@@ -10,15 +9,23 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import regex
+
 from accel_sft import UserError
 from accel_sft_chat.messages import Turn, functions_in
 
 # a token is a word, or a character in scripts that put no blanks between words (Han, kana, Hangul, Thai)
 _SPELT = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
+_LETTER = rf"[[\p{{L}}\p{{N}}]--[{_SPELT}]]"
+_ANY_LETTER = r"[\p{L}\p{N}_]"
 # signs that tell -1 from 1, 10% from 10, C, C++ and C# apart, and A, A+ and A-, are part of the word
-_SIGNS = rf"(?:[+#%]+(?![^\W{_SPELT}])|(?<=\b\w)-(?![\w-]))"
-_NEGATIVE = rf"(?:(?<![^\W{_SPELT}])(?<!-)-(?=\.?\d))?(?:(?<!\w)\.(?=\d))?"
-_OPERATORS = r"!=+|[<>=]+|(?<=\d )[*/-](?= \d)"
+_SIGNS = rf"(?:[+#%]+(?![_{_LETTER}])|(?<=(?<!{_ANY_LETTER}){_ANY_LETTER})-(?!{_ANY_LETTER}|-))"
+_NEGATIVE = rf"(?:(?<![_{_LETTER}])(?<!-)-(?=\.?\d))?(?:(?<!{_ANY_LETTER})\.(?=\d))?"
+_OPERATORS = r"!=+|[<>=]+|(?<=\d )[*\/\-](?= \d)"
+# a word keeps its combining marks (vowels of Indic scripts, harakat), a number the marks inside it (1.5, 12:30)
+_WORD = rf"{_LETTER}(?:{_LETTER}|\p{{M}})*"
+_NUMBER = rf"{_NEGATIVE}{_WORD}(?:(?<=\d)[.,\/:\-](?=\d){_WORD})*{_SIGNS}?"
+_TOKEN = regex.compile(rf"[{_SPELT}]|{_NUMBER}|{_OPERATORS}|[\p{{Sm}}\p{{Sc}}\p{{So}}]", regex.VERSION1)
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 _FENCE = re.compile(r"\s*```[a-z]*\n(.*?)\n?```\s*", re.DOTALL)
 _TAGS = re.compile(r"</?tool_calls?>|\[/?TOOL_CALLS?\]|<\|/?tool_calls?(_begin|_end|▁begin|▁end)?\|>", re.IGNORECASE)
@@ -130,20 +137,7 @@ def _with_calls(text: str, calls: list[dict[str, Any]]) -> str:
 
 def _tokens(text: str) -> list[str]:
     text = unicodedata.normalize("NFC", text.casefold())
-    return _token().findall(re.sub(r"\s+%", "%", text).replace("\u2212", "-"))
-
-
-@functools.cache
-def _token() -> re.Pattern[str]:
-    """Matches a word with its combining marks (vowels of Indic scripts, harakat), a number with the marks inside it
-    (1.5, 12:30, 2026-11-27), an operator or another symbol."""
-    marks, symbols = (
-        "".join(re.escape(mark) for mark in map(chr, range(0x20, 0x20000)) if unicodedata.category(mark) in kinds)
-        for kinds in (("Mn", "Mc", "Me"), ("Sm", "Sc", "So"))
-    )
-    word = rf"[^\W_{_SPELT}][^\W_{_SPELT}]*(?:[{marks}]+[^\W_{_SPELT}]*)*"
-    number = rf"{_NEGATIVE}{word}(?:(?<=\d)[.,/:-](?=\d){word})*{_SIGNS}?"
-    return re.compile(rf"[{_SPELT}]|{number}|{_OPERATORS}|[{symbols}]")
+    return _TOKEN.findall(re.sub(r"\s+%", "%", text).replace("\u2212", "-"))
 
 
 _NO_JSON = object()
