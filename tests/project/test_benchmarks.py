@@ -64,7 +64,7 @@ def number(cell: str) -> float:
         pytest.param(*("gpu_rehearsal.py", "host waits", {"ddp"}), marks=pytest.mark.long),
     ],
 )
-def test_a_benchmark_prints_its_table(script, heading, rows, tmp_path):
+def test_benchmarks_print_their_tables(script, heading, rows, tmp_path):
     peers = PEERS if script in ("speed.py", "gpu.py") else []
     status, output, errors = run(script, *peers, folder=tmp_path)
     assert status == 0, output + errors
@@ -83,29 +83,8 @@ def test_a_benchmark_prints_its_table(script, heading, rows, tmp_path):
         assert max(same.values()) - min(same.values()) < 1e-4, same  # the same work is done
 
 
-def test_a_benchmark_whose_trainer_ends_by_itself_says_why_and_fails(tmp_path):
+def test_benchmark_of_a_failing_trainer_says_why_and_fails(tmp_path):
     status, output, errors = run("startup.py", "--", "--max-steps", "none", folder=tmp_path)
     assert status == 1
     assert "--max-steps" in errors, errors
     assert not output
-
-
-def test_a_part_that_is_timed_must_be_there_and_be_called(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from clock import Clock
-
-    class Step:
-        def forward(self) -> None: ...
-
-        def backward(self) -> None: ...
-
-    class Smaller(Step): ...
-
-    clock = Clock()
-    clock.time(Step, Step.forward, "forward")
-    clock.time(Step, Step.backward, "backward")
-    Step().forward()
-    assert clock.uncalled == {"backward"}
-    assert clock.lap("the end").keys() == {"(before forward)", "forward", "(before the end)"}
-    with pytest.raises(LookupError, match="'forward' cannot be timed there"):
-        clock.time(Smaller, Smaller.forward, "forward")

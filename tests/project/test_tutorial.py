@@ -7,6 +7,7 @@ import subprocess
 import sysconfig
 import venv
 
+import pytest
 from places import ROOT
 
 PAGE = ROOT / "docs/tutorial.md"
@@ -25,7 +26,8 @@ def fresh_environment(folder):
     return {**env, **offline, "PATH": path, "VIRTUAL_ENV": str(folder)}
 
 
-def test_every_command_of_the_tutorial_runs(tmp_path):
+@pytest.mark.long
+def test_commands_of_the_tutorial_run(tmp_path):
     commands = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert len(commands) == 6
     checkout = tmp_path / "checkout"

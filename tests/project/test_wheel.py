@@ -17,6 +17,7 @@ from places import ROOT
 
 import accel_sft
 
+pytestmark = pytest.mark.long  # a release's checks
 PROJECTS = {"accel_sft": ROOT} | {f"accel_sft_{task}": ROOT / "tasks" / task for task in ("chat", "math", "ner")}
 REPORT = ROOT / "accel_sft" / "tools" / "report"
 LAUNCH_FILES = ROOT / "accelerate_configs"
@@ -83,13 +84,13 @@ def outside(home: Path) -> dict[str, str]:
     return {**kept, "HOME": str(home), "COLUMNS": "100"}
 
 
-def test_all_distributions_have_the_version_of_the_trainer(sdists, wheels):
+def test_distributions_have_the_version_of_the_trainer(sdists, wheels):
     version = accel_sft.__version__
     assert [path.name for path in sdists] == [f"{name}-{version}.tar.gz" for name in PROJECTS]
     assert [path.name for path in wheels] == [f"{name}-{version}-py3-none-any.whl" for name in PROJECTS]
 
 
-def test_the_source_distribution_holds_the_package_and_no_part_of_the_tests(sdists):
+def test_source_distribution_holds_the_package_without_tests(sdists):
     with tarfile.open(sdists[0]) as archive:
         names = {Path(*Path(name).parts[1:]).as_posix() for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "accel_sft/launch_files/z2.yaml"} <= names
@@ -109,7 +110,7 @@ def test_wheels_hold_every_module_and_data_file(wheels):
     assert {name for name in held if ".dist-info/" not in name} - expected == set()
 
 
-def test_an_installation_from_wheels_trains_in_an_empty_folder_with_its_own_launch_file(installed, tmp_path):
+def test_installed_wheels_train_with_their_own_launch_file(installed, tmp_path):
     work, home = tmp_path / "work", tmp_path / "home"
     work.mkdir()
     home.mkdir()
