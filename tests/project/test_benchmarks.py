@@ -19,7 +19,8 @@ PEERS = ["--peers", os.environ["PEERS_PYTHON"]] if os.environ.get("PEERS_PYTHON"
 
 def run(script: str, *arguments: str, folder: Path) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of a benchmark; what it leaves is in `folder`."""
-    command = [sys.executable, str(BENCHMARKS / script), "--smoke", *arguments]
+    script, *options = script.split()
+    command = [sys.executable, str(BENCHMARKS / script), *options, "--smoke", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(folder)})
     return done.returncode, done.stdout, done.stderr
 
@@ -58,10 +59,10 @@ def number(cell: str) -> float:
         ("startup.py", "no launcher, again", {"in all", "imports of the libraries", "layout trials"}),
         ("gpu.py", "tokens/s", {"0.5B full"}),
         ("plan_accuracy.py", "measured", {"20 million"}),
-        pytest.param(*("plan_vision.py", "measured", {"qwen2_vl"}), marks=pytest.mark.long),
-        ("plan_simulation.py", "forward: simulated", {"0.5B"}),
+        pytest.param(*("plan_accuracy.py --source images", "measured", {"qwen2_vl"}), marks=pytest.mark.long),
+        ("plan_accuracy.py --source simulated", "measured", {"0.5B"}),
+        pytest.param(*("plan_accuracy.py --source rehearsed", "host waits", {"ddp"}), marks=pytest.mark.long),
         pytest.param(*("significance.py", "intervals that cover it", {"rate, Wilson"}), marks=pytest.mark.long),
-        pytest.param(*("gpu_rehearsal.py", "host waits", {"ddp"}), marks=pytest.mark.long),
     ],
 )
 def test_benchmarks_print_their_tables(script, heading, rows, tmp_path):
