@@ -18,7 +18,7 @@ SCALING = 0.7
 
 
 def trained(machine: Machine, size: str, yaml: str, *options: str, processes: int = 0) -> Run:
-    """A run of a model of this size (benchmarks/gpu_jobs.py) with random weights on rows of 1,024 tokens, 16 rows a
+    """A run of a model of this size (benchmarks/gpu.py) with random weights on rows of 1,024 tokens, 16 rows a
     step and process; the same one is run once. It is `expect`ed to have ended well."""
     processes = processes or machine.processes
     name = " ".join([size, yaml, f"on {processes}", *(option.removeprefix("--") for option in options)])
@@ -38,9 +38,9 @@ def trained(machine: Machine, size: str, yaml: str, *options: str, processes: in
 def _model(machine: Machine, size: str) -> Path:
     """The folder of a model of this size, made in a process of its own: this one holds no memory on a card."""
     sys.path.append(str(ROOT / "benchmarks"))
-    import gpu_jobs
+    import gpu
 
-    sizes = {**gpu_jobs.MODELS[size], **(gpu_jobs.TINY if machine.tiny else {})}
+    sizes = {**gpu.MODELS[size], **(gpu.TINY if machine.tiny else {})}
     folder, script = machine.folder / f"model {size}", str(ROOT / "benchmarks" / "gpu.py")
     command = [sys.executable, script, "--make-model", json.dumps(sizes), str(folder)]
     made = subprocess.run(command, capture_output=True, text=True, env=machine.environment)
