@@ -7,7 +7,6 @@ import os
 import shutil
 from itertools import product
 
-import attention_kernels
 import pytest
 import torch
 import yaml
@@ -115,11 +114,6 @@ def test_sharded_weights_are_exported_with_one_copy_to_the_host_for_each(quick):
         copies = [where for _, what, where in found["export"]["waits"] if what == "copy to the host"]
         gathered = sum(count for _, kind, _, count, _ in found["export"]["exchanges"] if kind == "all-gather")
         assert len(copies) == len(found["export"]["waits"]) == gathered
-
-
-@pytest.mark.parametrize(("call", "expected"), attention_kernels.TABLE)
-def test_the_kernel_of_attention_follows_from_torchs_rules(call, expected):
-    assert attention_kernels.kernel(call) == expected
 
 
 @pytest.mark.long
