@@ -1,4 +1,4 @@
-"""What .ci/run takes for the lowest versions is what pyproject.toml says."""
+"""What .ci/run takes for the lowest and newest versions is what pyproject.toml says."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = [Requirement(line) for line in PROJECT["dependencies"]]
 
 
+def dependencies(which):
+    script = str(ROOT / ".ci" / "dependencies.py")
+    return subprocess.check_output([sys.executable, script, which], text=True).splitlines()
+
+
 def test_lowest_tested_versions_are_the_lower_bounds():
-    printed = subprocess.check_output([sys.executable, str(ROOT / ".ci/lowest_versions.py")], text=True).splitlines()
-    lowest = dict(line.split("==") for line in printed)
-    assert list(lowest) == [dependency.name for dependency in DEPENDENCIES]
+    lowest = dict(line.split("==") for line in dependencies("lowest"))
+    assert dependencies("newest") == list(lowest) == [dependency.name for dependency in DEPENDENCIES]
     for dependency in DEPENDENCIES:
         assert dependency.specifier.contains(lowest[dependency.name])
         below = [bound for bound in dependency.specifier if bound.operator == ">="]
