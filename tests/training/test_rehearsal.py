@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from itertools import product
 
 import pytest
 import torch
-import yaml
-from conftest import accel_sft
 from packaging.version import Version
-from reference_job import JOB, LAYOUTS, ONCE, same_curve
 
 import plan_accuracy
 
@@ -126,22 +122,3 @@ def test_plan_agrees_with_torchs_tracker():
         errors.append(abs(predicted / max(found["peak"].values()) - 1))
     assert sum(errors) / len(errors) <= 0.05, errors
     assert max(errors) <= 0.12, errors
-
-
-@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.long) for stage in (2, 3)])
-def test_deepspeed_that_overlaps_exchange_and_backward_as_on_gpus_draws_the_same_curve(launched, tmp_path, stage):
-    zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
-    zero |= {"reduce_bucket_size": 2 * 10**8, "stage3_gather_16bit_weights_on_model_save": stage == 3}
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
-    content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "num_machines": 1}
-    content |= {"num_processes": 2, "deepspeed_config": {"deepspeed_config_file": str(tmp_path / "ds.json")}}
-    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(content))
-    options = LAYOUTS[f"z{stage}"]
-    plain = launched(f"z{stage} without overlap", *JOB, *ONCE, "--micro-batch-size", "2", **options)
-    # beside a DeepSpeed file accelerate takes no precision by a flag
-    given = {"yaml": str(tmp_path / "launch"), "environment": {"ACCELERATE_MIXED_PRECISION": "no"}}
-    overlapping = accel_sft(*JOB, *ONCE, "--micro-batch-size", "2", run_dir=tmp_path / "run", **given)
-    assert overlapping.status == 0, overlapping.output
-    written = json.loads((tmp_path / "run/run.json").read_text())["launch"]["deepspeed_config"]
-    assert written["zero_optimization"]["overlap_comm"] is True
-    same_curve(plain.lines(), overlapping.lines())
