@@ -148,7 +148,7 @@ FORMS = [("", "\n", ""), ("\ufeff", "\r\n", "\r\n"), ("\n\n", "\n\n", "\n")]
 
 @each
 @pytest.mark.parametrize("task", ["math", "ner"])
-def test_the_line_that_is_named_is_the_one_that_is_wrong(count, task, tmp_path):
+def test_named_line_is_the_wrong_one(count, task, tmp_path):
     def check(draw, line, form):
         before, between, after = form
         lines = [json.dumps(odd_input.good_row(draw, task)) for _ in range(3)]

@@ -60,12 +60,12 @@ def about(environment: dict[str, str]) -> tuple[str, int]:
         "print(', '.join([name, *(f'{each} {m.version(each)}' for each in packages)]))\n"
         "print(count)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    if said.returncode:
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    if answer.returncode:
         raise SystemExit(
-            f"this Python cannot run accel_sft:\n{said.stderr[-2000:]}\nname another in PYTHON, or wheels in WHEELS"
+            f"this Python cannot run accel_sft:\n{answer.stderr[-2000:]}\nname another in PYTHON, or wheels in WHEELS"
         )
-    card, count = said.stdout.splitlines()[-2:]
+    card, count = answer.stdout.splitlines()[-2:]
     return card, int(count)
 
 

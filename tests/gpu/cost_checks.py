@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from launches import ROOT, Failed, Machine, Run
-from suite import BF16, check, needs_gpu, needs_operators, seen, watched
+from suite import BF16, check, hold, needs_gpu, needs_operators, seen, watched
 
 DEVICE_SHARE, HOST_SHARE, HOST_MORE = 0.15, 0.25, 1.0
 """Largest shares by which measured memory may differ from what was predicted; host memory may be this many GiB more."""
@@ -66,9 +66,9 @@ def _rows(machine: Machine) -> Path:
 
 def speed(run: Run) -> str:
     """Tokens per second in the median of the later half of the steps, and MFU where the run reports it."""
-    told = f"{run.folder.name}: {tokens_per_second(run):,.0f} tokens/s"
+    sentence = f"{run.folder.name}: {tokens_per_second(run):,.0f} tokens/s"
     mfu = run.result.get("mfu")
-    return told + (f", MFU {mfu:.1%}" if isinstance(mfu, float) else "")
+    return sentence + (f", MFU {mfu:.1%}" if isinstance(mfu, float) else "")
 
 
 def tokens_per_second(run: Run) -> float:
@@ -77,27 +77,25 @@ def tokens_per_second(run: Run) -> float:
 
 def memory(machine: Machine, run: Run) -> tuple[str, bool]:
     """The measured beside the predicted peaks of a run's steps in GiB, and whether the prediction is good enough."""
-    said, good = [], True
+    results, good = [], True
     for place, phases in run.result["memory"].items():
         steps = [phases[name] for name in ("first_step", "step") if name in phases]
         predicted, measured = (max(step[key] for step in steps) for key in ("predicted_gib", "measured_gib"))
-        said.append(f"{place} {measured:.2f} GiB, predicted {predicted:.2f}")
+        results.append(f"{place} {measured:.2f} GiB, predicted {predicted:.2f}")
         if place == "device":
             good = good and abs(measured / predicted - 1) <= DEVICE_SHARE
         else:
             good = good and measured <= (1 + HOST_SHARE) * predicted + HOST_MORE
-    if not said or (machine.devices and len(said) < 2):
+    if not results or (machine.devices and len(results) < 2):
         raise Failed(f"{run.folder.name}: its result.json compares no memory with a prediction")
-    return f"{run.folder.name}: {', '.join(said)}", good or machine.tiny
+    return f"{run.folder.name}: {', '.join(results)}", good or machine.tiny
 
 
 def remembered(machine: Machine, runs: list[Run]) -> str:
     """The memory and the speed of runs; Failed if the memory of one is not as predicted."""
-    told = [memory(machine, run) for run in runs]
-    said = "; ".join(f"{line}, {speed(run).partition(': ')[2]}" for (line, _), run in zip(told, runs, strict=True))
-    if not all(good for _, good in told):
-        raise Failed(said)
-    return said
+    lines, good = zip(*(memory(machine, run) for run in runs), strict=True)
+    speeds = (speed(run).partition(": ")[2] for run in runs)
+    return hold(all(good), "; ".join(f"{line}, {measured}" for line, measured in zip(lines, speeds, strict=True)))
 
 
 @check(
@@ -120,10 +118,8 @@ def half_a_billion(machine: Machine) -> str:
 def scaling(machine: Machine) -> str:
     one, all_of_them = trained(machine, "0.5B", "ddp", processes=1), trained(machine, "0.5B", "ddp")
     share = tokens_per_second(all_of_them) / tokens_per_second(one) / machine.processes
-    told = f"{speed(one)}; {speed(all_of_them)}; {share:.0%} of {machine.processes} times one"
-    if share < SCALING and not machine.tiny:
-        raise Failed(told)
-    return told
+    sentence = f"{speed(one)}; {speed(all_of_them)}; {share:.0%} of {machine.processes} times one"
+    return hold(share >= SCALING or machine.tiny, sentence)
 
 
 @check(
@@ -154,10 +150,8 @@ def _pinned(rank: dict) -> str:
 def adapters(machine: Machine) -> str:
     run = trained(machine, "0.5B", "ddp", "--adapter", "lora")
     found = seen(run)
-    told = f"given {', '.join(found['adapters_given'])}; {memory(machine, run)[0]}; {speed(run)}"
-    if found["adapters_given"] != ["torch.bfloat16"]:
-        raise Failed(told)
-    return told
+    sentence = f"given {', '.join(found['adapters_given'])}; {memory(machine, run)[0]}; {speed(run)}"
+    return hold(found["adapters_given"] == ["torch.bfloat16"], sentence)
 
 
 @check("1.5B", "a 1.5B model gets past step 2, when Adam's moments are there, under z0 and z2", value=2, seconds=180)

@@ -31,15 +31,15 @@ def over_soon(machine: Machine, launch: Launch, since: float, within: float = SE
     "killed rank", "after SIGKILL of a rank all others end within seconds and name it", value=8, seconds=110, least=2
 )
 def killed_rank(machine: Machine) -> str:
-    said = []
+    results = []
     for yaml in launches(machine):
         with machine.started(f"killed under {yaml}", yaml, *machine.endless()) as launch:
             launch.until_step(3)
             launch.rank(machine.last).send_signal(signal.SIGKILL)
             run, took = over_soon(machine, launch, time.time())
         run.says(rf"Error: rank {machine.last} (was killed \(signal 9|ended without an error message)")
-        said.append(f"{yaml}: all over {took:.1f} s after it")
-    return ", ".join(said)
+        results.append(f"{yaml}: all over {took:.1f} s after it")
+    return ", ".join(results)
 
 
 def troubled(machine: Machine, task: str, name: str, yaml: str, *options: str) -> tuple[Run, float]:
@@ -61,12 +61,12 @@ def troubled(machine: Machine, task: str, name: str, yaml: str, *options: str) -
     least=2,
 )
 def failed_rank(machine: Machine) -> str:
-    said = []
+    results = []
     for yaml in launches(machine):
         run, took = troubled(machine, "Failing", f"failed under {yaml}", yaml)
         run.says("an error that a check planned")
-        said.append(f"{yaml}: all over {took:.1f} s after it")
-    return ", ".join(said)
+        results.append(f"{yaml}: all over {took:.1f} s after it")
+    return ", ".join(results)
 
 
 def hang_timeout(machine: Machine) -> str:
@@ -83,10 +83,10 @@ def stopped_rank(machine: Machine) -> str:
         rank = launch.rank(machine.last)
         rank.send_signal(signal.SIGSTOP)
         run, took = over_soon(machine, launch, time.time(), SECONDS + 40)
-    told = run.says(rf"rank {machine.last} does not respond \(process {rank.pid}, which is stopped\)")
+    sentence = run.says(rf"rank {machine.last} does not respond \(process {rank.pid}, which is stopped\)")
     if blamed := [rank for rank in range(machine.last) if f"rank {rank} is stuck" in run.output]:
         raise Failed(f"ranks {blamed} are blamed too, which waited for it")
-    return f"{told}; all over {took:.1f} s after it"
+    return f"{sentence}; all over {took:.1f} s after it"
 
 
 @check(
@@ -98,12 +98,12 @@ def stopped_rank(machine: Machine) -> str:
 )
 def stuck_rank(machine: Machine) -> str:
     run, took = troubled(machine, "Stuck", "stuck", "ddp", "--hang-timeout", hang_timeout(machine))
-    told = run.says(rf"rank {machine.last} is stuck in ponder \(\S+troubles.py:\d+\)")
+    sentence = run.says(rf"rank {machine.last} is stuck in ponder \(\S+troubles.py:\d+\)")
     if "rank 0 is stuck" in run.output:
         raise Failed("rank 0 is blamed too, which waited for it")
     if "in ponder" not in (run.folder / "logs" / f"hang-rank-{machine.last}.txt").read_text():
         raise Failed(f"its stack is not in logs/hang-rank-{machine.last}.txt")
-    return f"{told}; all over {took:.1f} s after it"
+    return f"{sentence}; all over {took:.1f} s after it"
 
 
 @check(
@@ -113,7 +113,7 @@ def stuck_rank(machine: Machine) -> str:
     seconds=90,
 )
 def one_rank_without_room(machine: Machine) -> str:
-    task, said = f"{TROUBLES}:Cramped", []
+    task, results = f"{TROUBLES}:Cramped", []
     for yaml in ("ddp", "z3"):
         name = f"cramped under {yaml}"
         launch = {"launcher": FLOAT32, "task": task, "environment": {"TROUBLE_RUN": str(machine.folder / name)}}
@@ -125,8 +125,8 @@ def one_rank_without_room(machine: Machine) -> str:
         else:
             run.says("the step is repeated with at most [0-9,]+ tokens a forward")
             how = "repeated the step"
-        said.append(f"{yaml} {how}; {agree(ddp_float32(machine), [run], 2e-5)}")
-    return "; ".join(said)
+        results.append(f"{yaml} {how}; {agree(ddp_float32(machine), [run], 2e-5)}")
+    return "; ".join(results)
 
 
 def undisturbed(machine: Machine) -> Run:

@@ -61,19 +61,25 @@ def check(name: str, claim: str, *, value: int, seconds: int, least: int = 1) ->
     return add
 
 
+def hold(good: bool, measured: str) -> str:
+    """What was measured; Failed with it unless it is good."""
+    if not good:
+        raise Failed(measured)
+    return measured
+
+
 def agree(reference: Run, others: Iterable[Run], within: float) -> str:
     """The differences, if all are small enough; Failed names the launches that failed and those that differ."""
-    said, bad = [], []
+    results, bad = [], []
     for run in others:
         try:
             apart = difference(run.expect(), reference)
         except Failed as failure:
             bad.append(str(failure))
         else:
-            (said if apart <= within else bad).append(f"{run.folder.name} {apart:.1e}")
-    if bad:
-        raise Failed("; ".join(bad + said))
-    return "largest relative difference of a loss: " + ", ".join(said)
+            (results if apart <= within else bad).append(f"{run.folder.name} {apart:.1e}")
+    hold(not bad, "; ".join(bad + results))
+    return "largest relative difference of a loss: " + ", ".join(results)
 
 
 def ddp_float32(machine: Machine) -> Run:

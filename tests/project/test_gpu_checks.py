@@ -50,7 +50,7 @@ def machines(tmp_path_factory):
     "check",
     [pytest.param(each, id=each.name, marks=[] if each.name in QUICK else pytest.mark.long) for each in suite.CHECKS],
 )
-def test_check_holds_on_two_cpu_ranks_or_says_what_it_needs(machines, check):
+def test_check_holds_on_cpu_ranks_or_says_what_it_needs(machines, check):
     machine = machines[Machine if check.name in NEED_PROCESSES else Forked]
     if check.name == "launch hsdp":  # two groups of two
         machine = dataclasses.replace(machine, processes=4)

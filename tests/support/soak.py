@@ -21,14 +21,12 @@ import random
 import re
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,7 +78,7 @@ class Launch:
             command = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch"]
             yaml, _, ranks = layout.partition(" on ")
             command += ["--config_file", str(CONFIGS / f"{yaml}.yaml"), "--num_processes", ranks or "2"]
-            command += ["--main_process_port", str(_free_port()), "-m", "accel_sft"]
+            command += ["--main_process_port", "0", "-m", "accel_sft"]
         self.goes_on = any(run_dir.glob("checkpoints/step-*"))
         command += [*JOB, *LAYOUTS[layout], "--output-dir", str(run_dir), "--resume", "auto"]
         # with the fault handler, an abort shows where every thread is
@@ -100,9 +98,6 @@ class Launch:
                     found[int(child.environ()["RANK"])] = child
         self.family += [child for child in found.values() if child not in self.family]
         return [found[rank] for rank in sorted(found)]
-
-    def running(self) -> bool:
-        return self.process.poll() is None
 
     def alive(self) -> list[psutil.Process]:
         """Its processes that are still running."""
@@ -127,8 +122,9 @@ class Launch:
         if not self.begun():
             return "starting", self.done()[0]
         step, judged = self.done()
-        if self.complete():
-            return "ended", step
+        with contextlib.suppress(FileNotFoundError):
+            if '"status": "complete"' in (self.run_dir / "result.json").read_text():
+                return "ended", step  # only its exit is left
         for folder, phase in ((self.run_dir / "checkpoints", "saving"), (self.run_dir, "exporting")):
             if folder.is_dir() and any(re.search(r"\.(partial|outgoing)$", name) for name in os.listdir(folder)):
                 return phase, step
@@ -137,12 +133,6 @@ class Launch:
         if step == STEPS and (self.run_dir / "checkpoints" / f"step-{STEPS:06d}").is_dir():
             return "exporting", step  # before and after the files, up to result.json
         return "stepping", step
-
-    def complete(self) -> bool:
-        """Whether result.json says that the run is complete, so that only its exit is left."""
-        with contextlib.suppress(FileNotFoundError):
-            return '"status": "complete"' in (self.run_dir / "result.json").read_text()
-        return False
 
     def done(self) -> tuple[int, int]:
         """The last step in metrics.jsonl, and the last one that was evaluated (-1: none)."""
@@ -196,12 +186,6 @@ class Launch:
             print(f"--- the end of {file.name}\n{file.read_text(errors='replace')[-6000:]}")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def outcome(run_dir: Path) -> dict:
     """What must be the same at the end: weights, the numbers of all steps and evaluations, curves, status."""
     weights = {}
@@ -240,7 +224,7 @@ def reference(layout: str, folder: Path) -> Reference:
         launch.started += 480 * (number == 0)  # time for the compiler
         lengths: dict[str, list[float]] = {}
         before = None
-        while launch.running() and not launch.late():
+        while launch.process.poll() is None and not launch.late():
             now, at = time.monotonic(), launch.where()
             if at != before:
                 before, since = at, now
@@ -339,7 +323,7 @@ class Soak:
         """Wait for the phase at this step or later, and kill at a random instant in it; None if the run ends first."""
         who, number = self.rng.choice(ALONE if layout == "plain" else LAUNCHED)
         delay = self.rng.random() * expected.seconds.get(phase, 0.05)
-        while launch.running() and not launch.late():
+        while launch.process.poll() is None and not launch.late():
             now, at = launch.where()
             if now == phase and (at >= step or phase == "starting"):
                 break
@@ -347,7 +331,7 @@ class Soak:
         time.sleep(delay)
         launch.ranks()
         now, at = launch.where()
-        if not launch.running() or now == "ended":
+        if launch.process.poll() is not None or now == "ended":
             return None
         kill = Kill(layout, now, at, hung=launch.late())
         if kill.hung:
@@ -366,11 +350,8 @@ class Soak:
 
 def table(kills: list[Kill]) -> str:
     lines = [f"{'':12}{'kills':>7}{'resumed':>9}{'identical':>11}{'hangs':>7}"]
-    groups = {"all": kills}
-    for name in ("phase", "layout"):
-        for value in Counter(getattr(kill, name) for kill in kills):
-            groups[value] = [kill for kill in kills if getattr(kill, name) == value]
-    for name, group in groups.items():
+    for name in ("all", *dict.fromkeys(name for kill in kills for name in (kill.phase, kill.layout))):
+        group = [kill for kill in kills if name in ("all", kill.phase, kill.layout)]
         resumed, identical, hung = (sum(getattr(k, what) for k in group) for what in ("resumed", "identical", "hung"))
         lines.append(f"{name:12}{len(group):7}{resumed:9}{identical:11}{hung:7}")
     return "\n".join(lines)
