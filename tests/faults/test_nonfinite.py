@@ -73,15 +73,8 @@ def held_in(folder):
     return {key: tensor for path in folder.glob("rank-*") for key, tensor in load_file(path).items()}
 
 
-@pytest.mark.parametrize(
-    ("yaml", "precision", "how"),
-    [
-        (None, "no", "loss"),
-        pytest.param("ddp", "no", "gradient", marks=pytest.mark.long),  # as in test_layouts.py, by a launch of its own
-        pytest.param("z2", "no", "loss", marks=pytest.mark.long),
-        ("z3", "bf16", "gradient"),
-    ],
-)
+# test_layouts.py makes such a step under every launch
+@pytest.mark.parametrize(("yaml", "precision", "how"), [(None, "no", "loss"), ("z3", "bf16", "gradient")])
 def test_nonfinite_step_is_left_out_on_every_rank(tmp_path, how, yaml, precision):
     run = launched_so(tmp_path, how, yaml, precision, "--on-nonfinite", "skip", "--keep-checkpoints", "99")
     assert run.status == 0, run.output

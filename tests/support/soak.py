@@ -252,15 +252,12 @@ def differences(expected: dict, got: dict) -> list[str]:
 
 @dataclass
 class Kill:
-    """One signal: where it hit, and how the run ended after it."""
+    """One signal: where it hit, and whether the run ended as the uninterrupted one."""
 
     layout: str
     phase: str
-    step: int
-    launcher_gone: bool = False
-    resumed: bool = False
+    launcher_gone: bool
     identical: bool = False
-    hung: bool = False
 
 
 @dataclass
@@ -275,52 +272,40 @@ class Soak:
 
     def folder(self, layout: str, run_dir: Path, expected: Reference) -> None:
         """Start, kill and resume a run in one folder until its kills are spent, let it end, and compare."""
-        count = min(KILLS_PER_FOLDER, self.total - len(self.kills))
-        aims = self.rng.choices(list(PHASES), PHASES.values(), k=count)
+        before = len(self.kills)
+        aims = self.rng.choices(list(PHASES), PHASES.values(), k=min(KILLS_PER_FOLDER, self.total - before))
         plan = sorted((self.rng.choice(STEPS_OF[phase]), phase) for phase in aims)
-        mine: list[Kill] = []
         leftover: Launch | None = None
-        number, ended_well = 0, True
+        number = 0
         while True:
             launch = Launch(layout, run_dir, number)
             number += 1
-            kill = None
-            if plan:
-                step, phase = plan.pop(0)
-                kill = self.kill(launch, layout, expected, step, phase, mine)
-            if kill is None or not kill.hung:
-                seconds = END_SECONDS if kill else max(1.0, launch.started + LAUNCH_SECONDS - time.monotonic())
-                # a resume may come while ranks that lost their launcher are still about to end
-                at_once = kill is not None and kill.launcher_gone and self.rng.random() < 0.5
-                hung = not at_once and not launch.ended(seconds)
-                if hung:
-                    self.hangs += 1
-                    if kill:
-                        kill.hung = True
-            if leftover and not leftover.ended(END_SECONDS):
-                self.hangs += 1
+            kill = self.kill(launch, layout, expected, *plan.pop(0)) if plan else None
+            seconds = END_SECONDS if kill else max(1.0, launch.started + LAUNCH_SECONDS - time.monotonic())
+            # a resume may come while ranks that lost their launcher are still about to end
+            if not (kill and kill.launcher_gone and self.rng.random() < 0.5):
+                self.hangs += not launch.ended(seconds)
+            if leftover:
+                self.hangs += not leftover.ended(END_SECONDS)
             leftover = launch
-            if mine and launch.begun():
-                for each in mine[: -1 if kill else None]:
-                    each.resumed = True
             if kill is None:
-                ended_well = launch.process.returncode == 0
                 break
-        same = outcome(run_dir)
-        wrong = differences(expected.outcome, same)
-        if wrong or not ended_well:
+        wrong = differences(expected.outcome, outcome(run_dir))
+        wrong += [f"exit status {launch.process.returncode}"] if launch.process.returncode else []
+        if wrong:
             self.broken_folders += 1
-            print(f"{layout}: {run_dir.name} did not end as it should: exit {launch.process.returncode}, {wrong}")
             launch.show()
-        for each in mine:
-            each.identical = ended_well and not wrong
-        word = "identical" if ended_well and not wrong else "DIFFERENT"
-        print(f"{layout:8} {run_dir.name}: {word} after {len(mine)} kills and {number} launches", flush=True)
+        for kill in self.kills[before:]:
+            kill.identical = not wrong
+        word = f"DIFFERENT ({', '.join(wrong)})" if wrong else "identical"
+        print(
+            f"{layout:8} {run_dir.name}: {word} after {len(self.kills) - before} kills and {number} launches",
+            flush=True,
+        )
 
-    def kill(
-        self, launch: Launch, layout: str, expected: Reference, step: int, phase: str, mine: list[Kill]
-    ) -> Kill | None:
-        """Wait for the phase at this step or later, and kill at a random instant in it; None if the run ends first."""
+    def kill(self, launch: Launch, layout: str, expected: Reference, step: int, phase: str) -> Kill | None:
+        """Wait for the phase at this step or later, and kill at a random instant in it; None if the run ends first, or
+        hangs."""
         who, number = self.rng.choice(ALONE if layout == "plain" else LAUNCHED)
         delay = self.rng.random() * expected.seconds.get(phase, 0.05)
         while launch.process.poll() is None and not launch.late():
@@ -331,29 +316,21 @@ class Soak:
         time.sleep(delay)
         launch.ranks()
         now, at = launch.where()
-        if launch.process.poll() is not None or now == "ended":
+        if launch.process.poll() is not None or launch.late() or now == "ended":
             return None
-        kill = Kill(layout, now, at, hung=launch.late())
-        if kill.hung:
-            self.hangs += 1
-            launch.ended(0)
-            who = "nobody"
-        else:
-            who = launch.hit(who, number)
-            kill.launcher_gone = number == KILL and who in ("run", "launcher", "everyone")
+        who = launch.hit(who, number)
+        kill = Kill(layout, now, number == KILL and who in ("run", "launcher", "everyone"))
         self.kills.append(kill)
-        mine.append(kill)
-        told = f"{len(self.kills):3}/{self.total}  {launch.run_dir.name}  {who} {number.name}"
-        print(f"{layout:8} {told:44}  {now:10}  step {at:2}{'  HANGS' if kill.hung else ''}", flush=True)
+        line = f"{len(self.kills):3}/{self.total}  {launch.run_dir.name}  {who} {number.name}"
+        print(f"{layout:8} {line:44}  {now:10}  step {at:2}", flush=True)
         return kill
 
 
 def table(kills: list[Kill]) -> str:
-    lines = [f"{'':12}{'kills':>7}{'resumed':>9}{'identical':>11}{'hangs':>7}"]
+    lines = [f"{'':12}{'kills':>7}{'identical':>11}"]
     for name in ("all", *dict.fromkeys(name for kill in kills for name in (kill.phase, kill.layout))):
         group = [kill for kill in kills if name in ("all", kill.phase, kill.layout)]
-        resumed, identical, hung = (sum(getattr(k, what) for k in group) for what in ("resumed", "identical", "hung"))
-        lines.append(f"{name:12}{len(group):7}{resumed:9}{identical:11}{hung:7}")
+        lines.append(f"{name:12}{len(group):7}{sum(kill.identical for kill in group):11}")
     return "\n".join(lines)
 
 
@@ -378,7 +355,7 @@ def main() -> int:
         soak.folder(layout, folder / f"run-{number}", expected[layout])
         number += 1
     print(f"\n{table(soak.kills)}\n")
-    good = sum(kill.identical and kill.resumed for kill in soak.kills)
+    good = sum(kill.identical for kill in soak.kills)
     print(f"{good} of {soak.total} kills resumed and identical, {soak.hangs} hangs", end=", ")
     print(f"{number} folders, {time.monotonic() - started:.0f} s, seed {arguments.seed}")
     if arguments.keep:
