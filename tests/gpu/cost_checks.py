@@ -98,13 +98,9 @@ def remembered(machine: Machine, runs: list[Run]) -> str:
     return hold(all(good), "; ".join(f"{line}, {measured}" for line, measured in zip(lines, speeds, strict=True)))
 
 
-@check(
-    "0.5B",
-    "a 0.5B model takes the predicted memory under ddp, z2, z3 and fsdp2, within 15% on the device",
-    value=12,
-    seconds=200,
-)
+@check("0.5B", value=12, seconds=200)
 def half_a_billion(machine: Machine) -> str:
+    """A 0.5B model takes the predicted memory under ddp, z2, z3 and fsdp2, within 15% on the device."""
     return remembered(machine, [trained(machine, "0.5B", yaml) for yaml in ("ddp", "z2", "z3", "fsdp2")])
 
 
@@ -122,13 +118,9 @@ def scaling(machine: Machine) -> str:
     return hold(share >= SCALING or machine.tiny, sentence)
 
 
-@check(
-    "offloaded",
-    "a 0.5B model takes the predicted host memory under z2_offload and fsdp2_offload; how much is pinned",
-    value=4,
-    seconds=150,
-)
+@check("offloaded", value=4, seconds=150)
 def offloaded(machine: Machine) -> str:
+    """A 0.5B model takes the predicted host memory under z2_offload and fsdp2_offload; how much is pinned."""
     needs_gpu(machine)
     needs_operators(machine, "cpu_adam")
     runs = [trained(machine, "0.5B", yaml) for yaml in ("z2_offload", "fsdp2_offload")]
@@ -146,24 +138,22 @@ def _pinned(rank: dict) -> str:
     )
 
 
-@check("adapters", "an adapter's matrices are given bf16, without a cast to float32, under ddp", value=3, seconds=50)
+@check("adapters", value=3, seconds=50)
 def adapters(machine: Machine) -> str:
+    """An adapter's matrices are given bf16, without a cast to float32, under ddp."""
     run = trained(machine, "0.5B", "ddp", "--adapter", "lora")
     found = seen(run)
     sentence = f"given {', '.join(found['adapters_given'])}; {memory(machine, run)[0]}; {speed(run)}"
     return hold(found["adapters_given"] == ["torch.bfloat16"], sentence)
 
 
-@check("1.5B", "a 1.5B model gets past step 2, when Adam's moments are there, under z0 and z2", value=2, seconds=180)
+@check("1.5B", value=2, seconds=180)
 def one_and_a_half_billion(machine: Machine) -> str:
+    """A 1.5B model gets past step 2, when Adam's moments are there, under z0 and z2."""
     return remembered(machine, [trained(machine, "1.5B", yaml) for yaml in ("z0", "z2")])
 
 
-@check(
-    "7B LoRA",
-    "an adapter on a 7B model trains under ddp, and whole weights are shared out under z3",
-    value=3,
-    seconds=300,
-)
+@check("7B LoRA", value=3, seconds=300)
 def seven_billion(machine: Machine) -> str:
+    """An adapter on a 7B model trains under ddp, and whole weights are shared out under z3."""
     return remembered(machine, [trained(machine, "7B", yaml, "--adapter", "lora") for yaml in ("ddp", "z3")])

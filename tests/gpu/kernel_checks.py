@@ -16,8 +16,9 @@ def traced(run: Run) -> collections.Counter[str]:
     return collections.Counter(event["name"] for event in json.loads(file.read_text())["traceEvents"] if "dur" in event)
 
 
-@check("watching", "a run says where its time went, and its GPU's use", value=3, seconds=40)
+@check("watching", value=3, seconds=40)
 def watching(machine: Machine) -> str:
+    """A run says where its time went, and its GPU's use."""
     run = machine.train("watched", "ddp", *machine.short()).expect()
     spent = run.result["time_spent"]
     sentence = next((line for line in run.output.splitlines() if line.startswith("on rank 0 a step took ")), "")
@@ -31,13 +32,9 @@ def watching(machine: Machine) -> str:
     return f"{sentence}; use {rank['mean']['gpu_percent']:.0f}%"
 
 
-@check(
-    "attention kernels",
-    "no attention of shared, packed or padded rows runs in cuDNN, which plans for each shape",
-    value=6,
-    seconds=70,
-)
+@check("attention kernels", value=6, seconds=70)
 def attention_kernels(machine: Machine) -> str:
+    """No attention of shared, packed or padded rows runs in cuDNN, which plans for each shape."""
     results = []
     for name in ("shared", "packed", "padded"):
         job = machine.short("--batching", name, "--profile")
@@ -67,13 +64,9 @@ def _is_attention(operator: str) -> bool:
     )
 
 
-@check(
-    "compiled",
-    "with --compile and --gradient-checkpointing the blocks run compiled while they are trained",
-    value=3,
-    seconds=150,
-)
+@check("compiled", value=3, seconds=150)
 def compiled(machine: Machine) -> str:
+    """With --compile and --gradient-checkpointing the blocks run compiled while they are trained."""
     job = machine.short("--compile", "--gradient-checkpointing", "--profile")
     run = machine.train("compiled", "ddp", *job, launcher=BF16 if machine.devices else FLOAT32)
     calls = traced(run)

@@ -50,11 +50,12 @@ class Check:
 CHECKS: list[Check] = []
 
 
-def check(name: str, claim: str, *, value: int, seconds: int, least: int = 1) -> Callable:
-    """Register a check; the list is kept in the order of value per second."""
+def check(name: str, claim: str = "", *, value: int, seconds: int, least: int = 1) -> Callable:
+    """Register a check, whose docstring is its claim unless that is given; the list is in order of value per second."""
 
     def add(run: Callable[[Machine], str]) -> Callable[[Machine], str]:
-        CHECKS.append(Check(name, claim, value, seconds, least, run))
+        sentence = " ".join((claim or run.__doc__ or "").split()).removesuffix(".")
+        CHECKS.append(Check(name, sentence, value, seconds, least, run))
         CHECKS.sort(key=lambda each: -each.value / each.seconds)
         return run
 
