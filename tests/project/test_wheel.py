@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -65,17 +66,23 @@ def wheels(sdists, tmp_path_factory) -> list[Path]:
     return sorted(built.iterdir())
 
 
-@pytest.fixture(scope="module")
-def installed(wheels, tmp_path_factory) -> Path:
-    """The scripts of an environment in which the wheels are, and from this one all else, for torch takes minutes."""
-    folder = tmp_path_factory.mktemp("environment")
+def fresh_environment(folder: Path) -> Path:
+    """The scripts of a virtual environment whose libraries are this one's, for torch takes minutes."""
     venv.create(folder, with_pip=False, symlinks=True)
     paths = {name: sysconfig.get_path(name, "venv", {"base": str(folder)}) for name in ("scripts", "purelib")}
     # .pth files in a folder that a .pth file names are not read: what is installed editable here is not found there
     Path(paths["purelib"], "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = (Path(paths["scripts"], "python"), "-m", "pip", "install", "-q", "--no-deps", "--no-index")
-    run(*pip, "--ignore-installed", *wheels, env=outside(folder))
     return Path(paths["scripts"])
+
+
+@pytest.fixture(scope="module")
+def installed(wheels, tmp_path_factory) -> Path:
+    """The scripts of an environment in which the wheels are."""
+    folder = tmp_path_factory.mktemp("environment")
+    scripts = fresh_environment(folder)
+    pip = (scripts / "python", "-m", "pip", "install", "-q", "--no-deps", "--no-index")
+    run(*pip, "--ignore-installed", *wheels, env=outside(folder))
+    return scripts
 
 
 def outside(home: Path) -> dict[str, str]:
@@ -131,3 +138,24 @@ def test_installed_wheels_train_with_their_own_launch_file(installed, tmp_path):
     short = ("--max-steps", "2", "--eval-every", "off", "--output-dir", "run")
     run(*launch, "--main_process_port", "0", "-m", "accel_sft", "math", *short, **user)
     assert (work / "run" / "final" / "model.safetensors").is_file()
+
+
+def test_commands_of_the_tutorial_run(tmp_path):
+    page = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(commands) == 6
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    shutil.copytree(ROOT / "accel_sft", checkout / "accel_sft", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout / name)
+    scripts = fresh_environment(tmp_path / "environment")
+    offline = dict.fromkeys(("PIP_NO_INDEX", "PIP_DISABLE_PIP_VERSION_CHECK", "PIP_NO_COMPILE"), "1")
+    offline["PIP_NO_BUILD_ISOLATION"] = "0"  # pip reads it so: without isolation
+    path = os.pathsep.join((str(scripts), os.environ["PATH"]))
+    env = {**outside(tmp_path), **offline, "PATH": path, "VIRTUAL_ENV": str(scripts.parent)}
+    printed = [run("bash", "-euc", command, cwd=checkout, env=env) for command in commands]
+    assert "Successfully installed accel-sft-evenness-0.1.0" in printed[2]
+    assert re.search(r"\b8 passed|\b9 passed", printed[3])
+    assert (checkout / "runs/evenness/report.md").is_file()
+    assert (checkout / "runs/evenness/final/model.safetensors").is_file()
