@@ -103,6 +103,17 @@ READ = {
         [ASK],
         [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
     ),
+    **{
+        f"{filled} beside an empty {empty}": (
+            messages(ASK, ANSWER, **{filled: "s", empty: " "}),
+            [SYSTEM, ASK],
+            [ANSWER],
+        )
+        for filled, empty in (("system", "system_prompt"), ("system_prompt", "system"))
+    },
+    "conversations beside empty messages": ({"messages": [], "conversations": [ASK, ANSWER]}, [ASK], [ANSWER]),
+    "Dolly": ({"instruction": "x", "context": "y", "response": "a"}, [{**ASK, "content": "x\ny"}], [ANSWER]),
+    "OpenOrca": ({"system_prompt": "s", "question": "u", "response": "a"}, [SYSTEM, ASK], [ANSWER]),
     "a call with args": (
         said(content="", tool_calls=[{"name": "w", "args": {"city": "Paris"}}]),
         [ASK],
@@ -118,6 +129,69 @@ def test_keys_that_are_read_become_turns(row):
     assert (found.example.prompt, found.example.answered) == (prompt, answered)
     assert found.unread == ()
     assert parsed(given, strict=True) == found
+
+
+BEDROCK = messages(
+    {"role": "user", "content": [{"text": "u"}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"reasoningContent": {"reasoningText": {"text": "t"}}},
+            {"text": "I look."},
+            {"toolUse": {"toolUseId": "1", "name": "w", "input": {"city": "Paris"}}},
+        ],
+    },
+    {"role": "user", "content": [{"toolResult": {"toolUseId": "1", "content": [{"json": {"t": 21}}]}}]},
+    {"role": "assistant", "content": [{"text": "a2"}]},
+    system=[{"text": "s"}],
+    toolConfig={"tools": [{"toolSpec": {**SCHEMA, "parameters": None, "inputSchema": {"json": SCHEMA["parameters"]}}}]},
+)
+GEMINI = {
+    "systemInstruction": {"role": "user", "parts": [{"text": "s"}]},
+    "contents": [
+        {"role": "user", "parts": [{"text": "u"}]},
+        {
+            "role": "model",
+            "parts": [
+                {"text": "t", "thought": True},
+                {"text": "I look."},
+                {"functionCall": {"id": "1", "name": "w", "args": {"city": "Paris"}}},
+            ],
+        },
+        {"role": "user", "parts": [{"functionResponse": {"id": "1", "name": "w", "response": {"t": 21}}}]},
+        {"role": "model", "parts": [{"text": "a2"}]},
+    ],
+    "tools": [{"functionDeclarations": [SCHEMA]}],
+}
+CLOUDS = {
+    "Bedrock": BEDROCK,
+    "Bedrock as JSON": {name: json.dumps(BEDROCK[name]) for name in ("messages", "toolConfig")} | {"system": "s"},
+    "Gemini": GEMINI,
+}
+
+
+@pytest.mark.parametrize("row", CLOUDS.values(), ids=CLOUDS)
+def test_rows_of_clouds_become_calls_results_and_thinking(row):
+    dialogue, _, _, unread = parsed(row)
+    called, result, answer = dialogue.answered
+    assert (dialogue.prompt, answer, unread) == ([SYSTEM, ASK], MORE, ())
+    thought = {"role": "assistant", "content": "I look.", "reasoning_content": "t"}
+    assert called == {**thought, "tool_calls": [{"id": "1", **CALL}]}
+    assert (result["role"], result["content"], result["tool_call_id"]) == ("tool", '{"t": 21}', "1")
+    (tool,) = dialogue.tools
+    assert {name: value for name, value in tool["function"].items() if value} == SCHEMA
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"image": {"format": "png", "source": {"bytes": "aQ=="}}},
+        {"inlineData": {"mimeType": "image/png", "data": "aQ=="}},
+    ],
+)
+def test_images_of_clouds_are_images(part):
+    example = parsed(messages({"role": "user", "content": [part, {"text": "u"}]}, ANSWER)).example
+    assert example.prompt[0]["images"] == ["data:image/png;base64,aQ=="]
 
 
 TRACE = messages(
@@ -203,6 +277,11 @@ REFUSED = {
         for name in ("weight", "train", "loss", "loss_scale", "loss_weight", "mask")
         for value in (0, 0.5, False, [1])
     },
+    **{
+        f"a row's {name} {value!r}": (messages(ASK, ANSWER, **{name: value}), name, MARKED)
+        for name, value in (("weight", 3), ("weight", "0.5"), ("weight", " 0 "), ("train", "False"), ("mask", True))
+    },
+    "KTO as CSV": ({"prompt": "u", "completion": "a", "label": "False"}, "label", "no judgement of the answer"),
     "a weight of raw text": ({"text": "u", "weight": 0}, "weight", MARKED),
     "tokens": ({"prompt": "u", "completion": "a", "input_ids": [1, 2], "labels": [-100, 2]}, "labels", MARKED),
     "a turn's channel": (said(channel="analysis"), "messages[1].channel", "an answer's thinking"),
@@ -260,6 +339,14 @@ BAD_TURNS = {
         "messages[].content[]",
         "a part of type text or image, not 'video'",
     ),
+    **{
+        f"a {name} part": (
+            messages({**ASK, "content": [{name: {}}, text("u")]}, ANSWER),
+            "messages[].content[]",
+            f"a part of type text or image, not {name!r}",
+        )
+        for name in ("document", "inlineData")
+    },
     "two thinkings": (said(thinking="t", reasoning="s"), "messages[]", "one thinking, got another text in each of "),
     "thinking of the user": (messages({**ASK, "thinking": "t"}, ANSWER), "messages[].thinking", "no thinking in a "),
     "a text behind a call": (
@@ -323,6 +410,13 @@ BAD_TURNS = {
         )
         for given in ({name: value}, json.dumps({name: value}))
     },
+    "a switch that is no word of JSON": (messages(ASK, ANSWER, enable_thinking="no"), "enable_thinking", "true or"),
+    "a budget that is true": (messages(ASK, ANSWER, thinking_budget=True), "thinking_budget", "a whole number"),
+    "two efforts": (
+        messages(ASK, ANSWER, chat_template_kwargs={"reasoning_effort": "low"}, reasoning_effort="high"),
+        "reasoning_effort",
+        "the same as in chat_template_kwargs",
+    ),
     "variables that are a list": (messages(ASK, ANSWER, chat_template_kwargs=[1]), "chat_template_kwargs", "an object"),
 }
 
@@ -362,6 +456,10 @@ UNREAD = {
         said() | {"weight": 1, "mask": "x", "labels": ["x"], "rejected": False},
         ("weight", "mask", "labels", "rejected"),
     ),
+    **{f"a weight of {weight!r}": (said() | {"weight": weight}, ("weight",)) for weight in (1.0, True, "1", "x")},
+    "a null weight": (said() | {"weight": None, "train": "null", "loss": ""}, ("train",)),
+    "Dolly's category": ({"instruction": "u", "response": "a", "category": "c"}, ("category",)),
+    "a second answer": ({"instruction": "u", "output": "a", "response": "b"}, ("response",)),
     "a second system prompt": (messages(ASK, ANSWER, system="s", system_prompt="x"), ("system_prompt",)),
     "OpenAI's": (
         messages(ASK, {**ANSWER, "refusal": "x", "annotations": [{}], "audio": None}, parallel_tool_calls=False),
@@ -433,6 +531,11 @@ def test_template_variables_of_a_row_reach_its_conversation():
         example = parsed(messages(ASK, ANSWER, chat_template_kwargs=value)).example
         assert conversation(Chat(train_file="x"), [example], "train", 0).offered == {"enable_thinking": False}
     assert parsed(messages(ASK, ANSWER, chat_template_kwargs={})).example.variables is None
+    columns = {"enable_thinking": "False", "thinking_budget": "512", "reasoning_effort": "low"}
+    given = {"enable_thinking": False, "thinking_budget": 512, "reasoning_effort": "low"}
+    for row in (given, columns, {**columns, "chat_template_kwargs": given}):
+        read = parsed(messages(ASK, ANSWER, **row))
+        assert (read.example.variables, read.unread) == (given, ())
     given = {"thinking": True, "effort": "none", "enable_thinking": False, "depth": 0}
     assert parsed(messages(ASK, ANSWER, chat_template_kwargs=given)).example.variables == given
 

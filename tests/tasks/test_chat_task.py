@@ -444,6 +444,15 @@ def test_columns_by_other_names(rows):
     assert notes[1] == "1 row without the column who, which --columns names"
     with pytest.raises(UserError, match="got question, answer, persona; name others"):
         rows({"question": "u", "answer": "a", "persona": "s"})
+    for first, second, option in (
+        ("query", "reply", "prompt=query,completion=reply"),
+        ("instruction", "answer", "output=answer"),
+        ("prompt", "response", "completion=response"),
+        ("input", "output", "instruction=input"),
+    ):
+        with pytest.raises(UserError, match=f"--columns {option}$"):
+            rows({first: "u", second: "a"})
+        rows({first: "u", second: "a"}, columns=option)
     with pytest.raises(
         UserError, match="expected a column answr, which --columns names, got question, answer, persona"
     ):
@@ -882,6 +891,9 @@ def test_missing_values_that_are_written_as_words_are_noted(rows):
         f"1 row with a text that is '{value}', which is learnt as a word (line {line})"
         for value, line in (("None", 3), ("nan", 1), ("null", 4))
     ]
+    for value in (r"\N", "NULL", "#N/A", "#REF!"):
+        _, notes = rows({**word, "output": value})
+        assert f"with a text that is {value!r}" in notes[1]
     _, notes = rows({**word, "output": "It returns:\nNone"}, {**word, "input": "nano"})
     assert notes[1:] == []
 

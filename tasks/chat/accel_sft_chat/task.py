@@ -32,7 +32,10 @@ _REMEMBERED = (
     "{:,} rows are evaluated that are trained on too (--held-out 0): their scores say what is remembered, not what is "
     "learnt"
 )
-_MISSING = {"nan", "NaN", "None", "null", "NULL", "<NA>"}
+_MISSING = {
+    *("nan", "NaN", "-nan", "NaT", "None", "null", "NULL", "(null)", "undefined", r"\N", "<NA>", "#N/A", "#NA"),
+    *("#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"),
+}
 """What programs write for a missing value: a text, or a question's last line, which is Alpaca's input."""
 _FILES = (
     "JSON, JSONL, CSV, Parquet or text, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME), "
