@@ -206,7 +206,9 @@ def _as_written(value: Any, type: Any, name: str) -> Any:
         bits = getattr(type, "value_type", type).bit_width  # the type of a dictionary's values
         return float(str({16: np.float16, 32: np.float32}.get(bits, float)(value)))
     if isinstance(value, list) and hasattr(type, "item_type"):
-        return [(key, _as_written(item, type.item_type, name)) for key, item in value]
+        pairs = [(key, _as_written(item, type.item_type, name)) for key, item in value]
+        held = dict(pairs)
+        return held if len(held) == len(pairs) and all(isinstance(key, str) for key in held) else pairs
     if isinstance(value, bytes) and name not in _IMAGES and b"\0" not in value:  # other programs write texts so
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()

@@ -36,6 +36,23 @@ class Located(NamedTuple):
     begin: int = 0
 
 
+class Written(float):
+    """A number whose text is as the file has it: 12.50, not 12.5, is the answer that is to be learnt."""
+
+    def __new__(cls, text: str) -> "Written":
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Written.__name__ = "float"  # as tasks name the type of a value in messages
+
+
 class RowProblem(ValueError):
     """What is wrong with one row: raised by the `parse` given to `read_rows`, which adds file and line.
 
@@ -154,6 +171,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any] | ValueError:
 
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_no_duplicates,
+    parse_float=Written,
     parse_constant=lambda name: ValueError(f"{name} is not JSON; use null or a number"),
 )
 

@@ -234,7 +234,7 @@ def _described(problems: Tally, rows: RowFile, bad: int) -> Iterator[str]:
     """Yield a line for each problem, with the first row that has it and the other rows that have it too."""
     for problem, (count, (first, *others)) in problems.items():
         also = f"; {named(others, count - 1, rows.has_lines)} {'has' if count == 2 else 'have'} the same problem"
-        yield f"{rows.name}:{'' if rows.has_lines else ' row '}{first}: {problem}" + (also if others else "")
+        yield f"{rows.place_at(first)}: {problem}" + (also if others else "")
     if more := bad - sum(count for count, _ in problems.values()):
         yield f"{rows.name}: and {more} more bad rows; nothing was trained"
 

@@ -194,5 +194,5 @@ def test_json_that_datasets_stores_as_text_is_a_value(tmp_path):
     kind = pyarrow.json_()
     column = pyarrow.ExtensionArray.from_storage(kind, pyarrow.array(['{"a": 1}', "{"]))
     pyarrow.parquet.write_table(pyarrow.table({"call": column}), tmp_path / "b.parquet")
-    with pytest.raises(UserError, match=r"b\.parquet: row 2: field 'call': expected JSON, as the column's type says"):
+    with pytest.raises(UserError, match=r"b\.parquet row 2: field 'call': expected JSON, as the column's type says"):
         read_rows(tmp_path / "b.parquet", dict)

@@ -898,6 +898,12 @@ def test_missing_values_that_are_written_as_words_are_noted(rows):
     assert notes[1:] == []
 
 
+def test_a_number_is_learnt_as_the_file_writes_it(rows, tmp_path):
+    (tmp_path / "numbers.jsonl").write_text('{"prompt": "u", "completion": 12.50}\n' * 2)
+    task = Chat(validation_file=str(tmp_path / "numbers.jsonl"))
+    assert task.target(task.dataset("validation")[0]) == "12.50"
+
+
 def test_the_splits_of_a_folder_are_trained_on_and_evaluated(tmp_path):
     for split, count in {"train": 3, "test": 2}.items():
         (tmp_path / f"{split}.jsonl").write_text(f'{{"prompt": "u", "completion": "{split}"}}\n' * count)

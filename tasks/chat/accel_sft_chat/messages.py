@@ -117,7 +117,7 @@ def text_of(value: Any, field: str, remarks: Remarks) -> str:
     if isinstance(value, dict) and value.keys() == {"base64"}:  # as `read_rows` gives bytes
         raise RowProblem(field, "text, got bytes that are no UTF-8")
     remarks.notes[AS_JSON] = None
-    return json.dumps(value, ensure_ascii=False)
+    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)  # 12.50 as it was written
 
 
 def kind(value: Any) -> str:
