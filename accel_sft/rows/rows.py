@@ -211,14 +211,14 @@ def read_rows(
     for name in row_names(path):
         folder, of_folder = folder_of(name) or (os.path.dirname(name), None)
         parser = functools.partial(parse, folder=folder) if with_folder else parse
-        reader = functools.partial(read_dataset, use=split, lines=lines) if is_dataset_name(str(name)) else read_file
+        reader = read_dataset if is_dataset_name(str(name)) else read_file
         files, beside = ([name], []) if of_folder is None else data_files(Path(folder), of_folder, split)
         lines += beside
         before, refused = len(read), []
         alike: dict[bytes, RowFile] = {}
         for file in files:
             try:
-                of_file = reader(file, parser)
+                of_file = reader(file, parser, split, lines)
                 groups = array.array("I", of_file.groups() if len(files) > 1 else ()).tobytes()
                 earlier = alike.setdefault(groups, of_file) if groups else of_file
                 if earlier is not of_file and all(of_file.row(n) == earlier.row(n) for n in range(len(of_file))):

@@ -109,11 +109,14 @@ def chosen_split(name: str, splits: Collection[str], use: str) -> tuple[str, lis
     usual = [split for split in _USUAL.get(use, [use]) if split in splits] or ["train"] * ([*splits] == ["train"])
     others = [split for split in splits if split not in usual[:1]]
     if not usual:
-        raise UserError(f"{name}: has no split {use}, but {', '.join(others)}; name one: {name}:{others[0]}")
+        way = "write one to a file of its own" if os.path.isfile(name) else f"name one: {name}:{others[0]}"
+        raise UserError(f"{name}: has no split {use}, but {', '.join(others)}; {way}")
     if not others:
         return usual[0], []
-    offered = f"--validation-file {name}:{min(others, key='validation'.__ne__)}"
-    return usual[0], [f"{name}: the split {usual[0]} is read, not {' or '.join(others)}; to use it: {offered}"]
+    offered = f"; to use it: --validation-file {name}:{min(others, key='validation'.__ne__)}"
+    if os.path.isfile(name):
+        offered = f"; to evaluate: --validation-file {name}" if use == "train" else "; for another, write it to a file"
+    return usual[0], [f"{name}: the split {usual[0]} is read, not {' or '.join(others)}{offered}"]
 
 
 def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[Path], list[str]]:
@@ -135,7 +138,7 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
     splits: dict[str, list[Path]] = {}
     lines: list[str] = []
     for path, name in names.items():
-        splits.setdefault(exact.get(path, "") if exact else _split_by_name(name), []).append(path)
+        splits.setdefault(exact.get(path, "") if exact else split_by_name(name), []).append(path)
     beside = splits.pop("", [])
     if not split:
         split, lines = chosen_split(str(folder), sorted(splits), use)
@@ -154,7 +157,7 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
     return splits[split], lines
 
 
-def _split_by_name(name: str) -> str:
+def split_by_name(name: str) -> str:
     """The split of a file by its path in the folder. If anything in it names another split than train, it is that; a
     folder that names train too, such as train_test_split, is of both."""
     *folders, file = name.split("/")
