@@ -151,9 +151,9 @@ def read_split(task: Task, split: str) -> Sequence[Any]:
     return examples
 
 
-def first_examples(examples: Sequence[Any], limit: str | None) -> Sequence[Any]:
-    """The first of a split's examples, as many as `--train-limit` says: a number, or a share rounded down, but at least
-    one. All without a limit."""
+def limited_examples(examples: Sequence[Any], limit: str | None) -> Sequence[Any]:
+    """As many of a split's examples as `--train-limit` says: a number, or a share rounded down, but at least one. Of
+    rows it is a sample, as files are often sorted, of other examples the first ones. All without a limit."""
     if limit is None:
         return examples
     share = limit.endswith("%")
@@ -161,7 +161,7 @@ def first_examples(examples: Sequence[Any], limit: str | None) -> Sequence[Any]:
     if number >= len(examples):
         return examples
     # a task's own sequence need not know slices
-    return examples[:number] if isinstance(examples, (list, Rows)) else [examples[at] for at in range(number)]
+    return examples.sample(number) if isinstance(examples, Rows) else [examples[at] for at in range(number)]
 
 
 def conversation(task: Task, examples: Sequence[Any], split: str, index: int) -> Conversation:

@@ -132,11 +132,23 @@ class Rows(Sequence[Row]):
                 f"{self.name}: all rows are of one group, such as one prompt, so none can be held out; give validation "
                 "rows in a file of their own"
             )
-        chosen = np.asarray(self._chosen, dtype=np.int64)
-        sides = (array.array("q", chosen[side].tobytes()) for side in (~is_out, is_out))
-        train, out = (dataclasses.replace(self, _chosen=side, notes=[]) for side in sides)
-        train.notes = list(self.notes)
-        return train, out
+        train, out = self._only(~is_out), self._only(is_out)
+        return train, dataclasses.replace(out, notes=[])
+
+    def sample(self, rows: int) -> Rows[Row]:
+        """Return `rows` of the rows, drawn at random, in their order: the same each time, and among those of a larger
+        sample."""
+        import numpy as np
+
+        drawn = np.random.Generator(np.random.Philox(0)).permutation(len(self))
+        return self._only(np.sort(drawn[:rows]))
+
+    def _only(self, which: Any) -> Rows[Row]:
+        """The rows of these indices, or of an array that says which."""
+        import numpy as np
+
+        chosen = np.asarray(self._chosen, dtype=np.int64)[which]
+        return dataclasses.replace(self, _chosen=array.array("q", chosen.tobytes()), notes=list(self.notes))
 
     def _file_of(self, index: int) -> tuple[int, int]:
         """The number of a row's file (from 0), and the row's index in it."""
