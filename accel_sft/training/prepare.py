@@ -160,11 +160,9 @@ class Prepared:
         )
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
-        sampled = isinstance(train.examples, Rows)
-        limit_line = f"--train-limit {config.train_limit}: {'' if sampled else 'the first '}{read:,} of "
-        limit_line += (
-            f"{read + self.beyond_limit:,} {'rows, drawn at random, always the same' if sampled else 'examples'}"
-        )
+        is_sample = isinstance(train.examples, Rows)
+        first, what = ("", "rows, the same at every start") if is_sample else ("the first ", "examples")
+        limit_line = f"--train-limit {config.train_limit}: {first}{read:,} of {read + self.beyond_limit:,} {what}"
         repeated = (
             f"--global-batch-size {plan.global_batch_size} is more than the rows: a step learns some twice or more"
         )
