@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from accel_sft import RowLeftOut, UserError
+from accel_sft import RowLeftOut, RowProblem, UserError
 from accel_sft.chat.conversation import conversation
 from accel_sft_chat import Chat
-from accel_sft_chat.keys import AS_JSON, RowRefused
+from accel_sft_chat.keys import AS_JSON, RowRefused, without_numbers
 from accel_sft_chat.messages import OTHERS_MARKED
 from accel_sft_chat.task import parse_row
 from accel_sft_chat.turns import JOINED
@@ -22,6 +23,10 @@ SCHEMA = {"name": "w", "description": "d", "parameters": {"type": "object"}}
 
 def messages(*turns, **columns):
     return {"messages": list(turns), **columns}
+
+
+def sharegpt(*turns):
+    return {"conversations": [{"from": who, "value": text} for who, text in turns]}
 
 
 def said(**more):
@@ -327,7 +332,7 @@ def test_preferences_say_how_to_learn_the_chosen_answers():
 BAD_TURNS = {
     "null": (said(content=None), "messages[].content", "text, got null or nothing"),
     "a ShareGPT null": (
-        {"conversations": [{"from": "human", "value": None}, {"from": "gpt", "value": "a"}]},
+        sharegpt(("human", None), ("gpt", "a")),
         "conversations[].value",
         "text, got null or nothing",
     ),
@@ -417,6 +422,71 @@ BAD_TURNS = {
         "reasoning_effort",
         "the same as in chat_template_kwargs",
     ),
+    "a null text": (
+        {"text": None, "id": 3},
+        None,
+        "columns messages or conversations, prompt and completion, instruction and output, or text, "
+        "got text (null), id; name others",
+    ),
+    "not a list": ({"messages": 3}, "messages", "a list of messages, got int"),
+    "no messages": ({"messages": []}, "messages", "a list of messages, got an empty list"),
+    "not JSON": ({"messages": "[{"}, "messages", "a list of messages, or JSON of one"),
+    "not a message": (messages("x"), "messages[]", "a message, an object with role and content, got 'x'"),
+    "no role": (messages({"content": "x"}), "messages[].role", "system, user, assistant or tool"),
+    "an unknown role": (sharegpt(("narrator", "x")), "conversations[].from", "system, user, assistant or tool"),
+    **{
+        f"a weight of {weight!r}": (
+            messages(ASK, {**ANSWER, "weight": weight}),
+            "messages[].weight",
+            f"0 or 1, false or true (a turn is learnt or not), got {weight!r}",
+        )
+        for weight in (0.5, -0.5, 2, "1")
+    },
+    "a call without a name": (
+        messages(ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}),
+        "messages[].tool_calls[]",
+        "a call with a name and arguments",
+    ),
+    "arguments that are no JSON": (
+        messages(ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}),
+        "messages[].tool_calls[].arguments",
+        "JSON of a call",
+    ),
+    "a call that is no JSON": (
+        sharegpt(("human", "u"), ("function_call", "f()")),
+        "conversations[].value",
+        "JSON of a",
+    ),
+    "a null in a pair": ({"prompt": "u", "completion": None}, "completion", "text, got null or nothing"),
+    "half a history": ({"instruction": "u", "output": "a", "history": [["x"]]}, "history[]", "[question, answer]"),
+    "a history that is no JSON": ({"instruction": "u", "output": "a", "history": "none"}, "history", "JSON of a list"),
+    "JSON that would lose something": (
+        {"messages": '[{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "content": "b"}]'},
+        "messages",
+        "a list of messages, or JSON of one (a key twice among role, content, content)",
+    ),
+    "JSON that is no text": (
+        {"messages": r'[{"role": "user", "content": "\ud800"}]'},
+        "messages",
+        "a list of messages, or JSON of one (a lone surrogate",
+    ),
+    "JSON without a bottom": (
+        {**messages(ASK, ANSWER), "tools": "[" * 99_999},
+        "tools",
+        "JSON of a list of tools (nest",
+    ),
+    "a user's call": (
+        messages({**ASK, "tool_calls": [CALL]}, ANSWER),
+        "messages[].tool_calls",
+        "no call in a turn of",
+    ),
+    "calls in two words": (
+        messages(ASK, {**ANSWER, "tool_calls": [CALL], "function_call": CALL["function"]}),
+        "messages[].function_call",
+        "calls in it or in tool_calls, not in both",
+    ),
+    "a tool without a name": ({**messages(ASK, ANSWER), "tools": [{}]}, "tools[]", "a tool's schema"),
+    "tools that are no JSON": ({**messages(ASK, ANSWER), "tools": "x"}, "tools", "JSON of a list of tools"),
     "variables that are a list": (messages(ASK, ANSWER, chat_template_kwargs=[1]), "chat_template_kwargs", "an object"),
 }
 
@@ -424,9 +494,14 @@ BAD_TURNS = {
 @pytest.mark.parametrize("case", BAD_TURNS.values(), ids=BAD_TURNS)
 def test_a_row_with_a_bad_turn_is_left_out(case):
     row, field, expected = case
+    at = f"field {field!r}: " if field else ""
+    with pytest.raises(RowProblem) as caught:
+        parsed(row, strict=True)
+    assert without_numbers(str(caught.value)).startswith(f"{at}expected {expected}")
     with pytest.raises(RowLeftOut) as caught:
         parsed(row)
-    assert str(caught.value).startswith(f"malformed (field {field!r}: expected {expected}")
+    same = re.match(r"(.*?)(, got ['\"\d-].*|[:,]? \(.*)?$", expected, re.DOTALL)[1]
+    assert str(caught.value).startswith(f"malformed ({at}expected {same}")
     assert "Bob" not in str(caught.value)  # what differs from row to row would make a line for each
 
 
