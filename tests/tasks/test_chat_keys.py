@@ -191,12 +191,13 @@ def test_rows_of_clouds_become_calls_results_and_thinking(row):
     "part",
     [
         {"image": {"format": "png", "source": {"bytes": "aQ=="}}},
+        {"image": {"format": "png", "source": {"bytes": {"base64": "aQ=="}}}},
         {"inlineData": {"mimeType": "image/png", "data": "aQ=="}},
     ],
 )
 def test_images_of_clouds_are_images(part):
     example = parsed(messages({"role": "user", "content": [part, {"text": "u"}]}, ANSWER)).example
-    assert example.prompt[0]["images"] == ["data:image/png;base64,aQ=="]
+    assert example.prompt[0]["images"] == ["data:image/*;base64,aQ=="]
 
 
 TRACE = messages(
@@ -350,7 +351,7 @@ BAD_TURNS = {
             "messages[].content[]",
             f"a part of type text or image, not {name!r}",
         )
-        for name in ("document", "inlineData")
+        for name in ("document", "inlineData", "video")
     },
     "two thinkings": (said(thinking="t", reasoning="s"), "messages[]", "one thinking, got another text in each of "),
     "thinking of the user": (messages({**ASK, "thinking": "t"}, ANSWER), "messages[].thinking", "no thinking in a "),

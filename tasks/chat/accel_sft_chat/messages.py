@@ -234,10 +234,10 @@ def _of_cloud(part: Any) -> Any:
     match part:
         case {"reasoningContent": {"reasoningText": {"text": str(text)}}} | {"text": str(text), "thought": True}:
             return {"type": "thinking", "thinking": text}
-        case {"image": {"format": kind, "source": {"bytes": data}}}:
-            return {"type": "image", "source": {"media_type": f"image/{kind}", "data": data}}
+        case {"image": {"source": {"bytes": data}}}:
+            return {"type": "image", "image": {"bytes": data}}
         case {"inlineData": {"mimeType": str(kind), "data": data}} if kind.startswith("image/"):
-            return {"type": "image", "source": {"media_type": kind, "data": data}}
+            return {"type": "image", "image": {"bytes": data}}
     return part
 
 
