@@ -136,11 +136,7 @@ def from_task(failed: str, call: Callable[[], Given]) -> Given:
 
 
 def read_split(task: Task, split: str) -> Sequence[Any]:
-    """The task's examples of a split.
-
-    Raises:
-        UserError: the task fails, or gives something else than a sequence of examples, or an empty one.
-    """
+    """The task's examples of a split."""
     what = f"the task's dataset({split!r})"
     examples = from_task(f"{what} failed", lambda: task.dataset(split))
     indexed = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")

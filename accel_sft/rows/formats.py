@@ -277,11 +277,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _document(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """Yield a text file as one row, {"text": ...}; one with rows of JSON in it is read as those.
-
-    Raises:
-        UserError: the file is no UTF-8, or larger than a row may be.
-    """
+    """Yield a text file as one row, {"text": ...}; one with rows of JSON in it is read as those."""
     stream.seek(0)
     content = stream.read(MAX_ROW_BYTES + 1)
     if _ROWS_OF_JSON.match(content):

@@ -103,8 +103,6 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
     Args:
         stream: read from its beginning; a byte-order mark is accepted.
         name: the file's name in messages.
-    Raises:
-        UserError: a line is not UTF-8, or is too long.
     """
     end, begin = _array_end(stream)
     stream.seek(begin)
@@ -151,11 +149,7 @@ def _begins_once(stream: BinaryIO, opening: re.Pattern[bytes], begin: int) -> bo
 
 
 def arrays_of_splits(stream: BinaryIO, name: str) -> dict[str, str]:
-    """The text of the array under each key of an object of splits, {"train": [...], "test": [...]}; {} if it is none.
-
-    Raises:
-        UserError: the object is malformed, or one of its keys has no array.
-    """
+    """The text of the array under each key of an object of splits, {"train": [...], "test": [...]}; {} if it is none."""
     _, begin = _array_end(stream)
     if not _begins_once(stream, _OF_SPLITS, begin):
         return {}

@@ -58,8 +58,6 @@ def read_file(path: Path, parse: Parse, use: str, lines: list[str]) -> RowFile:
     Args:
         use: "train" or "validation": which split is read of JSON that has several, as {"train": [...], "test": [...]}.
         lines: a line on the other splits is added.
-    Raises:
-        UserError: as `read_rows`.
     """
     with _opened(path) as stream:
         format, before = format_of(path, stream.peek(16)), os.fstat(stream.fileno())
@@ -137,9 +135,6 @@ def _opened(path: Path) -> Iterator[Any]:
 def read_dataset(path: Path, parse: Parse, use: str, lines: list[str]) -> RowFile:
     """Like `read_file`, for a data set of the hub, read for `use` ("train" or "validation"); what `load_dataset` notes
     is added to `lines`.
-
-    Raises:
-        UserError: as `load_dataset`; or there are bad rows, which are named by number.
     """
     dataset, notes = load_dataset(str(path), use)
     lines += notes

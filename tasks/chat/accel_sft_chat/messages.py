@@ -73,11 +73,7 @@ _ROLES = {
 
 
 def read_turns(value: Any, field: str, remarks: Remarks) -> tuple[list[Turn], bool]:
-    """The turns of a list of messages (or of JSON of one), and whether they have ShareGPT's keys.
-
-    Raises:
-        RowProblem: a message is malformed; its number and field are named.
-    """
+    """The turns of a list of messages (or of JSON of one), and whether they have ShareGPT's keys."""
     if isinstance(value, str):
         try:
             value = json_in(value)
@@ -105,11 +101,7 @@ def _refuse_written_calls(before: list[Turn], turn: Turn, field: str) -> None:
 
 
 def text_of(value: Any, field: str, remarks: Remarks) -> str:
-    """A text, or a number, a list or an object as JSON.
-
-    Raises:
-        RowProblem: there is no value.
-    """
+    """A text, or a number, a list or an object as JSON."""
     if isinstance(value, str):
         return value
     if value is None:

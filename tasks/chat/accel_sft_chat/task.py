@@ -119,11 +119,7 @@ class Chat(Task):
         return found
 
     def dataset(self, split: str) -> Sequence[Dialogue]:
-        """The rows of the files; without a validation file some of the training rows are held out.
-
-        Raises:
-            UserError: options or rows that cannot be used.
-        """
+        """The rows of the files; without a validation file some of the training rows are held out."""
         if split not in ("train", "validation"):
             raise ValueError(f"split {split!r}: train or validation")
         if found := self.problems():
@@ -170,8 +166,6 @@ class Chat(Task):
 
         Args:
             notes: those of the rows as they were read.
-        Raises:
-            UserError: --metric compares answers, and raw text has none.
         """
         if self.metric not in UNANSWERED and self._by_loss(notes) and any(not row.prompt for row in rows):
             return self._by_perplexity(rows)
