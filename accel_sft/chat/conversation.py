@@ -240,7 +240,8 @@ def checked_turns(turns: Any, what: str, images: list[Picture]) -> Turns:
         if "tool_calls" in turn:
             if not called:
                 raise UserError(f"{what} gave tool_calls in a turn of role {turn['role']!r}; only an assistant calls")
-            turn["tool_calls"] = [_call(call, what) for call in _listed(turn["tool_calls"])]
+            calls = turn["tool_calls"]
+            turn["tool_calls"] = [_call(call, what) for call in (calls if isinstance(calls, list) else [calls])]
         if not isinstance(turn.get("reasoning_content", ""), str):
             raise UserError(f"{what} gave reasoning_content {str(turn['reasoning_content'])[:80]!r}, expected text")
         found.append(turn)
@@ -251,10 +252,6 @@ def _given(turn: Turn) -> Turn:
     """Return a turn without role and content, and without null values and empty calls, which several formats write."""
     rest = {name: value for name, value in turn.items() if name not in ("role", "content") and value is not None}
     return {name: value for name, value in rest.items() if name != "tool_calls" or value != []}
-
-
-def _listed(calls: Any) -> list[Any]:
-    return calls if isinstance(calls, list) else [calls]
 
 
 def _call(call: Any, what: str) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def _begins_once(stream: BinaryIO, opening: re.Pattern[bytes], begin: int) -> bo
 
 
 def arrays_of_splits(stream: BinaryIO, name: str) -> dict[str, str]:
-    """The text of the array under each key of an object of splits, {"train": [...], "test": [...]}; {} if it is none."""
+    """The text of each split's array in an object such as {"train": [...], "test": [...]}; {} if it is none."""
     _, begin = _array_end(stream)
     if not _begins_once(stream, _OF_SPLITS, begin):
         return {}

@@ -97,7 +97,7 @@ def folder_of(name: str | Path) -> tuple[str, str] | None:
 
 
 def chosen_split(name: str, splits: Collection[str], use: str) -> tuple[str, list[str]]:
-    """The split of the folder or data set `name` that is read for `use`, train or validation, and a line on the others."""
+    """The split of `name` that is read for `use`, train or validation, and a line on the others."""
     usual = [split for split in _USUAL.get(use, [use]) if split in splits] or ["train"] * ([*splits] == ["train"])
     others = [split for split in splits if split not in usual[:1]]
     if not usual:

@@ -293,11 +293,6 @@ REFUSED = {
     "a turn's channel": (said(channel="analysis"), "messages[1].channel", "an answer's thinking"),
     "a turn that is masked": (said(masked=True), "messages[1].masked", MARKED),
     "a turn's training": (said(training=False), "messages[1].training", MARKED),
-    "own tools": (
-        messages(ASK, ANSWER, chat_template_kwargs={"tools": []}),
-        "chat_template_kwargs.tools",
-        "variables of the template alone",
-    ),
     **{
         f"columns as lists {first}": (
             {first: ["u", "u2"], second: ["a", "a2"]},

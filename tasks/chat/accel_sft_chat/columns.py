@@ -39,11 +39,6 @@ _SWITCHES = {"enable_thinking": bool, "thinking_budget": int, "reasoning_effort"
 _TYPES = {bool: "true or false", int: "a whole number", str: "a text"}
 _VIDEO_MARKS = ("<video>", "<audio>")
 _NO_VIDEO = "with <video> or <audio> in a text and none in the row, where it stays a word"
-_GIVEN = {
-    *("messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"),
-    *("continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
-}
-"""Variables and arguments of a chat template that the trainer gives."""
 _FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 _HALVES = (("prompt", "completion"), ("instruction", "output"), ("completion", "prompt"), ("output", "instruction"))
 """A column, and the one that its form needs beside it."""
@@ -355,8 +350,6 @@ def _variables(row: Mapping[str, Any]) -> dict[str, Any] | None:
             value = json_in(value) if value.strip() else None
     if value is not None and not isinstance(value, dict):
         raise RowProblem(_VARIABLES, f"an object, or JSON of one, got {kind(value)}")
-    if own := [name for name in value or () if name in _GIVEN]:
-        raise RowRefused(f"{_VARIABLES}.{own[0]}", "variables of the template alone: the trainer gives this one itself")
     for name, held in (value or {}).items():
         as_text = isinstance(held, str) and held.strip().lower() in ("true", "false")  # true for every template
         if as_text or (name.startswith("enable_") and not isinstance(held, (bool, type(None)))):
