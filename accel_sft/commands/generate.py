@@ -147,9 +147,9 @@ def _run(model: str, options: dict[str, Any]) -> None:
             torch.manual_seed(options["seed"])
             if options["interactive"]:
                 sides[side] = answerer
-                continue
-            with terminal.waiting(f"answering {len(chats):,} prompts" if len(chats) > 1 else "answering"):
-                told[side] = answerer.answers([chat.turns for chat in chats], most, names, images, tools)
+            else:
+                with terminal.waiting(f"answering {len(chats):,} prompts" if len(chats) > 1 else "answering"):
+                    told[side] = answerer.answers([chat.turns for chat in chats], most, names, images, tools)
             for note in answerer.notes:
                 tell(note)
             del answerer  # the next model may need its memory
