@@ -173,8 +173,8 @@ def _differences(model: str, task_name: str, precision: str) -> list[str]:
     if trained != precision:
         before, now = ("float32" if name == "no" else name for name in (trained, precision))
         found.append(
-            f"note: the run computed in {before}, this evaluation does in {now} and may answer differently; for "
-            f"the run's own numbers name no precision, or --mixed_precision {trained}"
+            f"note: the run computed in {before}, this evaluation does in {now} and may answer differently; for the "
+            f"run's numbers add --mixed_precision {trained}"
         )
     return found
 

@@ -46,8 +46,8 @@ class Answer:
 class Answerer:
     """A loaded model that answers conversations, many at once or one token by token. It runs in one process.
 
-    `notes` has a line for each thing that is done beside what the chat template itself does, and one on penalties of the
-    base that are left out.
+    `notes` has a line for each thing that is done beside what the chat template itself does, and one on the base's
+    penalties, which are left out.
 
     Args:
         offload: where weights are that have no room on the GPU, "host" or "disk".
