@@ -184,6 +184,7 @@ def _log_probabilities(pairs: Sequence[Any], dtype: str) -> dict[str, Any] | Non
 
 def lines(result: dict[str, Any]) -> list[str]:
     """What was compared, for people."""
+    from accel_sft.io.terminal import wrapped
     from accel_sft.io.text import one_line, printable
 
     count, prompts, answers, metric = (result[name] for name in ("examples", "prompts", "answers", "metric"))
@@ -208,4 +209,4 @@ def lines(result: dict[str, Any]) -> list[str]:
     rows += [f"untested {line}" for line in result["untested"]]
     verdict = "holds    what is served is" if result["holds"] else "differs  what is served is not"
     rows.append(f"{verdict} what was trained")
-    return [printable(row) for row in rows]
+    return [wrapped(printable(row), 9) for row in rows]
