@@ -255,8 +255,8 @@ def _problems_of_keeping(keep: str, save_every: str) -> list[str]:
 def _problems_of_train_only(pattern: str, *, adapter: str) -> list[str]:
     if adapter != "none":
         return [
-            f"--train-only: --adapter {shown(adapter)} freezes the model's weights itself; leave one of the two out, "
-            "or name modules to train beside the adapter with --lora-modules-to-save"
+            f"--train-only: --adapter {shown(adapter)} freezes the model itself; leave one out, or name modules to "
+            "train beside the adapter with --lora-modules-to-save"
         ]
     try:
         re.compile(pattern)

@@ -19,7 +19,7 @@ def check_sources(examples: Sequence[Any], mix: str) -> dict[str, int]:
     if len(names) != len(shares):
         raise UserError(
             f"--mix {mix}: {len(shares)} shares, and --train-file names {len(names)} ({', '.join(names)}); give each "
-            "file, folder or data set its own --train-file, and a share"
+            "its own --train-file and a share"
         )
     if len(set(names)) < len(names):
         raise UserError(f"--mix {mix}: --train-file names {', '.join(names)}, one of them twice; add its shares up")

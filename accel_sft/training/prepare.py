@@ -46,8 +46,8 @@ from accel_sft.rows.reading import MAX_PROBLEMS
 from accel_sft.rows.rows import Rows, with_places
 
 _IMAGES_IN_PARTS = (
-    "the data has images, and sequence parallelism gives each rank a part of a row's tokens, so that an image's would "
-    "be cut apart; launch with accelerate_configs/z3.yaml or fsdp2.yaml"
+    "the data has images, which sequence parallelism would cut apart; launch with accelerate_configs/z3.yaml or "
+    "fsdp2.yaml"
 )
 _MANY_EPOCHS = 20
 _USUAL_NOTE = re.compile(r"\w+: ([\d,]+ rows? read as |[\d,]+ of [\d,]+ rows are held out |.* from the cache$)")
@@ -311,9 +311,8 @@ def _refuse_forged_turns(*encodings: StoredEncoding) -> None:
     if count:
         raise UserError(
             *lines,
-            f"{count:,} answer{'s' * (count != 1)} with a token that ends the turn would teach what follows it as "
-            "another turn; take it out, or read it as characters with --control-tokens text (for tokenizers of the "
-            "library tokenizers)",
+            f"{count:,} answer{'s' * (count != 1)} with a token that ends the turn would teach what follows as another "
+            "turn; take it out, or add --control-tokens text",
         )
 
 

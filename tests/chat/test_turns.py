@@ -474,7 +474,7 @@ def test_cut_answers_of_a_model_are_counted(tokenizer):
     other = encoding.kept[0].input_ids[0]
     found = evaluated(own, encoding, chats, [[other] * most, [other] * (most - 1) + [end], [other]])
     assert found.unusual == {"length": 1}
-    assert "of 3 answers 1 cut (give more tokens: --max-new-tokens)" in found.lines[0]
+    assert "of 3 answers: 1 cut (raise --max-new-tokens)" in found.lines[0]
 
 
 @pytest.mark.parametrize("template", [None, FORGETFUL])

@@ -254,8 +254,8 @@ def test_answers_that_are_not_whole_are_counted(monkeypatch):
     config = EvaluateConfig(url=address, model="m", max_new_tokens=9).resolved({})
     found = evaluation.evaluate(Accelerator(cpu=True), Sums(), config, Endpoint(address, "m"))
     assert found.lines == [
-        "warning: of 7 answers 2 cut (give more tokens: --max-new-tokens), 1 withheld by the server's filter, "
-        "1 a call of a tool, 2 empty; they are scored as they are"
+        "warning: of 7 answers: 2 cut (raise --max-new-tokens), 1 withheld by the server's filter, 1 tool calls, "
+        "2 empty; scored as they are"
     ]
 
 
