@@ -176,8 +176,8 @@ def _refuse_image_by_image(trial: Trial, batching: Batching, row_sets: Sequence[
         hook.remove()
     if any(each != found[0] for each in found):
         raise UserError(
-            f"{type(base).__name__} reads images one after the other, so that under ZeRO-3 and FSDP ranks with other "
-            "numbers of images would wait for ever; launch with accelerate_configs/z2.yaml or ddp.yaml"
+            f"{type(base).__name__} reads images one by one: ranks with fewer images would hang under ZeRO-3 and FSDP; "
+            "launch with accelerate_configs/z2.yaml or ddp.yaml"
         )
 
 
