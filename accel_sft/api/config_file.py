@@ -5,9 +5,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from accel_sft.api.config import REMOVED
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, Setting, settings, shown
-from accel_sft.api.other_names import OTHER_NAMES, REMOVED
+from accel_sft.api.other_names import OTHER_NAMES
 
 TASK = "task"
 """The key that names the task, in a file that describes a whole run."""

@@ -5,12 +5,10 @@ import json
 
 import pytest
 
-from accel_sft.api.changes import LAYOUT, changed
-from accel_sft.api.config import TrainConfig
+from accel_sft.api.config import LAYOUT, REMOVED, TrainConfig, changed
 from accel_sft.api.config_file import load_yaml, task_in
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import option, settings
-from accel_sft.api.other_names import REMOVED
 from accel_sft.io.run_dir import kept
 from accel_sft.models.source import is_tiny
 

@@ -49,7 +49,7 @@ FACTS = {"__version__", "__file__"}
 """What any module may have of a bare `import accel_sft`."""
 STANDARD_LIBRARY_ONLY = (
     "accel_sft.io.heartbeat",
-    "accel_sft.api.adapters",
+    "accel_sft.api.limits",
     "accel_sft.api.options",
     "accel_sft.io.manifest",
     "accel_sft.training.state",

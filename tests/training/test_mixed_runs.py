@@ -15,7 +15,7 @@ from reference_job import LAYOUTS, MICRO, ONCE, same_curve
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from accel_sft.api.changes import changed
+from accel_sft.api.config import changed
 from accel_sft.tools.report.page import render
 from accel_sft.tools.report.runs import read_run
 
