@@ -194,15 +194,9 @@ def test_an_entry_point_that_names_no_class(site, line):
     assert registry.load("good")
 
 
-def test_a_damaged_entry_points_file_breaks_only_its_line(site):
-    install(site, "p-damaged", "bad\ngood = p_damaged:Good")
-    assert "entry_points.txt has 'bad'" in fault_of("bad")
-    assert registry.load("good")
-
-
 @pytest.mark.parametrize(
     "around",
-    ["stray\n[{0}]\n{1}", "[console_scripts]\na = b:c\na = b:d\n[ {0} ]\n{1}", "[x]\n[x]\n[{0}]\n{1}\n  {2}"],
+    ["stray\n[{0}]\n{1}", "[console_scripts]\na = b:c\na = b:d\n[{0}]\n{1}", "[x]\n[x]\n[{0}]\n{1}\n  {2}"],
 )
 def test_whatever_else_entry_points_txt_holds_its_tasks_are_found(site, around):
     install(site, "p-around", "good = p_around:Good")
@@ -241,13 +235,14 @@ def test_a_task_that_raises_on_its_options_is_named(site):
         registry.build("good", registry.load("good"), {})
 
 
-def test_metadata_that_is_no_text_breaks_only_its_own_line(tmp_path, monkeypatch):
+@pytest.mark.parametrize("content", [b"[accel_sft.tasks]\n\xff = x:Y\n", b"[accel_sft.tasks]\nno equals sign\n"])
+def test_damaged_metadata_breaks_only_its_own_package(tmp_path, monkeypatch, content):
     site = tmp_path / "odd"
     site.mkdir()
     install(site, "accel-sft-good", "good = accel_sft_good:Good")
     install(site, "accel-sft-odd", "odd = accel_sft_odd:Good")
     damaged = next(site.glob("accel_sft_odd*.dist-info")) / "entry_points.txt"
-    damaged.write_bytes(b"[accel_sft.tasks]\n\xff = x:Y\n")
+    damaged.write_bytes(content)
     with only_plugins_of(site, monkeypatch):
         faults = {plugin.distribution: plugin.fault for plugin in registry.plugins()}
         assert "cannot be read" in faults[damaged.parent.name]

@@ -444,7 +444,7 @@ FAULTY_FILES = {
     "a misspelt option that is needed": ("sise: 4\n", "unknown option 'sise'; did you mean size?"),
     "a wrong value that another needs": (
         "output-dir: [[a]]\nresume: auto\nsize: 4\n",
-        "--output-dir: expected one value",
+        "--output-dir (list): expected text",
     ),
     "a wrong value that is needed": ("size: x\n", "--size 'x': expected a whole number"),
     "no YAML": ("size: 4\noutput-dir: [runs/a\nresume: auto\n", "not YAML: "),
