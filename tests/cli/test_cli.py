@@ -157,15 +157,6 @@ def test_a_run_loads_one_plugin(run, site):
     assert "was imported" not in run("good").stdout
 
 
-def test_comparing_runs_that_there_are_points_to_the_report(run, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/run.json").write_text("{}")
-    result = run("compare", str(tmp_path / "run"), str(tmp_path / "other"))
-    assert result.returncode == 2
-    assert "is a run, and compare makes runs of its own; to see some together: accel-sft report RUN" in result.stderr
-    assert "no task or tool" in run("compare", str(tmp_path / "other")).stderr
-
-
 def test_unknown_commands_and_options_suggest_the_near_ones(run, site):
     result = run("god")
     assert result.returncode == 2
