@@ -14,14 +14,12 @@ from accel_sft.api.other_names import OTHER_COMMANDS
 from accel_sft.api.task_file import task_file
 from accel_sft.cli.task_command import HelpContext, TaskCommand
 from accel_sft.cli.task_tools import TOOLS, TRAIN, TaskTool
-from accel_sft.commands.completion import completion
 from accel_sft.commands.generate import generate
-from accel_sft.commands.launch_file import launch_file
+from accel_sft.commands.listings import completion, launch_file, tasks
 from accel_sft.commands.merge import merge
 from accel_sft.commands.new_task import new_task
 from accel_sft.commands.push import push
 from accel_sft.commands.serve import serve
-from accel_sft.commands.tasks import tasks
 from accel_sft.tools.doctor.command import doctor
 from accel_sft.tools.parity.command import parity
 from accel_sft.tools.report.command import report

@@ -13,7 +13,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import Conversation, conversation, read_split
 from accel_sft.chat.pictures import Picture, parted
-from accel_sft.commands.generate import one_process
+from accel_sft.commands.trained import one_process
 from accel_sft.io import terminal
 from accel_sft.io.files import new_folder
 from accel_sft.io.text import printable
