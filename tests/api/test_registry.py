@@ -100,14 +100,10 @@ CONTRACT_FAULTS = {
         "an option is a str, int, float or bool",
     ),
     "option of an unknown type": ("limit: float | None", "limit: 'Nowhere'", "name 'Nowhere' is not defined"),
-    "the trainer's option": ("    shout: bool", "    seed: bool", "--seed: the trainer or the task has"),
-    "the trainer's option, negated": ("    size: int", "    no_debug: int", "--no-debug: the trainer or the task has"),
-    "--help": ("    size: int", "    help: int", "--help: the trainer or the task has"),
-    "--config": ("    size: int", "    config: int", "--config: the trainer or the task has"),
-    "--help-all": ("    size: int", "    help_all: int", "--help-all: the trainer or the task has"),
-    "what names the task in a file": ("    size: int", "    task: str", "--task: the trainer or the task has"),
-    "--version": ("    size: int", "    version: int", "--version: the trainer or the task has"),
-    "its own option, negated": ("    size: int", "    no_shout: int", "--no-shout: the trainer or the task has"),
+    **{  # the trainer's, those of every command, what names the task in a file, and the task's own
+        f"the option --{name}": ("    size: int", f"    {name.replace('-', '_')}: int", f"--{name}: the trainer or the")
+        for name in ("seed", "no-debug", "help", "config", "help-all", "version", "task", "no-shout")
+    },
     "no option name": ("    size: int", "    _size: int", "'_size' cannot be an option's name"),
     "default beyond its limits": ("option(10, min=2", "option(1, min=2", "default of --size 1: must be at least 2"),
 }
