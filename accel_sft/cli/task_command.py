@@ -54,6 +54,12 @@ def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
+_YAML = "These options in YAML; the command line wins."
+_CONFIG = click.Option(["--config", "config_file"], type=click.Path(), metavar="FILE", help=_YAML)
+_EAGER: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
+_ALL = click.Option(["--help-all"], help="Show every option and exit.", **_EAGER)
+
+
 class TaskCommand(click.Command):
     """A command with a task's options and the trainer's, grouped by section in its help.
 
@@ -81,14 +87,7 @@ class TaskCommand(click.Command):
         for setting in (*self.task_settings, *train_settings):
             options = (make_list_option if tool.compares else make_option)(setting, setting.name in tool.repeated)
             self.sections.setdefault(setting.section or f"Task {name}", []).extend(options)
-        yaml: dict[str, Any] = {"type": click.Path(), "metavar": "FILE"}
-        yaml["help"] = "These options in YAML; the command line wins."
-        whole: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
-        whole["help"] = "Show every option and exit."
-        self.sections[RUN] += [
-            click.Option(["--config", "config_file"], **yaml),
-            click.Option(["--help-all"], **whole),
-        ]
+        self.sections[RUN] += [_CONFIG, _ALL]
         params: list[click.Parameter] = [option for options in self.sections.values() for option in options]
         _refuse_clashes(name, params)
         params += [tool.argument] if tool.argument else []

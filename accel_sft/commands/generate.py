@@ -101,7 +101,7 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
     refuse_offload(config.offload, ranks=1, quantized=False)
     most = config.max_new_tokens or LONGEST_ANSWER
     system = given.get("system", _system_of(trained))
-    raw = config.chat_template is None and bool((trained.record or {}).get("raw_text"))
+    raw = trained.raw_text and config.chat_template is None
     chats, names = _chats(options, system)
     images, tools = [chat.images for chat in chats], [chat.tools for chat in chats]
     if raw and (options["interactive"] or any(images) or any(tools) or any(chat.turns[1:] for chat in chats)):

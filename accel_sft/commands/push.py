@@ -44,17 +44,16 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
     begin_command(ctx, debug=options["debug"])
     from accel_sft.models.source import shipped_files
 
-    folder = _folder(run, options["what"])
+    source = _folder(run, options["what"])
     if not options["dry_run"]:
         _check_repo(repo)
     with terminal.quiet(None, options["debug"]) as out, tempfile.TemporaryDirectory() as temporary:
         for line in RunDir.choice_in(run) if options["what"] not in ("best", "final") else ():
             print(terminal.wrapped(printable(line)), file=out)
-        source = Path(folder)
         if options["what"] == "merged":
-            source = Path(temporary, "merged")
+            adapter, source = source, Path(temporary, "merged")
             with new_folder(str(source), "TMPDIR") as partial:
-                for line in write_merged(folder, partial, options["dtype"], options["trust_remote_code"]):
+                for line in write_merged(str(adapter), partial, options["dtype"], options["trust_remote_code"]):
                     print(terminal.wrapped(line, 9), file=out)
         shipped, left = shipped_files(source)
         files = {str(name): source / name for name in shipped}
@@ -77,24 +76,19 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
         print(url, file=out)
 
 
-def _folder(run: str, what: str | None) -> str:
-    """The folder of the weights.
-
-    Raises:
-        UserError: the folder does not exist, or holds no weights.
-    """
+def _folder(run: str, what: str | None) -> Path:
+    """The folder of the weights."""
     folder = expanded(run, "RUN")
-    if RunDir(folder).record.is_file() and what in ("best", "final"):
-        folder = folder / what
-        if not folder.is_dir():
-            raise UserError(f"--what {what}: {run} has no {what}/; name another")
-    elif RunDir(folder).record.is_file():
-        folder = Path(RunDir.weights_in(run))
-    elif what in ("best", "final"):
+    is_run = RunDir(folder).record.is_file()
+    if what not in ("best", "final"):
+        folder = Path(RunDir.weights_in(run)) if is_run else folder
+    elif not is_run:
         raise UserError(f"--what {what}: {run} is not a run's folder; leave --what out")
+    elif not (folder := folder / what).is_dir():
+        raise UserError(f"--what {what}: {run} has no {what}/; name another")
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UserError(f"RUN {run}: no weights in it; name a run's folder, or one of exported weights")
-    return str(folder)
+    return folder
 
 
 def _on_its_hub_id(source: Path, folder: Path, base_model: str | None) -> dict[str, Path]:

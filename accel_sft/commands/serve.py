@@ -74,9 +74,8 @@ def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
     named = folder if kind == "transformers" else name  # transformers' server knows no other name
     data = ["--same-data"] if names_files(trained.record) else []
     hint = shlex.join(["accel-sft", "parity", run, "--url", address, "--model", named, *data])
-    raw = bool((trained.record or {}).get("raw_text"))
     advice = "trained on raw text: ask at /v1/completions, where no chat template is used"
-    click.echo(advice if raw else f"then hold it to the run: {hint}", err=True)
+    click.echo(advice if trained.raw_text else f"then hold it to the run: {hint}", err=True)
     if options["only_print"]:
         return
     path = shutil.which(words[0])

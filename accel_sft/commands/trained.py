@@ -61,6 +61,11 @@ class Trained:
         """Whether the run had its base in 4 bits."""
         return bool(self.record and self.record["config"].get("load_in_4bit"))
 
+    @property
+    def raw_text(self) -> bool:
+        """Whether the run was trained on raw text, which it continues without a chat template."""
+        return bool(self.record and self.record.get("raw_text"))
+
     def settings(self, config: EvaluateConfig, *more: str) -> EvaluateConfig:
         """Return `config`, resolved, with the run's own values of settings that were not given.
 

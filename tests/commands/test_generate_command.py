@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accel_sft import UserError
 from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.conversation import Conversation
+from accel_sft.commands.trained import Trained
 from accel_sft.evaluation.answerer import Answerer
 from accel_sft.evaluation.left_padded import Sampling
 from accel_sft.evaluation.prompts import read_prompts
@@ -114,6 +115,21 @@ def test_what_cannot_be_answered_is_one_line(tiny, arguments, problem):
     assert failed.status == (2 if "range" in problem else 1)
     assert problem in failed.output
     assert "Traceback" not in failed.output
+
+
+def test_settings_that_are_not_given_are_the_runs_own(tmp_path):
+    (tmp_path / "best").mkdir()
+    config = {"thinking": "off", "max_length": 99, "load_in_4bit": True}  # which has no --adapter beside it here
+    record = {"task": "math", "config": config, "task_options": {}, "max_new_tokens": 7}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    trained = Trained(str(tmp_path))
+    given = EvaluateConfig(model=trained.weights, max_length=5)
+    settings = trained.settings(given)
+    assert (settings.thinking, settings.max_length, settings.max_new_tokens) == ("off", 5, 7)
+    assert (settings.template_date, trained.in_4bit) == (time.strftime("%Y-%m-%d"), True)
+    (tmp_path / "run.json").write_text(json.dumps(record | {"config": {"thinking": "much"}}))
+    with pytest.raises(UserError, match=r"--thinking much: not one of .*; so says the run\.json of "):
+        Trained(str(tmp_path)).settings(given)
 
 
 def test_several_ranks_are_refused(tiny):

@@ -74,7 +74,7 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     record = trained.record
     if record is None:
         raise UserError(f"RUN {run}: no run.json there; name the folder of a run")
-    if record.get("raw_text"):
+    if trained.raw_text:
         raise UserError(f"RUN {run}: raw text has no answers; hold the server's /v1/completions to accel-sft generate")
     word = options["task"] or record["task"]
     if recorded_name(word) != record["task"]:
