@@ -21,6 +21,7 @@ from accel_sft.api.task import Task
 from accel_sft.api.task_file import same_task
 from accel_sft.cli.options import help_of, make_list_option, make_option
 from accel_sft.cli.task_tools import TRAIN, TaskTool
+from accel_sft.io.run_dir import absent_weights
 from accel_sft.resilience.exit import ExitHandler
 from accel_sft.rows.sources import absent_rows
 
@@ -216,11 +217,11 @@ class TaskCommand(click.Command):
             except UserError as error:
                 flags = set(wrong.values())
                 problems += [line for line in error.problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
-        if (
-            not problems and self.tool.missing_rows == "refused" and built[0].resume == "off"
-        ):  # a resumed run reads none
+        # a resumed run may need no rows
+        if not problems and self.tool.missing_rows == "refused" and built[0].resume == "off":
             names = {s.flag: getattr(built[1], s.name) for s in self.task_settings if s.rows}
             problems = [line for flag, name in names.items() if name for line in absent_rows(name, flag)]
+            problems += _absent_models(built[0])
         if problems:
             raise UserError(*dict.fromkeys(problems))
         return tuple(built)
@@ -237,6 +238,14 @@ class TaskCommand(click.Command):
             line = f"note: {' and '.join(unfit.values())} of the run's record: left out beside these options"
             print(line, file=sys.stderr)
         return registry.build(self.name, cls, {name: value for name, value in values.items() if name not in unfit})
+
+
+def _absent_models(config: TrainConfig) -> list[str]:
+    """A line for each model that the settings name by a folder that does not exist."""
+    if getattr(config, "url", None):  # --model is a server's name
+        return []
+    models = {"--model": config.model, "--base": getattr(config, "base", None)}
+    return [line for flag, name in models.items() if name for line in absent_weights(name, flag)]
 
 
 def _refuse_clashes(task: str, params: Iterable[click.Parameter]) -> None:

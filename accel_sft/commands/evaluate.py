@@ -72,24 +72,20 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         if accelerator.is_main_process:
             precision = accelerator.mixed_precision
             for line in trained.notes + _differences(trained, name, precision) + _remembered(trained, name, task):
-                _say(printable(line))
+                _tell(line)
         if folder := config.output_dir:
             decided_by_main(accelerator, lambda: _claim(Path(folder)))
         with terminal.quiet(None, config.debug):
             evaluations = []
             for side, source in sources.items():
                 if accelerator.is_main_process:
-                    _say(f"{side:<8}  {named[side]}", 10)
+                    _tell(f"{side:<8}  {named[side]}", 10)
                     for line in other_base(source):
-                        _say(f"warning: {line}")
+                        _tell(f"warning: {line}")
                 evaluations.append(evaluate(accelerator, launch, task, config, source))
         if accelerator.is_main_process:
             _publish(name, task, config, named, evaluations)
         leave_together()
-
-
-def _say(line: str, indent: int = 4) -> None:
-    print(terminal.wrapped(line, indent), file=terminal.terminal())
 
 
 def _refuse_tiny(config: EvaluateConfig) -> None:
@@ -111,15 +107,19 @@ def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
     config = dataclasses.replace(config, model=endpoint.model, max_new_tokens=most).resolved({})
     accelerator, _ = create_accelerator(config, launch_of_this_process(), train=False)
     named = f"{endpoint.model} at {endpoint.url}"
-    _say(printable(f"server    {named}"), 10)
+    _tell(f"server    {named}", 10)
     if config.dry_run:
         return
     if config.output_dir:
         _claim(Path(config.output_dir))
     evaluation = served.evaluate(accelerator, task, config, endpoint)
     for line in evaluation.lines:
-        _say(line)
+        _tell(line)
     _publish(recorded_name(task_name), task, config, {"model": named}, [evaluation])
+
+
+def _tell(line: str, indent: int = 4) -> None:
+    print(terminal.wrapped(printable(line), indent), file=terminal.terminal())
 
 
 def _publish(
@@ -161,8 +161,8 @@ def _differences(trained: Trained, task_name: str, precision: str) -> list[str]:
     if of_run != precision:
         before, now = ("float32" if name == "no" else name for name in (of_run, precision))
         notes.append(
-            f"note: the run computed in {before}, this evaluation does in {now} and may answer differently; for "
-            f"the run's own numbers name no precision, or --mixed_precision {of_run}"
+            f"note: the run computed in {before}, this evaluation does in {now} and may answer differently; for the "
+            f"run's numbers add --mixed_precision {of_run}"
         )
     return notes
 
@@ -212,8 +212,8 @@ def evaluate(
     encoding = assembly.encode(examples, "validation")
     if accelerator.is_main_process:
         for line in encoding.lines():
-            print(line, file=terminal.terminal())
-    offloaded: dict[str, Any] = {"offload": config.offload, "log": _say} if config.offload else {}
+            _tell(line)
+    offloaded: dict[str, Any] = {"offload": config.offload, "log": _tell} if config.offload else {}
     loaded = assembly.load_model(encoding, **offloaded)
     shards, prepared = launch.shards_weights, loaded
     if not config.offload:
@@ -229,7 +229,7 @@ def evaluate(
     with heartbeats_only():
         evaluation = evaluator(prepared, batching)
     for line in evaluation.lines if accelerator.is_main_process else ():
-        _say(line)
+        _tell(line)
     _release(accelerator, loaded)
     return Evaluation({**evaluation.metrics, **load_peaks}, evaluation.samples)
 

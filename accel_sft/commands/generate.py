@@ -11,6 +11,7 @@ from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.commands.trained import LONGEST_ANSWER, Trained, begin_command
 from accel_sft.io import terminal
 from accel_sft.io.files import expanded, write_json_lines
+from accel_sft.io.run_dir import absent_weights
 from accel_sft.io.text import printable
 
 _OF_TRAINING = (
@@ -59,7 +60,8 @@ def generate(ctx: click.Context, model: str, **options: Any) -> None:
     Prompts are asked as the model was trained: with the run's own thinking, system message and longest answer; after a
     training on raw text they are texts to go on with.
     """
-    begin_command(ctx, debug=options["debug"], problems=_problems(options))
+    problems = [*_problems(options), *absent_weights(model, "RUN_OR_MODEL")]
+    begin_command(ctx, debug=options["debug"], problems=problems)
     _run(Trained(model), options)
 
 
@@ -126,9 +128,9 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
             torch.manual_seed(options["seed"])
             if options["interactive"]:
                 talking[side] = answerer
-                continue
-            with terminal.waiting(f"answering {len(chats):,} prompts" if len(chats) > 1 else "answering"):
-                answers[side] = answerer.answers([chat.turns for chat in chats], most, names, images, tools)
+            else:
+                with terminal.waiting(f"answering {len(chats):,} prompts" if len(chats) > 1 else "answering"):
+                    answers[side] = answerer.answers([chat.turns for chat in chats], most, names, images, tools)
             for note in answerer.notes:
                 tell(note)
             del answerer  # the next model may need its memory

@@ -16,6 +16,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.commands.trained import Trained, begin_command
 from accel_sft.io import terminal
 from accel_sft.io.files import new_folder
+from accel_sft.io.run_dir import absent_weights
 from accel_sft.io.run_record import names_files
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
@@ -45,7 +46,7 @@ def merge(ctx: click.Context, run: str, out: str | None, **options: Any) -> None
     compared with base and adapter apart, rounded once, and written into OUT, a new folder, whole or not at all. With
     --gguf, RUN may have full weights too.
     """
-    begin_command(ctx, debug=options["debug"])
+    begin_command(ctx, debug=options["debug"], problems=absent_weights(run, "RUN"))
     gguf = options["gguf"]
     if not (out or gguf):
         raise UserError(f"OUT: name a new folder for the merged weights (accel-sft merge {run} merged), or --gguf FILE")

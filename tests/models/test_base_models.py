@@ -230,7 +230,7 @@ def test_raw_text_is_read_as_characters_and_without_a_template_a_chat_is_refused
     rules = {"eos_ids": [0], "max_length": 99, "truncation": "drop"}
     (row,) = encode(tokenizer, Documents(), ["<|endoftext|>"], "train", **rules).kept
     assert row.input_ids.count(0) == 1 < len(row.input_ids)
-    with pytest.raises(UserError, match=r"no chat template; give it one with --chat-template chatml"):
+    with pytest.raises(UserError, match=r"no chat template; add --chat-template chatml"):
         encode(tokenizer, Sums(), [24], "train", **rules)
 
 
