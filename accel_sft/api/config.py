@@ -61,12 +61,10 @@ class TrainConfig:
     )
 
     chat_template: str | None = _data(
-        None,
-        help="chatml, a Jinja file, or the model whose template to take: for one without, or in place of its own.",
+        None, help="chatml, a Jinja file, or the model whose template to take: for one without, or in place of its own."
     )
     train_limit: str | None = _data(
-        None,
-        help="Train on N examples only, or a share, such as 10%: a sample of a file's rows, or a task's first.",
+        None, help="Train on N examples only, or a share, such as 10%: a sample of a file's rows, or a task's first."
     )
     mix: str | None = _data(None, help="Shares of the rows of each --train-file, in their order, such as 3,1.")
     max_length: int | None = _data(None, basic=True, min=2, help="Tokens per example; longer ones are reported.")
@@ -103,9 +101,7 @@ class TrainConfig:
     )
 
     optimizer: str = _optim(
-        "adamw",
-        choices=tuple(STATE_BYTES),
-        help="adamw-8bit: its states in 8 bits, by bitsandbytes.",
+        "adamw", choices=tuple(STATE_BYTES), help="adamw-8bit: its states in 8 bits, by bitsandbytes."
     )
     learning_rate: float | None = _optim(None, basic=True, min=0, help="Peak learning rate.")
     lr_scheduler: str = _optim(

@@ -32,7 +32,7 @@ _SETTINGS: dict[tuple[str, Any], Mapping[str, str]] = {
     ("use_dora", True): {"DEEPSPEED 3": f"each forward reads whole weights of the base, {_SHARDED}"},
     ("lora_modules_to_save", True): {
         "FSDP": "a matrix that is both embedding and head would be shared out twice; launch with "
-        "accelerate_configs/ddp.yaml or z2.yaml",
+        "accelerate_configs/ddp.yaml or z2.yaml"
     },
     ("load_in_4bit", True): {
         "DEEPSPEED 3": f"bitsandbytes computes with whole weights in 4 bits, {_SHARDED}",

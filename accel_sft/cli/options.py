@@ -103,12 +103,7 @@ _LAUNCHES = (
         multiple=True,
         metavar="NAME,...",
     ),
-    _own(
-        "--num-processes",
-        "The launcher's: processes; not for single, which is one.",
-        multiple=True,
-        metavar="N,...",
-    ),
+    _own("--num-processes", "The launcher's: processes; not for single, which is one.", multiple=True, metavar="N,..."),
     _own("--mixed-precision", "The launcher's: precision.", multiple=True, metavar="no|fp16|bf16,..."),
 )
 _RUNS = (

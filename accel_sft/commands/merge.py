@@ -153,7 +153,7 @@ def _write_gguf(weights: str, made_in: Path, target: Path, kind: str, converter:
         log.write_text(done.stdout, encoding="utf-8")
         reason = one_line(last[0], LONGEST_ERROR) if last else f"exit status {done.returncode}"
         raise UserError(
-            f"--gguf {target}: {converter} failed: {reason}; all of it is in {log}. A newer converter may know this "
-            "model; vLLM and transformers (accel-sft serve) need none"
+            f"--gguf {target}: {converter} failed: {reason}; all of it is in {log}; a newer converter may know this "
+            "model, `accel-sft serve` needs none"
         )
     shutil.move(partial, target)
