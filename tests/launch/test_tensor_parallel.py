@@ -17,7 +17,7 @@ from reference_job import FP32, JOB, goes_on_to_the_same_bits, layout, same_curv
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.api.launch_limits import TENSOR_PARALLEL, launch_problem
+from accel_sft.api.limits import TENSOR_PARALLEL, launch_problem
 from accel_sft.models import pretrained
 from accel_sft.models.load import load_model
 from accel_sft.models.pretrained import check_plan, cut_over

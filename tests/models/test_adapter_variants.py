@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.launch_limits import launch_problem
+from accel_sft.api.limits import launch_problem
 from accel_sft.checkpoint import checkpoint
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.audit import audit

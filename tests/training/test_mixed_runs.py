@@ -14,7 +14,7 @@ from matrix import matrix, run
 from reference_job import LAYOUTS, MICRO, ONCE, goes_on_to_the_same_bits, same_curve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from accel_sft.api.changes import changed
+from accel_sft.api.config import changed
 from accel_sft.tools.report.page import render
 from accel_sft.tools.report.runs import read_run
 
