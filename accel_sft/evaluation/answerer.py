@@ -18,7 +18,7 @@ from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.chat.image_inputs import GivenImages, ImageInputs, RowImages
 from accel_sft.chat.pictures import Picture
 from accel_sft.chat.rendering import Rendering
-from accel_sft.evaluation.generate import Generator, ImageGenerator
+from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.left_padded import GREEDY, Sampling
 from accel_sft.models.load import load_model
 from accel_sft.models.pretrained import vocabulary_problem
@@ -82,8 +82,8 @@ class Answerer:
         if images:
             _ = self.images.processor  # says at once if the model reads no images
         how = {"precision": accelerator.mixed_precision, "deepspeed": False, "images": images}
-        known = {"largest_id": self.tokenizer.pad_token_id, "tokenizer": self.tokenizer}
-        model = load_model(source, config, offload=offload, log=log, **how, **known)
+        how |= {"largest_id": self.tokenizer.pad_token_id, "tokenizer": self.tokenizer}
+        model = load_model(source, config, offload=offload, log=log, **how)
         self.settings = model.config.get_text_config(decoder=True)
         self.model = (model if offload else model.to(accelerator.device)).eval()
         self.ends = end_of_turn_ids(self.tokenizer, self.model.generation_config)
@@ -150,7 +150,7 @@ class Answerer:
         if problems:
             raise UserError(*problems)
         with torch.no_grad():
-            generated = ImageGenerator(self.generator)(encoded, max_new_tokens)
+            generated = self.generator(encoded, max_new_tokens)
         ids = {example.index: ids for example, ids in generated.answers}
         return [self._answer(turns, ids[index], tools[index]) for index, turns in enumerate(chats)]
 
@@ -160,12 +160,12 @@ class Answerer:
         KeyboardInterrupt ends the generation; the answer is then what was generated so far.
         """
         prompt = self.encode(turns, max_new_tokens).input_ids[:-1]
-        said = _Said(self.tokenizer, write)
+        streamer = _Streamer(self.tokenizer, write)
         try:
-            self.generator.stream(prompt, max_new_tokens, said)
+            self.generator.stream(prompt, max_new_tokens, streamer)
         except KeyboardInterrupt:
-            said.end()
-        return self._answer(turns, said.ids)
+            streamer.end()
+        return self._answer(turns, streamer.ids)
 
     def _answer(self, turns: Turns, ids: Sequence[int], tools: Tools = None) -> Answer:
         decode = self.tokenizer.decode
@@ -173,8 +173,8 @@ class Answerer:
         return Answer(text, len(ids), bool(ids) and ids[-1] in self.ends)
 
 
-class _Said(TextStreamer):
-    """Passes text on as soon as it makes whole words, and keeps the ids of the answer."""
+class _Streamer(TextStreamer):
+    """Passes text on as soon as it makes whole words, and collects the ids of the answer."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

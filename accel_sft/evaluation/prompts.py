@@ -60,11 +60,11 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"--file {file}: cannot be read ({cause}); name a file of prompts") from None
-    asked = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    if not asked:
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
         raise UserError(f"--file {file}: no prompt in it; write one on each line")
-    chats = [Prompt(with_system([{"role": "user", "content": line}], system)) for _, line in asked]
-    return chats, [f"{file}:{number}" for number, _ in asked]
+    chats = [Prompt(with_system([{"role": "user", "content": line}], system)) for _, line in numbered]
+    return chats, [f"{file}:{number}" for number, _ in numbered]
 
 
 def prompt_with(text: str, paths: Sequence[str], system: str | None) -> Prompt:
@@ -76,8 +76,8 @@ def prompt_with(text: str, paths: Sequence[str], system: str | None) -> Prompt:
     turns: Turns = [{"role": "user", "content": text}]
     if expected := expected_of(turns):
         raise UserError(f"PROMPT: expected {expected}")
-    found = _pictured(turns, list(paths), "", "PROMPT")
-    return found._replace(turns=with_system(found.turns, system))
+    prompt = _pictured(turns, list(paths), "", "PROMPT")
+    return prompt._replace(turns=with_system(prompt.turns, system))
 
 
 def with_system(turns: Turns, system: str | None) -> Turns:
@@ -142,17 +142,17 @@ def _pictured(turns: Turns, column: list[Any], folder: str, where: str, tools: T
         {**turn, "content": [_placed(part, left, folder) for part in parts]}
         for turn, parts in zip(turns, contents, strict=True)
     ]
-    found = checked_turns(turns, where, images)
-    return Prompt(found, tuple(Picture(picture.given, number) for number, picture in enumerate(images, 1)), tools)
+    checked = checked_turns(turns, where, images)
+    return Prompt(checked, tuple(Picture(picture.given, number) for number, picture in enumerate(images, 1)), tools)
 
 
 def _as_parts(content: Any, where: str, *, split: bool) -> list[Any]:
     """A content as a list of parts; with `split`, each `<image>` in a text becomes a part of its own."""
     if isinstance(content, list):
         return content
-    first, *others = content.split(_IMAGE) if split else [content]
+    first, *following = content.split(_IMAGE) if split else [content]
     parts: list[Any] = [{"type": "text", "text": first}]
-    for text in others:
+    for text in following:
         parts += [{"type": "image"}, {"type": "text", "text": text}]
     return parts
 

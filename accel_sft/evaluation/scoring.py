@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accel_sft.api.errors import UserError, what_and_where
+from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import conversation, from_task, wanted
 from accel_sft.io.heartbeat import heartbeat, heartbeats_only
@@ -17,6 +17,7 @@ PERPLEXITY = "perplexity"
 """exp(eval_loss)."""
 UNANSWERED = (EVAL_LOSS, PERPLEXITY)
 """Main metrics of tasks whose answers are neither generated nor scored."""
+_UNUSABLE = "the task's aggregate() failed, or gave something other than a number by name"
 _TRIED = 8
 """Number of validation examples whose own targets are scored before anything is loaded."""
 
@@ -59,13 +60,7 @@ def scored(task: Task, examples: Sequence[Any], index: int, text: str, split: st
     """
     where = example_name(examples, split, index)
     example = from_task(f"{where}: the task's dataset failed", lambda: examples[index])
-    try:
-        scores = task.score(example, text)
-    except UserError:
-        raise
-    except Exception as error:
-        cause = one_line(what_and_where(error), LONGEST_ERROR)
-        raise UserError(f"{where}: the task's score() failed on {text[:80]!r}: {cause}") from error
+    scores = from_task(f"{where}: the task's score() failed on {text[:80]!r}", lambda: task.score(example, text))
     if not isinstance(scores, dict):
         raise UserError(f"{where}: score() gave {one_line(repr(scores))}, expected a dict of numbers")
     try:
@@ -84,20 +79,11 @@ def aggregated(task: Task, scores: Sequence[dict[str, Any]]) -> dict[str, float]
     Raises:
         UserError: aggregate() failed, or gave something else than numbers by name, the main metric among them.
     """
-    try:
-        metrics = task.aggregate(scores)
-    except UserError:
-        raise
-    except Exception as error:
-        raise _unusable(error) from error
-    return _checked(task, metrics)
+    return _checked(task, from_task(_UNUSABLE, lambda: task.aggregate(scores)))
 
 
 def _checked(task: Task, given: Mapping[str, Any]) -> dict[str, float]:
-    try:
-        metrics = {str(key): float(value) for key, value in given.items()}
-    except Exception as error:
-        raise _unusable(error) from error
+    metrics = from_task(_UNUSABLE, lambda: {str(key): float(value) for key, value in given.items()})
     main = task.main_metric
     if main not in metrics:
         method = "aggregate" if type(task).aggregate is not Task.aggregate else "score"  # the default takes its keys
@@ -106,8 +92,3 @@ def _checked(task: Task, given: Mapping[str, Any]) -> dict[str, float]:
         names = ", ".join(sorted(taken))
         raise UserError(f"the task's aggregate() gave {names}: names of the trainer's own numbers")
     return metrics
-
-
-def _unusable(error: Exception) -> UserError:
-    cause = one_line(what_and_where(error), LONGEST_ERROR)
-    return UserError(f"the task's aggregate() failed, or gave something other than a number by name: {cause}")
