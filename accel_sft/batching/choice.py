@@ -1,72 +1,158 @@
-"""Keeps the batching that autotune.py chose, so that every start and every resume uses the same one."""
+"""Chooses the batching with the least work among those that are exact and fit into memory, and records it: every start
+and every resume then uses the same one."""
 
 import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
+from accel_sft.batching.device_memory import forwards_alone
+from accel_sft.batching.fitting import expected_to_fit, with_sized_pieces, within_memory
+from accel_sft.batching.forward_layouts import WHAT
 from accel_sft.batching.layouts import Batching
+from accel_sft.batching.sequence import in_parts
+from accel_sft.batching.trial import Trial
+from accel_sft.batching.verify import exact_batchings
+from accel_sft.chat.encoded import Encoded
 from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.describe import layout_of
+from accel_sft.launch.groups import row_groups, sequence_ranks
+
+UNTRIED = {"cpu"}
+"""Types of devices on which no forward is tried."""
+TRIED_ON_DEVICE = tuple(2**power for power in range(10, 18))
+"""Sizes of a forward, in tokens, that are tried on any other device, up to its memory."""
+ALIKE = 0.03
+"""Work that differs by less than this share counts as equal."""
+CPU_FORWARD_TOKENS, FORWARD_TOKENS = 64, 1024
+"""Fixed cost, in tokens, of a forward and its backward: per thread of a CPU, as all threads wait; on other devices."""
+USUAL_WIDTH = 1024
+"""Hidden size assumed of a model whose configuration does not name it."""
 
 
-def recorded(asked: Sequence[str], batching: Batching) -> dict[str, Any]:
-    """The record that a checkpoint and the run's folder keep; `asked` is `--batching` and `--micro-batch-size`."""
-    return {"asked": list(asked), "chosen": dataclasses.asdict(batching)}
+def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence[Encoded] = ()) -> tuple[Batching, str]:
+    """Choose a layout in which the model's losses are those of single rows, and how many tokens go into one forward.
 
-
-def restored(record: dict[str, Any] | None, asked: Sequence[str]) -> Batching | None:
-    """The recorded batching; None if something else is asked for now, or another version wrote the record."""
-    if not record or record.get("asked") != list(asked):
-        return None
-    return _batching(record.get("chosen"))
-
-
-def write(accelerator: Accelerator, run_dir: RunDir, asked: Sequence[str], batching: Batching, job: list[Any]) -> None:
-    """Keep what a run has chosen, so that a run killed before its first checkpoint resumes with it.
+    The choice is the one with the least work, which follows from the rows' lengths, so that every start chooses alike;
+    on a GPU, among the sizes that fit into its memory. Random state and gradients stay untouched.
 
     Args:
-        job: what the choice was made for, besides the launch, in a form that JSON can hold.
+        before: what this run chose earlier; kept if it is still exact.
+        also: rows that will be laid out in the same way, but do not count in the choice.
+    Returns:
+        the batching, and a line that says what was chosen, and why not what was asked for.
+    Raises:
+        UserError: not even the smallest forward fits into the device's memory; or the model cannot be trained
+            under sequence parallelism, which the launch asks for.
     """
-    record = {**recorded(asked, batching), "layout": layout_of(accelerator), "job": job}
+    if sequence_ranks(trial.accelerator) > 1:
+        padded = dataclasses.replace(trial, config=dataclasses.replace(trial.config, batching="padded"))
+        exact, _ = exact_batchings(padded, also)
+        earlier = before if before and _still_exact(before, exact) else None
+        return in_parts(trial, earlier or with_sized_pieces(trial, exact)[0])
+    exact, reasons = exact_batchings(trial, also)
+    if before and _still_exact(before, exact):
+        batching, why = before, ", as before"
+    else:
+        exact, why = with_sized_pieces(trial, exact), ""
+        if trial.config.micro_batch_size != "auto":
+            batching = dataclasses.replace(exact[0], rows=int(trial.config.micro_batch_size))
+        else:
+            batching, why = chosen(trial, exact)
+    size = f"{batching.rows} examples" if batching.rows else f"{batching.tokens:,} tokens"
+    what = WHAT[batching.layout] + (", in a cache" if batching.way.behind_cache else "")
+    line = f"batching {batching.layout} ({what}), up to {size} a forward{why}"
+    return batching, "; ".join([line, *(f"not {reason}" for reason in reasons)])
+
+
+def _still_exact(before: Batching, exact: Sequence[Batching]) -> bool:
+    """Whether an earlier choice is one of the exact batchings, of whatever size."""
+    size = {name: getattr(before, name) for name in ("tokens", "rows", "most_logits")}
+    return before in (dataclasses.replace(batching, **size) for batching in exact)
+
+
+def chosen(trial: Trial, exact: Sequence[Batching]) -> tuple[Batching, str]:
+    """Choose one of the exact batchings, and its limit of tokens; also returns a phrase that says how."""
+    tried = ""
+    if trial.accelerator.device.type in UNTRIED:
+        sizes = [dataclasses.replace(b, tokens=tokens) for b in exact for tokens in b.way.cpu_tokens]
+    elif forwards_alone(trial.accelerator):
+        sizes, tried = within_memory(trial, exact, TRIED_ON_DEVICE), " that fit into memory"
+    else:
+        # if a forward failed on one rank, the others would wait; and DeepSpeed's hooks on blocks that it gathers
+        # whole (experts) would reduce gradients of weights, which a trial's backward does not compute
+        sizes = expected_to_fit(trial, exact, TRIED_ON_DEVICE)
+        tried = " (not tried: ranks share the weights)"
+    return least_work(trial, sizes), f", the least work of {len(sizes)} sizes{tried}"
+
+
+def least_work(trial: Trial, candidates: Sequence[Batching]) -> Batching:
+    """Return the smallest size, of the layout with the least work for a step, whose work exceeds the least by at most
+    ALIKE. Among equals the first counts, so that every start chooses alike."""
+    works = {batching: _work(trial, batching) for batching in candidates}
+    least = min(candidates, key=works.__getitem__)
+    alike = [b for b in candidates if dataclasses.replace(b, tokens=least.tokens) == least]
+    return min((b for b in alike if works[b] <= (1 + ALIKE) * works[least]), key=lambda b: b.tokens)
+
+
+def _work(trial: Trial, batching: Batching) -> float:
+    some, ranks = trial.spread(), row_groups(trial.accelerator)[0]
+    base = trial.accelerator.unwrap_model(trial.model).config.get_text_config(decoder=True)
+    width = getattr(base, "hidden_size", None) or USUAL_WIDTH
+    on_cpu = trial.accelerator.device.type == "cpu"
+    fixed = CPU_FORWARD_TOKENS * torch.get_num_threads() if on_cpu else FORWARD_TOKENS
+    return batching.work(some, ranks, width, fixed)
+
+
+def recorded(settings: Sequence[str], batching: Batching) -> dict[str, Any]:
+    """The record in a checkpoint and in the run's folder; `settings` are `--batching` and `--micro-batch-size`."""
+    return {"asked": list(settings), "chosen": dataclasses.asdict(batching)}
+
+
+def restored(record: dict[str, Any] | None, settings: Sequence[str]) -> Batching | None:
+    """The recorded batching; None if the settings are others now, or the record is damaged or another version's."""
+    if not record or record.get("asked") != list(settings) or not isinstance(record.get("chosen"), dict):
+        return None
+    try:
+        batching = Batching(**record["chosen"])
+    except (TypeError, ValueError):  # it names a layout, a head or a field that there is not
+        return None
+    counts = [count for count in (batching.tokens, batching.rows, batching.most_logits) if count is not None]
+    return batching if all(type(count) is int and count > 0 for count in counts) else None
+
+
+def write(
+    accelerator: Accelerator, run_dir: RunDir, settings: Sequence[str], batching: Batching, job: list[Any]
+) -> None:
+    """Record what a run has chosen, so that a run killed before its first checkpoint resumes with it. `job` is what the
+    choice was made for, besides the launch, in a form that JSON can hold."""
+    record = {**recorded(settings, batching), "layout": layout_of(accelerator), "job": job}
     text = json.dumps(record, indent=2) + "\n"
 
-    def keep() -> None:
+    def write_record() -> None:
         if run_dir.batching.is_dir():
             raise UserError(f"{run_dir.batching}: a folder stands where the batching is recorded; take it away")
         write_atomically(run_dir.batching, text)
 
-    decided_by_main(accelerator, keep)
+    decided_by_main(accelerator, write_record)
 
 
 def read(accelerator: Accelerator, run_dir: RunDir, job: list[Any]) -> dict[str, Any] | None:
     """The record of what the run in this folder chose for this job under this launch; None if none can be read."""
 
-    def found() -> dict[str, Any] | None:
+    def read_record() -> dict[str, Any] | None:
         try:
             text = run_dir.batching.read_text(encoding="utf-8") if run_dir.batching.is_file() else "null"
             record = json.loads(text)
         except (OSError, ValueError, RecursionError):  # broken: the choice is made again and shown
             return None
-        here = {"layout": layout_of(accelerator), "job": job}
-        return record if isinstance(record, dict) and here.items() <= record.items() else None
+        current = {"layout": layout_of(accelerator), "job": job}
+        return record if isinstance(record, dict) and current.items() <= record.items() else None
 
-    return decided_by_main(accelerator, found)
-
-
-def _batching(chosen: Any) -> Batching | None:
-    named = {field.name for field in dataclasses.fields(Batching)}  # another version's record may have others
-    # a run of before the head's pieces were sized has none, and goes on with pieces of MOST_LOGITS
-    if not isinstance(chosen, dict) or {"most_logits", *chosen} != named:
-        return None
-    try:
-        batching = Batching(**chosen)
-    except (TypeError, ValueError):  # `chosen` names no layout or head of this version
-        return None
-    counts = [count for count in (batching.tokens, batching.rows, batching.most_logits) if count is not None]
-    return batching if all(type(count) is int and count > 0 for count in counts) else None
+    return decided_by_main(accelerator, read_record)

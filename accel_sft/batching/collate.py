@@ -206,10 +206,10 @@ def _tensors(
     weights: np.ndarray,
 ) -> Batch:
     """A `Batch` of tensors, made of arrays."""
-    kept, target_ids, row_weights, *others = _on_device(keep, targets, weights, *inputs.values())
+    keep_tensor, target_ids, row_weights, *tensors = _on_device(keep, targets, weights, *inputs.values())
     source = None if sources is None else _on_device(sources)[0]
-    named = {"attention_mask": None, **dict(zip(inputs, others, strict=True))}
-    return Batch(named, kept, source, target_ids, row_weights)
+    named = {"attention_mask": None, **dict(zip(inputs, tensors, strict=True))}
+    return Batch(named, keep_tensor, source, target_ids, row_weights)
 
 
 def _on_device(*arrays: np.ndarray) -> list[torch.Tensor]:

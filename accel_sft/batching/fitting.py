@@ -108,7 +108,7 @@ def _expected_bytes(trial: Trial, batching: Batching) -> float:
         most_logits=batching.most_logits or MOST_LOGITS,
         dense_mask=batching.attention == "mask" and batching.layout != "padded",
         copied_keys=round(times * batching.way.copied_keys(largest)),
-        in_cache=batching.attention == "cache",
+        in_cache=batching.way.behind_cache,
     )
     return sum(peak_bytes(job).values())
 

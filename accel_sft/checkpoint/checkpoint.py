@@ -107,9 +107,9 @@ def load(
     state = manifest.about(path)
     if not all(isinstance(state.get(key), dict) for key in ("layout", "loss_scale")):
         raise UserError(f"{path}: not a checkpoint of accel_sft; name another one, or start a new run with --init-from")
-    before, here = state["layout"].get("precision"), layout_of(accelerator)["precision"]
-    if before != here:
-        then, now = ("float32" if precision == "no" else precision for precision in (before, here))
+    before, current = state["layout"].get("precision"), layout_of(accelerator)["precision"]
+    if before != current:
+        then, now = ("float32" if precision == "no" else precision for precision in (before, current))
         raise UserError(
             f"{path}: was written in {then}, and this launch computes in {now}, with other results; resume it with "
             f"--mixed_precision {before}, or start a new run from its weights with --init-from"

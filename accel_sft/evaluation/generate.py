@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import first_line
 from accel_sft.batching.device_memory import fits, in_halves, out_of_memory
-from accel_sft.batching.comparisons import REDUCED_TOLERANCE, TOLERANCE
+from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.decoder import Decoder
 from accel_sft.evaluation.evaluator import Generated

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from accel_sft.api.config import keep_every
 from accel_sft.batching import choice
-from accel_sft.batching.autotune import choose_batching
+from accel_sft.batching.choice import choose_batching
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.checkpoint import checkpoint, shards
