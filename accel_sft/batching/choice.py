@@ -43,13 +43,10 @@ def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence
     on a GPU, among the sizes that fit into its memory. Random state and gradients stay untouched.
 
     Args:
-        before: what this run chose earlier; kept if it is still exact.
+        before: what this run chose earlier, which it goes on with if it is still exact.
         also: rows that will be laid out in the same way, but do not count in the choice.
     Returns:
-        the batching, and a line that says what was chosen, and why not what was asked for.
-    Raises:
-        UserError: not even the smallest forward fits into the device's memory; or the model cannot be trained
-            under sequence parallelism, which the launch asks for.
+        the batching, and a line that says what was chosen, and why not what was requested.
     """
     if sequence_ranks(trial.accelerator) > 1:
         padded = dataclasses.replace(trial, config=dataclasses.replace(trial.config, batching="padded"))

@@ -86,7 +86,7 @@ def tree(rows: Sequence[Encoded], common: Sequence[int], *, masked: bool = True)
 def behind_prefix(rows: Sequence[Encoded], prefix: int) -> Batch:
     """A forward of rows whose tree branches only once: `prefix` tokens that all share, then each row's own tokens.
 
-    Attention runs row by row (`row_kernels.PrefixedRows`). The tensors are built by a few array operations, because a
+    Attention runs row by row (`cascade.PrefixedRows`). The tensors are built by a few array operations, because a
     loop over rows would take noticeable time on a small model.
     """
     lengths = np.array([len(row.input_ids) for row in rows])

@@ -65,13 +65,8 @@ class SequenceGroup:
 
 
 def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
-    """Return the batching under sequence parallelism, one row per forward, and a line that says so.
-
-    Args:
-        exact: the batching of padded rows, with the head that the model takes.
-    Raises:
-        UserError: the model cannot compute parts of rows: its layers, a failed forward or a wrong loss show that.
-    """
+    """Return the `exact` batching of padded rows with one row per forward, as sequence parallelism needs it, and a line
+    that says so. The model's layers, a failed forward or a wrong loss may show that it cannot compute parts of rows."""
     group, model = SequenceGroup.of(trial.accelerator), trial.accelerator.unwrap_model(trial.model)
     longest = max(trial.examples, key=lambda example: (len(example.input_ids), example.index))
     if limited := limited_layers(model, len(longest.input_ids)):

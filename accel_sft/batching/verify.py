@@ -53,8 +53,6 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Ba
         also: rows that will be laid out besides the trial's examples; the longest of all rows is tried.
     Returns:
         batchings without a limit of tokens, at least one; and `layout: reason` for each layout that is not exact.
-    Raises:
-        UserError: ranks would wait for each other's images for ever.
     """
     config, model = trial.config, trial.model
     rows = [*trial.examples, *also]
@@ -139,7 +137,7 @@ def _plain(trial: Trial, row: Encoded) -> Batching:
     expected = nll_sum(trial.model, trial.batch(exhaustive, [row])).item()
     for head in available_heads(trial.accelerator.unwrap_model(trial.model)):
         plain = dataclasses.replace(exhaustive, head=head)
-        if plain == exhaustive or not first_reason(differs(trial, plain, expected, [row])):
+        if plain == exhaustive or not first_reason(_differs(trial, plain, expected, [row])):
             return plain
     return exhaustive
 
@@ -149,7 +147,7 @@ def _problem(
 ) -> str | None:
     """Say why the model does not compute rows exactly in this batching; None if it does. All ranks say the same: with
     different answers they would run different forwards."""
-    mine = [differs(trial, batching, loss, rows) for loss, rows in zip(alone, row_sets, strict=True)]
+    mine = [_differs(trial, batching, loss, rows) for loss, rows in zip(alone, row_sets, strict=True)]
     if reason := first_reason(next(filter(None, mine), None)):
         return reason
     if batching.way.one_sequence:
@@ -256,7 +254,7 @@ def _farthest(first: torch.Tensor, again: torch.Tensor) -> float:
     return ((first - again).abs().max() / first.abs().max().clamp(min=1)).item()
 
 
-def differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Encoded]) -> str | None:
+def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Encoded]) -> str | None:
     """Say why a few rows cannot be computed in this batching, or that their loss differs from `alone`, the sum of their
     losses as single rows; None if all is right."""
     batch = trial.batch(batching, rows)

@@ -100,8 +100,6 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             wait: whether to return only when the checkpoint is complete. No memory is taken for a copy then.
         Returns:
             the checkpoint's folder, which is there once it is complete.
-        Raises:
-            UserError: the disk has no room for it, or the checkpoint before could not be written.
         """
         self._finish_checkpoint()
         accelerator, averages = self.accelerator, self.averages
@@ -155,11 +153,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self._export = self._submit(write or (lambda: None))
 
     def finish(self) -> None:
-        """Wait until what was begun is complete; all ranks call it.
-
-        Raises:
-            UserError: on all ranks, if it could not be written on one.
-        """
+        """Wait until what was begun is complete; all ranks call it, and raise if it could not be written on one."""
         self._finish_checkpoint()
         self._agree(self._export)
         self._export = None

@@ -59,11 +59,8 @@ def settle(run_dir: RunDir) -> None:
 
 
 def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint that `--resume` asks for, if any, and a line for each damaged one that was passed over.
-
-    Raises:
-        UserError: the named checkpoint is missing or damaged, or all checkpoints of the run are damaged.
-    """
+    """The checkpoint that `--resume` asks for, if any, and a line for each damaged one that was passed over. It is an
+    error if a named one is damaged, or all are."""
     if resume == "off":
         return None, []
     skipped: list[str] = []
@@ -99,11 +96,7 @@ def undo_after(run_dir: RunDir, step: int) -> list[Path]:
 def load(
     accelerator: Accelerator, model: Any, optimizer: Any, path: Path, averages: Averages | None = None
 ) -> dict[str, Any]:
-    """Load weights, optimizer state and `averages`, whatever parallelism wrote them; returns the `state` beside them.
-
-    Raises:
-        UserError: the checkpoint was written under another precision, or is of another model.
-    """
+    """Load weights, optimizer state and `averages`, whatever parallelism wrote them; return the `state` beside them."""
     state = manifest.about(path)
     if not all(isinstance(state.get(key), dict) for key in ("layout", "loss_scale")):
         raise UserError(f"{path}: not a checkpoint of accel_sft; name another one, or start a new run with --init-from")

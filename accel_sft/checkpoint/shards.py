@@ -136,21 +136,17 @@ def _safetensors(piece: Piece) -> Iterator[memoryview]:
 
 
 def read(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path, averages: Averages | None = None) -> None:
-    """Read what `write` wrote under any parallelism from `folder`, which has a manifest; every rank calls it.
-
-    Raises:
-        UserError: the files do not have all of this model's trained parameters.
-    """
+    """Read what `write` wrote under any parallelism from `folder`, which has a manifest; every rank calls it."""
     stored, counted = _Stored(folder), set()
     for number, partition in enumerate(partitions(accelerator, model, optimizer, writing=True)):
-        steps = {span: stored.step(span) for span in partition.spans}
         for span in partition.spans:
             stored.copy("weights", span, partition.tensor)
             if averages:
                 stored.copy(AVERAGE, span, averages.tensors[number])
+        steps = {span: stored.step(span) for span in partition.spans}
         stepped = [span for span in partition.spans if steps[span]]
         if stepped:
-            made = int(max(filter(None, steps.values()), default=0))
+            made = int(max(steps.values()))
             partition.begin_state(made)
             if hasattr(partition.optimizer, "ds_opt_adam") and id(partition.optimizer) not in counted:
                 counted.add(id(partition.optimizer))
@@ -258,10 +254,10 @@ class _Stored:
         tensor: torch.Tensor = file.get_tensor(key)
         return tensor
 
-    def step(self, span: Span) -> float | None:
-        """How often the optimizer had updated the parameter; None if never."""
+    def step(self, span: Span) -> float:
+        """How often the optimizer had updated the parameter."""
         places = self.places.get(("step", span.name), {}).values()
-        return max((file.get_tensor(key).item() for _, file, key in places), default=None)
+        return max((file.get_tensor(key).item() for _, file, key in places), default=0.0)
 
 
 def _on_gpu(tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from accel_sft.chat.pictures import Picture
 from accel_sft.chat.rendering import Rendering
 from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.left_padded import GREEDY, Sampling
+from accel_sft.io.files import mapping
 from accel_sft.models.load import load_model
 from accel_sft.models.pretrained import vocabulary_problem
 from accel_sft.models.source import Source
@@ -30,7 +31,7 @@ Pictures = tuple[Picture, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a model said.
+    """What a model answers.
 
     Attributes:
         text: the answer without thinking, and without what the template writes around answers.
@@ -54,8 +55,6 @@ class Answerer:
         config: `thinking`, `template_date`, `control_tokens`, `eval_batch_size`, and the settings for loading weights.
         images: whether conversations may have images.
         raw: whether the only turn's text is gone on with, as the model was trained on raw text.
-    Raises:
-        UserError: the model cannot be loaded, or has no chat template.
     """
 
     def __init__(
@@ -96,14 +95,8 @@ class Answerer:
     def encode(
         self, turns: Turns, max_new_tokens: int, index: int = 0, images: Pictures = (), tools: Tools = None
     ) -> Encoded:
-        """Return a conversation as the tokens of its prompt, tokenized as in training, and one end-of-turn token.
-
-        Args:
-            images: the images of the turns, in the order of their marks.
-        Raises:
-            UserError: the template rejects the conversation; or its prompt has no tokens, has tokens that the model
-                does not know, or leaves no room for `max_new_tokens` in the model's context.
-        """
+        """Return a conversation as the tokens of its prompt, tokenized as in training, and one end-of-turn token. The
+        images are in the order of their marks."""
         if self.raw:
             ids = [*self.rendering.begin, *self.rendering.text_ids(turns[-1]["content"])]
         else:
@@ -130,15 +123,8 @@ class Answerer:
         images: Sequence[Pictures] = (),
         tools: Sequence[Tools] = (),
     ) -> list[Answer]:
-        """An answer to each conversation, in their order.
-
-        Args:
-            images: the images of each conversation; empty if none has any.
-            tools: the schemas of tools of each conversation; empty if none has any.
-            names: names of the conversations, with which errors about them begin.
-        Raises:
-            UserError: as `encode`, with a line for each conversation's problem.
-        """
+        """An answer to each conversation, in their order. `images` and `tools` have those of each conversation, or are
+        empty if none has any; an error has a line for each conversation's problem, which begins with its name."""
         encoded, problems = [], []
         tools = tools or [None] * len(chats)
         for index, turns in enumerate(chats):
@@ -195,11 +181,9 @@ def expected_of(turns: Any) -> str | None:
     if not isinstance(turns, list) or not turns:
         return 'a list of {"role": ..., "content": ...}'
     for turn in turns:
-        content = turn.get("content") if isinstance(turn, dict) else None
-        has_content = isinstance(content, (str, list)) or (
-            content is None and isinstance(turn, dict) and turn.get("tool_calls")
-        )
-        if not has_content or not isinstance(turn.get("role"), str):
+        content, role, calls = (mapping(turn).get(name) for name in ("content", "role", "tool_calls"))
+        has_content = isinstance(content, (str, list)) or (content is None and calls)
+        if not has_content or not isinstance(role, str):
             return 'a list of {"role": ..., "content": ...}, with text in both'
         if no_text(json.dumps(turn, ensure_ascii=False)):
             return "text: no bytes other than UTF-8, no lone surrogate, and none of U+E008 to U+E00B"

@@ -83,8 +83,6 @@ class Endpoint:
         model: the name that the server knows the model by; None: its only one.
         key_from: the environment variable that has the key; None: KEY, if it is set.
         timeout: seconds after which a request without an answer is given up.
-    Raises:
-        UserError: the address or the key cannot be used, or the server does not say which model it has.
     """
 
     def __init__(self, url: str, model: str | None, key_from: str | None = None, timeout: float = 600) -> None:
@@ -181,13 +179,8 @@ class Endpoint:
         return names[0]
 
     def post(self, path: str, body: dict[str, Any] | None = None, *, root: bool = False) -> dict[str, Any]:
-        """The JSON object that the server answers; without a body it is a GET.
-
-        Args:
-            root: whether the path stands beside the API's version.
-        Raises:
-            EndpointError: the server refused, or did not answer: a line that says what to do.
-        """
+        """The JSON object that the server answers; without a body it is a GET. With `root`, the path stands beside the
+        API's version."""
         at = f"{self.url.removesuffix('/v1') if root else self.url}/{path}"
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "User-Agent": "accel-sft"}

@@ -150,14 +150,8 @@ class Evaluator:
             model.train(was_training)
 
     def loss(self, model: torch.nn.Module, batching: Batching) -> dict[str, float]:
-        """`eval_loss`, by source too: nats per supervised token, each counted by its turn's weight, over all ranks.
-
-        Args:
-            model: in eval mode.
-            batching: divides the rows among the ranks, and into forwards; `--eval-batch-size` has no effect here.
-        Raises:
-            UserError: out of device memory.
-        """
+        """`eval_loss`, by source too: nats per supervised token, over all ranks. The model is in eval mode; `batching`
+        divides the rows among the ranks and into forwards, on which `--eval-batch-size` has no effect."""
         reset_peak_memory(self.accelerator.device)
         ranks, rank = row_groups(self.accelerator)  # ranks that compute the same rows count them alike in all sums
         sums: list[float] = []  # of losses and of supervised tokens, of each source
@@ -182,14 +176,8 @@ class Evaluator:
 
     def score_answers(self, losses: dict[str, float]) -> Evaluation:
         """Generate a greedy answer to each example, score it on the rank that generated it, and give every rank all
-        samples. No answers are generated if the task's main metric is the loss or its perplexity.
-
-        Args:
-            losses: what `loss` returned.
-
-        Raises:
-            UserError: out of device memory; or the task's score() or aggregate() returned something unusable.
-        """
+        samples. No answers are generated if the task's main metric is the loss or its perplexity. `losses` is what
+        `loss` returned."""
         if self.task.main_metric in UNANSWERED:
             loss = losses[EVAL_LOSS]
             perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft.api.errors import first_line
-from accel_sft.batching.device_memory import fits, in_halves, out_of_memory
+from accel_sft.batching.device_memory import done_within_memory, in_halves, out_of_memory
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.decoder import Decoder
@@ -145,7 +145,7 @@ class Generator:
             for row in decoder.answers([*waiting], places, max_new_tokens, ends, meeting):
                 answered.append((waiting.pop(row), row.answer))
 
-        while not fits(answer, at_once := min(places, len(waiting)), alone=not self.sharded):
+        while not done_within_memory(answer, at_once := min(places, len(waiting)), alone=not self.sharded):
             places = at_once // 2
         return answered
 
@@ -192,7 +192,7 @@ class Generator:
             together_logits[:] = self._staggered([Row(prompt[prefix:]) for prompt in prompts], fed, prompts[0][:prefix])
 
         try:
-            while not fits(staggered, len(prompts), alone=not self.sharded):
+            while not done_within_memory(staggered, len(prompts), alone=not self.sharded):
                 del prompts[0], fed[0]  # the longest
         except REFUSALS as error:
             if out_of_memory(error):  # which says nothing about what the model can take

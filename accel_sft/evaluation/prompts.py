@@ -41,12 +41,8 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]
     A `.json` or `.jsonl` file has rows with `messages`, a conversation whose last turn is to be answered, or `prompt`,
     text; beside them `tools`, and `system` for a conversation without a system message. Images are parts of a content,
     or in a column `images` or `image` beside `<image>` in the texts; relative paths begin at the file's folder. Any
-    other file has a prompt on each line that is not blank.
-
-    Args:
-        system: the system message of conversations that have none of their own.
-    Raises:
-        UserError: the file cannot be read, or has rows of another form; the error names the first by line.
+    other file has a prompt on each line that is not blank. `system` is the system message of conversations without
+    one.
     """
     if Path(file).suffix in (".json", ".jsonl"):
         rows = read_rows(file, _parse)
@@ -68,11 +64,7 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]
 
 
 def prompt_with(text: str, paths: Sequence[str], system: str | None) -> Prompt:
-    """A prompt with images: at the marks `<image>` in its text, else before the text.
-
-    Raises:
-        UserError: it cannot be answered, or an image does not exist.
-    """
+    """A prompt with images: at the marks `<image>` in its text, else before the text."""
     turns: Turns = [{"role": "user", "content": text}]
     if expected := expected_of(turns):
         raise UserError(f"PROMPT: expected {expected}")
@@ -124,8 +116,6 @@ def _pictured(turns: Turns, column: list[Any], folder: str, where: str, tools: T
         column: images for parts without a path and for each `<image>` in a text; if there is neither, they stand before
             the first question. Without a column, `<image>` is a word.
         folder: the folder that relative paths begin at.
-    Raises:
-        UserError: there are more or fewer images than places for them, or an image does not exist.
     """
     left = iter(column)
     contents = [_as_parts(turn.get("content") or "", where, split=bool(column)) for turn in turns]

@@ -24,13 +24,8 @@ _TRIED = 8
 
 def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = None) -> None:
     """Score the targets of the first validation examples, so that a mistake in the task is found before training.
-
-    Args:
-        thinking: the value of `--thinking`, which decides which part of a target is scored.
-    Raises:
-        UserError: as `scored` and `aggregated`. An aggregate() that fails on so few scores is accepted: some metrics
-            need more scores.
-    """
+    `--thinking` decides which part of a target is scored. An aggregate() that fails on so few scores is accepted: some
+    metrics need more scores."""
     if task.main_metric in UNANSWERED:
         return
     chats = {index: conversation(task, examples, "validation", index) for index in range(min(len(examples), _TRIED))}
@@ -53,11 +48,7 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
 
 
 def scored(task: Task, examples: Sequence[Any], index: int, text: str, split: str = "validation") -> dict[str, Any]:
-    """The task's score of `text` as the answer to an example.
-
-    Raises:
-        UserError: score() failed, or gave something else than a dict that JSON can hold.
-    """
+    """The task's score of `text` as the answer to an example: a dict that JSON can hold."""
     where = example_name(examples, split, index)
     example = from_task(f"{where}: the task's dataset failed", lambda: examples[index])
     scores = from_task(f"{where}: the task's score() failed on {text[:80]!r}", lambda: task.score(example, text))
@@ -74,11 +65,7 @@ def scored(task: Task, examples: Sequence[Any], index: int, text: str, split: st
 
 
 def aggregated(task: Task, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The task's metrics for all examples' scores.
-
-    Raises:
-        UserError: aggregate() failed, or gave something else than numbers by name, the main metric among them.
-    """
+    """The task's metrics for all examples' scores: numbers by name, the main metric among them."""
     return _checked(task, from_task(_UNUSABLE, lambda: task.aggregate(scores)))
 
 

@@ -28,11 +28,7 @@ class ServedBackend:
     thinking: str | None
 
     def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
-        """Ask for an answer of at most `max_new_tokens` tokens to each example.
-
-        Raises:
-            UserError: an example is not text alone, or the server refuses or stays silent.
-        """
+        """Ask for an answer of at most `max_new_tokens` tokens to each example."""
         chats = [conversation(self.task, self.examples, "validation", example.index) for example in examples]
         refuse_beyond_text(chats)
         began = time.perf_counter()

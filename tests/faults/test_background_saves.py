@@ -16,10 +16,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import accel_sft
 from limits import limit
 from places import CONFIGS, SUPPORT
-from reference_job import FP32, layout
+from reference_job import FP32, layout, resumed
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -274,7 +273,7 @@ def with_held_writes(what, run_dir, job, yaml=None):
 
 @pytest.mark.parametrize("name", ["plain", pytest.param("z2", marks=LONG), pytest.param("z3", marks=LONG)])
 @pytest.mark.parametrize("what", ["kill", pytest.param("full", marks=LONG), pytest.param("SIGTERM", marks=LONG)])
-def test_a_run_whose_checkpoint_meets_this_behind_its_steps_goes_on_to_the_same_bits(launched, tmp_path, name, what):
+def test_run_whose_checkpoint_fails_behind_its_steps_resumes_alike(launched, tmp_path, name, what):
     whole, run_dir = layout(launched, name), tmp_path / "run"
     ended = with_held_writes(what, run_dir, whole.arguments, whole.options["yaml"])
     said = ended.stdout + ended.stderr
@@ -289,19 +288,13 @@ def test_a_run_whose_checkpoint_meets_this_behind_its_steps_goes_on_to_the_same_
     if what == "full":
         assert said.count(f"Error: {run_dir}: the disk is full; free space, then go on with --resume auto") == 1
         assert "Traceback" not in said.split("Error: ")[0]
-    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=run_dir, **whole.options)
-    assert resumed.status == 0, resumed.output
-    assert f"resumed {found} at step {int(found.name[-6:])} of 6" in " ".join(resumed.output.split())
-    expected, got = (load_file(folder / "final" / "model.safetensors") for folder in (whole.run_dir, run_dir))
-    assert all(torch.equal(expected[key], got[key]) for key in expected)
-    assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
+    again = resumed(whole, run_dir, *whole.arguments)
+    assert f"resumed {found} at step {int(found.name[-6:])} of 6" in " ".join(again.output.split())
 
 
 @pytest.mark.parametrize("name", ["plain", pytest.param("z2", marks=LONG), pytest.param("z3", marks=LONG)])
 @pytest.mark.parametrize("what", ["best", pytest.param("full-best", marks=LONG)])
-def test_a_run_whose_best_weights_meet_this_behind_its_steps_has_those_before_and_goes_on(
-    launched, tmp_path, name, what
-):
+def test_run_whose_best_weights_fail_has_those_before_and_resumes(launched, tmp_path, name, what):
     whole, run_dir = layout(launched, name), tmp_path / "run"
     job = (*whole.arguments, "--eval-every", "2")
     ended = with_held_writes(what, run_dir, job, whole.options["yaml"])
@@ -313,10 +306,7 @@ def test_a_run_whose_best_weights_meet_this_behind_its_steps_has_those_before_an
     assert found.name == "step-000002", "step 4's would know a best step whose weights are not there"
     if what == "full-best":
         assert said.count(f"Error: {run_dir}: the disk is full; free space, then go on with --resume auto") == 1
-    resumed = accel_sft(*job, "--resume", "auto", run_dir=run_dir, **whole.options)
-    assert resumed.status == 0, resumed.output
+    resumed(whole, run_dir, *job)
     best = json.loads((run_dir / "result.json").read_text())["best"]["step"]
     assert f"of step {best}" in (run_dir / "best" / "README.md").read_text()
     assert not (run_dir / ".best.partial").exists()
-    expected, got = (load_file(folder / "final" / "model.safetensors") for folder in (whole.run_dir, run_dir))
-    assert all(torch.equal(expected[key], got[key]) for key in expected)

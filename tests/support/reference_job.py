@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from conftest import accel_sft
+from safetensors.torch import load_file
 
 STEPS = 6
 JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--validation-examples", "7")
@@ -42,3 +45,15 @@ def same_curve(reference, other):
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-4)
         assert line["supervised_tokens"] == expected["supervised_tokens"]
         assert line["learning_rate"] == expected["learning_rate"]
+
+
+def resumed(whole, run_dir, *arguments):
+    """Resume a run of the job that ended before its end, and compare its weights and losses with the whole run's, bit
+    for bit."""
+    run = accel_sft(*arguments, "--resume", "auto", run_dir=run_dir, **whole.options)
+    assert run.status == 0, run.output
+    (path,) = (whole.run_dir / "final").glob("*model.safetensors")
+    expected, got = load_file(path), load_file(run_dir / "final" / path.name)
+    assert all(torch.equal(expected[key], got[key]) for key in expected)
+    assert [line["loss"] for line in run.lines()] == [line["loss"] for line in whole.lines()]
+    return run
