@@ -232,26 +232,22 @@ def test_another_error_of_a_device_is_no_shortage(tmp_path):
             work()
 
 
-def test_moments_that_a_resumed_run_has_are_not_reserved_again():
+def test_reserved_is_what_the_first_update_still_allocates():
+    """Moments unless a resumed run has them, of what is trained; without a job gradients and moments in float32."""
     model = tiny_llama()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert job(model)[0].reserved() - job(model, moments=True)[0].reserved() == 8 * parameters
-
-
-def test_no_more_is_reserved_than_for_what_train_only_trains():
-    model = tiny_llama()
-    trial = job(model)[0]
+    trial, parameters = job(model)[0], model.num_parameters()
+    everything = trial.reserved()
+    assert everything - job(model, moments=True)[0].reserved() == 8 * parameters
+    assert dataclasses.replace(trial, job=None).reserved() == 3 * 4 * parameters
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name)
     some = dataclasses.replace(trial, job=dataclasses.replace(trial.job, train_only="layers.1"))
-    share = sum(p.numel() for p in model.parameters() if p.requires_grad) / model.num_parameters()
-    assert some.reserved() == pytest.approx(share * trial.reserved(), rel=0.01)
+    share = sum(p.numel() for p in model.parameters() if p.requires_grad) / parameters
+    assert some.reserved() == pytest.approx(share * everything, rel=0.01)
 
 
-def test_without_a_job_gradients_and_moments_are_reserved_and_the_smallest_forward_is_taken(monkeypatch):
-    model = tiny_llama()
-    trial = dataclasses.replace(job(model)[0], job=None)
-    assert trial.reserved() == 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
+def test_without_a_job_the_smallest_forward_is_taken(monkeypatch):
+    trial = dataclasses.replace(job(tiny_llama())[0], job=None)
     monkeypatch.setattr(fitting, "free_bytes", lambda device: 2**40)
     assert [each.tokens for each in fitting.expected_to_fit(trial, [Batching("padded", 0)], (1024, 2048))] == [1024]
     assert fitting.with_sized_pieces(trial, [Batching("padded", 0)]) == [Batching("padded", 0)]
