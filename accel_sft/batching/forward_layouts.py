@@ -25,11 +25,10 @@ class Layout(abc.ABC):
     """How the rows of one forward are laid out. The base class puts rows in one sequence, without common tokens.
 
     Attributes:
-        name: a value of `--batching`. Rows of `shared` share tokens, and with them dropout masks; all rows but those of
-            `padded` stand in one sequence, where they must not see each other.
+        name: a value of `--batching`. Rows of `shared` share tokens, and with them dropout masks.
         attention: how attention separates the rows, as a batching's record names it.
         implementation: pattern for the names of transformers' attentions that can separate rows in this way.
-        one_sequence: whether all rows stand in one sequence.
+        one_sequence: whether all rows stand in one sequence, where they must not see each other.
         behind_cache: whether rows go on from the cache of their prefix.
         cpu_tokens: sizes of a forward, in tokens, to choose from on a CPU, where nothing is tried.
     """
@@ -80,10 +79,8 @@ class Layout(abc.ABC):
         return sum(len(example.input_ids) for example in examples) - sum(self.common(examples))
 
     def attended_pairs(self, examples: Sequence[Encoded]) -> int:
-        """Number of query-key pairs that attention computes in a forward of these examples, in this order.
-
-        Each row's own tokens attend to the prefix and to the row, padded to the longest row.
-        """
+        """Number of query-key pairs that attention computes in a forward of these examples, in this order. A row's own
+        tokens attend to the prefix and to the row, padded to the longest."""
         longest, prefix = _longest(examples), self.prefix(examples)
         return prefix**2 + len(examples) * (longest - prefix) * longest
 

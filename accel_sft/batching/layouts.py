@@ -115,12 +115,8 @@ class Batching:
         return sum(self.way.tokens_in(rows) for forwards in self.divide(examples, world_size) for rows in forwards)
 
     def work(self, examples: Sequence[Encoded], world_size: int, width: int, forward_cost: float) -> float:
-        """Return the cost, in tokens, of a step of these examples on the rank with most work.
-
-        Args:
-            width: the model's hidden size.
-            forward_cost: fixed cost of a forward, in tokens.
-        """
+        """Return the cost, in tokens, of a step of these examples on the rank with most work. A forward has a fixed
+        cost, in tokens; `width` is the model's hidden size."""
         way = self.way
         return max(
             sum(way.tokens_in(rows) + way.attended_pairs(rows) / (PAIRS * width) + forward_cost for rows in forwards)
@@ -130,11 +126,8 @@ class Batching:
     def batch(
         self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device, blank: Encoded | None = None
     ) -> Batch:
-        """Return the tensors of one forward; without examples, those of `collate.empty`.
-
-        Args:
-            blank: `blank_image.blank_row`, if a forward without images shall call the layers that read images too.
-        """
+        """Return the tensors of one forward; without examples, those of `collate.empty`. With `blank`, an image's row,
+        a forward without images calls the layers that read images, too."""
         pictured = any(row.images for row in examples)
         assert self.layout == "padded" or not (pictured or blank), "rows with images are padded"
         with device:

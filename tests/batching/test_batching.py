@@ -40,8 +40,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.batching import choice, collate, loss, verify
-from accel_sft.batching.choice import choose_batching, least_work
-from accel_sft.batching.fitting import within_memory
+from accel_sft.batching.choice import choose_batching, least_work, within_memory
 from accel_sft.batching.forward_layouts import LAYOUTS
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll, nll_sum

@@ -22,8 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching import choice, fitting
-from accel_sft.batching.fitting import _expected_bytes, within_memory
+from accel_sft.batching import choice
+from accel_sft.batching.choice import _expected_bytes, within_memory
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
@@ -248,9 +248,9 @@ def test_reserved_is_what_the_first_update_still_allocates():
 
 def test_without_a_job_the_smallest_forward_is_taken(monkeypatch):
     trial = dataclasses.replace(job(tiny_llama())[0], job=None)
-    monkeypatch.setattr(fitting, "free_bytes", lambda device: 2**40)
-    assert [each.tokens for each in fitting.expected_to_fit(trial, [Batching("padded", 0)], (1024, 2048))] == [1024]
-    assert fitting.with_sized_pieces(trial, [Batching("padded", 0)]) == [Batching("padded", 0)]
+    monkeypatch.setattr(choice, "free_bytes", lambda device: 2**40)
+    assert [each.tokens for each in choice.expected_to_fit(trial, [Batching("padded", 0)], (1024, 2048))] == [1024]
+    assert choice.with_sized_pieces(trial, [Batching("padded", 0)]) == [Batching("padded", 0)]
 
 
 def test_what_is_expected_of_a_forward_is_about_what_it_takes():
@@ -273,8 +273,8 @@ def test_without_a_trial_forwards_are_as_large_as_the_estimate_lets_them(monkeyp
     sizes = (1024, 2048, 4096, 8192)
 
     def found(free):
-        monkeypatch.setattr(fitting, "free_bytes", lambda device: free)
-        return [each.tokens for each in fitting.expected_to_fit(trial, [Batching("padded", 0)], sizes)]
+        monkeypatch.setattr(choice, "free_bytes", lambda device: free)
+        return [each.tokens for each in choice.expected_to_fit(trial, [Batching("padded", 0)], sizes)]
 
     assert found(math.inf) == [*sizes]
     assert found(0) == [1024]  # the smallest, whatever is predicted
@@ -289,7 +289,7 @@ def test_pieces_of_the_head_are_as_large_as_the_device_has_room_for_and_a_resume
     monkeypatch.setattr(choice, "UNTRIED", set())
 
     def chosen(free, before=None):
-        monkeypatch.setattr(fitting, "free_bytes", lambda device: free)
+        monkeypatch.setattr(choice, "free_bytes", lambda device: free)
         return choice.choose_batching(trial, before)[0]
 
     small, roomy = chosen(2**31), chosen(80 * 2**30)
@@ -303,7 +303,7 @@ def test_pieces_of_the_head_are_as_large_as_the_device_has_room_for_and_a_resume
     assert (in_parts := chosen(80 * 2**30)).most_logits == ROOMY_LOGITS
     assert chosen(2**31, in_parts) == in_parts
     with_all = dataclasses.replace(roomy, head="labelled", most_logits=None)
-    assert fitting.with_sized_pieces(trial, [with_all]) == [with_all]
+    assert choice.with_sized_pieces(trial, [with_all]) == [with_all]
 
 
 # for each batching other code is compiled
