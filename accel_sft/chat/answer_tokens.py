@@ -96,9 +96,9 @@ class AnswerTokens:
         read = self.tokenizer.decode(whole)
         for anchor in ("", "\n", self.tokenizer.eos_token):
             before, ids = self._tokens(anchor), self._tokens(anchor + rest)
-            found = ids[len(before) :]
-            if ids[: len(before)] == before and self.tokenizer.decode(prompt + found) == read:
-                return found
+            tokens = ids[len(before) :]
+            if ids[: len(before)] == before and self.tokenizer.decode(prompt + tokens) == read:
+                return tokens
         return self._tokens(rest)
 
     def _tokens(self, text: str) -> list[int]:
@@ -134,9 +134,9 @@ class PieceTokenizer:
         pieces = list(dict.fromkeys(itertools.chain.from_iterable(cut.values())))
         whole = [at for at in range(len(texts)) if at not in cut] + [chat[-1] for chat in chats]
         ids = dict(zip(pieces, self._ids(pieces), strict=True))
-        found = dict(zip(whole, self._ids([texts[at] for at in whole]), strict=True))
+        ids_of = dict(zip(whole, self._ids([texts[at] for at in whole]), strict=True))
         for chat in chats:
             joined = [list(itertools.chain.from_iterable(ids[piece] for piece in cut[at])) for at in chat]
-            exact = joined[-1] == found[chat[-1]]
-            found |= zip(chat, joined if exact else self._ids([texts[at] for at in chat]), strict=True)
-        return [found[at] for at in range(len(texts))]
+            exact = joined[-1] == ids_of[chat[-1]]
+            ids_of |= zip(chat, joined if exact else self._ids([texts[at] for at in chat]), strict=True)
+        return [ids_of[at] for at in range(len(texts))]

@@ -59,7 +59,7 @@ def format_of(path: Path, begin: bytes = b"") -> Format:
     suffix = before if compression else last
     if begin.startswith(b"PAR1\x15"):  # "not text" would be poor advice about these
         return Format(".parquet", "")
-    compression = compression or next((known for known, sign in COMPRESSIONS.items() if re.match(sign, begin)), "")
+    compression = compression or next((name for name, sign in COMPRESSIONS.items() if re.match(sign, begin)), "")
     return Format(suffix if suffix in READERS else "", compression)
 
 

@@ -37,7 +37,7 @@ from accel_sft.training.prepare import Assembly, plan_steps, texts_of
 
 
 def run(task_name: str, task: Task, config: CheckConfig) -> None:
-    """Audit `task`'s data for `--model`, and print the findings; exit with status 1 on errors or, if strict, warnings."""
+    """Audit `task`'s data for `--model` and print the findings; exit with status 1 on errors, if strict on warnings."""
     if under_launcher() or "LOCAL_RANK" in os.environ:
         raise UserError(
             f"accel-sft check {task_name} runs in one process: "
@@ -57,8 +57,8 @@ def run(task_name: str, task: Task, config: CheckConfig) -> None:
         except OSError as error:
             raise UserError(f"--html {config.html}: cannot be written ({error.strerror}); name another file") from None
     if config.json:
-        whole = {"version": accel_sft.__version__, **report.as_dict()}
-        print(json.dumps(json_safe(whole), indent=2, ensure_ascii=False))
+        printed = {"version": accel_sft.__version__, **report.as_dict()}
+        print(json.dumps(json_safe(printed), indent=2, ensure_ascii=False))
     if report.failed(config.strict):
         raise SystemExit(1)
 

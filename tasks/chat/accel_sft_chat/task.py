@@ -224,20 +224,18 @@ class Chat(Task):
         if self.held_out == 0:
             validation.notes.append(_REMEMBERED.format(len(validation)))
             return rows, validation
-        known = "to evaluate (--held-out, --validation-file); rows with the same prompt are on one side"
+        why = "to evaluate (--held-out, --validation-file); rows with the same prompt are on one side"
         if len(validation) < _ENOUGH and not self._by_loss(rows.notes):
-            known = _few(len(validation), len(rows))
-        validation.notes.append(f"{len(validation):,} of {len(rows):,} rows are held out of {self.train_file}: {known}")
+            why = _few(len(validation), len(rows))
+        validation.notes.append(f"{len(validation):,} of {len(rows):,} rows are held out of {self.train_file}: {why}")
         return train, validation
 
 
 def _few(count: int, of: int) -> str:
     """How well a score of so few rows is known, and how many of all rows would do better."""
     more = min(_ENOUGH, of // 4)
-    known = f"few, a score of 0.5 is ±{_reach(count):.2f} (95%)"
-    return (
-        f"{known}; --held-out {more}: ±{_reach(more):.2f}" if more > count else f"{known}; --validation-file for more"
-    )
+    few = f"few, a score of 0.5 is ±{_reach(count):.2f} (95%)"
+    return f"{few}; --held-out {more}: ±{_reach(more):.2f}" if more > count else f"{few}; --validation-file for more"
 
 
 def _reach(count: int) -> float:
@@ -271,8 +269,8 @@ def parse_row(
         if strict or isinstance(problem, RowRefused):
             raise
         raise RowLeftOut(f"malformed ({_UNSHOWN.sub('', without_numbers(str(problem)))})") from problem
-    asked = [turn["content"].rpartition("\n")[2] for turn in read.turns if turn["role"] == "user"]
-    texts = map(str.strip, [*asked, *(turn["content"] for turn in read.turns)])
+    last_lines = [turn["content"].rpartition("\n")[2] for turn in read.turns if turn["role"] == "user"]
+    texts = map(str.strip, [*last_lines, *(turn["content"] for turn in read.turns)])
     missing = [f"with a text that is {text!r}, which is learnt as a word" for text in texts if text in _MISSING]
     if read.form.startswith(RAW_TEXT):
         text = read.turns[0]["content"]
