@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from accel_sft.api.errors import UserError
 from accel_sft.chat.control_tokens import ControlTokens, without_guards
 from accel_sft.chat.conversation import GUARD, Conversation
-from accel_sft.chat.dropped import check_all_kept
+from accel_sft.chat.dropped import check_all_kept, unwritten
 from accel_sft.chat.rendering import Rendered, Rendering
 from accel_sft.chat.template import MARK
 
@@ -53,6 +53,9 @@ class AnswerTokens:
         prompt_text, rest, rendered = map(without_guards, (text.prompt, text.rest, text.whole))
         plain = text._replace(prompt=prompt_text, rest=rest, whole=rendered)
         check_all_kept(self.tokenizer, where, chat, plain, keeps_thinking=self.rendering.thinking == "keep")
+        if any("tool_calls" in turn or "name" in turn for turn in chat.turns):
+            for line in unwritten(chat.turns, prompt_text):
+                self.rendering.add_note(line)
         if whole[: len(prompt)] != prompt:
             self.rendering.add_note(
                 "chat template: an answer's first characters change the prompt's last token; answers are tokenized "

@@ -49,6 +49,18 @@ def check_all_kept(tokenizer: Any, where: str, chat: Conversation, text: Rendere
         )
 
 
+def unwritten(turns: Turns, prompt: str) -> list[str]:
+    """A line for each thing that a rendered prompt, without guards, lacks and that no row is refused for."""
+    lines, compact = [], _compact(prompt)
+    beside_calls = [turn["content"] for turn in turns if "tool_calls" in turn]
+    if not all(_compact(text) in compact for text in beside_calls):
+        lines.append("warning: the chat template drops what a turn says beside a call of a tool; no prompt has it")
+    names = [turn["name"] for turn in turns if "name" in turn and turn["role"] != "tool"]
+    if not all(name in prompt for name in names):
+        lines.append("warning: the chat template does not write the names of turns (name); put them into the texts")
+    return lines
+
+
 def holds(prompt: str, rest: str, target: str) -> bool:
     """Whether `rest`, which follows a rendered prompt, contains the answer `target`; white space is ignored.
 

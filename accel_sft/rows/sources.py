@@ -6,11 +6,12 @@ Needs only the standard library, except for the hub.
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import itertools
 import mimetypes
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,15 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
         exact = {path: name.partition("/")[0] for path, name in names.items() if "/" in name}
     else:
         exact = {path: shard[1] for path, name in names.items() if (shard := _SHARD.fullmatch(name))}
+    card = folder / "README.md"
+    described = card.read_text(errors="replace") if card.is_file() else ""
+    by_card = {
+        path: of_split
+        for pattern, of_split in _splits_of_card(described)
+        for path, name in names.items()
+        if fnmatch.fnmatch(name, pattern)
+    }
+    exact = by_card or exact
     splits: dict[str, list[Path]] = {}
     lines: list[str] = []
     for path, name in names.items():
@@ -137,13 +147,34 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
         lines.append(f"{folder}: not read, as in none of its splits: {beside[0].name}{more(len(beside) - 1)}")
     if others:
         lines.append(f"{folder}: not read, as of no known format: {others[0].name}{more(len(others) - 1)}")
-    card = folder / "README.md"
-    configs = dict.fromkeys(_CONFIG.findall(card.read_text(errors="replace")) if card.is_file() else ())
+    configs = dict.fromkeys(_CONFIG.findall(described))
     if len(configs) > 1:
         lines.append(
             f"{folder}: read are all its configurations, {', '.join(configs)}; for one, name its files or folder"
         )
     return splits[split], lines
+
+
+def _splits_of_card(card: str) -> Iterator[tuple[str, str]]:
+    """The patterns of paths under `data_files` of a card's configurations, each with its split."""
+    head = re.match(r"---\n(.*?)\n---", card, re.DOTALL)
+    if not head or "data_files" not in head[1]:
+        return
+    import yaml  # not at the top: completion of file names needs the standard library alone
+
+    try:
+        given = yaml.safe_load(head[1])
+    except yaml.YAMLError:
+        return
+    configs = given.get("configs") if isinstance(given, dict) else None
+    for config in configs if isinstance(configs, list) else ():
+        files = config.get("data_files") if isinstance(config, dict) else None
+        for entry in files if isinstance(files, list) else [files]:
+            of_split = entry if isinstance(entry, dict) else {"split": "train", "path": entry}
+            paths = of_split.get("path")
+            for path in paths if isinstance(paths, list) else [paths]:
+                if isinstance(path, str):
+                    yield path.removeprefix("./"), str(of_split.get("split", "train"))
 
 
 def split_by_name(name: str) -> str:

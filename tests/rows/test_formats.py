@@ -3,10 +3,12 @@
 import bz2
 import datetime
 import gzip
+import io
 import json
 import lzma
 
 import pyarrow
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from parsers import CALLS, answer, noting
@@ -99,6 +101,11 @@ BAD = {
         b'answer\tmore\nx\ty\n"x\n',
         ":3: not CSV (unexpected end of data); the rest is unread",
     ),
+    "blanks behind commas": (
+        "a.csv",
+        b'answer,more\n"x", "y"\n',
+        ":2: not CSV (a blank between ',' and a quote",
+    ),
     "a header alone": ("a.csv", b"answer\n", ": no rows; expected a JSON array of objects, one"),
     "latin-1": ("a.csv", "answer\nx\né\n".encode("latin-1"), ": not UTF-8 (here or in the lines after); convert it"),
     "a bad line": ("a.jsonl.gz", gzip.compress(JSONL + b"{}"), ":5: field 'answer': expected text, got NoneType"),
@@ -139,6 +146,11 @@ def test_table_by_columns_is_no_row(tmp_path):
     assert list(read_rows(path, dict)) == rows
 
 
+def feather(compression="uncompressed"):
+    pyarrow.feather.write_feather(pyarrow.table({"answer": TEXTS}), file := io.BytesIO(), compression, chunksize=2)
+    return file.getvalue()
+
+
 ODD = {
     "gzip by content": ("a.jsonl", gzip.compress(JSONL), TEXTS),
     "bzip2 by content": ("a.csv", bz2.compress(CSV), TEXTS),
@@ -157,6 +169,9 @@ ODD = {
     ),
     "a quote of several lines and tabs": ("a.tsv", b'answer\tmore\n"a\nb"\tx\n\n"c"\t"y"\n', ["a\nb", "c"]),
     "quotes that are one column": ("a.tsv", b'answer\n"a\nb"\n', ["a\nb"]),
+    "a comma and a quote within quotes": ("a.csv", b'answer,more\n"x, ""y""","z, """\n', ['x, "y"']),
+    "Feather": ("a.feather", feather(), TEXTS),
+    "Feather under another name": ("a.arrow", feather("lz4"), TEXTS),
     "an index": ("a.csv", b",answer\n0,x\n1,y\n", ["x", "y"]),
     "rows in an object": ("a.json", b'{"data": [{"answer": "x"},\n {"answer": "y"}]}', ["x", "y"]),
     "rows in an object, indented": ("a.json", b'{\n "instances": [\n  {"answer": "x"}\n ]\n}\n', ["x"]),

@@ -798,7 +798,7 @@ def test_missing_values_that_are_written_as_words_are_noted(rows):
         f"1 row with a text that is '{value}', which is learnt as a word (line {line})"
         for value, line in (("None", 3), ("nan", 1), ("null", 4))
     ]
-    for value in (r"\N", "NULL", "#N/A", "#REF!"):
+    for value in (r"\N", "NULL", "#N/A", "#REF!", "<noinput>"):
         _, notes = rows({**word, "output": value})
         assert f"with a text that is {value!r}" in notes[1]
     _, notes = rows({**word, "output": "It returns:\nNone"}, {**word, "input": "nano"})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ _ANSWERS = ("answer", "response", "output", "reply", "solution", "target")
 _SAID = ("content", "parts", "tool_calls", "function_call")
 _LABELS = ("label", "labels", "sentiment", "intent")
 """Columns beside a text which its reader most often wants to learn, as the data sets of classification have them."""
+_REPR = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
+"""How a list of messages begins in a table that pandas or numpy wrote."""
 _SHOWN = 8
 
 
@@ -215,6 +218,8 @@ def _unknown(row: Mapping[str, Any], named: Iterable[str], *, has_form: bool) ->
 def _text(row: Mapping[str, Any], column: str, remarks: Remarks, *, needed: bool = False) -> str:
     """A column's text; "" if there is none and none is needed."""
     value = row.get(column)
+    if isinstance(value, str) and _REPR.match(value):
+        raise RowRefused(column, "JSON of messages, got Python's repr of them: write them with json.dumps or to_json")
     return "" if value is None and not needed else text_of(value, column, remarks)
 
 
@@ -261,10 +266,15 @@ def _pair(row: Mapping[str, Any], prompt: str, completion: str, remarks: Remarks
     for turn in turns:
         turn[IN_PROMPT] = True
     if answer_turns:
-        return [*turns, *read_turns(answer_turns, completion, remarks)[0]]
-    if not prompt_turns:
+        answered = read_turns(answer_turns, completion, remarks)[0]
+    else:
+        answered = [{"role": "assistant", "content": _text(row, completion, remarks, needed=True)}]
+    if turns[-1]["role"] == answered[0]["role"] == "assistant":
+        expected = f"no begun answer at its end, which {completion} would go on with: put all of the answer there"
+        raise RowProblem(prompt, expected)
+    if not prompt_turns and not answer_turns:
         turns[0]["continued"] = True
-    return [*turns, {"role": "assistant", "content": _text(row, completion, remarks, needed=True)}]
+    return [*turns, *answered]
 
 
 def _history(row: Mapping[str, Any], column: str, remarks: Remarks) -> list[Turn]:

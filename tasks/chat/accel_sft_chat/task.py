@@ -34,7 +34,7 @@ _REMEMBERED = (
 )
 _MISSING = {
     *("nan", "NaN", "-nan", "NaT", "None", "null", "NULL", "(null)", "undefined", r"\N", "<NA>", "#N/A", "#NA"),
-    *("#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"),
+    *("<noinput>", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"),
 }
 """What programs write for a missing value: a text, or a question's last line, which is Alpaca's input."""
 _FILES = (
@@ -45,6 +45,8 @@ _UNSHOWN = re.compile(r", got (['\"]|-?\d+\.\d).*|[:,]? \(.*", re.DOTALL)
 """What of a problem differs from row to row, so that equal problems are counted together."""
 _RENDERED = re.compile(
     r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|start\|>|\[INST\]|<\|(user|assistant)\|>|<｜(User|Assistant)｜>"
+    r"|^### ?(Human|User|Instruction|Assistant|Response):|^USER: .*ASSISTANT: ",
+    re.MULTILINE,
 )
 """Marks that chat templates write around turns."""
 _RENDERED_TEXT = (
