@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from accel_sft.api.errors import UserError
 from accel_sft.chat.control_tokens import ControlTokens, without_guards
-from accel_sft.chat.conversation import GUARD, Conversation
+from accel_sft.chat.conversation import GUARD, Conversation, divided
 from accel_sft.chat.dropped import check_all_kept, unwritten
 from accel_sft.chat.rendering import Rendered, Rendering
 from accel_sft.chat.template import MARK
@@ -56,6 +56,11 @@ class AnswerTokens:
         if any("tool_calls" in turn or "name" in turn for turn in chat.turns):
             for line in unwritten(chat.turns, prompt_text):
                 self.rendering.add_note(line)
+        answer = divided(chat)[1]
+        if answer[:1].isspace() and answer.rstrip() not in rest:
+            self.rendering.add_note(
+                "warning: the chat template drops the white space that answers begin with, such as an indentation"
+            )
         if whole[: len(prompt)] != prompt:
             self.rendering.add_note(
                 "chat template: an answer's first characters change the prompt's last token; answers are tokenized "

@@ -132,6 +132,14 @@ def test_names_and_texts_beside_calls_that_no_prompt_has_are_told(tokenizer):
     assert encoded(written, (called, "no"), ([{**ASK, "name": "Bob"}], "no")).notes == []
 
 
+def test_a_template_that_drops_an_indentation_is_told(tokenizer):
+    own = with_template(tokenizer, TURNS.replace("m.content", "m.content | trim"))
+    note = "warning: the chat template drops the white space that answers begin with, such as an indentation"
+    for answer, notes in (("  y = x\n", [note]), ("y = x\n", [])):
+        assert encoded(own, ([ASK], answer)).notes == notes
+        assert encoded(with_template(tokenizer, TURNS), ([ASK], answer)).notes == []
+
+
 @pytest.mark.parametrize("refused", ["", " and not messages[0].content"])
 def test_an_empty_system_turn_is_left_out_where_refused(tokenizer, refused):
     own = with_template(tokenizer, NO_SYSTEM.replace(" == 'system'", f" == 'system'{refused}"))

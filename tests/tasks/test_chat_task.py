@@ -744,6 +744,22 @@ def test_answers_of_one_word_are_best_scored_by_another_metric(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("options", "answers", "told"),
+    [
+        ({"metric": "regex", "regex": r"#### (\d+)"}, ["\\boxed{1}"] * 3, True),
+        ({"metric": "regex", "regex": r"#### (\d+)"}, ["1", "#### 2"], False),
+        ({"metric": "json"}, ["yes"], True),
+        ({"metric": "json"}, ["yes", "{}"], False),
+    ],
+)
+def test_a_metric_that_matches_no_own_answer_is_named(tmp_path, options, answers, told):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "u", "completion": answer}) + "\n" for answer in answers))
+    notes = Chat(validation_file=str(path), **options).dataset("validation").notes
+    assert any("matches none of the rows' own answers" in note for note in notes) is told
+
+
+@pytest.mark.parametrize(
     ("rows", "options", "told"),
     [
         (600, {}, "30 of 600 rows are held out of FILE: few, a score of 0.5 is ±0.17 (95%); --held-out 100: ±0.10"),
