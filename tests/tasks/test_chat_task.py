@@ -236,13 +236,6 @@ def test_a_row_of_which_nothing_can_be_learnt_is_left_out_and_named(rows, turns,
     assert notes[-1] == f"1 row left out: {reason} (line 3)"
 
 
-def test_rows_of_an_array_are_left_out_by_number(tmp_path):
-    good, empty = messages(ASK, ANSWER), messages(ASK)
-    (tmp_path / "rows.json").write_text(json.dumps([empty, good, good, good, good, good, empty, empty]))
-    notes = Chat(validation_file=str(tmp_path / "rows.json")).dataset("validation").notes
-    assert notes[-1] == "3 rows left out: no assistant turn to learn (rows 1, 7, 8)"
-
-
 @pytest.mark.parametrize(
     ("learn", "prompt", "answered"),
     [
