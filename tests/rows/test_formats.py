@@ -147,6 +147,9 @@ def test_table_by_columns_is_no_row(tmp_path):
     assert list(read_rows(path, dict)) == rows
 
 
+ROWS = [{"answer": text} for text in TEXTS]
+
+
 def feather(compression="uncompressed"):
     pyarrow.feather.write_feather(pyarrow.table({"answer": TEXTS}), file := io.BytesIO(), compression, chunksize=2)
     return file.getvalue()
@@ -173,7 +176,7 @@ ODD = {
     "a comma and a quote within quotes": ("a.csv", b'answer,more\n"x, ""y""","z, """\n', ['x, "y"']),
     "Parquet under another name": (
         "a.json",
-        parquet(io.BytesIO(), [{"answer": text} for text in TEXTS]).getvalue(),
+        parquet(io.BytesIO(), ROWS).getvalue(),
         TEXTS,
     ),
     "Feather": ("a.feather", feather(), TEXTS),
