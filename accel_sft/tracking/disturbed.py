@@ -66,25 +66,6 @@ def in_words(mark: str, number: float) -> str:
     return mark.replace("#", f"{number:,.0f}" if number >= 10 else f"{number:.1f}")
 
 
-class MachineWatch:
-    """Marks new readings but those that cover a start, an evaluation or a checkpoint, which have processes of ours."""
-
-    def __init__(self) -> None:
-        self._number, self._stale = 0.0, True
-
-    def step(self, paused: bool, system: Sequence[Any]) -> dict[str, float] | None:
-        """The marks of a step's readings, or None if no new ones count.
-
-        Args:
-            paused: whether anything but steps was done since the step before.
-        """
-        self._stale = self._stale or paused
-        if not system or system[0].sample == self._number:
-            return None
-        stale, self._number, self._stale = self._stale, system[0].sample, False
-        return None if stale else marks(system)
-
-
 @dataclasses.dataclass
 class Stretch:
     """Steps whose readings have the same mark: from `first` to `last`, with the `seconds` that they took."""

@@ -101,8 +101,8 @@ class Assembly:
         )
         trained = any(weights.requires_grad for weights in beyond_text(model).values())
         if images and (trained or not forwards_alone(self.accelerator)):
-            # otherwise ranks would wait for the weights of what reads images, or for its gradients; and AdamW, which
-            # passes over weights without a gradient, would update them in other steps than ranks do together
+            # every rank must run the vision tower in every step: the others wait for its weights or gradients, and
+            # AdamW would update it on some ranks only
             self.blank = blank_row(self.encode.images)
         return model
 

@@ -34,8 +34,7 @@ from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.time_spent import BATCHES, PAUSE, span, taken
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training import summary
-from accel_sft.training.in_vain import InVain
-from accel_sft.training.kernels import use_liger_kernels
+from accel_sft.training.checks import Untrained, use_liger_kernels
 from accel_sft.training.optimizer import Stepper, new_optimizer
 from accel_sft.training.predicted import Prediction
 from accel_sft.training.prepare import Prepared
@@ -93,7 +92,7 @@ class Trainer:
         self.model, self.optimizer = prepare_model(accelerator, prepared.launch, model, optimizer, config.max_grad_norm)
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm, config.ema_decay)
         self.averages = self.stepper.averages
-        self.in_vain = InVain(accelerator, self.model, self.optimizer, log)
+        self.untrained = Untrained(accelerator, self.model, self.optimizer, log)
         written = run_dir, config.keep_checkpoints, self.averages, log
         self.checkpoints = Checkpoints(accelerator, prepared.launch, self.model, self.optimizer, *written)
         tracker.phase("sharded")
@@ -127,7 +126,7 @@ class Trainer:
             other = differences(saved["layout"], here)
             how = f"; written under another layout ({'; '.join(other)})" if other else ""
             self.tracker.log(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{how}")
-        self.tracker.rewind(self.state.step, self.state.evaluated_step == self.state.step, saved.get("chain"))
+        self.tracker.rewind(self.state.step, self.state.evaluated_step == self.state.step, saved.get("chain", ""))
         self.anomalies.rewind(self.state.step)
         self.tracker.phase("ready")
         self.tracker.phases()
@@ -159,7 +158,8 @@ class Trainer:
     def train(self) -> None:
         """Evaluate the untrained model, then train to the end. A signal saves a checkpoint before it ends the run.
 
-        Signals are deferred, also after this returns: what follows takes seconds and has no checkpoint of its own.
+        From here on a signal only asks for a stop after the step. `finalize` is never interrupted: it takes seconds,
+        and cannot be resumed halfway.
         """
         self.signals.deferred = True
         with self.tracker.profiler() as profiler:  # the trace, slow to write, comes after the checkpoint
@@ -203,7 +203,7 @@ class Trainer:
             grad_norm, phase = stepper.update(state.step), "step"
             state.step += 1
             self.anomalies.look(state.step, loss, grad_norm, examples)
-            self.in_vain.look(grad_norm, last=state.step == plan.total_steps)
+            self.untrained.look(grad_norm, last=state.step == plan.total_steps)
             seconds = time.perf_counter() - started
             record = state.counted(
                 epoch=plan.epoch(state.step),
@@ -260,7 +260,7 @@ class Trainer:
     def averaged(self) -> Iterator[None]:
         """Within this context the model has the averages of its weights, with `--ema-decay`; else nothing changes.
 
-        After an error nothing is put back: other ranks may not have it, and would not take part.
+        After an error the averages stay in: swapping back is a collective, and ranks without the error would not join.
         """
         if self.averages is None:
             yield
@@ -326,7 +326,7 @@ class Trainer:
             "answering": self.answering,
             "trained_parameters": self.trained_parameters,
             "steps_left_out": self.anomalies.left_out(),
-            "trained_in_vain": self.in_vain.found,
+            "without_gradient": self.untrained.names,
             "batching": dataclasses.asdict(self.train_step.batching),
             "phases": self.tracker.phases(),
             **self.tracker.watched(),
