@@ -53,13 +53,13 @@ def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> li
         what = f"{where}: {'FSDP' if launch.backend == 'fsdp' else 'DeepSpeed'} does not run on macOS"
         return [error(what, "start it without accelerate launch: one process then runs on MPS or the CPU")]
     findings = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices)]
-    findings += [*_adapter(config), *_launchers(launch, config, f"{where}")]
     findings += audit_parallelism(
         launch, f"{where}", batching=config.batching, micro_batch_size=config.micro_batch_size
     )
+    where = launch.json_file or where
+    findings += [*_adapter(config), *_not_used(launch, config, f"{where}")]
     if launch.backend == "deepspeed":
-        where = launch.json_file or where
-        findings += [*_ignored(launch, config.max_grad_norm, f"{where}"), *_zero(config, launch, f"{where}")]
+        findings += [*_deepspeed(launch, f"{where}"), *_zero(config, launch, f"{where}")]
         findings += audit_compilers(operators(launch), devices)
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
@@ -107,12 +107,8 @@ def _launcher_keys() -> dict[str, set[str]]:
 def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
     requested = launch.arguments.get("num_processes") or launch.yaml.get("num_processes")
     # of a file's ranks, those beyond the machine's devices have ended (`fitted`)
-    most = (
-        launch.world_size
-        if "num_processes" in launch.arguments or launch.world_size != devices
-        else int(requested or 0)
-    )
-    if requested and not launch.world_size <= int(requested) <= most:
+    fitted = "num_processes" not in launch.arguments and launch.world_size == devices
+    if requested and launch.world_size != int(requested) and not (fitted and launch.world_size < int(requested)):
         fix = "set distributed_type to MULTI_GPU (data parallel, also on CPUs) or DEEPSPEED to start several processes"
         if launch.machines > 1 or str(launch.arguments.get("num_machines", "1")) != "1":
             fix = "make --num_processes (all machines together) a multiple of --num_machines"
@@ -176,51 +172,37 @@ def _adapter(config: TrainConfig) -> Iterator[Finding]:
         yield warning(what, f"add --adapter lora, or leave out {flag}")
 
 
-def _launchers(launch: Launch, config: TrainConfig, where: str) -> Iterator[Finding]:
-    """Report what the launcher hands over to training scripts, and the trainer's own options decide."""
+def _not_used(launch: Launch, config: TrainConfig, where: str) -> Iterator[Finding]:
+    """Report what the launch gives to training scripts or to DeepSpeed, and the trainer's own options decide."""
     given = {**launch.yaml, **(launch.yaml.get("dynamo_config") or {}), **launch.arguments}
-    backend = str(given.get("dynamo_backend") or launch.environment.get("ACCELERATE_DYNAMO_BACKEND", "no"))
+
+    def named(key: str) -> Any:
+        places = launch.json.get(key), given.get(key), launch.environment.get(f"ACCELERATE_{key.upper()}")
+        return next((value for value in places if value is not None), None)
+
+    backend = one_line(str(named("dynamo_backend") or "no"))
     if backend.lower() not in ("no", "false") and not config.compile:
-        yield warning(f"{where}: dynamo_backend {one_line(backend)} is not used", "remove it; --compile compiles")
-    if launch.backend == "deepspeed":  # `_ignored` reports the others, with those of its JSON
-        return
-    steps = given.get("gradient_accumulation_steps")
-    steps = launch.environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") if steps is None else steps
-    if str(steps) not in ("auto", "1"):
-        yield _steps_not_used(where, steps)
-    if (clip := given.get("gradient_clipping")) is not None and _differs(clip, config.max_grad_norm):
-        yield _clip_not_used(where, clip, config.max_grad_norm)
+        yield warning(f"{where}: dynamo_backend {backend} is not used", "remove it; --compile compiles")
+    steps, clip = named("gradient_accumulation_steps"), named("gradient_clipping")
+    if _differs(steps or 1, 1):
+        what = f"{where}: gradient_accumulation_steps {one_line(str(steps))} is not used"
+        yield warning(what, "remove it; --global-batch-size decides the rows of a step")
+    if _differs(clip, config.max_grad_norm):
+        clip = one_line(str(clip))
+        what = f"{where}: gradient_clipping {clip} is not used, --max-grad-norm {config.max_grad_norm:g} is"
+        yield warning(what, f"remove it, or set --max-grad-norm {clip}")
 
 
-def _steps_not_used(where: str, steps: object) -> Finding:
-    fix = "remove it; --global-batch-size decides the rows of a step"
-    return warning(f"{where}: gradient_accumulation_steps {one_line(str(steps))} is not used", fix)
-
-
-def _differs(clip: Any, max_grad_norm: float) -> bool:
+def _differs(value: Any, wanted: float) -> bool:
+    """Whether a launch names another number than `wanted`, or what is no number."""
     try:
-        return clip != "auto" and float(clip) != max_grad_norm
+        return value not in (None, "auto") and float(value) != wanted
     except (TypeError, ValueError, OverflowError):
         return True
 
 
-def _clip_not_used(where: str, clip: object, max_grad_norm: float) -> Finding:
-    clip = one_line(str(clip))
-    what = f"{where}: gradient_clipping {clip} is not used, --max-grad-norm {max_grad_norm:g} is"
-    return warning(what, f"remove it, or set --max-grad-norm {clip}")
-
-
-def _ignored(launch: Launch, max_grad_norm: float, where: str) -> Iterator[Finding]:
-    """Report settings of the launch that DeepSpeed would follow, but that the trainer's options decide."""
-    given = launch.environment
-    steps = launch.json.get("gradient_accumulation_steps")
-    steps = steps or given.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
-    if str(steps) not in ("auto", "1"):
-        yield _steps_not_used(where, steps)
-    clip = launch.json.get("gradient_clipping")
-    clip = given.get("ACCELERATE_GRADIENT_CLIPPING", "auto") if clip is None else clip
-    if _differs(clip, max_grad_norm):
-        yield _clip_not_used(where, clip, max_grad_norm)
+def _deepspeed(launch: Launch, where: str) -> Iterator[Finding]:
+    """Report keys of DeepSpeed's JSON that the trainer's options decide, or that change what is learnt."""
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         if launch.json.get(key, "auto") != "auto":
             fix = "remove it; --global-batch-size and --micro-batch-size decide"
@@ -238,8 +220,8 @@ def _enabled(section: Any) -> bool:
     """Whether a section of DeepSpeed's JSON is in use: itself, or one inside of it, is not `"enabled": false`."""
     if not isinstance(section, dict) or "enabled" in section:
         return bool(section["enabled"] if isinstance(section, dict) else section)
-    inner = [each for each in section.values() if isinstance(each, dict)]
-    return any(map(_enabled, inner)) if inner else bool(section)
+    parts = [part for part in section.values() if isinstance(part, dict)]
+    return any(map(_enabled, parts)) if parts else bool(section)
 
 
 def _zero(config: TrainConfig, launch: Launch, where: str) -> Iterator[Finding]:
