@@ -175,15 +175,7 @@ def test_shipped_yaml_is_what_its_name_says(name, backend, stage, optimizer, par
     assert launch.shards_weights == (name == "tp" or stage == 3 or backend == "fsdp")
 
 
-GROUPS = {"parallelism_config_dp_replicate_size": 2}
-HSDP = DDP | {
-    "distributed_type": "FSDP",
-    "fsdp_config": {"fsdp_version": 2},
-    "parallelism_config": GROUPS,
-    "num_processes": 4,
-}
-TP = {"parallelism_config_tp_size": 2}
-SP = Z2 | {"parallelism_config": {"parallelism_config_sp_size": 2}}
+FSDP = DDP | {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 PRINTS = """
 import json, os, sys
 if os.environ.get("RANK", "0") == "0":
@@ -285,134 +277,84 @@ def test_nvme_path_is_read_where_the_launcher_forgets_it(tmp_path):
     assert launch_of_yaml(path).nvme_path("optimizer") == Path("nvme_offload")
 
 
-FIRES = {
-    "typo in the yaml": (
-        Z2 | {"deepspeed_config": {"zero_stage": 2, "zero_sage": 3}},
-        {},
-        0,
-        "did you mean zero_stage",
-    ),
-    "foreign key": (Z2 | {"deepspeed_config": {"zero_stage": 2, "colour": 1}}, {}, 0, "ignored in silence"),
-    "typo for fsdp": (DDP | {"fsdp_config": {"fsdp_reshard_after_foward": True}}, {}, 0, "reshard_after_forward"),
-    "no gather": (Z2 | {"deepspeed_config": {"zero_stage": 3}}, {}, 0, "add zero3_save_16bit_model: true"),
-    "offload too low": (
-        Z2 | {"deepspeed_config": {"zero_stage": 2, "offload_param_device": "cpu"}},
-        {},
-        0,
-        "offload_param to cpu needs stage 3",
-    ),
-    "fp16 on a CPU": (Z2 | {"mixed_precision": "fp16"}, {}, 0, "needs a GPU"),
-    "more ranks than GPUs": (Z2, {}, 1, "--num_processes 1"),
-    "FSDP 1": (DDP | {"distributed_type": "FSDP"}, {}, 2, "FSDP 1 is not supported: fsdp_version: 2"),
-    "groups of one": (HSDP | {"num_processes": 2}, {}, 2, "--num_processes 4, or another multiple of 2"),
-    "groups that cannot be equal": (HSDP | {"num_processes": 5}, {}, 5, "--num_processes 4, or another multiple of 2"),
-    "another size of a group": (
-        HSDP | {"parallelism_config": GROUPS | {"parallelism_config_dp_shard_size": 4}},
-        {},
-        4,
-        "parallelism_config_dp_shard_size 4, where 4 processes make it 2: remove it",
-    ),
-    "groups without FSDP": (DDP | {"parallelism_config": GROUPS}, {}, 2, "are FSDP's: remove them; accelerate_configs"),
-    "a size without its prefix": (
-        Z2 | {"parallelism_config": {"tp_size": 2}},
-        {},
-        0,
-        "tp_size is unknown, and would be ignored in silence: did you mean parallelism_config_tp_size?",
-    ),
-    "tensor parallelism beside FSDP": (
-        HSDP | {"parallelism_config": TP},
-        {},
-        4,
-        "tp_size 2: tensor parallelism beside FSDP is not supported: accelerate_configs/tp.yaml has it alone",
-    ),
-    "tensor parallelism beside ZeRO": (Z2 | {"parallelism_config": TP}, {}, 0, "beside ZeRO stage 2 is not supported"),
-    "tensor parallelism beside data parallelism": (
-        DDP | {"parallelism_config": TP, "num_processes": 4},
-        {},
-        4,
-        "tp_size 2, and 4 processes: tensor parallelism beside data parallelism is not supported: --num_processes 4 "
-        "--parallelism_config_tp_size 4, and no other size",
-    ),
-    "float16 under tensor parallelism": (
-        DDP | {"parallelism_config": TP, "mixed_precision": "fp16"},
-        {},
-        2,
-        "float16 under tensor parallelism: each rank would see other overflows: --mixed_precision bf16 or no",
-    ),
-    "tensor parallelism by DeepSpeed": (
-        Z2,
-        JSON | {"tensor_parallel": {"autotp_size": 2}},
-        0,
-        "autotp_size 2: DeepSpeed's tensor parallelism is not supported: accelerate_configs/tp.yaml",
-    ),
-    "context parallelism": (
-        HSDP | {"parallelism_config": {"parallelism_config_cp_size": 2}},
-        {},
-        4,
-        "context parallelism is not supported: z3_sp.yaml",
-    ),
-    "rows shared without DeepSpeed": (
-        DDP | {"parallelism_config": SP["parallelism_config"]},
-        {},
-        2,
-        "sequence parallelism is DeepSpeed's: accelerate_configs/z3_sp.yaml",
-    ),
-    "rows shared by groups that cannot be equal": (
-        SP | {"num_processes": 3},
-        {},
-        0,
-        "3 processes cannot be divided into groups of 2, which share a row: --num_processes 2, or another multiple",
-    ),
-    "rows shared by an allreduce": (
-        SP,
-        {"zero_optimization": {"stage": 3, "reduce_scatter": False}},
-        0,
-        "reduce_scatter false: DeepSpeed would scale gradients by the size of parameters: remove it",
-    ),
-    "rows shared and groups": (
-        SP | {"parallelism_config": {**SP["parallelism_config"], **GROUPS}},
-        {},
-        0,
-        "remove them: they follow from --num_processes",
-    ),
-    "fsdp on a CPU": (DDP | {"distributed_type": "FSDP"}, {}, 0, "z2.yaml or z3.yaml run on a CPU"),
-    "JSON typo": (Z2, JSON | {"gradient_cliping": 1.0}, 0, "did you mean gradient_clipping?"),
-    "JSON fp16 and bf16": (Z2, JSON | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, 0, "both enabled"),
-    "JSON optimizer": (Z2, JSON | {"optimizer": {"type": "AdamW"}}, 0, "--learning-rate"),
-    "JSON ratio in words": (
-        Z2,
+def zero(**section):
+    """A launch file of ZeRO with this section."""
+    return Z2 | {"deepspeed_config": section}
+
+
+def sized(content, processes=None, **sizes):
+    """A launch file with these sizes of `parallelism_config`, and perhaps another number of processes."""
+    named = {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
+    return content | {"parallelism_config": named, "num_processes": processes or content["num_processes"]}
+
+
+REFUSED_YAML = {
+    "typo in the yaml": (zero(zero_stage=2, zero_sage=3), 0, "did you mean zero_stage"),
+    "foreign key": (zero(zero_stage=2, colour=1), 0, "ignored in silence"),
+    "typo for fsdp": (DDP | {"fsdp_config": {"fsdp_reshard_after_foward": True}}, 0, "reshard_after_forward"),
+    "no gather": (zero(zero_stage=3), 0, "add zero3_save_16bit_model: true"),
+    "offload too low": (zero(zero_stage=2, offload_param_device="cpu"), 0, "offload_param to cpu needs stage 3"),
+    "fp16 on a CPU": (Z2 | {"mixed_precision": "fp16"}, 0, "needs a GPU"),
+    "more ranks than GPUs": (Z2, 1, "--num_processes 1"),
+    "FSDP 1": (FSDP | {"fsdp_config": {}}, 2, "FSDP 1 is not supported: fsdp_version: 2"),
+    "FSDP on a CPU": (FSDP, 0, "z2.yaml or z3.yaml run on a CPU"),
+    "groups of one": (sized(FSDP, 2, dp_replicate=2), 2, "--num_processes 4, or another multiple of 2"),
+    "unequal groups": (sized(FSDP, 5, dp_replicate=2), 5, "--num_processes 4, or another multiple of 2"),
+    "another size of a group": (sized(FSDP, 4, dp_replicate=2, dp_shard=4), 4, "4 processes make it 2: remove it"),
+    "groups without FSDP": (sized(DDP, dp_replicate=2), 2, "are FSDP's: remove them; accelerate_configs"),
+    "size without its prefix": (Z2 | {"parallelism_config": {"tp_size": 2}}, 0, "mean parallelism_config_tp_size?"),
+    "TP beside FSDP": (sized(FSDP, 4, tp=2), 4, "tensor parallelism beside FSDP is not supported"),
+    "TP beside ZeRO": (sized(Z2, tp=2), 0, "beside ZeRO stage 2 is not supported"),
+    "TP beside data parallelism": (sized(DDP, 4, tp=2), 4, "--num_processes 4 --parallelism_config_tp_size 4"),
+    "TP in float16": (sized(DDP, tp=2) | {"mixed_precision": "fp16"}, 2, "each rank would see other overflows"),
+    "context parallelism": (sized(FSDP, 4, cp=2), 4, "context parallelism is not supported: z3_sp.yaml"),
+    "shared rows without DeepSpeed": (sized(DDP, sp=2), 2, "sequence parallelism is DeepSpeed's"),
+    "rows shared by unequal groups": (sized(Z2, 3, sp=2), 0, "3 processes cannot be divided into groups of 2"),
+    "rows shared and groups": (sized(Z2, sp=2, dp_replicate=2), 0, "remove them: they follow from --num_processes"),
+}
+OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+REFUSED_JSON = {
+    "tensor parallelism": (JSON | {"tensor_parallel": {"autotp_size": 2}}, "autotp_size 2: DeepSpeed's"),
+    "typo": (JSON | {"gradient_cliping": 1.0}, "did you mean gradient_clipping?"),
+    "fp16 and bf16": (JSON | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
+    "optimizer": (JSON | {"optimizer": {"type": "AdamW"}}, "--learning-rate"),
+    "ratio in words": (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": "half"}}},
-        0,
         "offload_optimizer ratio is no number from 0 to 1",
     ),
-    "JSON ratio at stage 2": (
-        Z2,
+    "ratio at stage 2": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
-        0,
         "offload_optimizer ratio 0.3: only stage 3 with device cpu offloads a part",
     ),
-    "JSON zenflow": (
-        Z2,
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}}},
-        0,
-        "zenflow applies a part of each gradient some steps late",
-    ),
-    "JSON without ZeRO": (Z2, {"bf16": {"enabled": "auto"}}, 0, "ds.json: zero_optimization.stage is missing: add"),
-    "JSON without a stage": (Z2, {"zero_optimization": None}, 0, "zero_optimization.stage is missing"),
-    "JSON no gather": (Z2, {"zero_optimization": {"stage": 3}}, 0, "stage3_gather_16bit_weights_on_model_save: true"),
+    "zenflow": ({"zero_optimization": OFFLOADED | {"zenflow": {"topk_ratio": 0.1}}}, "zenflow applies a part of"),
+    "no ZeRO": ({"bf16": {"enabled": "auto"}}, "ds.json: zero_optimization.stage is missing: add"),
+    "no stage": ({"zero_optimization": None}, "zero_optimization.stage is missing"),
+    "no gather": ({"zero_optimization": {"stage": 3}}, "stage3_gather_16bit_weights_on_model_save: true"),
 }
 
 
-@pytest.mark.parametrize("case", FIRES)
-def test_error_fires(case, tmp_path, built):
-    content, deepspeed_json, devices, expected = FIRES[case]
-    if deepspeed_json:
-        file = written(tmp_path, deepspeed_json, "ds.json")
-        content = content | {"deepspeed_config": {"deepspeed_config_file": str(file)}}
-    found = audit(TrainConfig(), launch_of_yaml(written(tmp_path, content)), devices)
+def refused(folder, content, devices, expected):
+    found = audit(TrainConfig(), launch_of_yaml(written(folder, content)), devices)
     assert any(expected in line for line in lines(found, "error")), found
     with pytest.raises(UserError, match=re.escape(expected)):
         refuse(found)
+
+
+@pytest.mark.parametrize("case", REFUSED_YAML)
+def test_launch_files_that_cannot_train_are_refused(case, tmp_path, built):
+    refused(tmp_path, *REFUSED_YAML[case])
+
+
+@pytest.mark.parametrize("case", REFUSED_JSON)
+def test_deepspeed_json_that_cannot_train_is_refused(case, tmp_path, built):
+    content, expected = REFUSED_JSON[case]
+    refused(tmp_path, zero(deepspeed_config_file=str(written(tmp_path, content, "ds.json"))), 0, expected)
+
+
+def test_rows_shared_by_an_allreduce_are_refused(tmp_path, built):
+    file = written(tmp_path, {"zero_optimization": {"stage": 3, "reduce_scatter": False}}, "ds.json")
+    content = sized(zero(deepspeed_config_file=str(file)), sp=2)
+    refused(tmp_path, content, 0, "reduce_scatter false: DeepSpeed would scale gradients by the size of parameters")
 
 
 @pytest.mark.parametrize(
@@ -420,7 +362,7 @@ def test_error_fires(case, tmp_path, built):
     [({"batching": "packed"}, "--batching: under sequ"), ({"micro_batch_size": "4"}, "--micro-batch-size: under sequ")],
 )
 def test_rows_that_are_shared_are_computed_one_by_one(settings, expected, tmp_path, built):
-    launch = launch_of_yaml(written(tmp_path, SP))
+    launch = launch_of_yaml(written(tmp_path, sized(Z2, sp=2)))
     (line,) = lines(audit(TrainConfig(**settings), launch, devices=0), "error")
     assert line.startswith(expected)
     assert lines(audit(TrainConfig(batching="padded", micro_batch_size="1"), launch, devices=0), "error") == []
