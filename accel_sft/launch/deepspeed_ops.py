@@ -36,11 +36,8 @@ def operators(launch: Launch) -> list[str]:
     """Return the names of the DeepSpeed operators that this launch needs; [] without DeepSpeed."""
     if launch.backend != "deepspeed":
         return []
-    places = [launch.offload("optimizer"), launch.offload("param")]
-    needed = {
-        "cpu_adam": places[0] != "none",
-        "async_io": "nvme" in places,
-    }
+    optimizer, param = launch.offload("optimizer"), launch.offload("param")
+    needed = {"cpu_adam": optimizer != "none", "async_io": "nvme" in (optimizer, param)}
     return [name for name in OPERATORS if needed[name]]
 
 
@@ -75,7 +72,8 @@ def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
         fix = "apt-get install libaio-dev, or use accelerate_configs/z3_offload.yaml"
         yield error("NVMe offload needs libaio with its header, which is missing", fix)
     # only for async_io: DeepSpeed compiles cpu_adam without CUDA, even on a machine with GPUs
-    if devices and "async_io" in needed and not _has_nvcc():
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    if devices and "async_io" in needed and not (shutil.which("nvcc") or Path(home, "bin", "nvcc").is_file()):
         fix = "install the CUDA toolkit of torch's version and set CUDA_HOME, or use accelerate_configs/z3_offload.yaml"
         yield error("NVMe offload is compiled against CUDA, and nvcc is missing", fix)
 
@@ -143,8 +141,3 @@ def _has_libaio() -> bool:
     return any(Path(folder, "libaio.h").is_file() for folder in folders) and bool(
         ctypes.util.find_library("aio") or os.environ.get("LDFLAGS")
     )
-
-
-def _has_nvcc() -> bool:
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    return bool(shutil.which("nvcc")) or Path(home, "bin", "nvcc").is_file()
