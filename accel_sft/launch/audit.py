@@ -12,6 +12,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import shown
 from accel_sft.io.findings import LEVELS, Finding, error, note, warning
+from accel_sft.io.terminal import quiet
 from accel_sft.io.text import one_line
 from accel_sft.launch.deepspeed_ops import audit_compilers, operators
 from accel_sft.launch.environment import device_count
@@ -35,10 +36,15 @@ _JSON_DEEPSPEED = """
     use_data_before_expert_parallelism use_node_local_storage vocabulary_size wandb wall_clock_breakdown
     weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
 """
-_CHANGES_TRAINING = """
-    compression_training curriculum_learning data_efficiency progressive_layer_drop sparse_attention weight_quantization
-"""
-"""Sections of DeepSpeed's JSON by which it would choose or cut rows, drop layers, or prune and quantize weights."""
+_CHANGES_TRAINING = "data_efficiency", "weight_quantization"
+"""Sections of DeepSpeed's JSON by which it would choose or cut rows, drop layers, or quantize weights."""
+_NOT_USED = {
+    "train_batch_size": "--global-batch-size and --micro-batch-size decide",
+    "train_micro_batch_size_per_gpu": "--global-batch-size and --micro-batch-size decide",
+    "activation_checkpointing": "--gradient-checkpointing decides",
+}
+_AUDITED = "stage", "device", "ratio"
+"""Keys of zero_optimization whose values `_zero` names in words of its own."""
 
 
 def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> list[Finding]:
@@ -59,7 +65,7 @@ def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> li
     where = launch.json_file or where
     findings += [*_adapter(config), *_not_used(launch, config, f"{where}")]
     if launch.backend == "deepspeed":
-        findings += [*_deepspeed(launch, f"{where}"), *_zero(config, launch, f"{where}")]
+        findings += [*_deepspeed(launch, f"{where}"), *_refused(launch, f"{where}"), *_zero(config, launch, f"{where}")]
         findings += audit_compilers(operators(launch), devices)
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
@@ -203,17 +209,60 @@ def _differs(value: Any, wanted: float) -> bool:
 
 def _deepspeed(launch: Launch, where: str) -> Iterator[Finding]:
     """Report keys of DeepSpeed's JSON that the trainer's options decide, or that change what is learnt."""
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+    for key, why in _NOT_USED.items():
         if launch.json.get(key, "auto") != "auto":
-            fix = "remove it; --global-batch-size and --micro-batch-size decide"
-            yield warning(f"{where}: {key} is not used", fix)
-    for key in _CHANGES_TRAINING.split():
+            yield warning(f"{where}: {key} is not used", f"remove it; {why}")
+    if _enabled(launch.json.get("torch_autocast") or {}):
+        what = f"{where}: torch_autocast would compute in another precision than the run's"
+        yield error(what, "remove it; its bf16 or fp16 section, or --mixed_precision, sets the precision")
+    lossy = {key: launch.zero.get(key) for key in ("zero_quantized_weights", "zero_quantized_gradients")}
+    lossy["communication_data_type"] = launch.json.get("communication_data_type")
+    precision = (launch.named_precision or ("", ""))[0]
+    if precision == "no":  # otherwise `describe` says how much the sums lose
+        lossy["grad_accum_dtype"] = (launch.json.get("data_types") or {}).get("grad_accum_dtype")
+    for key, value in lossy.items():
+        if value and value not in ("auto", "fp32", precision):
+            what = f"{where}: {key} {one_line(str(value).lower())}: gradients are less exact than under other launches"
+            yield warning(what, "remove it, unless speed matters more")
+    for key in _CHANGES_TRAINING:
         section = launch.json.get(key)
         if section and _enabled(section):
             yield error(f"{where}: {key} changes what a step learns", "remove it, or disable it")
     for key, flags in (("optimizer", "--learning-rate, --weight-decay"), ("scheduler", "--lr-scheduler")):
         if key in launch.json:
             yield error(f"{where}: {key} must not be set, because the trainer creates it", f"use {flags}")
+
+
+def _refused(launch: Launch, where: str) -> Iterator[Finding]:
+    """Report what DeepSpeed itself would refuse at the start: removed keys, and unknown ones within sections."""
+    if not launch.json:
+        return
+    with quiet(None):  # as it is imported, it says which device it has found
+        from deepspeed.runtime import config as settings
+        from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+        from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+        from pydantic import ValidationError
+    removed = {key: text for key, text in settings._REMOVED_TOP_LEVEL_CONFIG_KEYS.items() if key in launch.json}
+    removed |= {key: text for key, text in settings._REMOVED_ZERO_CONFIG_KEYS.items() if key in launch.zero}
+    for key, text in removed.items():
+        yield error(f"{where}: {key}: DeepSpeed refuses it ({one_line(text.partition('. ')[0], 90)})", "remove it")
+    models = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
+    for section, model in models.items():
+        problems: list[Any] = []
+        try:
+            model(**(launch.json.get(section) or {}))
+        except ValidationError as refusal:
+            problems = [problem for problem in refusal.errors() if not {*problem["loc"]} & {*_AUDITED, *removed}]
+        for problem in problems:
+            place = ".".join(map(str, (section, *problem["loc"])))
+            if problem["type"] != "extra_forbidden":
+                yield error(f"{where}: {place}: DeepSpeed refuses its value", one_line(problem["msg"], 80))
+                continue
+            fields = {**model.model_fields, **DeepSpeedZeroOffloadOptimizerConfig.model_fields}
+            names = [field.alias or name for name, field in fields.items()]
+            near = difflib.get_close_matches(str(problem["loc"][-1]), names, n=1)
+            yield error(f"{where}: {one_line(place)} is unknown", f"did you mean {near[0]}?" if near else "remove it")
 
 
 def _enabled(section: Any) -> bool:

@@ -53,6 +53,8 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         self.run_dir: RunDir | None = None  # its result says why the watching thread ended this rank
         self.to_continue = ""  # the command that continues the run, once it has a folder
         self._launcher = PARENT if under_launcher() else None
+        # the main thread may wait for other ranks in C, also where these were started by hand
+        self._watches = self._launcher is not None or os.environ.get("WORLD_SIZE", "1") != "1"
         self._before: dict[int, Any] = {}
         self._ended = threading.Event()
 
@@ -62,7 +64,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
         # a process that a task forks (to run an answer with a timeout, say) handles signals as if there were no run
         os.register_at_fork(after_in_child=self._leave_alone)
-        if self._launcher is not None:
+        if self._watches:
             arriving, writing = os.pipe()  # each signal's number arrives, whatever the main thread is doing
             os.set_blocking(writing, False)
             signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -77,7 +79,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
 
     def _leave_alone(self) -> None:
         """Restore the handlers from before; a second call does nothing."""
-        if self._before and self._launcher is not None:
+        if self._before and self._watches:
             signal.set_wakeup_fd(-1)
         while self._before:
             signal.signal(*self._before.popitem())
@@ -136,7 +138,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         self.asked, self._asked_at = number, time.monotonic()
         if not self.deferred:
             raise KeyboardInterrupt(f"interrupted by {signal.Signals(number).name}")
-        if self._launcher is None:
+        if not self._watches:
             self._announce(number)
 
     def _announce(self, number: int) -> None:

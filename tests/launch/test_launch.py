@@ -285,6 +285,18 @@ REFUSED_JSON = {
     "no ZeRO": ({"bf16": {"enabled": "auto"}}, "ds.json: zero_optimization.stage is missing: add"),
     "no stage": ({"zero_optimization": None}, "zero_optimization.stage is missing"),
     "no gather": ({"zero_optimization": {"stage": 3}}, "stage3_gather_16bit_weights_on_model_save: true"),
+    "autocast": (JSON | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "another precision than the run's"),
+    "removed": (JSON | {"elasticity": {"enabled": False}}, "elasticity: DeepSpeed refuses it (Elastic training"),
+    "curriculum": (JSON | {"curriculum_learning": {"enabled": True}}, "curriculum_learning: DeepSpeed refuses it"),
+    "typo in a section": (
+        {"zero_optimization": {"stage": 2, "stage3_param_persistence_treshold": 10}},
+        "stage3_param_persistence_treshold is unknown: did you mean stage3_param_persistence_threshold?",
+    ),
+    "typo in an offload": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memoy": True}}},
+        "zero_optimization.offload_optimizer.pin_memoy is unknown: did you mean pin_memory?",
+    ),
+    "value of no form": ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}, "refuses its value"),
 }
 
 
@@ -349,6 +361,13 @@ WARNS = {
     "JSON batch": ({}, JSON | {"train_batch_size": 64}, "train_batch_size is not used"),
     "JSON precision": ({}, JSON | {"bf16": {"enabled": False}}, "fixes the precision to no"),
     "JSON unlike any": ({}, JSON | {"qqqq": 1}, "ignored in silence"),
+    "JSON checkpointing": ({}, JSON | {"activation_checkpointing": {}}, "--gradient-checkpointing decides"),
+    "JSON exchange": ({}, JSON | {"communication_data_type": "fp16"}, "communication_data_type fp16: gradients are"),
+    "JSON ZeRO++": (
+        {},
+        {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}},
+        "zero_quantized_gradients true: gradients are less exact",
+    ),
 }
 
 
@@ -376,13 +395,7 @@ def test_what_the_launcher_hands_over_in_vain_is_named(case, tmp_path, built):
         assert lines(audit(TrainConfig(), launch_of_yaml(written(tmp_path, DDP), *usual), devices=0), "warning") == []
 
 
-QUANTIZED = {"weight_quantization": {"shared_parameters": {"enabled": True}}}
-CHANGES = {
-    "curriculum_learning": {"enabled": True},
-    "data_efficiency": {"enabled": True},
-    "progressive_layer_drop": {"enabled": True, "theta": 0.5},
-    "compression_training": QUANTIZED,
-}
+CHANGES = {"data_efficiency": {"enabled": True}, "weight_quantization": {"shared_parameters": {"enabled": True}}}
 
 
 @pytest.mark.parametrize("key", CHANGES)
