@@ -87,10 +87,10 @@ def _keys(launch: Launch) -> Iterator[Finding]:
         what = "the launcher's yaml could not be found, so its keys were not checked"
         yield note(what, "start with accelerate launch --config_file FILE")
     sections = {name: launch.yaml.get(f"{name}_config") or {} for name in ("deepspeed", "fsdp", "parallelism")}
-    for name, known in _launcher_keys().items() if any(sections.values()) else ():
-        for key in sorted(map(str, sections[name].keys() - known)):
-            prefixed = [f"{name}_config_{key}"] if f"{name}_config_{key}" in known else []
-            near = prefixed or difflib.get_close_matches(key, sorted(known), n=1)
+    for name, keys in _launcher_keys().items() if any(sections.values()) else ():
+        for key in sorted(map(str, sections[name].keys() - keys)):
+            prefixed = [f"{name}_config_{key}"] if f"{name}_config_{key}" in keys else []
+            near = prefixed or difflib.get_close_matches(key, sorted(keys), n=1)
             what = f"{launch.config_file}: {name}_config.{one_line(key)} is unknown, and would be ignored in silence"
             yield error(what, f"did you mean {near[0]}?" if near else "remove it")
     for key in sorted(launch.json.keys() - {*_JSON_DEEPSPEED.split()}):
@@ -147,7 +147,7 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
 
 def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
     value, source = launch.named_precision or ("no", "the default")
-    requested = launch.asked_precision
+    requested = launch.requested_precision
     if launch.json_enabled("bf16") == launch.json_enabled("fp16") == "true":
         yield error(f"{launch.json_file}: fp16 and bf16 are both enabled", "enable one of them")
     elif launch.json and requested and requested[0] != value:

@@ -56,18 +56,18 @@ def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
     """Yield an error for each thing that this machine lacks to compile these operators."""
     if not needed:
         return
-    here = f"DeepSpeed compiles {', '.join(needed)} here, and"
+    compiled = f"DeepSpeed compiles {', '.join(needed)} here, and"
     compiler = os.environ.get("CXX", "c++")
     if not shutil.which(compiler):
         fix = "install g++ (apt-get install g++), or use accelerate_configs/ddp.yaml"
-        yield error(f"{here} there is no C++ compiler ({compiler})", fix)
+        yield error(f"{compiled} there is no C++ compiler ({compiler})", fix)
     elif (major := _gcc_major(compiler)) < 9:
-        yield error(f"{here} {compiler} is GCC {major}", "GCC 9 or newer is needed; name it in CXX")
+        yield error(f"{compiled} {compiler} is GCC {major}", "GCC 9 or newer is needed; name it in CXX")
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         fix = "install python3-dev for this Python (apt-get install python3-dev)"
-        yield error(f"{here} Python's headers are missing", fix)
+        yield error(f"{compiled} Python's headers are missing", fix)
     if not shutil.which("ninja"):
-        yield error(f"{here} ninja is missing", "pip install ninja")
+        yield error(f"{compiled} ninja is missing", "pip install ninja")
     if "async_io" in needed and not _has_libaio():
         fix = "apt-get install libaio-dev, or use accelerate_configs/z3_offload.yaml"
         yield error("NVMe offload needs libaio with its header, which is missing", fix)

@@ -59,7 +59,7 @@ class MetricsFile:
         self._chain, self._chained = chain, 0
         if not self.path.exists():
             return 0, None
-        kept, unreadable = [], 0
+        lines, unreadable = [], 0
         trained, dropped = None, False
         for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
@@ -71,9 +71,9 @@ class MetricsFile:
                 continue
             dropped = dropped or undone
             if wanted and not undone:
-                kept.append(line + "\n")
+                lines.append(line + "\n")
                 trained = record if "loss" in record else trained
-        write_atomically(self.path, "".join(kept))
+        write_atomically(self.path, "".join(lines))
         if chain:
             self._chained = self.path.stat().st_size
         return unreadable, trained if dropped else None

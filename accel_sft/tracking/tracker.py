@@ -88,7 +88,7 @@ class Tracker(contextlib.AbstractContextManager):
             run_dir.path.mkdir(parents=True, exist_ok=True)
         self._trackers = Trackers(names if self._writes else (), run_dir.path, config.as_dict(), self.log)
         self._show_settings()
-        self._told: str | None = None
+        self._problem: str | None = None
         self._tell_problem()
 
     def __exit__(self, *_: object) -> None:
@@ -214,17 +214,17 @@ class Tracker(contextlib.AbstractContextManager):
         self._line.done = step
         if not self._writes:
             return
-        kept = step if step > 0 else -1
-        unreadable, again = self._metrics.rewind(kept, evaluated, chain)
+        last = step if step > 0 else -1
+        unreadable, again = self._metrics.rewind(last, evaluated, chain)
         if unreadable:
             self.log(f"{self._metrics.path}: {unreadable} unreadable lines dropped")
         for samples in self.run_dir.all_answers():
-            if step_of(samples) > kept - (again is not None):
+            if step_of(samples) > last - (again is not None):
                 samples.unlink()
-        self._trackers.rewind(kept - (again is not None))
+        self._trackers.rewind(last - (again is not None))
         if again:  # TensorBoard forgot the whole step, its training curves too
-            self._trackers.curves(_training_curves(again), kept)
-        if kept < 0:
+            self._trackers.curves(_training_curves(again), last)
+        if last < 0:
             self._show_settings()
 
     def profiler(self) -> contextlib.AbstractContextManager[Any]:
@@ -245,9 +245,9 @@ class Tracker(contextlib.AbstractContextManager):
         self._trackers.close()
 
     def _tell_problem(self) -> None:
-        if self._system.problem != self._told:
-            self._told = self._system.problem
-            self.log(f"{self._told}")
+        if self._system.problem != self._problem:
+            self._problem = self._system.problem
+            self.log(f"{self._problem}")
 
     def _show_settings(self) -> None:
         rows = list(self.config.as_dict().items())

@@ -50,9 +50,9 @@ def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainCon
     # none, was given above because other settings' defaults depend on it
     defaults |= {"model": None, "init_from": None, "adapter": "none", "template_date": config.template_date}
     defaults |= {setting.name: setting.default for setting in settings(type(task))}
-    mine = {**config.as_dict(), **{setting.name: getattr(task, setting.name) for setting in settings(type(task))}}
-    recorded = {name: value for name, value in recordable(mine).items() if name not in _LEFT_OUT}
-    recorded |= {name: HIDDEN for name, value in recorded.items() if value != mine[name] and HIDDEN in str(value)}
+    values = {**config.as_dict(), **{setting.name: getattr(task, setting.name) for setting in settings(type(task))}}
+    recorded = {name: value for name, value in recordable(values).items() if name not in _LEFT_OUT}
+    recorded |= {name: HIDDEN for name, value in recorded.items() if value != values[name] and HIDDEN in str(value)}
     chosen = {name: value for name, value in recorded.items() if value != defaults[name]}
     rest = {name: value for name, value in recorded.items() if name not in chosen}
     note = "# By default; remove what is below to have the defaults of another model, or of a later version.\n"

@@ -215,7 +215,7 @@ with signals.StopSignals() as stopping:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     stopping.deferred = False
     time.sleep(1.5)
-    assert not stopping.asked
+    assert not stopping.number
 """
 
 
