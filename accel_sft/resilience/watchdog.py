@@ -19,7 +19,8 @@ import sys
 import tempfile
 import threading
 import time
-from typing import IO, Any, NamedTuple
+from collections.abc import Collection
+from typing import IO, Any, NamedTuple, NoReturn
 
 import psutil
 
@@ -154,7 +155,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             if others and others.failure:
                 failed = min(failed, now)
                 if now - max(failed, progress.since) >= (FAILED_SECONDS if waiting else 4 * FAILED_SECONDS):
-                    self._follow(others.failure)
+                    self._leave(others.failure + ("; continue with --resume auto" if self.run_dir else ""))
             sign = Sign(tick, int(now - progress.since), waiting, socket.gethostname(), place(frame))
             signs = self._exchange(sign)
             if sign.stalled < self.seconds or not self._all_hang(signs, now, elapsed):
@@ -217,22 +218,16 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         with contextlib.suppress(RuntimeError):  # where the store has ended, this rank may be the only one left
             speaks = not self._answers() or self._store.add("spoken", 1) == 1
         if speaks:
-            message = self._message(signs)
-            exit.report(f"Error: {message}", message, terminal())
-            for rank in self._silent:
-                if process := process_beside(rank):
-                    with contextlib.suppress(psutil.Error):  # a stopped process handles no other signal
-                        process.kill()
-            if self.run_dir:
-                exit.record_end(self.run_dir, message)
-        else:
-            time.sleep(GRACE_SECONDS)
+            self._leave(self._message(signs), kill=self._silent)
+        time.sleep(GRACE_SECONDS)
         os._exit(1)
 
-    def _follow(self, failure: str) -> None:
-        """End this rank because another one has failed, for which it would wait in vain."""
-        message = failure + ("; continue with --resume auto" if self.run_dir else "")
+    def _leave(self, message: str, kill: Collection[int] = ()) -> NoReturn:
+        """Report this end of the run, kill these ranks of this machine, and end this one."""
         exit.report(f"Error: {message}", message, terminal())
+        for process in filter(None, map(process_beside, kill)):
+            with contextlib.suppress(psutil.Error):  # a stopped process handles no other signal
+                process.kill()
         if self.run_dir:
             exit.record_end(self.run_dir, message)
         os._exit(1)

@@ -381,7 +381,7 @@ NOT_USED = {
 
 
 @pytest.mark.parametrize("case", NOT_USED)
-def test_what_the_launcher_hands_over_in_vain_is_named(case, tmp_path, built):
+def test_launcher_settings_without_effect_are_named(case, tmp_path, built):
     content, flags, expected = NOT_USED[case]
     path = written(tmp_path, content)
     (line,) = lines(audit(TrainConfig(), launch_of_yaml(path, *flags), devices=0), "warning")
