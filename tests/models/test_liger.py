@@ -22,7 +22,7 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.trial import Trial
 from accel_sft.models import kernels
-from accel_sft.training.kernels import use_liger_kernels
+from accel_sft.training.checks import use_liger_kernels
 
 JOB = ("math", "--train-examples", "8", "--validation-examples", "2", "--max-steps", "2", "--global-batch-size", "2")
 JOB += ("--batching", "padded", *ONCE)
