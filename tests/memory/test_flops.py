@@ -9,46 +9,32 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import accel_sft
-from places import CONFIGS
+from peft import LoraConfig, get_peft_model
 from reference_job import FP32, JOB, ONCE
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_sft.batching.layouts import Batching
 from accel_sft.chat.encoded import Encoded
-from accel_sft.launch.info import launch_of_yaml
 from accel_sft.memory.flops import model_flops, peak_flops, peaks
-from accel_sft.memory.job import Job
-from accel_sft.memory.model_config import read_shape
 from accel_sft.tracking.metrics_file import mean_mfu
 from accel_sft.training.predicted import Prediction
 from accel_sft.training.step import TrainStep
+from planned import LLAMA_8B, QWEN_7B, job_of, model
 
-LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": False}
-QWEN_7B = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28}
-QWEN_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False}
-SMALL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6}
-SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True}
+SMALL = model("qwen2", 64, 160, 6, 4, 2, 512, tied=True)
 ROWS = 2
-
-
-def job_of(config, **more):
-    return Job(shape=read_shape(config, "model"), launch=launch_of_yaml(CONFIGS / "ddp.yaml"), device="cuda", **more)
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_model_flops_are_those_that_torch_counts(adapter):
-    given = {key: value for key, value in SMALL.items() if key != "model_type"}
-    config = AutoConfig.for_model("qwen2", **given, attn_implementation="eager")
-    model = AutoModelForCausalLM.from_config(config)
+    config = AutoConfig.for_model(**SMALL, attn_implementation="eager")
+    network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if adapter == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        network = get_peft_model(network, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     ids, length = torch.randint(512, (ROWS, 48)), 48
     with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, labels=ids).loss.backward()
+        network(input_ids=ids, labels=ids).loss.backward()
     # eager attention computes the pairs that causality hides, too
     expected = model_flops(job_of(SMALL, adapter=adapter)).total(ROWS * length, ROWS * length, ROWS * length**2)
     # nothing before the first block needs a gradient under an adapter
