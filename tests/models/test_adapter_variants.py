@@ -111,16 +111,7 @@ def test_a_variant_learns_goes_on_to_the_same_bits_and_is_reloaded_on_the_base_a
     quantized = {"rtol": 1, "atol": 1} if "qlora" in variant else {"rtol": 1e-3, "atol": 1e-4}
     torch.testing.assert_close(whole.logits(), before, **quantized)  # untrained, it changes nothing
 
-    whole.train(range(2))
-    path = saved(accelerator, whole.model, whole.optimizer, run_dir, {"step": 2})
-    whole.train(range(2, 4))
-    again = Job(accelerator, source, **options)
-    checkpoint.load(accelerator, again.model, again.optimizer, path)
-    again.train(range(2, 4))
-    ours, theirs = again.state(), whole.state()
-    assert ours.keys() == theirs.keys()
-    assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
-
+    assert resumed_to_the_same_bits(whole, run_dir, accelerator, source, **options)
     learnt = whole.logits()
     assert (learnt - before).abs().max() > 0.1
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -139,21 +130,25 @@ def find_base_in_4bit(source):
     return load_model(find_source(str(source)), config, precision="no", deepspeed=False)
 
 
-def test_an_optimizer_of_all_weights_goes_on_to_the_same_bits(accelerator, base, tmp_path):
-    optimizer = "adamw-8bit"
-    needs(optimizer=optimizer)
-    whole = Job(accelerator, base, optimizer=optimizer, learning_rate=0.01)
+def resumed_to_the_same_bits(whole, run_dir, *job, **options):
+    """Train `whole` for four steps, and another job of the same kind from its checkpoint of step 2."""
     whole.train(range(2))
-    path = saved(accelerator, whole.model, whole.optimizer, RunDir(tmp_path), {"step": 2})
+    path = saved(whole.accelerator, whole.model, whole.optimizer, run_dir, {"step": 2})
     whole.train(range(2, 4))
-    again = Job(accelerator, base, optimizer=optimizer, learning_rate=0.01)
-    checkpoint.load(accelerator, again.model, again.optimizer, path)
+    again = Job(*job, **options)
+    checkpoint.load(whole.accelerator, again.model, again.optimizer, path)
     again.train(range(2, 4))
     ours, theirs = again.state(), whole.state()
     assert ours.keys() == theirs.keys()
-    assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
-    matrices = [state for state in whole.optimizer.state.values() if "absmax1" in state]
-    assert matrices
+    return [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
+
+
+def test_an_optimizer_of_all_weights_goes_on_to_the_same_bits(accelerator, base, tmp_path):
+    options = {"optimizer": "adamw-8bit", "learning_rate": 0.01}
+    needs(**options)
+    whole = Job(accelerator, base, **options)
+    assert resumed_to_the_same_bits(whole, RunDir(tmp_path), accelerator, base, **options)
+    assert any("absmax1" in state for state in whole.optimizer.state.values())
 
 
 def test_settings_of_an_adapter_without_one_are_warned_of():
@@ -214,12 +209,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(options,
 @pytest.mark.parametrize(
     ("options", "backend", "stage", "said"),
     [
-        (
-            {"optimizer": "adamw-8bit"},
-            "DEEPSPEED",
-            2,
-            "--optimizer adamw-8bit: a checkpoint has its state by parameter",
-        ),
+        ({"optimizer": "adamw-8bit"}, "DEEPSPEED", 2, "--optimizer adamw-8bit: a checkpoint has its state by param"),
         ({"optimizer": "adamw-8bit"}, "FSDP", 0, "bitsandbytes steps whole parameters"),
         ({"use_dora": True}, "DEEPSPEED", 3, "--use-dora: each forward reads whole weights"),
         ({"load_in_4bit": True}, "DEEPSPEED", 3, "--load-in-4bit: bitsandbytes computes with whole weights"),
@@ -316,10 +306,8 @@ def test_the_plan_knows_weights_in_4_bits_and_states_in_8(accelerator, base):
 
 
 def test_the_plan_says_what_it_does_not_know(base):
-    notes = estimate(counted(base, **LORA, use_dora=True)).notes
-    assert notes == (
-        "DoRA makes the updated weights of a layer whole in each forward: left out; compare measures them",
-    )
+    (note,) = estimate(counted(base, **LORA, use_dora=True)).notes
+    assert note.startswith("DoRA makes the updated weights of a layer whole in each forward: left out")
     assert estimate(counted(base, **LORA)).notes == ()
 
 

@@ -123,18 +123,7 @@ def test_what_a_run_had_chosen_is_kept():
     assert chosen(model, before=padded)[0] == padded, "a run of before there were caches goes on as it was"
 
 
-JOB = (
-    "--max-steps",
-    "5",
-    "--eval-every",
-    "off",
-    "--save-every",
-    "3",
-    "--global-batch-size",
-    "24",
-    "--dtype",
-    "float32",
-)
+JOB = ("--max-steps", "5", "--eval-every", "off", "--save-every", "3", "--global-batch-size", "24")
 JOB += ("--dtype", "float32", "--train-examples", "48", "--validation-examples", "4")
 
 

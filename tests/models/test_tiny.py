@@ -139,17 +139,8 @@ def test_the_same_in_every_process_and_another_with_another_seed(folder, tmp_pat
         "t.build_tiny(Path(sys.argv[2]), [*t.TEXTS, *t.ENTITIES], 1)"
     )
     env = {**os.environ, "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            code,
-            os.pathsep.join((str(SUPPORT), os.path.dirname(__file__))),
-            str(tmp_path / "again"),
-        ],
-        check=True,
-        env=env,
-    )
+    paths = os.pathsep.join((str(SUPPORT), os.path.dirname(__file__)))
+    subprocess.run([sys.executable, "-c", code, paths, str(tmp_path / "again")], check=True, env=env)
     assert digest(tmp_path / "again") == digest(folder)
     build_tiny(tmp_path / "other", [*TEXTS, *ENTITIES], seed=2)
     other = digest(tmp_path / "other")
