@@ -541,7 +541,7 @@ def test_one_machine_s_plan_is_recommended_and_what_barely_fits_is_named():
 
 def test_host_memory_that_is_this_machines_is_named_where_it_alone_is_too_small():
     here = PlannedMachine(gpus=2, gpu_bytes=24 * GIB, host_bytes=16 * GIB, is_free=True)
-    too_large = plans.Plan(name="z3", file=Path("z3.yaml"), over=("host",))
+    too_large = dataclasses.replace(fitting("z3", 1.0), over=("host",))
     assert "16 GiB of host memory" in table._elsewhere([too_large], here)
     assert table._elsewhere([dataclasses.replace(too_large, over=("device",))], here) == ""
     assert table._elsewhere([too_large], dataclasses.replace(here, is_free=False)) == ""
