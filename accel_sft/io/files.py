@@ -16,8 +16,7 @@ from accel_sft.io.lock import is_locked, lock
 from accel_sft.io.manifest import sync
 
 PAGE_MARK = '<meta name="generator" content="accel-sft '
-"""In the head of every page that a command of this package writes."""
-_HEAD_CHARACTERS = 20_000
+"""In the head of every page that a command of this package writes, within its first 20,000 characters."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -252,6 +251,6 @@ def page_file(name: str, flag: str, usual: str) -> Path:
         raise UserError(f"{flag} {path}: there is no folder {path.parent}; make it, or name another file")
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:
-            if PAGE_MARK not in file.read(_HEAD_CHARACTERS):
+            if PAGE_MARK not in file.read(20_000):
                 raise UserError(f"{flag} {path}: a file that is no page of accel-sft; name another file")
     return path

@@ -37,8 +37,6 @@ TRACED_STEPS = 5
 PAGE = "comparison.html"
 _FILES = "comparison.csv, comparison.json"
 _PRECISIONS = ("no", "fp16", "bf16")
-_ITS_OWN = ("output_dir", "resume", "dry_run")
-"""Options that the comparison sets for each run, so the user may not give them after --."""
 
 Parse = Callable[[Sequence[str]], tuple[set[str], Callable[[], tuple[TrainConfig, Task]]]]
 """Takes a run's words; returns the names of the options in them, and a function that gives the settings and task."""
@@ -206,7 +204,7 @@ def settings_of(task: str, config: CompareConfig, parse: Parse) -> tuple[list[Co
     """Return the settings to compare, and the names of the options that vary."""
     words = [*config.run_words]
     behind = parse(words)[0]
-    for name in sorted(behind & {*_ITS_OWN}):
+    for name in sorted(behind & {"output_dir", "resume", "dry_run"}):
         raise UserError(f"{flag_of(name)} behind --: each run has its own from the comparison; leave it out")
     if twice := [setting.flag for setting in config.options if setting.name in behind]:
         raise UserError(f"{', '.join(twice)}: given before and behind --; keep one")
@@ -295,10 +293,8 @@ def _describe(record: Mapping[str, Any], folder: Path) -> None:
 
 
 def _page(folder: Path) -> str:
-    """Write the page that `report` makes and return a line that says where it is.
-
-    If the page cannot be written, the line says so, and nothing is raised: the measurements are already stored.
-    """
+    """Write the page that `report` makes and return a line that says where it is, or why it cannot be written: nothing
+    is raised, as the measurements are already stored."""
     from accel_sft.tools.report.page import render
     from accel_sft.tools.report.runs import read_comparison
 

@@ -18,11 +18,8 @@ from accel_sft.tracking import disturbed
 from accel_sft.tracking.metrics_file import mean_mfu, read_lines
 from accel_sft.tracking.time_spent import BATCHES
 
-TIMES = {key for key in NUMBERS if not key.endswith(("_gib", "_after", "_low", "_high"))}
-"""Those of a run's numbers that depend on what else the machine does."""
 EXECUTION = LAYOUT | {"launch", "num_processes", "mixed_precision"}
 """Options that decide how a step is executed, not what it computes."""
-NOT_RUN = "not run"
 _VOLATILE = ("load_before", "free_host_memory_before_gib")
 """Facts that change from run to run, and are listed for every run even if all runs have the same."""
 _END_BYTES = 4096
@@ -149,11 +146,12 @@ def summarise(record: dict[str, Any], folder: Path) -> None:
     settings = record["settings"]
     for setting in settings:
         runs, done = setting["runs"], completed(setting)
-        last = runs[-1] if runs else {"status": NOT_RUN, "reason": ""}
+        last = runs[-1] if runs else {"status": "not run", "reason": ""}
         setting["status"], setting["reason"] = (COMPLETE, "") if done else (last["status"], last["reason"])
         setting["disturbed"] = {run["round"]: run["disturbed"] for run in done if run["disturbed"]}
         calm = [run for run in done if run["round"] not in setting["disturbed"]] or done
-        counted = {key: calm if key in TIMES else done for key in NUMBERS}
+        # all but memory and metrics are times, which depend on what else the machine does
+        counted = {key: done if key.endswith(("_gib", "_after", "_low", "_high")) else calm for key in NUMBERS}
         numbers = {key: [run[key] for run in of_key if is_number(run.get(key))] for key, of_key in counted.items()}
         setting["median"] = {key: statistics.median(values) if values else None for key, values in numbers.items()}
         setting["spread"] = {key: _spread(values) for key, values in numbers.items()}
