@@ -69,30 +69,28 @@ def test_unreachable_hub_is_tried_once_before_anything_loads(monkeypatch, caplog
     assert "thrown while requesting" not in caplog.text
 
 
-def test_an_adapter_whose_base_is_gone_says_so(tmp_path):
-    run = adapter(tmp_path / "run", tmp_path / "gone")
-    with pytest.raises(UserError, match=r"its base .*gone is gone; put it back"):
-        find_source(str(run))
-
-
-@pytest.mark.parametrize("content", [{}, [], {"base_model_name_or_path": None}])
-def test_an_adapter_that_names_no_base_says_so(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        *((content, "base_model_name_or_path is missing") for content in ({}, [], {"base_model_name_or_path": None})),
+        ({"base_model_name_or_path": "/no/such/gone"}, "its base .*gone is gone; put it back"),
+    ],
+)
+def test_adapter_without_its_base_says_so(tmp_path, content, said):
     (tmp_path / "adapter_config.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"adapter_config\.json: base_model_name_or_path is missing"):
+    with pytest.raises(UserError, match=said):
         find_source(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["", "./nosuch", "~/no/such/folder"])
-def test_what_is_no_folder_is_named(name):
-    with pytest.raises(UserError, match="no such folder"):
-        find_source(name)
+NO_FOLDER = ("", "./nosuch", "~/no/such/folder")
+LIKE_FOLDERS = ("runs/nosuch", "runs/a/best", "elsewhere/", "nosuch/run/final")
 
 
-@pytest.mark.parametrize("name", ["runs/nosuch", "runs/a/best", "elsewhere/", "nosuch/run/final"])
+@pytest.mark.parametrize("name", [*NO_FOLDER, *LIKE_FOLDERS])
 def test_what_looks_like_a_folder_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"no such folder|there is no nosuch in the folder runs"):
+    with pytest.raises(UserError, match="no such folder"):
         find_source(name)
 
 
@@ -135,8 +133,7 @@ def test_flex_attention_may_evaluate_on_a_cpu(tmp_path):
 
 def test_an_evaluation_says_in_what_it_differs_from_the_runs_own(tmp_path):
     (tmp_path / "final").mkdir()
-    record = {"task": "math", "config": {}, "task_options": {}, "launch": {"precision": "bf16"}}
-    (tmp_path / "run.json").write_text(json.dumps(record))
+    (tmp_path / "run.json").write_text(RECORD)
     for folder in (tmp_path, tmp_path / "final"):
         assert _differences(str(folder), "math", "bf16") == []
         other_task, other_precision = _differences(str(folder), "ner", "no")
