@@ -12,7 +12,7 @@ from architectures import make
 from checkpoints import saved
 from conftest import accel_sft, stopped
 from fsdp2_job import FP32, SHARDED
-from models import make_tiny
+from models import loaded, make_tiny
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -28,8 +28,7 @@ from accel_sft.memory.estimate import estimate
 from accel_sft.memory.job import AS_CONFIGURED
 from accel_sft.memory.job import Job as Planned
 from accel_sft.memory.model_config import read_shape
-from accel_sft.models.load import load_model, parameter_counts
-from accel_sft.models.source import find_source
+from accel_sft.models.load import parameter_counts
 from accel_sft.training.optimizer import Stepper, new_optimizer
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
@@ -59,7 +58,7 @@ class Job:
 
     def __init__(self, accelerator, base, **options):
         self.config = TrainConfig(model=str(base), **options).resolved({})
-        self.model = load_model(find_source(str(base)), self.config, precision="no", deepspeed=False, total_steps=4)
+        self.model = loaded(base, 4, **options)
         self.accelerator, self.optimizer = accelerator, new_optimizer(self.model, self.config)
         self.stepper = Stepper(accelerator, self.model, self.optimizer, 1.0)
 
@@ -117,17 +116,12 @@ def test_a_variant_learns_goes_on_to_the_same_bits_and_is_reloaded_on_the_base_a
     tokenizer = AutoTokenizer.from_pretrained(source)
     checkpoint.export(accelerator, whole.model, tokenizer, run_dir.final, "")
     if "qlora" in variant:
-        original = find_base_in_4bit(source)
+        original = loaded(source, adapter="lora", load_in_4bit=True)
     plain = PeftModel.from_pretrained(original, run_dir.final).eval()
     with torch.no_grad():
         torch.testing.assert_close(plain(IDS).logits, learnt, rtol=1e-3, atol=1e-4)
         if "qlora" not in variant:
             torch.testing.assert_close(plain.merge_and_unload()(IDS).logits, learnt, rtol=1e-3, atol=1e-3)
-
-
-def find_base_in_4bit(source):
-    config = TrainConfig(model=str(source), adapter="lora", load_in_4bit=True).resolved({})
-    return load_model(find_source(str(source)), config, precision="no", deepspeed=False)
 
 
 def resumed_to_the_same_bits(whole, run_dir, *job, **options):

@@ -7,6 +7,7 @@ import re
 import shutil
 
 import architectures
+import models
 import pytest
 import torch
 from accelerate import Accelerator
@@ -25,7 +26,6 @@ from accel_sft.checkpoint import checkpoint
 from accel_sft.io.exported import complete_config, save_tokenizer
 from accel_sft.io.run_dir import RunDir
 from accel_sft.models.architecture import alike, limited_layers
-from accel_sft.models.load import load_model
 from accel_sft.models.pretrained import processor_files, stored_dtype
 from accel_sft.models.source import find_source
 from accel_sft.models.tokenizer import encoding_rules, load_tokenizer
@@ -47,11 +47,8 @@ def made(tmp_path_factory):
     return folder
 
 
-def loaded(folder, lines=None, steps=10, precision="no", deepspeed=False, **options):
-    config = TrainConfig(**options).resolved({})
-    log = [].append if lines is None else lines.append
-    source = find_source(str(folder))
-    return load_model(source, config, precision=precision, deepspeed=deepspeed, total_steps=steps, log=log)
+def loaded(folder, lines=None, steps=10, **options):
+    return models.loaded(folder, steps, lines, **options)
 
 
 def changed(folder, target, change, **settings):

@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 from fake_hub import hub
-from models import make_base, make_tiny
+from models import loaded, make_base, make_tiny
 from safetensors.torch import load_file, save_file
 
 from accel_sft import UserError
@@ -115,20 +115,15 @@ def test_a_model_that_names_no_repeated_blocks_is_not_compiled():
 )
 def test_an_attention_that_cannot_be_used_is_named(tmp_path, monkeypatch, implementation, told):
     monkeypatch.setattr(load, "device_count", lambda: 0)
-    folder = make_tiny(tmp_path / "model")
-    config = TrainConfig(attn_implementation=implementation).resolved({})
-    found = find_source(str(folder))
     with pytest.raises(UserError, match=told) as caught:
-        load_model(found, config, precision="no", deepspeed=False, total_steps=1)
+        loaded(make_tiny(tmp_path / "model"), 1, attn_implementation=implementation)
     assert "--model" not in str(caught.value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
 def test_flex_attention_may_evaluate_on_a_cpu(tmp_path):
-    folder = make_tiny(tmp_path / "model")
-    config = TrainConfig(attn_implementation="flex_attention").resolved({})
-    loaded = load_model(find_source(str(folder)), config, precision="no", deepspeed=False)
-    assert loaded.config._attn_implementation == "flex_attention"
+    model = loaded(make_tiny(tmp_path / "model"), attn_implementation="flex_attention")
+    assert model.config._attn_implementation == "flex_attention"
 
 
 def test_an_evaluation_says_in_what_it_differs_from_the_runs_own(tmp_path):
@@ -148,9 +143,8 @@ def test_weights_that_hold_more_than_numbers_are_refused_without_advice_to_run_t
     (folder / "model.safetensors").unlink()
     evil = type("Evil", (), {"__reduce__": lambda self: (Path.touch, (ran,))})
     torch.save({"weight": evil()}, folder / "pytorch_model.bin")
-    config = TrainConfig().resolved({})
     with pytest.raises(UserError, match="hold more than numbers, which could run code; use safetensors") as caught:
-        load_model(find_source(str(folder)), config, precision="no", deepspeed=False)
+        loaded(folder)
     assert "weights_only" not in str(caught.value)
     assert not ran.exists()
 
@@ -160,12 +154,9 @@ def test_attention_by_a_hubs_code_is_refused_unless_it_is_trusted(tmp_path, cont
     folder = make_tiny(tmp_path / "model")
     known = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**known, **content}))
-    config = TrainConfig().resolved({})
     with pytest.raises(UserError, match=r"attention computed by code of a hub, o.*; choose --attn-implementation sdpa"):
-        load_model(find_source(str(folder)), config, precision="no", deepspeed=False)
-    config = TrainConfig(attn_implementation="sdpa").resolved({})
-    loaded = load_model(find_source(str(folder)), config, precision="no", deepspeed=False)
-    assert loaded.config._attn_implementation == "sdpa"
+        loaded(folder)
+    assert loaded(folder, attn_implementation="sdpa").config._attn_implementation == "sdpa"
 
 
 @pytest.fixture
@@ -225,9 +216,9 @@ def test_resumed_run_loads_the_commit_that_it_began_with(kept_by_the_hub, tmp_pa
     run = RunDir(tmp_path / "run")
     run.final.mkdir(parents=True)
     config = TrainConfig(model="org/model")
-    for recorded, loaded in (({"model_commit": first}, first), ({}, second), ({"model_commit": second}, second)):
+    for recorded, commit in (({"model_commit": first}, first), ({}, second), ({"model_commit": second}, second)):
         run.record.write_text(json.dumps({"task": "math", "config": {}, "task_options": {}, **recorded}))
-        assert hub_place(source_of(run, "org/model", config).weights) == ("org/model", loaded)
+        assert hub_place(source_of(run, "org/model", config).weights) == ("org/model", commit)
     folder = find_source("org/model", revision=first).weights  # named by itself, it has no other commit
     assert source_of(run, folder, TrainConfig(model=folder)).weights == folder
 
