@@ -83,7 +83,7 @@ def test_model_flops_of_lora_are_those_that_nemo_automodel_reports(config, token
         ("", "bf16", None),
     ],
 )
-def test_a_peak_is_known_by_the_whole_name_or_not_at_all(name, precision, teraflops):
+def test_peak_is_known_by_the_devices_full_name_alone(name, precision, teraflops):
     assert peak_flops(name, precision) == (teraflops * 1e12 if teraflops else None)
     assert peaks("") is None
 
@@ -100,7 +100,7 @@ def test_what_rows_share_counts_once_and_padding_never(layout):
     assert pairs == sum(len(prefix) - 0.5 for prefix in counted)  # half of the pair with itself: T^2 / 2 in all
 
 
-def test_no_mfu_is_told_of_a_step_that_trained_nothing_or_of_an_unknown_device():
+def test_untrained_step_or_unknown_device_has_no_mfu():
     flops, step = model_flops(job_of(QWEN_7B)), SimpleNamespace(computed=lambda: (1000, 5e5))
     known = SimpleNamespace(flops=flops, peak_flops=2 * 989e12)
     expected = flops.total(1000, 900, 5e5) / (0.5 * 2 * 989e12)

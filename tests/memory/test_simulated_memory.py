@@ -62,7 +62,7 @@ def test_fake_tensors_take_what_real_ones_do(monkeypatch, head, most, tied, reco
     assert found.activations + found.logits == pytest.approx(really_allocated(config, head, recomputed), rel=0.02)
 
 
-def test_a_simulated_model_has_the_weights_and_state_of_the_real_one():
+def test_simulated_model_has_weights_and_state_of_the_real():
     found = forward_backward(job(SMALL, "ddp"), SMALL)
     parameters = count(SMALL).parameters
     assert found.weights == pytest.approx(4 * parameters, rel=1e-3)  # and the angles of positions

@@ -97,9 +97,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_learns_goes_on_to_the_same_bits_and_is_reloaded_on_the_base_as_it_was(
-    accelerator, base, experts, tmp_path, variant
-):
+def test_variant_learns_resumes_to_same_bits_and_reloads(accelerator, base, experts, tmp_path, variant):
     options = LORA | VARIANTS[variant]
     needs(**options)
     source, run_dir = experts if variant == "experts" else base, RunDir(tmp_path)
@@ -162,7 +160,7 @@ UNDER = {
 
 
 @pytest.mark.parametrize("name", [n if n == "z2 dora" else pytest.param(n, marks=pytest.mark.long) for n in UNDER])
-def test_a_variant_that_a_launch_is_allowed_draws_the_curve_of_one_process(launched, tmp_path, name):
+def test_variant_under_a_launch_draws_the_curve_of_one_process(launched, tmp_path, name):
     yaml, *options = UNDER[name]
     needs(load_in_4bit="--load-in-4bit" in options)
     job = ("math", "--max-steps", "3", "--global-batch-size", "8", "--train-examples", "60", "--save-every", "2")
@@ -233,7 +231,7 @@ def test_names_that_the_model_does_not_have_are_refused(accelerator, base, optio
         Job(accelerator, base, **(LORA | options))
 
 
-def test_experts_that_the_model_has_are_named_where_others_are_asked_for(accelerator, experts):
+def test_refusal_of_unknown_experts_names_those_there_are(accelerator, experts):
     with pytest.raises(UserError, match=r"its experts' are mlp\.experts\.gate_up_proj, mlp\.experts\.down_proj"):
         Job(accelerator, experts, **LORA, lora_target_parameters="experts.up")
 

@@ -99,7 +99,7 @@ class IA3(Adapter):
         return ()
 
 
-def test_an_entry_in_each_registry_is_all_that_a_new_type_needs(base, monkeypatch):
+def test_new_type_needs_an_entry_in_each_registry_alone(base, monkeypatch):
     ours = IA3()
     monkeypatch.setitem(ADAPTERS, "ia3", AdapterType(saved_settings={}, mergeable=False))
     monkeypatch.setitem(TYPES, "ia3", ours)
@@ -114,7 +114,7 @@ def test_an_entry_in_each_registry_is_all_that_a_new_type_needs(base, monkeypatc
     assert not is_mergeable(model)
 
 
-def test_an_adapter_that_cannot_be_added_to_the_weights_is_refused_where_all_are_to_be_trained(base, tmp_path):
+def test_unmergeable_adapter_is_refused_for_full_training(base, tmp_path):
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     model = adapted(base, config)
     model.save_pretrained(tmp_path)
@@ -124,7 +124,7 @@ def test_an_adapter_that_cannot_be_added_to_the_weights_is_refused_where_all_are
 
 
 @pytest.mark.parametrize("config", [LoraConfig(r=2, **LORA), AdaLoraConfig(**ADALORA, **LORA)], ids=["lora", "adalora"])
-def test_an_adapter_is_added_to_the_weights_where_all_are_to_be_trained(base, tmp_path, config):
+def test_adapter_is_merged_for_full_training(base, tmp_path, config):
     model = adapted(base, config).eval()
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -177,7 +177,7 @@ def test_what_adalora_knows_of_its_directions_comes_back_from_a_checkpoint(base,
         assert all(torch.equal(tensor, after[kind][name]) for name, tensor in tensors.items())
 
 
-def test_ranks_are_final_a_step_late_where_its_gradient_was_not_finite_and_the_export_has_them_alone(base, tmp_path):
+def test_final_ranks_of_adalora_wait_for_a_finite_gradient(base, tmp_path):
     few = {"init_r": 4, "target_r": 2, "total_step": 8, "tinit": 1, "tfinal": 3, "deltaT": 9}  # final in step 5 alone
     model, ids = adapted(base, AdaLoraConfig(**few, **LORA)), torch.tensor([[1, 2, 3, 4]])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)

@@ -250,7 +250,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("name", "content", "told"), BROKEN.values(), ids=BROKEN)
-def test_files_of_a_model_that_are_broken_are_told_in_a_line(made, tmp_path, name, content, told):
+def test_broken_model_files_are_one_line(made, tmp_path, name, content, told):
     folder = tmp_path / "broken"
     shutil.copytree(made("llama"), folder)
     if "template" in content:
@@ -280,7 +280,7 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(made, tmp_path):
         load_tokenizer(find_source(str(folder)), trust_remote_code=False)
 
 
-def test_train_only_changes_the_named_weights_alone_and_goes_on_to_the_same_bits(tmp_path):
+def test_train_only_changes_named_weights_and_resumes_to_same_bits(tmp_path):
     base, pattern, lines = make_tiny(tmp_path / "base"), r"layers\.1\.mlp\.|norm", []
     options = {"train_only": pattern, "learning_rate": 0.01}
     accelerator = Accelerator(cpu=True)

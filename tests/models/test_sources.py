@@ -51,7 +51,7 @@ def adapter(run, base):
     return run
 
 
-def test_an_adapter_of_a_run_that_was_moved_finds_the_runs_own_base(tmp_path):
+def test_adapter_of_a_moved_run_finds_its_base(tmp_path):
     run = adapter(tmp_path / "moved", tmp_path / "gone" / "base")
     (run / "base").mkdir()
     (run / "base" / "config.json").write_text("{}")
@@ -87,7 +87,7 @@ LIKE_FOLDERS = ("runs/nosuch", "runs/a/best", "elsewhere/", "nosuch/run/final")
 
 
 @pytest.mark.parametrize("name", [*NO_FOLDER, *LIKE_FOLDERS])
-def test_what_looks_like_a_folder_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
+def test_names_like_folders_are_never_looked_for_on_the_hub(tmp_path, monkeypatch, name):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no such folder"):
@@ -138,7 +138,7 @@ def test_an_evaluation_says_in_what_it_differs_from_the_runs_own(tmp_path):
     assert _differences("Qwen/Qwen2.5-0.5B-Instruct", "ner", "no") == []
 
 
-def test_weights_that_hold_more_than_numbers_are_refused_without_advice_to_run_them(tmp_path):
+def test_pickled_code_in_weights_is_refused_and_never_run(tmp_path):
     folder, ran = make_tiny(tmp_path / "model"), tmp_path / "ran"
     (folder / "model.safetensors").unlink()
     evil = type("Evil", (), {"__reduce__": lambda self: (Path.touch, (ran,))})

@@ -78,7 +78,7 @@ def test_constant_text_is_short_and_what_varies_is_spelt_out(tokenizer):
     assert pieces(tokenizer, "system") == ["system"]
 
 
-def test_a_name_is_spelt_alike_in_the_sentence_and_in_the_json(tokenizer):
+def test_names_are_spelt_alike_in_sentence_and_json(tokenizer):
     for name in ("Anna", "Nobody", "叶老桂", "Zoë"):
         alone = tokenizer(name)["input_ids"]
         for context in ("in {} .", '{{"name": {{"{}": [[0, 3]]}}}}', "在{}工作", '"{}"'):

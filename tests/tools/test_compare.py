@@ -210,7 +210,7 @@ def test_files_have_every_setting_and_terminal_lines_fit(compared):
     assert all(str(escape(finding)) in page for finding in record["findings"])
 
 
-def test_what_a_run_waits_for_is_told_where_nothing_is_updated_and_no_longer_than_that(tmp_path):
+def test_awaited_compilation_is_printed_where_no_status_line_is(tmp_path):
     waits = "DeepSpeed compiles cpu_adam: 5 s so far"
     script = f"echo '{waits}'; sleep 2; echo trained"
     nothing: dict = {}
@@ -369,9 +369,7 @@ def test_shown_command_can_be_typed_again(tmp_path):
         ("--lora-r 8,32", "--lora-r: all settings would train the same, as --adapter none has no adapter"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_a_line_before_the_first_launch(
-    tmp_path, monkeypatch, arguments, message
-):
+def test_unmeasurable_settings_are_refused_before_the_first_launch(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").touch()
@@ -473,7 +471,7 @@ def test_findings_name_the_fastest_the_leanest_and_what_offload_costs(tmp_path):
     assert record["settings"][1]["spread"]["tokens_per_second"] == pytest.approx(10 / 805)
 
 
-def test_a_difference_below_the_spread_is_called_undecided_and_one_round_unknown(tmp_path):
+def test_difference_below_spread_is_undecided_and_one_round_unknown(tmp_path):
     rows = [("z0", "32", (1000, 1100), 10.0, LOSSES), ("z1", "32", (990, 1090), 10.0, LOSSES)]
     record = made_record(tmp_path, rows)
     told = "\n".join(record["findings"])
@@ -557,7 +555,7 @@ def made_sweep(tmp_path, rows, varied=("learning_rate", "lora_r", "seed"), **mor
     return record
 
 
-def test_a_sweep_is_ranked_by_the_metric_after_training_and_not_by_speed(tmp_path):
+def test_sweep_is_ranked_by_metric_and_not_by_speed(tmp_path):
     slow_and_good = [(3e-4, 8, 1, 0.96, 0.1), (3e-4, 8, 2, 0.94, 0.1), (3e-4, 8, 3, 0.90, 0.2)]
     close = [(3e-4, 32, 1, 0.92, 0.1), (3e-4, 32, 2, 0.90, 0.1)]
     behind = [(1e-4, rank, seed, 0.5, 0.9) for rank in (8, 32) for seed in (1, 2)]
@@ -603,7 +601,7 @@ def test_a_tie_is_called_one_and_a_single_seed_too(tmp_path):
     assert "--learning-rate 0.0001 is the smallest that was tried: a smaller one may be better still." in told
 
 
-def test_a_sweep_without_a_metric_says_so_and_one_over_launches_tells_speed_too(tmp_path):
+def test_sweep_without_metric_is_unranked_and_launches_add_speed(tmp_path):
     record = made_sweep(tmp_path, [(1e-4, 8, 1, None, None), (3e-4, 8, 1, None, None)])
     assert record["findings"][0] == (
         "Settings cannot be ranked: no run has accuracy after training; leave out --eval-every off."
@@ -661,7 +659,7 @@ def test_a_difference_that_other_examples_may_turn_round_is_undecided(tmp_path):
     assert record["settings"][0]["runs"][0]["metric_low"] == pytest.approx(0.52)
 
 
-def test_seeds_of_a_setting_are_tested_together_and_other_examples_not_at_all(tmp_path):
+def test_seeds_are_tested_together_and_other_examples_never(tmp_path):
     rows = [(rate, 8, seed, 0.5, 0.1) for rate in (1e-4, 3e-4) for seed in (1, 2)]
     record = answered(tmp_path, made_sweep(tmp_path, rows), (90, 88, 50, 54))
     assert record["paired"]["learning-rate 0.0003, lora-r 8"]["difference"] == pytest.approx(-0.37)

@@ -40,7 +40,7 @@ def how_much(site, cwd, *arguments):
     )
 
 
-def test_parts_of_the_rows_are_trained_on_the_smallest_first_and_the_page_has_the_curve(site, tmp_path):
+def test_parts_are_trained_smallest_first_and_page_has_curve(site, tmp_path):
     run = ("--global-batch-size", "4", "--max-steps", "2", "--learning-rate", "1e-9", "--size", "64")
     run += ("--output-dir", "learnt")
     done = how_much(site, tmp_path, "--sizes", "64,8,32", "--seeds", "1", *run)
@@ -79,7 +79,7 @@ def test_parts_of_the_rows_are_trained_on_the_smallest_first_and_the_page_has_th
         ("-- --train-limit 3", "--train-limit behind --: how-much sets it"),
     ],
 )
-def test_what_makes_no_curve_is_refused_in_a_line_before_the_first_training(tmp_path, monkeypatch, arguments, message):
+def test_rows_without_a_curve_are_refused_before_training(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     refused = CliRunner().invoke(cli, ["how-much", "math", *arguments.split()]).exception
     assert isinstance(refused, UserError)
@@ -88,7 +88,7 @@ def test_what_makes_no_curve_is_refused_in_a_line_before_the_first_training(tmp_
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_dry_run_says_how_long_it_is_and_what_the_examples_can_show(tmp_path, monkeypatch):
+def test_dry_run_names_steps_and_detectable_difference(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = "--sizes 35,70,150 --dry-run --global-batch-size 10 --eval-limit 50 --epochs 2 --train-examples 200"
     done = CliRunner().invoke(cli, ["how-much", "math", *words.split()])
@@ -164,7 +164,7 @@ def made(metrics, **more):
     return record
 
 
-def test_the_sentences_say_what_more_rows_bring_and_where_they_bring_nothing_that_shows():
+def test_sentences_name_gain_of_more_rows_and_its_end():
     rising = [*in_sentences(made({500: (0.5, 0.52), 1000: (0.6, 0.61), 2000: (0.68, 0.69), 4000: (0.74, 0.75)}))]
     assert rising[0].startswith(
         "f1 after training is 0.510 (0.500 to 0.520) with 500 rows, 0.605 (0.600 to 0.610) with"
@@ -182,7 +182,7 @@ def test_the_sentences_say_what_more_rows_bring_and_where_they_bring_nothing_tha
     )
 
 
-def test_a_flat_forecast_is_told_as_no_gain_though_the_largest_part_did_worse():
+def test_flat_forecast_is_no_gain_after_a_worse_largest_part():
     record = made({35: (0.28, 0.3), 70: (0.3, 0.3), 150: (0.2, 0.3)})
     now, _, twice = (round(one["value"], 3) for one in record["learning_curve"]["forecast"][:3])
     told = [*in_sentences(record)]
@@ -203,7 +203,7 @@ def test_what_is_better_when_it_is_lower_is_forecast_to_fall():
 
 
 @pytest.mark.parametrize("better", [True, False])
-def test_a_metric_that_more_rows_made_worse_is_not_forecast_to_recover(better):
+def test_metric_that_fell_with_rows_is_not_forecast(better):
     falling = {500: (0.9, 0.91), 1000: (0.85, 0.86), 2000: (0.8, 0.81), 4000: (0.7, 0.71)}
     metrics = falling if better else {rows: [2 - value for value in values] for rows, values in falling.items()}
     told = [*in_sentences(made(metrics, higher_is_better=better))]

@@ -108,7 +108,7 @@ def test_a_configuration_that_nothing_can_build_is_refused_in_one_line():
     ("name", "value"),
     [("num_attention_heads", 0), ("hidden_size", -8), ("num_hidden_layers", 10**7), ("vocab_size", "many")],
 )
-def test_sizes_of_which_there_is_no_model_are_refused_in_one_line(tmp_path, name, value):
+def test_impossible_sizes_are_refused_in_one_line(tmp_path, name, value):
     (tmp_path / "config.json").write_text(json.dumps({**QWEN_05B, name: value}))
     done = accel_sft("plan", "math", "--model", str(tmp_path), "--gpus", "0")
     assert done.status == 1
@@ -184,7 +184,7 @@ def largest_layer(job):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_model_states_of_stage_3_are_deepspeed_s_own_estimate_without_its_largest_layer(ranks):
+def test_stage_3_states_are_deepspeeds_estimate_without_largest_layer(ranks):
     """It says 18P/N, as of what stage 2 shards, with gradients in bf16 and in float32, and so leaves out the shard of
     the weights, 2P/N; here gradients are summed up in float32 only. In place of its largest layer in float32 stands
     what stage 3 keeps gathered."""
@@ -249,7 +249,7 @@ def test_states_of_the_stages():
     }
 
 
-def test_tensor_parallelism_divides_states_and_inner_widths_but_neither_hidden_states_nor_logits():
+def test_tensor_parallelism_divides_states_and_inner_widths():
     cut, whole = (plans.estimate(job_of(QWEN_14B, name)).device["step"] for name in ("tp", "ddp"))
     assert cut["weights"] == whole["weights"] / 2
     assert cut["optimizer"] == whole["optimizer"] / 2
@@ -261,7 +261,7 @@ def test_tensor_parallelism_divides_states_and_inner_widths_but_neither_hidden_s
     )
 
 
-def test_on_more_gpus_the_size_of_the_group_goes_with_the_number_of_processes():
+def test_tensor_ranks_follow_the_number_of_gpus():
     machine = PlannedMachine(gpus=4, gpu_bytes=24 * GIB, host_bytes=64 * GIB)
     assert plans.launch_of(CONFIGS / "tp.yaml", machine).tensor_ranks == 4
 
@@ -366,7 +366,7 @@ LORA_7B = ("--adapter", "lora", "--gpus", "2", "--gpu-memory", "24", "--host-mem
         (("--gradient-checkpointing", "--metric", "loss"), "", ""),  # nothing is generated
     ],
 )
-def test_the_commonest_job_gets_the_fastest_launch_with_the_options_that_it_needs(models, given, flags, without):
+def test_commonest_job_gets_fastest_launch_with_options_it_needs(models, given, flags, without):
     done = accel_sft("plan", "chat", "--model", str(models / "7b"), *LORA_7B, *given)
     assert done.status == 0, done.output
     *_, command = done.output.strip().splitlines()
@@ -417,7 +417,7 @@ PUBLISHED = {
 }
 
 
-def test_published_runs_are_as_fast_in_relation_as_the_model_of_speed_says(monkeypatch):
+def test_model_of_speed_meets_ratios_of_published_runs(monkeypatch):
     between = Peaks(912, 912, 456, 63, link=350, host_link=40)
     monkeypatch.setattr("accel_sft.tools.plan.speed.peaks", lambda name: between if name == "500 W" else peaks(name))
     measured, found = {}, {}
@@ -434,7 +434,7 @@ def test_published_runs_are_as_fast_in_relation_as_the_model_of_speed_says(monke
         assert found[name] / found[other] == pytest.approx(measured[name] / measured[other], rel=0.25), (name, other)
 
 
-def test_an_offload_costs_nothing_on_a_cpu_where_the_host_is_the_device():
+def test_offload_costs_nothing_on_a_cpu():
     seconds = {
         name: speed(job_of(QWEN_05B, name, device="cpu", tokens=1024), 1024).seconds
         for name in ("z2", "z2_offload", "z3", "z3_offload")
@@ -472,7 +472,7 @@ def test_a_faster_link_makes_what_is_sent_matter_less():
 
 
 @pytest.mark.parametrize(("name", "whole"), [("ddp", 0), ("z2", 8), ("z3_offload", 8), ("fsdp2", 8)])
-def test_adalora_keeps_three_numbers_for_each_weight_of_the_adapter_on_every_rank(name, whole):
+def test_adalora_keeps_three_numbers_per_weight_on_every_rank(name, whole):
     jobs = [job_of(QWEN_14B, name, ranks, adapter="adalora") for ranks in (2, 8)]
     plain = [dataclasses.replace(job, adapter="lora", lora_r=job.lora_r * 3 // 2 + 1) for job in jobs]
     for ours, lora in zip(jobs, plain, strict=True):
@@ -530,7 +530,7 @@ def fitting(name, seconds, *, tight=False, machines=1):
     )
 
 
-def test_one_machine_s_plan_is_recommended_and_what_barely_fits_is_named():
+def test_one_machines_plan_is_recommended_and_tight_ones_named():
     offload, barely = fitting("z3_offload", 2.0), fitting("z2", 1.0, tight=True)
     best, why = plans.recommended([fitting("multinode_z3", 1.0, machines=2), offload, barely])
     assert best is offload
@@ -539,7 +539,7 @@ def test_one_machine_s_plan_is_recommended_and_what_barely_fits_is_named():
     assert why == "which fits; it needs 2 such machines"
 
 
-def test_host_memory_that_is_this_machines_is_named_where_it_alone_is_too_small():
+def test_host_memory_flag_is_hinted_where_free_memory_is_short():
     here = PlannedMachine(gpus=2, gpu_bytes=24 * GIB, host_bytes=16 * GIB, is_free=True)
     too_large = dataclasses.replace(fitting("z3", 1.0), over=("host",))
     assert "16 GiB of host memory" in table._elsewhere([too_large], here)
@@ -678,7 +678,7 @@ def test_a_launch_whose_processes_cannot_all_hold_the_weights_is_refused(monkeyp
     assert not predicted._misfits(job_of(QWEN_14B, "z3", 8), force=False)
 
 
-def test_a_launch_that_cannot_fit_is_refused_before_the_model_is_loaded(tmp_path):
+def test_launch_that_cannot_fit_is_refused_before_loading(tmp_path):
     build_tiny(tmp_path / "model", ["1 + 1", "2 + 2"] * 20, 0)
     config = json.loads((tmp_path / "model/config.json").read_text())
     (tmp_path / "model/config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**5, "layer_types": None}))
@@ -704,7 +704,7 @@ def test_an_estimate_says_which_memory_is_too_small():
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("z2", 2), ("fsdp2", 2), ("ddp", 1)])
-def test_the_copy_of_a_checkpoint_is_in_host_memory_from_the_first_one_on_and_does_not_decide_what_fits(name, ranks):
+def test_copies_of_checkpoints_are_counted_and_do_not_decide_fit(name, ranks):
     saving, never = (closed_form.estimate(job_of(QWEN_05B, name, saves=saves)) for saves in (True, False))
     with_copy, without = (totals(each.host) for each in (saving, never))
     more = {phase: with_copy[phase] - without[phase] for phase in without}
@@ -771,7 +771,7 @@ def test_averages_are_counted_where_the_optimizer_steps(name, place, share):
 
 
 @pytest.mark.parametrize("ratio", ["half", 2])
-def test_a_ratio_of_the_optimizer_that_is_none_is_the_launchs_problem(ratio):
+def test_impossible_offload_ratio_is_the_launchs_problem(ratio):
     job = job_of(QWEN_05B, "z3_twin_flow")
     zero = {**job.launch.zero, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
     job = dataclasses.replace(job, launch=dataclasses.replace(job.launch, json={"zero_optimization": zero}))
