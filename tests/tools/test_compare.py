@@ -380,6 +380,15 @@ def test_unmeasurable_settings_are_refused_before_the_first_launch(tmp_path, mon
     assert [path.name for path in tmp_path.rglob("*") if path.name != "runs"] == ["taken", "mine"]
 
 
+def made_run(folder, turn, lines, result, discard_steps):
+    """A completed run as the comparison records it, of a folder with these lines and this result."""
+    folder.mkdir()
+    write_json_lines(RunDir(folder).metrics, lines)
+    RunDir(folder).write_result({**result, "main_metric": "accuracy"})
+    run = {"round": turn, "status": "complete", "reason": "", "folder": folder.name, "seconds": 9}
+    return run | measure(RunDir(folder), discard_steps)
+
+
 def made_record(tmp_path, rows):
     """A record as if it had been measured: of each setting launch, other settings, tokens/s by round, and memory."""
     places = {"z2_offload": {"optimizer": "cpu", "param": "none"}}
@@ -388,20 +397,13 @@ def made_record(tmp_path, rows):
     for number, (name, micro_batch_size, speeds, memory, losses) in enumerate(rows):
         runs = []
         for turn, speed in enumerate(speeds, 1):
-            folder = tmp_path / f"{number}-{turn}"
-            folder.mkdir()
             lines = [{"step": n, "loss": loss, "seconds": 64 / speed, "tokens": 64} for n, loss in enumerate(losses, 1)]
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-            result = {"peak_device_memory_gib": memory, "after": {"accuracy": 0.5}, "main_metric": "accuracy"}
+            result = {"peak_device_memory_gib": memory, "after": {"accuracy": 0.5}}
             phases = {"load": (1.0, 2.0), "step": (memory * 1.1, memory)}
             names = ("predicted_gib", "measured_gib")
             result["memory"] = {"device": {key: dict(zip(names, two, strict=True)) for key, two in phases.items()}}
-            (folder / "result.json").write_text(json.dumps(result))
-            about = measure(RunDir(folder), 1)
-            about["environment"] |= {"load_before": 9.0}
-            runs.append(
-                {"round": turn, "status": "complete", "reason": "", "folder": folder.name, "seconds": 9, **about}
-            )
+            runs.append(made_run(tmp_path / f"{number}-{turn}", turn, lines, result, discard_steps=1))
+            runs[-1]["environment"] |= {"load_before": 9.0}
         about = {"backend": "deepspeed", "zero_stage": int(name[1]), "processes": 2, "precision": "bf16"}
         about["offload"] = places.get(name, {"optimizer": "none", "param": "none"})
         values = {"launch": name, "micro_batch_size": micro_batch_size}
@@ -538,14 +540,9 @@ def made_sweep(tmp_path, rows, varied=("learning_rate", "lora_r", "seed"), **mor
     record |= {"environment": {"cores": 2}, "settings": []}
     about = {"backend": "plain", "zero_stage": None, "processes": 1, "precision": "no", "offload": {}}
     for number, (rate, rank, seed, metric, loss) in enumerate(rows):
-        folder = tmp_path / str(number)
-        folder.mkdir()
         lines = [{"step": n, "loss": 1.0, "seconds": 0.1 * (number + 1), "tokens": 64} for n in (1, 2)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         after = {} if metric is None else {"accuracy": metric, "eval_loss": loss}
-        (folder / "result.json").write_text(json.dumps({"after": after, "main_metric": "accuracy"}))
-        run = {"round": 1, "status": "complete", "reason": "", "folder": folder.name, "seconds": 9}
-        run |= measure(RunDir(folder), 0)
+        run = made_run(tmp_path / str(number), 1, lines, {"after": after}, discard_steps=0)
         values = {"launch": "single", "learning_rate": rate, "lora_r": rank, "seed": seed}
         name = f"learning-rate {rate}, lora-r {rank}, seed {seed}"
         entry = {"name": name, "values": values, "launch": about, "runs": [run]}
