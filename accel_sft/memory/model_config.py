@@ -15,7 +15,7 @@ from accel_sft.api.errors import UserError, first_line
 from accel_sft.api.options import shown
 from accel_sft.io.files import read_json
 from accel_sft.memory.job import BYTES
-from accel_sft.memory.shape import Block, Kept, Matrix, ModelShape, tower
+from accel_sft.memory.shape import Block, Matrix, ModelShape, SavedBytes, tower
 
 _MOST_LAYERS, _MOST_WIDE = 1_000, 2**31
 _SIZES = {"num_hidden_layers": _MOST_LAYERS, "hidden_size": _MOST_WIDE, "vocab_size": _MOST_WIDE}
@@ -226,7 +226,7 @@ def _kept_bytes(layer: Any, config: Any, itemsize: int, prefix: int, own: int) -
     return of_prefix, bytes_of_row(2, own, **{name: cache})
 
 
-def _measured(recurrent: tuple[Kept, ...]) -> tuple[Kept, ...]:
+def _measured(recurrent: tuple[SavedBytes, ...]) -> tuple[SavedBytes, ...]:
     """The measurements of a block's layers with a state, each made once; () if one cannot be made."""
     cached = tuple(map(functools.cache, recurrent))
     try:

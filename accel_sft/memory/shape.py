@@ -9,7 +9,7 @@ from accel_sft.api.errors import UserError
 
 GROUPS = ("embeddings", "attention", "recurrent", "feed_forward", "experts", "norms", "head", "other")
 """Groups of a model's parameters. `other` are those that text does not reach (a vision tower's), which stay frozen."""
-Kept = Callable[[int, int, int], tuple[float, float]]
+SavedBytes = Callable[[int, int, int], tuple[float, float]]
 """What a layer with a state keeps, by (itemsize, prefix tokens, own tokens): bytes of the prefix, bytes of each row."""
 ALL_LINEAR = "all-linear"
 """The value of --lora-target-modules that stands for every linear layer but the head."""
@@ -57,7 +57,7 @@ class Block:
     count: int
     matrices: tuple[Matrix, ...]
     vectors: int
-    recurrent: tuple[Kept, ...] = dataclasses.field(default=(), compare=False)
+    recurrent: tuple[SavedBytes, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def parameters(self) -> int:

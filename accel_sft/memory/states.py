@@ -257,9 +257,9 @@ def live_parameters(job: Job) -> float:
     """
     reuse = _zero(job, "stage3_max_reuse_distance", _MAX_LIVE)
     passes = 3 if job.gradient_checkpointing else 2
-    kept = reuse / passes + job.shape.largest_block + _zero(job, "stage3_prefetch_bucket_size", _PREFETCH)
+    reused = reuse / passes + job.shape.largest_block + _zero(job, "stage3_prefetch_bucket_size", _PREFETCH)
     ends = job.shape.vocab_size * job.shape.hidden_size
-    return max(kept, ends + job.shape.largest_block)
+    return max(reused, ends + job.shape.largest_block)
 
 
 def _fsdp(job: Job) -> tuple[Placed, Placed]:
