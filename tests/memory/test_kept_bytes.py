@@ -20,7 +20,7 @@ from accel_sft.memory.job import Job
 from accel_sft.models import cascade
 from accel_sft.models.cascade import VARLEN
 from accel_sft.models.prefix_attention import install
-from planned import job_of
+from planned import job_of, saved_for_backward
 
 # tokens of the prefix, own tokens of a row, rows
 SHAPES = [(64, 64, 16), (256, 32, 32), (512, 16, 64), pytest.param(1500, 30, 64, marks=pytest.mark.long)]
@@ -36,18 +36,9 @@ def model():
 
 def kept_by(model, batching, rows):
     """Bytes that a forward keeps for its backward, beside the weights."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes(), tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_for_backward(model) as saved:
         nll_sum(model, batching.batch(rows, 0, torch.device("cpu")))
-    return sum(size for size, _ in kept.values())
+    return saved()
 
 
 def only_shapes(query, *args, **kwargs):

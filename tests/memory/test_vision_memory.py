@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 from accel_sft.memory.activations import PIXEL, tower_bytes
 from accel_sft.memory.model_config import read_config
 from accel_sft.memory.shape import tower
-from planned import job_of
+from planned import job_of, saved_for_backward
 
 EYES = {"embed_dim": 256, "hidden_size": 32, "mlp_ratio": 4, "depth": 3, "num_heads": 4, "patch_size": 14}
 PATCHES = 1024
@@ -54,22 +54,14 @@ def test_what_autocast_keeps_is_counted(tmp_path, family):
     eyes = EYES if family == "qwen2_vl" else sizes
     folder = vision.make(tmp_path / "model", family, eyes=eyes)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     images = torch.zeros(PATCHES, 3 * 2 * 14**2), torch.tensor([[1, 32, 32]])
     if family == "gemma3":
         images = (torch.zeros(1, 3, 448, 448),)
-    saved = {}
-
-    def save(tensor):
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = 0 if storage.data_ptr() in parameters else storage.nbytes()
-        return tensor
-
-    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        found = model.get_image_features(*images)
-    assert found is not None
+    with torch.autocast("cpu", torch.bfloat16), saved_for_backward(model) as saved:
+        features = model.get_image_features(*images)
+    assert features is not None
     kept, _ = counted(folder, "ddp", images[0].numel(), True)
-    assert kept == pytest.approx(sum(saved.values()), rel=0.1)
+    assert kept == pytest.approx(saved(), rel=0.1)
 
 
 def test_a_tower_s_sizes_have_several_names():

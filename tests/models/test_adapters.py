@@ -25,6 +25,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.models.adapters import TYPES, Adapter, Reads, adapter_of, is_mergeable, type_of
 from accel_sft.models.load import parameter_counts
 from accel_sft.training.optimizer import Stepper
+from planned import saved_for_backward
 
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
 ADALORA = {"init_r": 4, "target_r": 2, "total_step": 30, "tinit": 2, "tfinal": 5, "deltaT": 2}
@@ -61,19 +62,12 @@ def test_under_autocast_no_layer_casts_its_input_for_the_adapter(base):
         assert casts or not any(layer.cast_input_dtype_enabled for layer in adapters)
         for layer in adapters:
             layer.cast_input_dtype_enabled = casts
-        kept = {}
-
-        def pack(tensor, kept=kept):
-            kept[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other takes its place
-            return tensor
-
         model.zero_grad()
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with hooks, torch.autocast("cpu", torch.bfloat16):
+        with saved_for_backward(model) as bytes_saved, torch.autocast("cpu", torch.bfloat16):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        found.append((loss.item(), gradients, sum(tensor.untyped_storage().nbytes() for tensor in kept.values())))
+        found.append((loss.item(), gradients, bytes_saved()))
     (loss, gradients, less), (same, others, more) = found
     assert loss == same
     assert all(torch.equal(one, other) for one, other in zip(gradients, others, strict=True))

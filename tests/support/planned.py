@@ -1,8 +1,10 @@
 """Published models' configurations, and jobs of `plan` under the shipped launch files."""
 
+import contextlib
 import functools
 import json
 
+import torch
 from places import CONFIGS
 
 from accel_sft.launch.info import launch_of_yaml
@@ -40,3 +42,19 @@ def launch(name, *flags, bf16=True):
 def job_of(config, name="z2", ranks=2, device="cuda", bf16=True, **more):
     of_ranks = launch(name, "--num_processes", str(ranks), bf16=bf16)
     return Job(shape=count(config), launch=of_ranks, device=device, **more)
+
+
+@contextlib.contextmanager
+def saved_for_backward(model, but=lambda tensor: False):
+    """Yields a function that returns how many bytes autograd has saved inside, without weights and what `but` takes."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and not but(tensor):
+            saved[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that no other takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield lambda: sum(size for size, _ in saved.values())

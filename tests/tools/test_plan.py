@@ -36,7 +36,7 @@ from accel_sft.tools.plan import plans, table
 from accel_sft.tools.plan.machine import GIB, PlannedMachine, machine
 from accel_sft.tools.plan.speed import Speed, speed
 from accel_sft.training import predicted
-from planned import LLAMA_8B, QWEN_05B, QWEN_7B, QWEN_14B, count, job_of, launch
+from planned import LLAMA_8B, QWEN_05B, QWEN_7B, QWEN_14B, count, job_of, launch, saved_for_backward
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 512, "head_dim": 24}
@@ -123,21 +123,11 @@ def saved_bytes(config, dtype, autocast, adapter, tokens=200):
     if adapter == "lora":
         model = new_adapter(model, TrainConfig(adapter="lora"), 100, lambda line: None)
         model = model if autocast or dtype == torch.float32 else model.to(dtype)  # as DeepSpeed casts it
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     shapes = {p.shape for p in model.parameters()} | {p.T.shape for p in model.parameters() if p.ndim == 2}
-    kept = []
-
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in weights and not (tensor.ndim == 2 and tensor.shape in shapes):
-            kept.append(tensor)
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-    ):
+    casts = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    with saved_for_backward(model, but=lambda tensor: tensor.ndim == 2 and tensor.shape in shapes) as saved, casts:
         model(torch.randint(0, 64, (1, tokens)), logits_to_keep=1, use_cache=False)
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values())
+    return saved()
 
 
 @AS_COUNTED
