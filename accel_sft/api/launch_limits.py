@@ -30,8 +30,8 @@ _SETTINGS: dict[tuple[str, Any], Mapping[str, str]] = {
         TENSOR_PARALLEL: _CUT,
     },
     ("optimizer", "adamw-8bit"): {
-        "DEEPSPEED": "a checkpoint has its state by parameter, and DeepSpeed steps slices of many parameters at once; "
-        "launch with accelerate_configs/ddp.yaml, or choose --optimizer adamw",
+        "DEEPSPEED": "it steps whole parameters, and DeepSpeed slices of them; launch with "
+        "accelerate_configs/ddp.yaml, or choose --optimizer adamw",
         "FSDP": "bitsandbytes steps whole parameters, and FSDP has shards of them; launch with "
         "accelerate_configs/ddp.yaml, or choose --optimizer adamw",
         TENSOR_PARALLEL: _CUT,

@@ -70,9 +70,9 @@ def within_memory(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int])
     if not fitting:
         longest = longest_first[0]
         raise UserError(
-            f"out of device memory: not even {sizes[0]:,} tokens fit through forward and backward "
-            f"(the longest example, {longest.index}, has {len(longest.input_ids):,}); "
-            "add --gradient-checkpointing, lower --max-length, or choose a higher ZeRO stage or --adapter lora"
+            f"out of device memory: not even {sizes[0]:,} tokens fit (longest example, {longest.index}: "
+            f"{len(longest.input_ids):,}); add --gradient-checkpointing or --adapter lora, lower --max-length, or "
+            "choose a higher ZeRO stage"
         )
     return fitting
 

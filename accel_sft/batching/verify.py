@@ -29,6 +29,7 @@ from accel_sft.launch.collectives import first_reason
 from accel_sft.models.architecture import (
     arguments,
     beyond_text,
+    cache_argument,
     limited_layers,
     takes_sdpa,
     without_adapter,
@@ -175,8 +176,8 @@ def _refuse_image_by_image(trial: Trial, batching: Batching, row_sets: Sequence[
         hook.remove()
     if any(each != found[0] for each in found):
         raise UserError(
-            f"{type(base).__name__} reads images one after the other, so that under ZeRO-3 and FSDP ranks with other "
-            "numbers of images would wait for ever; launch with accelerate_configs/z2.yaml or ddp.yaml"
+            f"{type(base).__name__} reads images one by one: ranks with fewer images would hang under ZeRO-3 and FSDP; "
+            "launch with accelerate_configs/z2.yaml or ddp.yaml"
         )
 
 
@@ -253,7 +254,7 @@ def _dropout(model: torch.nn.Module, is_random: bool) -> str | None:
 
 def _not_behind_a_cache(trial: Trial, layout: Layout, row_sets: Sequence[Sequence[Encoded]]) -> str | None:
     """Say why rows are not tried behind a prefix's cache; None if they can be."""
-    if "past_key_values" not in arguments(trial.accelerator.unwrap_model(trial.model)):
+    if not cache_argument(without_adapter(trial.accelerator.unwrap_model(trial.model)).forward):
         return "the model takes none"
     if not any(map(layout.prefix, row_sets)):
         return "rows have nothing in common before what they learn"

@@ -76,8 +76,7 @@ class AnswerTokens:
         if spelled and not self._closers[tail]:
             self.rendering.add_note(
                 f'warning: the chat template ends answers with "{spelled}", which is no special token: it is learnt as '
-                f"text before {self.tokenizer.eos_token}; make it one with --chat-template (chatml, a Jinja file, or "
-                "the model whose template to take)"
+                f"text before {self.tokenizer.eos_token}; --chat-template makes it one"
             )
 
     def _check_control(self, where: str, text: Rendered, whole: list[int]) -> None:

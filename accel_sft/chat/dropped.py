@@ -44,8 +44,8 @@ def check_all_kept(tokenizer: Any, where: str, chat: Conversation, text: Rendere
     if text.prompt and (missing := _missing(chat.turns, text.prompt)):  # rows without any prompt are left out
         role, words = missing
         raise TextDropped(
-            f'{where}: the chat template drops "{one_line(words)}", which the {role} turn says; give the tokenizer a '
-            "chat_template that writes every message, or change messages()"
+            f'{where}: the chat template drops "{one_line(words)}" of the {role} turn; choose a --chat-template that '
+            "writes every message, or change messages()"
         )
 
 

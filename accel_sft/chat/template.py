@@ -32,8 +32,8 @@ CALL: dict[str, Any] = {"id": "call00001", "type": "function", "function": {"nam
 def no_template(name: str) -> str:
     """The line for a model whose tokenizer has no chat template."""
     return (
-        f"--model {name}: its tokenizer has no chat template; give it one with --chat-template chatml (or a Jinja "
-        "file, or the model whose template to take), or use an instruction-tuned model"
+        f"--model {name}: its tokenizer has no chat template; add --chat-template chatml (or a Jinja file, or a model "
+        "that has one), or use an instruction-tuned model"
     )
 
 

@@ -31,9 +31,8 @@ def check_disk(
             what = "a checkpoint takes" if checkpoints == 1 else f"{checkpoints} checkpoints that are kept take"
             fix = "or --save-every off" if checkpoints == 1 else "or keep fewer with --keep-checkpoints"
             raise UserError(
-                f"{run_dir}: {what} {_shown(size * checkpoints)} and the files beside it {_shown(spare)}, and "
-                f"{_shown(free)} of the disk are free; free space (then go on with --resume auto), name another "
-                f"--output-dir, {fix}"
+                f"{run_dir}: {what} {_shown(size * checkpoints)}, other files {_shown(spare)}, and {_shown(free)} are "
+                f"free; free space (then --resume auto), name another --output-dir, {fix}"
             )
 
     decided_by_main(accelerator, check)  # other machines may not see the folder yet

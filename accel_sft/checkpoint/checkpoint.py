@@ -113,8 +113,8 @@ def load(
     if before != here:
         then, now = ("float32" if each == "no" else each for each in (before, here))
         raise UserError(
-            f"{path}: was written in {then}, and this launch computes in {now}, with other results; resume it with "
-            f"--mixed_precision {before}, or start a new run from its weights with --init-from"
+            f"{path}: was written in {then}, and this launch computes in {now}; resume it with --mixed_precision "
+            f"{before}, or start a new run from its weights with --init-from"
         )
     shards.read(accelerator, model, optimizer, path, averages)
     if averages:

@@ -253,8 +253,8 @@ class _Stored:
             into.detach().copy_(rows.redistribute(placements=into.placements))
         if found != span.size:
             raise UserError(
-                f"{self.folder}: {kind} of {found:,} of {span.size:,} elements of {span.name} are there: the "
-                "checkpoint is of another model or version; start a new run from its final weights with --init-from"
+                f"{self.folder}: has {kind} of {found:,} of {span.size:,} elements of {span.name}, as of another model "
+                "or version; start a new run with --init-from"
             )
 
     def whole(self, kind: str, name: str) -> torch.Tensor:

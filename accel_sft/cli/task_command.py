@@ -20,6 +20,7 @@ from accel_sft.api.task_file import same_task
 from accel_sft.cli.help import HelpContext, help_all_option, shows_all
 from accel_sft.cli.options import help_of
 from accel_sft.cli.task_tools import TRAIN, TaskTool
+from accel_sft.io.run_dir import absent_weights
 from accel_sft.resilience.exit import ExitHandler
 from accel_sft.rows.sources import absent_rows
 
@@ -183,6 +184,7 @@ class TaskCommand(click.Command):
         if not problems and self.tool.reads_rows and built[0].resume == "off":  # a resumed run may need no rows
             names = {s.flag: getattr(built[1], s.name) for s in self.offers[self.task_class] if s.rows}
             problems = [line for flag, name in names.items() if name for line in absent_rows(name, flag)]
+            problems += _absent_models(built[0])
         if problems:
             raise UserError(*dict.fromkeys(problems))
         return tuple(built)
@@ -205,6 +207,14 @@ class TaskCommand(click.Command):
         if named is None or same_task(named, self.name):
             return []
         return [f"--config {path}: task: {named}, and the command line says {self.name}; leave out one of them"]
+
+
+def _absent_models(config: TrainConfig) -> list[str]:
+    """A line for each model that the settings name by a folder that does not exist."""
+    if getattr(config, "url", None):  # --model is a server's name
+        return []
+    models = {"--model": config.model, "--base": getattr(config, "base", None)}
+    return [line for flag, name in models.items() if name for line in absent_weights(name, flag)]
 
 
 def _refuse_clashes(task: str, params: Iterable[click.Option]) -> None:

@@ -1,7 +1,6 @@
 """The command `evaluate`: scores a model, and the one that `--base` names, on a task's validation examples."""
 
 import dataclasses
-import functools
 import json
 import time
 from pathlib import Path
@@ -99,16 +98,16 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
             notes = _differences(config.model, recorded_name(task_name), accelerator.mixed_precision)
             notes += _remembered(config.model, recorded_name(task_name), task)
             for line in RunDir.choice_in(config.model) + notes:
-                print(terminal.wrapped(printable(line)), file=terminal.terminal())
+                _tell(line)
         if folder := config.output_dir:
             decided_by_main(accelerator, lambda: _claim(Path(folder)))
         with terminal.quiet(None, config.debug):
             evaluations = []
             for (side, name), source in zip(named.items(), sources, strict=True):
                 if accelerator.is_main_process:
-                    print(terminal.wrapped(f"{side:<8}  {name}", 10), file=terminal.terminal())
+                    _tell(f"{side:<8}  {name}", 10)
                     for line in other_base(source):
-                        print(terminal.wrapped(f"warning: {line}"), file=terminal.terminal())
+                        _tell(f"warning: {line}")
                 evaluations.append(evaluate(accelerator, launch, task, config, source))
         if accelerator.is_main_process:
             _publish(recorded_name(task_name), task, config, named, evaluations)
@@ -123,15 +122,19 @@ def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
     most = config.max_new_tokens or LONGEST_ANSWER
     config = dataclasses.replace(config, model=endpoint.model, max_new_tokens=most).resolved({})
     accelerator, _ = create_accelerator(config, launch_of_this_process(), train=False)
-    print(terminal.wrapped(printable(f"server    {endpoint.model} at {endpoint.url}"), 10))
+    _tell(f"server    {endpoint.model} at {endpoint.url}", 10)
     if config.dry_run:
         return
     if config.output_dir:
         _claim(Path(config.output_dir))
     evaluation = served.evaluate(accelerator, task, config, endpoint)
     for line in evaluation.lines:
-        print(terminal.wrapped(line))
+        _tell(line)
     _publish(recorded_name(task_name), task, config, {"model": f"{endpoint.model} at {endpoint.url}"}, [evaluation])
+
+
+def _tell(line: str, indent: int = 4) -> None:
+    print(terminal.wrapped(printable(line), indent), file=terminal.terminal())
 
 
 def _publish(
@@ -173,8 +176,8 @@ def _differences(model: str, task_name: str, precision: str) -> list[str]:
     if trained != precision:
         before, now = ("float32" if name == "no" else name for name in (trained, precision))
         found.append(
-            f"note: the run computed in {before}, this evaluation does in {now} and may answer differently; for "
-            f"the run's own numbers name no precision, or --mixed_precision {trained}"
+            f"note: the run computed in {before}, this evaluation does in {now} and may answer differently; for the "
+            f"run's numbers add --mixed_precision {trained}"
         )
     return found
 
@@ -224,10 +227,10 @@ def evaluate(
     encoding = assembly.encode(examples, "validation")
     if accelerator.is_main_process:
         for line in encoding.lines():
-            print(line, file=terminal.terminal())
+            _tell(line)
     more: dict[str, Any] = {}
     if config.offload:
-        more = {"offload": config.offload, "log": functools.partial(print, file=terminal.terminal())}
+        more = {"offload": config.offload, "log": _tell}
     loaded = assembly.load_model(encoding, **more)
     shards, prepared = launch.shards_weights, loaded
     if not config.offload:
@@ -243,7 +246,7 @@ def evaluate(
     with heartbeats_only():
         evaluation = evaluator(prepared, batching)
     for line in evaluation.lines if accelerator.is_main_process else ():
-        print(terminal.wrapped(line), file=terminal.terminal())
+        _tell(line)
     _release(accelerator, loaded)
     return Evaluation({**evaluation.metrics, **load_peaks}, evaluation.samples)
 

@@ -55,11 +55,12 @@ def generate(ctx: click.Context, model: str, **options: Any) -> None:
     Prompts are asked as the model was trained: with the run's own thinking, system message and longest answer; after a
     training on raw text they are texts to go on with.
     """
+    from accel_sft.io.run_dir import absent_weights
     from accel_sft.launch.environment import prepare_environment
     from accel_sft.resilience.exit import ExitHandler
 
     ctx.ensure_object(ExitHandler).debug = options["debug"]
-    if problems := _problems(options):
+    if problems := [*_problems(options), *absent_weights(model, "RUN_OR_MODEL")]:
         raise UserError(*problems)
     prepare_environment(options["debug"])
     _run(model, options)
@@ -146,9 +147,9 @@ def _run(model: str, options: dict[str, Any]) -> None:
             torch.manual_seed(options["seed"])
             if options["interactive"]:
                 sides[side] = answerer
-                continue
-            with terminal.waiting(f"answering {len(chats):,} prompts" if len(chats) > 1 else "answering"):
-                told[side] = answerer.answers([chat.turns for chat in chats], most, names, images, tools)
+            else:
+                with terminal.waiting(f"answering {len(chats):,} prompts" if len(chats) > 1 else "answering"):
+                    told[side] = answerer.answers([chat.turns for chat in chats], most, names, images, tools)
             for note in answerer.notes:
                 tell(note)
             del answerer  # the next model may need its memory

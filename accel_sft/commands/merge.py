@@ -37,16 +37,16 @@ def merge(
     compared with base and adapter apart, rounded once, and written into OUT, a new folder, whole or not at all. With
     --gguf, RUN may have full weights too.
     """
+    from accel_sft.io.run_dir import RunDir, absent_weights
     from accel_sft.launch.environment import prepare_environment
     from accel_sft.resilience.exit import ExitHandler
 
     ctx.ensure_object(ExitHandler).debug = debug
-    if problems := one_process("merge"):
+    if problems := [*one_process("merge"), *absent_weights(run, "RUN")]:
         raise UserError(*problems)
     prepare_environment(debug)
     from accel_sft.io import terminal
     from accel_sft.io.files import new_folder
-    from accel_sft.io.run_dir import RunDir
     from accel_sft.io.run_record import names_files
 
     if not (out or gguf["gguf"]):

@@ -142,8 +142,8 @@ def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> B
         return error
     if out_of_memory(error):
         return UserError(
-            f"out of device memory ({first_line(error)}); the loss does not depend on it: lower "
-            "--micro-batch-size or --eval-batch-size, add --gradient-checkpointing, or choose a higher ZeRO stage"
+            f"out of device memory ({first_line(error)}); lower --micro-batch-size or --eval-batch-size (the loss "
+            "stays the same), add --gradient-checkpointing, or choose a higher ZeRO stage"
         )
     if trouble := trouble_of_compiling(error):
         return UserError(trouble)
@@ -152,7 +152,7 @@ def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> B
     if "Expected to have finished reduction" in str(error):  # by DDP, which waits for every gradient
         return UserError(
             "a trained weight gets no gradient, for which data parallel training waits; leave it out with "
-            "--train-only, or launch with accelerate_configs/z2.yaml, which names it (weights without a gradient)"
+            "--train-only, or let accelerate_configs/z2.yaml name it"
         )
     if lost := signals.lost_peers(EXPLAIN_SECONDS):  # a broken collective's error does not name the lost ranks
         return UserError(lost)

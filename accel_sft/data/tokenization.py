@@ -106,8 +106,7 @@ class SplitEncoder:
         elif rows > examples:
             encoding.notes.append(
                 f"{encoding.split}: {examples:,} examples make {rows:,} rows: the chat template writes an answer "
-                "otherwise once other turns follow, so answers that no one row has as they are generated have rows of "
-                "their own"
+                "otherwise once other turns follow"
             )
         return encoding
 

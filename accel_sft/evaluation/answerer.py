@@ -23,7 +23,7 @@ from accel_sft.evaluation.left_padded import GREEDY, Sampling
 from accel_sft.models.load import load_model
 from accel_sft.models.pretrained import vocabulary_problem
 from accel_sft.models.source import Source
-from accel_sft.models.tokenizer import GivenTemplate, load_processor, load_tokenizer
+from accel_sft.models.tokenizer import GivenTemplate, left_out, load_processor, load_tokenizer
 
 Pictures = tuple[Picture, ...]
 
@@ -46,7 +46,8 @@ class Answer:
 class Answerer:
     """A loaded model that answers conversations, many at once or one token by token. It runs in one process.
 
-    `notes` has a line for each thing that is done beside what the chat template itself does.
+    `notes` has a line for each thing that is done beside what the chat template itself does, and one on the base's
+    penalties, which are left out.
 
     Args:
         offload: where weights are that have no room on the GPU, "host" or "disk".
@@ -91,7 +92,11 @@ class Answerer:
 
     @property
     def notes(self) -> list[str]:
-        return self.rendering.notes
+        penalties = left_out(self.model.generation_config)
+        if self.generator.sampling.repetition_penalty != GREEDY.repetition_penalty:
+            penalties.pop("repetition_penalty", None)
+        line = f"generation_config.json: {', '.join(penalties)}: left out of answers, as in the run's evaluations"
+        return [*self.rendering.notes, *([line] if penalties else [])]
 
     def encode(
         self, turns: Turns, max_new_tokens: int, index: int = 0, images: Pictures = (), tools: Tools = None

@@ -17,9 +17,9 @@ class AnswerInText(NamedTuple):
 
 
 UNUSUAL = {
-    "length": "cut (give more tokens: --max-new-tokens)",
+    "length": "cut (raise --max-new-tokens)",
     "content_filter": "withheld by the server's filter",
-    "tool_calls": "a call of a tool",
+    "tool_calls": "tool calls",
     "empty": "empty",
 }
 """What an answer may be in place of a whole one: a server's word for why it ended, and that in words."""

@@ -55,7 +55,7 @@ class Evaluation:
         """A line that counts answers that are cut, empty or the like; none if there are none."""
         parts = [f"{self.unusual[key]:,} {what}" for key, what in UNUSUAL.items() if self.unusual.get(key)]
         named = ", ".join(parts)
-        return [f"warning: of {len(self.samples):,} answers {named}; they are scored as they are"] if parts else []
+        return [f"warning: of {len(self.samples):,} answers: {named}; scored as they are"] if parts else []
 
 
 def answer_backend(

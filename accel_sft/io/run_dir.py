@@ -11,6 +11,8 @@ from accel_sft.api.config import keep_every
 from accel_sft.api.errors import UserError
 from accel_sft.io.files import abandoned, expanded, json_safe, read_json, read_object, read_text, write_atomically
 
+RUNS = "runs"
+"""The folder of runs, unless `--output-dir` names another."""
 _RECORD = {"task": str, "config": dict, "task_options": dict}
 """Keys and types of run.json in every version; a file without them is not taken for a run's record."""
 _BEFORE_RECORD = {"result.json", "logs", "base", ".base.partial", ".base.outgoing"}
@@ -176,6 +178,22 @@ class RunDir:
             return []
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path}: cannot be read ({error}); take it away, and go on with --resume auto") from None
+
+
+def absent_weights(name: str, flag: str) -> list[str]:
+    """A line if `name` can only be a folder's, and no such folder exists; a hub that is asked for it costs a minute."""
+    folder = expanded(name, flag)
+    if name and folder.is_dir():
+        return []
+    parts = folder.parts
+    if parts[:1] == (RUNS,):
+        return [f"{flag} {name}: no such folder; name a run that exists, or start in the folder that has its {RUNS}/"]
+    if not name or folder.is_file() or name.startswith((".", "/", "~")) or name.endswith("/") or len(parts) > 2:
+        return [f"{flag} {name!r}: no such folder; name a hub id, a folder of saved weights, or a run"]
+    if len(parts) == 2 and folder.parent.is_dir():
+        elsewhere = f"for the hub's {name}, start elsewhere: here {parts[0]} is a folder"
+        return [f"{flag} {name}: no such folder; {elsewhere}"]
+    return []
 
 
 def kept(steps: Sequence[int], keep: str) -> list[int]:

@@ -79,8 +79,8 @@ def create_accelerator(
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     if accelerator.num_processes != launch.world_size:
         raise UserError(
-            f"{launch.config_file or 'the launch'}: {launch.world_size} processes were started, and each would train "
-            "alone: use accelerate_configs/ddp.yaml or one of z0.yaml to z3.yaml as a model"
+            f"{launch.config_file or 'the launch'}: each of {launch.world_size} processes would train alone; use "
+            "accelerate_configs/ddp.yaml or one of z0.yaml to z3.yaml as a model"
         )
     return accelerator, launch
 

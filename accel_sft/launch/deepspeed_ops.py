@@ -116,8 +116,8 @@ def library(name: str) -> Path:
         return Path(_get_build_directory(name, verbose=False), f"{name}.so")
     except OSError as problem:
         raise UserError(
-            f"{problem.filename}: DeepSpeed's {name} is kept there, and it cannot be written ({problem.strerror}); "
-            "make it writable, or set TORCH_EXTENSIONS_DIR to a folder that is"
+            f"{problem.filename}: cannot be written ({problem.strerror}), and is for DeepSpeed's {name}; make it "
+            "writable, or set TORCH_EXTENSIONS_DIR"
         ) from None
 
 

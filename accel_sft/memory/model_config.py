@@ -218,7 +218,8 @@ def _kept_bytes(layer: Any, config: Any, itemsize: int, prefix: int, own: int) -
 
     if not prefix:
         return 0.0, bytes_of_row(2, own)
-    name = "cache_params" if "cache_params" in inspect.signature(layer.forward).parameters else "past_key_values"
+    taken = inspect.signature(layer.forward).parameters
+    name = next(name for name in ("cache", "cache_params", "past_key_values") if name in taken)
     cache = DynamicCache(config=config)
     of_prefix, layer_cache = bytes_of_row(1, prefix, **{name: cache}), cache.layers[layer.layer_idx]
     for states in (layer_cache.conv_states, layer_cache.recurrent_states):

@@ -224,8 +224,8 @@ def saved_adapter(
     """
     if new_tokens and settings.adapter != "none":
         raise UserError(
-            f"--chat-template: {len(new_tokens)} of its tokens are new to the adapter {folder}, which has no rows for "
-            "them; merge it first (accel-sft merge), or start a new adapter from --model"
+            f"--chat-template: {len(new_tokens)} of its tokens are new to the adapter {folder}; merge it first "
+            "(accel-sft merge), or start a new adapter from --model"
         )
     if not train or settings.adapter != "none":
         if train:

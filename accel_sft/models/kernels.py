@@ -124,9 +124,8 @@ def trouble_of_compiling(error: BaseException) -> str:
     if compiler is None or not isinstance(error, compiler.BackendCompilerFailed):
         return ""
     return (
-        f"--compile: torch cannot compile here ({first_line(error)[:200]}); it needs a compiler (g++, on GPUs gcc, or "
-        "the one that CXX or CC names) and a folder with room that it can write (TORCHINDUCTOR_CACHE_DIR, or else one "
-        "in the system's temporary folder); see to these, or leave --compile out"
+        f"--compile: torch cannot compile ({first_line(error)[:200]}); it needs a compiler (g++, on GPUs gcc) and a "
+        "folder to write (TORCHINDUCTOR_CACHE_DIR); see to these, or leave --compile out"
     )
 
 

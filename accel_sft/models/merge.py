@@ -45,8 +45,8 @@ def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_cod
     stored = stored_dtype(AutoConfig.from_pretrained(source.weights, trust_remote_code=trust_remote_code))
     if getattr(base.config, "quantization_config", None):
         raise UserError(
-            f"{source.weights}: the base is quantized, and the sum would be rounded to its few values; merge into "
-            "whole weights: name them as base_model_name_or_path in adapter_config.json"
+            f"{source.weights}: the base is quantized, which would round the sum; name whole weights as "
+            "base_model_name_or_path in adapter_config.json"
         )
     if not is_mergeable(adapted):
         raise UserError(f"{source.adapter}: adapters of type {type_of(adapted)} cannot be added to the weights")
@@ -58,8 +58,8 @@ def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_cod
         difference = (model(input_ids=ids).logits[0] - apart).abs().max().item()
         if not difference <= _TOLERANCE * max(apart.abs().max().item(), 1.0):  # NaN is refused too
             raise UserError(
-                f"{source.adapter}: cannot be merged: logits would be off by {difference:.2g}; its weights are not "
-                "finite, of another base, or on one of two tied layers (embeddings and head)"
+                f"{source.adapter}: cannot be merged: logits would be off by {difference:.2g}; it is not finite, of "
+                "another base, or on one of two tied layers (embeddings, head)"
             )
         dtype = dtype or next((name for name, kind in DTYPES.items() if kind == stored), "float32")
         for name, tensor in model.state_dict(keep_vars=True).items():

@@ -37,8 +37,8 @@ def know_tokens(
         parts = [part for part in (embedding, head) if part is not None]
         if any(hasattr(part.weight, "placements") or part.weight.is_meta for part in parts):
             raise UserError(
-                "new tokens need rows in the model's embeddings, and none can be made where tensor parallelism cuts "
-                "them or --offload places them; launch with accelerate_configs/z3.yaml, or name a merged model"
+                "new tokens need embeddings, which tensor parallelism cuts and --offload places; launch with "
+                "accelerate_configs/z3.yaml, or name a merged model"
             )
         tied = head is not None and head.weight is embedding.weight
         grown, size = size > before, max(size, before)

@@ -117,8 +117,8 @@ def vocabulary_problem(name: str, text: Any, largest_id: int) -> str | None:
     if largest_id < size:
         return None
     return (
-        f"--model {name}: its tokenizer has token {largest_id}, and the model's vocabulary ends at {size - 1}; use the "
-        "tokenizer that came with the weights, or enlarge their embedding (resize_token_embeddings)"
+        f"--model {name}: its tokenizer has token {largest_id}, and the model's vocabulary ends at {size - 1}; use "
+        "their own tokenizer, or resize_token_embeddings"
     )
 
 
@@ -189,8 +189,8 @@ def _refuse_incomplete(name: str, loading_info: dict[str, Any]) -> None:
     shapes = [f"{key} {tuple(in_file)} for {tuple(expected)}" for key, in_file, expected in mismatched]
     defects = {"lack": loading_info["missing_keys"], "have in another shape than config.json says": shapes}
     problems = [
-        f"--model {name}: its files {what} {len(keys)} of the model's weights, which would start random "
-        f"({_named(sorted(keys))}); name files that are whole, or fix its config.json"
+        f"--model {name}: its files {what} {len(keys)} of the model's weights ({_named(sorted(keys))}); name whole "
+        "files, or fix its config.json"
         for what, keys in defects.items()
         if keys
     ]
@@ -235,8 +235,8 @@ def freeze_others(model: Any, pattern: str, log: Callable[[str], None], new_toke
         parameter.requires_grad_(name in trained)
     if new_tokens and not model.get_input_embeddings().weight.requires_grad:
         raise UserError(
-            f"--train-only {pattern}: --chat-template adds {len(new_tokens)} tokens, whose embeddings would stay "
-            "untrained; let it match the embedding too, such as embed_tokens"
+            f"--train-only {pattern}: --chat-template adds {len(new_tokens)} tokens with untrained embeddings; match "
+            "these too, such as embed_tokens"
         )
     log(f"--train-only trains {', '.join(alike(name for name in names if name in trained))}")
 

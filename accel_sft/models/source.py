@@ -16,7 +16,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line, what_and_where
 from accel_sft.api.task import Task
 from accel_sft.io.files import expanded, read_json
-from accel_sft.io.run_dir import RunDir
+from accel_sft.io.run_dir import RunDir, absent_weights
 from accel_sft.io.terminal import waiting
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.models.tiny import TINY_DEFAULTS
@@ -90,13 +90,8 @@ def find_source(model: str, *, init_from: str | None = None, revision: str | Non
         return Source(str(folder.resolve()), str(folder))
     if init_from:
         raise UserError(f"--init-from {name}: no such run; give the folder of a finished run or of saved weights")
-    parts = folder.parts
-    if not name or folder.is_file() or name.startswith((".", "/", "~")) or name.endswith("/") or len(parts) > 2:
-        raise UserError(f"--model {name!r}: no such folder; name a hub id, a folder of saved weights, or a run")
-    if len(parts) == 2 and folder.parent.is_dir():
-        raise UserError(
-            f"--model {name}: no such folder; for the hub's {name}, start elsewhere: here {parts[0]} is a folder"
-        )
+    if absent := absent_weights(name, "--model"):
+        raise UserError(*absent)
     name = _fetched(name, revision)
     return Source(name, name)
 

@@ -108,9 +108,8 @@ class IdleWatch:
     def _waiting(self, rank: int, use: float, share: float, last: int) -> str:
         return (
             f"rank {rank} waits for rank {last} for {share:.0%} of a step or longer, in steps {self._window[0]} to "
-            f"{self._window[-1]}. Its GPU reads {use:.0f}% busy meanwhile, since kernels that wait count. "
-            f"Look at rank {last}'s GPU and machine: clocks, temperature, other processes; --profile traces where the "
-            "time goes"
+            f"{self._window[-1]} (its GPU reads {use:.0f}% busy, as kernels that wait count). Look at rank {last}'s "
+            "clocks, temperature, other processes, or --profile"
         )
 
     def _idling(self, least: int, use: Mapping[int, float], ranks: int, waits: float, last: int) -> str:

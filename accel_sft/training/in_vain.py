@@ -52,8 +52,8 @@ class InVain:
             adapter = hasattr(unwrapped, "peft_config")
             fix = "name other layers in --lora-target-modules" if adapter else "leave them out with --train-only"
             self._log(
-                f"warning: weights without a gradient: in {self._updates} steps none has reached {len(vain)} of "
-                f"{len(names)} trained weights ({', '.join(self.found)}): the loss does not depend on them; {fix}"
+                f"warning: weights without a gradient: {len(vain)} of {len(names)} trained weights got none in "
+                f"{self._updates} steps ({', '.join(self.found)}); {fix}"
             )
         if idle:
             self._log(

@@ -242,6 +242,18 @@ def test_a_streamed_answer_is_the_one_of_a_file_and_thinking_is_asked_as_in_trai
         assert tokenizer.decode(encoded.input_ids[: encoded.prompt_length]).endswith(end)
 
 
+def test_left_out_penalties_of_the_base_are_named(tiny, tmp_path):
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings |= {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    told = accel_sft("generate", str(folder), "5=", "--max-new-tokens", "2")
+    assert "generation_config.json: repetition_penalty, no_repeat_ngram_size: left out of answers" in told.output
+    (note,) = answerer(folder, Sampling(repetition_penalty=1.3)).notes
+    assert "config.json: no_repeat_ngram_size: left out" in note
+    assert answerer(tiny).notes == []
+
+
 @pytest.fixture
 def endless(tiny, tmp_path):
     """A model that says one blank after the other: all embeddings are one vector, that of the blank twice as long."""

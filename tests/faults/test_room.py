@@ -31,10 +31,10 @@ def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
         capacity.check_disk(accelerator, model, RunDir(tmp_path), averaged=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size * 4 // 3))
     capacity.check_disk(accelerator, model, RunDir(tmp_path))
-    with pytest.raises(UserError, match=r"3 checkpoints that are kept take 36\.0 MiB .* --keep-checkpoints"):
+    with pytest.raises(UserError, match=r"3 checkpoints that are kept take 36\.0 MiB, .* --keep-checkpoints"):
         capacity.check_disk(accelerator, model, RunDir(tmp_path), checkpoints=3)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size * 4 // 3 - 1))
-    told = r"a checkpoint takes 12.0 MiB and the files beside it 4.0 MiB, and 16.0 MiB of the disk are free; free space"
+    told = r"a checkpoint takes 12.0 MiB, other files 4.0 MiB, and 16.0 MiB are free; free space"
     with pytest.raises(UserError, match=told):
         capacity.check_disk(accelerator, model, RunDir(tmp_path))
 

@@ -201,7 +201,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(options,
 @pytest.mark.parametrize(
     ("options", "backend", "stage", "said"),
     [
-        ({"optimizer": "adamw-8bit"}, "DEEPSPEED", 2, "--optimizer adamw-8bit: a checkpoint has its state by param"),
+        ({"optimizer": "adamw-8bit"}, "DEEPSPEED", 2, "--optimizer adamw-8bit: it steps whole parameters, and Deep"),
         ({"optimizer": "adamw-8bit"}, "FSDP", 0, "bitsandbytes steps whole parameters"),
         ({"use_dora": True}, "DEEPSPEED", 3, "--use-dora: each forward reads whole weights"),
         ({"load_in_4bit": True}, "DEEPSPEED", 3, "--load-in-4bit: bitsandbytes computes with whole weights"),

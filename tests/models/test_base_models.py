@@ -230,7 +230,7 @@ def test_raw_text_is_characters_and_chat_needs_a_template(tmp_path):
     rules = {"eos_ids": [0], "max_length": 99, "truncation": "drop"}
     (row,) = encode(tokenizer, Documents(), ["<|endoftext|>"], "train", **rules).kept
     assert row.input_ids.count(0) == 1 < len(row.input_ids)
-    with pytest.raises(UserError, match=r"no chat template; give it one with --chat-template chatml"):
+    with pytest.raises(UserError, match=r"no chat template; add --chat-template chatml"):
         encode(tokenizer, Sums(), [24], "train", **rules)
 
 

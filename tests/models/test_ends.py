@@ -112,15 +112,29 @@ def test_export_stops_where_answers_end(tmp_path, adapter):
     assert {*settings.eos_token_id} == rules.eos_ids == {0, tokenizer.convert_tokens_to_ids("<|im_end|>")}
 
 
-def test_adapter_of_a_base_with_chatml_is_served_to_its_end(tmp_path, monkeypatch):
-    (tmp_path / "rows.jsonl").write_text(
+def trained(folder, steps, *words, **launch):
+    (folder / "rows.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{n}=", "completion": "the answer"}) + "\n" for n in range(10, 30))
     )
-    words = ("--train-file", str(tmp_path / "rows.jsonl"), "--held-out", "0", "--adapter", "lora", "--lora-r", "16")
-    words += ("--learning-rate", "0.02", "--max-steps", "20", "--global-batch-size", "10", "--max-new-tokens", "9")
+    words += ("--train-file", str(folder / "rows.jsonl"), "--held-out", "0", "--max-steps", steps, "--max-new-tokens")
+    words += ("9", "--learning-rate", "0.02", "--global-batch-size", "10")
     words += ("--eval-every", "off", "--save-every", "off", "--tracker", "none")
-    run = accel_sft("chat", "--model", str(base(tmp_path / "base")), *words, run_dir=tmp_path / "run")
+    run = accel_sft("chat", "--model", str(base(folder / "base")), *words, run_dir=folder / "run", **launch)
     assert run.status == 0, run.output
+    return run
+
+
+def test_zero_3_exports_the_end_of_turns_of_a_chatml_base(tmp_path):
+    trained(tmp_path, "2", yaml="z3")
+    final = tmp_path / "run" / "final"
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert GenerationConfig.from_pretrained(final).eos_token_id == ends
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_adapter_of_a_base_with_chatml_is_served_to_its_end(tmp_path, monkeypatch):
+    run = trained(tmp_path, "20", "--adapter", "lora", "--lora-r", "16")
     assert "answers end with <|im_end|>, at which a server of the base goes on" in " ".join(run.output.split())
     final = tmp_path / "run" / "final"
     assert AutoTokenizer.from_pretrained(final).eos_token == "<|im_end|>"  # where vLLM stops

@@ -252,6 +252,27 @@ def test_rows_that_are_not_there_are_refused_without_torch(tmp_path, command):
     )
 
 
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("generate runs/lost hi", "RUN_OR_MODEL runs/lost: no such folder"),
+        ("merge ./lost out", "RUN './lost': no such folder"),
+        ("serve runs/lost", "RUN runs/lost: no such folder"),
+        ("parity runs/lost --url http://127.0.0.1:9/v1", "RUN runs/lost: no run.json there"),
+        ("verify runs/lost", "runs/lost: no run.json in it"),
+        ("report runs/lost", "RUN runs/lost: there is no such folder"),
+        ("evaluate math --model runs/lost", "--model runs/lost: no such folder"),
+        ("evaluate math --model org/model --base runs/lost", "--base runs/lost: no such folder"),
+        ("math --model /lost/model", "--model '/lost/model': no such folder"),
+    ],
+)
+def test_lost_folders_are_refused_without_torch(tmp_path, command, named):
+    (tmp_path / "sitecustomize.py").write_text(REFUSE)
+    result = accel_sft(*command.split(), site=tmp_path, cwd=tmp_path)
+    assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (1, "", 1)
+    assert result.stderr.startswith(f"Error: {named}")
+
+
 def test_the_refusal_above_fires(tmp_path):
     install(tmp_path, "accel-sft-quick", "quick = accel_sft_quick:Good", "import torch\n")
     (tmp_path / "sitecustomize.py").write_text(REFUSE)

@@ -183,6 +183,7 @@ def test_examples_are_marked_without_colour_and_special_tokens_are_seen(site, mo
     run = check(site, *files, "--show", "1", model=model)
     assert "\x1b" not in run.output
     assert "    <s>What is 0 and 0?⏎\n    A: ⟦0</s>⟧\n" in run.output
+    assert re.search(r"Training\n  [\d,]+ steps? of \d+ rows, [\d,.]+ epochs?, on any number of GPUs\n", run.output)
     assert run.output.splitlines()[-1] == "planted: nothing was found that needs fixing"
 
 

@@ -167,7 +167,7 @@ def test_neither_a_start_nor_an_evaluation_nor_a_busy_gpu_is_warned_of():
 def test_a_rank_that_waits_is_named_though_nvml_reads_its_gpu_as_busy():
     (told,) = watched(IdleWatch(), 200, 100.0, ranks=3, waits=[0.5, 0.12, 0.1])
     assert told.startswith("rank 0 waits for rank 2 for 40% of a step or longer, in steps")
-    assert "reads 90% busy meanwhile, since kernels that wait count" in told
+    assert "reads 90% busy, as kernels that wait count" in told
     assert watched(IdleWatch(), 200, 100.0, ranks=2, waits=[0.09, 0.0]) == []
     assert watched(IdleWatch(), 200, 100.0, ranks=2, waits=[math.nan, math.nan]) == []
 

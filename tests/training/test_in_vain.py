@@ -24,7 +24,7 @@ def test_a_layer_that_nothing_calls_is_named(yaml, tmp_path):
         assert "a trained weight gets no gradient" in " ".join(run.output.split())
         return
     assert run.result()["trained_in_vain"] == ["side.weight", "side.bias"]
-    assert "weights without a gradient: in 3 steps none has reached 2 of" in " ".join(run.output.split())
+    assert "weights without a gradient: 2 of" in " ".join(run.output.split())
 
 
 @pytest.mark.parametrize("steps", ["2", pytest.param("4", marks=pytest.mark.long)])

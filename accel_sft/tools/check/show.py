@@ -158,7 +158,7 @@ def _print_steps(console: Console, steps: StepFigures) -> None:
     times = f"{steps.epochs:.3g}" if steps.epochs < 100 else f"{steps.epochs:,.0f}"
     epochs = f"{times} epoch{'s' * (steps.epochs != 1)}"
     for text in (
-        f"{_counted(steps.steps, 'step')} of {steps.global_batch_size:,} rows, {epochs}",
+        f"{_counted(steps.steps, 'step')} of {steps.global_batch_size:,} rows, {epochs}, on any number of GPUs",
         f"an epoch: {steps.tokens_per_epoch:,} tokens, {steps.supervised_tokens_per_epoch:,} with loss",
         f"a step: {steps.step_tokens:,.0f} tokens, {steps.step_supervised_tokens:,.0f} with loss",
     ):

@@ -58,6 +58,11 @@ def parity(ctx: click.Context, run: str, as_json: bool, **options: Any) -> None:
 
 def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     """Compare and return what `--json` prints."""
+    from accel_sft.io.run_dir import RunDir
+
+    record = RunDir.record_around(run)
+    if record is None:  # the line comes at once: the imports below take seconds
+        raise UserError(f"RUN {run}: no run.json there; name the folder of a run")
     from accel_sft.api.options import settings
     from accel_sft.api.registry import build, load
     from accel_sft.api.task_file import recorded_name
@@ -67,7 +72,6 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     from accel_sft.evaluation import served
     from accel_sft.evaluation.endpoint import Endpoint
     from accel_sft.io import terminal
-    from accel_sft.io.run_dir import RunDir
     from accel_sft.io.run_record import recorded_options
     from accel_sft.launch.accelerator import create_accelerator
     from accel_sft.launch.info import launch_of_this_process
@@ -76,9 +80,6 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     from accel_sft.tools.parity.reference import Reference
     from accel_sft.training.prepare import Assembly
 
-    record = RunDir.record_around(run)
-    if record is None:
-        raise UserError(f"RUN {run}: no run.json there; name the folder of a run")
     if record.get("raw_text"):
         raise UserError(f"RUN {run}: raw text has no answers; hold the server's /v1/completions to accel-sft generate")
     word = options["task"] or record["task"]
@@ -183,6 +184,7 @@ def _log_probabilities(pairs: Sequence[Any], dtype: str) -> dict[str, Any] | Non
 
 def lines(result: dict[str, Any]) -> list[str]:
     """What was compared, for people."""
+    from accel_sft.io.terminal import wrapped
     from accel_sft.io.text import one_line, printable
 
     count, prompts, answers, metric = (result[name] for name in ("examples", "prompts", "answers", "metric"))
@@ -207,4 +209,4 @@ def lines(result: dict[str, Any]) -> list[str]:
     rows += [f"untested {line}" for line in result["untested"]]
     verdict = "holds    what is served is" if result["holds"] else "differs  what is served is not"
     rows.append(f"{verdict} what was trained")
-    return [printable(row) for row in rows]
+    return [wrapped(printable(row), 9) for row in rows]

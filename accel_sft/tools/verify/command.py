@@ -51,7 +51,7 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
     """
     from accel_sft.io.findings import Finding, lines, worst
     from accel_sft.io.run_dir import RunDir
-    from accel_sft.io.terminal import waiting
+    from accel_sft.io.terminal import waiting, wrapped
     from accel_sft.launch.launcher import under_launcher
     from accel_sft.tools.verify import segments as parts
     from accel_sft.tools.verify.records import LEVELS, Recorded, examine
@@ -103,6 +103,7 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
     else:
         verdict = "nothing differs from what it records" if same else "it is not what it records"
         verdict += f"; {failed} of {len(drawn)} segments could not be run again here" * bool(failed)
-        click.echo("\n".join([*notes, f"{run}: {verdict}{f' (--seed {seed})' if again else ''}"]))
+        for line in (*notes, f"{run}: {verdict}{f' (--seed {seed})' if again else ''}"):
+            click.echo(wrapped(line))
     if failed or not same:
         raise SystemExit(1)

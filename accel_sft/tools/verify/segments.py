@@ -95,9 +95,8 @@ def conclusions(run: Recorded, possible: Sequence[Segment], again: Sequence[Segm
     lines = []
     if again:
         lines.append(
-            f"{len(again)} of {len(possible)} segments between checkpoints were run again, {covered:,} of {total:,} "
-            "steps; had a step of one been changed with all records, this finds it with a probability of "
-            f"{chance(possible, len(again)):.0%}"
+            f"{len(again)} of {len(possible)} segments were run again ({covered:,} of {total:,} steps): a changed "
+            f"segment would have been found with a probability of {chance(possible, len(again)):.0%}"
         )
     if first := possible[0].begin:
         more = "--from-start runs them again too; --keep-checkpoints every:N keeps more of them"

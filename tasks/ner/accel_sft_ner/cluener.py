@@ -74,8 +74,8 @@ def refuse_overlap(train: Any, validation: Any) -> None:
         (there,), (here,) = train.places([first_at[text]]), validation.places([index])
         lines.append(f"{here}: {_short(text)} is also trained on ({there})")
     raise UserError(
-        f"--validation-file: {len(shared)} of {len(validation)} sentences are also trained on, so the metric would "
-        "flatter; take them out of one file, or accept it with --allow-overlap",
+        f"--validation-file: {len(shared)} of {len(validation)} sentences are also trained on, which flatters the "
+        "metric; take them out of one file, or add --allow-overlap",
         *lines,
     )
 
