@@ -34,6 +34,7 @@ import shapes  # noqa: E402
 import smoke  # noqa: E402
 from accel_sft.chat.encoded import Encoded  # noqa: E402
 from accel_sft.evaluation.generate import Generator, common_prefix  # noqa: E402
+from accel_sft.models.architecture import cache_argument  # noqa: E402
 
 SHAPES = {
     "series-a": shapes.SHAPES["series-a"],  # 20 + 8 + 18
@@ -90,7 +91,7 @@ class Transformers:
             before, pad = prompts[0][: self.prefix], [self.tokenizer.pad_token_id]
             ids = [before + pad * n + prompt[self.prefix :] for n, prompt in zip(pads, prompts, strict=True)]
             mask = [[1] * self.prefix + [0] * n + [1] * (longest - n - self.prefix) for n in pads]
-            cache = {"past_key_values": self._cache(before, len(batch))} if self.prefix else {}
+            cache = {cache_argument(self.model.forward): self._cache(before, len(batch))} if self.prefix else {}
             output = self.model.generate(
                 torch.tensor(ids), attention_mask=torch.tensor(mask), generation_config=self.settings, **cache
             )
@@ -101,7 +102,7 @@ class Transformers:
 
     def _cache(self, prefix: list[int], rows: int) -> DynamicCache:
         cache = DynamicCache(config=self.model.config)
-        self.model(input_ids=torch.tensor([prefix]), past_key_values=cache, logits_to_keep=1)
+        self.model(input_ids=torch.tensor([prefix]), logits_to_keep=1, **{cache_argument(self.model.forward): cache})
         cache.batch_repeat_interleave(rows)
         return cache
 

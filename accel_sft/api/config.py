@@ -64,7 +64,10 @@ class TrainConfig:
         None,
         help="chatml, a Jinja file, or the model whose template to take: for one without, or in place of its own.",
     )
-    train_limit: str | None = _data(None, help="Train on the first N examples only, or on a first share, such as 10%.")
+    train_limit: str | None = _data(
+        None,
+        help="Train on N examples only, or a share, such as 10%: a sample of a file's rows, or a task's first.",
+    )
     mix: str | None = _data(None, help="Shares of the rows of each --train-file, in their order, such as 3,1.")
     max_length: int | None = _data(None, basic=True, min=2, help="Tokens per example; longer ones are reported.")
     truncation: str = _data(

@@ -29,6 +29,7 @@ from accel_sft.launch.collectives import first_reason
 from accel_sft.models.architecture import (
     arguments,
     beyond_text,
+    cache_argument,
     limited_layers,
     takes_sdpa,
     without_adapter,
@@ -253,7 +254,7 @@ def _dropout(model: torch.nn.Module, is_random: bool) -> str | None:
 
 def _not_behind_a_cache(trial: Trial, layout: Layout, row_sets: Sequence[Sequence[Encoded]]) -> str | None:
     """Say why rows are not tried behind a prefix's cache; None if they can be."""
-    if "past_key_values" not in arguments(trial.accelerator.unwrap_model(trial.model)):
+    if not cache_argument(without_adapter(trial.accelerator.unwrap_model(trial.model)).forward):
         return "the model takes none"
     if not any(map(layout.prefix, row_sets)):
         return "rows have nothing in common before what they learn"

@@ -136,11 +136,7 @@ def from_task(failed: str, call: Callable[[], Given]) -> Given:
 
 
 def read_split(task: Task, split: str) -> Sequence[Any]:
-    """The task's examples of a split.
-
-    Raises:
-        UserError: the task fails, or gives something else than a sequence of examples, or an empty one.
-    """
+    """The task's examples of a split."""
     what = f"the task's dataset({split!r})"
     examples = from_task(f"{what} failed", lambda: task.dataset(split))
     indexed = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
@@ -151,9 +147,9 @@ def read_split(task: Task, split: str) -> Sequence[Any]:
     return examples
 
 
-def first_examples(examples: Sequence[Any], limit: str | None) -> Sequence[Any]:
-    """The first of a split's examples, as many as `--train-limit` says: a number, or a share rounded down, but at least
-    one. All without a limit."""
+def limited_examples(examples: Sequence[Any], limit: str | None) -> Sequence[Any]:
+    """As many of a split's examples as `--train-limit` says: a number, or a share rounded down, but at least one. Of
+    rows it is a sample, as files are often sorted, of other examples the first ones. All without a limit."""
     if limit is None:
         return examples
     share = limit.endswith("%")
@@ -161,7 +157,7 @@ def first_examples(examples: Sequence[Any], limit: str | None) -> Sequence[Any]:
     if number >= len(examples):
         return examples
     # a task's own sequence need not know slices
-    return examples[:number] if isinstance(examples, (list, Rows)) else [examples[at] for at in range(number)]
+    return examples.sample(number) if isinstance(examples, Rows) else [examples[at] for at in range(number)]
 
 
 def conversation(task: Task, examples: Sequence[Any], split: str, index: int) -> Conversation:
@@ -244,7 +240,8 @@ def checked_turns(turns: Any, what: str, images: list[Picture]) -> Turns:
         if "tool_calls" in turn:
             if not called:
                 raise UserError(f"{what} gave tool_calls in a turn of role {turn['role']!r}; only an assistant calls")
-            turn["tool_calls"] = [_call(call, what) for call in _listed(turn["tool_calls"])]
+            calls = turn["tool_calls"]
+            turn["tool_calls"] = [_call(call, what) for call in (calls if isinstance(calls, list) else [calls])]
         if not isinstance(turn.get("reasoning_content", ""), str):
             raise UserError(f"{what} gave reasoning_content {str(turn['reasoning_content'])[:80]!r}, expected text")
         found.append(turn)
@@ -255,10 +252,6 @@ def _given(turn: Turn) -> Turn:
     """Return a turn without role and content, and without null values and empty calls, which several formats write."""
     rest = {name: value for name, value in turn.items() if name not in ("role", "content") and value is not None}
     return {name: value for name, value in rest.items() if name != "tool_calls" or value != []}
-
-
-def _listed(calls: Any) -> list[Any]:
-    return calls if isinstance(calls, list) else [calls]
 
 
 def _call(call: Any, what: str) -> dict[str, Any]:

@@ -232,9 +232,6 @@ def _cut(row: Encoded, length: int) -> Encoded | None:
 def blank_row(inputs: ImageInputs) -> Encoded:
     """The row of a white image, of which nothing is learnt: a forward without images calls the layers that read images
     with it.
-
-    Raises:
-        UserError: the model has no processor for images, or it cannot make the image its input.
     """
     import PIL.Image
 

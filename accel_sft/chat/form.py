@@ -147,11 +147,7 @@ class Forms:
         self._known: dict[tuple[Any, ...], Form] = {}
 
     def __call__(self, turns: Turns, split: str, offered: dict[str, Any] | None = None) -> Form:
-        """Return the form of conversations with the roles, and the calls, of these turns.
-
-        Raises:
-            UserError: the template rejects the messages, or fails.
-        """
+        """Return the form of conversations with the roles, and the calls, of these turns."""
         offered = offered or {}
         # a turn with calls, or a system turn, that has no text has none in the probe either: templates check for that
         silent = [not turn["content"].strip() and ("tool_calls" in turn or turn["role"] == "system") for turn in turns]

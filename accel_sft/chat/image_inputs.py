@@ -69,11 +69,7 @@ class ImageInputs:
 
     @functools.cached_property
     def processor(self) -> Any:
-        """The processor.
-
-        Raises:
-            UserError: the model has none for images, or it cannot be loaded.
-        """
+        """The processor."""
         return self._load()
 
     @functools.cached_property
@@ -93,11 +89,7 @@ class ImageInputs:
         return text._replace(prompt=self.prompt(chat.images, text.prompt, where, text.rest)) if chat.images else text
 
     def prompt(self, pictures: Sequence[Picture], text: str, where: str, rest: str = "") -> str:
-        """Return a prompt with as many placeholders for each image as the image has tokens; `rest` follows it.
-
-        Raises:
-            UserError: the template does not write one placeholder for each image, or an image cannot be used.
-        """
+        """Return a prompt with as many placeholders for each image as the image has tokens; `rest` follows it."""
         place = self.processor.image_token
         if (places := text.count(place)) != len(pictures) or place in rest:
             raise UserError(
@@ -134,9 +126,6 @@ class ImageInputs:
         """The model's inputs besides tokens and mask, for rows of these ids padded at the right to this shape (B, T).
 
         The pixels of all images follow each other in the order of their placeholders, by which the model finds them.
-
-        Raises:
-            UserError: an image is gone or was changed, or a row's images make another number of tokens than it has.
         """
         pictured = [of_row for of_row in images if of_row]
         made = self._made(pictured)
@@ -159,27 +148,16 @@ class ImageInputs:
     def begin(self, pictured: list[RowImages]) -> None:
         """Have a thread run the processor for the rows whose `tensors` are made next: it takes 5 to 90 ms an image, in
         which a GPU would idle. The images are read here, as a task need not bear threads.
-
-        Raises:
-            UserError: an image is gone or was changed.
         """
         self._ahead = pictured, _THREAD.submit(self._processed, pictured, self._opened(pictured))
 
     def ids(self, images: RowImages) -> list[int]:
-        """The tokens that the processor makes of a row's images alone.
-
-        Raises:
-            UserError: an image is gone or was changed, or cannot be used.
-        """
+        """The tokens that the processor makes of a row's images alone."""
         ids: list[int] = self._made([images])["input_ids"][0].tolist()
         return ids
 
     def pixels(self, images: RowImages) -> int:
-        """Number of pixel values that the processor makes of a row's images.
-
-        Raises:
-            UserError: as `ids`.
-        """
+        """Number of pixel values that the processor makes of a row's images."""
         return pixels_in(self._made([images]))
 
     def _made(self, pictured: list[RowImages]) -> Any:

@@ -48,11 +48,7 @@ class Picture:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of the file, or of the pixels of a PIL image.
-
-        Raises:
-            UserError: the file cannot be read.
-        """
+        """SHA-256 of the file, or of the pixels of a PIL image."""
         if isinstance(self.given, (str, bytes)):
             return hashlib.sha256(self._file()).hexdigest()
         image = self.given
@@ -64,9 +60,6 @@ class Picture:
     def opened(self) -> Any:
         """The image as transformers opens it: a file upright and in RGB, a PIL image as it is. What is transparent
         becomes white, as vLLM and Qwen's own code have it.
-
-        Raises:
-            UserError: it cannot be read, or Pillow is missing.
         """
         if not isinstance(self.given, (str, bytes)):
             return self._on_white(self.given)
@@ -119,11 +112,7 @@ class Picture:
         return image
 
     def file(self) -> tuple[bytes, str]:
-        """The bytes of an image file, and the suffix of its name; a PIL image is written as PNG.
-
-        Raises:
-            UserError: it cannot be read, or is not an image that training accepts.
-        """
+        """The bytes of an image file, and the suffix of its name; a PIL image is written as PNG."""
         if isinstance(self.given, (str, bytes)):
             self._decoded(content := self._file())  # raises if it is no image: a row may name any file
             return content, Path(self.given).suffix.lower() if isinstance(self.given, str) else ""
@@ -146,11 +135,7 @@ class Picture:
 
 
 def picture_of(part: dict[str, Any], what: str) -> Picture:
-    """The image of a part of a content.
-
-    Raises:
-        UserError: the part has no image, or one that does not exist; the message begins with `what`.
-    """
+    """The image of a part of a content."""
     given = [part[key] for key in _KEYS if part.get(key) is not None]
     if len(given) != 1:
         raise UserError(f"{what} gave the part {str(part)[:80]!r}, expected one image in it")
@@ -190,11 +175,7 @@ def _file_or_bytes(value: str, what: str, *, encoded: bool) -> str | bytes:
 
 
 def read_parts(content: Sequence[Any], what: str) -> tuple[str, list[Picture]]:
-    """Return the text of a content that is a list of parts, with IMAGE_MARK for each image, and return the images.
-
-    Raises:
-        UserError: a part is neither text nor image, or its image does not exist; the message begins with `what`.
-    """
+    """Return the text of a content that is a list of parts, with IMAGE_MARK for each image, and return the images."""
     text, pictures = [], []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None

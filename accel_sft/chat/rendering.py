@@ -63,8 +63,6 @@ class Rendering:
 
         Args:
             images: the images of the turns, in the order of their marks.
-        Raises:
-            UserError: the template rejects the messages, or fails.
         """
         chat = self.control.guarded(Conversation(turns, {"role": "assistant", "content": ""}, tools=tools))
         self.template.check([turn["role"] for turn in turns] == ["user"] and not tools)
@@ -73,11 +71,7 @@ class Rendering:
         return self.template.text(given, "prompt", prompt=True, offered=chat.offered) + form.prompt_end
 
     def examples(self, chats: Sequence[Conversation], split: str) -> list[Rendered]:
-        """Each conversation's prompt and the answer that is learnt after it, as guarded texts for `control.ids`.
-
-        Raises:
-            UserError: the template rejects the messages, or fails.
-        """
+        """Each conversation's prompt and the answer that is learnt after it, as guarded texts for `control.ids`."""
         self.template.check(all(chat.continued for chat in chats))
         if chats and self.template.concatenates:
             end = f"answers follow their prompts as they are, up to {self.tokenizer.eos_token}"

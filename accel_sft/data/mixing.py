@@ -12,11 +12,7 @@ from accel_sft.data.token_store import StoredEncoding
 
 
 def check_sources(examples: Sequence[Any], mix: str) -> dict[str, int]:
-    """Return each source's share by its name; the sources are what `--train-file` names, each in its order.
-
-    Raises:
-        UserError: the examples are not rows of as many sources.
-    """
+    """Return each source's share by its name; the sources are what `--train-file` names, each in its order."""
     shares, names = read_shares(mix), getattr(examples, "sources", None)
     if names is None or not hasattr(examples, "sources_of"):
         raise UserError(f"--mix {mix}: this task's rows are not read from files of --train-file; leave it out")
@@ -31,11 +27,7 @@ def check_sources(examples: Sequence[Any], mix: str) -> dict[str, int]:
 
 
 def rows_by_source(train: StoredEncoding, mix: str) -> tuple[dict[str, np.ndarray], tuple[int, ...]]:
-    """Return the indices of each source's rows of tokens by its name, and the shares.
-
-    Raises:
-        UserError: what `check_sources` raises, or a source has no row that can be used.
-    """
+    """Return the indices of each source's rows of tokens by its name, and the shares."""
     examples: Any = train.examples
     shares = check_sources(examples, mix)
     indices = np.concatenate([columns.indices.copy() for columns in train.kept.columns()])

@@ -40,11 +40,7 @@ def token_key(decided: list[Any], task: Task, examples: Sequence[Any], split: st
 
 
 def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
-    """Return everything besides the examples that decides tokens, as JSON can hold it.
-
-    Raises:
-        UserError: accel_sft's own files cannot be read.
-    """
+    """Return everything besides the examples that decides tokens, as JSON can hold it."""
     own = code_fingerprint(encode_parts)
     if own is None:  # without it, tokens that an earlier version made would be used
         raise UserError("accel_sft's own files cannot all be read, or are not plain files; install it again")

@@ -36,6 +36,8 @@ _MOST_BYTES = 1 << 26
 _BUSY = (429, 500, 502, 503, 504)
 _OPTIONAL = "logprobs", "top_logprobs"
 """Keys of a request without which an answer is still an answer. A server that refuses them is asked without them."""
+_LIMIT, _NEWER_LIMIT = "max_tokens", "max_completion_tokens"
+"""Keys of the largest number of an answer's tokens: some servers take the newer one alone."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -92,6 +94,7 @@ class Endpoint:
         self._key = _key(key_from)
         self._reached = False
         self._refused: frozenset[str] = frozenset()
+        self._limit = _LIMIT
         handlers: list[Any] = [_NoRedirects()]
         if _is_local(urllib.parse.urlsplit(self.url).hostname or ""):
             handlers.append(urllib.request.ProxyHandler({}))
@@ -105,7 +108,7 @@ class Endpoint:
             most: the largest number of the answer's tokens.
             thinking: `--thinking`; "off" is passed on to the template.
         """
-        more = {"max_tokens": most, "logprobs": True, "top_logprobs": 1}
+        more = {_LIMIT: most, "logprobs": True, "top_logprobs": 1}
         found = self._ask("chat/completions", {**_of_chat(turns, tools, thinking), **more})
         return _reply(found, mapping(found["choices"][0].get("message")).get("content"))
 
@@ -115,19 +118,25 @@ class Endpoint:
         Args:
             prompt: a text, or its token ids where the server takes them.
         """
-        found = self._ask("completions", {"prompt": prompt, "max_tokens": most, "logprobs": 1})
+        found = self._ask("completions", {"prompt": prompt, _LIMIT: most, "logprobs": 1})
         return _reply(found, found["choices"][0].get("text"))
 
     def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         whole = {"model": self.model, "temperature": 0, **body}
-        sent = {key: value for key, value in whole.items() if key not in self._refused}
-        try:
-            found = self.post(path, sent)
-        except EndpointError as error:
-            if error.status not in (400, 422) or not sent.keys() & {*_OPTIONAL}:
-                raise
-            found = self.post(path, {key: value for key, value in whole.items() if key not in _OPTIONAL})
-            self._refused = frozenset(_OPTIONAL)
+        limit, refused = self._limit, self._refused
+        while True:
+            sent = {limit if key == _LIMIT else key: value for key, value in whole.items() if key not in refused}
+            try:
+                found = self.post(path, sent)
+                break
+            except EndpointError as error:
+                if error.status in (400, 422) and _LIMIT in sent and _NEWER_LIMIT in str(error):
+                    limit = _NEWER_LIMIT
+                elif error.status in (400, 422) and sent.keys() & {*_OPTIONAL}:
+                    refused = frozenset(_OPTIONAL)
+                else:
+                    raise
+        self._limit, self._refused = limit, refused
         choices = found.get("choices")
         if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
             raise EndpointError(f"--url {self.url}: {path} answered without `choices`; is it OpenAI-compatible?")

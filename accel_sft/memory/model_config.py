@@ -223,7 +223,8 @@ def _kept_bytes(layer: Any, config: Any, itemsize: int, prefix: int, own: int) -
 
     if not prefix:
         return 0.0, kept(2, own)
-    name = "cache_params" if "cache_params" in inspect.signature(layer.forward).parameters else "past_key_values"
+    taken = inspect.signature(layer.forward).parameters
+    name = next(name for name in ("cache", "cache_params", "past_key_values") if name in taken)
     cache = DynamicCache(config=config)
     of_prefix, states = kept(1, prefix, **{name: cache}), cache.layers[layer.layer_idx]
     for kind in (states.conv_states, states.recurrent_states):

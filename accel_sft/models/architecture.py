@@ -24,6 +24,12 @@ def arguments(model: torch.nn.Module) -> set[str]:
     return set(inspect.signature(without_adapter(model).forward).parameters)
 
 
+def cache_argument(forward: Any) -> str | None:
+    """The name by which a forward takes a cache: `cache` from transformers 5.24 on, before it `past_key_values`."""
+    taken = inspect.signature(forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in taken), None)
+
+
 def limited_layers(model: Any, longest: int) -> str | None:
     """Return the kinds of layers without full causal attention at this length (sliding window, recurrent), else None.
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from accel_sft.models.architecture import arguments, without_adapter
+from accel_sft.models.architecture import arguments, cache_argument, without_adapter
 
 _KNOWN: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
 """Names of the arguments of each model's forward, looked up once."""
@@ -133,16 +133,17 @@ def prefix_first(model: Any, prefix: torch.Tensor) -> Iterator[None]:
     base = without_adapter(model)
     own = base.forward
     taken = _arguments(base)
+    cache_name = cache_argument(own) or "past_key_values"
     no_logits = {"logits_to_keep": prefix.new_zeros(0)} if "logits_to_keep" in taken else {}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache = PrefixCache(base.config)
-        own(input_ids=prefix, past_key_values=cache, use_cache=False, **no_logits)
+        own(input_ids=prefix, use_cache=False, **{cache_name: cache}, **no_logits)
         rows, longest = kwargs["input_ids"].shape
         if "position_ids" in taken:  # Bamba, as of transformers 5.23, would count from 0 again
             positions = torch.arange(longest, device=prefix.device) + prefix.shape[1]
             kwargs["position_ids"] = positions.expand(rows, -1)
-        return own(*args, **{**kwargs, "past_key_values": cache.behind(rows)})
+        return own(*args, **{**kwargs, cache_name: cache.behind(rows)})
 
     with with_forward(base, forward):
         yield

@@ -116,11 +116,10 @@ def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located
     stream.seek(0)
     csv.field_size_limit(min(sys.maxsize, (1 << 31) - 1))  # a cell may hold a chat; the default is 128 KiB
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    records = csv.reader(text, delimiter=delimiter, strict=True)
     header, line = None, 0
     try:
-        for record in records:
-            begin, line = line + 1, records.line_num
+        for count, record in (_tabbed if delimiter == "\t" else functools.partial(_quoted, delimiter=delimiter))(text):
+            begin, line = line + 1, line + count
             if not record:  # an empty line
                 continue
             if header is None:
@@ -143,6 +142,48 @@ def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located
         raise not_utf8(f"{name}:{line + 1}", "here or in the lines after", error.object) from None
     finally:
         text.detach()  # otherwise `text` would close the caller's stream
+
+
+def _quoted(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """The records of a table whose quotes may hold delimiters and line breaks, each after its number of lines."""
+    records, line = csv.reader(lines, delimiter=delimiter, strict=True), 0
+    for record in records:
+        yield records.line_num - line, record
+        line = records.line_num
+
+
+def _tabbed(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """The records of a table with tabs, where a quote may also be a character like any other: it is, if it would join
+    lines of which each has as many fields as the header, or if the quotes of a line do not close."""
+    rest, width = iter(lines), 0
+    taken, again = list[str](), list[str]()
+
+    def following() -> Iterator[str]:
+        while line := again.pop() if again else next(rest, ""):
+            taken.append(line)
+            yield line
+
+    for line in following():
+        taken[:], plain = [line], _fields(line)
+        try:
+            quoted = csv.reader(itertools.chain([line], following()), delimiter="\t", strict=True)
+            record = next(quoted) if '"' in line else plain
+            is_plain = len(taken) > 1 < width and all(len(_fields(row)) == width for row in taken)
+        except csv.Error:
+            is_plain = 1 < width == len(plain)
+            if not is_plain:
+                raise
+        if is_plain:
+            again += reversed(taken[1:])
+            yield 1, plain
+        else:
+            width = width or len(record)
+            yield len(taken), record
+
+
+def _fields(line: str) -> list[str]:
+    text = line.rstrip("\r\n")
+    return text.split("\t") if text else []
 
 
 def _doubled(columns: list[str]) -> str:
@@ -206,7 +247,9 @@ def _as_written(value: Any, type: Any, name: str) -> Any:
         bits = getattr(type, "value_type", type).bit_width  # the type of a dictionary's values
         return float(str({16: np.float16, 32: np.float32}.get(bits, float)(value)))
     if isinstance(value, list) and hasattr(type, "item_type"):
-        return [(key, _as_written(item, type.item_type, name)) for key, item in value]
+        pairs = [(key, _as_written(item, type.item_type, name)) for key, item in value]
+        held = dict(pairs)
+        return held if len(held) == len(pairs) and all(isinstance(key, str) for key in held) else pairs
     if isinstance(value, bytes) and name not in _IMAGES and b"\0" not in value:  # other programs write texts so
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()
@@ -234,11 +277,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _document(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """Yield a text file as one row, {"text": ...}; one with rows of JSON in it is read as those.
-
-    Raises:
-        UserError: the file is no UTF-8, or larger than a row may be.
-    """
+    """Yield a text file as one row, {"text": ...}; one with rows of JSON in it is read as those."""
     stream.seek(0)
     content = stream.read(MAX_ROW_BYTES + 1)
     if _ROWS_OF_JSON.match(content):

@@ -23,6 +23,12 @@ _WRAPPED = re.compile(rb'(?m)^\s*\{\s*"(data|rows|examples|instances)"\s*:\s*\[\
 """How an object with the rows under its only key begins."""
 
 
+_OF_SPLITS = re.compile(
+    rb'(?m)^\s*\{\s*"(train|training|validation|valid|val|dev|tests?|eval|evaluation)"\s*:\s*\[\s*[{\]]'
+)
+"""How an object with a split of the rows under each of its keys begins."""
+
+
 class Located(NamedTuple):
     """One value; its line, or its number in a file without lines (from 1); its bytes, which `json.loads` can read
     again; and for JSON Lines its first byte (from 0).
@@ -34,6 +40,23 @@ class Located(NamedTuple):
     number: int
     raw: bytes = b""
     begin: int = 0
+
+
+class Written(float):
+    """A number whose text is as the file has it: 12.50, not 12.5, is the answer that is to be learnt."""
+
+    def __new__(cls, text: str) -> "Written":
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Written.__name__ = "float"  # as tasks name the type of a value in messages
 
 
 class RowProblem(ValueError):
@@ -80,13 +103,11 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
     Args:
         stream: read from its beginning; a byte-order mark is accepted.
         name: the file's name in messages.
-    Raises:
-        UserError: a line is not UTF-8, or is too long.
     """
     end, begin = _array_end(stream)
     stream.seek(begin)
     if end is not None:
-        yield from _array(decoded(stream.read(), name, 1, begin), end)
+        yield from array(decoded(stream.read(), name, 1, begin), end)
         return
     for line in itertools.count(1):
         if not (raw := stream.readline(MAX_ROW_BYTES + 1)):
@@ -115,12 +136,41 @@ def _array_end(stream: BinaryIO) -> tuple[str | None, int]:
         pass
     if mark == b"[":
         return "", begin
+    return ("}" if _begins_once(stream, _WRAPPED, begin) else None), begin
+
+
+def _begins_once(stream: BinaryIO, opening: re.Pattern[bytes], begin: int) -> bool:
+    """Whether JSON is one object that begins so; if more lines do, they are JSON Lines, each with such a key."""
     stream.seek(begin)
-    if opening := _WRAPPED.match(stream.read(_MAX_NAME)):
-        stream.seek(begin + opening.end())
-        if not _WRAPPED.search(stream.read(MAX_ROW_BYTES)):  # else these are JSON Lines, each with such a key
-            return "}", begin
-    return None, begin
+    if not (found := opening.match(stream.read(_MAX_NAME))):
+        return False
+    stream.seek(begin + found.end())
+    return not opening.search(stream.read(MAX_ROW_BYTES))
+
+
+def arrays_of_splits(stream: BinaryIO, name: str) -> dict[str, str]:
+    """The text of each split's array in an object such as {"train": [...], "test": [...]}; {} if it is none."""
+    _, begin = _array_end(stream)
+    if not _begins_once(stream, _OF_SPLITS, begin):
+        return {}
+    stream.seek(begin)
+    text = decoded(stream.read(), name, 1, begin)
+    arrays: dict[str, str] = {}
+    at, mark = text.index("{"), "{"
+    try:
+        while mark != "}":
+            key, at = _DECODER.raw_decode(text, _behind_blanks(text, at + 1))
+            begin = _behind_blanks(text, _behind_blanks(text, at) + 1)  # behind the colon
+            rows, at = _DECODER.raw_decode(text, begin)
+            if not isinstance(rows, list) or key in arrays:
+                raise ValueError(f"the key {key!r:.80} {'twice' if key in arrays else 'without an array of rows'}")
+            arrays[key], at = text[begin:at], _behind_blanks(text, at)
+            mark = text[at : at + 1]
+            if mark not in (",", "}"):
+                raise ValueError("expected ',' or '}' behind an array; is the file cut off?")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: not an object with an array of rows for each split: {_reason(error)}") from None
+    return arrays
 
 
 def decoded(raw: bytes, name: str, line: int, begin: int) -> str:
@@ -154,6 +204,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any] | ValueError:
 
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_no_duplicates,
+    parse_float=Written,
     parse_constant=lambda name: ValueError(f"{name} is not JSON; use null or a number"),
 )
 
@@ -190,7 +241,7 @@ def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
             yield from _problems_in(part, depth + 1)
 
 
-def _array(text: str, end: str) -> Iterator[Located]:
+def array(text: str, end: str = "") -> Iterator[Located]:
     """Yield the elements of the array that `text` begins with, numbered from 1; a syntax error is yielded last. `end`
     follows the array."""
     number, at, mark = 0, text.index("["), "["

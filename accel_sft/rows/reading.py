@@ -22,9 +22,18 @@ from accel_sft.api.errors import UserError
 from accel_sft.io import cache
 from accel_sft.rows.fingerprint import code_fingerprint
 from accel_sft.rows.formats import BATCH_ROWS, READERS, Format, arrow_rows, decompress, format_of, has_lines
-from accel_sft.rows.json_stream import Located, ParsedRow, RowLeftOut, RowProblem, is_array, located
+from accel_sft.rows.json_stream import (
+    Located,
+    ParsedRow,
+    RowLeftOut,
+    RowProblem,
+    array,
+    arrays_of_splits,
+    is_array,
+    located,
+)
 from accel_sft.rows.row_file import PLACE, UNREAD, BadRow, OpenFile, RowFile, Tally, left_out_rows, named
-from accel_sft.rows.sources import EXPECTED, load_dataset, unreadable
+from accel_sft.rows.sources import EXPECTED, chosen_split, load_dataset, split_by_name, unreadable
 
 MAX_PROBLEMS = 20
 IN_MEMORY_BYTES = 1 << 20
@@ -43,46 +52,64 @@ Read = Callable[[Path, contextlib.ExitStack], Iterable[Located]]
 """Reads the rows of a file, with a folder for what it needs on the way; both last until the stack closes."""
 
 
-def read_file(path: Path, parse: Parse) -> RowFile:
+def read_file(path: Path, parse: Parse, use: str, lines: list[str]) -> RowFile:
     """Open a file, and check its rows unless the cache shows that they were checked before.
 
-    Raises:
-        UserError: as `read_rows`.
+    Args:
+        use: "train" or "validation": which split is read of JSON that has several, as {"train": [...], "test": [...]}.
+        lines: a line on the other splits is added.
     """
     with _opened(path) as stream:
         format, before = format_of(path, stream.peek(16)), os.fstat(stream.fileno())
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-        rows = RowFile(str(path), _key(sha256, parse, format), sha256)
-        plain_json = format.is_json and not format.compression
+        sha256, plain = hashlib.file_digest(stream, "sha256").hexdigest(), format.is_json and not format.compression
+        split, text = _of_splits(stream, path, use, lines) if plain else ("", "")
+        name = f"{path}:{split}" if split else str(path)
+        rows = RowFile(name, _key(sha256 + split, parse, format), sha256)
+        rows.has_lines = not plain or not (split or is_array(stream))
 
         def check_unchanged() -> None:
             after = os.fstat(stream.fileno())
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise UserError(f"{path}: was changed while it was read; start again")
 
-        def in_place(*_: Any) -> Iterable[Located]:
-            return located(stream, rows.name)
+        def values(*_: Any) -> Iterable[Located]:
+            return array(text) if split else located(stream, name)
 
         def converted(folder: Path, stack: contextlib.ExitStack) -> Iterable[Located]:
             if before.st_size >= _ANNOUNCED_BYTES:
                 cache.log(f"{path}: reading {before.st_size >> 20:,} MiB, once")
+            if plain:
+                return values()
             source: Any = stream
             if format.compression:
                 source = stack.enter_context((folder / _PLAIN).open("w+b"))
                 decompress(path, format.compression, source)
             rows.has_lines = has_lines(format.suffix, source)
-            return READERS.get(format.suffix, located)(source, rows.name)
+            return READERS.get(format.suffix, located)(source, name)
 
-        if plain_json and before.st_size < IN_MEMORY_BYTES:
-            rows.has_lines, text = not is_array(stream), io.BytesIO()
-            _check(rows, located(stream, rows.name), parse, text)
+        if plain and before.st_size < IN_MEMORY_BYTES:
+            written = io.BytesIO()
+            _check(rows, values(), parse, written)
             check_unchanged()
-            rows.text = text.getvalue()
+            rows.text = written.getvalue()
             return rows
-        if plain_json and not is_array(stream):
+        in_place = plain and rows.has_lines
+        if in_place:
             rows.text = OpenFile(os.dup(stream.fileno()))
-            return _through_cache(rows, parse, in_place, check_unchanged)
-        return _through_cache(rows, parse, converted, check_unchanged)
+        return _through_cache(rows, parse, values if in_place else converted, check_unchanged)
+
+
+def _of_splits(stream: BinaryIO, path: Path, use: str, lines: list[str]) -> tuple[str, str]:
+    """The split that is read of JSON with several, and the text of its array; "" and "" if it has none."""
+    arrays = arrays_of_splits(stream, str(path))
+    if not arrays:
+        return "", ""
+    names = {split_by_name(key): key for key in arrays}
+    if len(names) < len(arrays):  # as with "test" and "eval"
+        names = {key: key for key in arrays}
+    split, others = chosen_split(str(path), sorted(names), use)
+    lines += others
+    return split, arrays[names[split]]
 
 
 @contextlib.contextmanager
@@ -108,9 +135,6 @@ def _opened(path: Path) -> Iterator[Any]:
 def read_dataset(path: Path, parse: Parse, use: str, lines: list[str]) -> RowFile:
     """Like `read_file`, for a data set of the hub, read for `use` ("train" or "validation"); what `load_dataset` notes
     is added to `lines`.
-
-    Raises:
-        UserError: as `load_dataset`; or there are bad rows, which are named by number.
     """
     dataset, notes = load_dataset(str(path), use)
     lines += notes
@@ -234,7 +258,7 @@ def _described(problems: Tally, rows: RowFile, bad: int) -> Iterator[str]:
     """Yield a line for each problem, with the first row that has it and the other rows that have it too."""
     for problem, (count, (first, *others)) in problems.items():
         also = f"; {named(others, count - 1, rows.has_lines)} {'has' if count == 2 else 'have'} the same problem"
-        yield f"{rows.name}:{'' if rows.has_lines else ' row '}{first}: {problem}" + (also if others else "")
+        yield f"{rows.place_at(first)}: {problem}" + (also if others else "")
     if more := bad - sum(count for count, _ in problems.values()):
         yield f"{rows.name}: and {more} more bad rows; nothing was trained"
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from accel_sft.api.errors import UserError
+from accel_sft.rows.json_stream import Written
 
 PLACE = struct.Struct("<qIIII")
 """A row's place: its first byte, number of bytes, their CRC-32, its line or number (from 1), CRC-32 of its group."""
@@ -149,12 +150,12 @@ class RowFile:
 
     def row(self, number: int) -> dict[str, Any]:
         """Return the row with this index (from 0), as the parser takes it."""
-        begin, size, checksum, _, _ = self._place(number)
+        begin, size, checksum, line, _ = self._place(number)
         assert self.text is not None
         raw = self.text[begin : begin + size]
         if zlib.crc32(raw) != checksum:
-            raise UserError(f"{self.name}: row {number + 1} was changed while it was in use; start again")
-        row: dict[str, Any] = json.loads(raw)
+            raise UserError(f"{self.place_at(line)}: was changed while it was in use; start again")
+        row: dict[str, Any] = json.loads(raw, parse_float=Written)
         return row
 
     def groups(self) -> Iterator[int]:

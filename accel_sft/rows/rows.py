@@ -132,11 +132,23 @@ class Rows(Sequence[Row]):
                 f"{self.name}: all rows are of one group, such as one prompt, so none can be held out; give validation "
                 "rows in a file of their own"
             )
-        chosen = np.asarray(self._chosen, dtype=np.int64)
-        sides = (array.array("q", chosen[side].tobytes()) for side in (~is_out, is_out))
-        train, out = (dataclasses.replace(self, _chosen=side, notes=[]) for side in sides)
-        train.notes = list(self.notes)
-        return train, out
+        train, out = self._only(~is_out), self._only(is_out)
+        return train, dataclasses.replace(out, notes=[])
+
+    def sample(self, rows: int) -> Rows[Row]:
+        """Return `rows` of the rows, drawn at random, in their order: the same each time, and among those of a larger
+        sample."""
+        import numpy as np
+
+        drawn = np.random.Generator(np.random.Philox(0)).permutation(len(self))
+        return self._only(np.sort(drawn[:rows]))
+
+    def _only(self, which: Any) -> Rows[Row]:
+        """The rows of these indices, or of an array that says which."""
+        import numpy as np
+
+        chosen = np.asarray(self._chosen, dtype=np.int64)[which]
+        return dataclasses.replace(self, _chosen=array.array("q", chosen.tobytes()), notes=list(self.notes))
 
     def _file_of(self, index: int) -> tuple[int, int]:
         """The number of a row's file (from 0), and the row's index in it."""
@@ -211,14 +223,14 @@ def read_rows(
     for name in row_names(path):
         folder, of_folder = folder_of(name) or (os.path.dirname(name), None)
         parser = functools.partial(parse, folder=folder) if with_folder else parse
-        reader = functools.partial(read_dataset, use=split, lines=lines) if is_dataset_name(str(name)) else read_file
+        reader = read_dataset if is_dataset_name(str(name)) else read_file
         files, beside = ([name], []) if of_folder is None else data_files(Path(folder), of_folder, split)
         lines += beside
         before, refused = len(read), []
         alike: dict[bytes, RowFile] = {}
         for file in files:
             try:
-                of_file = reader(file, parser)
+                of_file = reader(file, parser, split, lines)
                 groups = array.array("I", of_file.groups() if len(files) > 1 else ()).tobytes()
                 earlier = alike.setdefault(groups, of_file) if groups else of_file
                 if earlier is not of_file and all(of_file.row(n) == earlier.row(n) for n in range(len(of_file))):

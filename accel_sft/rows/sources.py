@@ -49,11 +49,7 @@ EXPECTED = "a JSON, JSONL, CSV, Parquet or text file"
 
 
 def row_names(names: str | Path) -> list[Path]:
-    """Return the files, folders and data sets of the hub that an option names, with commas between several.
-
-    Raises:
-        UserError: a name is empty.
-    """
+    """Return the files, folders and data sets of the hub that an option names, with commas between several."""
     parts, whole = [os.path.expanduser(part) for part in str(names).split(",")], []
     while parts:  # the name of an existing file may contain commas
         several = range(len(parts), 1, -1)
@@ -101,19 +97,18 @@ def folder_of(name: str | Path) -> tuple[str, str] | None:
 
 
 def chosen_split(name: str, splits: Collection[str], use: str) -> tuple[str, list[str]]:
-    """The split of the folder or data set `name` that is read for `use`, train or validation, and a line on the others.
-
-    Raises:
-        UserError: no split has the usual name.
-    """
+    """The split of `name` that is read for `use`, train or validation, and a line on the others."""
     usual = [split for split in _USUAL.get(use, [use]) if split in splits] or ["train"] * ([*splits] == ["train"])
     others = [split for split in splits if split not in usual[:1]]
     if not usual:
-        raise UserError(f"{name}: has no split {use}, but {', '.join(others)}; name one: {name}:{others[0]}")
+        way = "write one to a file of its own" if os.path.isfile(name) else f"name one: {name}:{others[0]}"
+        raise UserError(f"{name}: has no split {use}, but {', '.join(others)}; {way}")
     if not others:
         return usual[0], []
-    offered = f"--validation-file {name}:{min(others, key='validation'.__ne__)}"
-    return usual[0], [f"{name}: the split {usual[0]} is read, not {' or '.join(others)}; to use it: {offered}"]
+    offered = f"; to use it: --validation-file {name}:{min(others, key='validation'.__ne__)}"
+    if os.path.isfile(name):
+        offered = f"; to evaluate: --validation-file {name}" if use == "train" else "; for another, write it to a file"
+    return usual[0], [f"{name}: the split {usual[0]} is read, not {' or '.join(others)}{offered}"]
 
 
 def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[Path], list[str]]:
@@ -122,9 +117,6 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
     Without splits, these are all files except hidden ones and those that describe a data set. Links are followed, and
     each folder is read once. Texts (.txt) are data where there is nothing else; a README.md never is. If `split` is
     "", it is chosen by `use`, "train" or "validation".
-
-    Raises:
-        UserError: there are no data files, or none of this split, or a subfolder cannot be read.
     """
     found, others = _all_files(folder)
     names = {path: path.relative_to(folder).as_posix() for path in found}
@@ -135,7 +127,7 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
     splits: dict[str, list[Path]] = {}
     lines: list[str] = []
     for path, name in names.items():
-        splits.setdefault(exact.get(path, "") if exact else _split_by_name(name), []).append(path)
+        splits.setdefault(exact.get(path, "") if exact else split_by_name(name), []).append(path)
     beside = splits.pop("", [])
     if not split:
         split, lines = chosen_split(str(folder), sorted(splits), use)
@@ -154,7 +146,7 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
     return splits[split], lines
 
 
-def _split_by_name(name: str) -> str:
+def split_by_name(name: str) -> str:
     """The split of a file by its path in the folder. If anything in it names another split than train, it is that; a
     folder that names train too, such as train_test_split, is of both."""
     *folders, file = name.split("/")
@@ -215,8 +207,6 @@ def load_dataset(name: str, use: str) -> tuple[Any, list[str]]:
 
     Args:
         use: "train" or "validation", by which the split is chosen.
-    Raises:
-        UserError: `datasets` is not installed, or cannot load the data set; or none of its splits has the usual name.
     """
     try:
         import datasets

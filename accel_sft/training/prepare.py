@@ -19,7 +19,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.batching.device_memory import forwards_alone
-from accel_sft.chat.conversation import first_examples, read_split
+from accel_sft.chat.conversation import limited_examples, read_split
 from accel_sft.chat.encode import blank_row
 from accel_sft.chat.encoded import Encoded
 from accel_sft.checkpoint.checkpoint import replacing
@@ -43,7 +43,7 @@ from accel_sft.models.source import Source, find_source, is_tiny, other_base
 from accel_sft.models.tiny import build_tiny, texts_of
 from accel_sft.models.tokenizer import GivenTemplate, encoding_rules, load_processor, load_tokenizer
 from accel_sft.rows.reading import MAX_PROBLEMS
-from accel_sft.rows.rows import with_places
+from accel_sft.rows.rows import Rows, with_places
 
 _IMAGES_IN_PARTS = (
     "the data has images, which sequence parallelism would cut apart; launch with accelerate_configs/z3.yaml or "
@@ -160,7 +160,9 @@ class Prepared:
         )
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
-        limit_line = f"--train-limit {config.train_limit}: the first {read:,} of {read + self.beyond_limit:,} examples"
+        is_sample = isinstance(train.examples, Rows)
+        first, what = ("", "rows, the same at every start") if is_sample else ("the first ", "examples")
+        limit_line = f"--train-limit {config.train_limit}: {first}{read:,} of {read + self.beyond_limit:,} {what}"
         repeated = (
             f"--global-batch-size {plan.global_batch_size} is more than the rows: a step learns some twice or more"
         )
@@ -246,7 +248,7 @@ def prepare_data(
                 decided_by_main(accelerator, lambda: build_tiny(partial, texts_of(task, train_examples), config.seed))
     source = source_of(run_dir, model, config)
     assembly = Assembly(accelerator, task, config, source)
-    limited = first_examples(train_examples, config.train_limit)
+    limited = limited_examples(train_examples, config.train_limit)
     train = assembly.encode(limited, "train")
     validation = assembly.encode(validation_examples, "validation")
     if not assembly.encode.rendering.control.as_text:

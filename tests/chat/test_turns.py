@@ -20,13 +20,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from accel_sft import UserError
+from accel_sft import UserError, read_rows
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import exact_batchings
 from accel_sft.chat.answer_tokens import PieceTokenizer
 from accel_sft.chat.control_tokens import ControlTokens
-from accel_sft.chat.conversation import Conversation, conversation, first_examples
+from accel_sft.chat.conversation import Conversation, conversation, limited_examples
 from accel_sft.chat.encoded import Rules
 from accel_sft.chat.rendering import Rendering
 from accel_sft.data.tokenization import SplitEncoder
@@ -585,9 +585,20 @@ def test_train_limit_takes_the_first_examples_of_any_sequence(limit, left):
         def __getitem__(self, at):
             return at**2  # a slice is an error
 
-    assert [*first_examples([*range(25)], limit)] == [*range(25)][:left]
-    found = first_examples(Squares(), limit)
+    assert [*limited_examples([*range(25)], limit)] == [*range(25)][:left]
+    found = limited_examples(Squares(), limit)
     assert [found[at] for at in range(len(found))] == [at**2 for at in range(left)]
+
+
+def test_train_limit_draws_rows_of_a_file_sorted_by_label(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"label": {n // 50}, "n": {n}}}\n' for n in range(200)))
+    rows = read_rows(tmp_path / "rows.jsonl", dict)
+    few, more, again = (limited_examples(rows, limit) for limit in ("20", "20%", "20"))
+    assert [len(few), len(more), *{row["label"] for row in few}] == [20, 40, 0, 1, 2, 3]
+    assert [*few] == [*again] == sorted(few, key=lambda row: row["n"])
+    assert all(row in more for row in few), "a larger sample has the smaller one's rows"
+    assert [place.line - 1 for place in few.places(range(20))] == [row["n"] for row in few]
+    assert few.notes == rows.notes
 
 
 @pytest.mark.parametrize("limit", ["0", "0%", "100.1%", "-3", "some", "1.5", "%"])

@@ -95,6 +95,17 @@ def test_a_prompt_is_tokenized_as_it_is_answered(served):
         assert answered[key] == tokenized[key]
 
 
+@pytest.mark.parametrize("form", ["vllm", "plain"])
+def test_a_server_that_takes_the_newer_limit_alone_gets_it(served, form):
+    served.newer, served.form = True, form
+    with serving(served) as url:
+        endpoint = Endpoint(url, "one")
+        assert [endpoint.chat(CHAT, most).finish for most in (2, 1)] == ["length"] * 2
+    bodies = [body for path, _, body in served.asked if path == "/v1/chat/completions"]
+    assert "max_tokens" in bodies[0]
+    assert [body["max_completion_tokens"] for body in bodies if "max_tokens" not in body][-2:] == [2, 1]
+
+
 def test_a_busy_server_is_asked_again_and_a_refusal_is_final(served):
     with serving(served) as url:
         endpoint = Endpoint(url, None)

@@ -37,6 +37,7 @@ from accel_sft.evaluation.evaluator import Evaluator, answer_backend
 from accel_sft.evaluation.generate import CHECKED_ROWS, Generator, common_prefix, divide, shares
 from accel_sft.evaluation.live_rows import Row
 from accel_sft.io.heartbeat import heartbeat_count
+from accel_sft.models.architecture import cache_argument
 from accel_sft_math import Math
 
 NEW_TOKENS = 12
@@ -72,11 +73,12 @@ class Strict(Qwen2ForCausalLM):
         attention_mask=None,
         position_ids=None,
         past_key_values=None,
+        cache=None,
         use_cache=None,
         logits_to_keep=0,
         return_dict=None,
     ):
-        names = ("position_ids", "past_key_values", "use_cache", "logits_to_keep")
+        names = ("position_ids", cache_argument(Qwen2ForCausalLM.forward), "use_cache", "logits_to_keep")
         given = {name: value for name, value in locals().items() if name in names}
         return super().forward(input_ids, attention_mask, **given)
 

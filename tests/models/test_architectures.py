@@ -37,7 +37,7 @@ LONG = {
 
 
 def families(names):
-    return [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in names]
+    return [architectures.parameter(name, *([pytest.mark.long] if name in LONG else [])) for name in names]
 
 
 @pytest.fixture(scope="module", params=families(architectures.FAMILIES))
@@ -85,7 +85,7 @@ KINDS = ("qwen2", "qwen3_moe", "deepseek_v3", "falcon_h1", "mamba2", "qwen2_5_vl
 MORE = ("gpt_oss", "llama4", "deepseek_v4", "nemotron_h", "falcon_mamba", "zamba2", "gemma3", "qwen3_5", "gpt2")
 
 
-@pytest.mark.parametrize("family", [*KINDS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
+@pytest.mark.parametrize("family", [*KINDS, *(architectures.parameter(name, pytest.mark.long) for name in MORE)])
 def test_an_adapter_trains_and_plain_peft_loads_it_again(family, tmp_path):
     model = architectures.make(tmp_path / "model", family)
     quick = "--adapter", "lora", "--lora-r", "2", "--learning-rate", "0.01", "--eval-limit", "1"

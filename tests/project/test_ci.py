@@ -1,4 +1,4 @@
-"""What .ci/run takes for the lowest versions is what pyproject.toml says."""
+"""What .ci/run takes for the lowest and newest versions is what pyproject.toml says."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = [Requirement(line) for line in PROJECT["dependencies"]]
 
 
-def lowest_versions(script: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+def dependencies(which: str, script: Path = ROOT / ".ci" / "dependencies.py") -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(script), which], capture_output=True, text=True)
 
 
 def test_each_dependency_is_tested_at_a_version_that_it_allows():
-    printed = lowest_versions(ROOT / ".ci" / "lowest_versions.py").stdout.splitlines()
-    lowest = dict(line.split("==") for line in printed)
+    lowest = dict(line.split("==") for line in dependencies("lowest").stdout.splitlines())
+    assert dependencies("newest").stdout.splitlines() == list(lowest)
     assert list(lowest) == [dependency.name for dependency in DEPENDENCIES]
     for dependency in DEPENDENCIES:
         assert dependency.specifier.contains(lowest[dependency.name])
@@ -43,9 +43,9 @@ def test_libraries_of_which_more_is_used_than_they_promise_are_bounded_above():
 
 def test_a_dependency_without_a_lower_bound_is_named(tmp_path):
     (tmp_path / ".ci").mkdir()
-    script = shutil.copy(ROOT / ".ci" / "lowest_versions.py", tmp_path / ".ci")
+    script = shutil.copy(ROOT / ".ci" / "dependencies.py", tmp_path / ".ci")
     (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["click>=8", "torch<3"]\n')
-    done = lowest_versions(script)
+    done = dependencies("newest", script)
     assert done.returncode == 1
     assert "pyproject.toml: 'torch<3' has no lower bound; write one: torch>=VERSION" in done.stderr
 
@@ -54,7 +54,7 @@ def test_an_option_that_there_is_not_runs_nothing():
     done = subprocess.run(["bash", str(ROOT / ".ci" / "run"), "--fast"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == "ci: no such option: --fast (there are --all and --lowest)\n"
+    assert done.stderr == "ci: no such option: --fast (there are --all, --lowest and --newest)\n"
 
 
 PYTEST = """#!/bin/sh

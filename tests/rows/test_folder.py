@@ -8,6 +8,7 @@ import pytest
 from parsers import answer
 
 from accel_sft import UserError, read_rows
+from accel_sft.rows import reading
 from accel_sft.rows.sources import absent_rows
 
 
@@ -88,6 +89,46 @@ def test_splits_that_are_not_read_are_offered(tmp_path):
     (tmp_path / "ds" / "test.jsonl").unlink()
     rows = read_rows(folder, answer, split="validation")
     assert (list(rows), rows.notes) == (["train.jsonl"], [])
+
+
+@pytest.mark.parametrize("lines", ["", "\n"])
+@pytest.mark.parametrize("memory", [0, 1 << 20])
+def test_one_file_of_splits_is_read_as_a_folder_is(tmp_path, monkeypatch, lines, memory):
+    monkeypatch.setattr(reading, "IN_MEMORY_BYTES", memory)
+    path = tmp_path / "rows.json"
+
+    def write(**splits):
+        rows = {name: ", ".join(f'{{"answer": "{text}"}}' for text in texts) for name, texts in splits.items()}
+        path.write_text("{" + f",{lines}".join(f'{lines}"{name}": [{held}]' for name, held in rows.items()) + "}")
+
+    write(train="ab", dev="c", test="d")
+    for _ in range(2):
+        rows = read_rows(path, answer)
+        assert (list(rows), [str(place) for place in rows.places([1])]) == (["a", "b"], [f"{path}:train row 2"])
+        assert rows.notes == [
+            f"{path}: the split train is read, not test or validation; to evaluate: --validation-file {path}"
+        ]
+        rows = read_rows(path, answer, split="validation")
+        assert list(rows) == ["c"]
+        assert rows.notes[0].endswith("not test or train; for another, write it to a file")
+    write(test="a", train="bc")
+    assert [list(read_rows(path, answer, split=use)) for use in ("train", "validation")] == [["b", "c"], ["a"]]
+    write(train="a")
+    assert (list(rows := read_rows(path, answer)), rows.notes) == (["a"], [])
+    write(test="a", dev="b")
+    with pytest.raises(UserError, match="has no split train, but test, validation; write one to a file of its own"):
+        read_rows(path, answer)
+    for content, expected in (
+        ('{"train": [{"answer": "a"}], "n": 1}', "the key 'n' without an array of rows"),
+        ('{"train": [{"answer": "a"}], "train": []}', "the key 'train' twice"),
+        ('{"train": [{"answer": "a"}]', "expected ',' or '}' behind an array"),
+        ('{"train": [{"answer"', "not JSON at column 21"),
+    ):
+        path.write_text(content)
+        with pytest.raises(UserError, match=f"not an object with an array of rows for each split: {expected}"):
+            read_rows(path, answer)
+    path.write_text(2 * '{"train": [{}], "answer": "a"}\n')
+    assert list(read_rows(path, answer)) == ["a", "a"], "these are rows"
 
 
 def test_a_folder_without_the_split_is_refused_by_name(tmp_path):
@@ -194,5 +235,5 @@ def test_json_that_datasets_stores_as_text_is_a_value(tmp_path):
     kind = pyarrow.json_()
     column = pyarrow.ExtensionArray.from_storage(kind, pyarrow.array(['{"a": 1}', "{"]))
     pyarrow.parquet.write_table(pyarrow.table({"call": column}), tmp_path / "b.parquet")
-    with pytest.raises(UserError, match=r"b\.parquet: row 2: field 'call': expected JSON, as the column's type says"):
+    with pytest.raises(UserError, match=r"b\.parquet row 2: field 'call': expected JSON, as the column's type says"):
         read_rows(tmp_path / "b.parquet", dict)

@@ -91,9 +91,14 @@ BAD = {
     "a key beside the rows": (
         "a.json",
         b'{"data": [{"answer": "x"}], "n": 1}',
-        ": row 1: text after the end of the array",
+        " row 1: text after the end of the array",
     ),
     "no end of a quote": ("a.csv", b'answer\n"x\n', ":2: not CSV (unexpected end of data); the rest is unread"),
+    "no end of a quote, with tabs": (
+        "a.tsv",
+        b'answer\tmore\nx\ty\n"x\n',
+        ":3: not CSV (unexpected end of data); the rest is unread",
+    ),
     "a header alone": ("a.csv", b"answer\n", ": no rows; expected a JSON array of objects, one"),
     "latin-1": ("a.csv", "answer\nx\né\n".encode("latin-1"), ": not UTF-8 (here or in the lines after); convert it"),
     "a bad line": ("a.jsonl.gz", gzip.compress(JSONL + b"{}"), ":5: field 'answer': expected text, got NoneType"),
@@ -145,6 +150,13 @@ ODD = {
     "semicolons": ("a.csv", b'more;"answer, all";answer\n1,5;x;a,b\n', ["a,b"]),
     "bars": ("a.csv", b"more|answer\nx|y\n", ["y"]),
     "tabs": ("a.csv", b"answer\tmore\na,b\ty\n", ["a,b"]),
+    "a lone quote and tabs": (
+        "a.tsv",
+        b'more\tanswer\n1\t"a\n2\t5" b\n3\t"b" c\n4\t"d\te"\n5\t"f ""g""\nh"\n6\t"last\n',
+        ['"a', '5" b', '"b" c', "d\te", 'f "g"\nh', '"last'],
+    ),
+    "a quote of several lines and tabs": ("a.tsv", b'answer\tmore\n"a\nb"\tx\n\n"c"\t"y"\n', ["a\nb", "c"]),
+    "quotes that are one column": ("a.tsv", b'answer\n"a\nb"\n', ["a\nb"]),
     "an index": ("a.csv", b",answer\n0,x\n1,y\n", ["x", "y"]),
     "rows in an object": ("a.json", b'{"data": [{"answer": "x"},\n {"answer": "y"}]}', ["x", "y"]),
     "rows in an object, indented": ("a.json", b'{\n "instances": [\n  {"answer": "x"}\n ]\n}\n', ["x"]),
@@ -170,7 +182,7 @@ def test_a_bad_row_of_parquet_is_named_by_its_number_and_bytes_are_no_text(tmp_p
     with pytest.raises(UserError) as caught:
         read_rows(path, answer)
     assert caught.value.problems == (
-        f"{path}: row 1: field 'answer': expected text, got dict; rows 2, 3 have the same problem",
+        f"{path} row 1: field 'answer': expected text, got dict; rows 2, 3 have the same problem",
     )
 
 
@@ -189,7 +201,7 @@ def test_narrow_floats_of_parquet_are_their_shortest_numbers(tmp_path):
         rows = list(read_rows(tmp_path / f"{type}.parquet", dict))
         for row, number in zip(rows, kept, strict=True):
             held = {name: row[name] for name in row if name != "in"}
-            assert held == {"one": number, "known": number, "many": [number], "map": [["x", number]]}, type
+            assert held == {"one": number, "known": number, "many": [number], "map": {"x": number}}, type
             assert number is None or row["in"] == {"x": number}
 
 

@@ -129,9 +129,18 @@ def test_a_row_that_changes_while_it_is_in_use_is_not_taken_for_the_one_that_was
     if way == "held":
         assert found[0] == ROWS[0]["answer"]
     else:
-        with pytest.raises(UserError, match=r"rows\.json: row 1 was changed while it was in use"):
+        with pytest.raises(UserError, match=r"rows\.json:1: was changed while it was in use"):
             found[0]
     assert found[1] == ROWS[1]["answer"]
+
+
+@pytest.mark.parametrize("content", ["{row}", "[{row}]"])
+def test_numbers_keep_the_text_that_the_file_has(file, content):
+    row = '{"n": 12.50, "in": [1E5, 1.0], "whole": 3}'
+    (found,) = read_rows(file(content.replace("{row}", row)), dict)
+    assert found == {"n": 12.5, "in": [1e5, 1.0], "whole": 3}
+    assert [str(found["n"]), *map(str, found["in"])] == ["12.50", "1E5", "1.0"]
+    assert json.dumps(found) == '{"n": 12.5, "in": [100000.0, 1.0], "whole": 3}'
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "pipe"])
@@ -175,7 +184,7 @@ def test_a_malformed_line_is_named_and_the_others_are_read_on(file, line, expect
 
 
 MALFORMED_ELEMENTS = {
-    name: (element, expected.replace(":2:", ": row 2:"))
+    name: (element, expected.replace(":2:", " row 2:"))
     for name, (element, expected) in MALFORMED_LINES.items()
     if name.startswith(("field", "not an object", "key", "NaN", "-Inf", "half", "nested too"))
 }
@@ -186,28 +195,28 @@ def test_malformed_element_is_named_by_number_and_others_are_read(file, element,
     content = '[{"answer": "first"},\n' + element + ',\n\n{"answer": 4.5}\n]'
     first, last = problems(file(content))
     assert first.startswith(expected)
-    assert last == ": row 3: field 'answer': expected text, got float"
+    assert last == " row 3: field 'answer': expected text, got float"
 
 
 BROKEN_ARRAYS = {
-    "comma missing": ('[{"answer": "1"}\n{"answer": "2"}]', ": row 1: expected ',' or ']' behind it; is the file cut"),
-    "cut off after an element": ('[{"answer": "1"}\n', ": row 1: expected ',' or ']' behind it; is the file cut off?"),
+    "comma missing": ('[{"answer": "1"}\n{"answer": "2"}]', " row 1: expected ',' or ']' behind it; is the file cut"),
+    "cut off after an element": ('[{"answer": "1"}\n', " row 1: expected ',' or ']' behind it; is the file cut off?"),
     "cut off inside": (
         '[{"answer": "1"},\n{"answer":\n "2',
-        ": row 2: not JSON at line 3, column 2: Unterminated string starting at; the rest is unread",
+        " row 2: not JSON at line 3, column 2: Unterminated string starting at; the rest is unread",
     ),
     "cut off after a comma": (
         '[{"answer": "1"},\n',
-        ": row 2: not JSON at line 2, column 1: Expecting value; the rest is unread",
+        " row 2: not JSON at line 2, column 1: Expecting value; the rest is unread",
     ),
-    "comma at the end": ('[{"answer": "1"},\n]', ": row 1: a comma behind it announces a row that is not there"),
+    "comma at the end": ('[{"answer": "1"},\n]', " row 1: a comma behind it announces a row that is not there"),
     "comma twice": (
         '[{"answer": "1"},\n,{"answer": "1"}]',
-        ": row 2: not JSON at line 2, column 1: Expecting value; the rest is unread",
+        " row 2: not JSON at line 2, column 1: Expecting value; the rest is unread",
     ),
-    "text behind": ('[{"answer": "1"}]\n[]', ": row 1: text after the end of the array: '[]'"),
-    "never closed": ("[", ": row 1: not JSON at column 2: Expecting value; the rest is unread"),
-    "nested beyond reading": ("\n" + "[" * 200_000, ": row 1: nested too deeply; the rest is unread"),
+    "text behind": ('[{"answer": "1"}]\n[]', " row 1: text after the end of the array: '[]'"),
+    "never closed": ("[", " row 1: not JSON at column 2: Expecting value; the rest is unread"),
+    "nested beyond reading": ("\n" + "[" * 200_000, " row 1: nested too deeply; the rest is unread"),
 }
 
 
@@ -234,7 +243,7 @@ def test_a_problem_that_many_rows_have_is_told_once(file):
         f":1: {missing}; line 3 has the same problem",
         ":2: field 'answer': expected text, got int",
     ]
-    assert problems(file('[{"answer": "a"}, {}, {}, {}]')) == [f": row 2: {missing}; rows 3, 4 have the same problem"]
+    assert problems(file('[{"answer": "a"}, {}, {}, {}]')) == [f" row 2: {missing}; rows 3, 4 have the same problem"]
 
 
 @pytest.mark.parametrize("content", ["", "  \n\n", "[]", " [ ] "])

@@ -18,6 +18,7 @@ class Served:
     """What is served, and how.
 
     Attributes:
+        newer: whether the answer's length is limited by max_completion_tokens alone.
         form: "vllm" or "llama" with their calls for tokens, or "plain" without, which tells no log-probabilities and
             takes prompts as text only.
         template: another chat template than the tokenizer's.
@@ -32,6 +33,7 @@ class Served:
     model: Any
     tokenizer: Any
     form: str = "vllm"
+    newer: bool = False
     template: str | None = None
     double_first: bool = False
     ends: bool = True
@@ -69,6 +71,9 @@ class Served:
             return 404, {"error": {"message": "not found"}}
         if self.form == "plain" and "logprobs" in body:
             return 422, {"detail": "Unexpected fields in the request: {'logprobs'}"}
+        if self.newer and "max_tokens" in body:
+            told = "Unsupported parameter: 'max_tokens' is not supported; use 'max_completion_tokens' instead."
+            return 400, {"error": {"message": told}}
         prompt = body.get("prompt")
         if isinstance(prompt, list) and self.form == "plain":
             return 400, {"detail": "prompt must be a string."}
@@ -83,7 +88,7 @@ class Served:
         ending = {self.tokenizer.eos_token_id}
         finish, drawing = "length", False
         with torch.no_grad():
-            while len(ids) < body["max_tokens"]:
+            while len(ids) < body["max_completion_tokens" if self.newer else "max_tokens"]:
                 logits = self.model(torch.tensor([[*read, *ids]])).logits[0, -1].float()
                 token = int(logits.argmax())
                 if drawing := self.draws and (drawing or token in ending):

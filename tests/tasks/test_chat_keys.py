@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from accel_sft import RowLeftOut, UserError
+from accel_sft import RowLeftOut, RowProblem, UserError
 from accel_sft.chat.conversation import conversation
 from accel_sft_chat import Chat
-from accel_sft_chat.keys import AS_JSON, RowRefused
+from accel_sft_chat.keys import AS_JSON, RowRefused, without_numbers
 from accel_sft_chat.messages import OTHERS_MARKED
 from accel_sft_chat.task import parse_row
 from accel_sft_chat.turns import JOINED
@@ -22,6 +23,10 @@ SCHEMA = {"name": "w", "description": "d", "parameters": {"type": "object"}}
 
 def messages(*turns, **columns):
     return {"messages": list(turns), **columns}
+
+
+def sharegpt(*turns):
+    return {"conversations": [{"from": who, "value": text} for who, text in turns]}
 
 
 def said(**more):
@@ -103,6 +108,17 @@ READ = {
         [ASK],
         [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
     ),
+    **{
+        f"{filled} beside an empty {empty}": (
+            messages(ASK, ANSWER, **{filled: "s", empty: " "}),
+            [SYSTEM, ASK],
+            [ANSWER],
+        )
+        for filled, empty in (("system", "system_prompt"), ("system_prompt", "system"))
+    },
+    "conversations beside empty messages": ({"messages": [], "conversations": [ASK, ANSWER]}, [ASK], [ANSWER]),
+    "Dolly": ({"instruction": "x", "context": "y", "response": "a"}, [{**ASK, "content": "x\ny"}], [ANSWER]),
+    "OpenOrca": ({"system_prompt": "s", "question": "u", "response": "a"}, [SYSTEM, ASK], [ANSWER]),
     "a call with args": (
         said(content="", tool_calls=[{"name": "w", "args": {"city": "Paris"}}]),
         [ASK],
@@ -118,6 +134,70 @@ def test_keys_that_are_read_become_turns(row):
     assert (found.example.prompt, found.example.answered) == (prompt, answered)
     assert found.unread == ()
     assert parsed(given, strict=True) == found
+
+
+BEDROCK = messages(
+    {"role": "user", "content": [{"text": "u"}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"reasoningContent": {"reasoningText": {"text": "t"}}},
+            {"text": "I look."},
+            {"toolUse": {"toolUseId": "1", "name": "w", "input": {"city": "Paris"}}},
+        ],
+    },
+    {"role": "user", "content": [{"toolResult": {"toolUseId": "1", "content": [{"json": {"t": 21}}]}}]},
+    {"role": "assistant", "content": [{"text": "a2"}]},
+    system=[{"text": "s"}],
+    toolConfig={"tools": [{"toolSpec": {**SCHEMA, "parameters": None, "inputSchema": {"json": SCHEMA["parameters"]}}}]},
+)
+GEMINI = {
+    "systemInstruction": {"role": "user", "parts": [{"text": "s"}]},
+    "contents": [
+        {"role": "user", "parts": [{"text": "u"}]},
+        {
+            "role": "model",
+            "parts": [
+                {"text": "t", "thought": True},
+                {"text": "I look."},
+                {"functionCall": {"id": "1", "name": "w", "args": {"city": "Paris"}}},
+            ],
+        },
+        {"role": "user", "parts": [{"functionResponse": {"id": "1", "name": "w", "response": {"t": 21}}}]},
+        {"role": "model", "parts": [{"text": "a2"}]},
+    ],
+    "tools": [{"functionDeclarations": [SCHEMA]}],
+}
+CLOUDS = {
+    "Bedrock": BEDROCK,
+    "Bedrock as JSON": {name: json.dumps(BEDROCK[name]) for name in ("messages", "toolConfig")} | {"system": "s"},
+    "Gemini": GEMINI,
+}
+
+
+@pytest.mark.parametrize("row", CLOUDS.values(), ids=CLOUDS)
+def test_rows_of_clouds_become_calls_results_and_thinking(row):
+    dialogue, _, _, unread = parsed(row)
+    called, result, answer = dialogue.answered
+    assert (dialogue.prompt, answer, unread) == ([SYSTEM, ASK], MORE, ())
+    thought = {"role": "assistant", "content": "I look.", "reasoning_content": "t"}
+    assert called == {**thought, "tool_calls": [{"id": "1", **CALL}]}
+    assert (result["role"], result["content"], result["tool_call_id"]) == ("tool", '{"t": 21}', "1")
+    (tool,) = dialogue.tools
+    assert {name: value for name, value in tool["function"].items() if value} == SCHEMA
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"image": {"format": "png", "source": {"bytes": "aQ=="}}},
+        {"image": {"format": "png", "source": {"bytes": {"base64": "aQ=="}}}},
+        {"inlineData": {"mimeType": "image/png", "data": "aQ=="}},
+    ],
+)
+def test_images_of_clouds_are_images(part):
+    example = parsed(messages({"role": "user", "content": [part, {"text": "u"}]}, ANSWER)).example
+    assert example.prompt[0]["images"] == ["data:image/*;base64,aQ=="]
 
 
 TRACE = messages(
@@ -203,16 +283,16 @@ REFUSED = {
         for name in ("weight", "train", "loss", "loss_scale", "loss_weight", "mask")
         for value in (0, 0.5, False, [1])
     },
+    **{
+        f"a row's {name} {value!r}": (messages(ASK, ANSWER, **{name: value}), name, MARKED)
+        for name, value in (("weight", 3), ("weight", "0.5"), ("weight", " 0 "), ("train", "False"), ("mask", True))
+    },
+    "KTO as CSV": ({"prompt": "u", "completion": "a", "label": "False"}, "label", "no judgement of the answer"),
     "a weight of raw text": ({"text": "u", "weight": 0}, "weight", MARKED),
     "tokens": ({"prompt": "u", "completion": "a", "input_ids": [1, 2], "labels": [-100, 2]}, "labels", MARKED),
     "a turn's channel": (said(channel="analysis"), "messages[1].channel", "an answer's thinking"),
     "a turn that is masked": (said(masked=True), "messages[1].masked", MARKED),
     "a turn's training": (said(training=False), "messages[1].training", MARKED),
-    "own tools": (
-        messages(ASK, ANSWER, chat_template_kwargs={"tools": []}),
-        "chat_template_kwargs.tools",
-        "variables of the template alone",
-    ),
     **{
         f"columns as lists {first}": (
             {first: ["u", "u2"], second: ["a", "a2"]},
@@ -248,7 +328,7 @@ def test_preferences_say_how_to_learn_the_chosen_answers():
 BAD_TURNS = {
     "null": (said(content=None), "messages[].content", "text, got null or nothing"),
     "a ShareGPT null": (
-        {"conversations": [{"from": "human", "value": None}, {"from": "gpt", "value": "a"}]},
+        sharegpt(("human", None), ("gpt", "a")),
         "conversations[].value",
         "text, got null or nothing",
     ),
@@ -260,6 +340,14 @@ BAD_TURNS = {
         "messages[].content[]",
         "a part of type text or image, not 'video'",
     ),
+    **{
+        f"a {name} part": (
+            messages({**ASK, "content": [{name: {}}, text("u")]}, ANSWER),
+            "messages[].content[]",
+            f"a part of type text or image, not {name!r}",
+        )
+        for name in ("document", "inlineData", "video")
+    },
     "two thinkings": (said(thinking="t", reasoning="s"), "messages[]", "one thinking, got another text in each of "),
     "thinking of the user": (messages({**ASK, "thinking": "t"}, ANSWER), "messages[].thinking", "no thinking in a "),
     "a text behind a call": (
@@ -323,6 +411,78 @@ BAD_TURNS = {
         )
         for given in ({name: value}, json.dumps({name: value}))
     },
+    "a switch that is no word of JSON": (messages(ASK, ANSWER, enable_thinking="no"), "enable_thinking", "true or"),
+    "a budget that is true": (messages(ASK, ANSWER, thinking_budget=True), "thinking_budget", "a whole number"),
+    "two efforts": (
+        messages(ASK, ANSWER, chat_template_kwargs={"reasoning_effort": "low"}, reasoning_effort="high"),
+        "reasoning_effort",
+        "the same as in chat_template_kwargs",
+    ),
+    "a null text": (
+        {"text": None, "id": 3},
+        None,
+        "columns messages or conversations, prompt and completion, instruction and output, or text, "
+        "got text (null), id; name others",
+    ),
+    "not a list": ({"messages": 3}, "messages", "a list of messages, got int"),
+    "no messages": ({"messages": []}, "messages", "a list of messages, got an empty list"),
+    "not JSON": ({"messages": "[{"}, "messages", "a list of messages, or JSON of one"),
+    "not a message": (messages("x"), "messages[]", "a message, an object with role and content, got 'x'"),
+    "no role": (messages({"content": "x"}), "messages[].role", "system, user, assistant or tool"),
+    "an unknown role": (sharegpt(("narrator", "x")), "conversations[].from", "system, user, assistant or tool"),
+    **{
+        f"a weight of {weight!r}": (
+            messages(ASK, {**ANSWER, "weight": weight}),
+            "messages[].weight",
+            f"0 or 1, false or true (a turn is learnt or not), got {weight!r}",
+        )
+        for weight in (0.5, -0.5, 2, "1")
+    },
+    "a call without a name": (
+        messages(ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}),
+        "messages[].tool_calls[]",
+        "a call with a name and arguments",
+    ),
+    "arguments that are no JSON": (
+        messages(ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}),
+        "messages[].tool_calls[].arguments",
+        "JSON of a call",
+    ),
+    "a call that is no JSON": (
+        sharegpt(("human", "u"), ("function_call", "f()")),
+        "conversations[].value",
+        "JSON of a",
+    ),
+    "a null in a pair": ({"prompt": "u", "completion": None}, "completion", "text, got null or nothing"),
+    "half a history": ({"instruction": "u", "output": "a", "history": [["x"]]}, "history[]", "[question, answer]"),
+    "a history that is no JSON": ({"instruction": "u", "output": "a", "history": "none"}, "history", "JSON of a list"),
+    "JSON that would lose something": (
+        {"messages": '[{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "content": "b"}]'},
+        "messages",
+        "a list of messages, or JSON of one (a key twice among role, content, content)",
+    ),
+    "JSON that is no text": (
+        {"messages": r'[{"role": "user", "content": "\ud800"}]'},
+        "messages",
+        "a list of messages, or JSON of one (a lone surrogate",
+    ),
+    "JSON without a bottom": (
+        {**messages(ASK, ANSWER), "tools": "[" * 99_999},
+        "tools",
+        "JSON of a list of tools (nest",
+    ),
+    "a user's call": (
+        messages({**ASK, "tool_calls": [CALL]}, ANSWER),
+        "messages[].tool_calls",
+        "no call in a turn of",
+    ),
+    "calls in two words": (
+        messages(ASK, {**ANSWER, "tool_calls": [CALL], "function_call": CALL["function"]}),
+        "messages[].function_call",
+        "calls in it or in tool_calls, not in both",
+    ),
+    "a tool without a name": ({**messages(ASK, ANSWER), "tools": [{}]}, "tools[]", "a tool's schema"),
+    "tools that are no JSON": ({**messages(ASK, ANSWER), "tools": "x"}, "tools", "JSON of a list of tools"),
     "variables that are a list": (messages(ASK, ANSWER, chat_template_kwargs=[1]), "chat_template_kwargs", "an object"),
 }
 
@@ -330,9 +490,14 @@ BAD_TURNS = {
 @pytest.mark.parametrize("case", BAD_TURNS.values(), ids=BAD_TURNS)
 def test_a_row_with_a_bad_turn_is_left_out(case):
     row, field, expected = case
+    at = f"field {field!r}: " if field else ""
+    with pytest.raises(RowProblem) as caught:
+        parsed(row, strict=True)
+    assert without_numbers(str(caught.value)).startswith(f"{at}expected {expected}")
     with pytest.raises(RowLeftOut) as caught:
         parsed(row)
-    assert str(caught.value).startswith(f"malformed (field {field!r}: expected {expected}")
+    same = re.match(r"(.*?)(, got ['\"\d-].*|[:,]? \(.*)?$", expected, re.DOTALL)[1]
+    assert str(caught.value).startswith(f"malformed ({at}expected {same}")
     assert "Bob" not in str(caught.value)  # what differs from row to row would make a line for each
 
 
@@ -362,6 +527,10 @@ UNREAD = {
         said() | {"weight": 1, "mask": "x", "labels": ["x"], "rejected": False},
         ("weight", "mask", "labels", "rejected"),
     ),
+    **{f"a weight of {weight!r}": (said() | {"weight": weight}, ("weight",)) for weight in (1.0, True, "1", "x")},
+    "a null weight": (said() | {"weight": None, "train": "null", "loss": ""}, ("train",)),
+    "Dolly's category": ({"instruction": "u", "response": "a", "category": "c"}, ("category",)),
+    "a second answer": ({"instruction": "u", "output": "a", "response": "b"}, ("response",)),
     "a second system prompt": (messages(ASK, ANSWER, system="s", system_prompt="x"), ("system_prompt",)),
     "OpenAI's": (
         messages(ASK, {**ANSWER, "refusal": "x", "annotations": [{}], "audio": None}, parallel_tool_calls=False),
@@ -433,6 +602,11 @@ def test_template_variables_of_a_row_reach_its_conversation():
         example = parsed(messages(ASK, ANSWER, chat_template_kwargs=value)).example
         assert conversation(Chat(train_file="x"), [example], "train", 0).offered == {"enable_thinking": False}
     assert parsed(messages(ASK, ANSWER, chat_template_kwargs={})).example.variables is None
+    columns = {"enable_thinking": "False", "thinking_budget": "512", "reasoning_effort": "low"}
+    given = {"enable_thinking": False, "thinking_budget": 512, "reasoning_effort": "low"}
+    for row in (given, columns, {**columns, "chat_template_kwargs": given}):
+        read = parsed(messages(ASK, ANSWER, **row))
+        assert (read.example.variables, read.unread) == (given, ())
     given = {"thinking": True, "effort": "none", "enable_thinking": False, "depth": 0}
     assert parsed(messages(ASK, ANSWER, chat_template_kwargs=given)).example.variables == given
 

@@ -20,7 +20,6 @@ from accel_sft.chat.conversation import conversation
 from accel_sft.chat.encode import encode_parts
 from accel_sft.chat.encoded import Rules
 from accel_sft.chat.rendering import Rendering
-from accel_sft.rows.reading import MAX_PROBLEMS
 from accel_sft.training.prepare import texts_of
 from accel_sft_chat import Chat
 from accel_sft_chat.metrics import METRICS
@@ -266,98 +265,6 @@ def test_a_system_prompt_is_for_rows_without_one(rows):
     assert "1 row without a system prompt, which get --system-prompt (line 1)" in notes
 
 
-MALFORMED = {
-    "no form": (
-        {"words": "x"},
-        None,
-        "columns messages or conversations, prompt and completion, instruction and output, or text",
-    ),
-    "a null text": (
-        {"text": None, "id": 3},
-        None,
-        "columns messages or conversations, prompt and completion, instruction and output, or text, "
-        "got text (null), id; name others",
-    ),
-    "not a list": ({"messages": 3}, "messages", "a list of messages, got int"),
-    "an empty list": ({"messages": []}, "messages", "a list of messages, got an empty list"),
-    "not JSON": ({"messages": "[{"}, "messages", "a list of messages, or JSON of one"),
-    "not a message": (messages("x"), "messages[0]", "a message, an object with role and content, got 'x'"),
-    "no role": (messages({"content": "x"}), "messages[0].role", "system, user, assistant or tool"),
-    "an unknown role": (sharegpt(("narrator", "x")), "conversations[0].from", "system, user, assistant or tool"),
-    "no content": (messages(ASK, {"role": "assistant"}), "messages[1].content", "text, got null or nothing"),
-    "a video": (
-        messages({"role": "user", "content": [{"type": "video"}]}, ANSWER),
-        "messages[0].content[0]",
-        "a part of type text or image, not 'video'",
-    ),
-    **{
-        f"a weight of {weight!r}": (
-            messages(ASK, {**ANSWER, "weight": weight}),
-            "messages[1].weight",
-            f"0 or 1, false or true (a turn is learnt or not), got {weight!r}",
-        )
-        for weight in (0.5, -0.5, 2, "1")
-    },
-    "marks that differ": (messages(ASK, {**ANSWER, "weight": 1, "train": False}), "messages[1].train", "the same as"),
-    "a call without a name": (
-        messages(ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}),
-        "messages[1].tool_calls[0]",
-        "a call with a name and arguments",
-    ),
-    "arguments that are no JSON": (
-        messages(ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}),
-        "messages[1].tool_calls[0].arguments",
-        "JSON of a call",
-    ),
-    "a call that is no JSON": (
-        sharegpt(("human", "u"), ("function_call", "f()")),
-        "conversations[1].value",
-        "JSON of a",
-    ),
-    "a null answer": ({"instruction": "u", "output": None}, "output", "text, got null or nothing"),
-    "a null in a pair": ({"prompt": "u", "completion": None}, "completion", "text, got null or nothing"),
-    "half a history": ({"instruction": "u", "output": "a", "history": [["x"]]}, "history[0]", "[question, answer]"),
-    "a history that is no JSON": ({"instruction": "u", "output": "a", "history": "none"}, "history", "JSON of a list"),
-    "JSON that would lose something": (
-        {"messages": '[{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "content": "b"}]'},
-        "messages",
-        "a list of messages, or JSON of one (a key twice among role, content, content)",
-    ),
-    "JSON that is no text": (
-        {"messages": r'[{"role": "user", "content": "\ud800"}]'},
-        "messages",
-        "a list of messages, or JSON of one (a lone surrogate",
-    ),
-    "JSON without a bottom": (
-        {**messages(ASK, ANSWER), "tools": "[" * 99_999},
-        "tools",
-        "JSON of a list of tools (nest",
-    ),
-    "a user's call": (
-        messages({**ASK, "tool_calls": [CALL]}, ANSWER),
-        "messages[0].tool_calls",
-        "no call in a turn of",
-    ),
-    "calls in two words": (
-        messages(ASK, {**ANSWER, "tool_calls": [CALL], "function_call": CALL["function"]}),
-        "messages[1].function_call",
-        "calls in it or in tool_calls, not in both",
-    ),
-    "a tool without a name": ({**messages(ASK, ANSWER), "tools": [{}]}, "tools[0]", "a tool's schema"),
-    "tools that are no JSON": ({**messages(ASK, ANSWER), "tools": "x"}, "tools", "JSON of a list of tools"),
-}
-
-
-def test_malformed_rows_are_named_by_line_and_field(rows, tmp_path):
-    cases = list(MALFORMED.values())
-    for some in (cases[:MAX_PROBLEMS], cases[MAX_PROBLEMS:]):
-        with pytest.raises(UserError) as caught:
-            rows(messages(ASK, ANSWER), *(row for row, *_ in some), strict_rows=True)
-        for line, ((_, field, expected), problem) in enumerate(zip(some, caught.value.problems, strict=True), 2):
-            at = f"field {field!r}: " if field else ""
-            assert problem.startswith(f"{tmp_path}/rows.jsonl:{line}: {at}expected {expected}")
-
-
 VALUES = (
     None,
     0,
@@ -444,6 +351,15 @@ def test_columns_by_other_names(rows):
     assert notes[1] == "1 row without the column who, which --columns names"
     with pytest.raises(UserError, match="got question, answer, persona; name others"):
         rows({"question": "u", "answer": "a", "persona": "s"})
+    for first, second, option in (
+        ("query", "reply", "prompt=query,completion=reply"),
+        ("instruction", "answer", "output=answer"),
+        ("prompt", "response", "completion=response"),
+        ("input", "output", "instruction=input"),
+    ):
+        with pytest.raises(UserError, match=f"--columns {option}$"):
+            rows({first: "u", second: "a"})
+        rows({first: "u", second: "a"}, columns=option)
     with pytest.raises(
         UserError, match="expected a column answr, which --columns names, got question, answer, persona"
     ):
@@ -882,8 +798,17 @@ def test_missing_values_that_are_written_as_words_are_noted(rows):
         f"1 row with a text that is '{value}', which is learnt as a word (line {line})"
         for value, line in (("None", 3), ("nan", 1), ("null", 4))
     ]
+    for value in (r"\N", "NULL", "#N/A", "#REF!"):
+        _, notes = rows({**word, "output": value})
+        assert f"with a text that is {value!r}" in notes[1]
     _, notes = rows({**word, "output": "It returns:\nNone"}, {**word, "input": "nano"})
     assert notes[1:] == []
+
+
+def test_a_number_is_learnt_as_the_file_writes_it(rows, tmp_path):
+    (tmp_path / "numbers.jsonl").write_text('{"prompt": "u", "completion": 12.50}\n' * 2)
+    task = Chat(validation_file=str(tmp_path / "numbers.jsonl"))
+    assert task.target(task.dataset("validation")[0]) == "12.50"
 
 
 def test_the_splits_of_a_folder_are_trained_on_and_evaluated(tmp_path):

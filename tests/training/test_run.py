@@ -132,7 +132,7 @@ def test_a_run_that_failed_before_it_began_may_be_started_again(tmp_path):
     files = ("--train-file", str(rows), "--validation-file", str(rows))
     failed = accel_sft("math", "--max-steps", "1", *files, run_dir=tmp_path / "run")
     assert failed.status == 1
-    assert f"{rows}: row 1: field 'output'" in failed.output
+    assert f"{rows} row 1: field 'output'" in failed.output
     few = ("--train-examples", "60", "--max-steps", "1", "--eval-every", "off")
     fixed = accel_sft("math", *few, run_dir=tmp_path / "run")
     assert fixed.status == 0, fixed.output

@@ -11,7 +11,7 @@ import numpy as np
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.chat.conversation import conversation, first_examples, read_split
+from accel_sft.chat.conversation import conversation, limited_examples, read_split
 from accel_sft.chat.dropped import AnswerDropped, NotAPrefix, TextDropped
 from accel_sft.chat.encoded import EMPTY_ANSWER, NO_PROMPT, NOTHING_TO_LEARN, Encoding
 from accel_sft.chat.template import Rejected
@@ -42,7 +42,7 @@ def read_splits(task: Task, findings: Findings, train_limit: str | None = None) 
             before = len(bad_rows)
             try:
                 examples = read_split(task, split)
-                splits[split] = first_examples(examples, train_limit if split == "train" else None)
+                splits[split] = limited_examples(examples, train_limit if split == "train" else None)
             except UserError as error:
                 for line in error.problems:
                     if line not in reported:

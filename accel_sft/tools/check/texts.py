@@ -24,7 +24,10 @@ from accel_sft.tools.check.findings import Findings
 
 DAMAGED = re.compile("[\ufeff\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """Signs of a wrong encoding: the replacement character, control characters, and UTF-8 read as Latin-1 or cp1252."""
-_MISSING = {"nan", "NaN", "None", "null", "NULL", "<NA>"}
+_MISSING = {
+    *("nan", "NaN", "-nan", "NaT", "None", "null", "NULL", "(null)", "undefined", r"\N", "<NA>", "#N/A", "#NA"),
+    *("#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"),
+}
 """What programs write for a missing value: all of a text or, where Alpaca's input stands, a question's last line."""
 _TIMES, _FEWEST_LETTERS = 10, 5
 """How many times as often the other label occurs, and its fewest letters, for a slip: Iran is not Iraq."""

@@ -12,39 +12,40 @@ from typing import Any, NamedTuple
 
 from accel_sft import RowProblem
 from accel_sft_chat.images import with_images
-from accel_sft_chat.keys import AS_JSON, VIDEOS, Remarks, RowRefused, preferred, refused_in
+from accel_sft_chat.keys import AS_JSON, VIDEOS, Remarks, RowRefused, is_empty, preferred, refused_in
 from accel_sft_chat.messages import IN_PROMPT, Turn, content_of, json_in, kind, read_turns, text_of
 from accel_sft_chat.turns import JOINED
 
 COLUMNS = {
-    "messages": ("messages", "conversations", "conversation", "dialogue", "dialog"),
+    "messages": ("messages", "conversations", "conversation", "dialogue", "dialog", "contents"),
     "prompt": ("prompt",),
     "completion": ("completion",),
-    "instruction": ("instruction",),
-    "input": ("input",),
-    "output": ("output",),
+    "instruction": ("instruction", "question"),
+    "input": ("input", "context"),
+    "output": ("output", "response"),
     "history": ("history",),
-    "system": ("system", "system_prompt"),
-    "tools": ("tools", "functions"),
+    "system": ("system", "system_prompt", "systemInstruction", "system_instruction"),
+    "tools": ("tools", "functions", "toolConfig"),
     "images": ("images", "image"),
     "text": ("text",),
 }
 """Names by which the column of each kind is recognised; `--columns` gives a kind another name."""
 RAW_TEXT = "raw text"
-_LISTS = ("conversation", "dialogue", "dialog")
+_LISTS = ("conversation", "dialogue", "dialog", "contents")
 """Names of columns with messages only where they hold a list: others write a text under them."""
 _VARIABLES = "chat_template_kwargs"
+_SWITCHES = {"enable_thinking": bool, "thinking_budget": int, "reasoning_effort": str}
+"""Columns that templates take as variables of the same names, with their types."""
+_TYPES = {bool: "true or false", int: "a whole number", str: "a text"}
 _VIDEO_MARKS = ("<video>", "<audio>")
 _NO_VIDEO = "with <video> or <audio> in a text and none in the row, where it stays a word"
-_GIVEN = {
-    *("messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"),
-    *("continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
-}
-"""Variables and arguments of a chat template that the trainer gives."""
 _FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 _HALVES = (("prompt", "completion"), ("instruction", "output"), ("completion", "prompt"), ("output", "instruction"))
 """A column, and the one that its form needs beside it."""
-_SAID = ("content", "tool_calls", "function_call")
+_ASKS = ("question", "query", "problem", "source", "input", "text")
+_ANSWERS = ("answer", "response", "output", "reply", "solution", "target")
+"""Names that are proposed for `--columns`, as other programs write prompts and answers under them."""
+_SAID = ("content", "parts", "tool_calls", "function_call")
 _LABELS = ("label", "labels", "sentiment", "intent")
 """Columns beside a text which its reader most often wants to learn, as the data sets of classification have them."""
 _SHOWN = 8
@@ -109,7 +110,7 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
         remarks.look({"": row[""]}, (), {})
         row = {key: value for key, value in row.items() if key}
     keys = tuple(key for key, value in row.items() if key not in _LISTS or isinstance(value, list))
-    column, forms = _recognised(keys, tuple(key for key in keys if row[key] is not None), columns)
+    column, forms = _recognised(keys, tuple(key for key in keys if not is_empty(row[key])), columns)
     form = next((form for form in forms if row[column(form[0])] is not None), None)
     if form is None:
         raise _unknown(row, named.values(), known=bool(forms))
@@ -127,7 +128,7 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
         turns = [{"role": "assistant", "content": _text(row, first, remarks, needed=True)}]
         return RowTurns(f"{RAW_TEXT} (column {first})", turns, "", None, tuple(remarks.notes), tuple(remarks.unread))
     system_text, tools = _system(row, others[0], remarks), _tools(row, others[1])
-    read = {first, *others, _VARIABLES}
+    read = {first, *others, _VARIABLES, *_SWITCHES}
     if form[0] == "messages":
         turns, is_sharegpt = read_turns(row[first], first, remarks)
         held = first if first in given else "body" if "body" in given else "query, answers"
@@ -148,7 +149,7 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
             question = {"role": "user", "content": "\n".join(part for part in asked if part.strip())}
             answer = {"role": "assistant", "content": _text(row, second, remarks, needed=True)}
             turns = [*_history(row, earlier, remarks), question, answer]
-            form = f"Alpaca (columns {first}, input, {second})"
+            form = f"Alpaca (columns {first}, {more or 'input'}, {second})"
     remarks.look(row, read, refused_in(row))
     if any(name in row for name in VIDEOS) and any(mark in turn["content"] for turn in turns for mark in _VIDEO_MARKS):
         remarks.notes[_NO_VIDEO] = None
@@ -179,7 +180,7 @@ def _recognised(
     """For rows with these columns: the column of each kind, "" if there is none, and the forms that they may have.
 
     Args:
-        filled: the columns that have a value.
+        filled: the columns whose value is neither null nor empty, which count where two stand for one kind.
     """
     named = dict(columns)
     kinds = {what: (named[what],) if what in named else names for what, names in COLUMNS.items()}
@@ -199,13 +200,15 @@ def _unknown(row: Mapping[str, Any], named: Iterable[str], *, known: bool) -> Ro
         return RowRefused(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
     if row.keys() >= {"chosen", "rejected"}:
         return RowRefused(None, preferred(row))
+    asks, answers = (next((name for name in names if name in row), "") for names in (_ASKS, _ANSWERS))
     if not [*named] and (half := next((pair for pair in _HALVES if pair[0] in row and pair[1] not in row), None)):
         what = f"a column {half[1]} beside {half[0]}, got {there}"
-        return RowRefused(None, f"{what}; complete the row, or name its column: --columns {half[1]}=COLUMN")
+        name = answers if half[1] in ("completion", "output") else asks
+        return RowRefused(None, f"{what}; complete the row, or name its column: --columns {half[1]}={name or 'COLUMN'}")
     return (RowProblem if known else RowRefused)(
         None,
         "columns messages or conversations, prompt and completion, instruction and output, or text, "
-        f"got {there}; name others: --columns prompt=question,completion=answer",
+        f"got {there}; name others: --columns prompt={asks or 'question'},completion={answers or 'answer'}",
     )
 
 
@@ -218,6 +221,8 @@ def _text(row: Mapping[str, Any], column: str, remarks: Remarks, *, needed: bool
 def _system(row: Mapping[str, Any], column: str, remarks: Remarks) -> str:
     """The system prompt of a column: a text, a message or, as Anthropic has it, a part; or a list of them."""
     value = row.get(column)
+    if isinstance(value, dict) and isinstance(value.get("parts"), list):
+        value = value["parts"]  # Gemini's, whatever its role
     if not value:
         return ""
     held = _messages_in(value) or (value if isinstance(value, list) else [value])
@@ -310,11 +315,17 @@ def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
             raise RowProblem(column, f"JSON of a list of tools ({error})") from None
     if not value:
         return None
-    tools = [*value] if isinstance(value, list) else [value]
-    for number, tool in enumerate(tools):
+    if isinstance(value, dict):
+        value = value.get("tools", value)  # in Bedrock's toolConfig
+    tools = []
+    for tool in value if isinstance(value, list) else [value]:
         if isinstance(tool, str):
             with contextlib.suppress(ValueError):  # refused below
-                tools[number] = tool = json_in(tool)
+                tool = json_in(tool)
+        held = tool if isinstance(tool, dict) else {}
+        declared = held.get("functionDeclarations", held.get("function_declarations"))  # Gemini's
+        tools += declared if isinstance(declared, list) else [held.get("toolSpec", tool)]
+    for number, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowProblem(f"{column}[{number}]", f"a tool's schema, an object with a name, got {kind(tool)}")
@@ -322,23 +333,36 @@ def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
 
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """A flat schema of a tool, OpenAI's for responses, Anthropic's or MCP's, with its parameters under OpenAI's key."""
+    """A flat schema of a tool, such as Anthropic's, MCP's or Bedrock's, with its parameters under OpenAI's key."""
     named = {"input_schema": "parameters", "inputSchema": "parameters"}
-    return {named.get(name, name): value for name, value in tool.items() if (name, value) != ("type", "function")}
+    found = {named.get(name, name): value for name, value in tool.items() if (name, value) != ("type", "function")}
+    match found:
+        case {"parameters": {"json": dict(schema)}}:  # Bedrock's
+            found["parameters"] = schema
+    return found
 
 
 def _variables(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the row sets in the chat template, as TRL's `chat_template_kwargs`: an object, or JSON of one."""
+    """What the row sets in the chat template: TRL's `chat_template_kwargs`, an object or JSON of one, and _SWITCHES."""
     value = row.get(_VARIABLES)
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = json_in(value) if value.strip() else None
     if value is not None and not isinstance(value, dict):
         raise RowProblem(_VARIABLES, f"an object, or JSON of one, got {kind(value)}")
-    if own := [name for name in value or () if name in _GIVEN]:
-        raise RowRefused(f"{_VARIABLES}.{own[0]}", "variables of the template alone: the trainer gives this one itself")
     for name, held in (value or {}).items():
         as_text = isinstance(held, str) and held.strip().lower() in ("true", "false")  # true for every template
         if as_text or (name.startswith("enable_") and not isinstance(held, (bool, type(None)))):
             raise RowProblem(f"{_VARIABLES}.{name}", f"true or false as JSON, no text or number, got {held!r:.40}")
-    return {name: held for name, held in (value or {}).items() if held is not None} or None
+    found = {name: held for name, held in (value or {}).items() if held is not None}
+    for name, wanted in _SWITCHES.items():
+        if is_empty(held := row.get(name)):
+            continue
+        if isinstance(held, str) and wanted is not str:  # as in a CSV cell
+            with contextlib.suppress(ValueError):
+                held = json_in(held.strip().lower())
+        if not isinstance(held, wanted) or (wanted is int and isinstance(held, bool)):
+            raise RowProblem(name, f"{_TYPES[wanted]}, got {held!r:.40}")
+        if found.setdefault(name, held) != held:
+            raise RowProblem(name, f"the same as in {_VARIABLES}, got {held!r:.40}")
+    return found or None

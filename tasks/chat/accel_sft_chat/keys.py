@@ -6,7 +6,9 @@ learnt in a way that the trainer does not know, and is else named: "not read: so
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -44,16 +46,24 @@ AS_JSON = "with numbers, lists or objects in place of texts, which are read as J
 def refused_in(row: Mapping[str, Any]) -> dict[str, str]:
     """What is expected in place of the columns of a row that are refused, some of them by what they hold."""
     refused = {**VIDEOS, **_MASKS, **dict.fromkeys(("rejected_response", "rejected_messages"), _SECOND)}
-    refused |= {name: _JUDGED for name in ("label", "kto_tag") if isinstance(row.get(name), bool)}
+    refused |= {name: _JUDGED for name in ("label", "kto_tag") if isinstance(_in_cell(row.get(name)), bool)}
     for name in _ROW_MARKS:
-        value = row.get(name)  # a number of 1 or more does not take anything from what is learnt
-        if isinstance(value, (bool, list)) or (isinstance(value, (int, float)) and value < 1):
+        value = _in_cell(row.get(name))  # 1 or true does not change what is learnt, unless it masks
+        if isinstance(value, (int, float, list)) and (value != 1 or (name == "mask" and value is True)):
             refused[name] = f"{_MARK}; no mark of a row is read"
     if row.get("rejected") is not None and row.get("chosen") is not None:
         refused["chosen"] = preferred(row)
     if row.get("input_ids") is not None:
         refused["labels"] = _MASK
     return refused
+
+
+def _in_cell(value: Any) -> Any:
+    """A number, list or word of JSON's that a text holds, as all cells of a CSV file do; else the value itself."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value.strip().lower())
+    return value
 
 
 def preferred(row: Mapping[str, Any]) -> str:
@@ -92,11 +102,16 @@ class Remarks:
             RowRefused: a key is refused.
         """
         for key, value in held.items():
-            if key in read or value is None or value in ("", [], {}):
+            if key in read or is_empty(value):
                 continue
             if key in refused:
                 raise RowRefused(above + key, refused[key])
             self.unread[without_numbers(above) + (key[:80] or '""')] = None
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a key has nothing to say."""
+    return value is None or value in ("", [], {}) or (isinstance(value, str) and not value.strip())
 
 
 def without_numbers(field: str) -> str:

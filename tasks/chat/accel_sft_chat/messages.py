@@ -32,10 +32,19 @@ _ORDER = {"thinking": 0, "tool_result": 0, "": 1, "tool_use": 2}
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 _MARKS = ("weight", "train", "loss")
 _BESIDE = {"name", "tool_call_id", "tool_calls", "function_call", *_THINKING, *_MARKS}
-_READ = {names: _BESIDE | {*names} for names in (("role", "content"), ("from", "value"))}
-_READ_WITHOUT_CONTENT = _BESIDE | {"role", "content", "from", "value", "refusal"}
+_READ = {names: _BESIDE | {*names} for names in (("role", "content"), ("from", "value"), ("role", "parts"))}
+_READ_WITHOUT_CONTENT = _BESIDE | {"role", "content", "from", "value", "parts", "refusal"}
 _ARGUMENTS = ("arguments", "parameters", "input", "args")
 _IN_CALLS = {"id", "type", "index", "function", "name", *_ARGUMENTS}
+_CLOUDS = {
+    **dict.fromkeys(("toolUse", "functionCall", "function_call"), "tool_use"),
+    **dict.fromkeys(("toolResult", "functionResponse", "function_response"), "tool_result"),
+}
+"""Under which keys Bedrock's and Gemini's parts hold calls and results of tools, with Anthropic's types of these."""
+_CLOUDS_KEYS = {
+    "tool_use": {"toolUseId": "id"},
+    "tool_result": {"toolUseId": "tool_use_id", "id": "tool_use_id", "response": "content"},
+}
 _CALL_MARK = re.compile(
     r"<\|?(?:\w+:)?(?:tool|function)_?calls?\b.*?>|\[TOOL_CALLS?\]|<｜tool▁calls?▁begin｜>|<\|python_tag\|>|<function=",
     re.IGNORECASE,
@@ -64,11 +73,7 @@ _ROLES = {
 
 
 def read_turns(value: Any, field: str, remarks: Remarks) -> tuple[list[Turn], bool]:
-    """The turns of a list of messages (or of JSON of one), and whether they have ShareGPT's keys.
-
-    Raises:
-        RowProblem: a message is malformed; its number and field are named.
-    """
+    """The turns of a list of messages (or of JSON of one), and whether they have ShareGPT's keys."""
     if isinstance(value, str):
         try:
             value = json_in(value)
@@ -96,11 +101,7 @@ def _refuse_written_calls(before: list[Turn], turn: Turn, field: str) -> None:
 
 
 def text_of(value: Any, field: str, remarks: Remarks) -> str:
-    """A text, or a number, a list or an object as JSON.
-
-    Raises:
-        RowProblem: there is no value.
-    """
+    """A text, or a number, a list or an object as JSON."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -108,7 +109,7 @@ def text_of(value: Any, field: str, remarks: Remarks) -> str:
     if isinstance(value, dict) and value.keys() == {"base64"}:  # as `read_rows` gives bytes
         raise RowProblem(field, "text, got bytes that are no UTF-8")
     remarks.notes[AS_JSON] = None
-    return json.dumps(value, ensure_ascii=False)
+    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)  # 12.50 as it was written
 
 
 def kind(value: Any) -> str:
@@ -148,6 +149,8 @@ def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
     if not isinstance(message, dict):
         raise RowProblem(field, f"a message, an object with role and content, got {kind(message)}")
     names = ("from", "value") if message.get("from") is not None else ("role", "content")
+    if message.get("content") is None and message.get("parts") is not None:
+        names = ("role", "parts")
     role = message.get(names[0])
     if not isinstance(role, str) or role.lower() not in _ROLES:
         known = "system, user, assistant or tool (human, gpt, function_call, observation)"
@@ -156,6 +159,7 @@ def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
     turn: Turn = {"role": role, "content": ""}
     given, where = message.get(names[1]), f"{field}.{names[1]}"
     remarks.look(message, _READ_WITHOUT_CONTENT if given is None else _READ[names], REFUSED_IN_TURNS, f"{field}.")
+    given = [*map(_of_cloud, given)] if isinstance(given, list) else given
     results: list[Turn] = []
     if role == "calls":
         turn = {"role": "assistant", "content": "", "tool_calls": read_calls(_json(given, where), where, remarks)}
@@ -197,13 +201,36 @@ def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
 
 def _result(block: Turn, field: str, remarks: Remarks) -> Turn:
     """The turn of a part that is the result of a tool, as Anthropic has them."""
-    remarks.look(block, {"type", "tool_use_id", "content"}, REFUSED_IN_PARTS, f"{field}.")
-    named = {"tool_call_id": block["tool_use_id"]} if isinstance(block.get("tool_use_id"), str) else {}
+    remarks.look(block, {"type", "tool_use_id", "name", "content"}, REFUSED_IN_PARTS, f"{field}.")
+    keys = {"tool_use_id": "tool_call_id", "name": "name"}
+    named = {keys[key]: block[key] for key in keys if isinstance(block.get(key), str)}
     return {
         "role": "tool",
         **named,
         **content_of(block.get("content") or "", f"{field}.content", "tool", False, remarks),
     }
+
+
+def _of_cloud(part: Any) -> Any:
+    """A part of Bedrock's or Gemini's as Anthropic would have it; any other part as it is."""
+    if not isinstance(part, dict) or isinstance(part.get("type"), str):
+        return part
+    for key in part.keys() & _CLOUDS:
+        if isinstance(block := part[key], dict):
+            rest = {name: value for name, value in part.items() if name != key}
+            block = {_CLOUDS_KEYS[_CLOUDS[key]].get(name, name): value for name, value in block.items()}
+            match block.get("content"):
+                case [{"json": content}]:
+                    block["content"] = content
+            return {**rest, **block, "type": _CLOUDS[key]}
+    match part:
+        case {"reasoningContent": {"reasoningText": {"text": str(text)}}} | {"text": str(text), "thought": True}:
+            return {"type": "thinking", "thinking": text}
+        case {"image": {"source": {"bytes": data}}}:
+            return {"type": "image", "image": {"bytes": data}}
+        case {"inlineData": {"mimeType": str(kind), "data": data}} if kind.startswith("image/"):
+            return {"type": "image", "image": {"bytes": data}}
+    return part
 
 
 def _divided(value: Any, role: str, field: str) -> tuple[dict[str, list[Turn]], Any]:
@@ -260,7 +287,10 @@ def content_of(value: Any, field: str, role: str, called: bool, remarks: Remarks
                 raise RowProblem(f"{where}.text", f"a text without {IMAGE}, as images are parts here")
             texts.append(part["text"])
         else:
-            raise RowProblem(where, f"a part of type text or image, not {kind(part and part['type'])}")
+            held = (
+                part["type"] if part else next(iter(value[number]), None) if isinstance(value[number], dict) else None
+            )
+            raise RowProblem(where, f"a part of type text or image, not {kind(held)}")
     return {"content": "".join(texts), **({"images": paths} if paths else {})}
 
 

@@ -32,7 +32,10 @@ _REMEMBERED = (
     "{:,} rows are evaluated that are trained on too (--held-out 0): their scores say what is remembered, not what is "
     "learnt"
 )
-_MISSING = {"nan", "NaN", "None", "null", "NULL", "<NA>"}
+_MISSING = {
+    *("nan", "NaN", "-nan", "NaT", "None", "null", "NULL", "(null)", "undefined", r"\N", "<NA>", "#N/A", "#NA"),
+    *("#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"),
+}
 """What programs write for a missing value: a text, or a question's last line, which is Alpaca's input."""
 _FILES = (
     "JSON, JSONL, CSV, Parquet or text, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME), "
@@ -116,11 +119,7 @@ class Chat(Task):
         return found
 
     def dataset(self, split: str) -> Sequence[Dialogue]:
-        """The rows of the files; without a validation file some of the training rows are held out.
-
-        Raises:
-            UserError: options or rows that cannot be used.
-        """
+        """The rows of the files; without a validation file some of the training rows are held out."""
         if split not in ("train", "validation"):
             raise ValueError(f"split {split!r}: train or validation")
         if found := self.problems():
@@ -167,8 +166,6 @@ class Chat(Task):
 
         Args:
             notes: those of the rows as they were read.
-        Raises:
-            UserError: --metric compares answers, and raw text has none.
         """
         if self.metric not in UNANSWERED and self._by_loss(notes) and any(not row.prompt for row in rows):
             return self._by_perplexity(rows)

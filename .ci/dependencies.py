@@ -1,4 +1,4 @@
-"""Prints the lowest version that pyproject.toml allows of each dependency, as constraints for pip (`torch==2.6`).
+"""Prints pyproject.toml's dependencies: for `lowest` each at its lower bound (`torch==2.6`), for `newest` their names.
 
 Run it by an environment's Python: it needs nothing but that environment's pip.
 """
@@ -15,4 +15,4 @@ for line in project["dependencies"]:
     lowest = [bound.version for bound in requirement.specifier if bound.operator in (">=", "==", "~=")]
     if len(lowest) != 1:
         sys.exit(f"pyproject.toml: {line!r} has no lower bound; write one: {requirement.name}>=VERSION")
-    print(f"{requirement.name}=={lowest[0]}")
+    print(requirement.name if sys.argv[1] == "newest" else f"{requirement.name}=={lowest[0]}")
