@@ -248,6 +248,15 @@ def test_a_template_that_drops_a_message_is_refused_by_row_and_role(tokenizer, t
         encode(own, task, ["odd"], "train", **rules)
 
 
+@pytest.mark.parametrize(("name", "taken"), [("stripped", True), ("nothing around it", False)])
+def test_indentation_that_a_template_takes_is_named(tokenizer, name, taken):
+    own = with_template(tokenizer, SOUND[name])
+    rules = {"eos_ids": {own.eos_token_id}, "max_length": 512, "truncation": "drop"}
+    notes = encode(own, Says(), ["odd", "    odd\n    even"], "train", **rules).notes
+    assert [note for note in notes if "begin with white space that is not learnt" in note] == notes[: int(taken)]
+    assert bool(notes) == taken
+
+
 def test_thinking_that_the_prompt_opens_is_not_lost(tokenizer):
     own = with_template(tokenizer, "{{ m.content.split('<think>')[-1] }}<|im_end|>")
     own.chat_template = own.chat_template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
