@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.changes import LAYOUT
+from accel_sft.api.config import LAYOUT
 from accel_sft.io.text import markdown_cell, markdown_table
 from accel_sft.results.run_report import comparison_table
 

@@ -21,8 +21,7 @@ from thinking_families import DAY, MODES, of_family
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.api.changes import changed
-from accel_sft.api.config import TrainConfig
+from accel_sft.api.config import TrainConfig, changed
 from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.encoded import Rules

@@ -1,8 +1,11 @@
-"""The small job that many tests launch, its layouts, and the comparison of two of its loss curves."""
+"""The small job that many tests launch, its layouts, and what laws 1 and 3 hold of two runs."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from conftest import accel_sft, stopped
+from safetensors.torch import load_file
 
 STEPS = 6
 JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--validation-examples", "7")
@@ -42,3 +45,23 @@ def same_curve(reference, other):
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-4)
         assert line["supervised_tokens"] == expected["supervised_tokens"]
         assert line["learning_rate"] == expected["learning_rate"]
+
+
+def same_weights(expected, got):
+    """Two runs have exported the same tensors, bit by bit."""
+    files = sorted((expected / "final").glob("*.safetensors"))
+    assert [file.name for file in files] == sorted(file.name for file in (got / "final").glob("*.safetensors"))
+    for file in files:
+        ours, theirs = load_file(got / "final" / file.name), load_file(file)
+        assert ours.keys() == theirs.keys()
+        assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
+
+
+def goes_on_to_the_same_bits(whole, run_dir, step, **options):
+    """Resume a copy of a run as it was at this step; its losses and weights are those of the run that did not stop."""
+    copy = stopped(whole, run_dir, step)
+    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=copy, **{**whole.options, **options})
+    assert resumed.status == 0, resumed.output
+    assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
+    same_weights(whole.run_dir, copy)
+    return resumed
