@@ -15,7 +15,7 @@ from accel_sft.api.options import HIDDEN, NAMES_A_FILE, flag_of, settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import recorded_name
 from accel_sft.api.tool_configs import EvaluateConfig
-from accel_sft.batching.autotune import choose_batching
+from accel_sft.batching.choice import choose_batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.conversation import read_split
 from accel_sft.commands.trained import LONGEST_ANSWER, Trained, one_process

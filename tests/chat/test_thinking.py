@@ -30,8 +30,7 @@ from accel_sft.chat.rendering import Rendering
 from accel_sft.chat.template import dated
 from accel_sft.cli.task_tools import TOOLS
 from accel_sft.data.tokenization import SplitEncoder
-from accel_sft.evaluation.backend import Generated
-from accel_sft.evaluation.evaluator import Evaluator
+from accel_sft.evaluation.evaluator import Evaluator, Generated
 from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.models.source import Source
 from accel_sft.models.tokenizer import load_tokenizer

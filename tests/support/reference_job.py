@@ -57,11 +57,15 @@ def same_weights(expected, got):
         assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
 
 
+def resumed(whole, run_dir, *arguments, **options):
+    """Resume a run that ended before its end; its losses and weights are those of the run that did not stop."""
+    run = accel_sft(*arguments, "--resume", "auto", run_dir=run_dir, **{**whole.options, **options})
+    assert run.status == 0, run.output
+    assert [line["loss"] for line in run.lines()] == [line["loss"] for line in whole.lines()]
+    same_weights(whole.run_dir, run_dir)
+    return run
+
+
 def goes_on_to_the_same_bits(whole, run_dir, step, **options):
-    """Resume a copy of a run as it was at this step; its losses and weights are those of the run that did not stop."""
-    copy = stopped(whole, run_dir, step)
-    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=copy, **{**whole.options, **options})
-    assert resumed.status == 0, resumed.output
-    assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
-    same_weights(whole.run_dir, copy)
-    return resumed
+    """Resume a copy of a run as it was at this step, and compare it with the run that did not stop."""
+    return resumed(whole, stopped(whole, run_dir, step), *whole.arguments, **options)

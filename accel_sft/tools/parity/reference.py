@@ -10,8 +10,7 @@ from accelerate import Accelerator
 
 from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
-from accel_sft.evaluation.backend import Generated
-from accel_sft.evaluation.evaluator import Evaluation, Evaluator
+from accel_sft.evaluation.evaluator import Evaluation, Evaluator, Generated
 from accel_sft.evaluation.left_padded import generate
 from accel_sft.models.architecture import arguments
 from accel_sft.models.load import load_model
