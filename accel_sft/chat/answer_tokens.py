@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from accel_sft.api.errors import UserError
 from accel_sft.chat.control_tokens import ControlTokens, without_guards
-from accel_sft.chat.conversation import GUARD, Conversation
-from accel_sft.chat.dropped import check_all_kept
+from accel_sft.chat.conversation import GUARD, Conversation, divided
+from accel_sft.chat.dropped import check_all_kept, unwritten
 from accel_sft.chat.rendering import Rendered, Rendering
 from accel_sft.chat.template import MARK
 
@@ -56,6 +56,14 @@ class AnswerTokens:
         prompt_text, rest, rendered = map(without_guards, (text.prompt, text.rest, text.whole))
         plain = text._replace(prompt=prompt_text, rest=rest, whole=rendered)
         check_all_kept(self.tokenizer, where, chat, plain, keeps_thinking=self.rendering.thinking == "keep")
+        if any("tool_calls" in turn or "name" in turn for turn in chat.turns):
+            for line in unwritten(chat.turns, prompt_text):
+                self.rendering.add_note(line)
+        answer = divided(chat)[1]
+        if answer[:1].isspace() and answer.rstrip() not in rest:
+            self.rendering.add_note(
+                "warning: the chat template drops the white space that answers begin with, such as an indentation"
+            )
         if whole[: len(prompt)] != prompt:
             self.rendering.add_note(
                 "chat template: an answer's first characters change the prompt's last token; answers are tokenized "
@@ -115,9 +123,9 @@ class AnswerTokens:
         read = self.tokenizer.decode(whole)
         for anchor in ("", "\n", self.tokenizer.eos_token):
             before, ids = self._tokens(anchor), self._tokens(anchor + rest)
-            found = ids[len(before) :]
-            if ids[: len(before)] == before and self.tokenizer.decode(prompt + found) == read:
-                return found
+            tokens = ids[len(before) :]
+            if ids[: len(before)] == before and self.tokenizer.decode(prompt + tokens) == read:
+                return tokens
         return self._tokens(rest)
 
     def _tokens(self, text: str) -> list[int]:
@@ -153,9 +161,9 @@ class PieceTokenizer:
         pieces = list(dict.fromkeys(itertools.chain.from_iterable(cut.values())))
         whole = [at for at in range(len(texts)) if at not in cut] + [chat[-1] for chat in chats]
         ids = dict(zip(pieces, self._ids(pieces), strict=True))
-        found = dict(zip(whole, self._ids([texts[at] for at in whole]), strict=True))
+        ids_of = dict(zip(whole, self._ids([texts[at] for at in whole]), strict=True))
         for chat in chats:
             joined = [list(itertools.chain.from_iterable(ids[piece] for piece in cut[at])) for at in chat]
-            exact = joined[-1] == found[chat[-1]]
-            found |= zip(chat, joined if exact else self._ids([texts[at] for at in chat]), strict=True)
-        return [found[at] for at in range(len(texts))]
+            exact = joined[-1] == ids_of[chat[-1]]
+            ids_of |= zip(chat, joined if exact else self._ids([texts[at] for at in chat]), strict=True)
+        return [ids_of[at] for at in range(len(texts))]

@@ -58,8 +58,8 @@ def run(task_name: str, task: Task, config: CheckConfig) -> None:
         except OSError as error:
             raise UserError(f"--html {config.html}: cannot be written ({error.strerror}); name another file") from None
     if config.json:
-        whole = {"version": accel_sft.__version__, **report.as_dict()}
-        print(json.dumps(json_safe(whole), indent=2, ensure_ascii=False))
+        printed = {"version": accel_sft.__version__, **report.as_dict()}
+        print(json.dumps(json_safe(printed), indent=2, ensure_ascii=False))
     if report.failed(config.strict):
         raise SystemExit(1)
 
