@@ -13,6 +13,9 @@ from accel_sft.chat.dropped import check_all_kept, unwritten
 from accel_sft.chat.rendering import Rendered, Rendering
 from accel_sft.chat.template import MARK
 
+_AFTER_LEAD = 8
+"""Tokens of an answer in which the white space that it begins with is looked for, beside one for each blank."""
+
 
 class AnswerTokens:
     """Tokenizes prompts with their answers, and finds each answer's tokens.
@@ -67,6 +70,7 @@ class AnswerTokens:
                 "apart from prompts, as they are generated"
             )
             whole = prompt + self._apart(prompt, whole, text.rest)
+        self._look_at_lead(chat, rest, len(prompt), whole)
         if GUARD in text.prompt + text.rest:
             self._check_control(where, text, whole)
         # an answer ends at the end tokens that the template writes; the answer's own text may contain some too
@@ -77,6 +81,22 @@ class AnswerTokens:
         closers = self._closers[tail]
         ends = [at + 1 for at in range(len(prompt), len(whole)) if whole[at] in self.eos_ids][-closers:]
         return whole[: ends[0]] if closers and ends else [*whole, self.tokenizer.eos_token_id]
+
+    def _look_at_lead(self, chat: Conversation, rest: str, begin: int, whole: list[int]) -> None:
+        """Add a note if a token before the answer takes the white space that it begins with, such as an indentation:
+        role tokens of Phi-3 do, though the template writes all of it in `rest`."""
+        target = chat.target
+        lead = target[: len(target) - len(target.lstrip())]
+        if not lead or lead == target or target.rstrip() not in rest:
+            return
+        # from the token before, as decoding alone drops a first blank
+        written = self.tokenizer.decode(whole[max(begin - 1, 0) : begin + len(lead) + _AFTER_LEAD])
+        before, word, _ = written.partition(target.split()[0])
+        if word and not before.endswith(lead):
+            self.rendering.add_note(
+                "warning: answers begin with white space that is not learnt, as the token before takes it; choose "
+                "another --chat-template, or strip it"
+            )
 
     def _look_at_marks(self, tail: str) -> None:
         """Add a note if answers end with a mark, such as `<|im_end|>`, that is no special token, and no end token."""

@@ -252,6 +252,9 @@ def stop_at_ends(model: Any, tokenizer: Any, log: Callable[[str], None]) -> None
         settings.eos_token_id = [eos, *sorted(ends - {eos})]
     if names := ", ".join(left_out(settings)):
         log(f"generation_config.json: {names}: answers are scored without; generate so too, as the model card does")
+    if most := settings.max_new_tokens:
+        cap = f"generation_config.json: max_new_tokens {most}: servers and plain generate end answers there"
+        log(f"{cap}, evaluations at --max-new-tokens")
     with tempfile.TemporaryDirectory() as folder:  # what is refused depends on the version, and on what was changed
         try:
             settings.save_pretrained(folder)

@@ -29,7 +29,7 @@ from accel_sft.data.token_store import StoredEncoding
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import Generator
-from accel_sft.evaluation.scoring import check_scoring
+from accel_sft.evaluation.scoring import check_scoring, limits_on_scores
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
@@ -236,7 +236,8 @@ def prepare_data(
     _refuse_missing_packages(config)
     splits: list[Sequence[Any]] = []
     # an error of one rank is raised on all of them, before any of them writes a file
-    by_each_rank(lambda: splits.extend(_read(task, eval_every=config.eval_every, thinking=config.thinking)))
+    notes: list[str] = []
+    by_each_rank(lambda: splits.extend(_read(task, notes, eval_every=config.eval_every, thinking=config.thinking)))
     train_examples, validation_examples = splits
     if config.mix:
         check_sources(train_examples, config.mix)
@@ -260,6 +261,7 @@ def prepare_data(
         vocabulary = read_config(Path(source.weights))["vocab_size"] if tiny else 0
         lengths.keep(task, config, plan.lengths, plan.supervised, plan.mean, vocabulary, pixels)
     train.notes += _ends_served(train, assembly)
+    validation.notes += [*notes, *limits_on_scores(task, validation, config)]
     return Prepared(launch, assembly, train, validation, plan, len(train_examples) - len(limited))
 
 
@@ -365,10 +367,11 @@ def _refuse_missing_packages(config: TrainConfig) -> None:
         raise UserError(f"{flag}: Python's headers are missing; apt-get install python3-dev, or leave it out")
 
 
-def _read(task: Task, *, eval_every: str, thinking: str | None) -> Iterator[Sequence[Any]]:
-    """Yield both splits; if the run will score answers, check that those to the validation examples can be scored."""
+def _read(task: Task, notes: list[str], *, eval_every: str, thinking: str | None) -> Iterator[Sequence[Any]]:
+    """Yield both splits; if the run will score answers, check that those to the validation examples can be scored, and
+    add what the check says to `notes`."""
     yield read_split(task, "train")
     validation = read_split(task, "validation")
     if eval_every != "off":
-        check_scoring(task, validation, thinking)
+        notes += check_scoring(task, validation, thinking)
     yield validation

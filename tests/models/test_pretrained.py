@@ -240,6 +240,14 @@ def test_weights_that_the_configuration_does_not_describe_are_told(made, tmp_pat
     assert "not loaded, as config.json describes no such weights: 9 in its files (model.layers.3." in lines[0]
 
 
+def test_balance_loss_of_experts_that_is_not_trained_is_named(made, tmp_path):
+    lines = []
+    loaded(changed(made("qwen3_moe"), tmp_path / "moe", lambda weights: None, output_router_logits=True), lines)
+    assert [line for line in lines if line.startswith("router_aux_loss_coef 0.001: experts' balance is not trained")]
+    loaded(made("qwen3_moe"), others := [])
+    assert not [line for line in others if "router_aux" in line]
+
+
 BROKEN = {
     "a number's name": ("config.json", '{"model_type": "llama", "hidden_size": "big"}', "expected int, got str"),
     "a list": ("config.json", "[]", "must be a mapping, not list"),

@@ -295,7 +295,9 @@ def test_an_evaluation_by_itself_has_its_answers_on_the_page(two, tmp_path):
     shutil.copy(two[0] / "samples" / "step-000006.jsonl", folder / "samples-tuned.jsonl")
     result = {"status": "complete", "task": "math", "after": {"accuracy": 0.5}, "weights": {"base": "B", "tuned": "T"}}
     (folder / "result.json").write_text(json.dumps(result))
-    data = Elements(page_of(tmp_path, folder).read_text(encoding="utf-8")).data()
+    target = tmp_path / "page.html"
+    assert "evaluation: complete; an evaluation: no settings, no steps" in report(folder, "--output", target)
+    data = Elements(target.read_text(encoding="utf-8")).data()
     assert [(each["label"], each["count"]) for each in data["answers"]["evaluations"]] == [("B", 30), ("T", 30)]
 
 

@@ -174,6 +174,24 @@ def test_metrics_that_need_many_scores_are_left_to_the_first_evaluation():
     check_scoring(type("Correlated", (Sums,), {"aggregate": of_many})(), [40, 41])
 
 
+def test_metric_that_no_own_answer_scores_is_named():
+    never = type("Never", (Sums,), {"score": lambda self, example, text: {"right": 0.0}})
+    (line,) = check_scoring(never(), [40, 41])
+    assert line.startswith("warning: right is 0 for the own answers of the first 2 validation examples: ")
+    assert check_scoring(Sums(), [40, 41]) == []
+
+
+def test_limits_that_no_right_answer_can_pass_are_named(tmp_path):
+    for name, count in (("train", 60), ("validation", 40)):
+        rows = [{"prompt": f"{name} {n}", "completion": "yes" if n < count / 2 else "no"} for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = ("--train-file", str(tmp_path / "train.jsonl"), "--validation-file", str(tmp_path / "validation.jsonl"))
+    job = (*files, "--metric", "exact", "--max-steps", "1", "--save-every", "off", "--tracker", "none")
+    run = accel_sft("chat", *job, "--eval-limit", "9", "--max-new-tokens", "1", run_dir=tmp_path / "run")
+    assert "warning: --eval-limit 9 leaves out the label no; shuffle" in run.output
+    assert re.search(r"warning: \d+ of 40 validation answers have more tokens than --max-new-tokens 1, and", run.output)
+
+
 def test_a_failure_of_several_lines_is_told_on_one(tiny):
     def score(self, example, text):
         raise RuntimeError("ill\nand\ttired" + "!" * 1000)
