@@ -46,8 +46,6 @@ def test_each_type_is_a_choice_that_every_backend_trains():
     assert choices == ("none", *ADAPTERS)
     for name, backend in itertools.product(choices, ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")):
         assert launch_problem(TrainConfig(adapter=name), backend, 3) is None
-    fields = {field.name for field in dataclasses.fields(TrainConfig)}
-    assert all(set(kind.saved_settings.values()) <= fields for kind in ADAPTERS.values())
 
 
 def test_under_autocast_no_layer_casts_its_input_for_the_adapter(base):

@@ -20,6 +20,7 @@ from accel_sft.chat.conversation import conversation
 from accel_sft.chat.encode import encode_parts
 from accel_sft.chat.encoded import Rules
 from accel_sft.chat.rendering import Rendering
+from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.training.prepare import texts_of
 from accel_sft_chat import Chat
 from accel_sft_chat.metrics import METRICS
@@ -748,8 +749,9 @@ def test_answers_of_one_word_are_best_scored_by_another_metric(tmp_path):
 def test_a_metric_that_matches_no_own_answer_is_named(tmp_path, options, answers, told):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": "u", "completion": answer}) + "\n" for answer in answers))
-    notes = Chat(validation_file=str(path), **options).dataset("validation").notes
-    assert any("matches none of the rows' own answers" in note for note in notes) is told
+    task = Chat(validation_file=str(path), **options)
+    lines = check_scoring(task, task.dataset("validation"))
+    assert [line.split(":")[0] for line in lines] == ["warning"] * told
 
 
 @pytest.mark.parametrize(

@@ -172,10 +172,6 @@ class Chat(Task):
         if self.metric not in UNANSWERED and self._by_loss(notes) and any(not row.prompt for row in rows):
             return self._by_perplexity(rows)
         some = rows[:_LOOKED_AT]
-        unmatched = self.metric in ("regex", "json") and not self._own_metric
-        if unmatched and not any(self.score(row, comparable(row.answer))[self.main_metric] for row in some):
-            line = f"warning: --metric {self.metric} matches none of the rows' own answers: no answer can score above 0"
-            rows.notes += [line] * (line not in rows.notes)
         told = self.metric == "f1" and not self._own_metric and len(rows) >= _FEWEST
         answers = [comparable(row.answer) for row in some] if told else []
         labels = 1 < len({*answers}) <= len(answers) // 4 and max(map(len, answers)) <= _LONGEST_LABEL
