@@ -37,8 +37,8 @@ def model_card(
     Args:
         base_model: hub id, folder or `tiny`; only a hub id is named in the metadata, which takes nothing else.
         model_class: the class of transformers that loads the whole model.
-        messages: one prompt as it is given to the chat template, system message included; images are parts. None: the
-            model was trained on raw text.
+        messages: one prompt as it is given to the chat template, system message included; images are parts. Empty:
+            the model was trained on raw text.
         template_arguments: the template's own variables.
         prompt_end: text that follows the template's text in prompts.
         answer_end: text that follows answers, such as a mark that is no token.

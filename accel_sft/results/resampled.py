@@ -133,7 +133,7 @@ def examples_of(samples: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 def scores_of(samples: Sequence[Mapping[str, Any]], key: str, value: float) -> list[float] | None:
     """Each example's score `key`, if they are numbers and `value` is their mean; else None."""
-    scores = [mapping(sample.get("scores")).get(key) for sample in samples]
+    scores: list[Any] = [mapping(sample.get("scores")).get(key) for sample in samples]
     if not scores or not all(isinstance(score, bool) or is_number(score) for score in scores):
         return None
     return [*map(float, scores)] if math.isclose(sum(scores) / len(scores), value, abs_tol=1e-9) else None

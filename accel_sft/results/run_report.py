@@ -96,8 +96,9 @@ def comparison_rows(
 
 def _bracket(intervals: Mapping[str, Any], side: str, key: str) -> str:
     ends = mapping(intervals.get(side)).get(key)
-    has_form = isinstance(ends, list) and len(ends) == 2 and all(map(is_number, ends)) and ends[0] < ends[1]
-    return f" ({span(*ends)})" if has_form else ""
+    if not (isinstance(ends, list) and len(ends) == 2 and all(map(is_number, ends)) and ends[0] < ends[1]):
+        return ""
+    return f" ({span(ends[0], ends[1])})"
 
 
 def about_intervals(result: Mapping[str, Any]) -> str:

@@ -17,7 +17,6 @@ from accel_sft import UserError
 from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.io.files import write_atomically, write_json_lines
 from accel_sft.io.run_dir import RunDir
-from accel_sft.launch.recordable import command_line, masked_words, recordable
 from accel_sft.results.labels import label_scores, label_tables, weakest_label
 from accel_sft.results.model_card import of_merged
 from accel_sft.results.resampled import add_intervals
@@ -182,8 +181,8 @@ def test_scores_by_label_are_scikit_learns():
     # classification_report(expected, generated, labels=["a b", "c", "other"], zero_division=0)
     expected = {"a b": (5 / 7, 5 / 7, 5 / 7), "c": (3 / 5, 3 / 4, 2 / 3), "other": (0, 0, 0)}
     for label, shares in expected.items():
-        found = result["labels"][label]
-        assert (found["precision"], found["recall"], found["f1"]) == pytest.approx(shares)
+        row = result["labels"][label]
+        assert (row["precision"], row["recall"], row["f1"]) == pytest.approx(shares)
     assert result["macro_f1"] == pytest.approx((5 / 7 + 2 / 3) / 3)
     assert result["labels"]["c"]["answers"] == {"c": 3, "": 1}
     assert weakest_label(result) == ("labels    macro F1 0.460 of 3; found least: 'other', 0 of 2; report.md has each")
@@ -198,13 +197,13 @@ def test_scores_by_label_are_scikit_learns():
 
 def test_an_answer_that_is_another_label_counts_as_that():
     given = labelled(("yes", "yes", 5), ("Yes", "yes", 5), ("no", "No.", 5))
-    for each in given:
-        each["scores"]["exact_match"] = 1.0  # as a metric without case and punctuation has it
-    found = label_scores(given, "exact_match")
-    assert {label: each["answers"] for label, each in found["labels"].items()} == {
+    for answer in given:
+        answer["scores"]["exact_match"] = 1.0  # as a metric without case and punctuation has it
+    scores = label_scores(given, "exact_match")
+    assert {label: row["answers"] for label, row in scores["labels"].items()} == {
         "yes": {"yes": 5}, "Yes": {"yes": 5}, "no": {"no": 5}
     }  # fmt: skip
-    assert found["macro_f1"] == pytest.approx((2 / 3 + 0 + 1) / 3)
+    assert scores["macro_f1"] == pytest.approx((2 / 3 + 0 + 1) / 3)
 
 
 def test_confusion_table_has_few_labels_and_counts_all_answers():
@@ -222,7 +221,7 @@ def test_evaluate_prints_and_writes_scores_by_label(tmp_path, capsys, monkeypatc
 
     monkeypatch.setenv("COLUMNS", "80")
     named, labels = {"model": "m"}, [f"label of {number}" for number in range(3)]
-    for count, told in (
+    for count, words in (
         (3, "label of 1 3 0.333 1.000 0.500"),
         (1, "Answers by expected label: too wide for a terminal; --output-dir"),
     ):
@@ -231,7 +230,7 @@ def test_evaluate_prints_and_writes_scores_by_label(tmp_path, capsys, monkeypatc
         config = EvaluateConfig(model="m", output_dir=str(tmp_path / str(count)))
         _publish("chat", Chat(train_file="-", metric="exact"), config, named, [Evaluation({"exact_match": 0.7}, given)])
         printed = " ".join(capsys.readouterr().out.split("Scores by label")[1].split())
-        assert told in printed
+        assert words in printed
         assert "## Answers by expected label" in (tmp_path / str(count) / "report.md").read_text()
     assert json.loads((tmp_path / "3" / "result.json").read_text())["labels"]["a"]["f1"] == 1.0
 
@@ -244,7 +243,7 @@ def test_evaluate_prints_and_writes_scores_by_label(tmp_path, capsys, monkeypatc
         labelled(*((f"{'long ' * 20}{number % 2}", "text", 10) for number in range(2))),
         labelled(("a", "a", 30)),
         labelled(("a", "a", 10), ("b", "b", 10), key="other_metric"),
-        [{**each, "scores": {"exact_match": 0.0}} for each in labelled(("a", "a", 10), ("b", "b", 10))],
+        [{**answer, "scores": {"exact_match": 0.0}} for answer in labelled(("a", "a", 10), ("b", "b", 10))],
     ],
     ids=["no answers", "texts", "long texts", "one label", "metric of all answers", "metric of something else"],
 )
@@ -330,50 +329,6 @@ def test_the_card_asks_with_the_templates_switches_and_ends_the_prompt_as_traini
     assert r"tokenizer(prompt + '\n</think>\n\n', add_special_tokens=False" in closed
     assert closed.count("print(answer)\n") == 1
     assert r"print(answer.removesuffix('<|im_end|>\n'))" in card(answer_end="<|im_end|>\n")
-
-
-def test_a_command_line_is_shown_without_secrets_and_without_the_programs_folder():
-    words = ["/opt/env/bin/python", "-m", "accel_sft", "t", "--api-key", "a b", "--max-new-tokens", "7", "--hf-token=x"]
-    assert command_line(words) == "python -m accel_sft t --api-key '***' --max-new-tokens 7 '--hf-token=***'"
-
-
-TOKEN = "_".join(("hf", "AbCdEfGhIjKlMnOpQrStUvWx"))
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        ("--hub-tokens a --max-new-tokens 5", "--hub-tokens *** --max-new-tokens 5"),
-        ("--hf-token --odd --seed 1", "--hf-token *** --seed 1"),
-        ("--tokenizer gpt2 --answer-key gold --eos-token </s> --max_tokens=5 keyboard=en KEYBOARD=en", None),
-        (f"--openai-key {'0aB' * 8} --apiKey a", "--openai-key *** --apiKey ***"),
-        ("clientSecret=b --backend-token c", "clientSecret=*** --backend-token ***"),
-        ("https://host/rows?sig=a&X-Amz-Signature=b&keyword=c", "https://host/rows?sig=***&X-Amz-Signature=***&keyword=c"),
-        ("HF_TOKEN=a wandb_api_key=b OMP_NUM_THREADS=1", "HF_TOKEN=*** wandb_api_key=*** OMP_NUM_THREADS=1"),
-        ("-i https://u:p@host:8/simple mine@git+https://t@host/x", "-i https://***@host:8/simple mine@git+https://***@host/x"),
-        ("https://host/rows?access_token=a&part=2", "https://host/rows?access_token=***&part=2"),
-        (f"--system-prompt {TOKEN}", "--system-prompt ***"),
-        ("--columns prompt=key,completion=token", None),
-        ("--control-tokens tokens --control_tokens=text", None),
-        ("--train-file /data/hf_questions_and_answers_2024/rows.jsonl --model sk-embeddings-for-finance-v2", None),
-        (f"hf_{'aB' * 17} sk-{'0a' * 16} glpat-aB_cD-eF_gH-iJ_kL0", "*** *** ***"),
-    ],
-)  # fmt: skip
-def test_one_mask_hides_secrets_of_every_form_in_commands_and_records(words, shown):
-    assert masked_words(words.split()) == (shown or words).split()
-
-
-def test_options_named_almost_like_secrets_are_recorded():
-    options = {"tokenizer": "gpt2", "keywords": "a,b", "answer_key": "gold", "max_tokens": 5, "keyboard": "en"}
-    assert recordable(options) == options
-    assert {*recordable(dict.fromkeys(("hf_token", "api_key", "password", "aws_secret"), "x")).values()} == {"***"}
-    assert recordable({"hf_token": "", "api_key": None}) == {"hf_token": "", "api_key": None}  # nothing to hide
-
-
-def test_a_secret_within_a_recorded_value_is_hidden():
-    assert recordable({"train_file": f"https://me:{TOKEN}@host/rows.jsonl", "x": ["A_KEY=b", 5]}) == {
-        "train_file": "https://***@host/rows.jsonl", "x": ["A_KEY=***", 5]
-    }  # fmt: skip
 
 
 def test_an_adapters_card_names_peft_and_a_folder_is_no_hub_id(tmp_path):
