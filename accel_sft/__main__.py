@@ -11,7 +11,7 @@ if sys.platform == "win32":  # before imports of what there is not
 
 import accel_sft.launch.launcher  # noqa: F401 - early: it notes who started this process
 from accel_sft.cli.group import cli
-from accel_sft.commands.completion import NAME, VARIABLE
+from accel_sft.commands.listings import NAME, VARIABLE
 from accel_sft.io.terminal import use_utf8
 from accel_sft.resilience.exit import ExitHandler, leave_together
 

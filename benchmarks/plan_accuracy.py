@@ -1,35 +1,57 @@
-"""Host memory per rank that `accel-sft plan` predicts, against what training takes on a CPU, by phase.
+"""The memory that `accel-sft plan` predicts, against four sources, in GiB.
 
-    python benchmarks/plan_accuracy.py [--cases held-out] [--keep FILE] [--smoke]
-    python benchmarks/plan_accuracy.py --again FILE   # predict anew for what FILE has measured
+    python benchmarks/plan_accuracy.py [--source NAME] [--cases NAME] [--layers N] [--keep FILE] [--smoke]
+    python benchmarks/plan_accuracy.py [--source NAME] --again FILE   # predict anew for what FILE has measured
 
-Each case is a real launch of two ranks: a random Qwen2 of that many million parameters, a launch file, full or LoRA,
-short or long rows. Measured is each phase's peak of resident memory as the kernel keeps it (VmHWM, reset as a phase
-begins), of the rank with most, as `result.json` has it. The constants of accel_sft/memory/estimate.py were fitted to
-the cases of FITTED, so that the others are held out. Other work on the machine changes no number.
+`text`: launches of two ranks on a CPU, of a random Qwen2 of that many million parameters, full or LoRA, on short or
+long rows. Measured is each phase's peak of resident memory as the kernel keeps it (VmHWM, reset as a phase begins), of
+the rank with most, as `result.json` has it. The constants of accel_sft/memory/estimate.py were fitted to the cases
+`fitted`, so that the others are held out. Other work on the machine changes no number.
+
+`images`: the same of one process, a random vision-language model of 15 to 40 million parameters and rows with images,
+the vision tower frozen or trained.
+
+`simulated`: models of published sizes on fake tensors (simulated_memory.py), as one GPU of eight under ZeRO-2. `step`
+is the peak without overhead; `forward` is what forward and backward add to the model states, in which the two differ.
+
+`rehearsed`: the trainer's own step on fake CUDA tensors (tests/support/rehearsal.py), by torch's MemTracker; beside it
+what a GPU would feel of the step: how often the host waits, what ranks exchange, how many operators are launched.
+
+`--layers` cuts the last two sources' models, which a machine in a hurry takes; both answers are about the cut model.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
-import shutil
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import shapes
 import smoke
 from accel_sft.launch.info import launch_of_yaml
-from accel_sft.memory.estimate import PHASES, estimate, totals
+from accel_sft.launch.precision import assume_precision
+from accel_sft.memory.estimate import Estimate, assemble, estimate, totals
 from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_config, read_shape, stored_bytes
+from accel_sft.memory.states import placed
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
+Case = dict[str, Any]
+"""What is launched or followed; once measured, also `measured` (GiB by phase) and what the prediction needs."""
+
+# --- launched on a CPU ---
+
+STEPS = 3
 LENGTHS = {
     "short": shapes.Shape(20, (20, 41), (10, 21), 16, 1),
     "long": shapes.Shape(200, (300, 501), (100, 201), 4, 1),
@@ -37,7 +59,6 @@ LENGTHS = {
 """Rows of a step: 16 rows of about 65 tokens, or 4 rows of about 750."""
 WIDTHS = {20: (384, 6), 60: (640, 10), 110: (896, 10), 200: (1024, 14)}
 """Millions of parameters (about) to hidden size and layers, with a vocabulary of 16,384."""
-STEPS = 3
 LAUNCHES = ("ddp", "z0", "z1", "z2", "z3", "z2_offload", "z3_offload")
 FITTED = [
     *((60, name, adapter, "short") for adapter in ("none", "lora") for name in LAUNCHES),
@@ -62,122 +83,350 @@ HELD_OUT = [
     (200, "z0", "none", "short"),
     (200, "z3_offload", "none", "short"),
 ]
-CASES = {"fitted": FITTED, "held-out": HELD_OUT, "all": [*FITTED, *HELD_OUT], "smoke": [(20, "z2", "lora", "short")]}
-RANKS = 2
+ROWS = 4
+"""Rows with images of a step, which are one forward."""
+PICTURED = [  # family, launch file, adapter, whether the tower is trained, its width and depth, images of a row, size
+    ("qwen2_vl", "ddp", "lora", False, 640, 4, 2, (672, 448)),
+    ("qwen2_vl", "ddp", "none", True, 512, 6, 1, (448, 448)),
+    ("qwen2_5_vl", "z2", "none", False, 640, 4, 2, (448, 448)),
+    ("qwen2_5_vl", "z2", "none", True, 384, 8, 1, (672, 448)),
+    ("gemma3", "ddp", "lora", False, 512, 6, 2, (448, 448)),
+    ("gemma3", "z2", "none", True, 384, 6, 1, (448, 448)),
+]
+SMALL_PICTURES = ("qwen2_vl", "ddp", "lora", False, 64, 2, 1, (112, 112))
+TEXT = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "head_dim": 64, "num_key_value_heads": 4}
+TEXT |= {"max_position_embeddings": 4096, "initializer_range": 0.02}
 
 
-def make_model(folder: Path, millions: int) -> None:
-    hidden, layers = WIDTHS[millions]
-    if not (folder / "config.json").exists():
-        shapes.make_model(folder, hidden=hidden, layers=layers, vocabulary=16384)
+def text_case(group: str, millions: int, launch: str, adapter: str, length: str) -> Case:
+    return {"group": group, "millions": millions, "launch": launch, "adapter": adapter, "length": length, "ranks": 2}
 
 
-def run_case(work: Path, millions: int, launch: str, adapter: str, length: str, ranks: int) -> dict[str, Any]:
-    """Launch one run; returns the case, the facts that its memory depends on, and the measured memory of its phases."""
-    model, data, out = work / f"model-{millions}", work / f"{length}.json", work / "run"
-    make_model(model, millions)
-    shapes.write(data, LENGTHS[length])
-    shutil.rmtree(out, ignore_errors=True)
-    options = {"adapter": adapter, "max_steps": STEPS, "save_every": "1", "eval_every": str(STEPS)}
-    options |= {"output_dir": str(out), "tracker": "none", "eval_limit": 4, "max_new_tokens": 4}
-    settings = {"model": str(model), "rows": str(data), "batch": LENGTHS[length].batch, "options": options}
-    file = ROOT / "accelerate_configs" / f"{launch}.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
-    command += ["--num_processes", str(ranks), "--main_process_port", "0"]
-    command += [str(ROOT / "benchmarks/contestants/planned.py"), json.dumps(settings)]
-    begun = time.perf_counter()
-    done = subprocess.run(command, cwd=work, capture_output=True, text=True)
+def image_case(
+    family: str, launch: str, adapter: str, trained: bool, width: int, depth: int, images: int, size: tuple[int, int]
+) -> Case:
+    case = {"family": family, "launch": launch, "adapter": adapter, "width": width, "depth": depth, "ranks": 1}
+    return {**case, "only": "." if trained else None, "images": images, "size": size}
+
+
+def measured_text(case: Case, folder: Path) -> Case:
+    hidden, layers = WIDTHS[case["millions"]]
+    shapes.make_model(folder / "model", hidden=hidden, layers=layers, vocabulary=16384)
+    shape, rows = LENGTHS[case["length"]], []
+    for row in shapes.make_rows(shape):
+        turns = zip(("system", "user", "assistant"), row.values(), strict=True)
+        rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+    answers = {"save-every": 1, "eval-every": STEPS, "eval-limit": 4, "max-new-tokens": 4}
+    return launched(case, folder, rows, {"global-batch-size": shape.batch, **answers})
+
+
+def measured_images(case: Case, folder: Path) -> Case:
+    sys.path.insert(0, str(ROOT / "tests/support"))
+    import vision
+    from PIL import Image
+
+    width, depth, text = case["width"], case["depth"], TEXT
+    eyes = {"hidden_size": width, "num_heads": width // 64, "intermediate_size": width * 4, "patch_size": 14}
+    eyes |= {"depth": depth, "initializer_range": 0.02}
+    if case["family"] == "gemma3":
+        eyes |= {"num_hidden_layers": depth, "num_attention_heads": width // 64, "image_size": case["size"][0]}
+    else:
+        angles = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
+        text = {**TEXT, "rope_parameters": angles}
+        own = {"embed_dim": width, "hidden_size": TEXT["hidden_size"], "mlp_ratio": 4}
+        later = {"out_hidden_size": TEXT["hidden_size"], "fullatt_block_indexes": [depth - 1]}
+        eyes |= own if case["family"] == "qwen2_vl" else later
+    vision.make(folder / "model", case["family"], text, eyes)
+    rows = []
+    for number in range(2 * ROWS):
+        paths = [f"{number}-{place}.png" for place in range(case["images"])]
+        for place, path in enumerate(paths):
+            Image.new("RGB", case["size"], (number * 30, place * 90, 50)).save(folder / path)
+        question = f"{'<image>' * len(paths)}What is this?"
+        rows.append({"prompt": question, "completion": f"It is red {number}", "images": paths})
+    options = {"global-batch-size": ROWS, "micro-batch-size": ROWS, "eval-every": "off", "save-every": "off"}
+    return launched(case, folder, rows, {**options, **({"train-only": case["only"]} if case["only"] else {})})
+
+
+def launched(case: Case, folder: Path, rows: list[dict[str, Any]], options: dict[str, Any]) -> Case:
+    """Train the folder's model on these rows; returns the case with what the run says of its memory."""
+    data, out = folder / "rows.jsonl", folder / "run"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"model": folder / "model", "train-file": data, "validation-file": data, **options}
+    options |= {"adapter": case["adapter"], "max-steps": STEPS, "max-length": 4096, "tracker": "none"}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(yaml_of(case))]
+    command += ["--num_processes", str(case["ranks"]), "--main_process_port", "0", "-m", "accel_sft", "chat"]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    done = subprocess.run([*command, "--output-dir", str(out)], cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
     result, record = (json.loads((out / name).read_text()) for name in ("result.json", "run.json"))
-    shutil.rmtree(out)
-    return {
-        "millions": millions,
-        "launch": launch,
-        "adapter": adapter,
-        "length": length,
-        "ranks": ranks,
-        "precision": record["launch"]["precision"],
-        "seconds": time.perf_counter() - begun,
-        "batching": result["batching"],
-        "forward": result["forward"],
-        "start_gib": max(each["process_memory_gib"] for each in result["phases"] if each["phase"] == "data"),
-        "measured": {name: peaks["peak_host_memory_gib"] for name, peaks in result["memory_by_phase"].items()},
-    }
+    facts = {"config": read_config(folder / "model"), "precision": record["launch"]["precision"]}
+    facts |= {"forward": result["forward"], "head": result["batching"]["head"]}
+    measured = {name: peaks["peak_host_memory_gib"] for name, peaks in result["memory_by_phase"].items()}
+    return {**case, **facts, "measured": measured}
 
 
-def predicted(work: Path, case: dict[str, Any]) -> dict[str, float]:
-    """The closed form's GiB for each phase, for the largest forward that the run made."""
-    folder = work / f"model-{case['millions']}"
-    make_model(folder, case["millions"])
-    content = read_config(folder)
-    file = ROOT / "accelerate_configs" / f"{case['launch']}.yaml"
-    launch = "--num_processes", str(case["ranks"]), "--mixed_precision", case["precision"]
-    tokens, supervised_tokens, rows, *_ = case["forward"]  # the pixels of images follow
+def predicted_launch(case: Case) -> dict[str, float]:
+    """The closed form's GiB of host memory for each phase, for the largest forward that the run made."""
+    tokens, supervised_tokens, rows, pixels = case["forward"]
+    flags = ("--num_processes", str(case["ranks"]), "--mixed_precision", case["precision"])
     job = Job(
-        shape=read_shape(content, str(folder)),
-        launch=launch_of_yaml(file, *launch),
+        shape=read_shape(case["config"], "model"),
+        launch=launch_of_yaml(yaml_of(case), *flags),
         device="cpu",
-        stored_bytes=stored_bytes(content),
+        stored_bytes=stored_bytes(case["config"]),
         adapter=case["adapter"],
+        train_only=case.get("only"),
         tokens=tokens,
         supervised_tokens=supervised_tokens,
         rows=rows,
-        head=case["batching"]["head"],
-        eval_rows=4,
+        pixels=pixels,
+        head=case["head"],
+        eval_rows=0 if "family" in case else 4,
+        saves="family" not in case,
     )
     return {phase: size / GIB for phase, size in totals(estimate(job).host).items()}
 
 
-def show(cases: list[dict[str, Any]], work: Path) -> None:
+def cells_of_text(case: Case) -> list[str]:
+    return [f"{case['millions']} million", case["launch"], training(case), case["length"]]
+
+
+def cells_of_images(case: Case) -> list[str]:
+    tower = f"{case['width']} x {case['depth']}, {'trained' if case['only'] else 'frozen'}"
+    images = f"{ROWS * case['images']} of {case['size'][0]}x{case['size'][1]}"
+    return [case["family"], case["launch"], training(case), tower, images]
+
+
+# --- on fake tensors ---
+
+
+def _qwen(hidden: int, inner: int, layers: int, heads: int, key_value: int, vocabulary: int, tied: bool) -> dict:
+    return {
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    }
+
+
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+MODELS: dict[str, dict[str, Any]] = {
+    "0.5B": _qwen(896, 4864, 24, 14, 2, 151936, True),
+    "1.5B": _qwen(1536, 8960, 28, 12, 2, 151936, True),
+    "7B": _qwen(3584, 18944, 28, 28, 4, 152064, False),
+    "14B": _qwen(5120, 13824, 48, 40, 8, 152064, False),
+    "30B-A3B": _qwen(2048, 6144, 48, 32, 4, 151936, False) | {"model_type": "qwen3_moe", "head_dim": 128, **EXPERTS},
+}
+"""Models with the shapes of Qwen2.5's and Qwen3's published configurations."""
+SHARDED = (("ddp", 8), ("fsdp2", 8), ("hsdp", 16))
+LAYOUTS = (("shared", "rows"), ("packed", "rows"), ("padded", "causal"))
+
+
+def simulated_cases(models: Sequence[str] = tuple(MODELS), tokens: Sequence[int] = (1024, 4096, 16384)) -> list[Case]:
+    kinds = itertools.product(models, ("none", "lora"), (False, True), tokens)
+    names = ("name", "adapter", "gradient_checkpointing", "tokens")
+    return [{**dict(zip(names, kind, strict=True)), "launch": "z2", "ranks": 8} for kind in kinds]
+
+
+def rehearsed_cases(shapes: int = 40, models: Sequence[str] = ("0.5B", "1.5B", "7B")) -> list[Case]:
+    """Every launch, adapter, layout and kind of activations, with a model and a length in turn, `shapes` in all."""
+    kinds = [*itertools.product(("none", "lora"), (False, True), SHARDED, LAYOUTS)]
+    lengths, names, cases = itertools.cycle((500, 1000, 250)), itertools.cycle(models), []
+    for number in range(shapes):
+        adapter, recomputed, (launch, ranks), (layout, attention) = kinds[number % len(kinds)]
+        case = {"name": next(names), "launch": launch, "ranks": ranks, "adapter": adapter, "layout": layout}
+        case |= {"attention": attention, "gradient_checkpointing": recomputed, "rows": 8, "forwards": 2}
+        case |= {"instruction": 200, "answer": next(lengths) * (number // len(kinds) + 1), "export": False}
+        cases.append(case)
+    return cases
+
+
+def cut(case: Case, layers: int | None) -> Case:
+    """The case with its model's config, of at most so many layers."""
+    config = dict(MODELS[case["name"]])
+    return {**case, "model": config | {"num_hidden_layers": min(config["num_hidden_layers"], layers or 10**6)}}
+
+
+def job_of(case: Case) -> Job:
+    launch = launch_of_yaml(yaml_of(case), "--num_processes", str(case["ranks"]))
+    tokens, supervised_tokens, rows, copied_keys = case.get("forward", (case.get("tokens"), case.get("tokens"), 0, 0))
+    return Job(
+        shape=read_shape(case["model"], "model"),
+        launch=assume_precision(launch, bf16=True),
+        device="cuda",
+        adapter=case["adapter"],
+        gradient_checkpointing=case["gradient_checkpointing"],
+        tokens=tokens,
+        supervised_tokens=supervised_tokens if "forward" in case else tokens // 2,
+        **({"rows": rows, "copied_keys": copied_keys} if "forward" in case else {}),
+    )
+
+
+def in_step(job: Job, found: Estimate) -> dict[str, float]:
+    """GiB of a step's peak, without the allocator's gaps and what is outside of torch, and what forwards add to it."""
+    states = placed(job)[0]
+    resident = states.weights + states.master + states.moments + states.held + states.buffers + states.gradients
+    peak = sum(size for name, size in found.device["step"].items() if name != "overhead")
+    return {"step": peak / GIB, "forward": (peak - resident) / GIB}
+
+
+def measured_simulation(case: Case, folder: Path) -> Case:
+    from simulated_memory import forward_backward
+
+    job = job_of(case)
+    followed = forward_backward(job, case["model"])
+    sizes = {"activations": followed.activations, "logits": followed.logits}
+    return {**case, "measured": in_step(job, assemble(job, placed(job), sizes))}
+
+
+def predicted_simulation(case: Case) -> dict[str, float]:
+    job = job_of(case)
+    return in_step(job, estimate(job))
+
+
+def measured_rehearsal(case: Case, folder: Path) -> Case:
+    (found,) = rehearsed([{key: value for key, value in case.items() if key != "name"}])
+    return {**case, **found, "measured": {"step": max(found["peak"].values()) / GIB}}
+
+
+def rehearsed(cases: list[Case]) -> Iterator[Case]:
+    """The rehearsals' results, as they come, from a process of their own."""
+    paths = (str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", ""))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, str(ROOT / "tests/support/rehearsal.py"), json.dumps(cases)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        assert process.stdout is not None
+        yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+    if process.returncode:
+        raise ChildProcessError(f"{command[1]} ended with {process.returncode}")
+
+
+def cells_of_simulation(case: Case) -> list[str]:
+    return [case["name"], training(case), activations(case), str(case["tokens"])]
+
+
+def cells_of_rehearsal(case: Case) -> list[str]:
+    """The last ones leave out the few numbers that ranks agree by."""
+    cells = [case["launch"], str(case["ranks"]), training(case), case["layout"], activations(case), case["name"]]
+    counted: Counter[str] = Counter()
+    for part, kind, _, count, _ in case["exchanges"]:
+        if part not in ("wait for ranks", "optimizer step"):
+            counted[f"{kind} {'forward' if part == 'forward' else 'backward'}"] += count
+    exchanged = ", ".join(f"{count} {name}" for name, count in counted.items())
+    kernels = "; ".join(sorted({name.split(",")[0] for name in case["attention"]}))
+    return [*cells, str(len(case["waits"])), exchanged, str(sum(case["launches"].values())), kernels]
+
+
+# --- the table ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """How a source's cases are measured, given a folder of their own, predicted, and named in the table."""
+
+    heads: str
+    cases: dict[str, list[Case]]
+    measure: Callable[[Case, Path], Case]
+    predict: Callable[[Case], dict[str, float]]
+    cells: Callable[[Case], list[str]]
+
+
+GROUPS = {"fitted": FITTED, "held-out": HELD_OUT, "smoke": [(20, "z2", "lora", "short")]}
+SOURCES = {
+    "text": Source(
+        "parameters | launch file | training | rows",
+        {group: [text_case(group, *kind) for kind in kinds] for group, kinds in GROUPS.items()},
+        measured_text,
+        predicted_launch,
+        cells_of_text,
+    ),
+    "images": Source(
+        "family | launch file | training | tower | images",
+        {"all": [image_case(*kind) for kind in PICTURED], "smoke": [image_case(*SMALL_PICTURES)]},
+        measured_images,
+        predicted_launch,
+        cells_of_images,
+    ),
+    "simulated": Source(
+        "model | training | activations | tokens",
+        {"all": simulated_cases(), "smoke": simulated_cases(["0.5B"], [1024])[:1]},
+        measured_simulation,
+        predicted_simulation,
+        cells_of_simulation,
+    ),
+    "rehearsed": Source(
+        "launch | ranks | training | rows | activations | model | host waits | exchanges | launches | attention",
+        {"all": rehearsed_cases(), "smoke": rehearsed_cases(1, ["0.5B"])},
+        measured_rehearsal,
+        predicted_simulation,
+        cells_of_rehearsal,
+    ),
+}
+
+
+def yaml_of(case: Case) -> Path:
+    return ROOT / "accelerate_configs" / f"{case['launch']}.yaml"
+
+
+def training(case: Case) -> str:
+    return "full" if case["adapter"] == "none" else case["adapter"]
+
+
+def activations(case: Case) -> str:
+    return "recomputed" if case["gradient_checkpointing"] else "kept"
+
+
+def show(source: Source, cases: Iterator[Case]) -> None:
     """Print a line for each case (peak, its error, the error of each phase), then mean and worst errors."""
-    print("| parameters | launch file | training | rows | predicted | measured | error | by phase |")
-    print("|---|---|---|---|---|---|---|---|")
-    peaks: dict[str, list[float]] = {"fitted": [], "held out": []}
-    phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    print(f"| {source.heads} | predicted | measured | error | by phase |")
+    print("|---" * (source.heads.count("|") + 5) + "|")
+    errors: defaultdict[str, list[float]] = defaultdict(list)
     for case in cases:
-        found, measured = predicted(work, case), case["measured"]
-        error = max(found.values()) / max(measured.values()) - 1
-        named = tuple(case[key] for key in ("millions", "launch", "adapter", "length"))
-        peaks["fitted" if named in FITTED else "held out"].append(abs(error))
-        each = {phase: found[phase] / measured[phase] - 1 for phase in PHASES if phase in measured}
-        for phase, share in each.items():
-            phases[phase].append(abs(share))
-        kind = "full" if case["adapter"] == "none" else case["adapter"]
-        cells = [f"{case['millions']} million", case["launch"], kind, case["length"]]
-        cells += [f"{max(found.values()):.2f} GiB", f"{max(measured.values()):.2f} GiB", f"{error:+.1%}"]
-        print(f"| {' | '.join(cells)} | {' '.join(f'{phase} {share:+.0%}' for phase, share in each.items())} |")
-    for kind, errors in peaks.items():
-        if errors:
-            print(
-                f"peak, {kind}: mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}, {len(errors)} cases"
-            )
-    for phase, errors in phases.items():
-        print(f"{phase}: {_summary(errors)}")
+        predicted, measured = source.predict(case), case["measured"]
+        shares = {name: predicted[name] / size - 1 for name, size in measured.items() if name in predicted}
+        error = max(predicted.values()) / max(measured.values()) - 1
+        for name, share in {f"peak, {case.get('group', 'all')}": error, **shares}.items():
+            errors[name].append(abs(share))
+        cells = [*source.cells(case), *(f"{max(sizes.values()):.2f} GiB" for sizes in (predicted, measured))]
+        phases = " ".join(f"{name} {share:+.0%}" for name, share in shares.items())
+        print(f"| {' | '.join(cells)} | {error:+.1%} | {phases} |", flush=True)
+    for name, sizes in errors.items():
+        print(f"{name}: mean error {statistics.mean(sizes):.1%}, worst {max(sizes):.1%}, {len(sizes)} cases")
 
 
-def _summary(errors: list[float]) -> str:
-    return f"mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}"
+def measured(source: Source, cases: list[Case], keep: Path | None) -> Iterator[Case]:
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            found = source.measure(case, Path(folder))
+        if keep:
+            with keep.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+        yield found
 
 
 def main() -> None:
     parser = smoke.parser(__doc__)
-    parser.add_argument("--cases", choices=[*CASES], default="all")
+    parser.add_argument("--source", choices=[*SOURCES], default="text")
+    parser.add_argument("--cases", choices=("fitted", "held-out", "smoke"), help="Of `text`; by default all.")
+    parser.add_argument("--layers", type=int, help="Cut models on fake tensors to so many layers.")
     parser.add_argument("--again", type=Path, help="Measured cases, one JSON a line.")
     parser.add_argument("--keep", type=Path, help="A file to add measured cases to.")
-    args = smoke.parse(parser, cases="smoke")
-    with tempfile.TemporaryDirectory() as name:
-        work = Path(name)
-        if args.again:
-            show([json.loads(line) for line in args.again.read_text().splitlines()], work)
-            return
-        done = []
-        for case in CASES[args.cases]:
-            done.append(run_case(work, *case, RANKS))
-            if args.keep:
-                with args.keep.open("a") as file:
-                    file.write(json.dumps(done[-1]) + "\n")
-        show(done, work)
+    args = smoke.parse(parser, cases="smoke", layers=2)
+    source = SOURCES[args.source]
+    if args.again:
+        show(source, map(json.loads, args.again.read_text().splitlines()))
+        return
+    wanted = source.cases.get(args.cases) or [
+        case for group, cases in source.cases.items() if group != "smoke" for case in cases
+    ]
+    wanted = [cut(case, args.layers) if "name" in case else case for case in wanted]
+    show(source, measured(source, wanted, args.keep))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The bytes that a real model's forward, backward and first optimizer step take, followed on fake tensors.
 
 Fake tensors have shapes and use no memory, so a model of any size is followed without a GPU. It is what the closed form
-of `accel-sft plan` is compared with, by benchmarks/plan_simulation.py and by tests. Followed are activations, logits,
+of `accel-sft plan` is compared with, by benchmarks/plan_accuracy.py and by tests. Followed are activations, logits,
 what else a backward needs, weights, gradients and AdamW's state of one rank, if nothing shards them.
 
 The fake tensors are on the CPU, because a torch built without CUDA crashes if autograd meets a fake CUDA tensor. CPU

@@ -115,7 +115,7 @@ def make_page() -> str:
         parts += [f"### {section}\n", table(rows, advice["training"])]
     for name, text in TOOL_TEXTS.items():
         tool = TOOLS[name]
-        rows = [row_of_option(option) for options in tool.own_options().values() for option in options]
+        rows = [row_of_option(option) for options in tool.own_options.values() for option in options]
         rows += [row_of_setting(setting) for setting in tool.settings() if setting not in of_training]
         parts += [f"## {name}\n", text, table(rows, advice[name])]
     return "\n".join(parts)

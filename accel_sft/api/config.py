@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import math
 import re
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import Any, Self
 
-from accel_sft.api.adapters import ADAPTERS, conflicts
-from accel_sft.api.launch_limits import STATE_BYTES
-from accel_sft.api.options import option, problems, shown
-from accel_sft.api.shares import read_shares
+from accel_sft.api.limits import ADAPTERS, STATE_BYTES, adapter_conflicts
+from accel_sft.api.options import flag_of, option, problems, shown
 
 MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = SECTIONS = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
 _model, _adapter, _data, _optim, _eval, _run = (functools.partial(option, section=name) for name in SECTIONS)
@@ -61,12 +61,10 @@ class TrainConfig:
     )
 
     chat_template: str | None = _data(
-        None,
-        help="chatml, a Jinja file, or the model whose template to take: for one without, or in place of its own.",
+        None, help="chatml, a Jinja file, or the model whose template to take: for one without, or in place of its own."
     )
     train_limit: str | None = _data(
-        None,
-        help="Train on N examples only, or a share, such as 10%: a sample of a file's rows, or a task's first.",
+        None, help="Train on N examples only, or a share, such as 10%: a sample of a file's rows, or a task's first."
     )
     mix: str | None = _data(None, help="Shares of the rows of each --train-file, in their order, such as 3,1.")
     max_length: int | None = _data(None, basic=True, min=2, help="Tokens per example; longer ones are reported.")
@@ -103,9 +101,7 @@ class TrainConfig:
     )
 
     optimizer: str = _optim(
-        "adamw",
-        choices=tuple(STATE_BYTES),
-        help="adamw-8bit: its states in 8 bits, by bitsandbytes.",
+        "adamw", choices=tuple(STATE_BYTES), help="adamw-8bit: its states in 8 bits, by bitsandbytes."
     )
     learning_rate: float | None = _optim(None, basic=True, min=0, help="Peak learning rate.")
     lr_scheduler: str = _optim(
@@ -175,7 +171,7 @@ class TrainConfig:
         for name, (expected, words) in _NUMBER_OR_WORD.items():
             value = getattr(self, name)
             if value not in words and not re.fullmatch("[1-9][0-9]{,17}", str(value)):  # more digits may be too large
-                found.append(f"--{name.replace('_', '-')} {shown(str(value))}: expected {expected}")
+                found.append(f"{flag_of(name)} {shown(str(value))}: expected {expected}")
         found += _problems_of_keeping(str(self.keep_checkpoints), str(self.save_every))
         if self.template_date is not None and not _is_day(self.template_date):
             found.append(f"--template-date {shown(str(self.template_date))}: expected a day as YYYY-MM-DD")
@@ -209,7 +205,7 @@ class TrainConfig:
             found.append("--revision: it is of a hub id that --model names; name one, or leave it out")
         if self.resume != "off" and not self.output_dir:
             found.append(f"--resume {shown(str(self.resume))}: name the run's folder with --output-dir")
-        return found + conflicts(self, TrainConfig)
+        return found + adapter_conflicts(self)
 
     def resolved(self, defaults: dict[str, Any]) -> Self:
         """Return a copy in which None is replaced by the model's default (`defaults`) or by the usual one, if any."""
@@ -278,6 +274,23 @@ def _problems_of_mix(mix: str, *, limited: bool) -> list[str]:
     return []
 
 
+def read_shares(text: str) -> tuple[int, ...]:
+    """Return the shares of `--mix` in lowest terms: 3 and 1 for "3,1" and "0.75,0.25".
+
+    Raises:
+        ValueError: what is wrong with them.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    numbers = [Fraction(part) for part in parts if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", part)]
+    if len(parts) < 2 or len(numbers) < len(parts) or not all(numbers):
+        raise ValueError("expected a number above 0 for each --train-file, such as 3,1")
+    unit = Fraction(math.gcd(*(n.numerator for n in numbers)), math.lcm(*(n.denominator for n in numbers)))
+    shares = tuple(int(number / unit) for number in numbers)
+    if sum(shares) > _LONGEST_ROUND:
+        raise ValueError(f"in whole numbers they add up to {sum(shares):,}, and {_LONGEST_ROUND:,} is the most; round")
+    return shares
+
+
 def no_match(pattern: str, names: Iterable[str]) -> str:
     """The line for a `--train-only` that matches none of these names of weights."""
     last = f", the last one is {list(names)[-1]}"
@@ -296,6 +309,22 @@ def _is_day(text: str) -> bool:
         return False
 
 
+def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return a line for each setting outside `LAYOUT` that a resumed run (`after`) changes against the record."""
+    lines = []
+    for name in sorted((before.keys() | after.keys()) - LAYOUT):
+        if name in _OF_DATA and name not in before:
+            continue
+        # a record older than an option stands for the option's default, and one older than --thinking for `template`
+        default = "template" if name == "thinking" else getattr(TrainConfig, name, None)
+        was, now = before.get(name, default), after.get(name, REMOVED.get(name))
+        if was != now:  # `shown` escapes the flag too, as the record may be someone else's
+            lines.append(f"{shown(flag_of(name))}: the run was started with {shown(str(was))}, not {shown(str(now))}")
+    return lines
+
+
+_LONGEST_ROUND = 100_000
+"""Largest sum of shares in lowest terms: after so many rows every source has had exactly its share."""
 _STEPS = "a number of steps, auto, epoch or off", ("auto", "epoch", "off")
 _EXAMPLES = "a number of examples or auto", ("auto",)
 _NUMBER_OR_WORD = {"eval_every": _STEPS, "save_every": _STEPS, "micro_batch_size": _EXAMPLES}
@@ -314,3 +343,15 @@ _USUAL: dict[str, Any] = {
 _ADAPTER_LEARNING_RATE = 10 * _USUAL["learning_rate"]
 """Lowest default learning rate of an adapter: LoRA learns best at about ten times the rate of full fine-tuning,
 whatever its rank ("LoRA Without Regret", 2025)."""
+REMOVED = {"generate_with": "transformers", "lora_init": "default"}
+"""Options of earlier versions, and their values in the records of runs that are as they would be without them."""
+LAYOUT = frozenset(
+    {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
+    | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
+    | {"patience", "batching", "compile", "deterministic", "force", "on_nonfinite", "hang_timeout"}
+    | {"use_liger_kernel", "export_dtype", "tracker_project", "run_name", "generate_with"}
+)
+"""Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
+_OF_DATA = frozenset({"template_date", "control_tokens"})
+"""Settings that decide which tokens are made. If a record lacks one, it is not compared: if tokens differ, so does the
+hash of the data."""

@@ -5,9 +5,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from accel_sft.api.config import REMOVED
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import HIDDEN, Setting, settings, shown
-from accel_sft.api.other_names import OTHER_NAMES, REMOVED
+from accel_sft.api.options import HIDDEN, Setting, flag_of, settings, shown
+from accel_sft.api.other_names import OTHER_NAMES
 
 TASK = "task"
 """The key that names the task, in a file that describes a whole run."""
@@ -33,33 +34,33 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
     problems: list[str | None] = []
     first_lines: dict[str, int] = {}
     for key, node in _mapping(path):
-        where = f"line {_line(key)}"
+        number = key.start_mark.line + 1
+        line = f"line {number}"
         if key.id != "scalar":
-            problems.append(f"{where}: expected an option's name before the colon")
+            problems.append(f"{line}: expected an option's name before the colon")
             continue
         name = key.value.replace("-", "_")
         if name in first_lines:
-            problems.append(f"{shown(name)} is given twice, on lines {first_lines[name]} and {_line(key)}; keep one")
+            problems.append(f"{shown(name)} is given twice, on lines {first_lines[name]} and {number}; keep one")
         elif name in known and _value(known[name], node) == HIDDEN:
-            lacking = f"{where}: {known[name].flag}: secrets are not in a run's file; give it on the command line"
+            lacking = f"{line}: {known[name].flag}: secrets are not in a run's file; give it on the command line"
             problems.append(None if name in given else lacking)
         elif name in known:
             values[name] = _value(known[name], node)
-            nested = f"{known[name].flag}: expected one value or a list of values, got more"
-            problem = nested if values[name] in ([], {}) else known[name].problem(values[name])
-            problems.append(problem and f"{where}: {problem}")
+            problem = known[name].problem(values[name])
+            problems.append(problem and f"{line}: {problem}")
         elif name == TASK:
-            problems.append(None if _text(node) else f"{where}: task: expected a task's name")
+            problems.append(None if _text(node) else f"{line}: task: expected a task's name")
         elif name in REMOVED and _text(node) == REMOVED[name]:
             pass  # the run.yaml of an earlier version
-        elif ours := OTHER_NAMES.get(f"--{name.replace('_', '-')}"):
-            problems.append(f"{where}: unknown option {key.value!r}: {ours}")
+        elif ours := OTHER_NAMES.get(flag_of(name)):
+            problems.append(f"{line}: unknown option {key.value!r}: {ours}")
         else:
             near = difflib.get_close_matches(name, [*known, TASK], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            problems.append(f"{where}: unknown option {key.value[:80]!r}{hint}")
+            problems.append(f"{line}: unknown option {key.value[:80]!r}{hint}")
             values.update({meant: _value(known[meant], node) for meant in near if meant in known.keys() - values})
-        first_lines.setdefault(name, _line(key))
+        first_lines.setdefault(name, number)
     return values, [f"--config {path}: {problem}" for problem in problems if problem]
 
 
@@ -78,17 +79,13 @@ def _mapping(path: str) -> list[tuple[Any, Any]]:
 
     not_options = UserError(f"--config {path}: expected option names and values, one `name: value` a line")
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        tag = next((token for token in yaml.scan(text) if isinstance(token, yaml.TagToken)), None)
-        root = yaml.compose(text, yaml.SafeLoader)
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise UserError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise not_options from None
-    if tag:
-        raise UserError(f"--config {path}: line {_line(tag)}: tags (`!!int 3`) are not read; write the value alone")
     if not isinstance(root, yaml.MappingNode):
         raise not_options
     return list(root.value)
@@ -99,7 +96,7 @@ def _text(node: Any) -> str | None:
 
 
 def _value(setting: Setting, node: Any) -> Any:
-    """The value of a YAML node for this setting; an empty collection if it cannot be any setting's value."""
+    """The value of a YAML node for this setting; an empty collection, which no setting takes, for nested values."""
     parts = node.value if node.id == "sequence" else [node]
     if any(part.id != "scalar" for part in parts):
         return [] if node.id == "sequence" else {}
@@ -107,7 +104,3 @@ def _value(setting: Setting, node: Any) -> Any:
         return None
     text = ",".join(part.value for part in parts)  # options that take several names separate them by commas
     return "off" if setting.name in _OFF and text.lower() in ("off", "no", "false") else setting.read(text)
-
-
-def _line(place: Any) -> int:
-    return int(place.start_mark.line) + 1

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -70,7 +70,7 @@ class Setting:
     @property
     def flag(self) -> str:
         """The option's name on the command line, such as `--max-length` for `max_length`."""
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     @property
     def required(self) -> bool:
@@ -105,6 +105,15 @@ class Setting:
         return None
 
 
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def chosen(config: Any, names: Iterable[str]) -> list[str]:
+    """Return those of these settings of a dataclass instance that do not have their default."""
+    return [name for name in names if getattr(config, name) != getattr(type(config), name)]
+
+
 def shown(text: str) -> str:
     """A value as messages repeat it: unchanged, unless it is empty, long, or would break the line."""
     return text if text and text.isprintable() and len(text) <= _SHOWN else _represented(text)
@@ -125,7 +134,7 @@ def settings(cls: type) -> list[Setting]:
         TypeError: a field's type is not str, int, float, bool or one of these `| None`.
     """
     hints = typing.get_type_hints(cls)
-    found = []
+    result = []
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
@@ -137,11 +146,11 @@ def settings(cls: type) -> list[Setting]:
         if field.default_factory is not dataclasses.MISSING:
             raise TypeError(f"{cls.__name__}.{field.name}: an option's default is a plain value, not a factory")
         limits = field.metadata.get(__name__, {})
-        found.append(Setting(field.name, *_TYPES[hints[field.name]], field.default, **limits))
-    return found
+        result.append(Setting(field.name, *_TYPES[hints[field.name]], field.default, **limits))
+    return result
 
 
 def problems(instance: Any) -> list[str]:
     """Return a line for each setting of a dataclass instance that breaks its type, choices or limits."""
-    found = (setting.problem(getattr(instance, setting.name)) for setting in settings(type(instance)))
-    return [line for line in found if line]
+    lines = (setting.problem(getattr(instance, setting.name)) for setting in settings(type(instance)))
+    return [line for line in lines if line]

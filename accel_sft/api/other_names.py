@@ -77,6 +77,3 @@ OTHER_COMMANDS = _by_name(_COMMANDS.strip().splitlines())
 _pairs = (entry.split(":") for entry in _HERE.split(";"))
 OTHER_NAMES = _by_name([f"{names} = it is --{ours.strip()} here" for ours, names in _pairs], "--")
 OTHER_NAMES |= _by_name(_HINTS.strip().splitlines(), "--")
-
-REMOVED = {"generate_with": "transformers", "lora_init": "default"}
-"""Options of earlier versions, and their values in the records of runs that are as they would be without them."""

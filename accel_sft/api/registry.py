@@ -36,7 +36,7 @@ class Plugin:
     requires: tuple[str, ...] = ()
     fault: str = ""
 
-    def broken(self, cause: str) -> UserError:
+    def error(self, cause: str) -> UserError:
         """Return an error whose one line has task, entry point, distribution, version and the cause."""
         cause = " ".join(cause.split())
         return UserError(f"task {self.name!r} ({self.target}, {self.distribution} {self.version}): {cause}")
@@ -44,8 +44,8 @@ class Plugin:
 
 def plugins() -> list[Plugin]:
     """Return every entry point of the group, sorted by name, with faults that its metadata shows; import none."""
-    found = sorted(_entry_points(), key=lambda plugin: (plugin.name, plugin.distribution, plugin.target))
-    return [dataclasses.replace(plugin, fault=_fault(plugin, found)) for plugin in found]
+    every = sorted(_entry_points(), key=lambda plugin: (plugin.name, plugin.distribution, plugin.target))
+    return [dataclasses.replace(plugin, fault=_fault(plugin, every)) for plugin in every]
 
 
 def names() -> dict[str, str]:
@@ -62,11 +62,10 @@ def load(name: str) -> type[Task]:
     if file := task_file(name):
         return load_file(file)
     candidates = [plugin for plugin in plugins() if plugin.name == name]
-    for plugin in candidates:
-        if not plugin.fault:
-            return load_plugin(plugin)
+    if usable := [plugin for plugin in candidates if not plugin.fault]:
+        return load_plugin(usable[0])
     if candidates:
-        raise UserError(*(line for p in candidates for line in p.broken(p.fault).problems))
+        raise UserError(*(str(plugin.error(plugin.fault)) for plugin in candidates))
     raise UserError(f"no task {name!r}{suggestion(name, names())}; `accel-sft tasks` lists the installed ones")
 
 
@@ -85,15 +84,15 @@ def summary_of(cls: type, fallback: str) -> str:
 def load_plugin(plugin: Plugin) -> type[Task]:
     """Import and check one plugin; a UserError has task, entry point, distribution, version and cause in one line."""
     if cause := plugin.fault or _outdated(plugin):
-        raise plugin.broken(cause)
+        raise plugin.error(cause)
     entry_point = importlib.metadata.EntryPoint(plugin.name, plugin.target, GROUP)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # a command may print JSON to the standard output
             cls: type[Task] = entry_point.load()
     except (Exception, SystemExit) as error:  # a plugin's module may raise anything when imported
-        raise plugin.broken(f"cannot be imported: {what_and_where(error)}") from error
+        raise plugin.error(f"cannot be imported: {what_and_where(error)}") from error
     if causes := contract_faults(cls):
-        raise plugin.broken("; ".join(causes))
+        raise plugin.error("; ".join(causes))
     return cls
 
 
@@ -101,27 +100,27 @@ def build(name: str, cls: type[Any], values: dict[str, Any]) -> Any:
     """Build a loaded task, or the trainer's settings, from `values`; a UserError has all problems, one line each."""
     try:
         built = cls(**values)
-        found = list(built.problems())
+        lines = list(built.problems())
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"task {name!r} fails on its options: {what_and_where(error)}") from error
-    if found:
-        raise UserError(*found)
+    if lines:
+        raise UserError(*lines)
     return built
 
 
 def _entry_points() -> list[Plugin]:
-    found, seen = [], set()
+    result, seen = [], set()
     for distribution in importlib.metadata.distributions():
-        try:
-            text = distribution.read_text("entry_points.txt") or ""
-            if GROUP not in text:  # parsing the metadata of every installed package would take too long
+        try:  # parsing the metadata of every installed package would take too long
+            if GROUP not in (distribution.read_text("entry_points.txt") or ""):
                 continue
-            metadata = distribution.metadata
-        except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8
+            entry_points, metadata = distribution.entry_points.select(group=GROUP), distribution.metadata
+        except (OSError, ValueError, TypeError) as error:  # bytes that are not UTF-8, or a line without `=`
             folder = getattr(getattr(distribution, "_path", None), "name", "?")
-            found.append(Plugin("?", "?", folder, "?", "", (), f"its metadata cannot be read: {error}"))
+            fault = f"its metadata cannot be read ({error}); install it again"
+            result.append(Plugin("?", "?", folder, "?", "", fault=fault))
             continue
         name = _printable(metadata["Name"] or "(unnamed)")
         normalized = re.sub(r"[-_.]+", "-", name).lower()
@@ -130,11 +129,9 @@ def _entry_points() -> list[Plugin]:
         seen.add(normalized)
         about = (normalized, _printable(metadata["Version"] or "(no version)"), _printable(metadata["Summary"] or ""))
         requires = tuple(metadata.get_all("Requires-Dist") or ())
-        for line in _section(text):
-            task, equals, target = (part.strip() for part in _printable(line).partition("="))
-            fault = "" if equals else f"entry_points.txt has {line!r}, expected `name = module:Class`"
-            found.append(Plugin(task, target or "?", *about, requires, fault))
-    return found
+        for point in entry_points:
+            result.append(Plugin(_printable(point.name), _printable(point.value) or "?", *about, requires))
+    return result
 
 
 def _printable(text: str) -> str:
@@ -142,18 +139,7 @@ def _printable(text: str) -> str:
     return "".join(filter(str.isprintable, text))
 
 
-def _section(text: str) -> list[str]:
-    """Return the group's lines of an entry_points.txt, one for each task, even if other lines of it are damaged."""
-    lines, inside = [], False
-    for line in map(str.strip, text.splitlines()):
-        if line.startswith("["):
-            inside = line.strip("[] \t") == GROUP
-        elif inside and line and not line.startswith(("#", ";")):
-            lines.append(line)
-    return lines
-
-
-def _fault(plugin: Plugin, found: list[Plugin]) -> str:
+def _fault(plugin: Plugin, every: list[Plugin]) -> str:
     """Return why a plugin cannot be used, as far as metadata shows; empty if it can."""
     if plugin.fault:
         return plugin.fault
@@ -165,7 +151,7 @@ def _fault(plugin: Plugin, found: list[Plugin]) -> str:
         return f"entry point {plugin.target!r} is not `module:Class`"
     if owner := SHIPPED.get(plugin.name):
         return "" if plugin.distribution == owner else f"the name belongs to {owner}; the plugin must choose another"
-    same = [other for other in found if other.name == plugin.name and other is not plugin]
+    same = [other for other in every if other.name == plugin.name and other is not plugin]
     if same:
         others = ", ".join(f"{other.target} of {other.distribution} {other.version}" for other in same)
         return f"the same name is also {others}; neither is loaded, uninstall one"

@@ -1,6 +1,5 @@
 """Loads a task's class from a single Python file, which needs no package. Needs only the standard library."""
 
-import ast
 import contextlib
 import dataclasses
 import hashlib
@@ -66,15 +65,12 @@ def load_file(file: TaskFile) -> type[Task]:
         raise UserError(f"{where}: cannot be read ({error.strerror}); name a Python file with a task") from None
     module = _module(file.path.absolute(), source)
     try:
-        tree = ast.parse(source, str(file.path))
-        _refuse_relative(where, tree)
         with contextlib.redirect_stdout(sys.stderr):  # a command may print JSON to the standard output
-            exec(compile(tree, str(file.path), "exec"), module.__dict__)
+            exec(compile(source, str(file.path), "exec"), module.__dict__)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # the file may raise anything
         raise UserError(f"{where}: cannot be imported: {' '.join(what_and_where(error).split())}") from error
-    _refuse_hidden(where, file.path.absolute().parent, tree)
     cls: type[Task] = _chosen(where, file, module)
     if causes := contract_faults(cls):
         raise UserError(f"{where}: {' '.join('; '.join(causes).split())}")
@@ -97,32 +93,6 @@ def _module(path: Path, source: bytes) -> types.ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last, so that `random.py` beside a task does not hide Python's
     return module
-
-
-def _refuse_relative(where: str, tree: ast.Module) -> None:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            written, fixed = "." * node.level + (node.module or ""), node.module or node.names[0].name
-            raise UserError(
-                f"{where}:{node.lineno}: `from {written} import` needs a package, and a file is none; "
-                f"`import {fixed}` finds modules beside the file"
-            )
-
-
-def _refuse_hidden(where: str, folder: Path, tree: ast.Module) -> None:
-    """Raise UserError if an import in the file found another module than the one of that name beside the file."""
-    for node in ast.walk(tree):
-        if not isinstance(node, (ast.Import, ast.ImportFrom)):
-            continue
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-        for top in {name.partition(".")[0] for name in names} - {"", "accel_sft"}:  # it may be a checkout
-            beside = next((p for p in (folder / f"{top}.py", folder / top / "__init__.py") if p.is_file()), None)
-            got = getattr(sys.modules.get(top), "__file__", None)
-            if beside and got and not beside.samefile(got):
-                raise UserError(
-                    f"{where}:{node.lineno}: `{top}` is {got}, not {beside}, which another module's name hides; "
-                    "rename the one beside the task"
-                )
 
 
 def _chosen(where: str, file: TaskFile, module: types.ModuleType) -> Any:

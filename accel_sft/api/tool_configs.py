@@ -6,11 +6,11 @@ import dataclasses
 import functools
 
 from accel_sft.api.config import EVAL, MODEL, RUN, TrainConfig
-from accel_sft.api.options import option
+from accel_sft.api.options import chosen, flag_of, option
 
 _model, _eval, _run = (functools.partial(option, section=name) for name in (MODEL, EVAL, RUN))
-CHECK, PLAN, REHEARSE = TOOLS = "Check", "Plan", "Rehearsal"
-_check, _plan, _rehearse = (functools.partial(option, section=name, basic=True) for name in TOOLS)
+_TOOLS = "Check", "Plan", "Rehearsal"
+_check, _plan, _rehearse = (functools.partial(option, section=name, basic=True) for name in _TOOLS)
 _OF_WEIGHTS = (
     *("base", "offload", "dtype", "attn_implementation", "trust_remote_code", "chat_template", "max_length"),
     *("eval_batch_size", "template_date", "control_tokens", "seed", "revision"),
@@ -44,15 +44,13 @@ class EvaluateConfig(TrainConfig):
     )
 
     def problems(self) -> list[str]:
-        useless = _OF_WEIGHTS if self.url else _OF_SERVERS
-        given = [name for name in useless if getattr(self, name) != getattr(EvaluateConfig, name)]
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        flags = ", ".join(map(flag_of, chosen(self, _OF_WEIGHTS if self.url else _OF_SERVERS)))
         if self.url:
-            found = [f"--url: a server has its own weights and settings; leave {flags} out"] if flags else []
+            lines = [f"--url: a server has its own weights and settings; leave {flags} out"] if flags else []
         else:
-            found = [] if self.model else ["--model: a value is needed"]
-            found += [f"{flags}: goes with --url"] if flags else []
-        return found + super().problems()
+            lines = [] if self.model else ["--model: a value is needed"]
+            lines += [f"{flags}: goes with --url"] if flags else []
+        return lines + super().problems()
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -86,7 +86,7 @@ def tree(rows: Sequence[Encoded], common: Sequence[int], *, masked: bool = True)
 def behind_prefix(rows: Sequence[Encoded], prefix: int) -> Batch:
     """A forward of rows whose tree branches only once: `prefix` tokens that all share, then each row's own tokens.
 
-    Attention runs row by row (`row_kernels.PrefixedRows`). The tensors are built by a few array operations, because a
+    Attention runs row by row (`cascade.PrefixedRows`). The tensors are built by a few array operations, because a
     loop over rows would take noticeable time on a small model.
     """
     lengths = np.array([len(row.input_ids) for row in rows])
@@ -206,10 +206,10 @@ def _tensors(
     weights: np.ndarray,
 ) -> Batch:
     """A `Batch` of tensors, made of arrays."""
-    kept, target_ids, row_weights, *others = _on_device(keep, targets, weights, *inputs.values())
+    keep_tensor, target_ids, row_weights, *tensors = _on_device(keep, targets, weights, *inputs.values())
     source = None if sources is None else _on_device(sources)[0]
-    named = {"attention_mask": None, **dict(zip(inputs, others, strict=True))}
-    return Batch(named, kept, source, target_ids, row_weights)
+    named = {"attention_mask": None, **dict(zip(inputs, tensors, strict=True))}
+    return Batch(named, keep_tensor, source, target_ids, row_weights)
 
 
 def _on_device(*arrays: np.ndarray) -> list[torch.Tensor]:

@@ -34,12 +34,9 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
-def fits(work: Callable[[], None], rows: int, *, alone: bool) -> bool:
-    """Do the work, and return whether there was room; if not, it is to be done again with half as many rows at once.
-
-    Args:
-        alone: whether no other rank takes part in `work`; if one does, an out-of-memory is raised.
-    """
+def done_within_memory(work: Callable[[], None], rows: int, *, alone: bool) -> bool:
+    """Do the work; False if memory ran out, and the caller must retry with fewer than these `rows` at once. Only where
+    this rank works `alone`: others would wait for it, and an out-of-memory is raised."""
     try:
         work()
         return True
@@ -54,13 +51,10 @@ def fits(work: Callable[[], None], rows: int, *, alone: bool) -> bool:
 
 
 def in_halves(work: Callable[[list[Row]], list[Result]], rows: list[Row], *, alone: bool) -> list[Result]:
-    """Return what `work` makes of the rows, or, if that is out of device memory, of their halves one after the other.
-
-    Args:
-        alone: whether no other rank takes part in `work`; if one does, an out-of-memory is raised.
-    """
+    """Return what `work` makes of the rows, or, if that is out of device memory, of their halves one after the other;
+    `alone` is as `done_within_memory` takes it."""
     results: list[Result] = []
-    if fits(lambda: results.extend(work(rows)), len(rows), alone=alone):
+    if done_within_memory(lambda: results.extend(work(rows)), len(rows), alone=alone):
         return results
     middle = len(rows) // 2
     return [*in_halves(work, rows[:middle], alone=alone), *in_halves(work, rows[middle:], alone=alone)]

@@ -5,6 +5,7 @@ an instance, of a new class if need be, into `LAYOUTS`.
 """
 
 import abc
+import fnmatch
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from accel_sft.batching import collate
 from accel_sft.batching.collate import Batch
 from accel_sft.chat.encoded import Encoded
 from accel_sft.io.text import common_length
+from accel_sft.models.architecture import arguments, cache_argument, limited_layers, takes_sdpa, without_adapter
 from accel_sft.models.prefix_attention import installed
 
 FILLED = 2
@@ -23,21 +25,38 @@ class Layout(abc.ABC):
     """How the rows of one forward are laid out. The base class puts rows in one sequence, without common tokens.
 
     Attributes:
-        name: a value of `--batching`. Rows of `shared` share tokens, and with them dropout masks; all rows but those of
-            `padded` stand in one sequence, where they must not see each other.
+        name: a value of `--batching`. Rows of `shared` share tokens, and with them dropout masks.
         attention: how attention separates the rows, as a batching's record names it.
         implementation: pattern for the names of transformers' attentions that can separate rows in this way.
+        one_sequence: whether all rows stand in one sequence, where they must not see each other.
+        behind_cache: whether rows go on from the cache of their prefix.
         cpu_tokens: sizes of a forward, in tokens, to choose from on a CPU, where nothing is tried.
     """
 
     attention: str
     implementation: str
+    one_sequence = True
+    behind_cache = False
     cpu_tokens: tuple[int, ...] = (256, 512, 1024)
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.shares = name == "shared"
-        self.one_sequence = not isinstance(self, Padded)
+
+    def refusal(self, model: Any, row_sets: Sequence[Sequence[Encoded]]) -> str | None:
+        """Why the model, as it is configured, cannot take rows like these in this layout; None if it may."""
+        implementation = str(getattr(model.config, "_attn_implementation", None))
+        if not fnmatch.fnmatchcase(implementation, self.implementation):
+            other = "sdpa can" if takes_sdpa(model) else "the model has no other"
+            return f"attention {implementation} cannot take a mask of rows; {other}"
+        if "position_ids" not in arguments(model):
+            return "the model takes no positions"
+        limited = limited_layers(model, max(map(_longest, row_sets)))
+        return f"the model has layers of another kind ({limited})" if limited else None
+
+    def is_needless(self, exact: Sequence["Layout"], *, pictured: bool) -> bool:
+        """Whether trying this layout is pointless beside those of its name that are exact, or for rows with images."""
+        return False
 
     def order(self, example: Encoded) -> tuple[Any, int]:
         """Sort key of a step's rows, before they are divided among forwards."""
@@ -60,10 +79,8 @@ class Layout(abc.ABC):
         return sum(len(example.input_ids) for example in examples) - sum(self.common(examples))
 
     def attended_pairs(self, examples: Sequence[Encoded]) -> int:
-        """Number of query-key pairs that attention computes in a forward of these examples, in this order.
-
-        Each row's own tokens attend to the prefix and to the row, padded to the longest row.
-        """
+        """Number of query-key pairs that attention computes in a forward of these examples, in this order. A row's own
+        tokens attend to the prefix and to the row, padded to the longest."""
         longest, prefix = _longest(examples), self.prefix(examples)
         return prefix**2 + len(examples) * (longest - prefix) * longest
 
@@ -140,7 +157,14 @@ class Padded(Layout):
     """Rows one below the other, padded at the right, as every model can take them."""
 
     attention, implementation = "mask", "*"
+    one_sequence = False
     cpu_tokens: tuple[int, ...] = (1024, 4096)
+
+    def refusal(self, model: Any, row_sets: Sequence[Sequence[Encoded]]) -> str | None:
+        return None
+
+    def is_needless(self, exact: Sequence[Layout], *, pictured: bool) -> bool:
+        return bool(exact)  # `Causal` is less work
 
     def tokens_in(self, examples: Sequence[Encoded]) -> int:
         return len(examples) * _longest(examples)
@@ -155,6 +179,9 @@ class Causal(Padded):
 
     attention = "causal"
 
+    def is_needless(self, exact: Sequence[Layout], *, pictured: bool) -> bool:
+        return pictured  # a mask may distinguish an image's tokens from a text's
+
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
         batch = super().collate(examples, pad_token_id)
         batch.inputs["attention_mask"] = None
@@ -165,8 +192,17 @@ class Cached(Causal):
     """Rows padded at the right, each behind the one prefix of the forward, which the model has read into a cache: for
     layers of any kind that can go on from it. Causality hides the padding."""
 
-    attention = "cache"
+    attention, behind_cache = "cache", True
     cpu_tokens = (512, *RowByRow.cpu_tokens)
+
+    def refusal(self, model: Any, row_sets: Sequence[Sequence[Encoded]]) -> str | None:
+        if not cache_argument(without_adapter(model).forward):
+            return "the model takes none"
+        common = any(map(self.prefix, row_sets))
+        return None if common else "rows have nothing in common before what they learn"
+
+    def is_needless(self, exact: Sequence[Layout], *, pictured: bool) -> bool:
+        return bool(exact)  # it takes a sequence's place where there is none
 
     def prefix(self, examples: Sequence[Encoded]) -> int:
         """The common tokens before the one that predicts the first target: the prefix predicts none."""

@@ -42,16 +42,11 @@ class Batching:
         layout: `shared`, `packed` or `padded`.
         tokens: maximum number of tokens computed in one forward (a longer row has a forward to itself).
         rows: maximum number of examples in one forward; if given, `tokens` does not count.
-        attention: how attention separates rows in one sequence: `mask`, a dense mask (of padded rows: what is padding);
-            `causal`, no mask (`padded` alone); `varlen`, rows' bounds for FlashAttention (`packed` alone); `rows`,
-            which runs them row by row behind the one prefix that all rows of the forward share, in any order
-            (`row_kernels.PrefixedRows`); `cache`, a batch of rows that go on from the cache of their prefix
-            (`prefix_cache.PrefixCache`; `shared` alone).
+        attention: how attention separates rows, which chooses among the layouts of one name: `mask`, `causal`,
+            `varlen`, `rows` or `cache`.
         head: where and how logits are computed, one of `loss.HEADS`.
         most_logits: maximum number of logits that the head `pieces` holds at once, chosen by a GPU's free memory; None:
             MOST_LOGITS.
-    Raises:
-        ValueError: there is no such layout or head.
     """
 
     layout: str
@@ -119,27 +114,20 @@ class Batching:
         """Tokens, padding included, that all ranks together compute for a step of these examples."""
         return sum(self.way.tokens_in(rows) for forwards in self.divide(examples, world_size) for rows in forwards)
 
-    def work(self, examples: Sequence[Encoded], world_size: int, width: int, each_forward: float) -> float:
-        """Return the cost, in tokens, of a step of these examples on the rank with most work.
-
-        Args:
-            width: the model's hidden size.
-            each_forward: fixed cost of a forward, in tokens, beside its tokens and their attention.
-        """
+    def work(self, examples: Sequence[Encoded], world_size: int, width: int, forward_cost: float) -> float:
+        """Return the cost, in tokens, of a step of these examples on the rank with most work. A forward has a fixed
+        cost, in tokens; `width` is the model's hidden size."""
         way = self.way
         return max(
-            sum(way.tokens_in(rows) + way.attended_pairs(rows) / (PAIRS * width) + each_forward for rows in forwards)
+            sum(way.tokens_in(rows) + way.attended_pairs(rows) / (PAIRS * width) + forward_cost for rows in forwards)
             for forwards in self.divide(examples, world_size)
         )
 
     def batch(
         self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device, blank: Encoded | None = None
     ) -> Batch:
-        """Return the tensors of one forward; without examples, those of `collate.empty`.
-
-        Args:
-            blank: `blank_image.blank_row`, if a forward without images shall call the layers that read images too.
-        """
+        """Return the tensors of one forward; without examples, those of `collate.empty`. With `blank`, an image's row,
+        a forward without images calls the layers that read images, too."""
         pictured = any(row.images for row in examples)
         assert self.layout == "padded" or not (pictured or blank), "rows with images are padded"
         with device:
@@ -158,7 +146,7 @@ def _least_largest(lengths: list[int], own: list[int], count: int, limit: int, p
 
     Args:
         own: tokens of each row that the row before it does not have.
-        prefix: tokens that stand once before rows that are padded; None if rows are not padded.
+        prefix: length of the shared prefix of padded rows; None for rows in one sequence.
     """
 
     def ends_within(allowed: int) -> list[int] | None:

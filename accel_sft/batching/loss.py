@@ -30,8 +30,8 @@ def nll_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
     Zero, and still connected to the weights, for a batch without such a token.
     """
-    each = nll(model, batch)
-    return (each * batch.weights).sum() if len(batch.targets) else each.sum()
+    losses = nll(model, batch)
+    return (losses * batch.weights).sum() if len(batch.targets) else losses.sum()
 
 
 def labelled(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
@@ -83,10 +83,10 @@ def available_heads(model: torch.nn.Module) -> list[str]:
     return list(HEADS) if "logits_to_keep" in arguments(model) else ["everywhere"]
 
 
-def _logits(model: torch.nn.Module, batch: Batch, **kept: Any) -> torch.Tensor:
+def _logits(model: torch.nn.Module, batch: Batch, **keep: Any) -> torch.Tensor:
     behind = contextlib.nullcontext() if batch.prefix is None else prefix_first(_unwrapped(model), batch.prefix)
     with behind:
-        logits: torch.Tensor = model(**batch.inputs, **kept, use_cache=False).logits
+        logits: torch.Tensor = model(**batch.inputs, **keep, use_cache=False).logits
     return logits
 
 

@@ -8,10 +8,10 @@ from torch.nn import functional
 
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.batching.collate import Batch
-from accel_sft.batching.comparisons import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.trial import Trial
+from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.collectives import gather_numbers
 from accel_sft.launch.groups import row_groups, sequence_ranks, shared_rows
@@ -55,9 +55,9 @@ class SequenceGroup:
         begin, end = self.rank * length, (self.rank + 1) * length
         positions = torch.arange(begin, end, device=ids.device)[None]
         inputs = {"input_ids": ids[:, begin:end], "attention_mask": None, "position_ids": positions}
-        kept = batch.keep[0].nonzero()[:, 0] if batch.keep.ndim == 2 else batch.keep[: len(batch.targets)]
-        mine = (kept >= begin) & (kept < end)
-        keep = kept[mine] - begin
+        predicting = batch.keep[0].nonzero()[:, 0] if batch.keep.ndim == 2 else batch.keep[: len(batch.targets)]
+        mine = (predicting >= begin) & (predicting < end)
+        keep = predicting[mine] - begin
         if not len(keep):  # a forward that is connected to the weights, as `collate.empty` is
             keep = torch.zeros(1, dtype=torch.int64, device=ids.device)
         targets, weights = batch.targets[mine], batch.weights[mine]
@@ -65,13 +65,8 @@ class SequenceGroup:
 
 
 def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
-    """Return the batching under sequence parallelism, one row per forward, and a line that says so.
-
-    Args:
-        exact: the batching of padded rows, with the head that the model takes.
-    Raises:
-        UserError: the model cannot compute parts of rows: its layers, a failed forward or a wrong loss show that.
-    """
+    """Return the `exact` batching of padded rows with one row per forward, as sequence parallelism needs it, and a line
+    that says so. The model's layers, a failed forward or a wrong loss may show that it cannot compute parts of rows."""
     group, model = SequenceGroup.of(trial.accelerator), trial.accelerator.unwrap_model(trial.model)
     longest = max(trial.examples, key=lambda example: (len(example.input_ids), example.index))
     if limited := limited_layers(model, len(longest.input_ids)):
@@ -83,7 +78,7 @@ def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
     batch, was_training = trial.batch(batching, [longest]), trial.model.training
     with torch.no_grad(), torch.random.fork_rng():
         trial.model.eval()
-        whole = nll_sum(trial.model, batch).item()
+        expected = nll_sum(trial.model, batch).item()
         trial.model.train()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
@@ -96,7 +91,7 @@ def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
                 raise UserError(_cannot(group, f"its forward of a part of a row fails ({cause})")) from error
         trial.model.train(was_training)
     parts = sum(share for (share,) in gather_numbers([mine])) / group.groups  # each group had the same row
-    off = abs(whole - parts) / max(batch.weights.sum().item(), 1)
+    off = abs(expected - parts) / max(batch.weights.sum().item(), 1)
     if not off <= (TOLERANCE if trial.in_float32 else REDUCED_TOLERANCE):
         raise UserError(_cannot(group, f"its loss in parts is not that of whole rows (off by {off:.2g} nats a token)"))
     return batching, line

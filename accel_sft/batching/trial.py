@@ -100,7 +100,7 @@ class Trial:
                 loss = nll_sum(model, self.batch(batching, rows))
                 if self.train:
                     gradients = torch.autograd.grad(loss, [*embedded, *also], allow_unused=bool(also))
-            return loss.item(), [each for each in gradients if each is not None]
+            return loss.item(), [gradient for gradient in gradients if gradient is not None]
         finally:
             handle.remove()
             model.train(was_training)

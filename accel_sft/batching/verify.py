@@ -1,39 +1,24 @@
-"""Verifies, before step 1, which batchings a model computes exactly: shared prefixes, packed, or only padded."""
+"""Verifies, before step 1, which batchings a model computes exactly: losses and gradients of a few rows are those of
+single rows, and no row sees another."""
 
 import bisect
 import dataclasses
-import fnmatch
 import itertools
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
-from accel_sft.api.errors import UserError
-from accel_sft.batching.comparisons import (
-    UNLIMITED,
-    differs,
-    goes_wrong_behind,
-    ignores_positions,
-    is_random,
-    see_each_other,
-    sees_padding,
-)
-from accel_sft.batching.device_memory import forwards_alone
+from accel_sft.api.errors import UserError, first_line
+from accel_sft.batching.collate import Batch
+from accel_sft.batching.device_memory import forwards_alone, out_of_memory
 from accel_sft.batching.forward_layouts import LAYOUTS, Layout
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import available_heads, nll, nll_sum
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
-from accel_sft.launch.collectives import first_reason
-from accel_sft.models.architecture import (
-    arguments,
-    beyond_text,
-    cache_argument,
-    limited_layers,
-    takes_sdpa,
-    without_adapter,
-)
+from accel_sft.launch.collectives import any_rank, first_reason
+from accel_sft.models.architecture import REFUSALS, beyond_text, without_adapter
 from accel_sft.models.prefix_attention import install
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
@@ -43,116 +28,137 @@ HEAD_TOKENS = 256
 """Number of tokens whose logits are computed whole to check the heads."""
 IMAGES = "rows hold images, whose placeholders are alike where the images are not, and whose positions have two axes"
 """Reason, in messages, why rows with images are padded."""
+TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
+"""Nats per token by which the loss may differ between layouts, in float32 and in reduced precision. Rows that see each
+other or stand at wrong positions differ by more, even in a random model; that rows do not see each other is also
+checked to the bit."""
+ROUNDING, REDUCED_ROUNDING, LOOKS = 1e-5, 1e-2, 3
+"""Share of the largest loss by which a token's loss may differ between two equal forwards where nothing is random, in
+float32 and in reduced precision (a busy machine may round otherwise); and how often such forwards are compared."""
+GRADIENT, REDUCED_GRADIENT = 1e-2, 0.25
+"""Share by which loss and gradients behind a cache may differ from those of padded rows, in float32 and in reduced
+precision: a gradient that does not reach the prefix is missing whole."""
+NOISE = 4
+"""Tolerance, as a multiple of the noise between identical forwards."""
+FEWEST_LOGITS = 1
+"""Maximum number of logits that the head `pieces` holds at once in a check, so that its pieces are the smallest."""
+UNLIMITED = 2**31
+"""Maximum number of tokens in one forward until a limit is chosen."""
 
 
-def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batching], list[str]]:
-    """Find the batchings that the model computes exactly, among the layouts asked for, and why it fails the others.
+def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Batching], list[str]]:
+    """Find the batchings that the model computes exactly, among the requested layouts, and why it fails the others.
 
     Args:
         also: rows that will be laid out besides the trial's examples; the longest of all rows is tried.
     Returns:
         batchings without a limit of tokens, at least one; and `layout: reason` for each layout that is not exact.
-    Raises:
-        UserError: ranks would wait for each other's images for ever.
     """
-    config, model, accelerator = trial.config, trial.model, trial.accelerator
-    unwrapped = accelerator.unwrap_model(model)
-    names = list(dict.fromkeys(layout.name for layout in LAYOUTS))
-    asked = names if config.batching == "auto" else names[names.index(config.batching) :]
-    heads = available_heads(unwrapped)
-    row_sets = _row_sets([*trial.examples, *also])
-    longest = max(len(row.input_ids) for row in row_sets[-1])
-    found: list[Batching] = []
-    reasons: list[str] = []
-    dropout = None
+    config, model = trial.config, trial.model
+    rows = [*trial.examples, *also]
+    row_sets, found, reasons = _row_sets(rows), list[Batching](), list[str]()
+    names = [*dict.fromkeys(layout.name for layout in LAYOUTS)]
+    requested = names if config.batching == "auto" else names[names.index(config.batching) :]
+    if requested[1:] and any(row.images for row in rows):
+        reasons.append(f"{' or '.join(requested[:-1])}: {IMAGES}")
+        requested = requested[-1:]
     was_training = model.training
-    pictured = any(row.images for row in (*trial.examples, *also))
-    if pictured:
-        *others, only = asked
-        asked, reasons = [only], [f"{' or '.join(others)}: {IMAGES}"] if others else []
     with torch.no_grad(), torch.random.fork_rng():
         model.eval()
-        plain = _plain(trial, heads, row_sets[0][0])
-        model.train()
-        if trial.train:
-            some = trial.batch(plain, enough(trial.examples))
-            dropout = _dropout(unwrapped, is_random(trial, some))
-        model.eval()
-        if trial.blank and not forwards_alone(accelerator):
+        plain = _plain(trial, row_sets[0][0])
+        dropout = _dropout(trial, plain) if trial.train else None
+        if trial.blank and not forwards_alone(trial.accelerator):
             _refuse_image_by_image(trial, plain, row_sets)
         alone = [sum(nll_sum(model, trial.batch(plain, [row])).item() for row in rows) for rows in row_sets]
-        for name in asked:
-            sequences = any(batching.way.one_sequence for batching in found)  # sharing includes packing
-            if found and (config.batching != "auto" or (name == "packed" and sequences)):
+        for name in requested:
+            in_sequence = any(batching.way.one_sequence for batching in found)  # sharing includes packing
+            if found and (config.batching != "auto" or (name == "packed" and in_sequence)):
                 continue
-            layouts, reason = _layouts_for(unwrapped, name, longest, dropout)
-            exact: list[Batching] = []
-            for layout in layouts:
-                if _is_needless(layout, exact, pictured=pictured):
-                    continue
-                before = reason
-                reason = _not_behind_a_cache(trial, layout, row_sets) if layout.attention == "cache" else None
-                if layout.attention == "rows":
-                    install(accelerator.device)
-                for head in () if reason else heads:
-                    batching = Batching(name, UNLIMITED, attention=layout.attention, head=head)
-                    reason = _problem(trial, batching, alone, row_sets)
-                    if not reason:
-                        exact.append(batching)
-                        break
-                if reason and layout.attention == "cache":
-                    reason = f"{before}; and behind a cache: {reason}"
+            exact, reason = _exact_of(name, trial, alone, row_sets, dropout)
             found += exact
             if not exact:
                 reasons.append(f"{name}: {reason}")
     model.train(was_training)
-    # the fallback: every model is trained with padded rows; if they differ from single ones, the model itself makes
-    # them differ (a router's capacity, noise)
+    # padded rows are always allowed: if they differ from single ones, the model itself is the cause (router capacity)
     return found or [plain], reasons
 
 
-def _plain(trial: Trial, heads: Sequence[str], row: Encoded) -> Batching:
+def _exact_of(
+    name: str, trial: Trial, alone: Sequence[float], row_sets: Sequence[Sequence[Encoded]], dropout: str | None
+) -> tuple[list[Batching], str | None]:
+    """The exact batchings among the layouts of a name, and why there is none.
+
+    Args:
+        alone: the sums of the losses of each set's rows as single rows.
+        dropout: the model's dropout, if it has one.
+    """
+    if name == "shared" and dropout:
+        return [], f"rows of a step would share their dropout ({dropout})"
+    model = trial.accelerator.unwrap_model(trial.model)
+    pictured = any(row.images for rows in row_sets for row in rows)
+    exact: list[Batching] = []
+    reason: str | None = None
+    for layout in LAYOUTS:
+        if layout.name != name or layout.is_needless([batching.way for batching in exact], pictured=pictured):
+            continue
+        refusal = layout.refusal(model, row_sets) or _untried(trial, layout)
+        problem = refusal
+        if not refusal:
+            if layout.attention == "rows":
+                install(trial.accelerator.device)
+            for head in available_heads(model):
+                batching = Batching(name, UNLIMITED, attention=layout.attention, head=head)
+                problem = _problem(trial, batching, alone, row_sets)
+                if not problem:
+                    exact.append(batching)
+                    break
+        if problem and layout.behind_cache:
+            reason = f"{reason}; and behind a cache: {problem}"
+        elif problem and not (refusal and reason):  # what was tried says more than what another kernel refuses
+            reason = problem
+    return exact, reason
+
+
+def _untried(trial: Trial, layout: Layout) -> str | None:
+    """Why a run does not try a layout that its model may take; None if it does."""
+    if layout.behind_cache and trial.config.compile:
+        return "--compile would compile the blocks anew for it"
+    if layout.behind_cache and not forwards_alone(trial.accelerator):
+        return "its backward cannot be tried where ranks share the weights"
+    return None
+
+
+def _plain(trial: Trial, row: Encoded) -> Batching:
     """Padded rows with the head that holds the fewest logits at once, among those whose loss is that of logits at every
     token. They are compared on HEAD_TOKENS of a row, since all of its logits may not fit."""
-    whole = Batching("padded", UNLIMITED, head="everywhere")
+    exhaustive = Batching("padded", UNLIMITED, head="everywhere")
     if not row.images:  # placeholders of images cannot be cut
         row = row._replace(input_ids=row.input_ids[:HEAD_TOKENS], prompt_length=1, earlier=())
-    expected = nll_sum(trial.model, trial.batch(whole, [row])).item()
-    others = [dataclasses.replace(whole, head=head) for head in heads if head != whole.head]
-    right = (plain for plain in others if not first_reason(differs(trial, plain, expected, [row])))
-    return next(right, whole)
-
-
-def _is_needless(layout: Layout, exact: Sequence[Batching], *, pictured: bool) -> bool:
-    """Whether a layout need not be tried, beside those of its name that are exact and with rows that have images."""
-    if layout.attention == "cache":  # which takes a sequence's place where there is none
-        return bool(exact)
-    if layout.attention == "causal":  # a mask may tell an image's tokens from a text's
-        return pictured
-    return layout.attention == "mask" and "causal" in (batching.attention for batching in exact)  # which is less work
+    expected = nll_sum(trial.model, trial.batch(exhaustive, [row])).item()
+    for head in available_heads(trial.accelerator.unwrap_model(trial.model)):
+        plain = dataclasses.replace(exhaustive, head=head)
+        if plain == exhaustive or not first_reason(_differs(trial, plain, expected, [row])):
+            return plain
+    return exhaustive
 
 
 def _problem(
     trial: Trial, batching: Batching, alone: Sequence[float], row_sets: Sequence[Sequence[Encoded]]
 ) -> str | None:
     """Say why the model does not compute rows exactly in this batching; None if it does. All ranks say the same: with
-    different answers they would run different forwards.
-
-    Args:
-        alone: the sums of the losses of each set's rows as single rows.
-    """
-    mine = [differs(trial, batching, loss, rows) for loss, rows in zip(alone, row_sets, strict=True)]
+    different answers they would run different forwards."""
+    mine = [_differs(trial, batching, loss, rows) for loss, rows in zip(alone, row_sets, strict=True)]
     if reason := first_reason(next(filter(None, mine), None)):
         return reason
     if batching.way.one_sequence:
-        if any(see_each_other(trial, batching, rows) for rows in row_sets):
+        if any(_see_each_other(trial, batching, rows) for rows in row_sets):
             return "a change in one row changes another"
-        blind = ignores_positions(trial, batching, row_sets[-1])
+        blind = _ignores_positions(trial, batching, row_sets[-1])
         return "the model ignores the positions that it is given" if blind else None
-    if batching.attention != "mask" and any(sees_padding(trial, batching, rows) for rows in row_sets):
+    if batching.attention != "mask" and any(_sees_padding(trial, batching, rows) for rows in row_sets):
         return "what stands in padding changes a row"
-    if batching.attention == "cache":
-        mine = [goes_wrong_behind(trial, batching, rows) for rows in row_sets]
+    if batching.way.behind_cache:
+        mine = [_goes_wrong_behind(trial, batching, rows) for rows in row_sets]
         return first_reason(next(filter(None, mine), None))
     return None
 
@@ -167,43 +173,18 @@ def _refuse_image_by_image(trial: Trial, batching: Batching, row_sets: Sequence[
         base.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
         for name in sorted(owners)
     ]
-    found = []
+    calls_by_set = []
     for rows in ([], *row_sets):
         calls.clear()
         nll(trial.model, trial.batch(batching, rows))
-        found.append(dict(calls))
+        calls_by_set.append(dict(calls))
     for hook in hooks:
         hook.remove()
-    if any(each != found[0] for each in found):
+    if any(counts != calls_by_set[0] for counts in calls_by_set):
         raise UserError(
             f"{type(base).__name__} reads images one by one: ranks with fewer images would hang under ZeRO-3 and FSDP; "
             "launch with accelerate_configs/z2.yaml or ddp.yaml"
         )
-
-
-def _layouts_for(
-    model: torch.nn.Module, name: str, longest: int, dropout: str | None
-) -> tuple[list[Layout], str | None]:
-    """The layouts of this name to try on the model, and the reason why there are none, or none in one sequence, where
-    its configuration shows one."""
-    implementation = str(getattr(model.config, "_attn_implementation", None))
-    named = [
-        layout
-        for layout in LAYOUTS
-        if layout.name == name and fnmatch.fnmatchcase(implementation, layout.implementation)
-    ]
-    sequences = [layout for layout in named if layout.one_sequence]
-    reason = None
-    if not sequences and name != "padded":
-        other = "sdpa can" if takes_sdpa(model) else "the model has no other"
-        reason = f"attention {implementation} cannot take a mask of rows; {other}"
-    elif sequences and "position_ids" not in arguments(model):
-        reason = "the model takes no positions"
-    elif sequences and (limited := limited_layers(model, longest)):
-        reason = f"the model has layers of another kind ({limited})"
-    if name == "shared" and dropout:
-        return [], reason or f"rows of a step would share their dropout ({dropout})"
-    return [layout for layout in named if not (reason and layout.one_sequence)], reason
 
 
 def _shortest(examples: Sequence[Encoded]) -> list[Encoded]:
@@ -240,26 +221,116 @@ def _goes_on(row: Encoded, other: Encoded) -> bool:
     return len(row.input_ids) > length and row.input_ids[:length] == other.input_ids
 
 
-def _dropout(model: torch.nn.Module, is_random: bool) -> str | None:
+def _dropout(trial: Trial, plain: Batching) -> str | None:
     """The module or setting that has dropout, or a phrase where only the forward's randomness shows it; None without
     dropout. An adapter's dropout changes nothing before the first step, so randomness does not show it."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Dropout) and module.p > 0:
-            return name
-    for name in ("attention_dropout", "attn_pdrop"):
-        if getattr(model.config, name, 0):
-            return name
-    return "its forward is random in training" if is_random else None
+    trial.model.train()
+    is_random = _is_random(trial, trial.batch(plain, enough(trial.examples)))
+    trial.model.eval()
+    model = trial.accelerator.unwrap_model(trial.model)
+    modules = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout) and module.p > 0)
+    settings = (name for name in ("attention_dropout", "attn_pdrop") if getattr(model.config, name, 0))
+    return next(itertools.chain(modules, settings), "its forward is random in training" if is_random else None)
 
 
-def _not_behind_a_cache(trial: Trial, layout: Layout, row_sets: Sequence[Sequence[Encoded]]) -> str | None:
-    """Say why rows are not tried behind a prefix's cache; None if they can be."""
-    if not cache_argument(without_adapter(trial.accelerator.unwrap_model(trial.model)).forward):
-        return "the model takes none"
-    if not any(map(layout.prefix, row_sets)):
-        return "rows have nothing in common before what they learn"
-    if trial.config.compile:
-        return "--compile would compile the blocks anew for it"
-    if not forwards_alone(trial.accelerator):
-        return "its backward cannot be tried where ranks share the weights"
-    return None
+def _is_random(trial: Trial, batch: Batch) -> bool:
+    """Whether two forwards of the same rows differ in training on any rank, every time and by more than rounding."""
+    for _ in range(LOOKS):
+        first, again = nll(trial.model, batch), nll(trial.model, batch)
+        # ranks compare equally often, because their forwards may wait for each other
+        if not any_rank(not _farthest(first, again) <= _rounding(trial)):
+            return False
+    return True
+
+
+def _rounding(trial: Trial) -> float:
+    return ROUNDING if trial.in_float32 else REDUCED_ROUNDING
+
+
+def _farthest(first: torch.Tensor, again: torch.Tensor) -> float:
+    """The largest difference between two losses of a token, as a share of the largest loss; NaN if a loss is NaN."""
+    if not len(first):
+        return 0.0
+    return ((first - again).abs().max() / first.abs().max().clamp(min=1)).item()
+
+
+def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Encoded]) -> str | None:
+    """Say why a few rows cannot be computed in this batching, or that their loss differs from `alone`, the sum of their
+    losses as single rows; None if all is right."""
+    batch = trial.batch(batching, rows)
+    try:
+        together = nll(trial.model, batch, FEWEST_LOGITS)
+    except REFUSALS as error:
+        if out_of_memory(error):  # which says nothing about what the model can take
+            raise
+        return f"the model does not take it ({first_line(error)[:100]})"
+    difference = abs(alone - (together * batch.weights).sum().item()) / batch.weights.sum().item()
+    tolerance = TOLERANCE if trial.in_float32 else REDUCED_TOLERANCE
+    wrong = f"its loss is not that of single rows (off by {difference:.2g} nats a token)"
+    return None if difference <= tolerance else wrong
+
+
+def _goes_wrong_behind(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> str | None:
+    """Say why rows cannot be trained behind a prefix's cache, or that loss or gradients of embedded tokens are not
+    those of padded rows; None if all is right. A layer may go on from a state that it has cut off from its backward."""
+    prefix = batching.way.prefix(rows)
+    if not prefix or not trial.train:
+        return None
+    try:
+        loss, gradients = trial.run(batching, rows)
+        expected, (gradient,) = trial.run(Batching("padded", UNLIMITED, attention="causal", head=batching.head), rows)
+    except REFUSALS as error:
+        if out_of_memory(error):
+            raise
+        return f"the model does not take it back ({first_line(error)[:100]})"
+    right = gradient[:, :prefix].sum(0, keepdim=True), gradient[:, prefix:]
+    off = [((mine - exact).norm() / exact.norm()).item() for mine, exact in zip(gradients, right, strict=True)]
+    off.append(abs(loss - expected) / abs(expected))
+    most = GRADIENT if trial.in_float32 else REDUCED_GRADIENT
+    wrong = f"its gradient is not that of padded rows (off by {max(off):.2g} of it)"
+    return None if all(share <= most for share in off) else wrong
+
+
+def _ignores_positions(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:
+    """Whether halving the distances between tokens changes no bit of any loss, on any rank.
+
+    Such a model takes a row behind others to begin at its place in the sequence, not at position 0. Bits are compared
+    because in reduced precision positions may change a loss by less than rounding does.
+    """
+    batch = trial.batch(batching, rows)
+    closer = {**batch.inputs, "position_ids": batch.inputs["position_ids"] // 2}
+    given, halved = (nll(trial.model, dataclasses.replace(batch, inputs=inputs)) for inputs in (batch.inputs, closer))
+    return not any_rank(not torch.equal(given, halved))
+
+
+def _see_each_other(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:
+    """Whether changing the first row's last token changes a bit of a later row's loss, on any rank."""
+    batch, first = trial.batch(batching, rows), rows[0]
+    last = len(first.input_ids) - 1
+    ids = batch.inputs["input_ids"].clone()
+    ids[0, last] = next((token for token in first.input_ids if token != first.input_ids[-1]), 0)
+    changed = dataclasses.replace(batch, inputs={**batch.inputs, "input_ids": ids})
+    sources = slice(None) if batch.sources is None else batch.sources
+    return _changes(trial, batch, changed, batch.keep[sources] > last)
+
+
+def _sees_padding(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:
+    """Whether another token in place of padding changes a bit of a row's loss, on any rank."""
+    other = dataclasses.replace(trial, pad_token_id=int(trial.pad_token_id == 0))
+    return _changes(trial, trial.batch(batching, rows), other.batch(batching, rows), slice(None))
+
+
+def _changes(trial: Trial, batch: Batch, changed: Batch, where: torch.Tensor | slice) -> bool:
+    """Whether the losses in two forwards differ in a bit at `where`, on any rank.
+
+    On a busy machine even unchanged rows may differ from one forward to the next. A difference that appears every time
+    is therefore ignored if it is below rounding and at most NOISE times those differences.
+    """
+    unchanged: list[torch.Tensor] = []
+    for _ in range(LOOKS):
+        before, after = (nll(trial.model, rows)[where] for rows in (batch, changed))
+        unchanged.append(before)
+        if not any_rank(not torch.equal(before, after)):
+            return False
+    noise = max(_farthest(one, other) for one, other in itertools.pairwise(unchanged))
+    return any_rank(not _farthest(before, after) <= min(_rounding(trial), NOISE * noise))

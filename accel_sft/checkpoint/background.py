@@ -1,12 +1,16 @@
 """`Checkpoints`: writes a run's checkpoints and best/, each completely or not at all, behind the steps that follow."""
 
+import collections
 import contextlib
 import functools
 import json
+import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -14,32 +18,36 @@ from accelerate import Accelerator
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
 from accel_sft.checkpoint.averages import Averages
-from accel_sft.checkpoint.capacity import check_disk, no_room, no_room_for_a_copy
 from accel_sft.io import manifest
 from accel_sft.io.files import begin_folder, put_in_place, read_json, remove, trouble_of_writing, write_atomically
 from accel_sft.io.run_dir import RunDir, kept, step_of
 from accel_sft.io.text import LONGEST_ERROR, one_line
-from accel_sft.launch.collectives import by_each_rank, first_reason
+from accel_sft.launch import host_memory
+from accel_sft.launch.collectives import by_each_rank, decided_by_main, first_reason
 from accel_sft.launch.describe import layout_of
 from accel_sft.launch.info import Launch
+from accel_sft.memory.estimate import checkpoint_bytes_each
+from accel_sft.memory.job import pinned
+from accel_sft.memory.states import FLOAT32, IMPORTANCES
+
+Result = TypeVar("Result")
 
 POLL_SECONDS = 0.05
 LINGER_SECONDS = 5.0
 """Seconds for which a run that fails lets rank 0 wait for what the other ranks write of a checkpoint."""
+MOST_SPARE_BYTES = 64 << 20
+"""Most bytes that stay free on the disk beside a checkpoint, for the other files of a run. Beside a small checkpoint a
+third of its size is enough, which is what exported weights take."""
 
 
 class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
-    """Writes checkpoints of a model and its optimizer state, one at a time; keeps those of
-    `--keep-checkpoints` `keep`.
+    """Writes checkpoints of a model and its optimizer state, one at a time; `keep` is `--keep-checkpoints`.
 
-    `save` copies this rank's part to host memory. A thread then writes the copy, hashes it and, on rank 0, publishes
-    the checkpoint once every rank's files are on the disk; it takes part in no collective. The copy's memory is kept
-    for the next checkpoint. Where host memory has no room for it, training waits while files are copied and written
-    one after the other; `log` is told so. What is exported behind the steps is complete before any later checkpoint is:
-    a checkpoint knows the best step.
-
-    Attributes:
-        failed: whether this rank could not write; its next `finish` says why, on all ranks.
+    `save` copies this rank's part to host memory, which the next checkpoint uses again. A worker thread writes the
+    copy, hashes it and, on rank 0, publishes the checkpoint once every rank's files are on the disk; it takes part in
+    no collective. Without room for the copy, training waits while files are copied and written one after the other;
+    `log` gets a line about that. The worker does its jobs in order: an export (best/) is always complete before the
+    next checkpoint, which records the best step.
     """
 
     def __init__(
@@ -55,26 +63,30 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     ) -> None:
         self.accelerator, self.model, self.optimizer, self.averages = accelerator, model, optimizer, averages
         self.launch, self.run_dir, self.keep, self.log = launch, run_dir, keep, log
-        self._held: shards.HostCopy | None = None  # the copy; None before the first one, and without room
-        self._has_room: bool | None = None  # not known before the first copy
-        self._thread: threading.Thread | None = None  # it writes a checkpoint
-        self._export: threading.Thread | None = None  # it writes what is exported, on rank 0
-        self._written = threading.Event()  # this rank's files are on the disk, or failed; one for each checkpoint
-        self._over = threading.Event()  # nobody waits for other ranks' files any more
-        self._error: UserError | None = None
+        self._has_room: bool | None = None  # for a copy; unknown before the first one
+        self._memory: shards.HostCopy | None = None
+        self._worker = futures.ThreadPoolExecutor(1, "checkpoint")
+        self._export: Future[None] | None = None
+        self._written: Future[manifest.Entries] | None = None  # this rank's files of the checkpoint
+        self._published: Future[None] | None = None
+        self._given_up = threading.Event()  # nobody waits for other ranks' files any more
 
     def __exit__(self, kind: object, *_: object) -> None:
         """After an error, let what is being written become complete; other ranks may be gone."""
-        if kind is not None and self._thread is not None:
-            self._written.wait()
-            self._thread.join(LINGER_SECONDS)
-        if kind is not None and self._export is not None:
-            self._export.join()
-        self._over.set()
+        if kind is not None:
+            futures.wait([job for job in self._begun if job is not self._published])
+            futures.wait(self._begun, LINGER_SECONDS)
+        self._given_up.set()
+        self._worker.shutdown(wait=False)
 
     @property
     def failed(self) -> bool:
-        return self._error is not None
+        """Whether this rank could not write; `finish` then raises the reason on all ranks."""
+        return any(job.done() and job.exception() for job in self._begun)
+
+    @property
+    def _begun(self) -> list[Future[Any]]:
+        return [job for job in (self._export, self._written, self._published) if job]
 
     def save(self, state: dict[str, Any], extra: shards.Extra | None = None, *, wait: bool = False) -> Path:
         """Begin the step's checkpoint: the trained parameters, their optimizer state and `state`; all ranks call it.
@@ -88,8 +100,6 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             wait: whether to return only when the checkpoint is complete. No memory is taken for a copy then.
         Returns:
             the checkpoint's folder, which is there once it is complete.
-        Raises:
-            UserError: the disk has no room for it, or the checkpoint before could not be written.
         """
         self._finish_checkpoint()
         accelerator, averages = self.accelerator, self.averages
@@ -99,132 +109,112 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         about = {**state, "layout": layout_of(accelerator), "loss_scale": scale}
         if averages:
             about["averaged_steps"] = averages.updates
-        first = not wait and self._has_room is None
+        first = self._has_room is None and not wait
         if first:
             on_gpu = accelerator.device.type == "cuda"
-            reason = first_reason(
-                no_room_for_a_copy(self.model, self.launch, averaged=averages is not None, on_gpu=on_gpu)
-            )
-            self._has_room, self._held = reason is None, None if reason else shards.HostCopy()
-            if reason:
-                self.log(f"{reason}: training waits while checkpoints are written")
+            size = copy_bytes(self.model, self.launch, averaged=averages is not None, on_gpu=on_gpu)
+            self._has_room = self._room_for(size, "what is saved", "checkpoints")
+            self._memory = shards.HostCopy() if self._has_room else None
         partial = target.with_name(f".{target.name}.partial")
         if accelerator.is_main_process:
             begin_folder(target)
         accelerator.wait_for_everyone()
-        self._written = threading.Event()
-        pieces = shards.copied(accelerator, self.model, self.optimizer, extra, averages, self._held)
-        files: manifest.Entries = {}
-        copy: list[shards.Piece] = []
-        if self._held is None:
-            with self._noting_errors():
-                files = shards.write(pieces, partial, accelerator.process_index)
+        pieces = shards.copied(accelerator, self.model, self.optimizer, extra, averages, self._memory)
+        write = functools.partial(shards.write, folder=partial, rank=accelerator.process_index)
+        if self._memory is None:
+            self._written = self._done(self._write, write, pieces, partial)
+            collections.deque(pieces, maxlen=0)  # after an error, too: to make them is a collective
         else:
-            copy = list(pieces)
-            if first and (reason := first_reason(self._held.refused)):
+            self._written = self._submit(self._write, write, [*pieces], partial)
+            if first and (reason := first_reason(self._memory.refused)):
                 self.log(f"host memory cannot be pinned ({reason}): copies of checkpoints take longer")
-        write = functools.partial(shards.write, copy)
-        arguments = write, files, partial, target, about
-        before = self._export.join if self._export else None
-        self._thread = _started(before, functools.partial(self._complete, *arguments))
-        if wait or self._held is None:
+        self._published = self._submit(self._publish, self._written, partial, target, about)
+        if wait or self._memory is None:
             self.finish()
         return target
 
     def has_room_for(self, weights: Mapping[str, torch.Tensor]) -> bool:
         """Whether host memory has room for a copy of the `weights` to export, which rank 0 has; all ranks call it."""
         size = sum({id(tensor): tensor.nbytes for tensor in weights.values()}.values())
-        main = self.accelerator.is_main_process
-        reason = first_reason(no_room(size, "exported weights") if main else None)
-        if reason:
-            self.log(f"{reason}: training waits while they are written")
+        return self._room_for(size if self.accelerator.is_main_process else 0, "exported weights", "they")
+
+    def _room_for(self, size: float, what: str, waited_for: str) -> bool:
+        """Whether all ranks have room in host memory for a copy of this size, and a third of it left free."""
+        free, reason = host_memory.free_bytes(), None
+        if free < size * 4 / 3:
+            reason = f"host memory: a copy of {what} takes {_shown(size)}, and {_shown(free)} are free"
+        if reason := first_reason(reason):
+            self.log(f"{reason}: training waits while {waited_for} are written")
         return reason is None
 
-    def export(self, write: Callable[[], None]) -> None:
-        """Have `write` make a folder complete behind the next steps; all ranks call it, after `finish_export`. On other
-        ranks than 0 it does nothing."""
-
-        def job() -> None:
-            with self._noting_errors():
-                if not self._error:
-                    write()
-
-        # not for the checkpoint to be whole: on rank 0, where other ranks' files never come, `finish_export` would wait
-        self._export = _started(self._written.wait if self._thread else None, job)
-
-    def finish_export(self) -> None:
-        """Wait until this rank has written what is exported; an error is left to `finish`."""
-        if self._export is not None:
-            self._export.join()
+    def export(self, write: Callable[[], None] | None) -> None:
+        """Have `write` make a folder complete behind the next steps; all ranks call it, after `finish`. Ranks that have
+        nothing to write pass None."""
+        self._export = self._submit(write or (lambda: None))
 
     def finish(self) -> None:
-        """Wait until what was begun is complete; all ranks call it.
-
-        Raises:
-            UserError: on all ranks, if it could not be written on one.
-        """
+        """Wait until what was begun is complete; all ranks call it, and raise if it could not be written on one."""
         self._finish_checkpoint()
-        if self._export is not None:
-            self._export.join()
-            self._agree()
-            self._export = None
+        self._agree(self._export)
+        self._export = None
 
     def _finish_checkpoint(self) -> None:
-        if self._thread is None:
+        self._agree(self._written)  # or rank 0 would wait for files that never come
+        self._agree(self._published)
+        self._written = self._published = None
+
+    def _agree(self, job: Future[Any] | None) -> None:
+        """Wait for a job of this rank; all ranks raise if that of one has failed."""
+        if job is None:  # then it is on all ranks
             return
-        self._written.wait()
-        self._agree()  # or rank 0 would wait for files that never come
-        self._thread.join()
-        self._agree()
-        self._thread = None
-
-    def _agree(self) -> None:
-        def check() -> None:
-            if self._error:
-                raise self._error
-
         try:
-            by_each_rank(check)
+            by_each_rank(job.result)
         except UserError:
-            self._over.set()
+            self._given_up.set()
             raise
 
-    @contextlib.contextmanager
-    def _noting_errors(self) -> Iterator[None]:
-        """Keep an error for `finish`, which raises it on all ranks."""
+    def _submit(self, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        return self._worker.submit(self._explained, work, *arguments)
+
+    def _done(self, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        """Do the work in this thread; an error waits for `finish`, as one of the worker does."""
+        job = Future[Result]()
         try:
-            yield
-        except Exception as error:  # noqa: BLE001, of whatever kind: it is raised where all ranks can meet it
+            job.set_result(self._explained(work, *arguments))
+        except UserError as error:
+            job.set_exception(error)
+        return job
+
+    def _explained(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Do the work; an error of any kind becomes a UserError, which all ranks can raise."""
+        try:
+            return work(*arguments)
+        except UserError:
+            raise
+        except Exception as error:
             trouble = trouble_of_writing(error, self.run_dir.path)
             trouble = trouble or f"a checkpoint cannot be written ({one_line(str(error), LONGEST_ERROR)})"
-            self._error = UserError(f"{self.run_dir}: {trouble}, then go on with --resume auto")
-            self._error.__cause__ = error
+            raise UserError(f"{self.run_dir}: {trouble}, then go on with --resume auto") from error
 
-    def _complete(
-        self,
-        write: Callable[[Path, int], manifest.Entries],
-        files: manifest.Entries,
-        partial: Path,
-        target: Path,
-        about: dict[str, Any],
-    ) -> None:
-        """`write` the copy beside the `files` that are written already; on rank 0, publish the checkpoint once every
-        rank has done so. Other ranks leave the sizes and SHA-256 of their files in the folder."""
-        rank = self.accelerator.process_index
-        with self._noting_errors():
-            if not self._error:
-                files = {**files, **write(partial, rank)}
-                if rank:
-                    write_atomically(partial / _record_of(rank), json.dumps(files))
-                else:
-                    self._written.set()
-                    self._publish(files, partial, target, about)
-        self._written.set()
+    def _write(
+        self, write: Callable[..., manifest.Entries], pieces: Iterable[shards.Piece], partial: Path
+    ) -> manifest.Entries:
+        """Write this rank's files, behind an export that succeeds; ranks but 0 leave their sizes and SHA-256 beside."""
+        if self._export is not None:
+            self._export.result()
+        files = write(pieces)
+        if rank := self.accelerator.process_index:
+            write_atomically(partial / _record_of(rank), json.dumps(files))
+        return files
 
-    def _publish(self, files: manifest.Entries, partial: Path, target: Path, about: dict[str, Any]) -> None:
-        for other in range(1, self.accelerator.num_processes):
-            while not (record := partial / _record_of(other)).exists():
-                if self._over.wait(POLL_SECONDS):
+    def _publish(self, written: Future[manifest.Entries], partial: Path, target: Path, about: dict[str, Any]) -> None:
+        """On rank 0, put the checkpoint in place once every rank's files are on the disk."""
+        files = written.result()
+        if not self.accelerator.is_main_process:
+            return
+        for rank in range(1, self.accelerator.num_processes):
+            while not (record := partial / _record_of(rank)).exists():
+                if self._given_up.wait(POLL_SECONDS):
                     return
             files = {**files, **read_json(record)}
             record.unlink()
@@ -239,17 +229,46 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             remove(old)
 
 
-def _started(before: Callable[[], object] | None, job: Callable[[], None]) -> threading.Thread:
-    """Begin a job behind the steps, once `before` has returned, which waits for the one before it."""
+def check_disk(
+    accelerator: Accelerator, model: Any, run_dir: RunDir, *, averaged: bool = False, checkpoints: int = 1
+) -> None:
+    """Raise UserError on every rank if so many more checkpoints of this model (and of averages) do not fit on the
+    disk."""
 
-    def run() -> None:
-        if before is not None:
-            before()
-        job()
+    def check() -> None:
+        size, free = checkpoint_bytes(model, averaged=averaged), shutil.disk_usage(run_dir.path).free
+        if free < size * checkpoints + (spare := min(size // 3, MOST_SPARE_BYTES)):
+            what = "a checkpoint takes" if checkpoints == 1 else f"{checkpoints} checkpoints that are kept take"
+            fix = "or --save-every off" if checkpoints == 1 else "or keep fewer with --keep-checkpoints"
+            raise UserError(
+                f"{run_dir}: {what} {_shown(size * checkpoints)}, other files {_shown(spare)}, and {_shown(free)} are "
+                f"free; free space (then --resume auto), name another --output-dir, {fix}"
+            )
 
-    thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-    thread.start()
-    return thread
+    decided_by_main(accelerator, check)  # other machines may not see the folder yet
+
+
+def checkpoint_bytes(model: Any, *, averaged: bool = False, in_pinned_memory: bool = False) -> int:
+    """Return how many bytes a checkpoint of this model takes, of all ranks together, at most: on the disk, or in pinned
+    host memory, which rounds each tensor up. Weights are counted whole where ranks hold shards."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sizes: list[float] = [getattr(p, "ds_numel", p.numel()) for p in trained.values()]
+    if in_pinned_memory:
+        sizes = [pinned(FLOAT32 * size) / FLOAT32 for size in sizes]
+    is_adalora = any(".lora_E." in name for name in trained)
+    return int(sum(sizes)) * (checkpoint_bytes_each(averaged) + (IMPORTANCES if is_adalora else 0))
+
+
+def copy_bytes(model: Any, launch: Launch, *, averaged: bool, on_gpu: bool) -> float:
+    """Return how many bytes this machine's ranks copy to host memory for a checkpoint."""
+    ranks = launch.shard_ranks if launch.backend == "fsdp" else launch.world_size
+    pins = on_gpu and launch.offload("optimizer") == "none"
+    size = checkpoint_bytes(model, averaged=averaged, in_pinned_memory=pins)
+    return size * min(launch.local_world_size / ranks, 1.0)
+
+
+def _shown(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def _record_of(rank: int) -> str:

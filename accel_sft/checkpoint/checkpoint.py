@@ -59,11 +59,8 @@ def settle(run_dir: RunDir) -> None:
 
 
 def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint that `--resume` asks for, if any, and a line for each damaged one that was passed over.
-
-    Raises:
-        UserError: the named checkpoint is missing or damaged, or all checkpoints of the run are damaged.
-    """
+    """The checkpoint that `--resume` asks for, if any, and a line for each damaged one that was passed over. It is an
+    error if a named one is damaged, or all are."""
     if resume == "off":
         return None, []
     skipped: list[str] = []
@@ -99,19 +96,13 @@ def undo_after(run_dir: RunDir, step: int) -> list[Path]:
 def load(
     accelerator: Accelerator, model: Any, optimizer: Any, path: Path, averages: Averages | None = None
 ) -> dict[str, Any]:
-    """Load weights, optimizer state and `averages`, whatever parallelism wrote them; returns the `state` beside them.
-
-    `shards.read_extra` reads the `extra` tensors.
-
-    Raises:
-        UserError: the checkpoint was written under another precision, or is of another model.
-    """
+    """Load weights, optimizer state and `averages`, whatever parallelism wrote them; return the `state` beside them."""
     state = manifest.about(path)
     if not all(isinstance(state.get(key), dict) for key in ("layout", "loss_scale")):
         raise UserError(f"{path}: not a checkpoint of accel_sft; name another one, or start a new run with --init-from")
-    before, here = state["layout"].get("precision"), layout_of(accelerator)["precision"]
-    if before != here:
-        then, now = ("float32" if each == "no" else each for each in (before, here))
+    before, current = state["layout"].get("precision"), layout_of(accelerator)["precision"]
+    if before != current:
+        then, now = ("float32" if precision == "no" else precision for precision in (before, current))
         raise UserError(
             f"{path}: was written in {then}, and this launch computes in {now}; resume it with --mixed_precision "
             f"{before}, or start a new run from its weights with --init-from"
@@ -145,13 +136,13 @@ def export(
         base: the config.json of the base of full weights.
     """
     if behind:
-        behind.finish_export()
-    unwrapped = accelerator.unwrap_model(model)
+        behind.finish()
+    unwrapped, main = accelerator.unwrap_model(model), accelerator.is_main_process
     adapter = hasattr(unwrapped, "peft_config")
     if adapter or tensor_ranks(accelerator) > 1:
         named = unwrapped.named_parameters() if adapter else unwrapped.state_dict(keep_vars=True).items()
         weights = _whole_weights(accelerator, ((name, p) for name, p in named if p.requires_grad or not adapter))
-    elif accelerator.is_main_process or any(map(_is_shared, unwrapped.parameters())):
+    elif main or any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in unwrapped.parameters()):
         weights = accelerator.get_state_dict(model) or {}  # None on other ranks under ZeRO-3
     else:
         weights = {}  # under ZeRO-1 and 2 every rank would copy the whole model to host memory
@@ -171,25 +162,22 @@ def export(
         for file in beside:
             shutil.copyfile(file, partial / file.name)
 
-    if behind and behind.has_room_for(weights):
-        partial = begin_folder(target) if accelerator.is_main_process else target
-        if accelerator.is_main_process:
+    def write() -> None:
+        fill(partial)
+        put_in_place(partial, target)
+
+    waits = behind is None or not behind.has_room_for(weights)
+    if main:
+        partial = begin_folder(target)
+        save_tokenizer(tokenizer, partial)  # now, since the next evaluation uses the tokenizer
+        if dtype or not waits:
             _copy(weights, unwrapped, dtype)
-            save_tokenizer(tokenizer, partial)  # here, since the next evaluation uses the tokenizer
-
-        def write() -> None:
-            if accelerator.is_main_process:
-                fill(partial)
-                put_in_place(partial, target)
-
-        behind.export(write)
+    if behind and not waits:
+        behind.export(write if main else None)
         return
-    with replacing(accelerator, target) as partial:
-        if accelerator.is_main_process:
-            if dtype:
-                _copy(weights, unwrapped, dtype)
-            fill(partial)
-            save_tokenizer(tokenizer, partial)
+    if main:
+        write()
+    accelerator.wait_for_everyone()
 
 
 def _copy(weights: dict[str, torch.Tensor], model: Any, dtype: torch.dtype | None) -> None:
@@ -213,15 +201,10 @@ def _whole_weights(accelerator: Accelerator, named: Iterable[tuple[str, Any]]) -
         heartbeat()
         with _gathered(parameter):
             # the gather is a collective: every rank calls it
-            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             if accelerator.is_main_process:
-                weights[name] = whole.detach().to("cpu", copy=True)
+                weights[name] = tensor.detach().to("cpu", copy=True)
     return weights
-
-
-def _is_shared(parameter: Any) -> bool:
-    """Whether ranks hold parts of this parameter, as under ZeRO-3 and FSDP."""
-    return hasattr(parameter, "ds_id") or hasattr(parameter, "full_tensor")
 
 
 def _gathered(parameter: Any) -> Any:

@@ -51,20 +51,18 @@ class Partition(NamedTuple):
     def begin_state(self, step: int) -> None:
         """Make a state of zeros, as the optimizer does in its first step, but with a count of `step` steps."""
         if self.kinds == IN_8_BITS:
-            return self._begin_8_bits(step)
+            for number, group in enumerate(self.optimizer.param_groups):
+                for place, parameter in enumerate(group["params"]):
+                    if parameter is self.tensor:
+                        self.optimizer.init_state(group, parameter, number, place)
+            self.state["step"] = step
+            return
         plain = hasattr(self.optimizer, "ds_opt_adam")  # DeepSpeed's own Adam counts steps in a plain number
         device = self.tensor.device if self.optimizer.defaults.get("fused") else "cpu"
         self.state["step"] = step if plain else torch.tensor(float(step), device=device)
         dtype = torch.float32 if getattr(self.optimizer, "fp32_optimizer_states", False) else self.tensor.dtype
         for key in self.kinds:
             self.state[key] = torch.zeros_like(self.tensor.detach(), dtype=dtype)
-
-    def _begin_8_bits(self, step: int) -> None:
-        for number, group in enumerate(self.optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                if parameter is self.tensor:
-                    self.optimizer.init_state(group, parameter, number, place)
-        self.state["step"] = step
 
 
 def partitions(accelerator: Accelerator, model: Any, optimizer: Any, writing: bool = False) -> Iterator[Partition]:
@@ -98,7 +96,7 @@ def _of_parameters(
         written = (
             _of_first_copy(parameter) if sharded else number % accelerator.num_processes == accelerator.process_index
         )
-        # a rank without a row takes part where ranks exchange columns for rows
+        # an empty span stays where `by_rows` is a collective, which every rank must call
         spans = [span] if span.size or not _has_rows(tensor) else []
         yield Partition(tensor, spans, inner, tensor is not parameter, written)
         if writing and tensor is not parameter:
@@ -136,8 +134,8 @@ def _of_stages_1_and_2(zero: Any, names: dict[int, str], writing: bool) -> Itera
         spans = []
         for parameter in parameters:
             if (mapping := parameter._hp_mapping) is not None:
-                there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
-                spans.append(Span(names[id(parameter)], there.start, here.start, there.numel))
+                in_parameter, in_part = mapping.lp_fragment_address, mapping.hp_fragment_address
+                spans.append(Span(names[id(parameter)], in_parameter.start, in_part.start, in_parameter.numel))
         yield Partition(flat, spans, zero.optimizer)
     if writing:
         zero.update_lp_params()
@@ -183,8 +181,8 @@ def _has_rows(tensor: Any) -> bool:
 
 
 def by_rows(tensor: Any) -> Any:
-    """Return the tensor itself, or if each rank has columns of it, a copy of which each rank has rows: the elements
-    that a rank saves lie together in the flattened parameter. Then it is a collective."""
+    """Return the tensor, re-cut by rows if it is cut by columns, since a rank saves contiguous elements; then this is a
+    collective."""
     return tensor if _has_rows(tensor) else tensor.detach().redistribute(placements=_in_rows(tensor))
 
 

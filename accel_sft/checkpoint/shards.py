@@ -41,12 +41,8 @@ Piece = dict[str, torch.Tensor]
 
 
 class HostCopy(dict[str, torch.Tensor]):
-    """Copies in host memory, by key, of what one checkpoint has; the next one overwrites them, for to copy into new
-    memory takes several times as long.
-
-    Attributes:
-        refused: why the memory is not pinned, which takes longer too; None while none was refused.
-    """
+    """Copies in host memory, by key, of what one checkpoint has; the next one overwrites them, because to copy into new
+    memory takes several times as long. `refused` is why the system pins no memory, to which copies take longer, too."""
 
     refused: str | None = None
 
@@ -70,21 +66,21 @@ def copied(
     optimizer: Any,
     extra: Extra | None = None,
     averages: Averages | None = None,
-    held: HostCopy | None = None,
+    memory: HostCopy | None = None,
 ) -> Iterator[Piece]:
     """Yield copies of this rank's spans, file by file; every rank consumes them to the end, in its main thread.
 
     Args:
-        held: keeps the copies, which are whole once the last one has come. Without it, each piece has memory of its
-            own.
+        memory: has the memory for the copies, which are complete once the last one has come. Without it, each piece has
+            memory of its own.
     """
     piece: Piece = {}
     size, on_gpu = 0, accelerator.device.type == "cuda"
 
     def copy(key: str, tensor: torch.Tensor) -> None:
         nonlocal size
-        place = torch.empty(tensor.shape, dtype=tensor.dtype) if held is None else held.place(key, tensor)
-        piece[key] = place.copy_(tensor, non_blocking=held is not None)
+        place = torch.empty(tensor.shape, dtype=tensor.dtype) if memory is None else memory.place(key, tensor)
+        piece[key] = place.copy_(tensor, non_blocking=memory is not None)
         size += tensor.nbytes
 
     for number, partition in enumerate(partitions(accelerator, model, optimizer)):
@@ -118,7 +114,7 @@ def write(pieces: Iterable[Piece], folder: Path, rank: int) -> manifest.Entries:
     for number, piece in enumerate(pieces):
         name = f"rank-{rank:04d}-{number:03d}.safetensors"
         files[name] = manifest.write_hashed(folder / name, _safetensors(piece))
-        piece.clear()  # before the next one is copied: without `held`, two would be in memory at once
+        piece.clear()  # before the next one is copied: without `memory`, two would be in memory at once
     return files
 
 
@@ -140,21 +136,17 @@ def _safetensors(piece: Piece) -> Iterator[memoryview]:
 
 
 def read(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path, averages: Averages | None = None) -> None:
-    """Read what `write` wrote under any parallelism from `folder`, which has a manifest; every rank calls it.
-
-    Raises:
-        UserError: the files do not have all of this model's trained parameters.
-    """
+    """Read what `write` wrote under any parallelism from `folder`, which has a manifest; every rank calls it."""
     stored, counted = _Stored(folder), set()
     for number, partition in enumerate(partitions(accelerator, model, optimizer, writing=True)):
-        steps = {span: stored.step(span) for span in partition.spans}
         for span in partition.spans:
             stored.copy("weights", span, partition.tensor)
             if averages:
                 stored.copy(AVERAGE, span, averages.tensors[number])
+        steps = {span: stored.step(span) for span in partition.spans}
         stepped = [span for span in partition.spans if steps[span]]
         if stepped:
-            made = int(max(filter(None, steps.values()), default=0))
+            made = int(max(steps.values()))
             partition.begin_state(made)
             if hasattr(partition.optimizer, "ds_opt_adam") and id(partition.optimizer) not in counted:
                 counted.add(id(partition.optimizer))
@@ -164,7 +156,7 @@ def read(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path, ave
                 stored.copy(key, span, partition.state[key])
             for key in SCALES:
                 if key in partition.state:
-                    partition.state[key].copy_(stored.whole(key, span.name))
+                    partition.state[key].copy_(stored.tensor(key, span.name))
 
 
 def read_extra(folder: Path) -> Extra:
@@ -173,7 +165,7 @@ def read_extra(folder: Path) -> Extra:
     stored = _Stored(folder)
     for kind, name in stored.places:
         if kind not in ("weights", "step", AVERAGE, *MOMENTS, *IN_8_BITS, *SCALES):
-            extra.setdefault(kind, {})[name] = stored.whole(kind, name)
+            extra.setdefault(kind, {})[name] = stored.tensor(kind, name)
     return extra
 
 
@@ -198,16 +190,16 @@ def loss_scale(accelerator: Accelerator, model: Any) -> dict[str, float]:
     return {key: getattr(scaler, key) for key in SCALE if isinstance(getattr(scaler, key, None), int | float)}
 
 
-def set_loss_scale(accelerator: Accelerator, model: Any, found: dict[str, float]) -> None:
+def set_loss_scale(accelerator: Accelerator, model: Any, saved: dict[str, float]) -> None:
     """Restore the loss scaler's state. If another library saved it, a new scale is searched: steps are skipped."""
     if accelerator.scaler is not None:
-        if found.keys() == accelerator.scaler.state_dict().keys():
-            accelerator.scaler.load_state_dict(found)
+        if saved.keys() == accelerator.scaler.state_dict().keys():
+            accelerator.scaler.load_state_dict(saved)
         return
     scaler = _deepspeed_scaler(accelerator, model)
-    for key in found.keys() & set(SCALE):
+    for key in saved.keys() & set(SCALE):
         if hasattr(scaler, key):
-            setattr(scaler, key, found[key])
+            setattr(scaler, key, saved[key])
 
 
 def _deepspeed_scaler(accelerator: Accelerator, model: Any) -> Any:
@@ -229,9 +221,8 @@ class _Stored:
                 file: Any = safe_open(path, framework="pt")
                 for key in file.keys():  # noqa: SIM118, not a mapping
                     kind, start, name = key.split(":", 2)
-                    first, *others = file.get_slice(key).get_shape()  # `extra` tensors have several
-                    size = first * math.prod(others)
-                    self.places.setdefault((kind, name), {})[int(start)] = (size, file, key)
+                    first, *more = file.get_slice(key).get_shape()  # only `extra` tensors have more dimensions
+                    self.places.setdefault((kind, name), {})[int(start)] = (first * math.prod(more), file, key)
             except (SafetensorError, ValueError) as error:
                 raise UserError(
                     f"{path}: not a file that accel_sft wrote ({one_line(str(error), LONGEST_ERROR)}); resume another "
@@ -242,31 +233,31 @@ class _Stored:
         """Copy the span's elements of this kind to the span's place in the tensor `into`."""
         heartbeat()
         rows = by_rows(into)
-        target, found = flat(rows)[span.offset : span.offset + span.size], 0
+        target, copied = flat(rows)[span.offset : span.offset + span.size], 0
         for start, (size, file, key) in self.places.get((kind, span.name), {}).items():
             begin, end = max(start, span.start), min(start + size, span.start + span.size)
             if begin < end:
                 part = file.get_slice(key)[begin - start : end - start]
                 target[begin - span.start : end - span.start].copy_(part)
-                found += end - begin
+                copied += end - begin
         if rows is not into:
             into.detach().copy_(rows.redistribute(placements=into.placements))
-        if found != span.size:
+        if copied != span.size:
             raise UserError(
-                f"{self.folder}: has {kind} of {found:,} of {span.size:,} elements of {span.name}, as of another model "
+                f"{self.folder}: has {kind} of {copied:,} of {span.size:,} elements of {span.name}, as of another model "
                 "or version; start a new run with --init-from"
             )
 
-    def whole(self, kind: str, name: str) -> torch.Tensor:
-        """The tensor of this kind and name, which is stored as a whole."""
+    def tensor(self, kind: str, name: str) -> torch.Tensor:
+        """The tensor of this kind and name, which is not cut into spans."""
         ((_, file, key),) = self.places[kind, name].values()
         tensor: torch.Tensor = file.get_tensor(key)
         return tensor
 
-    def step(self, span: Span) -> float | None:
-        """How often the optimizer had updated the parameter; None if never."""
+    def step(self, span: Span) -> float:
+        """How often the optimizer had updated the parameter."""
         places = self.places.get(("step", span.name), {}).values()
-        return max((file.get_tensor(key).item() for _, file, key in places), default=None)
+        return max((file.get_tensor(key).item() for _, file, key in places), default=0.0)
 
 
 def _on_gpu(tensor: torch.Tensor) -> bool:

@@ -1,8 +1,6 @@
 """The command line: a command for each task, and the tools. Only running a command imports torch."""
 
 import difflib
-import glob
-from pathlib import Path
 from typing import Any
 
 import click
@@ -14,18 +12,14 @@ from accel_sft.api.config_file import task_in
 from accel_sft.api.errors import UserError
 from accel_sft.api.other_names import OTHER_COMMANDS
 from accel_sft.api.task_file import task_file
-from accel_sft.cli.help import HelpContext
-from accel_sft.cli.task_command import TaskCommand
+from accel_sft.cli.task_command import HelpContext, TaskCommand
 from accel_sft.cli.task_tools import TOOLS, TRAIN, TaskTool
-from accel_sft.commands.completion import completion
 from accel_sft.commands.generate import generate
-from accel_sft.commands.launch_file import launch_file
+from accel_sft.commands.listings import completion, launch_file, tasks
 from accel_sft.commands.merge import merge
 from accel_sft.commands.new_task import new_task
 from accel_sft.commands.push import push
 from accel_sft.commands.serve import serve
-from accel_sft.commands.tasks import tasks
-from accel_sft.io.run_dir import RunDir
 from accel_sft.tools.doctor.command import doctor
 from accel_sft.tools.parity.command import parity
 from accel_sft.tools.report.command import report
@@ -60,11 +54,13 @@ class TaskGroup(click.Group):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if ctx.resilient_parsing or difflib.get_close_matches(error.option_name, _flags(self), cutoff=0.75):
+            flags = ["--help", *(flag for option in self.params for flag in option.opts)]
+            if ctx.resilient_parsing or difflib.get_close_matches(error.option_name, flags, cutoff=0.75):
                 raise
             example = f"`{ctx.command_path} TASK {error.option_name} ...`"
-            told = f"{error.option_name}: name a task before its options, as in {example}; `accel-sft tasks` lists them"
-            raise UserError(told) from None
+            raise UserError(
+                f"{error.option_name}: name a task before its options, as in {example}; `accel-sft tasks` lists them"
+            ) from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*registry.names(), *self.commands]
@@ -74,30 +70,23 @@ class TaskGroup(click.Group):
         task's command lacks the task's own options."""
         if tool := super().get_command(ctx, cmd_name):
             return tool
-        if task_file(cmd_name):
-            task_class = None if ctx.resilient_parsing else registry.load(cmd_name)
-            summary = f"The task of {cmd_name}."
-            summary = registry.summary_of(task_class, summary) if task_class else summary
-            return TaskCommand(cmd_name, task_class, summary, self.tool)
         summaries = {plugin.name: plugin.summary for plugin in registry.plugins()}
-        if cmd_name not in summaries:
+        if not task_file(cmd_name) and cmd_name not in summaries:
             if ctx.resilient_parsing or cmd_name.startswith("-"):
                 return None
-            if self.tool.compares and RunDir(Path(cmd_name)).record.is_file():
-                see = "to see some together: accel-sft report RUN ..."
-                ctx.fail(f"{cmd_name} is a run, and compare makes runs of its own; {see}")
             near = registry.suggestion(cmd_name, [*registry.names(), *self.commands])
-            usual = f"{near}; `accel-sft tasks` lists the tasks that are installed here"
-            theirs = OTHER_COMMANDS.get(cmd_name)
-            ctx.fail(f"no task or tool {cmd_name!r}{f'; {theirs}' if theirs else usual}")
-        known = not ctx.resilient_parsing or (cmd_name in registry.SHIPPED and cmd_name in registry.names())
-        task_class = registry.load(cmd_name) if known else None
-        summary = registry.summary_of(task_class, cmd_name) if task_class else summaries[cmd_name]
+            hint = f"{near}; `accel-sft tasks` lists the tasks that are installed here"
+            hint = f"; {OTHER_COMMANDS[cmd_name]}" if cmd_name in OTHER_COMMANDS else hint
+            ctx.fail(f"no task or tool {cmd_name!r}{hint}")
+        imported = not ctx.resilient_parsing or (cmd_name in registry.SHIPPED and cmd_name in registry.names())
+        task_class = registry.load(cmd_name) if imported else None
+        summary = summaries.get(cmd_name, f"The task of {cmd_name}.")
+        summary = registry.summary_of(task_class, summary) if task_class else summary
         return TaskCommand(cmd_name, task_class, summary, self.tool)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         tools = [(name, command.get_short_help_str(120)) for name, command in self.commands.items()]
-        for heading, rows in (("Tasks", list(registry.names().items())), ("Tools", tools)):
+        for heading, rows in (("Tasks", [*registry.names().items()]), ("Tools", tools)):
             if rows:
                 with formatter.section(heading):
                     formatter.write_dl(rows)
@@ -106,16 +95,10 @@ class TaskGroup(click.Group):
             formatter.write_text(f"Options: {ctx.command_path} TASK --help")
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete names, and files that a task may be in: this folder's files by name, others as the shell does."""
-        found = super().shell_complete(ctx, incomplete)
+        """Complete names, and paths of files that a task may be in."""
         if incomplete.startswith((".", "/", "~")) or "/" in incomplete:
-            return [*found, CompletionItem(incomplete, type="file")]
-        files = Path().glob(f"{glob.escape(incomplete)}*.py") if incomplete and not found else ()
-        return [*found, *(CompletionItem(path.name) for path in sorted(files))]
-
-
-def _flags(command: click.Command) -> list[str]:
-    return ["--help", *(flag for option in command.params for flag in option.opts)]
+            return [CompletionItem(incomplete, type="file")]
+        return super().shell_complete(ctx, incomplete)
 
 
 def _config_file(args: list[str]) -> tuple[str | None, int]:
@@ -130,12 +113,8 @@ def _config_file(args: list[str]) -> tuple[str | None, int]:
     return None, 0
 
 
-def _with_hyphens(name: str) -> str:
-    """Return an option's name as it is declared, with hyphens: users of other trainers write --learning_rate."""
-    return name.replace("_", "-")
-
-
-_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "token_normalize_func": _with_hyphens}
+_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+_SETTINGS["token_normalize_func"] = lambda name: name.replace("_", "-")  # as others' users write: --learning_rate
 
 
 @click.group(cls=TaskGroup, context_settings=_SETTINGS)

@@ -1,7 +1,7 @@
-"""A setting as an option of the command line: its type, its completion, and its help with default and limits."""
+"""Options of the command line: those made from settings, which may have several values where they are compared, and
+those of a comparison itself."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -32,14 +32,19 @@ def make_option(setting: Setting, repeated: bool = False) -> list[click.Option]:
         shell_complete=functools.partial(_complete, setting),
         help=help,
         multiple=setting.rows or repeated,
-        callback=_joined if setting.rows or repeated else None,
+        callback=(lambda ctx, param, values: ",".join(values or ()) or None) if setting.rows or repeated else None,
     )
     return [option]
 
 
-def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[str] | None) -> str | None:
-    """Join by commas the values of an option that may be repeated; return None if it was not given."""
-    return ",".join(values) if values else None
+def make_list_option(setting: Setting, repeated: bool) -> list[click.Option]:
+    """Return the options of a setting that may have several values, by commas or repetition: two for a switch."""
+    [option] = make_option(setting, repeated)
+    given: dict[str, Any] = {"multiple": True, "help": help_of(setting), "shell_complete": option.shell_complete}
+    if setting.type is bool:
+        off = click.Option([f"--no-{setting.flag[2:]}", f"no_{setting.name}"], is_flag=True, help="Off; on,off: both.")
+        return [click.Option([setting.flag, setting.name], is_flag=False, flag_value="on", metavar="", **given), off]
+    return [click.Option([setting.flag, setting.name], metavar=option.metavar, **given)]
 
 
 def help_of(setting: Setting, *, limits: bool = True) -> str:
@@ -68,7 +73,7 @@ def _brackets(setting: Setting, limits: bool) -> str:
         parts.append(f"{setting.min:g} to {setting.max:g}")
     elif limits:
         ends = {"at least": setting.min, "at most": setting.max}
-        parts += [f"{word} {limit:g}" for word, limit in ends.items() if limit is not None]
+        parts += [f"{words} {limit:g}" for words, limit in ends.items() if limit is not None]
     return f"[{'; '.join(parts)}]" if parts else ""
 
 
@@ -76,3 +81,56 @@ def _shown(default: Any) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
     return f"{default:g}" if isinstance(default, float) else str(default) if default != "" else "empty"
+
+
+def _own(flag: str, help: str, **settings: Any) -> click.Option:
+    return click.Option([flag], help=help, show_default="default" in settings, **settings)
+
+
+_ROUNDS = (
+    _own("--repeat", "Rounds: how often each setting is run.", type=click.IntRange(1), default=3),
+    _own(
+        "--discard-steps",
+        "First steps of each run that are not counted: they warm up.",
+        type=click.IntRange(0),
+        default=3,
+    ),
+)
+_LAUNCHES = (
+    _own(
+        "--launch",
+        "Launch files by shipped name or path, and single (no launcher, the default).",
+        multiple=True,
+        metavar="NAME,...",
+    ),
+    _own("--num-processes", "The launcher's: processes; not for single, which is one.", multiple=True, metavar="N,..."),
+    _own("--mixed-precision", "The launcher's: precision.", multiple=True, metavar="no|fp16|bf16,..."),
+)
+_RUNS = (
+    _own(
+        "--time-limit",
+        "After which a run is ended; that is a result too.",
+        type=click.FloatRange(0, min_open=True),
+        metavar="MINUTES",
+        default=60.0,
+    ),
+    _own("--keep-weights", "Keep the weights of each run; they are deleted otherwise.", is_flag=True),
+    _own(
+        "--output-dir",
+        "The comparison's own folder, to go on with after an interrupt; default runs/compare-<task>-<time>.",
+        metavar="TEXT",
+    ),
+    _own("--dry-run", "Print each setting and its command, and stop.", is_flag=True),
+)
+_CURVE = (
+    _own("--sizes", "Three or more numbers of rows; default: all, and four halvings of them.", metavar="N,..."),
+    _own(
+        "--seeds",
+        "Trainings of each number of rows, which differ in their seed.",
+        type=click.IntRange(1, 100),
+        default=2,
+    ),
+)
+COMPARISON = {"Comparison": (*_LAUNCHES, *_ROUNDS, *_RUNS)}
+LEARNING_CURVE = {"Learning curve": (*_CURVE, *_LAUNCHES, *_RUNS)}
+"""The options of `compare` and of `how-much` that are no settings, by the heading above them in the help."""

@@ -1,6 +1,8 @@
-"""The command of a task: its options made from settings, read and checked together. Only running it imports torch."""
+"""The command of a task: its options made from settings, read and checked together, and help that fits the terminal.
+Only running it imports torch."""
 
 import collections
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -17,15 +19,46 @@ from accel_sft.api.options import NAMES_A_FILE, Setting, settings
 from accel_sft.api.other_names import OTHER_NAMES
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import same_task
-from accel_sft.cli.help import HelpContext, help_all_option, shows_all
-from accel_sft.cli.options import help_of
+from accel_sft.cli.options import help_of, make_list_option, make_option
 from accel_sft.cli.task_tools import TRAIN, TaskTool
 from accel_sft.io.run_dir import absent_weights
 from accel_sft.resilience.exit import ExitHandler
 from accel_sft.rows.sources import absent_rows
 
+_HELP_ALL = f"{__name__}.help_all"
+"""A key that is in a context's `meta` if `--help-all` was given."""
 _SHORT_HEADINGS = {ADAPTER: MODEL, DATA: "Training", OPTIM: "Training", EVAL: "Training"}
 """The heading under which `--help` lists the few options of a section; `--help-all` has each section's own."""
+
+
+class HelpFormatter(click.HelpFormatter):
+    """Keeps the column of options narrow: on a narrow terminal, most of the width is left to the help texts."""
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 34, col_spacing: int = 2) -> None:
+        super().write_dl(rows, min(col_max, self.width * 2 // 5), col_spacing)
+
+
+class HelpContext(click.Context):
+    formatter_class = HelpFormatter
+
+    def get_help(self) -> str:
+        """Return the help on rank 0 of a launch; on other ranks, end the command without it."""
+        if os.environ.get("RANK", "0") != "0":
+            self.exit()
+        return super().get_help()
+
+
+def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[_HELP_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+_YAML = "These options in YAML; the command line wins."
+_CONFIG = click.Option(["--config", "config_file"], type=click.Path(), metavar="FILE", help=_YAML)
+_EAGER: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
+_ALL = click.Option(["--help-all"], help="Show every option and exit.", **_EAGER)
 
 
 class TaskCommand(click.Command):
@@ -47,19 +80,18 @@ class TaskCommand(click.Command):
         self.task_settings = settings(task_class) if task_class else []
         train_settings = tool.settings()
         self.offers: dict[Any, list[Setting]] = {tool.config_class: train_settings, task_class: self.task_settings}
-        self.sections = {tool.section: [], **tool.own_options()} if tool.section else tool.own_options()
-        self.listed = {"config_file", *(option.name for options in self.sections.values() for option in options)}
+        own = {tool.section: (), **tool.own_options} if tool.section else tool.own_options
+        self.sections = {heading: [*options] for heading, options in own.items()}
+        self.listed = {"config_file", *(option.name for options in own.values() for option in options)}
         self.listed |= {setting.name for setting in self.task_settings if tool.lists_task}
         self.listed |= {setting.name for setting in train_settings if tool.is_listed(setting)}
         for setting in (*self.task_settings, *train_settings):
-            options = tool.make_options(setting, setting.name in tool.repeated)
+            options = (make_list_option if tool.compares else make_option)(setting, setting.name in tool.repeated)
             self.sections.setdefault(setting.section or f"Task {name}", []).extend(options)
-        help = "These options in YAML; the command line wins."
-        config = click.Option(["--config", "config_file"], type=click.Path(), metavar="FILE", help=help)
-        self.sections[RUN] += [config, help_all_option()]
-        options = [option for options in self.sections.values() for option in options]
-        _refuse_clashes(name, options)
-        params = [*options, *tool.arguments()]
+        self.sections[RUN] += [_CONFIG, _ALL]
+        params: list[click.Parameter] = [option for options in self.sections.values() for option in options]
+        _refuse_clashes(name, params)
+        params += [tool.argument] if tool.argument else []
         completing = {"ignore_unknown_options": True} if task_class is None else None
         help = f"{tool.does}\n\nThe task {name}: {summary}" if tool.summary else f"{summary}\n\n{tool.does}"
         super().__init__(name, params=params, help=help, context_settings=completing)
@@ -76,7 +108,7 @@ class TaskCommand(click.Command):
         return parse
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        whole = shows_all(ctx)
+        whole = _HELP_ALL in ctx.meta
         sections: dict[str, list[tuple[str, str] | None]] = {}
         for heading, options in self.sections.items():
             rows = sections.setdefault(heading if whole else _SHORT_HEADINGS.get(heading, heading), [])
@@ -137,76 +169,75 @@ class TaskCommand(click.Command):
         self.tool.run(self.name, task, config)
 
     def read(self, ctx: click.Context) -> tuple[TrainConfig, Task]:
-        """Return the trainer's settings and the task; with `tool.placeholders`, these stand in for required files."""
+        """Return the trainer's settings and the task. If the tool opens no data, required files get dummy names."""
+        given = {k: v for k, v in ctx.params.items() if ctx.get_parameter_source(k) is ParameterSource.COMMANDLINE}
         try:
-            return self._read(ctx)
+            return self._read(given)
         except UserError as error:
             files = [s for s in self.task_settings if s.type is str and NAMES_A_FILE.search(s.name)]
-            needed = [s for s in files if any(line.startswith(f"{s.flag}: ") for line in error.problems)]
-            if not self.tool.placeholders or not needed or any(ctx.params[s.name] is not None for s in needed):
+            needed = [s.name for s in files if any(line.startswith(f"{s.flag}: ") for line in error.problems)]
+            if self.tool.missing_rows != "unread" or not needed or given.keys() & {*needed}:
                 raise
-        for setting in needed:
-            ctx.params[setting.name] = setting.name.upper()
-            ctx.set_parameter_source(setting.name, ParameterSource.COMMANDLINE)
-        return self._read(ctx)
+        return self._read(given | {name: name.upper() for name in needed})
 
-    def _read(self, ctx: click.Context) -> tuple[TrainConfig, Task]:
+    def _read(self, given: dict[str, Any]) -> tuple[TrainConfig, Task]:
         """Return trainer's settings and task: the command line overrides the YAML file, which overrides the defaults.
 
         Raises:
             UserError: every problem of the file, of each value and between values, together. What cannot be known
                 while another value is wrong or the file cannot be read is not reported.
         """
-        given = {k: v for k, v in ctx.params.items() if ctx.get_parameter_source(k) is ParameterSource.COMMANDLINE}
         every = [setting for offered in self.offers.values() for setting in offered]
         problems = [line for s in every if s.name in given and (line := s.problem(given[s.name]))]
         from_file: dict[str, Any] = {}
-        if "config_file" in given:
+        if path := given.get("config_file"):
             try:
-                from_file, of_file = load_yaml(given["config_file"], *self.offers, given=given)
+                from_file, of_file = load_yaml(path, *self.offers, given=given)
             except UserError as error:
                 raise UserError(*error.problems, *problems) from None
-            problems = [*of_file, *self._other_task(given["config_file"]), *problems]
+            named = task_in(path)
+            if named and not same_task(named, self.name):
+                of_file.append(
+                    f"--config {path}: task: {named}, and the command line says {self.name}; leave out one of them"
+                )
+            problems = [*of_file, *problems]
         built: list[Any] = []
         for cls, offered in self.offers.items():
-            mine = {**from_file, **given}
-            usual = self.tool.usual(self.name, self.task_settings, built[0].model, mine) if built else {}
-            values = {**usual, **mine}
+            values = {**from_file, **given}
+            of_run: dict[str, Any] = {}
+            if built and self.tool.from_run:
+                of_run = self.tool.from_run(self.name, self.task_settings, built[0].model, values)
+            values = {**of_run, **values}
             wrong = {s.name: s.flag for s in offered if s.name in values and s.problem(values[s.name])}
             usable = {s.name: values[s.name] for s in offered if s.name in values and s.name not in wrong}
             missing = [s for s in offered if s.required and s.name not in usable]
             problems += [f"{s.flag}: a value is needed" for s in missing if s.name not in wrong]
             try:  # without the wrong values, so that conflicts between the other settings are reported too
-                built += [] if missing else [self._built(cls, usable, usual)]
+                built += [] if missing else [self._built(cls, usable, of_run)]
             except UserError as error:
                 flags = set(wrong.values())
                 problems += [line for line in error.problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
-        if not problems and self.tool.reads_rows and built[0].resume == "off":  # a resumed run may need no rows
-            names = {s.flag: getattr(built[1], s.name) for s in self.offers[self.task_class] if s.rows}
+        # a resumed run may need no rows
+        if not problems and self.tool.missing_rows == "refused" and built[0].resume == "off":
+            names = {s.flag: getattr(built[1], s.name) for s in self.task_settings if s.rows}
             problems = [line for flag, name in names.items() if name for line in absent_rows(name, flag)]
             problems += _absent_models(built[0])
         if problems:
             raise UserError(*dict.fromkeys(problems))
         return tuple(built)
 
-    def _built(self, cls: type, values: dict[str, Any], usual: dict[str, Any]) -> Any:
-        """Build settings from `values`, without those of a run's record (`usual`) that do not go with those given."""
+    def _built(self, cls: type, values: dict[str, Any], of_run: dict[str, Any]) -> Any:
+        """Build settings from `values`, without those of a run's record (`of_run`) that do not go with those given."""
         try:
             return registry.build(self.name, cls, values)
         except UserError as error:
             blamed = {line.split()[0].strip(":") for line in error.problems}
-            unfit = {s.name: s.flag for s in self.task_settings if s.name in usual and s.flag in blamed}
-            if not unfit or values.keys() <= usual.keys():
+            unfit = {s.name: s.flag for s in self.task_settings if s.name in of_run and s.flag in blamed}
+            if not unfit or values.keys() <= of_run.keys():
                 raise
             line = f"note: {' and '.join(unfit.values())} of the run's record: left out beside these options"
             print(line, file=sys.stderr)
         return registry.build(self.name, cls, {name: value for name, value in values.items() if name not in unfit})
-
-    def _other_task(self, path: str) -> list[str]:
-        named = task_in(path)
-        if named is None or same_task(named, self.name):
-            return []
-        return [f"--config {path}: task: {named}, and the command line says {self.name}; leave out one of them"]
 
 
 def _absent_models(config: TrainConfig) -> list[str]:
@@ -217,7 +248,7 @@ def _absent_models(config: TrainConfig) -> list[str]:
     return [line for flag, name in models.items() if name for line in absent_weights(name, flag)]
 
 
-def _refuse_clashes(task: str, params: Iterable[click.Option]) -> None:
+def _refuse_clashes(task: str, params: Iterable[click.Parameter]) -> None:
     """Refuse a tool if one of its own options is also the task's; an option of training never is (`api/contract.py`).
 
     Raises:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
 
-from accel_sft.api.config import MODEL, TrainConfig
+from accel_sft.api.config import MODEL, SECTIONS, TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting, settings
 from accel_sft.api.task_file import recorded_name
-from accel_sft.api.tool_configs import CHECK, PLAN, REHEARSE, CheckConfig, EvaluateConfig, PlanConfig, RehearseConfig
-from accel_sft.cli.comparison import comparison_options, how_much_options, make_list_option
-from accel_sft.cli.options import make_option
+from accel_sft.api.tool_configs import CheckConfig, EvaluateConfig, PlanConfig, RehearseConfig
+from accel_sft.cli.options import COMPARISON, LEARNING_CURVE
 
 _TRAINING = frozenset(setting.name for setting in settings(TrainConfig))
 
@@ -33,15 +32,13 @@ class TaskTool:
         config_class: the trainer's settings, with the tool's own among them.
         takes: names of the trainer's settings that the command takes; None: all.
         lists: names of the basic settings that `--help` lists; None: all basic ones that the command takes.
-        section: heading of the tool's own settings, which stand first in its help and are all listed.
         lists_task: whether `--help` lists the task's settings.
         repeated: names of settings that may be given several times, which joins the values by commas.
-        reads_rows: whether a missing file of rows is refused when the command line is read.
-        placeholders: whether required options that name files may be left out, as the tool reads no data.
-        arguments: makes the arguments that follow the task, besides options.
-        own_options: makes options that are not settings, by the heading above them.
-        make_options: makes the options of a setting.
-        usual: gives values for task settings that the user left out, by `--model`; the rest get the task's defaults.
+        missing_rows: "refused" when the command line is read; "reported" by the tool; or "unread": the tool opens no
+            data, and required options that name files may be left out.
+        argument: the argument that follows the task, besides options.
+        own_options: options that are not settings, by the heading above them.
+        from_run: gives the values of task settings that the run has which `--model` names.
         compares: whether options may have several values; settings are then read for each run, not before `run`.
     """
 
@@ -51,24 +48,26 @@ class TaskTool:
     config_class: type[TrainConfig] = TrainConfig
     takes: frozenset[str] | None = None
     lists: frozenset[str] | None = None
-    section: str = ""
     lists_task: bool = True
     repeated: frozenset[str] = frozenset()
-    reads_rows: bool = True
-    placeholders: bool = False
-    arguments: Callable[[], list[click.Argument]] = list
-    own_options: Callable[[], dict[str, list[click.Option]]] = dict
-    make_options: Callable[[Setting, bool], list[click.Option]] = make_option
-    usual: Callable[[str, Sequence[Setting], str, Mapping[str, Any]], dict[str, Any]] = lambda *given: {}
+    missing_rows: str = "refused"
+    argument: click.Argument | None = None
+    own_options: Mapping[str, Sequence[click.Option]] = field(default_factory=dict)
+    from_run: Callable[[str, Sequence[Setting], str, Mapping[str, Any]], dict[str, Any]] | None = None
     compares: bool = False
 
     def settings(self) -> list[Setting]:
         """Return the settings that the command takes, of the trainer and of the tool."""
         return [s for s in settings(self.config_class) if self.takes is None or s.name in self.takes]
 
+    @property
+    def section(self) -> str:
+        """Heading of the tool's own settings, which stand first in its help and are all listed; "" without any."""
+        return next((s.section for s in settings(self.config_class) if s.section not in SECTIONS), "")
+
     def is_listed(self, setting: Setting) -> bool:
         """Whether `--help` lists a setting of the trainer or of the tool."""
-        return setting.basic and (self.lists is None or setting.name in self.lists or setting.section == self.section)
+        return setting.basic and (self.lists is None or setting.name in self.lists or setting.section not in SECTIONS)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -86,11 +85,6 @@ def _runs(module: str, function: str = "run") -> Callable[..., None]:
         getattr(command, function)(*given)
 
     return run
-
-
-def _same_data_option() -> dict[str, list[click.Option]]:
-    help = "Evaluate on the files that the record of the run --model names, without naming them again."
-    return {MODEL: [click.Option(["--same-data"], is_flag=True, help=help)]}
 
 
 def _settings_of_the_run(
@@ -113,6 +107,8 @@ def _settings_of_the_run(
     return recorded_options(record, task_settings, given, f"--model {model}", same_data=same_data) if record else {}
 
 
+_SAME_DATA = "Evaluate on the files that the record of the run --model names, without naming them again."
+_RUN_WORDS = click.Argument(["run_words"], nargs=-1, metavar="[-- OPTIONS]", type=click.UNPROCESSED)
 TRAIN = TaskTool(does="Trains, evaluates and saves a model for this task.", run=_runs("accel_sft.commands.train"))
 TOOLS = {
     "evaluate": TaskTool(
@@ -125,8 +121,8 @@ TOOLS = {
             "eval_batch_size max_new_tokens output_dir seed debug dry_run "
             "hang_timeout base offload thinking template_date control_tokens chat_template url key_from timeout"
         ),
-        own_options=_same_data_option,
-        usual=_settings_of_the_run,
+        own_options={MODEL: [click.Option(["--same-data"], is_flag=True, help=_SAME_DATA)]},
+        from_run=_settings_of_the_run,
     ),
     "compare": TaskTool(
         summary="Measure launch files and settings against each other: time, memory, loss, with every launch a real "
@@ -139,9 +135,8 @@ TOOLS = {
         takes=_TRAINING - _names("output_dir resume dry_run debug"),
         lists=frozenset(),
         lists_task=False,
-        own_options=comparison_options,
-        make_options=make_list_option,
-        arguments=lambda: [click.Argument(["run_words"], nargs=-1, metavar="[-- OPTIONS]", type=click.UNPROCESSED)],
+        own_options=COMPARISON,
+        argument=_RUN_WORDS,
         compares=True,
     ),
     "how-much": TaskTool(
@@ -153,9 +148,8 @@ TOOLS = {
         run=_runs("accel_sft.tools.how_much.command"),
         takes=_TRAINING - _names("output_dir resume dry_run debug train_limit seed"),
         lists=_names("model epochs max_steps"),
-        own_options=how_much_options,
-        make_options=make_list_option,
-        arguments=lambda: [click.Argument(["run_words"], nargs=-1, metavar="[-- OPTIONS]", type=click.UNPROCESSED)],
+        own_options=LEARNING_CURVE,
+        argument=_RUN_WORDS,
         compares=True,
     ),
     "plan": TaskTool(
@@ -169,10 +163,8 @@ TOOLS = {
             "model init_from adapter lora_r load_in_4bit max_length global_batch_size "
             "micro_batch_size eval_every gradient_checkpointing"
         ),
-        section=PLAN,
         repeated=_names("launch"),
-        reads_rows=False,
-        placeholders=True,
+        missing_rows="unread",
     ),
     "check": TaskTool(
         summary="Audit a task's data before training: what is wrong, at which line, and how to fix it.",
@@ -181,8 +173,7 @@ TOOLS = {
         run=_runs("accel_sft.tools.check.command"),
         config_class=CheckConfig,
         lists=_names("model init_from max_length global_batch_size micro_batch_size epochs max_steps seed"),
-        section=CHECK,
-        reads_rows=False,  # its report lists missing rows too
+        missing_rows="reported",
     ),
     "rehearse": TaskTool(
         summary="Go through a whole run on a shrunk model before it is paid for: what would fail, when, and the fix.",
@@ -193,8 +184,7 @@ TOOLS = {
         run=_runs("accel_sft.tools.rehearse.command"),
         config_class=RehearseConfig,
         lists=_names("model init_from adapter max_length output_dir"),
-        section=REHEARSE,
-        reads_rows=False,  # its report lists missing rows too
+        missing_rows="reported",
     ),
     "export-data": TaskTool(
         summary="Write a task's rows as chat files, for other trainers.",
@@ -202,7 +192,7 @@ TOOLS = {
         'each line is {"messages": [...]}, with "weight": 0 in assistant turns that carry no loss.',
         run=_runs("accel_sft.commands.export_data", "command"),
         takes=_names("debug"),
-        arguments=lambda: [click.Argument(["out"], metavar="OUT")],
+        argument=click.Argument(["out"], metavar="OUT"),
     ),
 }
 """The commands that a task has besides its training."""

@@ -1,1 +1,1 @@
-"""One file per command of the command line."""
+"""The commands that train or come after training, and those that list what is installed."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,14 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import HIDDEN, NAMES_A_FILE, settings
+from accel_sft.api.options import HIDDEN, NAMES_A_FILE, flag_of, settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import recorded_name
 from accel_sft.api.tool_configs import EvaluateConfig
-from accel_sft.batching.autotune import choose_batching
+from accel_sft.batching.choice import choose_batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.conversation import read_split
-from accel_sft.commands.generate import LONGEST_ANSWER, one_process
+from accel_sft.commands.trained import LONGEST_ANSWER, Trained, one_process
 from accel_sft.evaluation import served
 from accel_sft.evaluation.endpoint import Endpoint
 from accel_sft.evaluation.evaluator import Evaluation
@@ -32,11 +31,10 @@ from accel_sft.io.text import markdown_table, printable
 from accel_sft.launch.accelerator import create_accelerator, shard_for_evaluation
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
 from accel_sft.launch.info import Launch, launch_of_this_process
-from accel_sft.launch.precision import precision_in_record
 from accel_sft.launch.recordable import recordable
 from accel_sft.launch.start import begin, start
 from accel_sft.models.pretrained import refuse_offload
-from accel_sft.models.source import Source, as_it_began, began_with, find_source, other_base
+from accel_sft.models.source import Source, other_base
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.results import resampled
@@ -56,7 +54,41 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     """
     if config.url:
         return _served(task_name, task, config)
-    launch = begin()
+    launch, name = begin(), recorded_name(task_name)
+    _refuse_tiny(config)
+    trained = Trained(config.model)
+    config = dataclasses.replace(trained.settings(config), load_in_4bit=trained.in_4bit)
+    sources = trained.sources(config.base, config.revision)
+    if config.chat_template is not None:
+        sources = {side: dataclasses.replace(source, adds_tokens=True) for side, source in sources.items()}
+    named = {side: source.adapter or source.weights for side, source in sources.items()}
+    with Watchdog(config.hang_timeout):
+        accelerator, launch = start(launch, config, task, train=False, precision_of_run=trained.precision)
+        refuse_offload(config.offload, ranks=launch.world_size, quantized=config.load_in_4bit)
+        if config.dry_run:
+            return
+        day = decided_by_main(accelerator, lambda: config.template_date)
+        config = dataclasses.replace(config, template_date=day)
+        if accelerator.is_main_process:
+            precision = accelerator.mixed_precision
+            for line in trained.notes + _differences(trained, name, precision) + _remembered(trained, name, task):
+                _tell(line)
+        if folder := config.output_dir:
+            decided_by_main(accelerator, lambda: _claim(Path(folder)))
+        with terminal.quiet(None, config.debug):
+            evaluations = []
+            for side, source in sources.items():
+                if accelerator.is_main_process:
+                    _tell(f"{side:<8}  {named[side]}", 10)
+                    for line in other_base(source):
+                        _tell(f"warning: {line}")
+                evaluations.append(evaluate(accelerator, launch, task, config, source))
+        if accelerator.is_main_process:
+            _publish(name, task, config, named, evaluations)
+        leave_together()
+
+
+def _refuse_tiny(config: EvaluateConfig) -> None:
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
     if config.base == "tiny" and not Path("tiny").exists():
@@ -64,54 +96,6 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
             "--base tiny: the built-in model is made for a run, from the task's text; name the run's folder base/, "
             "which holds it as it was before training"
         )
-    if trained := RunDir.record_around(config.model):  # settings that are not given are the run's own
-        own = {"max_length": trained["config"].get("max_length")}
-        own["max_new_tokens"] = trained["config"].get("max_new_tokens") or trained.get("max_new_tokens")
-        later = "thinking", "template_date", "control_tokens"  # older records lack these keys
-        own |= {key: trained["config"].get(key) for key in later}
-        config = dataclasses.replace(config, **{key: n for key, n in own.items() if getattr(config, key) is None})
-        if found := config.problems():
-            raise UserError(*(f"{line}; so says the run.json of --model {config.model}" for line in found))
-    config = config.resolved({})
-    if trained and trained["config"].get("load_in_4bit"):
-        config = dataclasses.replace(config, load_in_4bit=True)
-    sources = [find_source(RunDir.weights_in(config.model), revision=config.revision)]
-    if config.base:
-        base = began_with(sources[0], trained) if config.base == "auto" else RunDir.weights_in(config.base)
-        began = find_source(base)
-        sources.insert(0, as_it_began(began, sources[0], trained) if config.base == "auto" else began)
-    if config.chat_template is not None:
-        sources = [dataclasses.replace(source, adds_tokens=True) for source in sources]
-    sides = ("base", "tuned") if config.base else ("model",)
-    named = {side: source.adapter or source.weights for side, source in zip(sides, sources, strict=True)}
-    with Watchdog(config.hang_timeout):
-        # in another precision than the run's, the model may answer differently
-        accelerator, launch = start(
-            launch, config, task, train=False, precision_of_run=precision_in_record(trained) if trained else None
-        )
-        refuse_offload(config.offload, ranks=launch.world_size, quantized=config.load_in_4bit)
-        if config.dry_run:
-            return
-        day = decided_by_main(accelerator, lambda: config.template_date or time.strftime("%Y-%m-%d"))
-        config = dataclasses.replace(config, template_date=day)
-        if accelerator.is_main_process:
-            notes = _differences(config.model, recorded_name(task_name), accelerator.mixed_precision)
-            notes += _remembered(config.model, recorded_name(task_name), task)
-            for line in RunDir.choice_in(config.model) + notes:
-                _tell(line)
-        if folder := config.output_dir:
-            decided_by_main(accelerator, lambda: _claim(Path(folder)))
-        with terminal.quiet(None, config.debug):
-            evaluations = []
-            for (side, name), source in zip(named.items(), sources, strict=True):
-                if accelerator.is_main_process:
-                    _tell(f"{side:<8}  {name}", 10)
-                    for line in other_base(source):
-                        _tell(f"warning: {line}")
-                evaluations.append(evaluate(accelerator, launch, task, config, source))
-        if accelerator.is_main_process:
-            _publish(recorded_name(task_name), task, config, named, evaluations)
-        leave_together()
 
 
 def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
@@ -122,7 +106,8 @@ def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
     most = config.max_new_tokens or LONGEST_ANSWER
     config = dataclasses.replace(config, model=endpoint.model, max_new_tokens=most).resolved({})
     accelerator, _ = create_accelerator(config, launch_of_this_process(), train=False)
-    _tell(f"server    {endpoint.model} at {endpoint.url}", 10)
+    named = f"{endpoint.model} at {endpoint.url}"
+    _tell(f"server    {named}", 10)
     if config.dry_run:
         return
     if config.output_dir:
@@ -130,7 +115,7 @@ def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
     evaluation = served.evaluate(accelerator, task, config, endpoint)
     for line in evaluation.lines:
         _tell(line)
-    _publish(recorded_name(task_name), task, config, {"model": f"{endpoint.model} at {endpoint.url}"}, [evaluation])
+    _publish(recorded_name(task_name), task, config, {"model": named}, [evaluation])
 
 
 def _tell(line: str, indent: int = 4) -> None:
@@ -166,43 +151,43 @@ def _publish(
         write_json_lines(run_dir.answers_of("tuned"), after.samples)
 
 
-def _differences(model: str, task_name: str, precision: str) -> list[str]:
+def _differences(trained: Trained, task_name: str, precision: str) -> list[str]:
     """Return notes on how this evaluation differs from the run's own."""
-    if (run := RunDir.record_around(model)) is None:
+    if trained.record is None:
         return []
-    found, trained = [], precision_in_record(run) or precision
-    if run["task"] != task_name:
-        found.append(f"note: {model} was trained for {run['task']}, and is scored as {task_name}")
-    if trained != precision:
-        before, now = ("float32" if name == "no" else name for name in (trained, precision))
-        found.append(
+    notes, of_run = [], trained.precision or precision
+    if trained.record["task"] != task_name:
+        notes.append(f"note: {trained.name} was trained for {trained.record['task']}, and is scored as {task_name}")
+    if of_run != precision:
+        before, now = ("float32" if name == "no" else name for name in (of_run, precision))
+        notes.append(
             f"note: the run computed in {before}, this evaluation does in {now} and may answer differently; for the "
-            f"run's numbers add --mixed_precision {trained}"
+            f"run's numbers add --mixed_precision {of_run}"
         )
-    return found
+    return notes
 
 
-def _remembered(model: str, task_name: str, task: Task) -> list[str]:
-    """Return a warning if the run `model` was trained on examples that this evaluation holds out.
+def _remembered(trained: Trained, task_name: str, task: Task) -> list[str]:
+    """Return a warning if the run was trained on examples that this evaluation holds out.
 
     The run's training rows are read again by its recorded options, if these name no other files than `task` does.
     """
-    run = RunDir.record_around(model)
+    run = trained.record
     if run is None or run["task"] != task_name:
         return []
     offered = {setting.name: getattr(task, setting.name) for setting in settings(type(task))}
     before = {name: run["task_options"].get(name, value) for name, value in offered.items()}
-    other = [name for name, value in recordable(offered).items() if before[name] != value]
-    if not other or any(NAMES_A_FILE.search(name) or before[name] == HIDDEN for name in other):
+    changed = [name for name, value in recordable(offered).items() if before[name] != value]
+    if not changed or any(NAMES_A_FILE.search(name) or before[name] == HIDDEN for name in changed):
         return []
-    own = dataclasses.replace(task, **{name: before[name] for name in other})
-    trained = {json.dumps(task.messages(row), default=str) for row in read_split(own, "train")}
+    own = dataclasses.replace(task, **{name: before[name] for name in changed})
+    learnt = {json.dumps(task.messages(row), default=str) for row in read_split(own, "train")}
     held_out = [json.dumps(task.messages(row), default=str) for row in read_split(task, "validation")]
-    if not (seen := sum(prompt in trained for prompt in held_out)):
+    if not (seen := sum(prompt in learnt for prompt in held_out)):
         return []
-    flags = " and ".join(f"--{name.replace('_', '-')}" for name in other)
+    flags = " and ".join(map(flag_of, changed))
     return [
-        f"warning: {model} was trained on {seen:,} of these {len(held_out):,} examples, so scores show what it "
+        f"warning: {trained.name} was trained on {seen:,} of these {len(held_out):,} examples, so scores show what it "
         f"remembers; leave {flags} out"
     ]
 
@@ -228,10 +213,8 @@ def evaluate(
     if accelerator.is_main_process:
         for line in encoding.lines():
             _tell(line)
-    more: dict[str, Any] = {}
-    if config.offload:
-        more = {"offload": config.offload, "log": _tell}
-    loaded = assembly.load_model(encoding, **more)
+    offloaded: dict[str, Any] = {"offload": config.offload, "log": _tell} if config.offload else {}
+    loaded = assembly.load_model(encoding, **offloaded)
     shards, prepared = launch.shards_weights, loaded
     if not config.offload:
         prepared = shard_for_evaluation(accelerator, loaded) if shards else loaded.to(accelerator.device)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import Conversation, conversation, read_split
 from accel_sft.chat.pictures import Picture, parted
-from accel_sft.commands.generate import one_process
+from accel_sft.commands.trained import one_process
 from accel_sft.io import terminal
 from accel_sft.io.files import new_folder
 from accel_sft.io.text import printable
@@ -91,16 +91,12 @@ def _write(task: Task, split: str, path: Path) -> int:
     for note in getattr(examples, "notes", ()):
         print(terminal.wrapped(printable(str(note))), file=terminal.terminal())
     with path.open("w", encoding="utf-8") as file:
-        for row in _rows(task, examples, split, path.parent):
+        for index in range(len(examples)):
+            chat = conversation(task, examples, split, index)
+            try:
+                row = chat_row(chat, path.parent)
+            except UserError as error:
+                lines = [f"{split} example {index}: {line}" for line in error.problems]
+                raise UserError(*with_places(lines, examples, split)) from error
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     return len(examples)
-
-
-def _rows(task: Task, examples: Sequence[Any], split: str, folder: Path) -> Iterator[dict[str, Any]]:
-    for index in range(len(examples)):
-        chat = conversation(task, examples, split, index)
-        try:
-            yield chat_row(chat, folder)
-        except UserError as error:
-            lines = [f"{split} example {index}: {line}" for line in error.problems]
-            raise UserError(*with_places(lines, examples, split)) from error

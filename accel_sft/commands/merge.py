@@ -1,19 +1,30 @@
-"""`accel-sft merge`: adds an adapter to its base, and writes weights that need no adapter."""
+"""`accel-sft merge`: adds an adapter to its base, and writes weights that need no adapter, for llama.cpp too."""
 
 import contextlib
+import os
+import shutil
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
 from accel_sft.api.errors import UserError
-from accel_sft.commands import gguf as gguf_file
-from accel_sft.commands.generate import one_process
+from accel_sft.commands.trained import Trained, begin_command
+from accel_sft.io import terminal
+from accel_sft.io.files import new_folder
+from accel_sft.io.run_dir import absent_weights
+from accel_sft.io.run_record import names_files
+from accel_sft.io.text import LONGEST_ERROR, one_line
 
 MERGED = click.Choice(["bf16", "bfloat16", "float16", "float32"])
 """Types of merged weights; bf16 and bfloat16 are the same."""
-GGUF = click.Choice(gguf_file.TYPES)
+_GGUF = click.Choice(["auto", "f32", "f16", "bf16", "q8_0"])
+"""Types of weights in a GGUF file; auto: 16 bits, as llama.cpp's converter chooses them."""
+_CONVERTER = "convert_hf_to_gguf.py"
 
 
 @click.command()
@@ -21,14 +32,12 @@ GGUF = click.Choice(gguf_file.TYPES)
 @click.argument("out", type=click.Path(), metavar="[OUT]", required=False)
 @click.option("--dtype", type=MERGED, help="Of the weights; default: as the base's files.")
 @click.option("--gguf", metavar="FILE", help="Write a GGUF file for llama.cpp too; OUT may then be left out.")
-@click.option("--gguf-type", type=GGUF, metavar=f"[{'|'.join(GGUF.choices)}]", default="auto", help="Of its weights.")
+@click.option("--gguf-type", type=_GGUF, metavar=f"[{'|'.join(_GGUF.choices)}]", default="auto", help="Of its weights.")
 @click.option("--converter", metavar="PATH", help="llama.cpp's convert_hf_to_gguf.py; default: the one on PATH.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 @click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")
 @click.pass_context
-def merge(
-    ctx: click.Context, run: str, out: str | None, dtype: str | None, trust_remote_code: bool, debug: bool, **gguf: Any
-) -> None:
+def merge(ctx: click.Context, run: str, out: str | None, **options: Any) -> None:
     """Add an adapter to its base, and write the sum as plain weights.
 
     For example: accel-sft merge runs/math-20261120-101500 merged --gguf merged.gguf
@@ -37,52 +46,38 @@ def merge(
     compared with base and adapter apart, rounded once, and written into OUT, a new folder, whole or not at all. With
     --gguf, RUN may have full weights too.
     """
-    from accel_sft.io.run_dir import RunDir, absent_weights
-    from accel_sft.launch.environment import prepare_environment
-    from accel_sft.resilience.exit import ExitHandler
-
-    ctx.ensure_object(ExitHandler).debug = debug
-    if problems := [*one_process("merge"), *absent_weights(run, "RUN")]:
-        raise UserError(*problems)
-    prepare_environment(debug)
-    from accel_sft.io import terminal
-    from accel_sft.io.files import new_folder
-    from accel_sft.io.run_record import names_files
-
-    if not (out or gguf["gguf"]):
+    begin_command(ctx, debug=options["debug"], problems=absent_weights(run, "RUN"))
+    gguf = options["gguf"]
+    if not (out or gguf):
         raise UserError(f"OUT: name a new folder for the merged weights (accel-sft merge {run} merged), or --gguf FILE")
-    file = gguf_file.check_target(gguf["gguf"]) if gguf["gguf"] else None
-    converter = gguf_file.find_converter(gguf["converter"]) if file else ""
-    with terminal.quiet(None, debug) as stream, contextlib.ExitStack() as stack:
-        folder = RunDir.weights_in(run)
-        for line in RunDir.choice_in(run):
+    with terminal.quiet(None, options["debug"]) as stream, contextlib.ExitStack() as stack:
+        made_in = stack.enter_context(_beside(Path(gguf))) if gguf else Path()
+        converter = _find_converter(options["converter"]) if gguf else ""
+        trained = Trained(run)
+        for line in trained.notes:
             print(terminal.wrapped(line), file=stream)
-        weights = folder
-        if out or Path(folder, "adapter_config.json").is_file():
-            beside = file.parent if file else None
-            made = new_folder(out, "OUT") if out else tempfile.TemporaryDirectory(dir=beside)
-            partial = stack.enter_context(made)
-            for line in write_merged(folder, Path(str(partial)), dtype, trust_remote_code):
+        weights = trained.weights
+        if out or Path(weights, "adapter_config.json").is_file():
+            target = stack.enter_context(new_folder(out, "OUT")) if out else made_in / "merged"
+            for line in write_merged(weights, target, options["dtype"], options["trust_remote_code"]):
                 print(terminal.wrapped(line, 9), file=stream)
-            weights = str(partial)
-        if file:
-            with terminal.waiting(f"{gguf_file.CONVERTER} writes {file}"):
-                gguf_file.write_gguf(weights, file, gguf["gguf_type"], converter)
+            weights = str(target)
+        if gguf:
+            with terminal.waiting(f"{_CONVERTER} writes {gguf}"):
+                _write_gguf(weights, made_in, Path(gguf), options["gguf_type"], converter)
     if out:
         click.echo(f"{out}: weights that plain transformers loads")
-    if file:
-        data = " --same-data" if names_files(RunDir.record_around(run)) else ""
-        click.echo(f"{file}: serve it, then hold it to the run: accel-sft parity {run} --url URL{data}")
+    if gguf:
+        data = " --same-data" if names_files(trained.record) else ""
+        click.echo(f"{gguf}: serve it, then hold it to the run: accel-sft parity {run} --url URL{data}")
 
 
 def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code: bool) -> list[str]:
-    """Write an adapter's merged weights into the empty folder `target`; return lines that say what was done.
+    """Write an adapter's merged weights into the new or empty folder `target`; return lines that say what was done.
 
     Raises:
         UserError: the adapter cannot be merged; the message says why.
     """
-    import shutil
-
     from transformers import PreTrainedConfig
 
     from accel_sft.io.exported import complete_config, save_tokenizer
@@ -93,8 +88,8 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     from accel_sft.results.model_card import of_merged
 
     source = find_source(folder)
-    if found := other_base(source):
-        raise UserError(*found)
+    if problems := other_base(source):
+        raise UserError(*problems)
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code, templated=False)  # raw text needs none
     dtype = "bf16" if dtype == "bfloat16" else dtype
     made = merge(source, tokenizer, dtype, trust_remote_code=trust_remote_code)
@@ -111,3 +106,54 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
         return [*lines, "note     README.md is not one of accel_sft's; the merged weights have none"]
     (target / "README.md").write_text(text, encoding="utf-8")
     return lines
+
+
+def _find_converter(named: str | None) -> str:
+    """The converter's path: the one that is named, or the one on PATH."""
+    if named:
+        path = Path(named, _CONVERTER) if Path(named).is_dir() else Path(named)
+        if path.is_file():
+            return str(path)
+        raise UserError(f"--converter {named}: no such file; name llama.cpp's {_CONVERTER}, or its folder")
+    if on_path := shutil.which(_CONVERTER, mode=os.F_OK):  # it need not be executable
+        return on_path
+    raise UserError(
+        f"--gguf: llama.cpp's {_CONVERTER} is not on PATH; it is in the source of llama-cpp-python: "
+        "pip download --no-deps --no-binary :all: llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz, "
+        "then --converter llama_cpp_python-*/vendor/llama.cpp"
+    )
+
+
+@contextlib.contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """Inside, there is a folder beside a GGUF file that is to be written; UserError: the file cannot be new there."""
+    if target.exists() or not target.parent.is_dir():
+        what = "is there already; name a new file" if target.exists() else "its folder is not there; make it first"
+        raise UserError(f"--gguf {target}: {what}")
+    try:
+        folder = tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise UserError(f"--gguf {target}: its folder cannot be written ({error.strerror}); name another") from None
+    with folder as name:
+        yield Path(name)
+
+
+def _write_gguf(weights: str, made_in: Path, target: Path, kind: str, converter: str) -> None:
+    """Convert a folder of full weights into the file `target`, which is there whole or not at all.
+
+    Raises:
+        UserError: the converter failed; the message has the end of what it said, and where the rest is.
+    """
+    partial = made_in / target.name
+    command = [sys.executable, converter, weights, "--outfile", str(partial), "--outtype", kind]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if done.returncode or not partial.is_file():
+        last = [line for line in done.stdout.splitlines() if line.strip()][-1:]
+        log = Path(tempfile.mkdtemp(prefix="accel-sft-gguf-"), "log")
+        log.write_text(done.stdout, encoding="utf-8")
+        reason = one_line(last[0], LONGEST_ERROR) if last else f"exit status {done.returncode}"
+        raise UserError(
+            f"--gguf {target}: {converter} failed: {reason}; all of it is in {log}; a newer converter may know this "
+            "model, `accel-sft serve` needs none"
+        )
+    shutil.move(partial, target)

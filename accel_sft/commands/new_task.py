@@ -124,14 +124,6 @@ def test_the_task_is_found_by_its_name():
 """
 
 
-def _sample() -> dict[str, str]:
-    """The sample's rows as JSON lines, by split."""
-    rows = [{"question": f"Is {n} even or odd?", "answer": ("even", "odd")[n % 2]} for n in range(1000)]
-    random.Random(0).shuffle(rows)
-    splits = {"train": rows[100:], "validation": rows[:100]}
-    return {split: "".join(json.dumps(row) + "\n" for row in of_split) for split, of_split in splits.items()}
-
-
 @click.command("new-task")
 @click.argument("name")
 @click.argument("directory", type=click.Path(), required=False)
@@ -149,37 +141,39 @@ def new_task(name: str, directory: str | None, one_file: bool) -> None:
             raise UserError(f"NAME {name!r}: {plugin.distribution} {plugin.version} already has it; choose another")
     identifier, cls = re.sub("-+", "_", name), f"{name.title().replace('-', '')}Task"
     if one_file:
-        _write_file(Path(directory or ".") / f"{identifier}.py", cls)
-        return
-    target = Path(directory or f"accel-sft-{name}")
-    module = f"accel_sft_{identifier}"
-    values = {"name": name, "module": module, "cls": cls, "version": accel_sft.__version__}
-    files = {"pyproject.toml": _PYPROJECT, f"{module}.py": _MODULE + _REST, f"tests/test_{identifier}.py": _TEST}
-    files = {path: template.format(**values) for path, template in files.items()}
-    files |= {f"{module}_data/{split}.jsonl": rows for split, rows in _sample().items()}
+        target = Path(directory or ".") / f"{identifier}.py"
+        if not target.exists() and importlib.util.find_spec(identifier):
+            raise UserError(f"NAME {identifier}: a module of Python or a library is called so; choose another")
+        files = {target: (_FILE + _REST).format(cls=cls)}
+    else:
+        target = Path(directory or f"accel-sft-{name}")
+        files = _package(target, name, identifier, cls)
     try:
-        if target.exists() and any(target.iterdir()):
-            raise UserError(f"DIRECTORY {target}: not empty; name a new one")
-        (target / "tests").mkdir(parents=True, exist_ok=True)
-        (target / f"{module}_data").mkdir(exist_ok=True)
+        if target.exists() and (one_file or any(target.iterdir())):
+            raise UserError(f"{target}: is there already; name another DIRECTORY")
         for path, text in files.items():
-            (target / path).write_text(text, encoding="utf-8")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"DIRECTORY {target}: cannot be written ({error.strerror}); name another") from None
+        raise UserError(f"{target}: cannot be written ({error.strerror}); name another DIRECTORY") from None
+    if one_file:
+        word = target if len(target.parts) > 1 else f"./{target}"
+        click.echo(f"Wrote {target}: a task, with a sample of rows. Next:")
+        click.echo(f"  accel-sft {word} --max-steps 100\n  accel-sft check {word}")
+        return
     click.echo(f"Wrote {target}: pyproject.toml, the task, its sample of rows, and its test. Next:")
     click.echo(f"  pip install pytest -e {target}\n  accel-sft {name} --max-steps 100\n  python -m pytest {target}")
 
 
-def _write_file(target: Path, cls: str) -> None:
-    if target.exists():
-        raise UserError(f"{target}: is there already; choose another NAME or DIRECTORY")
-    if importlib.util.find_spec(target.stem):
-        raise UserError(f"NAME {target.stem}: a module of Python or a library is called so; choose another")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text((_FILE + _REST).format(cls=cls), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{target}: cannot be written ({error.strerror}); name another DIRECTORY") from None
-    word = target if len(target.parts) > 1 else f"./{target}"
-    click.echo(f"Wrote {target}: a task, with a sample of rows. Next:")
-    click.echo(f"  accel-sft {word} --max-steps 100\n  accel-sft check {word}")
+def _package(target: Path, name: str, identifier: str, cls: str) -> dict[Path, str]:
+    """The files of a plugin's package; its sample is rows as JSON lines."""
+    module = f"accel_sft_{identifier}"
+    values = {"name": name, "module": module, "cls": cls, "version": accel_sft.__version__}
+    files = {"pyproject.toml": _PYPROJECT, f"{module}.py": _MODULE + _REST, f"tests/test_{identifier}.py": _TEST}
+    rows = [json.dumps({"question": f"Is {n} even or odd?", "answer": ("even", "odd")[n % 2]}) for n in range(1000)]
+    random.Random(0).shuffle(rows)
+    sample = {"train": rows[100:], "validation": rows[:100]}
+    return {
+        **{target / path: template.format(**values) for path, template in files.items()},
+        **{target / f"{module}_data/{split}.jsonl": "\n".join(lines) + "\n" for split, lines in sample.items()},
+    }

@@ -2,16 +2,21 @@
 
 import json
 import re
+import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from accel_sft.api.errors import UserError
-from accel_sft.commands.generate import one_process
-from accel_sft.commands.merge import MERGED
-from accel_sft.io.text import one_line
+from accel_sft.commands.merge import MERGED, write_merged
+from accel_sft.commands.trained import begin_command
+from accel_sft.io import terminal
+from accel_sft.io.files import expanded, new_folder, read_json
+from accel_sft.io.run_dir import RunDir
+from accel_sft.io.text import one_line, printable
 
 
 @click.command()
@@ -36,94 +41,65 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
     RUN is a run's folder, or a folder of exported weights. REPO is made if it is not there. The token is HF_TOKEN's, or
     that of `hf auth login`; HF_ENDPOINT names another hub.
     """
-    from accel_sft.launch.environment import prepare_environment
-    from accel_sft.resilience.exit import ExitHandler
+    begin_command(ctx, debug=options["debug"])
+    from accel_sft.models.source import shipped_files
 
-    ctx.ensure_object(ExitHandler).debug = options["debug"]
-    if problems := one_process("push"):
-        raise UserError(*problems)
-    prepare_environment(options["debug"])
-    from accel_sft.io import terminal
-    from accel_sft.io.files import new_folder
-    from accel_sft.io.run_dir import RunDir
-    from accel_sft.io.text import printable
-
-    folder = _folder(run, options["what"])
+    source = _folder(run, options["what"])
     if not options["dry_run"]:
         _check_repo(repo)
     with terminal.quiet(None, options["debug"]) as out, tempfile.TemporaryDirectory() as temporary:
         for line in RunDir.choice_in(run) if options["what"] not in ("best", "final") else ():
             print(terminal.wrapped(printable(line)), file=out)
-        source = Path(folder)
         if options["what"] == "merged":
-            from accel_sft.commands.merge import write_merged
-
-            source = Path(temporary, "merged")
+            adapter, source = source, Path(temporary, "merged")
             with new_folder(str(source), "TMPDIR") as partial:
-                for line in write_merged(folder, partial, options["dtype"], options["trust_remote_code"]):
+                for line in write_merged(str(adapter), partial, options["dtype"], options["trust_remote_code"]):
                     print(terminal.wrapped(line, 9), file=out)
-        staged = Path(temporary, "staged")
-        left = _stage(source, staged, options["base_model"])
-        _stage_also(Path(run), staged, options["also"])
-        files = sorted(path for path in staged.rglob("*") if path.is_file())
-        for path in files:
-            size = path.stat().st_size / 1e6
-            print(printable(f"{size:10,.2f} MB  {path.relative_to(staged)}"), file=out)
+        shipped, left = shipped_files(source)
+        files = {str(name): source / name for name in shipped}
+        if "adapter_config.json" in files:
+            files |= _on_its_hub_id(source, Path(temporary), options["base_model"])
+        for name, path in _also(Path(run), options["also"]).items():
+            if name in files:
+                raise UserError(f"--also {name}: it is uploaded already, from the weights' folder")
+            files[name] = path
+        for name, path in sorted(files.items()):
+            print(printable(f"{path.stat().st_size / 1e6:10,.2f} MB  {name}"), file=out)
         if left:
             print(terminal.wrapped(printable(f"not uploaded: {', '.join(left)} (--also names files)")), file=out)
-        if (staged / "README.md").is_file():
+        if "README.md" in files:
             print("README.md shows a prompt of the validation data; see that it may be seen", file=out)
         if options["dry_run"]:
             return
         with terminal.waiting(f"uploading to {repo}"):
-            url = _upload(staged, repo, options["private"], f"{Path(run).name}: {options['what'] or source.name}")
+            url = _upload(files, repo, options["private"], f"{Path(run).name}: {options['what'] or source.name}")
         print(url, file=out)
 
 
-def _folder(run: str, what: str | None) -> str:
-    """The folder of the weights.
-
-    Raises:
-        UserError: the folder does not exist, or holds no weights.
-    """
-    from accel_sft.io.files import expanded
-    from accel_sft.io.run_dir import RunDir
-
+def _folder(run: str, what: str | None) -> Path:
+    """The folder of the weights."""
     folder = expanded(run, "RUN")
-    if RunDir(folder).record.is_file() and what in ("best", "final"):
-        folder = folder / what
-        if not folder.is_dir():
-            raise UserError(f"--what {what}: {run} has no {what}/; name another")
-    elif RunDir(folder).record.is_file():
-        folder = Path(RunDir.weights_in(run))
-    elif what in ("best", "final"):
+    is_run = RunDir(folder).record.is_file()
+    if what not in ("best", "final"):
+        folder = Path(RunDir.weights_in(run)) if is_run else folder
+    elif not is_run:
         raise UserError(f"--what {what}: {run} is not a run's folder; leave --what out")
+    elif not (folder := folder / what).is_dir():
+        raise UserError(f"--what {what}: {run} has no {what}/; name another")
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UserError(f"RUN {run}: no weights in it; name a run's folder, or one of exported weights")
-    return str(folder)
+    return folder
 
 
-def _stage(source: Path, staged: Path, base_model: str | None) -> list[str]:
-    """Link the model's files into the new folder `staged`; return the names of the other files in `source`.
-
-    The configuration and the card of an adapter get the hub id of its base.
+def _on_its_hub_id(source: Path, folder: Path, base_model: str | None) -> dict[str, Path]:
+    """Write an adapter's configuration and card, with its base's hub id, into `folder`; return the files by name.
 
     Raises:
         UserError: the adapter's base is a local folder, which others do not have.
     """
-    from accel_sft.models.source import shipped_files
+    from huggingface_hub import metadata_load, metadata_save
 
-    staged.mkdir()
-    shipped, left = shipped_files(source)
-    for name in shipped:
-        (staged / name).parent.mkdir(exist_ok=True)
-        (staged / name).symlink_to((source / name).resolve())
-    config = staged / "adapter_config.json"
-    if not config.exists():
-        return left
-    from accel_sft.io.files import read_json
-
-    content = read_json(config)
+    content = read_json(source / "adapter_config.json")
     base = base_model or hub_id(str(content.get("base_model_name_or_path")))
     if base is None:
         raise UserError(
@@ -131,17 +107,13 @@ def _stage(source: Path, staged: Path, base_model: str | None) -> list[str]:
             "--base-model ORG/NAME, or upload --what merged"
         )
     _check_name(base, "--base-model")
-    config.unlink()
+    files = {"adapter_config.json": folder / "adapter_config.json"}
     content |= {"base_model_name_or_path": base, **({"revision": None} if base_model else {})}
-    config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    if (card := staged / "README.md").exists():
-        from huggingface_hub import metadata_load, metadata_save
-
-        text = card.read_text(encoding="utf-8")
-        card.unlink()
-        card.write_text(text, encoding="utf-8")
-        metadata_save(card, {**(metadata_load(card) or {}), "base_model": base})
-    return left
+    files["adapter_config.json"].write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if (source / "README.md").exists():
+        files["README.md"] = Path(shutil.copyfile(source / "README.md", folder / "README.md"))
+        metadata_save(files["README.md"], {**(metadata_load(files["README.md"]) or {}), "base_model": base})
+    return files
 
 
 def hub_id(base: str) -> str | None:
@@ -153,19 +125,16 @@ def hub_id(base: str) -> str | None:
     return base if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", base) and not Path(base).exists() else None
 
 
-def _stage_also(run: Path, staged: Path, patterns: tuple[str, ...]) -> None:
-    """Link the run's files that match the patterns into `staged`, under their paths within the run's folder."""
+def _also(run: Path, patterns: Sequence[str]) -> dict[str, Path]:
+    """Return the run's files that match the patterns, by their paths within the run's folder."""
+    files: dict[str, Path] = {}
     for pattern in patterns:
         inside = not Path(pattern).is_absolute() and ".." not in Path(pattern).parts
-        found = [path for path in run.glob(pattern) if path.is_file()] if inside and pattern else []
-        if not found:
+        matches = [path for path in run.glob(pattern) if path.is_file()] if inside and pattern else []
+        if not matches:
             raise UserError(f"--also {pattern}: no such file in {run}; name files of that folder, such as report.md")
-        for path in found:
-            target = staged / path.relative_to(run)
-            if target.exists():
-                raise UserError(f"--also {pattern}: {target.name} is uploaded already, from the weights' folder")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.symlink_to(path.resolve())
+        files |= {path.relative_to(run).as_posix(): path for path in matches}
+    return files
 
 
 def _check_name(name: str, what: str) -> None:
@@ -187,13 +156,13 @@ def _check_repo(repo: str) -> None:
         raise UserError("no token for the hub: set HF_TOKEN, or run `hf auth login`; it needs the right to write")
 
 
-def _upload(staged: Path, repo: str, private: bool, message: str) -> str:
-    """Make the repository unless it exists, and upload the folder; return the repository's address.
+def _upload(files: Mapping[str, Path], repo: str, private: bool, message: str) -> str:
+    """Make the repository unless it exists, and upload the files in one commit; return the repository's address.
 
     Raises:
         UserError: the hub refuses, or cannot be reached.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
     api = HfApi()
@@ -201,7 +170,8 @@ def _upload(staged: Path, repo: str, private: bool, message: str) -> str:
         url = api.create_repo(repo, private=private, exist_ok=True)
         if private and not api.repo_info(repo).private:
             raise UserError(f"{repo}: this repository is public, and --private was asked for; nothing was uploaded")
-        api.upload_folder(repo_id=repo, folder_path=staged, commit_message=message)
+        operations = [CommitOperationAdd(name, path) for name, path in files.items()]
+        api.create_commit(repo, operations, commit_message=message)
     except HfHubHTTPError as error:
         status = error.response.status_code
         why = {

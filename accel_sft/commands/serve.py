@@ -12,6 +12,9 @@ from typing import Any
 import click
 
 from accel_sft.api.errors import UserError
+from accel_sft.commands.trained import Trained
+from accel_sft.io.files import read_json
+from accel_sft.io.run_record import names_files
 
 EXAMPLES = """\b
 For example:
@@ -53,50 +56,42 @@ def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
     and run in place of this one; what stands behind -- is given to the server. It has the run's precision, template and
     thinking, so that answers are those of the run's evaluations.
     """
-    from accel_sft.io.run_dir import RunDir
-    from accel_sft.io.run_record import names_files
-
     if not Path(run).is_dir():
         raise UserError(f"RUN {run}: no such folder; name a run's folder, exported weights or an adapter")
-    record, kind, program = RunDir.record_around(run), options["program_kind"], options["program"]
-    folder, name = str(Path(RunDir.weights_in(run)).resolve()), options["name"] or Path(run).resolve().name
-    for line in RunDir.choice_in(run):
+    trained, kind, program = Trained(run), options["program_kind"], options["program"]
+    folder, name = str(Path(trained.weights).resolve()), options["name"] or Path(run).resolve().name
+    for line in trained.notes:
         click.echo(line, err=True)
     if kind == "llama.cpp" and not options["gguf"]:
         raise UserError("--with llama.cpp needs --gguf FILE, which `accel-sft merge RUN --gguf FILE` writes")
     if kind != "llama.cpp" and options["gguf"]:
         raise UserError(f"--gguf: {kind} serves no such file; add --with llama.cpp")
-    words = _words(kind, folder, name, record, options["gguf"])
+    words = _words(kind, folder, name, trained, options["gguf"])
     words = [program or words[0], *words[1:], "--host", options["host"], "--port", str(options["port"]), *more]
     click.echo(shlex.join(words))
     host = f"[{options['host']}]" if ":" in options["host"] else options["host"]
     address = f"http://{host}:{options['port']}/v1"
     named = folder if kind == "transformers" else name  # transformers' server knows no other name
-    data = ["--same-data"] if names_files(record) else []
+    data = ["--same-data"] if names_files(trained.record) else []
     hint = shlex.join(["accel-sft", "parity", run, "--url", address, "--model", named, *data])
-    told = "trained on raw text: ask at /v1/completions, where no chat template is used"
-    click.echo(told if record and record.get("raw_text") else f"then hold it to the run: {hint}", err=True)
+    advice = "trained on raw text: ask at /v1/completions, where no chat template is used"
+    click.echo(advice if trained.raw_text else f"then hold it to the run: {hint}", err=True)
     if options["only_print"]:
         return
-    found = shutil.which(words[0])
-    if not found or (kind == "transformers" and not program and not importlib.util.find_spec("fastapi")):
+    path = shutil.which(words[0])
+    if not path or (kind == "transformers" and not program and not importlib.util.find_spec("fastapi")):
         raise UserError(f"--with {kind}: {words[0]} cannot be run here; {_NEEDS[kind]}, or add --print")
     sys.stdout.flush()
     try:
-        os.execv(found, words)
+        os.execv(path, words)
     except OSError as error:  # no program of this machine, or a script that does not say of what
-        raise UserError(
-            f"{found}: cannot be run ({error.strerror}); name the server's program with --program"
-        ) from None
+        raise UserError(f"{path}: cannot be run ({error.strerror}); name the server's program with --program") from None
 
 
-def _words(kind: str, folder: str, name: str, record: dict[str, Any] | None, gguf: str | None) -> list[str]:
+def _words(kind: str, folder: str, name: str, trained: Trained, gguf: str | None) -> list[str]:
     """The words of the server's command, but for its address."""
-    from accel_sft.launch.precision import precision_in_record
-
-    names = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    dtype = names.get(precision_in_record(record) or "", "auto") if record else "auto"
-    off = bool(record and record["config"].get("thinking") == "off")
+    dtype = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(trained.precision or "", "auto")
+    off = trained.record is not None and trained.record["config"].get("thinking") == "off"
     no_thinking = '{"enable_thinking": false}'
     if kind == "llama.cpp":
         thinking = ["--chat-template-kwargs", no_thinking] if off else []
@@ -112,7 +107,6 @@ def _words(kind: str, folder: str, name: str, record: dict[str, Any] | None, ggu
 def _vllm(folder: str, name: str) -> list[str]:
     from transformers import PreTrainedConfig
 
-    from accel_sft.io.files import read_json
     from accel_sft.models.adapters import is_of_whole
     from accel_sft.models.source import errors_explained, find_source, other_base
 
@@ -120,11 +114,11 @@ def _vllm(folder: str, name: str) -> list[str]:
     words = ["vllm", "serve", source.weights]
     if not source.adapter:
         return [*words, "--served-model-name", name]
-    if other := other_base(source):
-        raise UserError(*other)
+    if problems := other_base(source):
+        raise UserError(*problems)
     adapter = read_json(Path(source.adapter) / "adapter_config.json")
-    if found := [what for key, what in _NOT_IN_VLLM.items() if adapter.get(key)]:
-        raise UserError(f"--with vllm: vLLM cannot serve {found[0]}, which {source.adapter} has; {_MERGE}")
+    if unserved := [what for key, what in _NOT_IN_VLLM.items() if adapter.get(key)]:
+        raise UserError(f"--with vllm: vLLM cannot serve {unserved[0]}, which {source.adapter} has; {_MERGE}")
     if adapter["peft_type"] != "LORA":
         kind = adapter["peft_type"]
         raise UserError(f"--with vllm: vLLM serves only LoRA, but {source.adapter} is {kind}; {_MERGE}")

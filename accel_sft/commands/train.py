@@ -44,8 +44,8 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
     Raises:
         UserError: something that the user can fix.
     """
-    launch = begin()
-    config = resolved(config, task)
+    launch, name = begin(), recorded_name(task_name)
+    requested = config = resolved(config, task)
     with StopSignals() as signals, contextlib.ExitStack() as at_end:
         at_end.callback(release)
         with Watchdog(config.hang_timeout):
@@ -53,7 +53,6 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             accelerator, launch = start(launch, config, task, precision_of_run=precision_of_run)
             if config.dry_run:
                 return
-            asked, name = config, recorded_name(task_name)
             claim = claim_run_dir(accelerator, launch, name, task, config)
             run_dir, config = claim.run_dir, claim.config
         if claim.finished:
@@ -61,12 +60,12 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             for line in changes_since_finished(run_dir, task) if accelerator.is_main_process else ():
                 print(terminal.wrapped(line), file=terminal.terminal())
             return
-        show(accelerator, launch, asked, task, str(run_dir))
+        show(accelerator, launch, requested, task, str(run_dir))
         signals.run_dir, signals.to_continue = run_dir, resume_command(run_dir.path, config.output_dir)
         watch, log = Watchdog(config.hang_timeout, run_dir), run_dir.log(accelerator.process_index)
         with _ending(accelerator, run_dir, claim.fresh, signals), terminal.quiet(log, config.debug), watch:
             prepared = prepare_data(accelerator, launch, run_dir, task, config)
-            made_by = write_run_record(run_dir, recorded_name(task_name), prepared)
+            made_by = write_run_record(run_dir, name, prepared)
             with Tracker(
                 accelerator,
                 run_dir,
@@ -80,10 +79,10 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
                 for line in (*prepared.lines, *_warnings(accelerator, task_name, prepared)):
                     tracker.log(line)
                 tracker.phase("data")
-                trainer = Trainer(run_dir, recorded_name(task_name), prepared, tracker, signals, on_step, made_by)
+                trainer = Trainer(run_dir, name, prepared, tracker, signals, on_step, made_by)
                 with heartbeats_only(), trainer.checkpoints:
                     trainer.resume()
-                    write_run_record(run_dir, recorded_name(task_name), prepared, resumed=True)
+                    write_run_record(run_dir, name, prepared, resumed=True)
                     trainer.train()
                     trainer.finalize()
             leave_together()

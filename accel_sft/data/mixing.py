@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from accel_sft.api.config import read_shares
 from accel_sft.api.errors import UserError
-from accel_sft.api.shares import read_shares
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.token_store import StoredEncoding
 

@@ -18,8 +18,9 @@ from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.chat.image_inputs import GivenImages, ImageInputs, RowImages
 from accel_sft.chat.pictures import Picture
 from accel_sft.chat.rendering import Rendering
-from accel_sft.evaluation.generate import Generator, ImageGenerator
+from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.left_padded import GREEDY, Sampling
+from accel_sft.io.files import mapping
 from accel_sft.models.load import load_model
 from accel_sft.models.pretrained import vocabulary_problem
 from accel_sft.models.source import Source
@@ -30,7 +31,7 @@ Pictures = tuple[Picture, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a model said.
+    """What a model answers.
 
     Attributes:
         text: the answer without thinking, and without what the template writes around answers.
@@ -55,8 +56,6 @@ class Answerer:
         config: `thinking`, `template_date`, `control_tokens`, `eval_batch_size`, and the settings for loading weights.
         images: whether conversations may have images.
         raw: whether the only turn's text is gone on with, as the model was trained on raw text.
-    Raises:
-        UserError: the model cannot be loaded, or has no chat template.
     """
 
     def __init__(
@@ -83,8 +82,8 @@ class Answerer:
         if images:
             _ = self.images.processor  # says at once if the model reads no images
         how = {"precision": accelerator.mixed_precision, "deepspeed": False, "images": images}
-        known = {"largest_id": self.tokenizer.pad_token_id, "tokenizer": self.tokenizer}
-        model = load_model(source, config, offload=offload, log=log, **how, **known)
+        how |= {"largest_id": self.tokenizer.pad_token_id, "tokenizer": self.tokenizer}
+        model = load_model(source, config, offload=offload, log=log, **how)
         self.settings = model.config.get_text_config(decoder=True)
         self.model = (model if offload else model.to(accelerator.device)).eval()
         self.ends = end_of_turn_ids(self.tokenizer, self.model.generation_config)
@@ -101,14 +100,8 @@ class Answerer:
     def encode(
         self, turns: Turns, max_new_tokens: int, index: int = 0, images: Pictures = (), tools: Tools = None
     ) -> Encoded:
-        """Return a conversation as the tokens of its prompt, tokenized as in training, and one end-of-turn token.
-
-        Args:
-            images: the images of the turns, in the order of their marks.
-        Raises:
-            UserError: the template rejects the conversation; or its prompt has no tokens, has tokens that the model
-                does not know, or leaves no room for `max_new_tokens` in the model's context.
-        """
+        """Return a conversation as the tokens of its prompt, tokenized as in training, and one end-of-turn token. The
+        images are in the order of their marks."""
         if self.raw:
             ids = [*self.rendering.begin, *self.rendering.text_ids(turns[-1]["content"])]
         else:
@@ -135,15 +128,8 @@ class Answerer:
         images: Sequence[Pictures] = (),
         tools: Sequence[Tools] = (),
     ) -> list[Answer]:
-        """An answer to each conversation, in their order.
-
-        Args:
-            images: the images of each conversation; empty if none has any.
-            tools: the schemas of tools of each conversation; empty if none has any.
-            names: names of the conversations, with which errors about them begin.
-        Raises:
-            UserError: as `encode`, with a line for each conversation's problem.
-        """
+        """An answer to each conversation, in their order. `images` and `tools` have those of each conversation, or are
+        empty if none has any; an error has a line for each conversation's problem, which begins with its name."""
         encoded, problems = [], []
         tools = tools or [None] * len(chats)
         for index, turns in enumerate(chats):
@@ -155,7 +141,7 @@ class Answerer:
         if problems:
             raise UserError(*problems)
         with torch.no_grad():
-            generated = ImageGenerator(self.generator)(encoded, max_new_tokens)
+            generated = self.generator(encoded, max_new_tokens)
         ids = {example.index: ids for example, ids in generated.answers}
         return [self._answer(turns, ids[index], tools[index]) for index, turns in enumerate(chats)]
 
@@ -165,12 +151,12 @@ class Answerer:
         KeyboardInterrupt ends the generation; the answer is then what was generated so far.
         """
         prompt = self.encode(turns, max_new_tokens).input_ids[:-1]
-        said = _Said(self.tokenizer, write)
+        streamer = _Streamer(self.tokenizer, write)
         try:
-            self.generator.stream(prompt, max_new_tokens, said)
+            self.generator.stream(prompt, max_new_tokens, streamer)
         except KeyboardInterrupt:
-            said.end()
-        return self._answer(turns, said.ids)
+            streamer.end()
+        return self._answer(turns, streamer.ids)
 
     def _answer(self, turns: Turns, ids: Sequence[int], tools: Tools = None) -> Answer:
         decode = self.tokenizer.decode
@@ -178,8 +164,8 @@ class Answerer:
         return Answer(text, len(ids), bool(ids) and ids[-1] in self.ends)
 
 
-class _Said(TextStreamer):
-    """Passes text on as soon as it makes whole words, and keeps the ids of the answer."""
+class _Streamer(TextStreamer):
+    """Passes text on as soon as it makes whole words, and collects the ids of the answer."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -200,11 +186,9 @@ def expected_of(turns: Any) -> str | None:
     if not isinstance(turns, list) or not turns:
         return 'a list of {"role": ..., "content": ...}'
     for turn in turns:
-        content = turn.get("content") if isinstance(turn, dict) else None
-        has_content = isinstance(content, (str, list)) or (
-            content is None and isinstance(turn, dict) and turn.get("tool_calls")
-        )
-        if not has_content or not isinstance(turn.get("role"), str):
+        content, role, calls = (mapping(turn).get(name) for name in ("content", "role", "tool_calls"))
+        has_content = isinstance(content, (str, list)) or (content is None and calls)
+        if not has_content or not isinstance(role, str):
             return 'a list of {"role": ..., "content": ...}, with text in both'
         if no_text(json.dumps(turn, ensure_ascii=False)):
             return "text: no bytes other than UTF-8, no lone surrogate, and none of U+E008 to U+E00B"

@@ -105,9 +105,9 @@ class Decoder:
             heartbeat()
             new = self._admitted(waiting, places - len(self.live))
             idle = [] if new or self.groups else [Row([0])]  # takes part in the others' forward
-            found = self.forward(new or idle).argmax(dim=-1).tolist()
+            following = self.forward(new or idle).argmax(dim=-1).tolist()
             ended = set(idle)
-            for row, token in zip(self.live, found, strict=True):
+            for row, token in zip(self.live, following, strict=True):
                 row.answer.append(token)
                 if row not in idle and (token in ends or len(row.answer) == max_new_tokens):
                     ended.add(row)

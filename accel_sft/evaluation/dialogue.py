@@ -52,18 +52,18 @@ def talk(sides: Mapping[str, Answerer], system: str | None, max_new_tokens: int)
 
 def _answer(side: Answerer, history: Turns, line: str, system: str | None, max_new_tokens: int) -> None:
     """Print an answer and add both turns to the history; a prompt that cannot be answered does not change it."""
-    asked = [*history, {"role": "user", "content": line}]
-    if expected := expected_of(asked):
+    turns = [*history, {"role": "user", "content": line}]
+    if expected := expected_of(turns):
         print(wrapped(f"expected {expected}"))
         return
     try:
-        answer = side.stream(with_system(asked, system), max_new_tokens, _write)
+        answer = side.stream(with_system(turns, system), max_new_tokens, _write)
     except UserError as error:
         for problem in error.problems:
             print(wrapped(printable(f"{problem}; /reset begins anew" if history else problem)))
         return
     print(printable("" if answer.ended else f" [cut after {answer.tokens} tokens]"))
-    history[:] = [*asked, {"role": "assistant", "content": answer.text}]
+    history[:] = [*turns, {"role": "assistant", "content": answer.text}]
 
 
 def _write(text: str) -> None:

@@ -85,8 +85,6 @@ class Endpoint:
         model: the name that the server knows the model by; None: its only one.
         key_from: the environment variable that has the key; None: KEY, if it is set.
         timeout: seconds after which a request without an answer is given up.
-    Raises:
-        UserError: the address or the key cannot be used, or the server does not say which model it has.
     """
 
     def __init__(self, url: str, model: str | None, key_from: str | None = None, timeout: float = 600) -> None:
@@ -109,8 +107,8 @@ class Endpoint:
             thinking: `--thinking`; "off" is passed on to the template.
         """
         more = {_LIMIT: most, "logprobs": True, "top_logprobs": 1}
-        found = self._ask("chat/completions", {**_of_chat(turns, tools, thinking), **more})
-        return _reply(found, mapping(found["choices"][0].get("message")).get("content"))
+        answer = self._ask("chat/completions", {**_of_chat(turns, tools, thinking), **more})
+        return _reply(answer, mapping(answer["choices"][0].get("message")).get("content"))
 
     def complete(self, prompt: str | list[int], most: int) -> Reply:
         """The greedy continuation of a prompt, which the server's template does not touch.
@@ -118,16 +116,16 @@ class Endpoint:
         Args:
             prompt: a text, or its token ids where the server takes them.
         """
-        found = self._ask("completions", {"prompt": prompt, _LIMIT: most, "logprobs": 1})
-        return _reply(found, found["choices"][0].get("text"))
+        answer = self._ask("completions", {"prompt": prompt, _LIMIT: most, "logprobs": 1})
+        return _reply(answer, answer["choices"][0].get("text"))
 
     def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        whole = {"model": self.model, "temperature": 0, **body}
+        complete = {"model": self.model, "temperature": 0, **body}
         limit, refused = self._limit, self._refused
         while True:
-            sent = {limit if key == _LIMIT else key: value for key, value in whole.items() if key not in refused}
+            sent = {limit if key == _LIMIT else key: value for key, value in complete.items() if key not in refused}
             try:
-                found = self.post(path, sent)
+                answer = self.post(path, sent)
                 break
             except EndpointError as error:
                 if error.status in (400, 422) and _LIMIT in sent and _NEWER_LIMIT in str(error):
@@ -137,17 +135,17 @@ class Endpoint:
                 else:
                     raise
         self._limit, self._refused = limit, refused
-        choices = found.get("choices")
+        choices = answer.get("choices")
         if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
             raise EndpointError(f"--url {self.url}: {path} answered without `choices`; is it OpenAI-compatible?")
-        return found
+        return answer
 
     def chat_tokens(self, turns: Turns, tools: Tools = None, thinking: str | None = None) -> list[int] | None:
         """The ids that the server makes of a conversation's prompt; None if it has no call that tells."""
         body = {**_of_chat(turns, tools, thinking), "add_generation_prompt": True}
-        found = self._tokens({"model": self.model, **body})  # vLLM's form
-        if found is not None:
-            return found
+        answer = self._tokens({"model": self.model, **body})  # vLLM's form
+        if answer is not None:
+            return answer
         text = self._beside("apply-template", body).get("prompt")  # llama.cpp's form
         return self.text_tokens(text, special=True) if isinstance(text, str) else None
 
@@ -161,9 +159,9 @@ class Endpoint:
         return self._tokens({"content": text, "add_special": special, **vllm})  # each server reads its own keys
 
     def _tokens(self, body: dict[str, Any]) -> list[int] | None:
-        found = self._beside("tokenize", body).get("tokens")
-        whole = isinstance(found, list) and found and all(isinstance(token, int) for token in found)
-        return found if whole else None
+        answer = self._beside("tokenize", body).get("tokens")
+        complete = isinstance(answer, list) and answer and all(isinstance(token, int) for token in answer)
+        return answer if complete else None
 
     def _beside(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """What a call beside the API's version answers, as those of vLLM and llama.cpp stand; {} if there is none."""
@@ -185,18 +183,13 @@ class Endpoint:
             raise EndpointError(f"{error}; it lists no models: name one with --model{other}", error.status) from None
         names = [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         if len(names) != 1:
-            known = f"has {', '.join(map(self._shown, names[:8]))}" if names else "lists no model"
-            raise UserError(f"--url {self.url}: the server {known}; name one with --model")
+            models = f"has {', '.join(map(self._shown, names[:8]))}" if names else "lists no model"
+            raise UserError(f"--url {self.url}: the server {models}; name one with --model")
         return names[0]
 
     def post(self, path: str, body: dict[str, Any] | None = None, *, root: bool = False) -> dict[str, Any]:
-        """The JSON object that the server answers; without a body it is a GET.
-
-        Args:
-            root: whether the path stands beside the API's version.
-        Raises:
-            EndpointError: the server refused, or did not answer: a line that says what to do.
-        """
+        """The JSON object that the server answers; without a body it is a GET. With `root`, the path stands beside the
+        API's version."""
         at = f"{self.url.removesuffix('/v1') if root else self.url}/{path}"
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "User-Agent": "accel-sft"}
@@ -204,7 +197,9 @@ class Endpoint:
         pause, left = PAUSE_SECONDS, RETRIES
         while True:
             try:
-                content = self._read(urllib.request.Request(at, data, headers))
+                request = urllib.request.Request(at, data, headers)
+                with self._opener.open(request, timeout=self.timeout) as response:
+                    content = _body(response)
                 self._reached = True
                 break
             except urllib.error.HTTPError as error:
@@ -219,32 +214,27 @@ class Endpoint:
                     raise EndpointError(f"{at}: no answer within {self.timeout:g} s; {advice}") from None
                 unusable = isinstance(error, ValueError)  # no request can be made of the address
                 if unusable or not left or not self._reached:
-                    told = one_line(str(reason) or type(reason).__name__, LONGEST_ERROR)
-                    raise EndpointError(f"{at}: cannot be reached ({told}); is the server running there?") from None
+                    cause = one_line(str(reason) or type(reason).__name__, LONGEST_ERROR)
+                    raise EndpointError(f"{at}: cannot be reached ({cause}); is the server running there?") from None
             time.sleep(min(pause, LONGEST_PAUSE))
             pause, left = pause * 2, left - 1
         try:
-            found = json.loads(content)
+            answer = json.loads(content)
         except (ValueError, RecursionError):
             raise EndpointError(f"{at}: the answer is no JSON; is it an OpenAI-compatible server?") from None
-        if not isinstance(found, dict):
-            raise EndpointError(f"{at}: answered {self._shown(str(found))}; is it an OpenAI-compatible server?")
-        return found
-
-    def _read(self, request: urllib.request.Request) -> bytes:
-        until = time.monotonic() + self.timeout
-        with self._opener.open(request, timeout=self.timeout) as response:
-            return _body(response, until)
+        if not isinstance(answer, dict):
+            raise EndpointError(f"{at}: answered {self._shown(str(answer))}; is it an OpenAI-compatible server?")
+        return answer
 
     def _shown(self, text: str) -> str:
         """What a server says, as a line in which the key is masked."""
         return one_line(text.replace(self._key, "***") if self._key else text, LONGEST_ERROR)
 
     def _refusal(self, at: str, error: urllib.error.HTTPError) -> EndpointError:
-        told = str(error.reason)
+        message = str(error.reason)
         with error, contextlib.suppress(OSError, http.client.HTTPException):
-            told = _message(_body(error, time.monotonic() + self.timeout).decode(errors="replace")) or told
-        told = self._shown(told)
+            message = _message(_body(error).decode(errors="replace")) or message
+        message = self._shown(message)
         if 300 <= error.code < 400:
             where = self._shown(error.headers.get("Location", "elsewhere"))
             return EndpointError(f"{at}: redirects to {where}, which is not followed; name that address in --url")
@@ -252,9 +242,9 @@ class Endpoint:
             advice = f"give the server's key in ${KEY}, or by --key-from NAME"
             if self._key:
                 advice = "the key that was sent is not accepted; see that it is this server's"
-            return EndpointError(f"{at}: {error.code} ({told}); {advice}")
+            return EndpointError(f"{at}: {error.code} ({message}); {advice}")
         advice = f" after {RETRIES + 1} tries" if error.code in _BUSY else ""
-        return EndpointError(f"{at}: the server answered {error.code}{advice} ({told})", error.code)
+        return EndpointError(f"{at}: the server answered {error.code}{advice} ({message})", error.code)
 
     def each(self, what: str, call: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """What `call` gives for each item; several at once. A line says now and then how many are done.
@@ -262,7 +252,7 @@ class Endpoint:
         The first error, or an interrupt, ends it at once: the threads are daemons, and a stuck request keeps nobody.
         """
         numbered, done = iter([*enumerate(items)]), queue.SimpleQueue[tuple[int, Result | None, Exception | None]]()
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
 
         def work() -> None:
             for at, item in numbered:
@@ -271,17 +261,17 @@ class Endpoint:
                 except Exception as error:  # noqa: BLE001 - raised by the thread that waits
                     done.put((at, None, error))
 
-        with waiting(lambda: f"{what}: {len(found):,} of {len(items):,}"):
+        with waiting(lambda: f"{what}: {len(results):,} of {len(items):,}"):
             for _ in range(min(AT_ONCE, len(items))):
                 threading.Thread(target=work, daemon=True).start()
-            while len(found) < len(items):
+            while len(results) < len(items):
                 at, result, error = done.get()
                 if error:
                     for _ in numbered:  # nothing more is asked
                         pass
                     raise error
-                found[at] = result
-        return [found[at] for at in range(len(items))]
+                results[at] = result
+        return [results[at] for at in range(len(items))]
 
 
 def _of_chat(turns: Turns, tools: Tools, thinking: str | None) -> dict[str, Any]:
@@ -293,58 +283,48 @@ def _of_chat(turns: Turns, tools: Tools, thinking: str | None) -> dict[str, Any]
 
 def messages_of(turns: Turns) -> list[dict[str, Any]]:
     """Turns as the API takes them: arguments of tool calls are JSON in a text there."""
-    found = []
+    messages = []
     for turn in turns:
         calls = [
             {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
             for call in turn.get("tool_calls", ())
         ]
-        found.append({**turn, **({"tool_calls": calls} if calls else {})})
-    return found
+        messages.append({**turn, **({"tool_calls": calls} if calls else {})})
+    return messages
 
 
-def _body(response: Any, until: float) -> bytes:
-    """The body of a response, whole.
-
-    Raises:
-        TimeoutError: it is not there at the time `until`.
-        http.client.IncompleteRead: the server ended it before the length that it had told.
-        EndpointError: it is too long for an answer.
-    """
-    body = bytearray()
-    while part := response.read1(1 << 16):
-        body += part
-        if time.monotonic() > until:
-            raise TimeoutError
-        if len(body) > _MOST_BYTES:
-            raise EndpointError(f"{response.url}: more than {_MOST_BYTES >> 20} MiB of answer; given up")
+def _body(response: Any) -> bytes:
+    """The body of a response, of at most _MOST_BYTES; raises IncompleteRead if the server ended it too early."""
+    body: bytes = response.read(_MOST_BYTES + 1)
+    if len(body) > _MOST_BYTES:
+        raise EndpointError(f"{response.url}: more than {_MOST_BYTES >> 20} MiB of answer; given up")
     if response.length:
-        raise http.client.IncompleteRead(bytes(body), response.length)
-    return bytes(body)
+        raise http.client.IncompleteRead(body, response.length)
+    return body
 
 
-def _reply(found: dict[str, Any], text: Any) -> Reply:
-    choice, usage = found["choices"][0], mapping(found.get("usage"))
-    logprobs = mapping(choice.get("logprobs"))
-    names, values = (_list(logprobs.get(name)) for name in ("tokens", "token_logprobs"))
-    if listed := _list(logprobs.get("content")):  # of chats, and of llama.cpp's completions
+def _reply(answer: dict[str, Any], text: Any) -> Reply:
+    choice, usage = answer["choices"][0], mapping(answer.get("usage"))
+    given = mapping(choice.get("logprobs"))
+    names, values = (_list(given.get(name)) for name in ("tokens", "token_logprobs"))
+    if listed := _list(given.get("content")):  # of chats, and of llama.cpp's completions
         names, values = ([mapping(one).get(name) for one in listed] for name in ("token", "logprob"))
-    known = itertools.takewhile(lambda value: is_number(value) and math.isfinite(value), values)
-    prompt, answer = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
-    read, written = (count if isinstance(count, int) else None for count in (prompt, answer))
-    told = [(_text(token), float(value)) for token, value in zip(names, known, strict=False)]
-    return Reply(_text(text), str(choice.get("finish_reason")), read, written, told)
+    finite = itertools.takewhile(lambda value: is_number(value) and math.isfinite(value), values)
+    logprobs = [(_text(token), float(value)) for token, value in zip(names, finite, strict=False)]
+    counts = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
+    prompt, written = (count if isinstance(count, int) else None for count in counts)
+    return Reply(_text(text), str(choice.get("finish_reason")), prompt, written, logprobs)
 
 
-def _text(found: Any) -> str:
+def _text(answer: Any) -> str:
     """A text of a server's answer, also where it comes in parts; half a surrogate pair, which no file takes, is "?"."""
-    parts = [mapping(part).get("text") or "" for part in found] if isinstance(found, list) else [found or ""]
+    parts = [mapping(part).get("text") or "" for part in answer] if isinstance(answer, list) else [answer or ""]
     return "".join(map(str, parts)).encode(errors="replace").decode()
 
 
-def _list(found: Any) -> list[Any]:
+def _list(answer: Any) -> list[Any]:
     """A list of a server's answer; empty if it is none."""
-    return found if isinstance(found, list) else []
+    return answer if isinstance(answer, list) else []
 
 
 def _address(url: str) -> str:
@@ -388,9 +368,9 @@ def _asked_to_wait(error: urllib.error.HTTPError) -> float:
 def _message(body: str) -> str:
     """The sentence in a server's error, whatever its form."""
     try:
-        found = json.loads(body)
+        answer = json.loads(body)
     except (ValueError, RecursionError):
         return body.strip()
-    while isinstance(found, dict):
-        found = next((found[key] for key in ("error", "message", "detail") if key in found), None)
-    return str(found or "")
+    while isinstance(answer, dict):
+        answer = next((answer[key] for key in ("error", "message", "detail") if key in answer), None)
+    return str(answer or "")

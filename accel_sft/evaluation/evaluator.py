@@ -5,8 +5,8 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -21,11 +21,8 @@ from accel_sft.chat.answer_text import AnswerText
 from accel_sft.chat.conversation import conversation, wanted
 from accel_sft.chat.encoded import Encoded
 from accel_sft.chat.rendering import Rendering
-from accel_sft.evaluation.backend import UNUSUAL, AnswerBackend, AnswerInText
-from accel_sft.evaluation.generate import Generator, ImageGenerator
 from accel_sft.evaluation.scoring import EVAL_LOSS, PERPLEXITY, UNANSWERED, aggregated, scored
 from accel_sft.io.heartbeat import heartbeat
-from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, gather_numbers, largest
 from accel_sft.launch.groups import row_groups
 from accel_sft.tracking.system import reset_peak_memory
@@ -34,13 +31,54 @@ _LARGEST_EXPONENT = 700
 """exp of more is infinite."""
 
 
+class AnswerInText(NamedTuple):
+    """An answer as a server writes it, in place of token ids: the text to be scored, how many tokens it took, and a key
+    of UNUSUAL if it is no whole answer."""
+
+    text: str
+    tokens: int
+    unusual: str = ""
+
+
+UNUSUAL = {
+    "length": "cut (raise --max-new-tokens)",
+    "content_filter": "withheld by the server's filter",
+    "tool_calls": "tool calls",
+    "empty": "empty",
+}
+"""What an answer may be in place of a whole one: a server's word for why it ended, and that in words."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """Answers of one rank.
+
+    Attributes:
+        answers: this rank's share of the examples, each with its answer: a list of token ids, the end-of-turn token
+            included, or an AnswerInText.
+        seconds: seconds that generating took, without loading or checking anything.
+        peaks: peak memory of generating in GiB, by the names of `tracking.system.peak_memory_gib`.
+    """
+
+    answers: list[tuple[Encoded, Any]]
+    seconds: float
+    peaks: dict[str, float]
+
+
+class AnswerBackend(Protocol):
+    """Generates greedy answers. Every rank calls it with the same examples; together they answer each one once."""
+
+    def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
+        """Answer the examples with at most `max_new_tokens` tokens each, the token that ends an answer included."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """The result of one evaluation. Every rank has the same one.
 
     Attributes:
-        metrics: the task's metrics, `eval_loss`, and generation's seconds, speed and peak memory; that of the loss
-            alone if it is the main metric, or its perplexity is.
+        metrics: the task's metrics, `eval_loss`, and generation's seconds, speed and peak memory; only `eval_loss` (and
+            `perplexity`) if one of these is the main metric, because no answers are generated then.
         samples: index, prompt, expected, generated and scores of each example, and its `source` where metrics are given
             by source; empty if none was answered.
         unusual: number of answers that are cut, empty or the like, by the keys of UNUSUAL.
@@ -56,29 +94,6 @@ class Evaluation:
         parts = [f"{self.unusual[key]:,} {what}" for key, what in UNUSUAL.items() if self.unusual.get(key)]
         named = ", ".join(parts)
         return [f"warning: of {len(self.samples):,} answers: {named}; scored as they are"] if parts else []
-
-
-def answer_backend(
-    accelerator: Accelerator,
-    config: TrainConfig,
-    tokenizer: Any,
-    model: Any,
-    between: Callable[[], None] = lambda: None,
-    log: Callable[[str], None] | None = None,
-    *,
-    sharded: bool,
-) -> AnswerBackend:
-    """The backend that generates a model's answers.
-
-    Args:
-        model: the model; if its weights are sharded, as `accelerator.prepare` returned it.
-        between: called by every rank before each batch of answers; may end the evaluation by raising.
-        log: called on rank 0 with a line that says how answers are generated; by default the line is printed.
-        sharded: whether each rank holds only a part of the weights (`Launch.shards_weights`).
-    """
-    log = log or (lambda line: print(wrapped(line), file=terminal()))
-    generator = Generator(accelerator, tokenizer, model, config.eval_batch_size, between, log, sharded=sharded)
-    return ImageGenerator(generator)
 
 
 @dataclasses.dataclass
@@ -135,14 +150,8 @@ class Evaluator:
             model.train(was_training)
 
     def loss(self, model: torch.nn.Module, batching: Batching) -> dict[str, float]:
-        """`eval_loss`, by source too: nats per supervised token, each counted by its turn's weight, over all ranks.
-
-        Args:
-            model: in eval mode.
-            batching: divides the rows among the ranks, and into forwards; `--eval-batch-size` has no effect here.
-        Raises:
-            UserError: out of device memory.
-        """
+        """`eval_loss`, by source too: nats per supervised token, over all ranks. The model is in eval mode; `batching`
+        divides the rows among the ranks and into forwards, on which `--eval-batch-size` has no effect."""
         reset_peak_memory(self.accelerator.device)
         ranks, rank = row_groups(self.accelerator)  # ranks that compute the same rows count them alike in all sums
         sums: list[float] = []  # of losses and of supervised tokens, of each source
@@ -159,22 +168,16 @@ class Evaluator:
                 for rows in batching.divide(mine, ranks)[rank]:
                     sums[-2] += sum(in_halves(nll, rows, alone=forwards_alone(self.accelerator)))
                     sums[-1] += sum(row.supervised_tokens for row in rows)
-            whole = [*map(sum, zip(*gather_numbers(sums), strict=True))]
-        losses, tokens = whole[::2], whole[1::2]
-        each = {name: loss / count for name, loss, count in zip(names, losses, tokens, strict=True)}
-        by_source = {f"{EVAL_LOSS}/{name}": loss for name, loss in each.items() if name}
+            totals = [*map(sum, zip(*gather_numbers(sums), strict=True))]
+        losses, tokens = totals[::2], totals[1::2]
+        sources = zip(names, losses, tokens, strict=True)
+        by_source = {f"{EVAL_LOSS}/{name}": loss / count for name, loss, count in sources if name}
         return {EVAL_LOSS: sum(losses) / sum(tokens), **by_source}
 
     def score_answers(self, losses: dict[str, float]) -> Evaluation:
         """Generate a greedy answer to each example, score it on the rank that generated it, and give every rank all
-        samples. No answers are generated if the task's main metric is the loss or its perplexity.
-
-        Args:
-            losses: what `loss` returned.
-
-        Raises:
-            UserError: out of device memory; or the task's score() or aggregate() returned something unusable.
-        """
+        samples. No answers are generated if the task's main metric is the loss or its perplexity. `losses` is what
+        `loss` returned."""
         if self.task.main_metric in UNANSWERED:
             loss = losses[EVAL_LOSS]
             perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
@@ -236,13 +239,13 @@ def _first_examples(rows: Sequence[Encoded], count: int | None) -> list[Encoded]
     if count is None:
         return list(rows[:])
     indices: set[int] = set()
-    found = []
+    first = []
     for row in rows:
         indices.add(row.index)
         if len(indices) > count:
             break
-        found.append(row)
-    return found
+        first.append(row)
+    return first
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import contextlib
 import heapq
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,11 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft.api.errors import first_line
-from accel_sft.batching.comparisons import REDUCED_TOLERANCE, TOLERANCE
-from accel_sft.batching.device_memory import fits, in_halves, out_of_memory
+from accel_sft.batching.device_memory import done_within_memory, in_halves, out_of_memory
+from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
-from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.decoder import Decoder
+from accel_sft.evaluation.evaluator import Generated
 from accel_sft.evaluation.left_padded import GREEDY, Sampling, generate, nats_apart, padding_changes
 from accel_sft.evaluation.live_rows import Row
 from accel_sft.io.text import common_length
@@ -39,12 +39,13 @@ class Generator:
     """Answers prompts with a model, sharded or not, on any number of ranks. Greedy answers draw no random numbers.
 
     The first call finds out whether the decoder is exact for this model. `message` then says what was chosen, and why.
+    Prompts with images are always answered by transformers' `generate`.
 
     Args:
         model: must be in eval mode whenever the generator is called; gradients must be off.
         batch_size: number of rows answered at once on one rank; None: the rows' length decides.
         between: called by every rank before each batch of answers.
-        log: called with `message` once, on rank 0.
+        log: called on rank 0 with `message`, once, and with a line about prompts with images.
         sampling: how tokens are chosen; if not greedily, transformers' `generate` is used.
         sharded: whether a rank holds only a part of the weights, so that all take part in each forward.
     """
@@ -64,16 +65,31 @@ class Generator:
         self.model: Any = accelerator.unwrap_model(model)
         self.batch_size, self.between, self.log, self.sharded = batch_size, between, log, sharded
         self.synced = sharded and accelerator.num_processes > 1
-        self.message = ""
+        self.message, self.pictured = "", False
+        self.plain: str | None = None  # why answers come from transformers' `generate`
+        self.unpadded: str | None = None  # why prompts of unequal lengths are not padded there
 
     def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
         """Answer this rank's share of the examples. Every rank must call this with the same examples."""
-        self.choose(examples, max_new_tokens)
+        texts = [example for example in examples if not example.images]
+        pictured = [example for example in examples if example.images]
+        if texts:
+            self.choose(texts, max_new_tokens)
+        if pictured and not self.pictured:
+            self._log("answers to prompts with images by transformers' generate, one prompt at a time")
+            self.pictured = True
         self.accelerator.wait_for_everyone()
         started = time.perf_counter()
+        answers: list[tuple[Encoded, list[int]]] = []
         with self.casts_once():
-            answers = self._answer_all(examples, max_new_tokens)
-        return Generated(answers, time.perf_counter() - started, peak_memory_gib(self.accelerator.device))
+            if texts:
+                answers += (self._by_generate if self.plain else self._by_decoder)(texts, max_new_tokens)
+            if pictured:
+                answers += self._by_generate(pictured, max_new_tokens)
+        seconds = time.perf_counter() - started
+        # ranks that share matrices have all answered the same rows: the first of them hands the answers in
+        first = self.accelerator.process_index % tensor_ranks(self.accelerator) == 0
+        return Generated(answers if first else [], seconds, peak_memory_gib(self.accelerator.device))
 
     def choose(self, examples: Sequence[Encoded], max_new_tokens: int) -> None:
         """Find out, on all ranks together, whether the decoder is exact for this model, unless that is known."""
@@ -96,27 +112,26 @@ class Generator:
             self.message = (
                 f"answers: prompts begin with fewer than {SHORTEST_PREFIX} common tokens; each is computed whole"
             )
-        if self.accelerator.is_main_process:
-            self.log(self.message)
+        self._log(self.message)
 
     def stream(self, prompt: list[int], max_new_tokens: int, streamer: Any) -> list[int]:
         """Generate one answer by transformers' `generate`, each token of it to `streamer`; needs whole weights here."""
-        ends = end_of_turn_ids(self.tokenizer, self.model.generation_config)
+        return self._generate([prompt], max_new_tokens, streamer=streamer)[0]
+
+    def _log(self, line: str) -> None:
+        if self.accelerator.is_main_process:
+            self.log(line)
+
+    def _ends(self) -> set[int]:
+        return end_of_turn_ids(self.tokenizer, self.model.generation_config)
+
+    def _generate(self, prompts: list[list[int]], max_new_tokens: int, **more: Any) -> list[list[int]]:
         pad, device = self.tokenizer.pad_token_id, self.accelerator.device
-        how = {"sampling": self.sampling, "streamer": streamer}
-        return generate(self.model, [prompt], max_new_tokens, ends, pad, device, **how)[0]
+        return generate(self.model, prompts, max_new_tokens, self._ends(), pad, device, self.sampling, **more)
 
-    def _answer_all(self, examples: Sequence[Encoded], max_new_tokens: int) -> list[tuple[Encoded, list[int]]]:
-        answer = self._by_generate if self.plain else self._by_decoder
-        answered = answer(examples, max_new_tokens, end_of_turn_ids(self.tokenizer, self.model.generation_config))
-        # ranks that share matrices have all answered the same rows: the first of them hands the answers in
-        return answered if self.accelerator.process_index % tensor_ranks(self.accelerator) == 0 else []
-
-    def _by_decoder(
-        self, examples: Sequence[Encoded], max_new_tokens: int, ends: Collection[int]
-    ) -> list[tuple[Encoded, list[int]]]:
+    def _by_decoder(self, examples: Sequence[Encoded], max_new_tokens: int) -> list[tuple[Encoded, list[int]]]:
         groups, group = row_groups(self.accelerator)
-        prefix = common_prefix(examples)
+        prefix, ends = common_prefix(examples), self._ends()
         longest = max(example.prompt_length for example in examples) - prefix + max_new_tokens
         places = self.batch_size or min(max(CACHED_TOKENS // longest, FEWEST_ROWS), MOST_ROWS)
         share = shares(examples, groups)[group]
@@ -130,29 +145,34 @@ class Generator:
             for row in decoder.answers([*waiting], places, max_new_tokens, ends, meeting):
                 answered.append((waiting.pop(row), row.answer))
 
-        while not fits(answer, at_once := min(places, len(waiting)), alone=not self.sharded):
+        while not done_within_memory(answer, at_once := min(places, len(waiting)), alone=not self.sharded):
             places = at_once // 2
         return answered
 
-    def _by_generate(
-        self, examples: Sequence[Encoded], max_new_tokens: int, ends: Collection[int]
-    ) -> list[tuple[Encoded, list[int]]]:
-        device, pad = self.accelerator.device, self.tokenizer.pad_token_id
+    def _by_generate(self, examples: Sequence[Encoded], max_new_tokens: int) -> list[tuple[Encoded, list[int]]]:
+        """Answer examples of texts, or such that all have images, one at a time."""
         groups, group = row_groups(self.accelerator)
         answered: list[tuple[Encoded, list[int]]] = []
 
-        def answer(prompts: list[list[int]]) -> list[list[int]]:
-            how = {"sampling": self.sampling, "synced": self.synced}
-            return generate(self.model, prompts, max_new_tokens, ends, pad, device, **how)
+        def answer(rows: list[Encoded]) -> list[list[int]]:
+            prompts = [row.input_ids[: row.prompt_length] for row in rows]
+            # transformers itself knows only of ZeRO-3 that all ranks must go on until the last has its answers
+            more: dict[str, Any] = {"synced_gpus": self.synced or None}
+            if images := rows[0].images:
+                arrays = images.origin.inputs.tensors(prompts, [images], (1, len(prompts[0])))
+                more |= {name: torch.as_tensor(array, device=self.accelerator.device) for name, array in arrays.items()}
+            return self._generate(prompts, max_new_tokens, **more)
 
-        for ranks in divide(examples, groups, self.batch_size or FEWEST_ROWS, equal_lengths=bool(self.unpadded)):
+        alike = {} if examples[0].images else {"equal_lengths": bool(self.unpadded)}
+        size = 1 if examples[0].images else self.batch_size or FEWEST_ROWS
+        for ranks in divide(examples, groups, size, **alike):
             self.between()
             rows = ranks[group]
             if not (rows or self.sharded):
                 continue
             # with sharded weights, a rank without rows left must take part: it answers any row
-            prompts = [row.input_ids[: row.prompt_length] for row in rows or next(filter(None, ranks))[:1]]
-            answered += zip(rows, in_halves(answer, prompts, alone=not self.sharded), strict=False)
+            answers = in_halves(answer, rows or next(filter(None, ranks))[:1], alone=not self.sharded)
+            answered += zip(rows, answers, strict=False)
         return answered
 
     def casts_once(self) -> contextlib.AbstractContextManager[Any]:
@@ -166,20 +186,20 @@ class Generator:
         rows = among[:: max(len(among) // CHECKED_ROWS, 1)][:CHECKED_ROWS]
         prompts = [row.input_ids[: row.prompt_length] for row in rows]
         fed = [(row.input_ids[row.prompt_length], prompt[-1]) for row, prompt in zip(rows, prompts, strict=True)]
-        found: list[list[torch.Tensor]] = []
+        together_logits: list[list[torch.Tensor]] = []
 
         def staggered() -> None:
-            found[:] = self._staggered([Row(prompt[prefix:]) for prompt in prompts], fed, prompts[0][:prefix])
+            together_logits[:] = self._staggered([Row(prompt[prefix:]) for prompt in prompts], fed, prompts[0][:prefix])
 
         try:
-            while not fits(staggered, len(prompts), alone=not self.sharded):
+            while not done_within_memory(staggered, len(prompts), alone=not self.sharded):
                 del prompts[0], fed[0]  # the longest
         except REFUSALS as error:
             if out_of_memory(error):  # which says nothing about what the model can take
                 raise
             return f"the model takes no shared prefix ({first_line(error)[:100]})"
         largest, last = 0.0, {"logits_to_keep": 3} if "logits_to_keep" in arguments(self.model) else {}
-        for prompt, more, together in zip(prompts, fed, found, strict=True):
+        for prompt, more, together in zip(prompts, fed, together_logits, strict=True):
             ids = torch.tensor([[*prompt, *more]], device=self.accelerator.device)
             alone = self.model(input_ids=ids, use_cache=False, **last).logits[0, -3:]
             largest = max(largest, *map(nats_apart, alone, together))
@@ -192,19 +212,19 @@ class Generator:
     ) -> list[list[torch.Tensor]]:
         """The decoder's logits after each row's prompt and each token fed to it; the last row starts later."""
         decoder = Decoder(self.model, prefix, self.accelerator.device)
-        found: dict[Row, list[torch.Tensor]] = {row: [] for row in rows}
+        logits_of: dict[Row, list[torch.Tensor]] = {row: [] for row in rows}
         left = {row: [*tokens] for row, tokens in zip(rows, fed, strict=True)}
         starting = [*filter(None, (rows[:-1], rows[-1:]))]
         while starting or decoder.live:
             logits = decoder.forward(starting.pop(0) if starting else ())
             live = decoder.live
             for row, of_row in zip(live, logits, strict=True):
-                found[row].append(of_row)
+                logits_of[row].append(of_row)
                 row.answer += left[row][:1]
             decoder.drop({row for row in live if not left[row]})
             for row in live:
                 del left[row][:1]
-        return [*found.values()]
+        return [*logits_of.values()]
 
     def _reason_unpadded(self, examples: Sequence[Encoded]) -> str | None:
         """How predictions for left-padded prompts differ from those for each prompt alone; None if they agree."""
@@ -213,62 +233,15 @@ class Generator:
         if rows[0].prompt_length == rows[-1].prompt_length:
             return None
         prompts = [row.input_ids[: row.prompt_length] for row in rows]
-        ends = end_of_turn_ids(self.tokenizer, self.model.generation_config)
-        largest = padding_changes(self.model, prompts, ends, self.tokenizer.pad_token_id, self.accelerator.device)
+        largest = padding_changes(
+            self.model, prompts, self._ends(), self.tokenizer.pad_token_id, self.accelerator.device
+        )
         wrong = f"padding changes its predictions (by {largest:.2g} nats)"
         return wrong if largest > self._tolerance() else None
 
     def _tolerance(self) -> float:
         exact = self.accelerator.mixed_precision == "no" and self.model.dtype == torch.float32
         return TOLERANCE if exact else REDUCED_TOLERANCE
-
-
-class ImageGenerator:
-    """A generator that also takes prompts with images. It logs once how it answers them.
-
-    Args:
-        generator: answers the prompts without images.
-    """
-
-    def __init__(self, generator: Generator) -> None:
-        self.generator = generator
-        self._told = False
-
-    def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
-        """Answer this rank's share of the examples. Every rank must call this with the same examples."""
-        pictured = [example for example in examples if example.images]
-        if not pictured:
-            return self.generator(examples, max_new_tokens)
-        texts = [example for example in examples if not example.images]
-        before = self.generator(texts, max_new_tokens) if texts else Generated([], 0.0, {})
-        accelerator = self.generator.accelerator
-        if accelerator.is_main_process and not self._told:
-            self.generator.log("answers to prompts with images by transformers' generate, one prompt at a time")
-        self._told = True
-        accelerator.wait_for_everyone()
-        started = time.perf_counter()
-        answers: list[tuple[Encoded, list[int]]] = []
-        with self.generator.casts_once():
-            for ranks in divide(pictured, accelerator.num_processes, 1):
-                self.generator.between()
-                rows = ranks[accelerator.process_index]
-                # with sharded weights, a rank without rows left must take part: it answers any row
-                also = next(filter(None, ranks))[:1] if self.generator.sharded and not rows else []
-                told = [self._answer(row, max_new_tokens) for row in rows or also]
-                answers += zip(rows, told, strict=False)
-        seconds = before.seconds + time.perf_counter() - started
-        return Generated([*before.answers, *answers], seconds, peak_memory_gib(accelerator.device))
-
-    def _answer(self, row: Encoded, max_new_tokens: int) -> list[int]:
-        model, device = self.generator.model, self.generator.accelerator.device
-        prompt = row.input_ids[: row.prompt_length]
-        assert row.images
-        inputs = row.images.origin.inputs.tensors([prompt], [row.images], (1, len(prompt)))
-        more = {name: torch.as_tensor(array, device=device) for name, array in inputs.items()}
-        tokenizer = self.generator.tokenizer
-        ends = end_of_turn_ids(tokenizer, model.generation_config)
-        how: dict[str, Any] = {"sampling": self.generator.sampling, "more": more, "synced": self.generator.synced}
-        return generate(model, [prompt], max_new_tokens, ends, tokenizer.pad_token_id, device, **how)[0]
 
 
 class _Meeting:
@@ -283,7 +256,8 @@ class _Meeting:
         self.between, self.every_forward, self.forwards = between, every_forward, 0
 
     def __call__(self, busy: bool) -> bool:
-        """Whether to go on; for a rank that is not busy this lasts until no rank is, unless it must take part."""
+        """True: do another forward. A rank that has finished waits here, still calling `between`, until all have; or it
+        takes part in their forwards."""
         due = self.forwards % MET_EVERY == 0
         self.forwards += 1
         if self.every_forward:
@@ -325,13 +299,13 @@ def shares(examples: Sequence[Encoded], ranks: int) -> list[list[Encoded]]:
     The expected answers stand for those to come. A rank's longest examples come first, so that no long one is left
     alone at the end.
     """
-    found: list[list[Encoded]] = [[] for _ in range(ranks)]
+    by_rank: list[list[Encoded]] = [[] for _ in range(ranks)]
     tokens = [(0, rank) for rank in range(ranks)]  # a heap
     for example in sorted(examples, key=lambda example: (-len(example.input_ids), example.index)):
         least, rank = tokens[0]
-        found[rank].append(example)
+        by_rank[rank].append(example)
         heapq.heapreplace(tokens, (least + len(example.input_ids), rank))
-    return found
+    return by_rank
 
 
 def divide(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -49,15 +49,16 @@ def generate(
     ends: Collection[int],
     pad_token_id: int,
     device: torch.device,
-    **how: Any,
+    sampling: Sampling = GREEDY,
+    **more: Any,
 ) -> list[list[int]]:
     """The answers to the prompts, each up to and including the first of `ends`.
 
     Args:
-        how: `sampling`, `streamer`, `more` and `synced` of `_output`.
+        more: further arguments of transformers' `generate`, such as inputs besides tokens and mask.
     """
     longest = max(map(len, prompts))
-    output = _output(model, prompts, max_new_tokens, ends, pad_token_id, device, **how)
+    output = _output(model, prompts, max_new_tokens, ends, pad_token_id, device, sampling, **more)
     answers = []
     for ids in output.sequences[:, longest:].tolist():
         stop = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
@@ -72,10 +73,10 @@ def padding_changes(
 
     They differ, for example, where recurrent layers or compressed caches take padding for text.
     """
-    largest = 0.0
-    together = _output(model, prompts, CHECKED_TOKENS, ends, pad_token_id, device)
+    largest, how = 0.0, (CHECKED_TOKENS, ends, pad_token_id, device)
+    together = _output(model, prompts, *how, output_logits=True)
     for number, prompt in enumerate(prompts):
-        alone = _output(model, [prompt], CHECKED_TOKENS, ends, pad_token_id, device)
+        alone = _output(model, [prompt], *how, output_logits=True)
         for mine, others in zip(alone.logits, together.logits, strict=False):
             largest = max(largest, nats_apart(mine[0], others[number]))
             if mine[0].argmax() != others[number].argmax():  # from here on they answer different texts
@@ -98,27 +99,16 @@ def _output(
     pad_token_id: int,
     device: torch.device,
     sampling: Sampling = GREEDY,
-    streamer: Any = None,
-    more: Mapping[str, torch.Tensor] | None = None,
-    synced: bool = False,
+    **more: Any,
 ) -> Any:
-    """What `generate` of transformers returns.
-
-    Args:
-        streamer: transformers' BaseStreamer, which gets a single prompt's tokens, then each token of its answer.
-        more: the model's inputs besides tokens and mask.
-        synced: whether ranks hold parts of the weights, so that all go on until the last has its answers. Transformers
-            sees that of ZeRO-3 alone.
-    """
+    """What `generate` of transformers returns."""
     longest = max(map(len, prompts))
     rows = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return model.generate(
         input_ids=torch.tensor(rows, device=device),
         attention_mask=torch.tensor(mask, device=device),
-        streamer=streamer,
-        synced_gpus=synced or None,
-        **(more or {}),
+        **more,
         # they override the model's own sampling and penalties, also with None, as a GenerationConfig would not
         **{**left_out(model.generation_config), **sampling.settings()},
         max_new_tokens=max_new_tokens,
@@ -126,7 +116,6 @@ def _output(
         pad_token_id=pad_token_id,
         use_cache=True,
         return_dict_in_generate=True,
-        output_logits=max_new_tokens <= CHECKED_TOKENS,  # a long answer's logits would fill memory
         stopping_criteria=StoppingCriteriaList([_heartbeat_criterion]),
     )
 

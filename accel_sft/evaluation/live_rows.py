@@ -91,11 +91,11 @@ class Group:
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
         """Write the keys and values of a token of each row, (B, key heads, D); returns those of all tokens."""
-        found = []
+        states_so_far = []
         for buffer, states in zip(self.layers[index], (keys, values), strict=True):
             buffer[: len(self.rows), :, self.end - 1] = states
-            found.append(buffer[: len(self.rows), :, self.begin : self.end])
-        return found
+            states_so_far.append(buffer[: len(self.rows), :, self.begin : self.end])
+        return states_so_far
 
 
 class Attention:

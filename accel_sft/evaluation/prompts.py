@@ -41,12 +41,8 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]
     A `.json` or `.jsonl` file has rows with `messages`, a conversation whose last turn is to be answered, or `prompt`,
     text; beside them `tools`, and `system` for a conversation without a system message. Images are parts of a content,
     or in a column `images` or `image` beside `<image>` in the texts; relative paths begin at the file's folder. Any
-    other file has a prompt on each line that is not blank.
-
-    Args:
-        system: the system message of conversations that have none of their own.
-    Raises:
-        UserError: the file cannot be read, or has rows of another form; the error names the first by line.
+    other file has a prompt on each line that is not blank. `system` is the system message of conversations without
+    one.
     """
     if Path(file).suffix in (".json", ".jsonl"):
         rows = read_rows(file, _parse)
@@ -60,24 +56,20 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"--file {file}: cannot be read ({cause}); name a file of prompts") from None
-    asked = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    if not asked:
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
         raise UserError(f"--file {file}: no prompt in it; write one on each line")
-    chats = [Prompt(with_system([{"role": "user", "content": line}], system)) for _, line in asked]
-    return chats, [f"{file}:{number}" for number, _ in asked]
+    chats = [Prompt(with_system([{"role": "user", "content": line}], system)) for _, line in numbered]
+    return chats, [f"{file}:{number}" for number, _ in numbered]
 
 
 def prompt_with(text: str, paths: Sequence[str], system: str | None) -> Prompt:
-    """A prompt with images: at the marks `<image>` in its text, else before the text.
-
-    Raises:
-        UserError: it cannot be answered, or an image does not exist.
-    """
+    """A prompt with images: at the marks `<image>` in its text, else before the text."""
     turns: Turns = [{"role": "user", "content": text}]
     if expected := expected_of(turns):
         raise UserError(f"PROMPT: expected {expected}")
-    found = _pictured(turns, list(paths), "", "PROMPT")
-    return found._replace(turns=with_system(found.turns, system))
+    prompt = _pictured(turns, list(paths), "", "PROMPT")
+    return prompt._replace(turns=with_system(prompt.turns, system))
 
 
 def with_system(turns: Turns, system: str | None) -> Turns:
@@ -124,8 +116,6 @@ def _pictured(turns: Turns, column: list[Any], folder: str, where: str, tools: T
         column: images for parts without a path and for each `<image>` in a text; if there is neither, they stand before
             the first question. Without a column, `<image>` is a word.
         folder: the folder that relative paths begin at.
-    Raises:
-        UserError: there are more or fewer images than places for them, or an image does not exist.
     """
     left = iter(column)
     contents = [_as_parts(turn.get("content") or "", where, split=bool(column)) for turn in turns]
@@ -142,17 +132,17 @@ def _pictured(turns: Turns, column: list[Any], folder: str, where: str, tools: T
         {**turn, "content": [_placed(part, left, folder) for part in parts]}
         for turn, parts in zip(turns, contents, strict=True)
     ]
-    found = checked_turns(turns, where, images)
-    return Prompt(found, tuple(Picture(picture.given, number) for number, picture in enumerate(images, 1)), tools)
+    checked = checked_turns(turns, where, images)
+    return Prompt(checked, tuple(Picture(picture.given, number) for number, picture in enumerate(images, 1)), tools)
 
 
 def _as_parts(content: Any, where: str, *, split: bool) -> list[Any]:
     """A content as a list of parts; with `split`, each `<image>` in a text becomes a part of its own."""
     if isinstance(content, list):
         return content
-    first, *others = content.split(_IMAGE) if split else [content]
+    first, *following = content.split(_IMAGE) if split else [content]
     parts: list[Any] = [{"type": "text", "text": first}]
-    for text in others:
+    for text in following:
         parts += [{"type": "image"}, {"type": "text", "text": text}]
     return parts
 

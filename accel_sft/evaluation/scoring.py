@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accel_sft.api.errors import UserError, what_and_where
+from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import conversation, from_task, wanted
 from accel_sft.io.heartbeat import heartbeat, heartbeats_only
@@ -17,19 +17,15 @@ PERPLEXITY = "perplexity"
 """exp(eval_loss)."""
 UNANSWERED = (EVAL_LOSS, PERPLEXITY)
 """Main metrics of tasks whose answers are neither generated nor scored."""
+_UNUSABLE = "the task's aggregate() failed, or gave something other than a number by name"
 _TRIED = 8
 """Number of validation examples whose own targets are scored before anything is loaded."""
 
 
 def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = None) -> None:
     """Score the targets of the first validation examples, so that a mistake in the task is found before training.
-
-    Args:
-        thinking: the value of `--thinking`, which decides which part of a target is scored.
-    Raises:
-        UserError: as `scored` and `aggregated`. An aggregate() that fails on so few scores is accepted: some metrics
-            need more scores.
-    """
+    `--thinking` decides which part of a target is scored. An aggregate() that fails on so few scores is accepted: some
+    metrics need more scores."""
     if task.main_metric in UNANSWERED:
         return
     chats = {index: conversation(task, examples, "validation", index) for index in range(min(len(examples), _TRIED))}
@@ -52,20 +48,10 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
 
 
 def scored(task: Task, examples: Sequence[Any], index: int, text: str, split: str = "validation") -> dict[str, Any]:
-    """The task's score of `text` as the answer to an example.
-
-    Raises:
-        UserError: score() failed, or gave something else than a dict that JSON can hold.
-    """
+    """The task's score of `text` as the answer to an example: a dict that JSON can hold."""
     where = example_name(examples, split, index)
     example = from_task(f"{where}: the task's dataset failed", lambda: examples[index])
-    try:
-        scores = task.score(example, text)
-    except UserError:
-        raise
-    except Exception as error:
-        cause = one_line(what_and_where(error), LONGEST_ERROR)
-        raise UserError(f"{where}: the task's score() failed on {text[:80]!r}: {cause}") from error
+    scores = from_task(f"{where}: the task's score() failed on {text[:80]!r}", lambda: task.score(example, text))
     if not isinstance(scores, dict):
         raise UserError(f"{where}: score() gave {one_line(repr(scores))}, expected a dict of numbers")
     try:
@@ -79,25 +65,12 @@ def scored(task: Task, examples: Sequence[Any], index: int, text: str, split: st
 
 
 def aggregated(task: Task, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The task's metrics for all examples' scores.
-
-    Raises:
-        UserError: aggregate() failed, or gave something else than numbers by name, the main metric among them.
-    """
-    try:
-        metrics = task.aggregate(scores)
-    except UserError:
-        raise
-    except Exception as error:
-        raise _unusable(error) from error
-    return _checked(task, metrics)
+    """The task's metrics for all examples' scores: numbers by name, the main metric among them."""
+    return _checked(task, from_task(_UNUSABLE, lambda: task.aggregate(scores)))
 
 
 def _checked(task: Task, given: Mapping[str, Any]) -> dict[str, float]:
-    try:
-        metrics = {str(key): float(value) for key, value in given.items()}
-    except Exception as error:
-        raise _unusable(error) from error
+    metrics = from_task(_UNUSABLE, lambda: {str(key): float(value) for key, value in given.items()})
     main = task.main_metric
     if main not in metrics:
         method = "aggregate" if type(task).aggregate is not Task.aggregate else "score"  # the default takes its keys
@@ -106,8 +79,3 @@ def _checked(task: Task, given: Mapping[str, Any]) -> dict[str, float]:
         names = ", ".join(sorted(taken))
         raise UserError(f"the task's aggregate() gave {names}: names of the trainer's own numbers")
     return metrics
-
-
-def _unusable(error: Exception) -> UserError:
-    cause = one_line(what_and_where(error), LONGEST_ERROR)
-    return UserError(f"the task's aggregate() failed, or gave something other than a number by name: {cause}")

@@ -13,9 +13,8 @@ from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.answer_text import without_thinking
 from accel_sft.chat.conversation import Conversation, conversation, read_split, wanted
 from accel_sft.chat.encoded import Encoded
-from accel_sft.evaluation.backend import UNUSUAL, AnswerInText, Generated
 from accel_sft.evaluation.endpoint import Endpoint, Reply
-from accel_sft.evaluation.evaluator import Evaluation, Evaluator
+from accel_sft.evaluation.evaluator import UNUSUAL, AnswerInText, Evaluation, Evaluator, Generated
 from accel_sft.evaluation.scoring import UNANSWERED, check_scoring
 
 
@@ -29,11 +28,7 @@ class ServedBackend:
     thinking: str | None
 
     def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
-        """Ask for an answer of at most `max_new_tokens` tokens to each example.
-
-        Raises:
-            UserError: an example is not text alone, or the server refuses or stays silent.
-        """
+        """Ask for an answer of at most `max_new_tokens` tokens to each example."""
         chats = [conversation(self.task, self.examples, "validation", example.index) for example in examples]
         refuse_beyond_text(chats)
         began = time.perf_counter()
@@ -41,10 +36,10 @@ class ServedBackend:
         def ask(chat: Conversation) -> Reply:
             return self.endpoint.chat(chat.turns, max_new_tokens, chat.tools, self.thinking)
 
-        asked = self.endpoint.each(f"{self.endpoint.model} answers", ask, chats)
+        replies = self.endpoint.each(f"{self.endpoint.model} answers", ask, chats)
         seconds = time.perf_counter() - began
         texts = []
-        for chat, reply in zip(chats, asked, strict=True):
+        for chat, reply in zip(chats, replies, strict=True):
             text = without_thinking(reply.text, wanted(chat, self.thinking))
             unusual = reply.finish if reply.finish in UNUSUAL else "" if text.strip() else "empty"
             texts.append(AnswerInText(text, reply.tokens or 0, unusual))
@@ -54,9 +49,9 @@ class ServedBackend:
 def refuse_beyond_text(chats: Sequence[Conversation]) -> None:
     """Raise UserError for what a server is not asked: images, answers that call tools, and raw text."""
     for index, chat in enumerate(chats):
-        found = {"has images": chat.images, "is answered by calling a tool": chat.calls, "is raw text": not chat.turns}
-        found["sets chat_template_kwargs"] = chat.variables
-        if what := next((what for what, holds in found.items() if holds), None):
+        beyond = {"has images": chat.images, "is answered by calling a tool": chat.calls, "is raw text": not chat.turns}
+        beyond["sets chat_template_kwargs"] = chat.variables
+        if what := next((what for what, holds in beyond.items() if holds), None):
             raise UserError(f"--url: validation example {index} {what}; a server is asked for texts only")
 
 

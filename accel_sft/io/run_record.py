@@ -11,7 +11,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from accel_sft.api.changes import LAYOUT
+from accel_sft.api.config import LAYOUT
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, NAMES_A_FILE, Setting
 from accel_sft.io import manifest

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.adapters import unused
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import shown
+from accel_sft.api.limits import OF_ADAPTERS
+from accel_sft.api.options import chosen, flag_of, shown
 from accel_sft.io.findings import LEVELS, Finding, error, note, warning
 from accel_sft.io.text import one_line
 from accel_sft.launch.deepspeed_ops import audit_compilers, operators
@@ -170,8 +170,8 @@ def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
 
 
 def _adapter(config: TrainConfig) -> Iterator[Finding]:
-    for name in unused(config, TrainConfig):
-        flag = f"--{name.replace('_', '-')}"
+    for name in chosen(config, OF_ADAPTERS) if config.adapter == "none" else ():
+        flag = flag_of(name)
         what = f"{flag} {getattr(config, name)} is not used: --adapter none trains all weights"
         yield warning(what, f"add --adapter lora, or leave out {flag}")
 

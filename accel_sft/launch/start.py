@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from accel_sft.api.config import EVAL, MODEL, TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.api.launch_limits import TENSOR_PARALLEL, launch_problem
+from accel_sft.api.limits import TENSOR_PARALLEL, launch_problem
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.io.findings import Finding, error

@@ -2,7 +2,7 @@
 
 What autograd saves was counted tensor by tensor (`saved_tensors_hooks`) on small models of transformers 5.23 in
 bfloat16, float32 and float32 under autocast, trained whole or by an adapter; the peak was compared with forwards
-followed on fake tensors (benchmarks/plan_simulation.py). The formulas leave out what changes a peak by a few percent.
+followed on fake tensors (benchmarks/plan_accuracy.py). The formulas leave out what changes a peak by a few percent.
 """
 
 from accel_sft.memory.job import Job

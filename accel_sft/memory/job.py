@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from accel_sft.api.launch_limits import STATE_BYTES
+from accel_sft.api.limits import STATE_BYTES
 from accel_sft.launch.info import Launch
 from accel_sft.memory.shape import ALL_LINEAR, ModelShape
 

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from accel_sft.api.adapters import names_of
 from accel_sft.api.errors import UserError
+from accel_sft.api.limits import names_of
 
 GROUPS = ("embeddings", "attention", "recurrent", "feed_forward", "experts", "norms", "head", "other")
 """Groups of a model's parameters. `other` are those that text does not reach (a vision tower's), which stay frozen."""

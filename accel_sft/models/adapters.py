@@ -1,6 +1,6 @@
 """Puts new and saved adapters onto a model, and says what peft does for each type.
 
-A type is added by an entry here and one in api/adapters.py.
+A type is added by an entry here and one in api/limits.py.
 """
 
 import contextlib
@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from accel_sft.api.adapters import ADAPTERS, names_of
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line
+from accel_sft.api.limits import ADAPTERS, names_of
+from accel_sft.api.options import flag_of
 from accel_sft.io.files import read_json
 from accel_sft.models.new_tokens import rows_made, trained_beside, use_rows
 from accel_sft.models.targets import ALL_LINEAR, besides, left_out, targets
@@ -141,7 +142,7 @@ class AdaLora(Adapter):
 
 
 TYPES: dict[str, Adapter] = {"lora": Lora(), "adalora": AdaLora()}
-"""The peft part of each adapter type, by the names of `api.adapters.ADAPTERS`."""
+"""The peft part of each adapter type, by the names of `api.limits.ADAPTERS`."""
 
 
 def type_of(model: Any) -> str | None:
@@ -210,9 +211,8 @@ def leave_casts_to_autocast(model: Any) -> None:
 
 
 def is_mergeable(model: Any) -> bool:
-    """Whether the model's adapter can be added to the weights: as `ADAPTERS` says, or for other types as peft can."""
-    kind = ADAPTERS.get(type_of(model) or "")
-    return kind.mergeable if kind else hasattr(model, "merge_and_unload")
+    """Whether peft can add the model's adapter to the weights."""
+    return hasattr(model, "merge_and_unload")
 
 
 def saved_adapter(
@@ -242,7 +242,7 @@ def saved_adapter(
     if not is_mergeable(adapted):
         raise UserError(
             f"--init-from: the adapter {folder} is of type {type_of(adapted)}, which cannot be added to the weights; "
-            f"start from one of {', '.join(name for name, kind in ADAPTERS.items() if kind.mergeable)}, or from --model"
+            f"start from one of {', '.join(ADAPTERS)}, or from --model"
         )
     return adapted.merge_and_unload().requires_grad_(True)
 
@@ -272,10 +272,9 @@ def _check_shape(folder: str, settings: TrainConfig) -> None:
     saved = read_json(Path(folder) / "adapter_config.json")
     given = {"peft_type": ("adapter", settings.adapter.upper())}
     if saved["peft_type"] == settings.adapter.upper():
-        fields = ADAPTERS[settings.adapter].saved_settings
-        given |= {key: (field, getattr(settings, field)) for key, field in fields.items()}
+        given |= {key: (field, getattr(settings, field)) for key, field in ADAPTERS[settings.adapter].items()}
     wrong = [
-        f"--{field.replace('_', '-')} {value}: the adapter in {folder} has {saved.get(key)}; give that, or leave it out"
+        f"{flag_of(field)} {value}: the adapter in {folder} has {saved.get(key)}; give that, or leave it out"
         for key, (field, value) in given.items()
         if value is not None and _comparable(saved.get(key)) != _comparable(value)
     ]

@@ -7,7 +7,7 @@ import torch
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.api.launch_limits import CUT_ADAPTER
+from accel_sft.api.limits import CUT_ADAPTER
 from accel_sft.launch.environment import device_count
 from accel_sft.models.adapters import is_of_whole, leave_casts_to_autocast, new_adapter, saved_adapter
 from accel_sft.models.kernels import compile_blocks

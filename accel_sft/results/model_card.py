@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-from accel_sft.api.changes import LAYOUT
+from accel_sft.api.config import LAYOUT
 from accel_sft.io.text import markdown_cell, markdown_table
 from accel_sft.results.run_report import comparison_table
 

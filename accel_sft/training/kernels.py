@@ -5,12 +5,11 @@ import dataclasses
 import torch
 
 from accel_sft.api.errors import UserError
-from accel_sft.batching.comparisons import UNLIMITED
 from accel_sft.batching.device_memory import forwards_alone
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import available_heads
 from accel_sft.batching.trial import Trial
-from accel_sft.batching.verify import enough
+from accel_sft.batching.verify import UNLIMITED, enough
 from accel_sft.launch.collectives import first_reason
 from accel_sft.models.kernels import put_kernels_in
 

@@ -46,7 +46,7 @@ def new_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Op
     if config.optimizer == "adamw-8bit":
         return bitsandbytes("--optimizer adamw-8bit").optim.AdamW8bit(groups, **adam)
     if config.optimizer != "adamw":
-        raise NotImplementedError(f"--optimizer {config.optimizer}")  # named in api/launch_limits.py and not made here
+        raise NotImplementedError(f"--optimizer {config.optimizer}")  # named in api/limits.py and not made here
     return torch.optim.AdamW(groups, **adam, fused=True)
 
 

@@ -27,9 +27,11 @@ from accel_sft.data.mixing import check_sources, in_words, rows_by_source
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.data.tokenization import SplitEncoder
-from accel_sft.evaluation.evaluator import Evaluator, answer_backend
+from accel_sft.evaluation.evaluator import Evaluator
+from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io.run_dir import RunDir
+from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
 from accel_sft.launch.environment import device_count
 from accel_sft.launch.groups import sequence_ranks, tensor_ranks
@@ -116,9 +118,10 @@ class Assembly:
             raise UserError(*with_places([line], encoding.examples, encoding.split))
 
     def evaluator(self, model: Any, split: StoredEncoding, max_new_tokens: int | None = None, **more: Any) -> Evaluator:
-        """Make the Evaluator of a split, whose answer backend gets `more`."""
+        """Make the Evaluator of a split, whose `Generator` gets `more`."""
         config, tokenizer = self.config, self.tokenizer
-        backend = answer_backend(self.accelerator, config, tokenizer, model, **more)
+        more.setdefault("log", lambda line: print(wrapped(line), file=terminal()))
+        backend = Generator(self.accelerator, tokenizer, model, config.eval_batch_size, **more)
         return Evaluator(
             self.accelerator,
             tokenizer,

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from accel_sft.api.changes import changed
+from accel_sft.api.config import changed
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, settings, shown
 from accel_sft.api.task import Task

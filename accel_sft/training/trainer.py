@@ -14,12 +14,11 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from accel_sft.api.config import keep_every
 from accel_sft.batching import choice
-from accel_sft.batching.autotune import choose_batching
+from accel_sft.batching.choice import choose_batching
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.checkpoint import checkpoint, shards
-from accel_sft.checkpoint.background import Checkpoints
-from accel_sft.checkpoint.capacity import check_disk
+from accel_sft.checkpoint.background import Checkpoints, check_disk
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.accelerator import prepare_model
 from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ranks

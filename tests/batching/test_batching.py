@@ -39,14 +39,13 @@ from transformers.masking_utils import sdpa_mask
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
-from accel_sft.batching import autotune, choice, collate, loss, verify
-from accel_sft.batching.autotune import choose_batching, least_work
-from accel_sft.batching.comparisons import UNLIMITED
-from accel_sft.batching.fitting import within_memory
+from accel_sft.batching import choice, collate, loss, verify
+from accel_sft.batching.choice import choose_batching, least_work, within_memory
 from accel_sft.batching.forward_layouts import LAYOUTS
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll, nll_sum
 from accel_sft.batching.trial import Trial
+from accel_sft.batching.verify import UNLIMITED
 from accel_sft.chat.encoded import Encoded
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import collectives
@@ -67,6 +66,13 @@ def by_hand(model, example):
     return -sum(logs[t - 1, ids[0, t]].item() for t in range(max(example.prompt_length, 1), ids.shape[1]))
 
 
+def same(found, expected):
+    """Whether losses and gradients, as `loss_and_gradients` returns them, are the same to float error."""
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    for name, gradient in expected[1].items():
+        assert (found[1][name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+
+
 # --- who runs what ---
 
 
@@ -75,10 +81,11 @@ def by_hand(model, example):
 @pytest.mark.parametrize(
     "limit", [{"rows": 1}, {"rows": 3}, {"rows": 64}, {"tokens": 60}, {"tokens": 200}, {"tokens": 5}]
 )
-def test_ranks_share_a_step_whole_and_in_equally_many_forwards(way, world_size, limit):
+def test_ranks_share_a_step_in_equally_many_forwards_in_any_order(way, world_size, limit):
     examples = rows(17)
     batching = batching_of(way, limit.get("tokens", 1024), limit.get("rows"))
     ranks = batching.divide(examples, world_size)
+    assert ranks == batching.divide(examples[::-1], world_size)
     assert len(ranks) == world_size
     assert len({len(forwards) for forwards in ranks}) == 1
     run = [example.index for forwards in ranks for forward in forwards for example in forward]
@@ -89,12 +96,6 @@ def test_ranks_share_a_step_whole_and_in_equally_many_forwards(way, world_size, 
         elif len(forward) > 1:
             ids = batching.batch(forward, 0, CPU).inputs["input_ids"]
             assert ids.numel() <= limit["tokens"]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_step_is_divided_alike_in_whatever_order_it_is_read(way):
-    examples, batching = rows(), batching_of(way, 100)
-    assert batching.divide(examples, 2) == batching.divide(examples[::-1], 2)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -142,11 +143,8 @@ def test_every_layout_gives_the_loss_and_gradients_of_padded_rows(model, way, to
     model = copy.deepcopy(model).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    expected, gradients = loss_and_gradients(model, batching_of(WAYS[-1], 4096), rows())
-    got, ours = loss_and_gradients(model, batching_of(way, tokens), rows(), world_size=2)
-    assert got == pytest.approx(expected, rel=1e-6)
-    for name, gradient in gradients.items():
-        assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+    expected = loss_and_gradients(model, batching_of(WAYS[-1], 4096), rows())
+    same(loss_and_gradients(model, batching_of(way, tokens), rows(), world_size=2), expected)
 
 
 def test_one_question_with_several_answers_is_computed_once_and_each_answer_learnt(model):
@@ -253,17 +251,12 @@ def untouched(monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
 
 
-def test_a_batching_registers_nothing_and_makes_no_rows_that_plain_attention_would_mix(untouched):
-    batching = batching_of(("shared", "rows"), 64)
-    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
-    with pytest.raises(RuntimeError, match=r"call prefix_attention.install\(\)"):
-        batching.batch(rows(4), 0, CPU)
-
-
-def test_the_attention_of_rows_is_registered_where_a_model_is_found_to_take_it(model, untouched):
-    assert not installed()
+def test_attention_of_rows_is_registered_only_once_a_model_takes_it(model, untouched):
     assert chosen(model, batching="padded")[0].layout == "padded"
-    assert not installed()
+    by_rows = batching_of(("shared", "rows"), 64)
+    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
+    with pytest.raises(RuntimeError, match=r"call prefix_attention.install\(\)"):  # plain attention would mix rows
+        by_rows.batch(rows(4), 0, CPU)
     assert chosen(model, batching="shared")[0].attention == "rows"
     assert installed()
 
@@ -296,47 +289,29 @@ def test_a_batching_is_recorded_in_the_words_that_runs_hold_and_comes_back():
     assert choices == ("auto", *dict.fromkeys(layout.name for layout in LAYOUTS))
 
 
-@pytest.mark.parametrize(
-    "unknown", [{"layout": "woven"}, {"attention": "varlen"}, {"attention": "blocks"}, {"head": "fused"}]
-)
-def test_a_record_in_words_that_are_unknown_is_not_taken_up(unknown):
-    words = {"layout": "shared", "tokens": 64, "rows": None, "attention": "mask", "head": "pieces", **unknown}
-    with pytest.raises(ValueError, match="no batching "):
-        Batching(**words)
-    assert choice.restored({"asked": ["auto", "auto"], "chosen": words}, ["auto", "auto"]) is None
+WRONG = [{"layout": "woven"}, {"layout": "shared", "attention": "varlen"}, {"attention": "blocks"}, {"head": "fused"}]
+WRONG += [{"tokens": -5}, {"tokens": "lots"}, {"rows": 0}, {"head": ["x"]}, {"later": 1}]
 
 
-def as_on_a_gpu(monkeypatch):
-    """Have sizes of a forward tried on this CPU."""
-    monkeypatch.setattr(autotune, "UNTRIED", set())
-    monkeypatch.setattr(autotune, "TRIED_ON_DEVICE", (64, 128, 256))
+@pytest.mark.parametrize("wrong", WRONG)
+def test_record_with_unknown_words_or_numbers_is_passed_over(wrong):
+    record = choice.recorded(["auto"], Batching("packed", 64))
+    assert choice.restored(record, ["auto"]) == Batching("packed", 64)
+    assert choice.restored({**record, "chosen": {**record["chosen"], **wrong}}, ["auto"]) is None
 
 
 @pytest.mark.parametrize("tried", [False, True])
 def test_two_starts_choose_alike_and_read_no_clock(model, monkeypatch, tried):
     if tried:
-        as_on_a_gpu(monkeypatch)
-    alike = {chosen(model)[0] for _ in range(2)}
-    clock = itertools.count()
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock) ** 2)
-    assert {chosen(model)[0] for _ in range(2)} == alike
-    assert next(clock) == 0, "nothing was timed"
-
-
-def test_on_a_gpu_the_least_work_of_the_sizes_that_fit_is_taken(model, monkeypatch):
-    as_on_a_gpu(monkeypatch)
-    batching, told = chosen(model)
-    assert "the least work of 9 sizes that fit into memory" in told
-    monkeypatch.setattr(autotune, "within_memory", lambda _, exact, sizes: [batching_of(("padded", "causal"), 64)])
-    assert chosen(model)[0] == batching_of(("padded", "causal"), 64) != batching
-
-
-def test_an_earlier_versions_timed_choice_is_kept_by_its_run(model, monkeypatch):
-    as_on_a_gpu(monkeypatch)
-    timed = batching_of(("padded", "causal"), 128, head="pieces", most_logits=2**25)
-    record = json.loads(json.dumps(choice.recorded(["auto", "auto"], timed)))
-    batching, told = choose_batching(trial(model, rows()), before=choice.restored(record, ["auto", "auto"]))
-    assert (batching, "as before" in told) == (timed, True)
+        monkeypatch.setattr(choice, "UNTRIED", set())
+        monkeypatch.setattr(choice, "TRIED_ON_DEVICE", (64, 128, 256))
+    batching, line = chosen(model)
+    assert f"the least work of {'9 sizes that fit into memory' if tried else '8 sizes'}" in line
+    monkeypatch.setattr("time.perf_counter", lambda: pytest.fail("something was timed"))
+    assert chosen(model)[0] == batching
+    if tried:
+        monkeypatch.setattr(choice, "within_memory", lambda _, exact, sizes: [batching_of(("padded", "causal"), 64)])
+        assert chosen(model)[0] == batching_of(("padded", "causal"), 64) != batching
 
 
 def test_the_least_work_wins_over_fewer_forwards_and_over_fewer_tokens(model):
@@ -355,7 +330,7 @@ def test_of_sizes_with_nearly_the_same_work_the_smallest_is_taken_and_few_forwar
     )
     assert least_work(job, sizes).tokens == 4096
     work = {64: 104.0, 128: 102.9, 256: 101.0, 4096: 100.0}
-    monkeypatch.setattr(autotune, "_work", lambda _, batching: work[batching.tokens])
+    monkeypatch.setattr(choice, "_work", lambda _, batching: work[batching.tokens])
     assert least_work(job, sizes).tokens == 128
 
 
@@ -373,30 +348,14 @@ def test_a_runs_choice_is_kept_in_its_folder_for_its_own_job_and_launch(tmp_path
     assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None, "another launch"
 
 
-def test_a_choice_that_was_damaged_or_is_no_file_is_made_again(tmp_path):
-    accelerator, path = Accelerator(cpu=True), tmp_path / "batching.json"
-    for content in (b"{", b"[" * 100_000, b"\xff", b'{"chosen": 1e999}'):
-        path.write_bytes(content)
-        assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None
-    path.unlink()
-    os.mkfifo(path)  # to read it would wait for ever
-    assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None
-
-
-@pytest.mark.parametrize("content", ["", "[", "[]", '"text"', "{}"])
-def test_a_record_that_is_broken_is_as_if_it_were_not_there(tmp_path, content):
-    (tmp_path / "batching.json").write_text(content)
+@pytest.mark.parametrize("content", ["", "[", "[" * 100_000, b"\xff", '{"chosen": 1e999}', "[]", '"text"', "{}", None])
+def test_broken_record_is_as_if_it_were_not_there(tmp_path, content):
+    path = tmp_path / "batching.json"
+    if content is None:
+        os.mkfifo(path)  # to read it would wait for ever
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert choice.read(Accelerator(cpu=True), RunDir(tmp_path), ["job"]) is None
-
-
-WRONG = [{"tokens": -5}, {"tokens": "lots"}, {"rows": 0}, {"head": ["x"]}, {"layout": "round"}]
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_choice_that_is_none_is_not_taken(wrong):
-    record = choice.recorded(["auto"], Batching("packed", 64))
-    assert choice.restored(record, ["auto"]) == Batching("packed", 64)
-    assert choice.restored({**record, "chosen": {**record["chosen"], **wrong}}, ["auto"]) is None
 
 
 def test_a_folder_in_the_place_of_the_record_is_named(tmp_path):
@@ -450,43 +409,39 @@ def test_a_window_that_all_layers_have_is_seen_and_so_is_a_longer_row_that_is_on
 def test_a_window_that_the_configuration_does_not_tell_of_is_found_by_the_longest_row(monkeypatch):
     torch.manual_seed(0)
     model = MistralForCausalLM(small(MistralConfig, sliding_window=16, initializer_range=0.5))
-    monkeypatch.setattr("accel_sft.batching.verify.limited_layers", lambda model, longest: None)
+    monkeypatch.setattr("accel_sft.batching.forward_layouts.limited_layers", lambda model, longest: None)
     batching, told = chosen(model, rows(64, instruction=4, longest=40), batching="packed")
     assert batching.layout == "padded"
     assert "its loss is not that of single rows" in told
 
 
-def test_dropout_that_is_no_module_is_found_by_two_forwards():
-    torch.manual_seed(0)
-    model = OPTForCausalLM(OPTConfig(vocab_size=128, hidden_size=32, ffn_dim=64, num_attention_heads=2, dropout=0.1))
-    batching, told = chosen(model, batching="shared")
-    assert batching.layout != "shared"
-    assert "would share their dropout (its forward is random in training)" in told
+def opt_with_dropout():
+    return OPTForCausalLM(OPTConfig(vocab_size=128, hidden_size=32, ffn_dim=64, num_attention_heads=2, dropout=0.1))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_experts_that_are_drawn_in_training_are_found_though_few_rows_show_it(seed):
+def experts_drawn_at_random():
+    return PhimoeForCausalLM(small(PhimoeConfig, num_local_experts=4, num_experts_per_tok=2, intermediate_size=32))
+
+
+@pytest.mark.parametrize(
+    ("make", "seed"), [(opt_with_dropout, 0), *((experts_drawn_at_random, seed) for seed in range(3))]
+)
+def test_randomness_that_is_no_module_is_seen_by_two_forwards(make, seed):
     torch.manual_seed(seed)
-    model = PhimoeForCausalLM(small(PhimoeConfig, num_local_experts=4, num_experts_per_tok=2, intermediate_size=32))
-    batching, told = chosen(model, batching="shared")
-    assert batching.layout == "packed", told
-    assert "would share their dropout (its forward is random in training)" in told
+    batching, line = chosen(make(), batching="shared")
+    assert batching.layout in ("packed", "padded" if make is opt_with_dropout else "packed"), line
+    assert "would share their dropout (its forward is random in training)" in line
 
 
-def varlen_attention(module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, **kwargs):
-    """What FlashAttention computes of rows in one sequence, one row after another by sdpa."""
-    bounds = cu_seq_lens_q.tolist()
-    assert max_length_q == max(b - a for a, b in itertools.pairwise(bounds))
-    own = [[part[:, :, a:b] for part in (query, key, value)] for a, b in itertools.pairwise(bounds)]
-    kwargs.pop("is_causal", None)
-    parts = [sdpa_attention_forward(module, *row, None, is_causal=True, **kwargs)[0] for row in own]
-    return torch.cat(parts, dim=1), None
-
-
-def flash(module, query, key, value, attention_mask, **kwargs):
-    if "cu_seq_lens_q" in kwargs:
-        return varlen_attention(module, query, key, value, attention_mask, **kwargs)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+def flash(module, query, key, value, attention_mask, cu_seq_lens_q=None, max_length_q=None, **kwargs):
+    """What FlashAttention computes: of rows in one sequence, one row after another by sdpa."""
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    bounds = [*itertools.pairwise(cu_seq_lens_q.tolist())]
+    assert max_length_q == max(b - a for a, b in bounds)
+    own = [[part[:, :, a:b] for part in (query, key, value)] for a, b in bounds]
+    kwargs["is_causal"] = True
+    return torch.cat([sdpa_attention_forward(module, *row, None, **kwargs)[0] for row in own], dim=1), None
 
 
 @pytest.mark.parametrize("name", ["flash_stand_in", "kernels-community/flash-attn2"])  # as transformers renames it
@@ -499,11 +454,8 @@ def test_flash_attention_is_told_where_packed_rows_end(model, name):
     assert (batching.layout, batching.attention) == ("packed", "varlen"), told
     batching, told = chosen(flashing, batching="shared")
     assert (batching.layout, batching.attention) == ("shared", "cache"), told
-    expected, gradients = loss_and_gradients(model, batching_of(WAYS[-1], 4096), rows())
-    got, ours = loss_and_gradients(flashing, batching_of(("packed", "varlen"), 300), rows())
-    assert got == pytest.approx(expected, rel=1e-6)
-    for name, gradient in gradients.items():
-        assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+    expected = loss_and_gradients(model, batching_of(WAYS[-1], 4096), rows())
+    same(loss_and_gradients(flashing, batching_of(("packed", "varlen"), 300), rows()), expected)
 
 
 def test_flex_attention_shares_rows_behind_a_cache(model):
@@ -520,16 +472,13 @@ def test_flex_attention_shares_rows_behind_a_cache(model):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_head_in_pieces_gives_the_same_loss_and_gradients(model, way, monkeypatch):
-    expected, gradients = loss_and_gradients(model, batching_of(way, 300), rows())
+    expected = loss_and_gradients(model, batching_of(way, 300), rows())
     seen = []
     monkeypatch.setattr(
         loss, "_nll", lambda logits, targets, real=loss._nll: seen.append(len(logits)) or real(logits, targets)
     )
-    got, ours = loss_and_gradients(model, batching_of(way, 300, head="pieces", most_logits=1000), rows())
+    same(loss_and_gradients(model, batching_of(way, 300, head="pieces", most_logits=1000), rows()), expected)
     assert max(seen) <= 1000 // model.config.vocab_size
-    assert got == pytest.approx(expected, rel=1e-6)
-    for name, gradient in gradients.items():
-        assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
     assert "forward" not in vars(model.get_output_embeddings())
 
 
@@ -613,14 +562,10 @@ def test_the_largest_forward_that_goes_there_and_back_bounds_what_is_tried(model
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_sizes_above_a_whole_step_are_not_tried(model):
-    sizes = within_memory(trial(model, rows(200), global_batch_size=4), [Batching("packed", 0)], (64, 128, 256, 512))
-    assert [batching.tokens for batching in sizes] == [64, 128, 256]
-
-
-def test_a_rank_is_tried_with_its_own_part_of_a_step(model, monkeypatch):
-    job = trial(model, rows(200), global_batch_size=8)
-    monkeypatch.setattr(Accelerator, "num_processes", 2)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sizes_above_a_ranks_part_of_a_step_are_not_tried(model, monkeypatch, ranks):
+    job = trial(model, rows(200), global_batch_size=4 * ranks)
+    monkeypatch.setattr(Accelerator, "num_processes", ranks)
     sizes = within_memory(job, [Batching("packed", 0)], (64, 128, 256, 512))
     assert [batching.tokens for batching in sizes] == [64, 128, 256]
 
@@ -648,7 +593,7 @@ def test_one_long_row_does_not_fill_many_short_ones_up():
 
 
 class Wrapped(torch.nn.Module):
-    """The real model, asked by another one of these classes."""
+    """The real model, given `inputs` in place of its own."""
 
     def __init__(self, model):
         super().__init__()
@@ -657,18 +602,24 @@ class Wrapped(torch.nn.Module):
     def get_input_embeddings(self):
         return self.model.get_input_embeddings()
 
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):
+        inputs = self.inputs(input_ids, attention_mask, position_ids)
+        output = self.model(**inputs, logits_to_keep=logits_to_keep, use_cache=False)
+        output.logits = output.logits * self.factor(input_ids, attention_mask, output.logits)
+        return output
+
+    def inputs(self, ids, mask, positions):
+        return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+
+    def factor(self, ids, mask, logits):
+        return 1
+
 
 class Unaware(Wrapped):
     """A model whose attention knows no `rows`: the mask over the whole sequence is left."""
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None, **_):
-        return self.model(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            logits_to_keep=logits_to_keep,
-            use_cache=False,
-        )
+        return super().forward(input_ids, attention_mask, position_ids, logits_to_keep)
 
 
 def test_a_model_that_knows_no_rows_gets_a_mask(model):
@@ -679,22 +630,16 @@ def test_a_model_that_knows_no_rows_gets_a_mask(model):
 class Leaking(Wrapped):
     """A model whose attention ignores the mask it is given, as some do; all else is the real model."""
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):
-        mask = None if attention_mask is not None and attention_mask.ndim == 4 else attention_mask
-        positions = None if position_ids is None else torch.arange(input_ids.shape[1])[None]
-        return self.model(
-            input_ids, attention_mask=mask, position_ids=positions, logits_to_keep=logits_to_keep, use_cache=False
-        )
+    def inputs(self, ids, mask, positions):
+        mask = None if mask is not None and mask.ndim == 4 else mask
+        return super().inputs(ids, mask, None if positions is None else torch.arange(ids.shape[1])[None])
 
 
-class Sighted(Wrapped):
+class Sighted(Unaware):
     """A model whose tokens see what comes after them where no mask says what is padding, as a mean over all would."""
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None, **_):
-        shift = 0.0 if attention_mask is not None else 1e-6 * (input_ids == 1).sum()
-        found = self.model(input_ids, attention_mask=attention_mask, logits_to_keep=logits_to_keep, use_cache=False)
-        found.logits = found.logits * (1 + shift)
-        return found
+    def factor(self, ids, mask, logits):
+        return 1 if mask is not None else 1 + 1e-6 * (ids == 1).sum()
 
 
 @pytest.mark.parametrize(("wrapped", "attention"), [(Wrapped, "causal"), (Sighted, "mask")])
@@ -704,16 +649,15 @@ def test_padded_rows_have_no_mask_unless_padding_would_be_seen(model, wrapped, a
     assert (batching.layout, batching.attention) == ("padded", attention), told
 
 
-class Refusing(Wrapped):
+class Refusing(Unaware):
     """One that takes nothing but padded rows, and refuses the rest without a message."""
 
     refusal: type[Exception] = AssertionError
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None, **others):
-        if attention_mask is None or attention_mask.ndim > 2:
+    def inputs(self, ids, mask, positions):
+        if mask is None or mask.ndim > 2:
             raise self.refusal
-        kept = {"logits_to_keep": logits_to_keep, "use_cache": False}
-        return self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kept)
+        return super().inputs(ids, mask, positions)
 
 
 @pytest.mark.parametrize("refusal", [AssertionError, NotImplementedError, KeyError])
@@ -725,19 +669,15 @@ def test_a_model_that_refuses_a_layout_without_a_word_gets_padded_rows(model, re
     assert told.count(f"the model does not take it ({refusal.__name__})") == 2, told
 
 
-class Smearing(Leaking):
+class Smearing(Wrapped):
     """One that sees a little of the token before, whosever it is."""
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):
-        embedded = self.model.get_input_embeddings()(input_ids)
-        embedded = embedded + 1e-6 * torch.roll(embedded, 1, dims=1)
-        return self.model(
-            inputs_embeds=embedded,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            logits_to_keep=logits_to_keep,
-            use_cache=False,
-        )
+    leak = 1e-6
+
+    def inputs(self, ids, mask, positions):
+        embedded = self.get_input_embeddings()(ids)
+        embedded = embedded + self.leak * torch.roll(embedded, 1, dims=1)
+        return {"inputs_embeds": embedded, "attention_mask": mask, "position_ids": positions}
 
 
 def test_examples_that_would_see_each_other_are_found_out(model):
@@ -752,8 +692,8 @@ def test_examples_that_would_see_each_other_are_found_out(model):
 class Unplaced(Wrapped):
     """One that takes positions and ignores them: a row of several begins where it stands."""
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):
-        return self.model(input_ids, attention_mask=attention_mask, logits_to_keep=logits_to_keep, use_cache=False)
+    def inputs(self, ids, mask, positions):
+        return super().inputs(ids, mask, None)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -770,23 +710,13 @@ def test_a_model_that_ignores_positions_is_found_out_in_any_precision(precision,
         assert batching.layout == layout, told
 
 
-class Wavering(Wrapped):
+class Wavering(Smearing):
     """A model that rounds otherwise from one forward to the next, as on a busy machine; rows see `leak` of others."""
 
     leak = 0.0
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):
-        embedded = self.model.get_input_embeddings()(input_ids)
-        embedded = embedded + self.leak * torch.roll(embedded, 1, dims=1)
-        output = self.model(
-            inputs_embeds=embedded,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            logits_to_keep=logits_to_keep,
-            use_cache=False,
-        )
-        output.logits = output.logits * (1 + 3e-7 * torch.randn_like(output.logits))
-        return output
+    def factor(self, ids, mask, logits):
+        return 1 + 3e-7 * torch.randn_like(logits)
 
 
 def test_rounding_that_wavers_is_neither_dropout_nor_a_leak_and_hides_none(model):
@@ -809,8 +739,7 @@ class WholeHead(Wrapped):
 def test_a_model_without_logits_to_keep_is_trained_with_its_whole_head(model):
     batching, _ = chosen(WholeHead(model))
     assert batching.head == "everywhere"
-    batching = Batching("shared", 1024, head="everywhere")
-    examples = rows(4)
-    batch = batching.batch(sorted(examples, key=lambda e: e.input_ids), 0, CPU)
-    expected = nll(model, Batching("shared", 1024).batch(sorted(examples, key=lambda e: e.input_ids), 0, CPU))
+    examples = sorted(rows(4), key=lambda e: e.input_ids)
+    batch = Batching("shared", 1024, head="everywhere").batch(examples, 0, CPU)
+    expected = nll(model, Batching("shared", 1024).batch(examples, 0, CPU))
     assert torch.allclose(nll(WholeHead(model), batch), expected, atol=1e-5)

@@ -22,8 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching import autotune, choice, fitting
-from accel_sft.batching.fitting import _expected_bytes, within_memory
+from accel_sft.batching import choice
+from accel_sft.batching.choice import _expected_bytes, within_memory
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
@@ -36,31 +36,23 @@ from accel_sft.training.optimizer import Stepper, new_optimizer
 from accel_sft.training.step import TrainStep
 
 CRAMPED = """
-import os
 from dataclasses import dataclass
 from accel_sft_math import Math as Shipped
 
 @dataclass(kw_only=True)
 class Cramped(Shipped):
-    \"\"\"Math on a device without room for a backward through many tokens.\"\"\"
+    \"\"\"Math on a device of rank 1 without room for many tokens.\"\"\"
 
     def dataset(self, split):
-        import torch
+        import os, torch
 
         def look(module, inputs):
-            forward = torch.is_grad_enabled() or "WHEN" == "backward"
-            cramped = forward and os.environ.get("RANK", "LAST") == "LAST"
-            if cramped and isinstance(module, torch.nn.Embedding) and inputs[0].numel() > ROOM:
+            cramped = torch.is_grad_enabled() and os.environ["RANK"] == "1"
+            if cramped and isinstance(module, torch.nn.Embedding) and inputs[0].numel() > 40:
                 raise torch.OutOfMemoryError("no room")
 
-        def look_back(module, inputs, output):
-            if torch.is_grad_enabled() and isinstance(module, torch.nn.Embedding):
-                output.register_hook(lambda gradient: look(module, inputs))
-
-        if split == "train" and "WHEN" == "forward":
+        if split == "train":
             torch.nn.modules.module.register_module_forward_pre_hook(look)
-        elif split == "train":
-            torch.nn.modules.module.register_module_forward_hook(look_back)
         return super().dataset(split)
 """
 TRIED = """
@@ -72,9 +64,9 @@ class Tried(Shipped):
     \"\"\"Math whose forwards are chosen as on a GPU.\"\"\"
 
     def dataset(self, split):
-        from accel_sft.batching import autotune
+        from accel_sft.batching import choice
 
-        autotune.UNTRIED, autotune.TRIED_ON_DEVICE = set(), (64, 128)
+        choice.UNTRIED, choice.TRIED_ON_DEVICE = set(), (64, 128)
         return super().dataset(split)
 """
 
@@ -85,33 +77,18 @@ def plugin(tmp_path, name, source):
     return {"environment": {"PYTHONPATH": str(tmp_path / "site")}, "run_dir": tmp_path / "run"}
 
 
-def cramped(tmp_path, rank=0, when="forward"):
-    source = CRAMPED.replace("ROOM", "40").replace("LAST", str(rank)).replace("WHEN", when)
-    return plugin(tmp_path, "cramped", source)
-
-
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_step_without_room_is_repeated_in_smaller_forwards_with_the_same_curve(launched, tmp_path, when):
-    run = accel_sft("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "10", **cramped(tmp_path, when=when))
-    assert run.status == 0, run.output
-    assert "step 1: out of device memory in a forward of" in run.output
-    assert "the step is repeated with at most" in run.output
-    same_curve(layout(launched, "plain").lines(), run.lines())
-    assert run.result()["batching"]["tokens"] < 80  # half of what found no room, or of half of that
-
-
-def test_all_ranks_repeat_the_step_where_one_of_them_finds_no_room(launched, tmp_path):
+def test_all_ranks_repeat_the_step_where_one_finds_no_room(launched, tmp_path):
     arguments = ("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "5")
-    run = accel_sft(*arguments, yaml="z2", launcher=FP32, **cramped(tmp_path, rank=1))
+    run = accel_sft(*arguments, yaml="z2", launcher=FP32, **plugin(tmp_path, "cramped", CRAMPED))
     assert run.status == 0, run.output
     assert "step 1: out of device memory in a forward of" in run.output
     assert "the longest of its rows, training example" in run.output
     same_curve(layout(launched, "plain").lines(), run.lines())
-    assert run.result()["batching"]["tokens"] < 80
+    assert run.result()["batching"]["tokens"] < 80  # half of what found no room, or of half of that
 
 
-def test_ranks_that_wait_for_each_other_amid_a_forward_end_and_a_resumed_run_keeps_to_smaller_ones(launched, tmp_path):
-    options = {"yaml": "z3", "launcher": FP32, **cramped(tmp_path, rank=1)}
+def test_ranks_that_wait_for_each_other_end_and_resume_with_smaller_forwards(launched, tmp_path):
+    options = {"yaml": "z3", "launcher": FP32, **plugin(tmp_path, "cramped", CRAMPED)}
     arguments = ("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "2")
     run = accel_sft(*arguments, **options)
     assert run.status == 1
@@ -120,9 +97,8 @@ def test_ranks_that_wait_for_each_other_amid_a_forward_end_and_a_resumed_run_kee
     run = accel_sft(*arguments, "--resume", "auto", **options)
     assert run.status == 0, run.output
     same_curve(layout(launched, "plain").lines(), run.lines())
-    assert (
-        run.result()["batching"]["tokens"] == json.loads((tmp_path / "run" / "most-tokens.json").read_text())["tokens"]
-    )
+    limit = json.loads((tmp_path / "run" / "most-tokens.json").read_text())
+    assert run.result()["batching"]["tokens"] == limit["tokens"]
 
 
 @pytest.mark.parametrize("content", ["", '["a"]', '"a"', '{"tokens": "many"}', '{"tokens": 0}'])
@@ -149,14 +125,6 @@ def test_the_least_of_what_several_ranks_found_no_room_for_is_kept(tmp_path, mon
             rank.forward_backward(rows, 2, 1)
     assert json.loads((tmp_path / "most-tokens.json").read_text()) == {"tokens": 6}
     assert TrainStep(stepper, padded, 0, RunDir(tmp_path), print).batching.tokens == 6
-
-
-def test_a_trial_there_and_back_leaves_no_trace(launched, tmp_path):
-    arguments = ("tried", *JOB[1:], *ONCE)
-    run = accel_sft(*arguments, **plugin(tmp_path, "tried", TRIED))
-    assert run.status == 0, run.output
-    assert "sizes that fit into memory" in " ".join(run.output.split())
-    same_curve(layout(launched, "plain").lines(), run.lines())
 
 
 def test_nothing_is_tried_under_zero_3_where_experts_are_gathered_whole(tmp_path):
@@ -216,16 +184,36 @@ def test_what_a_trial_finds_room_for_trains_and_what_it_does_not_is_found_howeve
     assert len(set(counts)) > 3
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_step_that_finds_no_room_is_halved_however_it_is_said(tmp_path, way, capsys):
+@pytest.mark.parametrize("way", [*WAYS, "backward"])
+def test_step_without_room_is_repeated_in_halves_however_it_is_said(tmp_path, way, capsys):
     _, stepper, examples = job(tiny_llama())
     expected, _ = trained(stepper, Batching("padded", 512), examples, tmp_path)
-    with Device(3 * 2**20, way):
+
+    def full(gradient):
+        if gradient[..., 0].numel() > 200:
+            raise torch.OutOfMemoryError("no room")
+
+    with contextlib.nullcontext() if way == "backward" else Device(3 * 2**20, way):
         _, stepper, examples = job(tiny_llama())
+        if way == "backward":
+            embedding = stepper.model.get_input_embeddings()
+            embedding.register_forward_hook(lambda module, inputs, output: output.register_hook(full) and None)
         losses, batching = trained(stepper, Batching("padded", 512), examples, tmp_path)
     assert losses == pytest.approx(expected, rel=1e-6)
     assert batching.tokens < 512
     assert "step 1: out of device memory in a forward of" in capsys.readouterr().out
+
+
+def test_trial_there_and_back_leaves_no_trace(monkeypatch):
+    """Neither gradients nor random state nor mode; the first step then learns what it would without a trial."""
+    model = tiny_llama().train()
+    monkeypatch.setattr(choice, "UNTRIED", set())
+    monkeypatch.setattr(choice, "TRIED_ON_DEVICE", (64, 128))
+    state = torch.get_rng_state()
+    assert "sizes that fit into memory" in choice.choose_batching(job(model)[0])[1]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_another_error_of_a_device_is_no_shortage(tmp_path):
@@ -244,29 +232,25 @@ def test_another_error_of_a_device_is_no_shortage(tmp_path):
             work()
 
 
-def test_moments_that_a_resumed_run_has_are_not_reserved_again():
+def test_reserved_is_what_the_first_update_still_allocates():
+    """Moments unless a resumed run has them, of what is trained; without a job gradients and moments in float32."""
     model = tiny_llama()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert job(model)[0].reserved() - job(model, moments=True)[0].reserved() == 8 * parameters
-
-
-def test_no_more_is_reserved_than_for_what_train_only_trains():
-    model = tiny_llama()
-    trial = job(model)[0]
+    trial, parameters = job(model)[0], model.num_parameters()
+    everything = trial.reserved()
+    assert everything - job(model, moments=True)[0].reserved() == 8 * parameters
+    assert dataclasses.replace(trial, job=None).reserved() == 3 * 4 * parameters
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name)
     some = dataclasses.replace(trial, job=dataclasses.replace(trial.job, train_only="layers.1"))
-    share = sum(p.numel() for p in model.parameters() if p.requires_grad) / model.num_parameters()
-    assert some.reserved() == pytest.approx(share * trial.reserved(), rel=0.01)
+    share = sum(p.numel() for p in model.parameters() if p.requires_grad) / parameters
+    assert some.reserved() == pytest.approx(share * everything, rel=0.01)
 
 
-def test_without_a_job_gradients_and_moments_are_reserved_and_the_smallest_forward_is_taken(monkeypatch):
-    model = tiny_llama()
-    trial = dataclasses.replace(job(model)[0], job=None)
-    assert trial.reserved() == 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
-    monkeypatch.setattr(fitting, "free_bytes", lambda device: 2**40)
-    assert [each.tokens for each in fitting.expected_to_fit(trial, [Batching("padded", 0)], (1024, 2048))] == [1024]
-    assert fitting.with_sized_pieces(trial, [Batching("padded", 0)]) == [Batching("padded", 0)]
+def test_without_a_job_the_smallest_forward_is_taken(monkeypatch):
+    trial = dataclasses.replace(job(tiny_llama())[0], job=None)
+    monkeypatch.setattr(choice, "free_bytes", lambda device: 2**40)
+    assert [each.tokens for each in choice.expected_to_fit(trial, [Batching("padded", 0)], (1024, 2048))] == [1024]
+    assert choice.with_sized_pieces(trial, [Batching("padded", 0)]) == [Batching("padded", 0)]
 
 
 def test_what_is_expected_of_a_forward_is_about_what_it_takes():
@@ -289,8 +273,8 @@ def test_without_a_trial_forwards_are_as_large_as_the_estimate_lets_them(monkeyp
     sizes = (1024, 2048, 4096, 8192)
 
     def found(free):
-        monkeypatch.setattr(fitting, "free_bytes", lambda device: free)
-        return [each.tokens for each in fitting.expected_to_fit(trial, [Batching("padded", 0)], sizes)]
+        monkeypatch.setattr(choice, "free_bytes", lambda device: free)
+        return [each.tokens for each in choice.expected_to_fit(trial, [Batching("padded", 0)], sizes)]
 
     assert found(math.inf) == [*sizes]
     assert found(0) == [1024]  # the smallest, whatever is predicted
@@ -301,12 +285,12 @@ def test_without_a_trial_forwards_are_as_large_as_the_estimate_lets_them(monkeyp
 
 def test_pieces_of_the_head_are_as_large_as_the_device_has_room_for_and_a_resumed_run_keeps_them(monkeypatch):
     trial, *_ = job(tiny_llama())
-    monkeypatch.setattr(autotune, "TRIED_ON_DEVICE", (64, 128))
-    monkeypatch.setattr(autotune, "UNTRIED", set())
+    monkeypatch.setattr(choice, "TRIED_ON_DEVICE", (64, 128))
+    monkeypatch.setattr(choice, "UNTRIED", set())
 
     def chosen(free, before=None):
-        monkeypatch.setattr(fitting, "free_bytes", lambda device: free)
-        return autotune.choose_batching(trial, before)[0]
+        monkeypatch.setattr(choice, "free_bytes", lambda device: free)
+        return choice.choose_batching(trial, before)[0]
 
     small, roomy = chosen(2**31), chosen(80 * 2**30)
     assert (small.head, small.most_logits, roomy.most_logits) == ("pieces", MOST_LOGITS, ROOMY_LOGITS)
@@ -314,18 +298,12 @@ def test_pieces_of_the_head_are_as_large_as_the_device_has_room_for_and_a_resume
     assert trial.batch(roomy, trial.examples[:1]).most_logits == ROOMY_LOGITS
     record = json.loads(json.dumps(choice.recorded(("auto", "auto"), roomy)))
     assert chosen(2**31, choice.restored(record, ("auto", "auto"))) == roomy
-    del record["chosen"]["most_logits"]  # as an earlier version wrote it
-    earlier = choice.restored(record, ("auto", "auto"))
-    assert earlier == dataclasses.replace(roomy, most_logits=None)
-    assert chosen(80 * 2**30, earlier) == earlier
-    masked = dataclasses.replace(earlier, layout="padded", attention="mask")  # today's padded rows have no mask
-    assert chosen(80 * 2**30, masked) == masked
-    monkeypatch.setattr(autotune, "sequence_ranks", lambda accelerator: 2)
-    monkeypatch.setattr(autotune, "in_parts", lambda trial, exact: (dataclasses.replace(exact, rows=1), ""))
+    monkeypatch.setattr(choice, "sequence_ranks", lambda accelerator: 2)
+    monkeypatch.setattr(choice, "in_parts", lambda trial, exact: (dataclasses.replace(exact, rows=1), ""))
     assert (in_parts := chosen(80 * 2**30)).most_logits == ROOMY_LOGITS
     assert chosen(2**31, in_parts) == in_parts
     with_all = dataclasses.replace(roomy, head="labelled", most_logits=None)
-    assert fitting.with_sized_pieces(trial, [with_all]) == [with_all]
+    assert choice.with_sized_pieces(trial, [with_all]) == [with_all]
 
 
 # for each batching other code is compiled

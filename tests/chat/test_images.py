@@ -19,10 +19,11 @@ import pytest
 import torch
 import vision
 from accelerate import Accelerator
-from conftest import accel_sft, stopped
+from conftest import accel_sft
 from models import make_tiny
 from peft import PeftModel
 from PIL import Image
+from reference_job import goes_on_to_the_same_bits
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 from vision import Colours
@@ -195,10 +196,7 @@ def test_prompts_whose_images_are_not_there_are_named(tmp_path, made):
 
 def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
     _, done = run
-    again = stopped(done, tmp_path / "run", 2)
-    assert (accel_sft(*done.arguments, "--resume", "auto", run_dir=again)).status == 0
-    one, other = (load_file(folder / "final" / "model.safetensors") for folder in (done.run_dir, again))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    goes_on_to_the_same_bits(done, tmp_path / "run", 2)
 
 
 def test_what_reads_images_is_as_it_was_and_the_export_has_the_processor(run):

@@ -22,8 +22,7 @@ from accel_sft.chat.encoded import Rules
 from accel_sft.chat.form import HEADER_LEARNT
 from accel_sft.chat.rendering import Rendering
 from accel_sft.data import tokenization
-from accel_sft.evaluation.backend import Generated
-from accel_sft.evaluation.evaluator import Evaluator
+from accel_sft.evaluation.evaluator import Evaluator, Generated
 
 TURNS = (
     "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"

@@ -21,8 +21,7 @@ from thinking_families import DAY, MODES, of_family
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.api.changes import changed
-from accel_sft.api.config import TrainConfig
+from accel_sft.api.config import TrainConfig, changed
 from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.encoded import Rules
@@ -31,8 +30,7 @@ from accel_sft.chat.rendering import Rendering
 from accel_sft.chat.template import dated
 from accel_sft.cli.task_tools import TOOLS
 from accel_sft.data.tokenization import SplitEncoder
-from accel_sft.evaluation.backend import Generated
-from accel_sft.evaluation.evaluator import Evaluator
+from accel_sft.evaluation.evaluator import Evaluator, Generated
 from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.models.source import Source
 from accel_sft.models.tokenizer import load_tokenizer

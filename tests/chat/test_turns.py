@@ -30,8 +30,7 @@ from accel_sft.chat.conversation import Conversation, conversation, limited_exam
 from accel_sft.chat.encoded import Rules
 from accel_sft.chat.rendering import Rendering
 from accel_sft.data.tokenization import SplitEncoder
-from accel_sft.evaluation.backend import Generated
-from accel_sft.evaluation.evaluator import Evaluator
+from accel_sft.evaluation.evaluator import Evaluator, Generated
 from accel_sft.models.prefix_attention import install as install_attention
 
 install_attention(torch.device("cpu"))

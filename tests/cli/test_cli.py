@@ -94,30 +94,11 @@ def handed_over(result):
     return json.loads(result.stdout)
 
 
-def test_help_has_tasks_and_tools_and_imports_no_plugin(site):
+def test_help_lists_tasks_and_tools_and_imports_no_plugin(run, site):
     install(site, "accel-sft-loud", "loud = accel_sft_loud:Good", "raise SystemExit('was imported')")
-    result = accel_sft("--help", site=site)
-    assert result.returncode == 0
-    tasks, tools = result.stdout.split("Tasks:")[1].split("Tools:")
-    assert "loud" in tasks
-    assert "accel-sft-loud sums up" in tasks
+    tasks, tools = run("--help").stdout.split("Tasks:")[1].split("Tools:")
+    assert re.search(r"loud +accel-sft-loud sums up", tasks)
     assert all(name in tools for name in ("tasks", "evaluate", "new-task", "launch-file"))
-
-
-def test_completion_offers_names_and_options_without_importing_a_plugin(site):
-    install(site, "accel-sft-loud", "loud = accel_sft_loud:Good", "raise SystemExit('was imported')")
-
-    def complete(words, index):
-        env = {"_ACCEL_SFT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(index)}
-        result = accel_sft(site=site, env=env)
-        assert not result.stderr
-        return [line.split(",")[1] for line in result.stdout.split()]
-
-    assert complete("accel-sft lo", 1) == ["loud"]
-    assert {"loud", "tasks", "evaluate"} <= set(complete("accel-sft ", 1))
-    assert complete("accel-sft loud --learn", 2) == ["--learning-rate"]
-    assert complete("accel-sft loud --own-option 3 --adapter l", 5) == ["lora"]
-    assert complete("accel-sft evaluate lo", 2) == ["loud"]
 
 
 def test_tasks_lists_good_and_broken_ones_and_succeeds(run, site):
@@ -143,27 +124,14 @@ def test_tasks_fit_the_terminal(monkeypatch):
     assert "  ok  Split a number" in result.output
 
 
-def test_a_broken_task_fails_alone_and_says_why(run, site):
+def test_broken_task_fails_alone_and_says_why(run, site):
     install(site, "p-bad", "bad = p_bad:Good", "import nowhere\n")
     result = run("bad")
     assert result.returncode == 1
     assert result.stderr.startswith("Error: task 'bad' (p_bad:Good, p-bad 1.2): cannot be imported")
     assert "Traceback" not in result.stderr
-    handed_over(run("good"))
-
-
-def test_a_run_loads_one_plugin(run, site):
     install(site, "p-other", "other = p_other:Good", "print('was imported')\n")
-    assert "was imported" not in run("good").stdout
-
-
-def test_comparing_runs_that_there_are_points_to_the_report(run, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/run.json").write_text("{}")
-    result = run("compare", str(tmp_path / "run"), str(tmp_path / "other"))
-    assert result.returncode == 2
-    assert "is a run, and compare makes runs of its own; to see some together: accel-sft report RUN" in result.stderr
-    assert "no task or tool" in run("compare", str(tmp_path / "other")).stderr
+    handed_over(run("good"))  # without what another plugin prints
 
 
 def test_unknown_commands_and_options_suggest_the_near_ones(run, site):
@@ -200,42 +168,30 @@ def test_task_help_groups_the_options_by_section(run, monkeypatch):
     assert "None" not in text
 
 
-def lines_of(help):
-    """The lines of a help, and the names of the options that it lists."""
-    return help.splitlines(), re.findall(r"^  (--[\w-]+)", help, re.MULTILINE)
-
-
-def test_the_help_of_a_task_is_short_and_its_last_line_names_the_whole(run, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    lines, listed = lines_of(run("good", "--help").stdout)
-    assert len(lines) <= 60
-    assert lines[-1] == "Every option: accel-sft good --help-all"
-    assert {"--size", "--style", "--shout", "--limit", "--model", "--learning-rate", "--output-dir"} <= {*listed}
-    assert "--shout / --no-shout" not in "\n".join(lines)
-    basic = {setting.flag for setting in settings(TrainConfig) if setting.basic}
-    assert {flag for flag in listed if flag in {setting.flag for setting in settings(TrainConfig)}} == basic
-    assert "--weight-decay" not in listed
-    assert "--weight-decay" in lines_of(run("good", "--help-all").stdout)[1]
-
-
 @pytest.mark.parametrize(
-    ("command", "own", "left_out"),
+    ("command", "own", "left_out", "does"),
     [
-        ("plan", "--gpu-memory", "--lora-dropout"),
-        ("check", "--strict", "--truncation"),
-        ("compare", "--launch", "--learning-rate"),
-        ("evaluate", "--key-from", "--dtype"),
+        ("", "--size", "--weight-decay", "Trains"),
+        ("plan", "--gpu-memory", "--lora-dropout", "Predicts"),
+        ("check", "--strict", "--truncation", "Audits"),
+        ("compare", "--launch", "--learning-rate", "Measures"),
+        ("evaluate", "--key-from", "--dtype", "Scores"),
     ],
 )
-def test_a_tool_s_help_of_a_task_is_short_too(run, monkeypatch, command, own, left_out):
+def test_help_is_short_and_its_last_line_names_the_whole(run, monkeypatch, command, own, left_out, does):
     monkeypatch.setenv("COLUMNS", "80")
-    lines, listed = lines_of(run(command, "good", "--help").stdout)
-    assert len(lines) <= 60
-    assert own in listed
-    assert left_out not in listed
-    assert lines[-1] == f"Every option: accel-sft {command} good --help-all"
-    assert lines[2].strip().split()[0] in ("Predicts", "Audits", "Measures", "Scores")
-    assert left_out in lines_of(run(command, "good", "--help-all").stdout)[1]
+    words = (*command.split(), "good")
+    help, all_of_it = run(*words, "--help").stdout, run(*words, "--help-all").stdout
+    assert len(help.splitlines()) <= 60
+    assert help.splitlines()[-1] == f"Every option: {' '.join(('accel-sft', *words))} --help-all"
+    assert f"  {does}" in help
+    assert f"  {own} " in help
+    assert (f"  {left_out} " in help, f"  {left_out} " in all_of_it) == (False, True)
+    if not command:
+        settings_of_all = settings(TrainConfig)
+        assert [s.flag for s in settings_of_all if (f"  {s.flag} " in help) != s.basic] == []
+        assert [s.flag for s in settings_of_all if f"  {s.flag} " not in all_of_it] == []
+        assert "--shout / --no-shout" not in help
 
 
 @pytest.mark.parametrize("command", ["--help", "good --help", "plan good --help-all"])
@@ -253,11 +209,6 @@ def test_help_has_the_width_of_the_terminal(run, monkeypatch, command):
         options = run(*command.split()).stdout.partition("For example:")[0]
         words = [line for line in options.splitlines() if not re.fullmatch(r" *\S+( \S+)?", line)]
         assert columns - 15 < max(map(len, words)) <= columns, command
-
-
-def test_every_setting_of_the_trainer_is_an_option(run, site):
-    text = run("good", "--help-all").stdout
-    assert [s.flag for s in settings(TrainConfig) if f"  {s.flag} " not in text] == []
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(run, tmp_path):
@@ -288,30 +239,20 @@ def test_several_files_of_rows_are_one_value_however_they_are_named(run, site, t
     assert handed_over(run("reads"))["options"]["train_file"] is None
 
 
-def test_values_get_their_types(run, site):
-    args = ("--limit", "2", "--shout", "--micro-batch-size", "8", "--max-steps", "3", "--learning-rate", "1e-4")
-    got = handed_over(run("good", *args))
-    assert got["options"]["limit"] == 2.0
-    assert got["options"]["shout"] is True
-    assert (got["config"]["micro_batch_size"], got["config"]["max_steps"]) == ("8", 3)
-    assert got["config"]["learning_rate"] == 1e-4
-
-
-def test_options_are_known_with_underscores_too(run, site):
-    args = ("--learning_rate", "1e-4", "--no-gradient_checkpointing", "--max_steps=3")
-    got = handed_over(run("good", *args))
-    assert (got["config"]["learning_rate"], got["config"]["max_steps"]) == (1e-4, 3)
+def test_values_get_their_types_and_options_may_have_underscores(run):
+    args = ("--limit", "2", "--shout", "--micro-batch-size", "8", "--max-steps=3", "--learning_rate", "1e-4")
+    got = handed_over(run("good", *args, "--no-gradient_checkpointing"))
+    assert (got["options"]["limit"], got["options"]["shout"]) == (2.0, True)
+    config = got["config"]
+    assert (config["micro_batch_size"], config["max_steps"], config["learning_rate"]) == ("8", 3, 1e-4)
     assert handed_over(run("evaluate", "good", "--model", "m", "--eval_limit", "5"))["config"]["eval_limit"] == 5
 
 
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (("--bf16",), "accelerate launch --mixed_precision bf16"),
         (("--per_device_train_batch_size", "4"), "--global-batch-size"),
-        (("--report-to", "wandb"), "--tracker"),
-        (("--init-lora-weights", "pissa"), "PiSSA and OLoRA change the base"),
-        (("--lora-init", "olora"), "LoRA starts at zero"),
+        (("--lora-init", "olora"), "PiSSA and OLoRA change the base"),
         (("--generate-with", "vllm"), "`accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`"),
         (("--probe",), "`accel-sft compare TASK` measures memory"),
     ],
@@ -347,8 +288,8 @@ def test_a_switch_with_a_value_says_how_to_write_it(run, site):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        *((name, "`accel-sft chat --model MODEL --train-file FILE`") for name in ("train", "sft")),
-        *((name, "preferences are not trained here") for name in ("dpo", "rlhf", "grpo", "orpo", "kto", "reward")),
+        ("sft", "`accel-sft chat --model MODEL --train-file FILE`"),
+        ("dpo", "preferences are not trained here"),
     ],
 )
 def test_commands_of_other_trainers_are_refused_with_ours(run, site, name, told):
@@ -370,16 +311,11 @@ def test_names_of_other_trainers_lead_to_options_that_exist():
     assert not OTHER_COMMANDS.keys() & {*cli.commands, *registry.SHIPPED}
 
 
-def test_a_second_value_behind_an_option_is_refused_with_how_to_repeat_it():
-    result = accel_sft("chat", "--train-file", "a.json", "b.json")
+def test_second_value_behind_an_option_is_refused(run, site):
+    install(site, "accel-sft-reads", "reads = accel_sft_reads:Good", READS)
+    result = run("reads", "--train-file", "a.json", "b.json")
     assert result.returncode == 2
     assert "unexpected extra argument (b.json); each value needs its option" in result.stderr
-
-
-def test_a_mistyped_file_is_refused_with_the_one_that_is_there(tmp_path):
-    (tmp_path / "train.jsonl").write_text("{}\n")
-    result = accel_sft("chat", "--train-file", str(tmp_path / "trian.jsonl"))
-    assert result.stderr.strip().endswith(f"did you mean {tmp_path / 'train.jsonl'}?")
 
 
 def test_all_problems_are_told_at_once_each_naming_its_flag(run, site):
@@ -444,7 +380,7 @@ FAULTY_FILES = {
     "a misspelt option that is needed": ("sise: 4\n", "unknown option 'sise'; did you mean size?"),
     "a wrong value that another needs": (
         "output-dir: [[a]]\nresume: auto\nsize: 4\n",
-        "--output-dir: expected one value",
+        "--output-dir (list): expected text",
     ),
     "a wrong value that is needed": ("size: x\n", "--size 'x': expected a whole number"),
     "no YAML": ("size: 4\noutput-dir: [runs/a\nresume: auto\n", "not YAML: "),
@@ -545,48 +481,40 @@ def test_an_unexpected_failure_shows_its_traceback_and_ends_in_what_and_where(si
     assert last.endswith("ZeroDivisionError: division by zero")
 
 
-def test_ranks_that_fail_alike_print_once_and_the_first_tells_torchrun_why(site, tmp_path):
-    failing(site, "raise UserError('no data')")
-    (first, told_first), (second, told_second) = ranks(site, tmp_path, "fail")
-    assert (first.stderr, second.stderr) == ("Error: no data\n", "")
-    assert (first.returncode, second.returncode) == (1, 1)
-    assert told_first["message"] == "no data"
-    assert told_second["message"] == "same error as another rank on this machine"
+FAILURES_OF_RANKS = {
+    "alike": ("raise UserError('no data')", "Error: no data\n", ""),
+    "unexpectedly, and alike": ("return 1 / 0", "Traceback .*ZeroDivisionError: division by zero\n", ""),
+    "apart": (
+        "import os; raise UserError('disk of rank ' + os.environ['RANK'] + ' is full')",
+        "Error: disk of rank 1 is full\n",
+        "Error: disk of rank 0 is full\n",
+    ),
+    "because another failed": (
+        "import os\n        if os.environ['RANK'] == '1': raise UserError('x')\n        raise RuntimeError('peer')",
+        "Error: x\n",
+        r"Error: rank 0 ended after another rank had failed \(RuntimeError: peer\)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize(("statement", "first", "second"), FAILURES_OF_RANKS.values(), ids=FAILURES_OF_RANKS)
+def test_ranks_print_a_failure_once_and_the_first_is_the_cause(site, tmp_path, statement, first, second):
+    failing(site, statement)
+    results, causes = zip(*ranks(site, tmp_path, "fail"), strict=True)
+    assert [result.returncode for result in results] == [1, 1]
+    assert all(re.fullmatch(line, result.stderr, re.S) for line, result in zip((first, second), results, strict=True))
+    assert second or causes[1]["message"] == "same error as another rank on this machine"
     # torchrun takes the earliest for the cause, which it shows last
-    assert 0 < int(told_first["extraInfo"]["timestamp"]) < int(told_second["extraInfo"]["timestamp"])
+    assert 0 < int(causes[0]["extraInfo"]["timestamp"]) < int(causes[1]["extraInfo"]["timestamp"])
 
 
-def test_a_wrong_option_is_printed_once_by_the_ranks_too(site, tmp_path):
+def test_wrong_option_is_printed_once_by_the_ranks(site, tmp_path):
     failing(site, "pass")
-    (first, told), (second, _) = ranks(site, tmp_path, "fail", "--sise", "3")
+    (first, cause), (second, _) = ranks(site, tmp_path, "fail", "--sise", "3")
     assert "No such option" in first.stderr
     assert not second.stderr
     assert (first.returncode, second.returncode) == (2, 2)
-    assert "--sise" in told["message"]
-
-
-def test_a_rank_that_fails_alone_prints_its_own_line(site, tmp_path):
-    failing(site, "import os; raise UserError('disk of rank ' + os.environ['RANK'] + ' is full')")
-    (first, _), (second, _) = ranks(site, tmp_path, "fail")
-    assert first.stderr == "Error: disk of rank 1 is full\n"
-    assert second.stderr == "Error: disk of rank 0 is full\n"
-
-
-def test_a_rank_that_breaks_because_another_failed_is_brief_and_not_the_root_cause(site, tmp_path):
-    failing(
-        site,
-        "import os\n        if os.environ['RANK'] == '1': raise UserError('x')\n        raise RuntimeError('peer')",
-    )
-    (_, told_first), (second, told_second) = ranks(site, tmp_path, "fail")
-    assert second.stderr == "Error: rank 0 ended after another rank had failed (RuntimeError: peer)\n"
-    assert int(told_first["extraInfo"]["timestamp"]) < int(told_second["extraInfo"]["timestamp"])
-
-
-def test_ranks_that_break_alike_show_one_traceback(site, tmp_path):
-    failing(site, "return 1 / 0")
-    (first, _), (second, _) = ranks(site, tmp_path, "fail")
-    assert "Traceback" in first.stderr
-    assert not second.stderr
+    assert "--sise" in cause["message"]
 
 
 def test_without_torchrun_another_rank_prints_under_its_name(site):
@@ -782,7 +710,7 @@ def test_a_new_task_needs_a_name_of_its_own(tmp_path, run, name):
 
 def test_a_new_task_overwrites_nothing(tmp_path, run):
     (tmp_path / "mine.txt").write_text("", encoding="utf-8")
-    assert "not empty" in run("new-task", "fresh", str(tmp_path)).stderr
+    assert "is there already" in run("new-task", "fresh", str(tmp_path)).stderr
     assert "already has it" in run("new-task", "good", str(tmp_path / "x")).stderr
     assert "cannot be written" in run("new-task", "fresh", str(tmp_path / "mine.txt" / "x")).stderr
 

@@ -61,7 +61,6 @@ def test_every_shell_is_offered_commands_tasks_options_and_values(complete):
 
 
 def test_every_shell_is_offered_files(complete):
-    assert complete("mi") == complete("plan", "mi") == [("plain", "mine.py")]
     assert complete("./mi") == [("file", "./mi")]
     assert complete("./mine.py", "--learn") == [("plain", "--learning-rate")]
     for typed in (("loud", "--config", "r"), ("report", "r"), ("generate", "r"), ("loud", "--output-dir", "r")):

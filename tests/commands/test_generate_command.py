@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accel_sft import UserError
 from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.conversation import Conversation
+from accel_sft.commands.trained import Trained
 from accel_sft.evaluation.answerer import Answerer
 from accel_sft.evaluation.left_padded import Sampling
 from accel_sft.evaluation.prompts import read_prompts
@@ -102,7 +103,7 @@ def test_a_prompt_is_answered_by_the_best_weights_of_a_run(run, tmp_path):
         ((" ",), "PROMPT: empty"),
         (("5=", "--output", "a.jsonl"), "--file and --output go together"),
         (("5=", "--top-p", "0.5"), "--top-p needs --temperature above 0"),
-        (("5=", "--temperature", "-1"), "--temperature -1: must be 0 to 100"),
+        (("5=", "--temperature", "-1"), "'--temperature': -1.0 is not in the range 0<=x<=100"),
         (("5=", "--thinking", "much"), "--thinking much: not one of off, template, keep"),
         (("5=", "--max-new-tokens", "0"), "--max-new-tokens 0: must be at least 1"),
         (("5=", "--base", "auto"), "is of no run, and no adapter; name its base"),
@@ -111,9 +112,24 @@ def test_a_prompt_is_answered_by_the_best_weights_of_a_run(run, tmp_path):
 )
 def test_what_cannot_be_answered_is_one_line(tiny, arguments, problem):
     failed = accel_sft("generate", str(tiny), *arguments)
-    assert failed.status == 1
+    assert failed.status == (2 if "range" in problem else 1)
     assert problem in failed.output
     assert "Traceback" not in failed.output
+
+
+def test_settings_that_are_not_given_are_the_runs_own(tmp_path):
+    (tmp_path / "best").mkdir()
+    config = {"thinking": "off", "max_length": 99, "load_in_4bit": True}  # which has no --adapter beside it here
+    record = {"task": "math", "config": config, "task_options": {}, "max_new_tokens": 7}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    trained = Trained(str(tmp_path))
+    given = EvaluateConfig(model=trained.weights, max_length=5)
+    settings = trained.settings(given)
+    assert (settings.thinking, settings.max_length, settings.max_new_tokens) == ("off", 5, 7)
+    assert (settings.template_date, trained.in_4bit) == (time.strftime("%Y-%m-%d"), True)
+    (tmp_path / "run.json").write_text(json.dumps(record | {"config": {"thinking": "much"}}))
+    with pytest.raises(UserError, match=r"--thinking much: not one of .*; so says the run\.json of "):
+        Trained(str(tmp_path)).settings(given)
 
 
 def test_several_ranks_are_refused(tiny):

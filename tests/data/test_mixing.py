@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_sft import UserError, read_rows
-from accel_sft.api.config import TrainConfig
-from accel_sft.api.shares import read_shares
+from accel_sft.api.config import TrainConfig, read_shares
 from accel_sft.data.mixing import check_sources, in_words
 from accel_sft.data.step_plan import StepPlan, taking_turns
 

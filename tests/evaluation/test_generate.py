@@ -33,7 +33,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation import decoder, live_rows
 from accel_sft.evaluation.decoder import Decoder
-from accel_sft.evaluation.evaluator import Evaluator, answer_backend
+from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import CHECKED_ROWS, Generator, common_prefix, divide, shares
 from accel_sft.evaluation.live_rows import Row
 from accel_sft.io.heartbeat import heartbeat_count
@@ -290,25 +290,21 @@ def test_prompts_that_padding_would_change_are_answered_with_others_of_their_len
     assert answers == separately(model, tokenizer, kept)
 
 
-def test_batches_of_prompts_of_equal_length_hold_every_row_once(examples):
-    for ranks, size in ((1, 4), (2, 1), (3, 64)):
-        batches = divide(examples, ranks, size, equal_lengths=True)
-        assert all(len({row.prompt_length for rows in batch for row in rows}) == 1 for batch in batches)
-        found = [row.index for batch in batches for rows in batch for row in rows]
-        assert sorted(found) == [example.index for example in examples]
-
-
-@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 4), (2, 3), (3, 64), (16, 2)])
-def test_every_rank_gets_its_share_of_every_batch(ranks, batch_size, examples):
-    batches = divide(examples, ranks, batch_size)
-    found = [row.index for batch in batches for rows in batch for row in rows]
-    assert sorted(found) == [example.index for example in examples]
-    for batch in batches:
-        assert len(batch) == ranks
-        assert max(map(len, batch)) <= batch_size
-        assert max(map(len, batch)) - min(map(len, batch)) <= 1
-    work = [sum(len(row.input_ids) for batch in batches for row in batch[rank]) for rank in range(ranks)]
-    assert max(work) - min(work) <= 2 * max(len(example.input_ids) for example in examples)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 16])
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_batches_give_each_row_to_one_rank_and_all_ranks_as_many(ranks, batch_size, examples):
+    few = [[Encoded(index, [1] * (5 + index % 4), 4) for index in range(count)] for count in range(1, 20)]
+    for rows, alike in [(examples, True), *((rows, False) for rows in (examples, *few))]:
+        batches = divide(rows, ranks, batch_size, equal_lengths=alike)
+        run = [row.index for batch in batches for share in batch for row in share]
+        assert sorted(run) == [row.index for row in rows]
+        for batch in batches:
+            counts = [*map(len, batch)]
+            assert len(counts) == ranks
+            assert 0 < max(counts) <= min(batch_size, min(counts) + 1), "one has a row for ranks that have run out"
+            assert not alike or len({row.prompt_length for share in batch for row in share}) == 1
+        work = [sum(len(row.input_ids) for batch in batches for row in batch[rank]) for rank in range(ranks)]
+        assert alike or max(work) - min(work) <= 2 * max(len(row.input_ids) for row in rows)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 16])
@@ -322,7 +318,7 @@ def test_ranks_have_about_as_many_tokens_to_compute(ranks, examples):
 def evaluated(model, tokenizer, examples, task):
     config = TrainConfig(max_new_tokens=3).resolved({})
     accelerator = Accelerator(cpu=True)
-    backend = answer_backend(accelerator, config, tokenizer, model, sharded=False)
+    backend = Generator(accelerator, tokenizer, model, None, log=print)
     evaluator = Evaluator(accelerator, tokenizer, task, range(len(examples)), examples, config, backend)
     return evaluator(model, Batching("shared", 256))
 
@@ -434,13 +430,3 @@ def test_three_ranks_answer_and_count_each_example_once_as_plain_transformers_do
     assert [(each["index"], each["generated"]) for each in found] == list(enumerate(answers))
     after = json.loads((tmp_path / "found" / "result.json").read_text())["after"]
     assert {name: after[name] for name in task.aggregate(scores)} == pytest.approx(task.aggregate(scores), nan_ok=True)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_every_batch_has_a_row_for_ranks_that_have_run_out(ranks):
-    for count in range(1, 20):
-        for size in (1, 2, 3):
-            examples = [Encoded(index, [1] * (5 + index % 4), 4) for index in range(count)]
-            batches = divide(examples, ranks, size)
-            assert all(any(batch) for batch in batches)
-            assert sorted(e.index for batch in batches for rows in batch for e in rows) == list(range(count))

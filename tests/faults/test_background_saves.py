@@ -16,10 +16,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import accel_sft
 from limits import limit
 from places import CONFIGS, SUPPORT
-from reference_job import FP32, layout
+from reference_job import FP32, layout, resumed
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -84,81 +83,82 @@ def test_steps_go_on_behind_a_checkpoint_which_has_the_weights_of_its_own_step(j
     assert torch.equal(job.weights(), at_one)
 
 
-def test_a_save_waits_for_the_one_before(job, monkeypatch):
+def test_save_waits_for_the_one_before(job, monkeypatch):
     begun, begin = [], background.begin_folder
-    finish = job.checkpoints._finish_checkpoint
-
-    def waits():
-        if begun:
-            job.go_on.set()  # the first one's files are written only now that the second save has come
-        finish()
 
     def beginning(target):
         begun.append((target.name, [path.name for path in job.run_dir.all_checkpoints()]))
         begin(target)
 
-    monkeypatch.setattr(job.checkpoints, "_finish_checkpoint", waits)
     monkeypatch.setattr(background, "begin_folder", beginning)
-    for step in (1, 2):
-        job.step()
-        job.checkpoints.save({"step": step})
+    job.checkpoints.save({"step": 1})
+    threading.Timer(0.5, job.go_on.set).start()
+    job.checkpoints.save({"step": 2})
     job.checkpoints.finish()
     assert begun == [("step-000001", []), ("step-000002", ["step-000001"])]
     assert [path.name for path in job.run_dir.all_checkpoints()] == ["step-000001", "step-000002"]
 
 
-def test_weights_that_are_exported_are_there_before_a_checkpoint_that_knows_them(job):
+def test_export_is_complete_before_the_checkpoint_that_records_it(job):
     go_on, seen = threading.Event(), []
     job.go_on.set()
-    job.checkpoints.finish_export()
     job.checkpoints.export(lambda: seen.append(go_on.wait(limit(60)) and newest(job.run_dir, "auto")))
     job.checkpoints.save({"step": 1})
-    assert not job.checkpoints._written.wait(0.5)
+    time.sleep(0.5)
+    assert newest(job.run_dir, "auto") == (None, [])
     go_on.set()
     job.checkpoints.finish()
     assert seen == [(None, [])]
     assert newest(job.run_dir, "auto") == (job.run_dir.checkpoint(1), [])
 
 
-def test_a_disk_that_is_full_for_exported_weights_ends_the_run_with_its_line_and_without_a_checkpoint(job):
-    def full():
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def full():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+
+def test_full_disk_under_an_export_ends_the_run_without_a_checkpoint(job):
     job.go_on.set()
     job.checkpoints.export(full)
     job.checkpoints.save({"step": 1})
-    job.checkpoints.finish_export()
-    assert job.checkpoints.failed
     with pytest.raises(UserError, match=r"the disk is full; free space, then go on with --resume auto"):
         job.checkpoints.finish()
+    assert job.checkpoints.failed
     assert newest(job.run_dir, "auto") == (None, [])
 
 
-def test_what_is_exported_waits_for_no_other_ranks_files(job, monkeypatch):
-    """Where one of them cannot write, the ranks agree on that only once rank 0 goes on."""
+def test_another_ranks_failure_ends_the_wait_for_its_files(job, monkeypatch):
+    """Rank 0 would wait for ever: the ranks agree on what they wrote before it publishes."""
     job.go_on.set()
-    seen, publish, over = [], job.checkpoints._publish, job.checkpoints._over
-    monkeypatch.setattr(job.checkpoints, "_publish", lambda *about: over.wait(limit(60)) or publish(*about))
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
     job.checkpoints.save({"step": 1})
-    job.checkpoints.export(lambda: seen.append("best"))
-    waiting = threading.Thread(target=job.checkpoints.finish_export, daemon=True)
-    waiting.start()
-    waiting.join(limit(20))
-    assert seen == ["best"]
-    over.set()
+
+    def failing_elsewhere(work):
+        work()
+        raise UserError("the other rank's disk is full")
+
+    monkeypatch.setattr(background, "by_each_rank", failing_elsewhere)
+    with pytest.raises(UserError, match="the other rank's disk"):
+        job.checkpoints.finish()
+    assert job.checkpoints._published.exception(limit(20)) is None
+    assert newest(job.run_dir, "auto") == (None, [])
 
 
-def test_a_run_that_fails_lets_what_is_exported_become_whole(job):
+@pytest.mark.parametrize("begun", ["export", "checkpoint"])
+def test_failing_run_lets_what_it_began_become_complete(job, begun):
     seen = []
 
     def failing():
         with job.checkpoints:
-            job.checkpoints.export(lambda: seen.append(not time.sleep(0.5)))
+            if begun == "export":
+                job.checkpoints.export(lambda: seen.append(not time.sleep(0.5)))
+            else:
+                job.checkpoints.save({"step": 1})
+                threading.Timer(0.5, job.go_on.set).start()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         failing()
-    assert seen == [True]
+    assert seen or newest(job.run_dir, "auto") == (job.run_dir.checkpoint(1), [])
 
 
 def small_model():
@@ -169,13 +169,14 @@ def small_model():
 def test_weights_that_are_exported_behind_the_steps_are_those_of_their_own_step(job, tmp_path):
     model, tokenizer = small_model()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    job.checkpoints.save({"step": 1})  # it is held, and what is exported after it waits
+    held = threading.Event()
+    job.checkpoints._worker.submit(held.wait, limit(60))
     export(job.accelerator, model, tokenizer, tmp_path / "best", "card", behind=job.checkpoints)
     with torch.no_grad():
         for weight in model.parameters():
             weight.zero_()
     assert not (tmp_path / "best").exists()
-    job.go_on.set()
+    held.set()
     job.checkpoints.finish()
     found = load_file(tmp_path / "best" / "model.safetensors")
     assert all(torch.equal(found[name], weight) for name, weight in before.items())
@@ -200,7 +201,7 @@ def test_a_disk_that_is_full_is_known_at_the_next_step_and_ends_the_run_with_its
     job.checkpoints.save({"step": 2})
     assert not job.checkpoints.failed
     job.go_on.set()
-    job.checkpoints._thread.join()
+    job.checkpoints._written.exception()
     assert job.checkpoints.failed
     for call in (job.checkpoints.finish, lambda: job.checkpoints.save({"step": 3})):
         with pytest.raises(UserError, match=r"the disk is full; free space, then go on with --resume auto"):
@@ -213,18 +214,6 @@ def test_a_disk_that_is_full_ends_a_save_that_training_waits_for(job):
     with pytest.raises(UserError, match="the disk is full"):
         job.checkpoints.save({"step": 1}, wait=True)
     assert newest(job.run_dir, "auto") == (None, [])
-
-
-def test_a_run_that_fails_lets_the_checkpoint_behind_it_become_whole(job):
-    def failing():
-        with job.checkpoints:
-            job.checkpoints.save({"step": 1})
-            job.go_on.set()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        failing()
-    assert newest(job.run_dir, "auto") == (job.run_dir.checkpoint(1), [])
 
 
 def test_checkpoint_is_written_where_memory_cannot_be_pinned(tmp_path, monkeypatch):
@@ -257,7 +246,7 @@ def test_without_room_for_a_copy_training_waits_and_says_so(tmp_path, monkeypatc
     needed = 12 * 930 * 4 // 3
     monkeypatch.setattr(host_memory, "free_bytes", lambda: needed - 1)
     assert job.checkpoints.save({"step": 1}).is_dir()
-    assert job.checkpoints._held is None
+    assert job.checkpoints._memory is None
     told = "a copy of what is saved takes 0.0 MiB, and 0.0 MiB are free: training waits while checkpoints are written"
     assert said == [f"host memory: {told}"]
     job.checkpoints.save({"step": 2})
@@ -267,7 +256,7 @@ def test_without_room_for_a_copy_training_waits_and_says_so(tmp_path, monkeypatc
     roomy.go_on.set()
     roomy.checkpoints.save({"step": 3})
     roomy.checkpoints.finish()
-    assert roomy.checkpoints._held
+    assert roomy.checkpoints._memory
     assert len(said) == 1
 
 
@@ -284,7 +273,7 @@ def with_held_writes(what, run_dir, job, yaml=None):
 
 @pytest.mark.parametrize("name", ["plain", pytest.param("z2", marks=LONG), pytest.param("z3", marks=LONG)])
 @pytest.mark.parametrize("what", ["kill", pytest.param("full", marks=LONG), pytest.param("SIGTERM", marks=LONG)])
-def test_a_run_whose_checkpoint_meets_this_behind_its_steps_goes_on_to_the_same_bits(launched, tmp_path, name, what):
+def test_run_whose_checkpoint_fails_behind_its_steps_resumes_alike(launched, tmp_path, name, what):
     whole, run_dir = layout(launched, name), tmp_path / "run"
     ended = with_held_writes(what, run_dir, whole.arguments, whole.options["yaml"])
     said = ended.stdout + ended.stderr
@@ -299,19 +288,13 @@ def test_a_run_whose_checkpoint_meets_this_behind_its_steps_goes_on_to_the_same_
     if what == "full":
         assert said.count(f"Error: {run_dir}: the disk is full; free space, then go on with --resume auto") == 1
         assert "Traceback" not in said.split("Error: ")[0]
-    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=run_dir, **whole.options)
-    assert resumed.status == 0, resumed.output
-    assert f"resumed {found} at step {int(found.name[-6:])} of 6" in " ".join(resumed.output.split())
-    expected, got = (load_file(folder / "final" / "model.safetensors") for folder in (whole.run_dir, run_dir))
-    assert all(torch.equal(expected[key], got[key]) for key in expected)
-    assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
+    again = resumed(whole, run_dir, *whole.arguments)
+    assert f"resumed {found} at step {int(found.name[-6:])} of 6" in " ".join(again.output.split())
 
 
 @pytest.mark.parametrize("name", ["plain", pytest.param("z2", marks=LONG), pytest.param("z3", marks=LONG)])
 @pytest.mark.parametrize("what", ["best", pytest.param("full-best", marks=LONG)])
-def test_a_run_whose_best_weights_meet_this_behind_its_steps_has_those_before_and_goes_on(
-    launched, tmp_path, name, what
-):
+def test_run_whose_best_weights_fail_has_those_before_and_resumes(launched, tmp_path, name, what):
     whole, run_dir = layout(launched, name), tmp_path / "run"
     job = (*whole.arguments, "--eval-every", "2")
     ended = with_held_writes(what, run_dir, job, whole.options["yaml"])
@@ -323,10 +306,7 @@ def test_a_run_whose_best_weights_meet_this_behind_its_steps_has_those_before_an
     assert found.name == "step-000002", "step 4's would know a best step whose weights are not there"
     if what == "full-best":
         assert said.count(f"Error: {run_dir}: the disk is full; free space, then go on with --resume auto") == 1
-    resumed = accel_sft(*job, "--resume", "auto", run_dir=run_dir, **whole.options)
-    assert resumed.status == 0, resumed.output
+    resumed(whole, run_dir, *job)
     best = json.loads((run_dir / "result.json").read_text())["best"]["step"]
     assert f"of step {best}" in (run_dir / "best" / "README.md").read_text()
     assert not (run_dir / ".best.partial").exists()
-    expected, got = (load_file(folder / "final" / "model.safetensors") for folder in (whole.run_dir, run_dir))
-    assert all(torch.equal(expected[key], got[key]) for key in expected)

@@ -45,7 +45,7 @@ def in_a_shell(script, folder, *arguments):
 
 
 @mounting
-def test_a_folder_on_a_read_only_disk_is_refused_in_a_line(tmp_path):
+def test_folder_on_a_read_only_disk_is_refused(tmp_path):
     run_dir = tmp_path / "disk" / "run"
     run_dir.parent.mkdir()
     mounted = 'mount -t tmpfs -o ro tmpfs "$0" && "$@"'
@@ -68,7 +68,7 @@ def test_a_folder_on_a_read_only_disk_is_refused_in_a_line(tmp_path):
         ),
     ],
 )
-def test_a_folder_lost_amid_a_run_ends_it_in_a_line_and_it_goes_on_once_it_is_back(tmp_path, yaml, fault, told):
+def test_lost_folder_ends_run_and_resume_continues(tmp_path, yaml, fault, told):
     run_dir = tmp_path / "run"
     job = (*JOB, "--output-dir", str(run_dir))
     ended = in_a_shell(AMID.format(fault=fault), run_dir, *command(yaml), *job)
@@ -85,7 +85,7 @@ def test_a_folder_lost_amid_a_run_ends_it_in_a_line_and_it_goes_on_once_it_is_ba
         assert [line["step"] for line in resumed.lines()] == list(range(1, 101))
 
 
-def test_files_that_a_kill_cut_off_block_no_resume_and_are_taken_away(tmp_path):
+def test_files_cut_off_by_a_kill_are_taken_away(tmp_path):
     run_dir = tmp_path / "run"
     for name in (".result.json.99.tmp", "samples/.step-000004.jsonl.99.tmp", "checkpoints/.latest.99.tmp"):
         first = not run_dir.exists()

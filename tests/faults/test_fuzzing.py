@@ -1,10 +1,11 @@
-"""Any row, template, launch file, file of a run or checkpoint is taken for what it says, or refused in clear lines.
+"""Any row, template, setting, launch file, file of a run or checkpoint is taken for what it says, or refused in lines.
 
 A thousand inputs, the same ones each time; `pytest -m long tests/faults/test_fuzzing.py` makes 20,000 others.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import copy
 import csv
@@ -12,25 +13,47 @@ import functools
 import gzip
 import io
 import json
+import os
 import random
+import re
 import shutil
+import time
 from pathlib import Path
 
 import chats
+import click
 import odd_input
 import pytest
 import torch
 import yaml
 from accelerate import Accelerator
 from checkpoints import saved
+from conftest import accel_sft
+from fake_plugins import install
 from hypothesis import strategies as st
+from limits import limit
 from models import Sums, encode
-from odd_input import changed, damaged, holds, in_pieces, one_line_each, texts, values, written
+from odd_input import (
+    PREFIX,
+    changed,
+    damaged,
+    holds,
+    in_pieces,
+    json_values,
+    one_line_each,
+    texts,
+    values,
+    written,
+    yaml_lines,
+)
 from places import CONFIGS, STORED_RUNS
 
-from accel_sft import UserError
+from accel_sft import UserError, read_rows
 from accel_sft.api.config import TrainConfig
+from accel_sft.api.config_file import load_yaml
+from accel_sft.api.options import settings as settings_of
 from accel_sft.checkpoint import checkpoint, shards
+from accel_sft.cli.task_command import TaskCommand
 from accel_sft.io import manifest
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.audit import audit
@@ -44,6 +67,7 @@ from accel_sft.tools.report.runs import read_comparison, read_run
 from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.training.record import _check_unchanged
 from accel_sft.training.state import TrainState
+from accel_sft_math import Math
 
 EARLIER = STORED_RUNS / "0.1.0"
 LONG = pytest.param(3340, marks=[pytest.mark.long, pytest.mark.timeout(1800)])
@@ -52,8 +76,7 @@ each = pytest.mark.parametrize("count", [170, LONG])
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    prefix = odd_input.PREFIX
-    return train_tokenizer([text for n in range(60) for text in (f"{n}=", f"{prefix}{n} + {n}", '{"name": {}}')])
+    return train_tokenizer([text for n in range(60) for text in (f"{n}=", f"{PREFIX}{n} + {n}", '{"name": {}}')])
 
 
 # --- rows ---
@@ -112,11 +135,95 @@ def test_rows(count, tokenizer, tmp_path):
     holds(2 * count, st.tuples(files(), *how), lambda drawn: check(*drawn))
 
 
+def read(task, folder, content):
+    """What `odd_input.read` gives of a file with this content."""
+    path = folder / "rows.json"
+    path.write_bytes(content)
+    return odd_input.read(odd_input.reader(task, path), path)
+
+
+FORMS = [("", "\n", ""), ("\ufeff", "\r\n", "\r\n"), ("\n\n", "\n\n", "\n")]
+"""What stands before, between and after lines."""
+
+
+@each
+@pytest.mark.parametrize("task", ["math", "ner"])
+def test_named_line_is_the_wrong_one(count, task, tmp_path):
+    def check(draw, line, form):
+        before, between, after = form
+        lines = [json.dumps(odd_input.good_row(draw, task)) for _ in range(3)]
+        lines[line] = lines[line][: draw.randrange(1, len(lines[line]))]
+        (problem,) = read(task, tmp_path, (before + between.join(lines) + after).encode()).problems
+        at = before.count("\n") + line * between.count("\n") + 1
+        assert problem.startswith(f"{tmp_path}/rows.json:{at}: not JSON at column ")
+
+    drawn = st.tuples(st.integers(0, 2**32).map(random.Random), st.integers(0, 2), st.sampled_from(FORMS))
+    holds(count // 3, drawn, lambda drawn: check(*drawn))
+
+
+MEGABYTE = 1 << 20
+LARGE = {
+    "brackets": b"[" * MEGABYTE,
+    "braces": b'{"a":' * (MEGABYTE // 5),
+    "an unclosed text": b'{"text": "' + b"x" * MEGABYTE,
+    "an unclosed array": b'[{"text": "' + b"x" * MEGABYTE,
+    "digits": b'{"text": ' + b"9" * MEGABYTE + b"}",
+    "a number before the equals sign": b'{"instruction": "' + b"9" * MEGABYTE + b'=", "output": "1 + 1"}',
+    "blanks before the equals sign": b'{"instruction": "1' + b" " * MEGABYTE + b'", "output": ""}',
+    "an answer of blanks": json.dumps({"instruction": "2=", "output": PREFIX + "1" + " " * MEGABYTE}).encode(),
+    "blank lines": b"\n" * MEGABYTE,
+    "backslashes": b'{"text": "' + b"\\" * MEGABYTE,
+    "an escape for each character": b'{"text": "' + rb"\u0041" * (MEGABYTE // 6) + b'"}',
+    "lone surrogates": b'{"text": "' + rb"\ud800" * (MEGABYTE // 6) + b'"}',
+    "one key again and again": b"{" + b'"a":1,' * (MEGABYTE // 6) + b'"a":1}',
+    "as many keys": b"{" + b",".join(b'"%d":1' % n for n in range(MEGABYTE // 10)) + b"}",
+    "a long key": json.dumps({"text": "x", "label": {"k" * MEGABYTE: {"x": [1]}}}).encode(),
+    "bad rows": b"{}\n" * 50_000,
+    "bad elements": b"[" + b"{},\n" * 50_000 + b"{}]",
+    "a byte that is not UTF-8, at the end": b" " * MEGABYTE + b"\xff",
+    "spans": json.dumps({"text": "x", "label": {"a": {"x": [[0, n] for n in range(MEGABYTE // 11)]}}}).encode(),
+    "spans of a long surface": json.dumps(
+        {"text": "x" * 400_000, "label": {"a": {"x" * 200_000: [[n, 399_999] for n in range(25_000)]}}}
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("task", ["math", "ner"])
+@pytest.mark.parametrize("content", LARGE.values(), ids=LARGE)
+def test_megabyte_of_nonsense_is_refused_at_once(tmp_path, task, content):
+    started = time.perf_counter()
+    error = read(task, tmp_path, content)
+    assert isinstance(error, UserError)
+    assert time.perf_counter() - started < limit(60)  # a hundredth of that, unless something is not linear
+
+
+def test_megabyte_in_one_line_is_a_row(tmp_path):
+    row = {"text": "x" * MEGABYTE, "label": {"a": {"x": [[n, n] for n in range(100_000)]}}}
+    started = time.perf_counter()
+    (example,) = read("ner", tmp_path, json.dumps(row).encode())
+    assert example.text == row["text"]
+    assert time.perf_counter() - started < limit(60)  # a hundredth of that, unless something is not linear
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300])
+def test_impossible_file_names_are_refused(name):
+    with pytest.raises(UserError, match=r"not a file's name|cannot be read"):
+        read_rows(name, dict)
+
+
 # --- chat templates ---
 
 CHATML = ["{% for m in messages %}", "<|im_start|>", "{{ m.role }}", "\n", "{{ m.content }}", "<|im_end|>\n"]
 CHATML += ["{% endfor %}", "{% if add_generation_prompt %}", "<|im_start|>assistant\n", "{% endif %}"]
-PIECES = [*CHATML, "{% if m.role == 'user' %}", "{% else %}", "{{ m['content'] | trim }}", "{{ eos_token }}"]
+PIECES = [
+    *CHATML,
+    "{% if m.role == 'user' %}",
+    "{% else %}",
+    "{{ m['content'] | trim }}",
+    "{{ eos_token }}",
+    "{{",
+    "}}",
+]
 PIECES += ["{{ messages }}", "{{ messages[0].content }}", "{{ raise_exception('no\nsuch role') }}", "{{ 1 / 0 }}"]
 PIECES += [
     "{{ raise_exception(m) }}",
@@ -126,12 +233,23 @@ PIECES += [
     "{% if",
     "{#",
 ]
-PIECES += ["{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "{% extends 'x' %}", "{% import 'os' as o %}", "{{"]
-PIECES += ["{% set x = namespace(n=0) %}", "{% set x.n = x.n + 1 %}"]
-PIECES += ["{% for i in range(99999) %}{% endfor %}", "{{ 9 ** 9 }}", "#}"]
+PIECES += [
+    "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "{% extends 'x' %}",
+    "{% import 'os' as o %}",
+    "#}",
+    "{%",
+]
+PIECES += [
+    "{% set x = namespace(n=0) %}",
+    "{% set x.n = x.n + 1 %}",
+    "{{ loop.index }}",
+    "{{ lipsum() }}",
+    "{% break %}",
+]
+PIECES += ["{% for i in range(99999) %}{% endfor %}", "{{ 9 ** 9 }}", "{% raw %}", "\0", "\ud800", "{{ '\\ud800' }}"]
 PIECES += ["{{ ''.__class__.__mro__ }}", "{{ m.update({'content': 'x'}) }}", "{% generation %}", "{% endgeneration %}"]
-PIECES += ["{{ strftime_now('%Y') }}", "{{ m.content.encode() }}", "{{ '%s' | format(m.content) }}", "{% raw %}", "{%"]
-PIECES += ["{{ loop.index }}", "{{ lipsum() }}", "{% break %}", "\0", "\ud800", "{{ '\\ud800' }}", "}}"]
+PIECES += ["{{ strftime_now('%Y') }}", "{{ m.content.encode() }}", "{{ '%s' | format(m.content) }}"]
 
 
 @st.composite
@@ -169,21 +287,10 @@ def test_chat_templates(count, tokenizer):
 # --- launch files ---
 
 SHIPPED = [yaml.safe_load(path.read_text()) for path in sorted(CONFIGS.glob("*.yaml"))]
-REPEATED = ", ".join(["&x0 [y]", *(f"&x{n + 1} [{', '.join([f'*x{n}'] * 9)}]" for n in range(9))])
-LINES = [f"commands: [{REPEATED}]\n{key}: *x9" for key in ("num_processes", "tpu_env", "deepspeed_config")]
-LINES += [
-    "<<: *a",
-    "commands: &a [*a]",
-    "*b",
-    "? [a]\n: b",
-    "mixed_precision: NO",
-    "\t",
-    "- a",
-    "'': ''",
-    "debug: " + "[" * 1500,
-]
-LINES += ["num_processes: 0x" + "f" * 9000, "num_processes: 2001-13-45", "num_processes: 190:20", "num_processes: .inf"]
-LINES += ["machine_rank: !!python/name:os.system", "use_cpu: !!binary '%'", "mixed_precision: &p\nfp16: *p"]
+REPEATED = ["&x0 [y]", *(f"&x{n + 1} [{', '.join([f'*x{n}'] * 9)}]" for n in range(9))]
+"""Lists of which the last one holds the first nine to the ninth times."""
+LAUNCH_KEYS = ["num_processes", "mixed_precision", "machine_rank", "deepspeed_config", "tpu_env", "commands", "use_cpu"]
+LAUNCH_KEYS += ["debug", f"commands: [{', '.join(REPEATED)}]\nnum_processes: *x9\ntpu_env"]
 JSON = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}},
     "bf16": {"enabled": "auto"},
@@ -201,8 +308,7 @@ def launches(draw):
     if named := draw(st.booleans()) and isinstance(content.get("deepspeed_config"), dict):
         content["deepspeed_config"] = {"deepspeed_config_file": "deepspeed.json"}
     text = yaml.safe_dump(content, allow_unicode=draw(st.booleans())).encode("utf-8", "surrogatepass")
-    for line in draw(st.lists(st.sampled_from(LINES), max_size=1)):
-        text += line.encode() + b"\n"
+    text += draw(yaml_lines(LAUNCH_KEYS)).encode("utf-8", "surrogatepass")
     return draw(damaged(text)), draw(changed(JSON).flatmap(written).flatmap(damaged)) if named else b"{}"
 
 
@@ -231,6 +337,79 @@ def test_launch_files(count, tmp_path, monkeypatch):
     for content in SHIPPED:
         check((yaml.safe_dump(content).encode(), b"{}"))
     holds(count, launches(), check)
+
+
+# --- settings ---
+
+FLAGS = [setting.flag for setting in settings_of(TrainConfig)]
+NAMES = [setting.name for setting in settings_of(TrainConfig)]
+OPTION = re.compile(r"--[a-z0-9-]+\b|(unknown option|\S+ is given|not YAML:|expected option names|line \d+:)")
+yaml_mappings = st.dictionaries(st.sampled_from([flag[2:] for flag in FLAGS]) | json_values.map(str), json_values)
+yaml_texts = yaml_mappings.map(yaml.safe_dump) | yaml_lines([*NAMES, "output-dir"]) | st.text()
+yaml_files = yaml_texts.map(lambda text: text.encode("utf-8", "surrogatepass")) | st.binary()
+
+
+def built(*arguments):
+    """The settings that a command line gives, by way of the program's own command, or the UserError."""
+    command = TaskCommand("math", Math, summary="")
+    try:
+        return command.read(command.make_context("math", list(arguments)))[0]
+    except (UserError, click.UsageError) as error:
+        return error
+
+
+@each
+def test_config_files_are_settings_or_refused_by_option(count, tmp_path):
+    path = tmp_path / "config.yaml"
+
+    def check(drawn):
+        content, bom = drawn
+        path.write_bytes(bom + content)
+        found = built("--config", str(path))
+        if isinstance(found, TrainConfig):
+            assert found.problems() == []
+            return
+        one_line_each(found, longest=1000)
+        options = [line.removeprefix(f"--config {path}: ") for line in found.problems]
+        assert all(map(OPTION.match, options)), options
+
+    holds(count, st.tuples(yaml_files, st.sampled_from([b"", codecs.BOM_UTF8])), check)
+
+
+@each
+def test_command_lines_are_settings_or_refused_by_option(count):
+    def check(values):
+        found = built(*(f"{flag}={value}" for flag, value in values.items()))
+        if isinstance(found, TrainConfig):
+            assert found.problems() == []
+        elif isinstance(found, UserError):  # else click's own, of a switch that takes no value
+            one_line_each(found, "--", 1000)
+            assert all(line.split()[0].rstrip(":") in values for line in found.problems), found.problems
+
+    flags = st.sampled_from([flag for flag in FLAGS if not flag.startswith("--config")])
+    given = texts | st.integers().map(str) | st.floats().map(str)
+    holds(count, st.dictionaries(flags, given, max_size=4), check)
+
+
+@each
+def test_settings_of_any_type_have_problems_in_a_line_each(count):
+    def check(values):
+        one_line_each(UserError(*TrainConfig(**values).problems()), "--", 1000)
+
+    holds(count // 3, st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, json_values)), check)
+
+
+def test_values_that_hold_themselves_are_refused_at_once(tmp_path):
+    path = tmp_path / "config.yaml"
+    lines = ["a0: &a0 [x]", *(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]" for n in range(9)), "seed: *a9"]
+    lines += ["b0: &b0 {a: b}", *(f"b{n + 1}: &b{n + 1} {{<<: [{', '.join([f'*b{n}'] * 9)}]}}" for n in range(9))]
+    path.write_text("\n".join([*lines, "model: *b9", "? *a9\n: 1"]))
+    started = time.perf_counter()
+    _, problems = load_yaml(str(path), TrainConfig)
+    one_line_each(UserError(*problems), longest=1000)
+    told = {line.split()[4].rstrip(":") for line in problems}
+    assert told == {"unknown", "--seed", "--model", "expected"}
+    assert time.perf_counter() - started < limit(60)
 
 
 # --- files of a run ---
@@ -371,3 +550,50 @@ def test_checkpoints(count, tmp_path):
     check((good, True))
     holds(count, checkpoints(good), check)
     assert good not in refused
+
+
+# --- tasks that go wrong on one rank only ---
+
+ONE_RANK = """
+import os
+from dataclasses import dataclass
+from accel_sft import option
+from accel_sft_math import Math as Shipped
+
+@dataclass(kw_only=True)
+class Lame(Shipped):
+    \"\"\"Math of which one method gives nonsense on rank 1.\"\"\"
+    how: str = option("", help="Which method.")
+
+    def dataset(self, split):
+        rows = super().dataset(split)
+        if self.how == "dataset" and os.environ.get("RANK") == "1":
+            raise LookupError("no such\\nsplit")
+        return rows
+
+    def score(self, example, text):
+        scores = super().score(example, text)
+        if self.how == "score" and os.environ.get("RANK") == "1":
+            scores["accuracy"] = {1, 2}
+        return scores
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("dataset", r"the task's dataset\('train'\) failed: LookupError: no such\\nsplit \(\S+lame\.py:15\)"),
+        ("score", r"validation example \d: score\(\) gave .*, which JSON cannot hold \(Object of type set is not .*"),
+    ],
+)
+def test_nonsense_on_one_rank_ends_both_with_one_line(tmp_path, how, told):
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", "accel-sft-lame", "lame = accel_sft_lame:Lame", ONE_RANK)
+    site = {"PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")))}
+    small = ("--max-steps", "2", "--train-examples", "40", "--validation-examples", "7", "--global-batch-size", "10")
+    run = accel_sft("lame", "--how", how, *small, yaml="ddp", run_dir=tmp_path / "run", environment=site)
+    assert run.status == 1
+    (line,) = re.findall(r"^Error: (?!.*after another rank).*", run.output, re.M)
+    assert re.fullmatch(f"Error: {told}", line)
+    assert not re.search(r'File "\S+/accel_sft/\S+\.py", line', run.output)  # no traceback but the launcher's own
+    assert not (tmp_path / "run").exists()  # refused before the first evaluation

@@ -1,4 +1,4 @@
-"""Several machines, on loopback: what docs/multinode.md promises besides the one curve of test_laws.py."""
+"""Several machines, on loopback: what docs/multinode.md promises besides the one curve of tests/laws."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft import UserError
-from accel_sft.checkpoint import capacity
+from accel_sft.checkpoint import background
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
 
@@ -24,19 +24,19 @@ GIB = 2**30
 
 def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1024, 1024)
-    capacity.check_disk(accelerator, model, RunDir(tmp_path))
+    background.check_disk(accelerator, model, RunDir(tmp_path))
     size = 1024 * 1025 * 12  # of weights and AdamW's moments
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=(size + 1024 * 1025 * 4) * 4 // 3 - 1))
     with pytest.raises(UserError, match=r"a checkpoint takes 16\.0 MiB"):
-        capacity.check_disk(accelerator, model, RunDir(tmp_path), averaged=True)
+        background.check_disk(accelerator, model, RunDir(tmp_path), averaged=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size * 4 // 3))
-    capacity.check_disk(accelerator, model, RunDir(tmp_path))
-    with pytest.raises(UserError, match=r"3 checkpoints that are kept take 36\.0 MiB, .* --keep-checkpoints"):
-        capacity.check_disk(accelerator, model, RunDir(tmp_path), checkpoints=3)
+    background.check_disk(accelerator, model, RunDir(tmp_path))
+    with pytest.raises(UserError, match=r"3 checkpoints that are kept take 36\.0 MiB .* --keep-checkpoints"):
+        background.check_disk(accelerator, model, RunDir(tmp_path), checkpoints=3)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size * 4 // 3 - 1))
     told = r"a checkpoint takes 12.0 MiB, other files 4.0 MiB, and 16.0 MiB are free; free space"
     with pytest.raises(UserError, match=told):
-        capacity.check_disk(accelerator, model, RunDir(tmp_path))
+        background.check_disk(accelerator, model, RunDir(tmp_path))
 
 
 def control_groups(tmp_path, lines, files):

@@ -13,11 +13,7 @@ these checks, not the GPU. A check that cannot be tried here says why, and is tr
 from __future__ import annotations
 
 import argparse
-import contextlib
-import difflib
-import io
 import json
-import math
 import os
 import signal
 import subprocess
@@ -26,7 +22,6 @@ import tarfile
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NoReturn
 
 import cost_checks
 import curve_checks
@@ -65,12 +60,12 @@ def about(environment: dict[str, str]) -> tuple[str, int]:
         "print(', '.join([name, *(f'{each} {m.version(each)}' for each in packages)]))\n"
         "print(count)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    if said.returncode:
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    if answer.returncode:
         raise SystemExit(
-            f"this Python cannot run accel_sft:\n{said.stderr[-2000:]}\nname another in PYTHON, or wheels in WHEELS"
+            f"this Python cannot run accel_sft:\n{answer.stderr[-2000:]}\nname another in PYTHON, or wheels in WHEELS"
         )
-    card, count = said.stdout.splitlines()[-2:]
+    card, count = answer.stdout.splitlines()[-2:]
     return card, int(count)
 
 
@@ -103,12 +98,8 @@ def keep_failed(machine: Machine, target: Path) -> None:
     with tarfile.open(target, "w:gz") as archive:
         for name in dict.fromkeys(machine.made):
             for file in [machine.folder / f"{name}.log", *(machine.folder / name).rglob("*")]:
-                with contextlib.suppress(FileNotFoundError):  # a run that still ends removes files
-                    if file.is_file() and file.stat().st_size <= KEPT_BYTES:
-                        content = file.read_bytes()  # a size that does not change amid packing
-                        member = tarfile.TarInfo(str(file.relative_to(machine.folder)))
-                        member.size, member.mtime = len(content), int(file.stat().st_mtime)
-                        archive.addfile(member, io.BytesIO(content))
+                if file.is_file() and file.stat().st_size <= KEPT_BYTES:
+                    archive.add(file, file.relative_to(machine.folder))
 
 
 def plan(checks: list[Check], seconds: dict[str, int], minutes: float) -> str:
@@ -117,35 +108,18 @@ def plan(checks: list[Check], seconds: dict[str, int], minutes: float) -> str:
     for check in checks:
         if seconds[check.name] <= left:
             left -= seconds[check.name]
-            fitting.append(check)
-    whole = sum(seconds[check.name] for check in checks) / 60
-    told = f"{len(checks)} checks are still to be run; they are expected to take {whole:.0f} minutes. "
-    if len(fitting) == len(checks):
-        return f"{told}All of them fit into --minutes {minutes:g}."
-    names = ", ".join(check.name for check in fitting) or "none"
-    return f"{told}Into --minutes {minutes:g} fit {len(fitting)}: {names}. The same command then goes on."
-
-
-def _minutes(text: str) -> float:
-    found = float(text)
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: give more than 0")
-    return found
-
-
-def _check(text: str) -> str:
-    if text not in (names := [check.name for check in CHECKS]):
-        near = difflib.get_close_matches(text, names, n=3)
-        hint = f"did you mean {', '.join(near)}?" if near else "--list names all"
-        raise argparse.ArgumentTypeError(f"there is no check {text!r}; {hint}")
-    return text
+            fitting.append(check.name)
+    expected = sum(seconds[check.name] for check in checks) / 60
+    sentence = f"{len(checks)} checks are still to be run, in about {expected:.0f} minutes; "
+    return f"{sentence}into --minutes {minutes:g} fit {len(fitting)}: {', '.join(fitting) or 'none'}"
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, metavar="N", help="Processes of a launch (default: one on each GPU).")
-    parser.add_argument("--minutes", type=_minutes, default=10, help="No check begins that would not end within these.")
-    parser.add_argument("--check", action="append", type=_check, metavar="NAME", help="These only.")
+    parser.add_argument("--minutes", type=float, default=10, help="No check begins that would not end within these.")
+    names = [check.name for check in CHECKS]
+    parser.add_argument("--check", action="append", choices=names, metavar="NAME", help="These only.")
     parser.add_argument("--again", action="store_true", help="Also those that have been run.")
     parser.add_argument("--state", type=Path, default=ROOT / "runs" / "gpu-checks", help="Where results are kept.")
     parser.add_argument("--tiny", action="store_true", help="Small enough for a CPU: to try these checks.")
@@ -160,10 +134,6 @@ def listed() -> str:
         for check in CHECKS
     ]
     return "\n".join([*lines, f"{sum(check.seconds for check in CHECKS) / 60:.0f} minutes in all"])
-
-
-def _stop(*_: Any) -> NoReturn:
-    raise SystemExit("stopped by SIGTERM; the same command goes on")
 
 
 def main() -> None:
@@ -214,5 +184,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _stop)  # so that launches are ended
+    # so that launches are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM; the same command goes on"))
     main()

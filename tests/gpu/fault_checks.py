@@ -27,19 +27,18 @@ def over_soon(machine: Machine, launch: Launch, since: float, within: float = SE
     return run, took
 
 
-@check(
-    "killed rank", "after SIGKILL of a rank all others end within seconds and name it", value=8, seconds=110, least=2
-)
+@check("killed rank", value=8, seconds=110, least=2)
 def killed_rank(machine: Machine) -> str:
-    said = []
+    """After SIGKILL of a rank all others end within seconds and name it."""
+    results = []
     for yaml in launches(machine):
         with machine.started(f"killed under {yaml}", yaml, *machine.endless()) as launch:
             launch.until_step(3)
             launch.rank(machine.last).send_signal(signal.SIGKILL)
             run, took = over_soon(machine, launch, time.time())
         run.says(rf"Error: rank {machine.last} (was killed \(signal 9|ended without an error message)")
-        said.append(f"{yaml}: all over {took:.1f} s after it")
-    return ", ".join(said)
+        results.append(f"{yaml}: all over {took:.1f} s after it")
+    return ", ".join(results)
 
 
 def troubled(machine: Machine, task: str, name: str, yaml: str, *options: str) -> tuple[Run, float]:
@@ -53,67 +52,52 @@ def troubled(machine: Machine, task: str, name: str, yaml: str, *options: str) -
         return over_soon(machine, launch, began.stat().st_mtime, SECONDS + (40 if "--hang-timeout" in options else 0))
 
 
-@check(
-    "failed rank",
-    "after an error on one rank the others end within seconds, and it is told",
-    value=7,
-    seconds=110,
-    least=2,
-)
+@check("failed rank", value=7, seconds=110, least=2)
 def failed_rank(machine: Machine) -> str:
-    said = []
+    """After an error on one rank the others end within seconds, and it is told."""
+    results = []
     for yaml in launches(machine):
         run, took = troubled(machine, "Failing", f"failed under {yaml}", yaml)
         run.says("an error that a check planned")
-        said.append(f"{yaml}: all over {took:.1f} s after it")
-    return ", ".join(said)
+        results.append(f"{yaml}: all over {took:.1f} s after it")
+    return ", ".join(results)
 
 
 def hang_timeout(machine: Machine) -> str:
     return "8" if machine.tiny else "20"
 
 
-@check(
-    "stopped rank", "after SIGSTOP of a rank the run ends by --hang-timeout and names it", value=5, seconds=80, least=2
-)
+@check("stopped rank", value=5, seconds=80, least=2)
 def stopped_rank(machine: Machine) -> str:
+    """After SIGSTOP of a rank the run ends by --hang-timeout and names it."""
     job = machine.endless("--hang-timeout", hang_timeout(machine))
     with machine.started("stopped", "ddp", *job) as launch:
         launch.until_step(3)
         rank = launch.rank(machine.last)
         rank.send_signal(signal.SIGSTOP)
         run, took = over_soon(machine, launch, time.time(), SECONDS + 40)
-    told = run.says(rf"rank {machine.last} does not respond \(process {rank.pid}, which is stopped\)")
+    sentence = run.says(rf"rank {machine.last} does not respond \(process {rank.pid}, which is stopped\)")
     if blamed := [rank for rank in range(machine.last) if f"rank {rank} is stuck" in run.output]:
         raise Failed(f"ranks {blamed} are blamed too, which waited for it")
-    return f"{told}; all over {took:.1f} s after it"
+    return f"{sentence}; all over {took:.1f} s after it"
 
 
-@check(
-    "stuck rank",
-    "a rank that hangs in Python is named with its line and stack, and no other",
-    value=5,
-    seconds=80,
-    least=2,
-)
+@check("stuck rank", value=5, seconds=80, least=2)
 def stuck_rank(machine: Machine) -> str:
+    """A rank that hangs in Python is named with its line and stack, and no other."""
     run, took = troubled(machine, "Stuck", "stuck", "ddp", "--hang-timeout", hang_timeout(machine))
-    told = run.says(rf"rank {machine.last} is stuck in ponder \(\S+troubles.py:\d+\)")
+    sentence = run.says(rf"rank {machine.last} is stuck in ponder \(\S+troubles.py:\d+\)")
     if "rank 0 is stuck" in run.output:
         raise Failed("rank 0 is blamed too, which waited for it")
     if "in ponder" not in (run.folder / "logs" / f"hang-rank-{machine.last}.txt").read_text():
         raise Failed(f"its stack is not in logs/hang-rank-{machine.last}.txt")
-    return f"{told}; all over {took:.1f} s after it"
+    return f"{sentence}; all over {took:.1f} s after it"
 
 
-@check(
-    "one rank without room",
-    "where one rank has too little device memory, the step is repeated in smaller forwards, or a resume has those",
-    value=6,
-    seconds=90,
-)
+@check("one rank without room", value=6, seconds=90)
 def one_rank_without_room(machine: Machine) -> str:
-    task, said = f"{TROUBLES}:Cramped", []
+    """Where one rank has too little device memory, the step is repeated in smaller forwards, or a resume has those."""
+    task, results = f"{TROUBLES}:Cramped", []
     for yaml in ("ddp", "z3"):
         name = f"cramped under {yaml}"
         launch = {"launcher": FLOAT32, "task": task, "environment": {"TROUBLE_RUN": str(machine.folder / name)}}
@@ -125,8 +109,8 @@ def one_rank_without_room(machine: Machine) -> str:
         else:
             run.says("the step is repeated with at most [0-9,]+ tokens a forward")
             how = "repeated the step"
-        said.append(f"{yaml} {how}; {agree(ddp_float32(machine), [run], 2e-5)}")
-    return "; ".join(said)
+        results.append(f"{yaml} {how}; {agree(ddp_float32(machine), [run], 2e-5)}")
+    return "; ".join(results)
 
 
 def undisturbed(machine: Machine) -> Run:
@@ -142,13 +126,9 @@ def at_first_checkpoint(launch: Launch) -> None:
     launch.until(lambda: any((launch.folder / "checkpoints").glob("step-*")), "a checkpoint")
 
 
-@check(
-    "told to stop",
-    "after SIGTERM a run writes a checkpoint, and resumed it ends as if undisturbed",
-    value=6,
-    seconds=80,
-)
+@check("told to stop", value=6, seconds=80)
 def told_to_stop(machine: Machine) -> str:
+    """After SIGTERM a run writes a checkpoint, and resumed it ends as if undisturbed."""
     job = disturbable(machine)
     whole = undisturbed(machine)
     with machine.started("told to stop", "ddp", *job) as launch:
@@ -162,13 +142,9 @@ def told_to_stop(machine: Machine) -> str:
     return f"stopped after step {steps}; {agree(whole, [resumed], 1e-3)}"
 
 
-@check(
-    "restarted",
-    "after SIGKILL of a rank under --max_restarts a run goes on by itself to the same end",
-    value=4,
-    seconds=80,
-)
+@check("restarted", value=4, seconds=80)
 def restarted(machine: Machine) -> str:
+    """After SIGKILL of a rank under --max_restarts a run goes on by itself to the same end."""
     job = (*disturbable(machine), "--resume", "auto")
     whole = undisturbed(machine)
     with machine.started("restarted", "ddp", *job, launcher=("--max_restarts", "1")) as launch:

@@ -51,16 +51,18 @@ class Run:
         if self.left:
             raise Failed(f"{self.folder.name}: {self.left} processes were there {LEAVING_SECONDS} s after its launcher")
         if self.status != status:
-            said = [line for line in self.output.splitlines() if "rror" in line] or self.output.splitlines()[-3:]
-            raise Failed(f"{self.folder.name} ended with {self.status}: {' / '.join(said[:3])[:400]}")
+            errors = [line for line in self.output.splitlines() if "rror" in line] or self.output.splitlines()[-3:]
+            raise Failed(f"{self.folder.name} ended with {self.status}: {' / '.join(errors[:3])[:400]}")
         return self
 
     def says(self, pattern: str) -> str:
         """The first match of a pattern in what was printed, line breaks taken as blanks; Failed without one."""
-        said = " ".join(self.output.split())
-        if not (found := re.search(pattern, said)):
+        printed = " ".join(self.output.split())
+        if not (found := re.search(pattern, printed)):
             errors = [line for line in self.output.splitlines() if "Error: " in line]
-            raise Failed(f"{self.folder.name} does not say {pattern!r}, but: {' / '.join(errors[:2] or [said[-300:]])}")
+            raise Failed(
+                f"{self.folder.name} does not say {pattern!r}, but: {' / '.join(errors[:2] or [printed[-300:]])}"
+            )
         return found[0]
 
     @property

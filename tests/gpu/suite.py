@@ -50,30 +50,37 @@ class Check:
 CHECKS: list[Check] = []
 
 
-def check(name: str, claim: str, *, value: int, seconds: int, least: int = 1) -> Callable:
-    """Register a check; the list is kept in the order of value per second."""
+def check(name: str, claim: str = "", *, value: int, seconds: int, least: int = 1) -> Callable:
+    """Register a check, whose docstring is its claim unless that is given; the list is in order of value per second."""
 
     def add(run: Callable[[Machine], str]) -> Callable[[Machine], str]:
-        CHECKS.append(Check(name, claim, value, seconds, least, run))
+        sentence = " ".join((claim or run.__doc__ or "").split()).removesuffix(".")
+        CHECKS.append(Check(name, sentence, value, seconds, least, run))
         CHECKS.sort(key=lambda each: -each.value / each.seconds)
         return run
 
     return add
 
 
+def hold(good: bool, measured: str) -> str:
+    """What was measured; Failed with it unless it is good."""
+    if not good:
+        raise Failed(measured)
+    return measured
+
+
 def agree(reference: Run, others: Iterable[Run], within: float) -> str:
     """The differences, if all are small enough; Failed names the launches that failed and those that differ."""
-    said, bad = [], []
+    results, bad = [], []
     for run in others:
         try:
             apart = difference(run.expect(), reference)
         except Failed as failure:
             bad.append(str(failure))
         else:
-            (said if apart <= within else bad).append(f"{run.folder.name} {apart:.1e}")
-    if bad:
-        raise Failed("; ".join(bad + said))
-    return "largest relative difference of a loss: " + ", ".join(said)
+            (results if apart <= within else bad).append(f"{run.folder.name} {apart:.1e}")
+    hold(not bad, "; ".join(bad + results))
+    return "largest relative difference of a loss: " + ", ".join(results)
 
 
 def ddp_float32(machine: Machine) -> Run:

@@ -38,45 +38,43 @@ def _in_forwards(look: Callable[[int], None]) -> None:
 
 
 @dataclass(kw_only=True)
-class Failing(Math):
-    """Math whose last rank raises an error amid training."""
+class _Troubled(Math):
+    """Math whose last rank calls `trouble` with a forward's number of tokens, amid training."""
 
     def dataset(self, split: str) -> Any:
         if split == "train":
-            _in_forwards(self.fail)
+            _in_forwards(self.trouble)
         return super().dataset(split)
 
-    def fail(self, tokens: int) -> None:
+
+@dataclass(kw_only=True)
+class Failing(_Troubled):
+    """Math whose last rank raises an error amid training."""
+
+    def trouble(self, tokens: int) -> None:
         Path(os.environ["TROUBLE_RUN"] + ".began").touch()
         raise ValueError("an error that a check planned")
 
 
 @dataclass(kw_only=True)
-class Stuck(Math):
+class Stuck(_Troubled):
     """Math whose last rank never comes back amid training."""
 
-    def dataset(self, split: str) -> Any:
-        if split == "train":
-            _in_forwards(self.ponder)
-        return super().dataset(split)
+    def trouble(self, tokens: int) -> None:
+        self.ponder()
 
-    def ponder(self, tokens: int) -> None:
+    def ponder(self) -> None:
         Path(os.environ["TROUBLE_RUN"] + ".began").touch()
         while True:
             time.sleep(0.05)
 
 
 @dataclass(kw_only=True)
-class Cramped(Math):
+class Cramped(_Troubled):
     """Math whose last rank runs out of device memory amid training, in forwards of more than half of the tokens that
     its first one then had, and after a resume as well."""
 
-    def dataset(self, split: str) -> Any:
-        if split == "train":
-            _in_forwards(self.allocate)
-        return super().dataset(split)
-
-    def allocate(self, tokens: int) -> None:
+    def trouble(self, tokens: int) -> None:
         import torch
 
         room = Path(os.environ["TROUBLE_RUN"] + ".room")
@@ -89,25 +87,24 @@ class Cramped(Math):
         raise torch.OutOfMemoryError("out of memory, imitated where there is no GPU")
 
 
-@dataclass(kw_only=True)
-class WatchedSums(Math):
-    """Math that writes what `Watched` does."""
+class _Watching:
+    """Writes what a rank sees amid training into the folder WATCHED: switches of attention, the dtypes of what adapters
+    are given, and torch's pinned host memory."""
 
     def dataset(self, split: str) -> Any:
         if split == "train":
             _watch(Path(os.environ["WATCHED"]))
-        return super().dataset(split)
+        return super().dataset(split)  # type: ignore[misc]
 
 
 @dataclass(kw_only=True)
-class Watched(Chat):
-    """Chat that writes what a rank sees amid training into the folder WATCHED: switches of attention, the dtypes of
-    what adapters are given, and torch's pinned host memory."""
+class WatchedSums(_Watching, Math):
+    """Math that is watched."""
 
-    def dataset(self, split: str) -> Any:
-        if split == "train":
-            _watch(Path(os.environ["WATCHED"]))
-        return super().dataset(split)
+
+@dataclass(kw_only=True)
+class Watched(_Watching, Chat):
+    """Chat that is watched."""
 
 
 def _watch(folder: Path) -> None:

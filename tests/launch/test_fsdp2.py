@@ -1,4 +1,4 @@
-"""FSDP2 through the command line, on two CPU ranks; tests/faults/test_layouts.py has its arithmetic."""
+"""FSDP2 through the command line, on two CPU ranks; tests/laws/test_layouts.py has its arithmetic."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import fsdp2_on_cpu
 import pytest
 import torch
-from conftest import accel_sft, stopped
+from conftest import accel_sft
 from fsdp2_job import FP32, SHARDED, weights
+from reference_job import goes_on_to_the_same_bits
 
 pytestmark = pytest.mark.skipif(not fsdp2_on_cpu.RUNS_HERE, reason="this torch's FSDP2 does not run on CPUs")
 JOB = ("math", "--max-steps", "4", "--save-every", "2", "--global-batch-size", "10", "--validation-examples", "7")
@@ -48,12 +49,9 @@ def test_a_stopped_run_of_a_tied_model_goes_on_to_the_same_bits_and_writes_its_h
     ranks = {"launcher": ("--num_processes", str(2 * copies), *FP32["launcher"])}
     sharing = SHARDED | ranks | {"yaml": "hsdp" if copies > 1 else "fsdp2"}
     whole = launched(f"fsdp2 full {copies}", *arguments, **sharing)
-    folder = stopped(whole, tmp_path / "run", 2)
-    went_on = accel_sft(*arguments, "--resume", "auto", run_dir=folder, **sharing)
-    assert went_on.status == 0, went_on.output
-    ours, theirs = weights(folder / "final"), weights(whole.run_dir / "final")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert "lm_head.weight" not in ours
+    goes_on_to_the_same_bits(whole, tmp_path / "run", 2, **sharing)
+    theirs = weights(whole.run_dir / "final")
+    assert "lm_head.weight" not in theirs
     if copies > 1:
         newest = max((whole.run_dir / "checkpoints").iterdir())
         assert len([*newest.glob("rank-*.safetensors")]) == 2  # of the first copy's ranks: others hold the same

@@ -10,10 +10,9 @@ import pytest
 import torch
 import yaml
 from conftest import accel_sft, stopped
-from fsdp2_job import weights
 from models import make_tiny
 from places import CONFIGS, SUPPORT
-from reference_job import FP32, JOB, layout, same_curve
+from reference_job import FP32, JOB, goes_on_to_the_same_bits, layout, same_curve
 from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from accel_sft.api.config import TrainConfig
@@ -154,7 +153,7 @@ def test_two_ranks_that_share_a_row_keep_half_of_its_activations_each(tokens):
         assert 0.45 * alone < shared < 0.6 * alone, took
 
 
-# test_laws.py has the curve of one group at stage 3
+# tests/laws has the curve of one group at stage 3
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.long) for stage in (0, 2)])
 def test_groups_beside_each_other_draw_the_same_curve_and_others_go_on_from_their_checkpoints(
     launched, tmp_path, stage
@@ -165,11 +164,7 @@ def test_groups_beside_each_other_draw_the_same_curve_and_others_go_on_from_thei
     four = {"yaml": str(tmp_path / "sp"), "launcher": ("--num_processes", "4", *FP32)}
     whole = launched(f"four ranks in two groups {stage}", *arguments, **four)
     same_curve(layout(launched, "plain").lines(), whole.lines())
-    folder = stopped(whole, tmp_path / "again", 3)
-    again = accel_sft(*arguments, "--resume", "auto", run_dir=folder, **four)
-    assert again.status == 0, again.output
-    ours, theirs = weights(folder / "final"), weights(whole.run_dir / "final")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    goes_on_to_the_same_bits(whole, tmp_path / "again", 3)
     folder = stopped(whole, tmp_path / "other", 3)
     other = accel_sft(*arguments, "--resume", "auto", run_dir=folder, yaml="z2", launcher=FP32)
     assert other.status == 0, other.output

@@ -10,16 +10,16 @@ import pytest
 import torch
 from architectures import make
 from checkpoints import saved
-from conftest import accel_sft, stopped
 from fsdp2_job import FP32, SHARDED
 from models import make_tiny
 from peft import PeftModel
+from reference_job import goes_on_to_the_same_bits
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.launch_limits import launch_problem
+from accel_sft.api.limits import launch_problem
 from accel_sft.checkpoint import checkpoint
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.audit import audit
@@ -190,10 +190,7 @@ def test_a_variant_that_a_launch_is_allowed_draws_the_curve_of_one_process(launc
     assert {key: tensor.shape for key, tensor in ours.items()} == {key: tensor.shape for key, tensor in theirs.items()}
     after = [each.result()["after"]["eval_loss"] for each in (run, alone)]
     assert after[0] == pytest.approx(after[1], rel=2e-5)
-    resumed = accel_sft(*job, "--resume", "auto", run_dir=stopped(run, tmp_path / "run", 2), **sharing)
-    assert resumed.status == 0, resumed.output
-    again = load_file(resumed.run_dir / "final" / "adapter_model.safetensors")
-    assert [key for key, tensor in ours.items() if not torch.equal(again[key], tensor)] == []
+    goes_on_to_the_same_bits(run, tmp_path / "run", 2, **sharing)
 
 
 @pytest.mark.parametrize(

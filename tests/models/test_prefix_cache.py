@@ -14,7 +14,7 @@ from forwards import CPU, rows
 from transformers import AutoModelForCausalLM
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching.autotune import choose_batching
+from accel_sft.batching.choice import choose_batching
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.trial import Trial

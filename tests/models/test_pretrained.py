@@ -27,7 +27,6 @@ from transformers import (
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.forward_layouts import LAYOUTS
-from accel_sft.batching.verify import _layouts_for
 from accel_sft.checkpoint import checkpoint
 from accel_sft.io.exported import complete_config, save_tokenizer
 from accel_sft.io.run_dir import RunDir
@@ -218,10 +217,9 @@ def test_layers_that_peft_does_not_adapt_are_refused_in_a_line(made):
 
 
 def test_a_way_out_is_one_that_the_model_has(made):
-    layouts = {layout.name: layout for layout in LAYOUTS}
     for family, way in {"llama": "sdpa can", "deepseek_v4": "the model has no other"}.items():
         model = loaded(made(family), attn_implementation="eager")
-        assert _layouts_for(model, next(iter(layouts)), 99, None)[1].endswith(f"mask of rows; {way}")
+        assert LAYOUTS[0].refusal(model, [[]]).endswith(f"mask of rows; {way}")
 
 
 def test_layers_that_keep_nothing_limit_nothing(made):

@@ -18,6 +18,7 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.tool_configs import PlanConfig
 from accel_sft.commands.evaluate import _differences, _remembered
+from accel_sft.commands.trained import Trained
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import RunDir
 from accel_sft.models import load
@@ -138,12 +139,12 @@ def test_an_evaluation_says_in_what_it_differs_from_the_runs_own(tmp_path):
     record = {"task": "math", "config": {}, "task_options": {}, "launch": {"precision": "bf16"}}
     (tmp_path / "run.json").write_text(json.dumps(record))
     for folder in (tmp_path, tmp_path / "final"):
-        assert _differences(str(folder), "math", "bf16") == []
-        other_task, other_precision = _differences(str(folder), "ner", "no")
+        assert _differences(Trained(str(folder)), "math", "bf16") == []
+        other_task, other_precision = _differences(Trained(str(folder)), "ner", "no")
         assert other_task.endswith("was trained for math, and is scored as ner")
         assert "the run computed in bf16, this evaluation does in float32" in other_precision
         assert "--mixed_precision bf16" in other_precision
-    assert _differences("Qwen/Qwen2.5-0.5B-Instruct", "ner", "no") == []
+    assert _differences(Trained("Qwen/Qwen2.5-0.5B-Instruct"), "ner", "no") == []
 
 
 def test_weights_that_hold_more_than_numbers_are_refused_without_advice_to_run_them(tmp_path):
@@ -238,15 +239,15 @@ def test_resumed_run_loads_the_commit_that_it_began_with(kept_by_the_hub, tmp_pa
 def test_evaluation_on_rows_that_a_run_trained_on_is_warned_of(tmp_path):
     rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
     rows.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": "yes"}) + "\n" for n in range(40)))
-    run.mkdir()
+    (run / "final").mkdir(parents=True)
     files = {"train_file": str(rows), "held_out": 4.0}
     options = {**files, "data_seed": 0}
     (run / "run.json").write_text(json.dumps({"task": "chat", "config": {}, "task_options": options}))
-    assert _remembered(str(run), "chat", Chat(**files)) == []
+    assert _remembered(Trained(str(run)), "chat", Chat(**files)) == []
     for changed in ({"held_out": 30.0}, {"data_seed": 3}):
-        (line,) = _remembered(str(run), "chat", Chat(**files | changed))
+        (line,) = _remembered(Trained(str(run)), "chat", Chat(**files | changed))
         assert re.search(r"was trained on \d+ of these (30|4) examples, so scores show what it remembers", line)
     other = tmp_path / "other.jsonl"  # which the record does not name, and must not have read
     other.write_text(rows.read_text())
-    assert _remembered(str(run), "chat", Chat(train_file=str(other), held_out=30.0)) == []
-    assert _remembered(str(run), "math", Chat(**files | {"held_out": 30.0})) == []
+    assert _remembered(Trained(str(run)), "chat", Chat(train_file=str(other), held_out=30.0)) == []
+    assert _remembered(Trained(str(run)), "math", Chat(**files | {"held_out": 30.0})) == []

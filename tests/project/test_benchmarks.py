@@ -19,7 +19,8 @@ PEERS = ["--peers", os.environ["PEERS_PYTHON"]] if os.environ.get("PEERS_PYTHON"
 
 def run(script: str, *arguments: str, folder: Path) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of a benchmark; what it leaves is in `folder`."""
-    command = [sys.executable, str(BENCHMARKS / script), "--smoke", *arguments]
+    script, *options = script.split()
+    command = [sys.executable, str(BENCHMARKS / script), *options, "--smoke", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(folder)})
     return done.returncode, done.stdout, done.stderr
 
@@ -58,13 +59,13 @@ def number(cell: str) -> float:
         ("startup.py", "no launcher, again", {"in all", "imports of the libraries", "layout trials"}),
         ("gpu.py", "tokens/s", {"0.5B full"}),
         ("plan_accuracy.py", "measured", {"20 million"}),
-        pytest.param(*("plan_vision.py", "measured", {"qwen2_vl"}), marks=pytest.mark.long),
-        ("plan_simulation.py", "forward: simulated", {"0.5B"}),
+        pytest.param(*("plan_accuracy.py --source images", "measured", {"qwen2_vl"}), marks=pytest.mark.long),
+        ("plan_accuracy.py --source simulated", "measured", {"0.5B"}),
+        pytest.param(*("plan_accuracy.py --source rehearsed", "host waits", {"ddp"}), marks=pytest.mark.long),
         pytest.param(*("significance.py", "intervals that cover it", {"rate, Wilson"}), marks=pytest.mark.long),
-        pytest.param(*("gpu_rehearsal.py", "host waits", {"ddp"}), marks=pytest.mark.long),
     ],
 )
-def test_a_benchmark_prints_its_table(script, heading, rows, tmp_path):
+def test_benchmarks_print_their_tables(script, heading, rows, tmp_path):
     peers = PEERS if script in ("speed.py", "gpu.py") else []
     status, output, errors = run(script, *peers, folder=tmp_path)
     assert status == 0, output + errors
@@ -83,29 +84,8 @@ def test_a_benchmark_prints_its_table(script, heading, rows, tmp_path):
         assert max(same.values()) - min(same.values()) < 1e-4, same  # the same work is done
 
 
-def test_a_benchmark_whose_trainer_ends_by_itself_says_why_and_fails(tmp_path):
+def test_benchmark_of_a_failing_trainer_says_why_and_fails(tmp_path):
     status, output, errors = run("startup.py", "--", "--max-steps", "none", folder=tmp_path)
     assert status == 1
     assert "--max-steps" in errors, errors
     assert not output
-
-
-def test_a_part_that_is_timed_must_be_there_and_be_called(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from clock import Clock
-
-    class Step:
-        def forward(self) -> None: ...
-
-        def backward(self) -> None: ...
-
-    class Smaller(Step): ...
-
-    clock = Clock()
-    clock.time(Step, Step.forward, "forward")
-    clock.time(Step, Step.backward, "backward")
-    Step().forward()
-    assert clock.uncalled == {"backward"}
-    assert clock.lap("the end").keys() == {"(before forward)", "forward", "(before the end)"}
-    with pytest.raises(LookupError, match="'forward' cannot be timed there"):
-        clock.time(Smaller, Smaller.forward, "forward")

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import re
+import runpy
+import shlex
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 
 import click
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from places import ROOT
+from torch.distributed.run import get_args_parser
+
+from accel_sft.api import registry
+from accel_sft.cli.group import cli
+from accel_sft.evaluation.scoring import aggregated, check_scoring, scored
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
-OTHER_PROGRAMS = {"--logdir", "--editable"} | {"--dataset", "--local_dir"} | {"--shout", "--no-shout"}
-OTHER_PROGRAMS |= {"--enable-lora", "--lora-modules", "--outfile", "--outtype"} | {"--all", "--no-deps", "--no-binary"}
-OTHER_PROGRAMS |= {"--test"}  # setup.sh
-OTHER_PROGRAMS |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--requeue"}
-OTHER_PROGRAMS |= {"--open-mode", "--signal", "--kill-on-bad-exit", "--model_name", "--model_flavor", "--pretrain"}
-OTHER_PROGRAMS |= {"--gpus", "--minutes", "--check", "--again", "--state", "--tiny", "--list"}
-"""Flags of TensorBoard, pip, modelscope, of the example task on a page, of vLLM, llama.cpp's converter,
-.ci/run, Slurm, scripts of torchtitan and ColossalAI, and tests/gpu/run; `accelerate launch` and torchrun are asked."""
+HOW_TO = (ROOT / "docs/how-to.md").read_text(encoding="utf-8")
+ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
+OF_ACCELERATE = {*launch_command_parser()._option_string_actions}
+OTHER_PROGRAMS = {
+    *("--logdir", "--editable", "--no-deps", "--no-binary", "--dataset", "--local_dir"),  # TensorBoard, pip, modelscope
+    *("--enable-lora", "--lora-modules", "--outfile", "--outtype"),  # vLLM, llama.cpp's converter
+    *("--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--requeue"),  # Slurm
+    *("--open-mode", "--signal", "--kill-on-bad-exit"),
+    *("--model_name", "--model_flavor", "--pretrain"),  # scripts of torchtitan and ColossalAI
+    *("--gpus", "--minutes", "--check", "--again", "--state", "--tiny", "--list"),  # tests/gpu/run
+    *("--all", "--test", "--shout", "--no-shout"),  # .ci/run, setup.sh, the example task on a page
+}
 
 
 def _prose(page: Path) -> str:
@@ -31,44 +41,35 @@ def _prose(page: Path) -> str:
     return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
 
 
-def _flags_of(command: click.Command, name: str = "accel-sft") -> set[str]:
-    context = click.Context(command, info_name=name)
-    flags = {flag for parameter in command.get_params(context) for flag in (*parameter.opts, *parameter.secondary_opts)}
-    for each in command.list_commands(context) if isinstance(command, click.Group) else ():
-        flags |= _flags_of(command.get_command(context, each), each)
+def _flags_of(command: click.Command) -> set[str]:
+    """The command's own options, without those of its commands."""
+    parameters = command.get_params(click.Context(command))
+    return {flag for parameter in parameters for flag in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def _all_flags_of(command: click.Command) -> set[str]:
+    context, flags = click.Context(command), _flags_of(command)
+    for name in command.list_commands(context) if isinstance(command, click.Group) else ():
+        flags |= _all_flags_of(command.get_command(context, name))
     return flags
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
-
-
-def test_the_first_command_of_the_readme_stands_within_its_first_twenty_lines():
-    beginning = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:20]
-    assert any(line.startswith("bash setup.sh && ") for line in beginning)
+def test_readme_is_short_and_begins_with_a_command():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.split()) <= 900
+    assert any(line.startswith("bash setup.sh && ") for line in readme.splitlines()[:20])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_relative_link_leads_to_a_file(page):
+def test_relative_links_lead_to_files(page):
     links = re.findall(r"\]\(([^)\s]+)\)", _prose(page))
     relative = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
     assert [link for link in relative if not (page.parent / link).exists()] == []
 
 
-def test_the_readme_has_links_and_pictures():
-    assert {"docs/architecture.md", "docs/images/row-to-step.svg"} <= set(
-        re.findall(r"\]\(([^)\s]+)\)", _prose(ROOT / "README.md"))
-    )
-
-
-def test_every_flag_that_a_page_names_is_an_option_of_its_program():
-    from accelerate.commands.launch import launch_command_parser
-    from torch.distributed.run import get_args_parser
-
-    from accel_sft.cli.group import cli
-
-    launchers = {*launch_command_parser()._option_string_actions, *get_args_parser()._option_string_actions}
-    known = _flags_of(cli) | launchers | OTHER_PROGRAMS | {"--parallelism_config_"}  # and its names
+def test_flags_of_pages_are_options_of_their_programs():
+    known = _all_flags_of(cli) | OF_ACCELERATE | {*get_args_parser()._option_string_actions} | OTHER_PROGRAMS
+    known |= {"--parallelism_config_"}  # and its names
     assert {"--max-length", "--train-file", "--base", "--no-compile", "--max_restarts"} <= known
     unknown = {}
     for page in PAGES:
@@ -79,93 +80,124 @@ def test_every_flag_that_a_page_names_is_an_option_of_its_program():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_path_that_a_page_names_is_there(page):
-    named = re.findall(
-        r"`((?:accel_sft|accelerate_configs|benchmarks|docs|tasks|tests)/[\w./-]*)`", page.read_text("utf-8")
-    )
-    assert page.name != "architecture.md" or len(set(named)) > 30
-    assert [path for path in sorted(set(named)) if not (ROOT / path).exists()] == []
+def test_paths_and_tests_that_a_page_names_exist(page):
+    folders = r"(?:accel_sft|accelerate_configs|benchmarks|docs|tasks|tests)/[\w./-]*"
+    named = set(re.findall(rf"`({folders})(?:::(\w+)(…?))?`", page.read_text(encoding="utf-8")))
+    assert len(named) > {"architecture.md": 30, "faults.md": 30, "known-bugs.md": 10}.get(page.name, -1)
+    for path, test, more in sorted(named):
+        assert (ROOT / path).exists(), path
+        if test:
+            begins = rf"^def {test}\w*\(" if more else rf"^def {test}\("
+            assert re.search(begins, (ROOT / path).read_text(encoding="utf-8"), re.M), (path, test)
 
 
-def test_the_architecture_answers_ten_questions_each_with_a_file():
-    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    table = text.partition("## Ten questions")[2].partition("\n## ")[0]
-    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| question")]
-    assert len(rows) == 10
-    assert [row for row in rows if not re.search(r"`accel_sft/\w+/\w+\.py`", row)] == []
-
-
-class _Fetched(HTMLParser):
-    """What a browser fetches from other servers when it opens a page. Links to click on are not among it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.addresses: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        address = values.get("src") or (values.get("href") if tag == "link" else None) or ""
-        if re.match(r"(https?:)?//", address):
-            self.addresses.append(address)
-
-
-def test_the_documentation_builds_without_warnings_and_its_pages_fetch_nothing(tmp_path):
+@pytest.mark.long
+def test_documentation_builds_without_warnings_and_fetches_nothing(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-d", str(tmp_path / "cache"), "docs"]
     site = tmp_path / "site"
     built = subprocess.run([*command, str(site)], cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     pages = sorted(site.glob("*.html"))
     assert {f"{page.stem}.html" for page in (ROOT / "docs").glob("*.md")} <= {page.name for page in pages}
-    fetched = _Fetched()
-    for page in pages:
-        fetched.feed(page.read_text(encoding="utf-8"))
-    assert fetched.addresses == []
+    fetched = r'<(?!a\s)[^>]*\s(?:src|href)="((?:https?:)?//[^"]*)"'  # what a link leads to is not fetched
+    assert [address for page in pages for address in re.findall(fetched, page.read_text(encoding="utf-8"))] == []
 
 
-def _options_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("options_page", ROOT / "docs/options.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+def _commands(page: str) -> list[list[str]]:
+    """The words of every command of the program or its launcher, in blocks of code and in code spans."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", page, re.S | re.M)
+    spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"^```.*?^```", "", page, flags=re.S | re.M))
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    found = []
+    for line in (*lines, *spans):
+        words = shlex.split(line, comments=True)
+        while words and ASSIGNMENT.fullmatch(words[0]):
+            del words[0]
+        if words[:1] == ["accel-sft"] or words[:2] == ["accelerate", "launch"]:
+            found.append(words)
+    return found
 
 
-def _options_on_the_page() -> dict[str, list[str]]:
-    """The options in each part of the page of options, by the part's heading: Training, or the name of a tool."""
-    _, *parts = re.split(r"^## (.+)\n", (ROOT / "docs/options.md").read_text(encoding="utf-8"), flags=re.M)
-    texts = dict(zip(parts[::2], parts[1::2], strict=True))
-    return {name: re.findall(r"^\| `(--[\w-]+)` \|", text, re.M) for name, text in texts.items()}
+def _unknown(words: list[str]) -> list[str]:
+    """What a command names that is not there: a launch file, an option, a tool or a task."""
+    wrong = []
+    if words[0] == "accelerate":
+        at = words.index("-m")
+        file = ROOT / words[words.index("--config_file") + 1]
+        wrong += [word for word in words[:at] if word.startswith("--") and word not in OF_ACCELERATE]
+        wrong += [] if file.is_file() or file.name == "launch.yaml" else [str(file)]  # the latter: a run's own
+        wrong += [] if words[at + 1] == "accel_sft" else [words[at + 1]]
+        words = words[at + 1 :]
+    command: click.Command = cli
+    for at, word in enumerate(words[1:], 1):
+        if not isinstance(command, click.Group) or word.startswith("-"):
+            break
+        try:
+            found = command.get_command(click.Context(command), word)
+        except click.UsageError:
+            found = None
+        if found is None:
+            return [*wrong, " ".join(words[: at + 1])]
+        command = found
+    flags = _flags_of(command)
+    if "--" in words:  # what is behind it is training's, of the same task
+        flags |= _flags_of(cli.get_command(click.Context(cli), words[2]))
+    return wrong + [word for word in words if re.match(r"--\w", word) and word.partition("=")[0] not in flags]
 
 
-def _options_of(*words: str) -> dict[str, str]:
-    """The options of a command of `math` but the task's own, each with its help."""
-    from accel_sft.api.options import settings
-    from accel_sft.cli.group import cli
-
-    command = cli
-    for word in words:
-        command = command.get_command(click.Context(command), word)
-    of_task = {setting.name for setting in settings(command.task_class)}
-    params = [p for p in command.get_params(click.Context(command)) if isinstance(p, click.Option)]
-    found = {p.opts[-1]: p.help for p in params if p.name not in of_task}
-    return {flag: help for flag, help in found.items() if not flag.startswith("--no-")}  # of `compare`: switches
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """The working directory, with the page's task in it."""
+    (source,) = re.findall(r"^```python\n# first_word.py\n(.*?)^```", HOW_TO, re.S | re.M)
+    (tmp_path / "first_word.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("accel_sft_file_first_word", None)
 
 
-def test_the_page_of_options_is_what_its_script_makes():
-    made = _options_script().make_page()
+@pytest.mark.parametrize("words", _commands(HOW_TO), ids=shlex.join)
+def test_commands_of_how_to_name_existing_options(words, recipe):
+    assert _unknown(words) == []
+
+
+def test_recipe_for_own_metric_scores_chat_files(recipe, monkeypatch):
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(recipe / ".cache"))
+    rows = [{"prompt": f"{n}?", "completion": f"{'odd' if n % 2 else 'even'} it is"} for n in range(40)]
+    (recipe / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = registry.load("./first_word.py")(train_file="data.jsonl", held_out=10)
+    examples = task.dataset("validation")
+    check_scoring(task, examples)
+    answers = [task.target(example).split()[0] for example in examples]
+    assert {*answers} == {"odd", "even"}
+    scores = [scored(task, examples, index, "odd I think") for index in range(10)]
+    assert aggregated(task, scores) == {"first_word": answers.count("odd") / 10}
+    (problem,) = type(task)(train_file="data.jsonl", metric="exact").problems()
+    assert problem == "--metric exact: answers are scored by first_word of the task; leave it out"
+
+
+def test_variables_of_the_reference_are_in_the_source():
+    reference = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+    table = reference.partition("## Environment variables")[2].partition("\n## ")[0]
+    named = re.findall(r"`([A-Z][A-Z0-9_]+)(?:=\w+)?`", re.sub(r" \| .*", "", table))
+    named = [name for name in named if name != "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]  # torchrun's own
+    assert len(named) >= 40
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "accel_sft").rglob("*.py"))
+    read_by_a_library = {"HTTPS_PROXY", "NO_COLOR", "TMPDIR"}
+    assert read_by_a_library <= set(named)
+    assert [name for name in named if not re.search(rf"\b{name}\b", source)] == []
+
+
+def test_page_of_options_is_what_its_script_makes():
+    made = runpy.run_path(str(ROOT / "docs/options.py"))["make_page"]()
     assert (ROOT / "docs/options.md").read_text(encoding="utf-8") == made, "run: python docs/options.py"
 
 
-def test_the_page_of_options_has_each_option_once_where_it_belongs():
-    page, training = _options_on_the_page(), _options_of("math")
-    assert page.pop("Training") == [*training]
-    assert {*page} == {"evaluate", "plan", "check", "compare", "how-much"}
-    for tool, on_page in page.items():
-        added = [flag for flag, help in _options_of(tool, "math").items() if training.get(flag) != help]
-        assert sorted(on_page) == sorted(added), tool
-        assert added, tool
-
-
-def test_every_sentence_about_an_option_is_of_one_that_is_there():
+def test_sentences_about_options_are_of_those_on_the_page():
+    _, *parts = re.split(r"^## (.+)\n", (ROOT / "docs/options.md").read_text(encoding="utf-8"), flags=re.M)
+    page = {
+        name.lower(): sorted(re.findall(r"^\| `--([\w-]+)` \|", text, re.M))
+        for name, text in zip(parts[::2], parts[1::2], strict=True)
+    }
     sentences = yaml.safe_load((ROOT / "docs/options.yaml").read_text(encoding="utf-8"))
-    page = {name.lower(): sorted(flags) for name, flags in _options_on_the_page().items()}
-    assert {part: sorted(f"--{name}" for name in of_part) for part, of_part in sentences.items()} == page
+    assert {name: sorted(of_part) for name, of_part in sentences.items()} == page

@@ -107,14 +107,3 @@ LONG = [pytest.param(series, marks=pytest.mark.long) for series in (stages, b, c
 @pytest.mark.parametrize("holds", [a, *LONG])
 def test_a_series_runs_to_its_tables(holds, tmp_path):
     holds(tmp_path)
-
-
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.sh")), ids=lambda path: path.name)
-def test_a_recipe_names_itself_and_the_variables_that_it_reads(path):
-    text = path.read_text()
-    about = text.partition("\nset -euo pipefail")[0]
-    assert f"bash recipes/{path.name}" in about
-    names = ("LAUNCH", "STEPS", "ROUNDS", "DISCARD", "OUT", "TASKS", "MODEL", "IMAGES", "EDGE")
-    read = {name for name in names if f"${{{name}:-" in text}
-    assert sorted(name for name in read if name not in about) == []
-    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0

@@ -82,46 +82,19 @@ class Checkout:
 
 
 @pytest.mark.parametrize(
-    ("driver", "capability", "torch"),
-    [
-        (None, "", CPU),
-        ("580.65.06", "9.0", USUAL),
-        ("595.10", "12.0", USUAL),
-        ("570.124.06", "9.0", OLDER),
-        ("580.65.06", "7.0", OLDER),  # CUDA 13 has no kernels for Volta
-        ("no answer", "no answer", USUAL),
-    ],
-)
-def test_torch_is_the_build_for_driver_and_gpu(tmp_path, driver, capability, torch):
-    assert Checkout(tmp_path, driver, capability).torch() == [torch]
-
-
-def test_driver_is_read_from_the_kernel_module_too(tmp_path):
-    assert Checkout(tmp_path, module=KERNEL_MODULE).torch() == [OLDER]
-
-
-def test_gpu_newer_than_its_driver_supports_is_refused(tmp_path):
-    lines, output = Checkout(tmp_path, "570.124.06", "12.0").setup(status=1)
-    assert lines == []
-    assert "the NVIDIA driver is 570; torch 2.13.0 needs 580 for this GPU: update it" in output
-
-
-@pytest.mark.parametrize(
-    ("driver", "device", "torch"), [(None, "gpu", USUAL), (None, "cu126", OLDER), ("580.65.06", "cpu", CPU)]
-)
-def test_device_asks_for_a_torch_for_elsewhere(tmp_path, driver, device, torch):
-    assert Checkout(tmp_path, driver).torch(DEVICE=device) == [torch]
-
-
-def test_unknown_device_is_refused(tmp_path):
-    assert (
-        "DEVICE=tpu: gpu, cpu or a build of torch, such as cu126" in Checkout(tmp_path).setup(status=1, DEVICE="tpu")[1]
-    )
-
-
-@pytest.mark.parametrize(
     ("driver", "capability", "device", "present", "torch"),
     [
+        (None, "", "", "", [CPU]),
+        ("580.65.06", "9.0", "", "", [USUAL]),
+        ("595.10", "12.0", "", "", [USUAL]),
+        ("570.124.06", "9.0", "", "", [OLDER]),
+        ("580.65.06", "7.0", "", "", [OLDER]),  # CUDA 13 has no kernels for Volta
+        ("no answer", "no answer", "", "", [USUAL]),
+        # for another machine
+        (None, "", "gpu", "", [USUAL]),
+        (None, "", "cu126", "", [OLDER]),
+        ("580.65.06", "9.0", "cpu", "", [CPU]),
+        # one of another kind is replaced
         ("580.65.06", "9.0", "", "2.13.0+cpu", ["uninstall", USUAL]),
         ("580.65.06", "9.0", "", "2.6.0+cpu", ["uninstall", USUAL]),
         ("580.65.06", "9.0", "", "2.13.0", []),
@@ -133,8 +106,18 @@ def test_unknown_device_is_refused(tmp_path):
         (None, "", "", "2.13.0+cpu", []),
     ],
 )
-def test_torch_of_another_kind_is_replaced(tmp_path, driver, capability, device, present, torch):
+def test_torch_is_the_build_for_driver_and_gpu(tmp_path, driver, capability, device, present, torch):
     assert Checkout(tmp_path, driver, capability).torch(DEVICE=device, TORCH=present) == torch
+
+
+def test_driver_is_read_from_the_kernel_module_too(tmp_path):
+    assert Checkout(tmp_path, module=KERNEL_MODULE).torch() == [OLDER]
+
+
+def test_gpu_newer_than_its_driver_supports_is_refused(tmp_path):
+    lines, output = Checkout(tmp_path, "570.124.06", "12.0").setup(status=1)
+    assert lines == []
+    assert "the NVIDIA driver is 570; torch 2.13.0 needs 580 for this GPU: update it" in output
 
 
 def test_training_comes_without_what_only_tests_need(tmp_path):
@@ -189,5 +172,7 @@ def test_environment_of_someone_else_is_left_alone(tmp_path):
     assert (tmp_path / ".venv" / "lib").exists()
 
 
-def test_unknown_option_is_refused(tmp_path):
-    assert "--tests: there is one option, --test" in Checkout(tmp_path).setup("--tests", status=1)[1]
+def test_unknown_option_and_device_are_refused(tmp_path):
+    checkout = Checkout(tmp_path)
+    assert "--tests: there is one option, --test" in checkout.setup("--tests", status=1)[1]
+    assert "DEVICE=tpu: gpu, cpu or a build of torch, such as cu126" in checkout.setup(status=1, DEVICE="tpu")[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from places import ROOT
 
 import accel_sft
 
+pytestmark = pytest.mark.long  # a release's checks
 PROJECTS = {"accel_sft": ROOT} | {f"accel_sft_{task}": ROOT / "tasks" / task for task in ("chat", "math", "ner")}
 REPORT = ROOT / "accel_sft" / "tools" / "report"
 LAUNCH_FILES = ROOT / "accelerate_configs"
@@ -64,17 +66,23 @@ def wheels(sdists, tmp_path_factory) -> list[Path]:
     return sorted(built.iterdir())
 
 
-@pytest.fixture(scope="module")
-def installed(wheels, tmp_path_factory) -> Path:
-    """The scripts of an environment in which the wheels are, and from this one all else, for torch takes minutes."""
-    folder = tmp_path_factory.mktemp("environment")
+def fresh_environment(folder: Path) -> Path:
+    """The scripts of a virtual environment whose libraries are this one's, for torch takes minutes."""
     venv.create(folder, with_pip=False, symlinks=True)
     paths = {name: sysconfig.get_path(name, "venv", {"base": str(folder)}) for name in ("scripts", "purelib")}
     # .pth files in a folder that a .pth file names are not read: what is installed editable here is not found there
     Path(paths["purelib"], "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = (Path(paths["scripts"], "python"), "-m", "pip", "install", "-q", "--no-deps", "--no-index")
-    run(*pip, "--ignore-installed", *wheels, env=outside(folder))
     return Path(paths["scripts"])
+
+
+@pytest.fixture(scope="module")
+def installed(wheels, tmp_path_factory) -> Path:
+    """The scripts of an environment in which the wheels are."""
+    folder = tmp_path_factory.mktemp("environment")
+    scripts = fresh_environment(folder)
+    pip = (scripts / "python", "-m", "pip", "install", "-q", "--no-deps", "--no-index")
+    run(*pip, "--ignore-installed", *wheels, env=outside(folder))
+    return scripts
 
 
 def outside(home: Path) -> dict[str, str]:
@@ -83,13 +91,13 @@ def outside(home: Path) -> dict[str, str]:
     return {**kept, "HOME": str(home), "COLUMNS": "100"}
 
 
-def test_all_distributions_have_the_version_of_the_trainer(sdists, wheels):
+def test_distributions_have_the_version_of_the_trainer(sdists, wheels):
     version = accel_sft.__version__
     assert [path.name for path in sdists] == [f"{name}-{version}.tar.gz" for name in PROJECTS]
     assert [path.name for path in wheels] == [f"{name}-{version}-py3-none-any.whl" for name in PROJECTS]
 
 
-def test_the_source_distribution_holds_the_package_and_no_part_of_the_tests(sdists):
+def test_source_distribution_holds_the_package_without_tests(sdists):
     with tarfile.open(sdists[0]) as archive:
         names = {Path(*Path(name).parts[1:]).as_posix() for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "accel_sft/launch_files/z2.yaml"} <= names
@@ -109,7 +117,7 @@ def test_wheels_hold_every_module_and_data_file(wheels):
     assert {name for name in held if ".dist-info/" not in name} - expected == set()
 
 
-def test_an_installation_from_wheels_trains_in_an_empty_folder_with_its_own_launch_file(installed, tmp_path):
+def test_installed_wheels_train_with_their_own_launch_file(installed, tmp_path):
     work, home = tmp_path / "work", tmp_path / "home"
     work.mkdir()
     home.mkdir()
@@ -130,3 +138,24 @@ def test_an_installation_from_wheels_trains_in_an_empty_folder_with_its_own_laun
     short = ("--max-steps", "2", "--eval-every", "off", "--output-dir", "run")
     run(*launch, "--main_process_port", "0", "-m", "accel_sft", "math", *short, **user)
     assert (work / "run" / "final" / "model.safetensors").is_file()
+
+
+def test_commands_of_the_tutorial_run(tmp_path):
+    page = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(commands) == 6
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    shutil.copytree(ROOT / "accel_sft", checkout / "accel_sft", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout / name)
+    scripts = fresh_environment(tmp_path / "environment")
+    offline = dict.fromkeys(("PIP_NO_INDEX", "PIP_DISABLE_PIP_VERSION_CHECK", "PIP_NO_COMPILE"), "1")
+    offline["PIP_NO_BUILD_ISOLATION"] = "0"  # pip reads it so: without isolation
+    path = os.pathsep.join((str(scripts), os.environ["PATH"]))
+    env = {**outside(tmp_path), **offline, "PATH": path, "VIRTUAL_ENV": str(scripts.parent)}
+    printed = [run("bash", "-euc", command, cwd=checkout, env=env) for command in commands]
+    assert "Successfully installed accel-sft-evenness-0.1.0" in printed[2]
+    assert re.search(r"\b8 passed|\b9 passed", printed[3])
+    assert (checkout / "runs/evenness/report.md").is_file()
+    assert (checkout / "runs/evenness/final/model.safetensors").is_file()

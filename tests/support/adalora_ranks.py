@@ -16,7 +16,6 @@ from pathlib import Path
 import fsdp2_on_cpu
 import torch
 
-from accel_sft.launch import start
 from accel_sft.models.adapters import AdaLora
 from accel_sft.training.whole import Whole
 
@@ -60,10 +59,7 @@ def checked(self, names):
 
 if __name__ == "__main__":
     AdaLora.after_step, Whole.put_back = recorded, checked
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        fsdp2_on_cpu.allow()
-        audit = start.audit
-        start.audit = lambda config, launch: audit(config, launch, devices=int(os.environ["LOCAL_WORLD_SIZE"]))
+    fsdp2_on_cpu.allow()
 
     from accel_sft.__main__ import main
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
-import threading
 import urllib.parse
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
+
+from local_server import Handler, serving
 
 COMMIT = "a" * 40
 
 
-def _handler(name: str, files: dict[str, bytes]) -> type[BaseHTTPRequestHandler]:
+def _handler(name: str, files: dict[str, bytes]) -> type[Handler]:
     def of_modelscope(path: str, query: dict[str, list[str]]) -> bytes | None:
         """ModelScope's answer to a request for the list of files, or for one file."""
         if path in (f"/api/v1/datasets/{name}/repo/tree", f"/api/v1/models/{name}/repo/files"):
@@ -23,12 +22,7 @@ def _handler(name: str, files: dict[str, bytes]) -> type[BaseHTTPRequestHandler]
         of_file = re.fullmatch(f"/api/v1/(datasets|models)/{name}/repo", path)
         return files.get(query["FilePath"][0]) if of_file else None
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
+    class Hosted(Handler):
         def do_GET(self) -> None:
             (path, _, query), headers = self.path.partition("?"), {"X-Error-Code": "EntryNotFound"}
             body = None
@@ -47,24 +41,13 @@ def _handler(name: str, files: dict[str, bytes]) -> type[BaseHTTPRequestHandler]
             elif path.startswith(("/api/", f"/datasets/{name}/resolve/")):
                 there = f"/datasets/{name}/" in path
                 headers = {"X-Error-Code": "RevisionNotFound" if there else "RepoNotFound"}
-            self.send_response(404 if body is None else 200)
-            for key, value in {**headers, "Content-Length": str(len(body or b""))}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body or b"")
+            self.answer(body or b"", 404 if body is None else 200, headers)
 
         do_HEAD = do_GET
 
-    return Handler
+    return Hosted
 
 
-@contextlib.contextmanager
-def hub(name: str, files: dict[str, bytes]) -> Iterator[str]:
+def hub(name: str, files: dict[str, bytes]) -> AbstractContextManager[str]:
     """Serve one data set; gives the hub's address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _handler(name, files)) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    return serving(_handler(name, files))

@@ -27,7 +27,7 @@ has used them.
 
 def allow() -> None:
     """From now on, the ranks of an FSDP launch form a group on CPUs; other launches do not change."""
-    group, device = PartialState._prepare_backend, PartialState.set_device
+    group, device, audit = PartialState._prepare_backend, PartialState.set_device, start.audit
 
     def over_gloo(self: PartialState, *arguments: Any) -> tuple[str, DistributedType]:
         return ("gloo", DistributedType.MULTI_GPU) if _is_fsdp() else group(self, *arguments)
@@ -38,8 +38,12 @@ def allow() -> None:
         else:
             device(self)
 
+    def audited(config: Any, launch: Any) -> Any:
+        return audit(config, launch, devices=int(os.environ["LOCAL_WORLD_SIZE"]) if _is_fsdp() else None)
+
     PartialState._prepare_backend, PartialState.set_device = over_gloo, on_cpu
     CPUOffloadPolicy.__init__.__defaults__ = (False,)
+    start.audit = audited
 
 
 def _is_fsdp() -> bool:
@@ -48,9 +52,6 @@ def _is_fsdp() -> bool:
 
 if __name__ == "__main__":
     allow()
-    audit = start.audit
-    start.audit = lambda config, launch: audit(config, launch, devices=int(os.environ["LOCAL_WORLD_SIZE"]))
-
     from accel_sft.__main__ import main
 
     main()

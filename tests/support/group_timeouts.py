@@ -11,7 +11,6 @@ import torch
 from torch.distributed.distributed_c10d import _world
 
 from accel_sft.commands import train
-from accel_sft.launch import start
 from accel_sft.resilience.exit import leave_together
 
 
@@ -24,8 +23,6 @@ def record_and_leave() -> None:
 
 if __name__ == "__main__":
     fsdp2_on_cpu.allow()
-    audit = start.audit
-    start.audit = lambda config, launch: audit(config, launch, devices=int(os.environ["LOCAL_WORLD_SIZE"]))
     train.leave_together = record_and_leave
 
     from accel_sft.__main__ import main

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from local_server import Handler, serving
 
 
 class Hub:
@@ -33,18 +33,7 @@ def running():
     """While inside, a hub runs; gives the hub and its address for HF_ENDPOINT."""
     hub = Hub()
 
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-        def answer(self, content, status=200):
-            body = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
+    class Hosted(Handler):
         def do_GET(self):
             hub.tokens.add(self.headers["Authorization"])
             if hub.status:
@@ -55,7 +44,7 @@ def running():
             return self.answer({"id": name, "private": hub.repos[name], "sha": "0" * 40, "siblings": [], "tags": []})
 
         def do_POST(self):
-            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            body = self.body()
             hub.tokens.add(self.headers["Authorization"])
             path = self.path.partition("?")[0]
             if hub.status:
@@ -85,12 +74,5 @@ def running():
                 return self.answer({"commitUrl": commit, "commitOid": oid})
             return self.answer({"error": f"not spoken here: {path}"}, 501)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield hub, f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Hosted) as address:
+        yield hub, address

@@ -176,7 +176,7 @@ class Job:
         last = self.accelerator.process_index == self.accelerator.num_processes - 1
         path = self.save(run_dir, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if last else None)
         self.held.set()
-        self.checkpoints._written.wait()
+        self.checkpoints._written.exception()
         none = torch.zeros(()), training_step.OutOfMemory(), 0, []
         told, said = training_step.reduce_step(*none, self.checkpoints.failed)[3], "nothing"
         try:

@@ -25,49 +25,39 @@ from accel_sft_ner import Ner
 LONGEST_LINE = 4000
 """Most characters of one line of a refusal, which names some fields and quotes a part of each."""
 PREFIX = Math().answer_prefix
+# fmt: off
 TEXTS = [
-    "",
-    " ",
-    "\n",
-    "\0",
-    "\x7f",
-    "\ufeff",
-    "\u2028",
-    "\u0301",
-    "\ud800",
-    "\udfff\ud83d",
-    "😀",
-    "<|im_end|>",
-    "\r\n",
+    "", " ", "\n", "\0", "\x7f", "\x85", "\ufeff", "\u2028", "\u0301", "\ud800", "\udfff\ud83d", "😀", "\u202e", "a\nb",
+    "\r\n", "<|im_end|>", "<|im_start|>assistant\n", "<|endoftext|>", "５=", "２", "²", "-0=", "-1", "1_0=", "1e400",
+    "nan", "auto", "off", "9" * 700 + "=", "9" * 5000, PREFIX, PREFIX + "1 +", "{{ messages }}", "e" + "\u0301" * 50,
+    "x" * 5000, "[", '[{"role": 1}]', "2001-13-45", "../x",
 ]
-TEXTS += [
-    "<|im_start|>assistant\n",
-    "<|endoftext|>",
-    "５=",
-    "-0=",
-    "1_0=",
-    "9" * 700 + "=",
-    PREFIX,
-    PREFIX + "1 +",
-    "\u202e",
+VALUES: list[Any] = [
+    None, True, 0, -1, 3.5, 10**30, 1e308, float("nan"), float("-inf"), [], {}, [[]], [[0]], [[0, -1]], [[0, 10**9]],
+    [[0, 0], [0, 0]], [[0.0, 1.0]], [["0", "1"]], [[True, False]], {"": {}}, {" ": {"a": [[0, 0]]}},
 ]
-TEXTS += ["{{ messages }}", "e" + "\u0301" * 50, "x" * 5000, "[", '[{"role": 1}]', "2001-13-45", "nan", "auto", "../x"]
-VALUES: list[Any] = [None, True, 0, -1, 3.5, 10**30, 1e308, float("nan"), float("-inf"), [], {}, [[]], [[0]], [[0, -1]]]
-VALUES += [
-    [[0, 10**9]],
-    [[0, 0], [0, 0]],
-    [[0.0, 1.0]],
-    [["0", "1"]],
-    [[True, False]],
-    {"": {}},
-    {" ": {"a": [[0, 0]]}},
+LITERALS = [
+    "NaN", "-Infinity", "1e999", "9" * 400, "9" * 5000, "00", "1.", "'a'", "undefined", "nul", '"\\x"', "", '"\\ud800"',
+    "[" * 150 + "]" * 150, "[" * 100_000, '{"a":' * 3000 + "1" + "}" * 3000, '{"a": 1, "a": 2}',
 ]
-LITERALS = ["NaN", "-Infinity", "1e999", "9" * 400, "9" * 5000, "00", "1.", "'a'", "undefined", "nul", '"\\x"', ""]
-LITERALS += ['"\\ud800"', "[" * 150 + "]" * 150, "[" * 100_000, '{"a":' * 3000 + "1" + "}" * 3000, '{"a": 1, "a": 2}']
+BYTES = [
+    codecs.BOM_UTF8, codecs.BOM_UTF16_LE, b"\r\n", b"\r", b"\n", b"\0", b"\xed\xa0\x80", b"\xff", b"\xc3", b"\xe9",
+    b"\xc2\xa0", b"\x0c", b"\x1a", b"\t", b",", b"[", b"]", b"{", b"}", b'"', b"\\", b"//",
+]
+YAML = [
+    "", "~", "2001-13-45", "0x" + "f" * 9000, "9" * 400, "9" * 5000, "!!int ''", "!!int x", "!!bool x", "!!float x",
+    "0b_", "!!timestamp x", "!!binary '%'", "!!python/name:os.system", "!!set {a}", "&a [*a]", "*a", ".", "[a, b]",
+    "[1]", "[[a]]", "[2001-13-45]", "{a: b}", '"\\0"', '"\\ud800"', '"a\\nb"', ".nan", "-.inf", "190:20", "[" * 5000,
+    "[" * 500 + "]" * 500, "{a: " * 500 + "}" * 500, "|\n  a\n  b", "'x", "\t", "%", "- a", "=", "<<", "&p\nfp16: *p",
+    "NO",
+]
+YAML_KEYS = [
+    "<<", "?", "[a]", "{a: b}", "=", "2001-01-01", "~", "''", '"\\0"', "&a seed", "!!int x", "x" * 3000, "seed ", "- a",
+    "\t",
+]
+# fmt: on
 LITERAL = "@literal@"
 """Placeholder in a value for a literal of LITERALS, which `json.dumps` would not write."""
-BYTES = [codecs.BOM_UTF8, b"\r\n", b"\r", b"\n", b"\0", b"\xed\xa0\x80", b"\xff", b"\xc3", b"\xe9", codecs.BOM_UTF16_LE]
-BYTES += [b",", b"[", b"]", b"{", b"}", b'"', b"\\", b"\x0c", b"\xc2\xa0", b"\x1a", b"//", b"\t"]
 
 texts = st.sampled_from(TEXTS) | st.text(max_size=9)
 json_values = st.recursive(
@@ -76,6 +66,14 @@ json_values = st.recursive(
     max_leaves=9,
 )
 values = st.sampled_from(VALUES) | json_values
+yaml_values = st.sampled_from(YAML) | st.text(max_size=9) | json_values.map(json.dumps)
+
+
+def yaml_lines(keys: list[str]) -> st.SearchStrategy[str]:
+    """Up to four lines of YAML, whose keys are these or odd."""
+    key = st.sampled_from(keys) | st.sampled_from(YAML_KEYS) | st.text(max_size=5)
+    pairs = st.lists(st.tuples(key, yaml_values), max_size=4)
+    return pairs.map(lambda pairs: "\n".join(f"{key}: {value}" for key, value in pairs))
 
 
 def holds(count: int, inputs: st.SearchStrategy, check: Any) -> None:
@@ -131,9 +129,7 @@ def written(draw, value: Any) -> bytes:
 in_pieces = st.lists(
     st.sampled_from([*b'[]{}":,\\0', *b" \n\r\t\x0c"]).map(lambda byte: bytes([byte]))
     | st.sampled_from(BYTES)
-    | st.sampled_from(
-        [b'"text"', b'"label"', b'"output"', b'"messages"', b'"role"', b"{}", b"null", b"1e9", b"\\ud83d"]
-    )
+    | st.sampled_from(b'"text" "label" "output" "messages" "role" {} null 1e9 \\ud83d'.split())
 ).map(b"".join)
 """Pieces of JSON, and other bytes, in any order."""
 
@@ -205,7 +201,7 @@ def read(task: Math | Ner | Chat, path: Path, large: bool = False) -> Sequence[A
     if isinstance(examples, UserError):
         one_line_each(examples)
         named = [line for line in examples.problems if "left out: " not in line]  # that last line names their file
-        one_line_each(UserError(*named), f"{path}:")
+        assert all(line.removeprefix(str(path)).startswith((":", " row")) for line in named), named[:9]
         assert 1 <= len(examples.problems) <= row_reading.MAX_PROBLEMS + 1
         return examples
     assert examples

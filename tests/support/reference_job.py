@@ -1,8 +1,11 @@
-"""The small job that many tests launch, its layouts, and the comparison of two of its loss curves."""
+"""The small job that many tests launch, its layouts, and what laws 1 and 3 hold of two runs."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from conftest import accel_sft, stopped
+from safetensors.torch import load_file
 
 STEPS = 6
 JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--validation-examples", "7")
@@ -42,3 +45,27 @@ def same_curve(reference, other):
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-4)
         assert line["supervised_tokens"] == expected["supervised_tokens"]
         assert line["learning_rate"] == expected["learning_rate"]
+
+
+def same_weights(expected, got):
+    """Two runs have exported the same tensors, bit by bit."""
+    files = sorted((expected / "final").glob("*.safetensors"))
+    assert [file.name for file in files] == sorted(file.name for file in (got / "final").glob("*.safetensors"))
+    for file in files:
+        ours, theirs = load_file(got / "final" / file.name), load_file(file)
+        assert ours.keys() == theirs.keys()
+        assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
+
+
+def resumed(whole, run_dir, *arguments, **options):
+    """Resume a run that ended before its end; its losses and weights are those of the run that did not stop."""
+    run = accel_sft(*arguments, "--resume", "auto", run_dir=run_dir, **{**whole.options, **options})
+    assert run.status == 0, run.output
+    assert [line["loss"] for line in run.lines()] == [line["loss"] for line in whole.lines()]
+    same_weights(whole.run_dir, run_dir)
+    return run
+
+
+def goes_on_to_the_same_bits(whole, run_dir, step, **options):
+    """Resume a copy of a run as it was at this step, and compare it with the run that did not stop."""
+    return resumed(whole, stopped(whole, run_dir, step), *whole.arguments, **options)

@@ -6,7 +6,7 @@ prints a line of JSON for each case (the fields of `Case`), with what a GPU woul
 what is exchanged, how many operators are launched, in which precision products are, and the memory at its peak.
 Fake tensors have shapes and no content; a fake process group exchanges nothing. What decides by content gets a
 plausible value (`Watch`). Planted are the device (fake_cuda.py), the process group, the model's weights, and the kernel
-of attention (attention_kernels.py). All else between the launch file and the update is the trainer's, Accelerate's and
+of attention (`kernel_of`). All else between the launch file and the update is the trainer's, Accelerate's and
 torch's own code.
 """
 
@@ -40,7 +40,6 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from attention_kernels import EFFICIENT, FLASH, Call, kernel
 from places import CONFIGS
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed import DeviceMesh, device_mesh
@@ -242,8 +241,23 @@ def _place() -> str:
     return lowest or "torch's autograd"
 
 
+def kernel_of(query: torch.Tensor, key: torch.Tensor, masked: bool, causal: bool) -> str:
+    """The kernel that torch's scaled_dot_product_attention takes on an H100 while cuDNN's comes last.
+
+    A torch without CUDA cannot be asked. The rules are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`
+    (torch 2.6 to 2.13) in torch's order of preference, as far as this package's calls reach them.
+    """
+    half, size = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
+    oblong = causal and query.shape[2] != key.shape[2]
+    if half and size <= 256 and not masked and not oblong:
+        return "flash"
+    if query.shape[1] == key.shape[1] and size % (8 if half else 4) == 0:
+        return "efficient"
+    return "cudnn" if half and size % 8 == 0 and size <= 256 and not oblong else "math"
+
+
 def _attention(watch: Watch) -> Any:
-    """Attention by the kernel that torch would take on an H100."""
+    """Attention by `kernel_of`."""
     aten = torch.ops.aten
 
     def attend(
@@ -258,24 +272,14 @@ def _attention(watch: Watch) -> Any:
     ) -> torch.Tensor:
         if torch.is_autocast_enabled("cuda"):  # as autocast does for this function
             query, key, value = (each.to(torch.get_autocast_dtype("cuda")) for each in (query, key, value))
-            attn_mask = (
-                attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
-            )
-        call = Call(
-            str(query.dtype).removeprefix("torch."),
-            query.shape[-1],
-            "tensor" if attn_mask is not None else "causal" if is_causal else "none",
-            query.shape[2] == key.shape[2],
-            query.shape[1] != key.shape[1],
-            dropout_p,
-        )
-        chosen = kernel(call)
-        watch.attention[f"{chosen}, {call.dtype}, {call.mask}"] += 1
-        if chosen == FLASH:
-            if call.grouped:  # the kernel reads each key head for several query heads; its Meta function does so too
-                pass
+            if attn_mask is not None and attn_mask.is_floating_point():
+                attn_mask = attn_mask.to(query.dtype)
+        chosen = kernel_of(query, key, attn_mask is not None, is_causal)
+        mask = "tensor" if attn_mask is not None else "causal" if is_causal else "none"
+        watch.attention[f"{chosen}, {str(query.dtype).removeprefix('torch.')}, {mask}"] += 1
+        if chosen == "flash":  # it reads each key head for several query heads, as its Meta function does
             return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-        if chosen == EFFICIENT:
+        if chosen == "efficient":
             if attn_mask is not None:
                 if attn_mask.dtype == torch.bool:
                     shape = (*attn_mask.shape[:-1], -attn_mask.shape[-1] // 8 * -8)
@@ -286,7 +290,7 @@ def _attention(watch: Watch) -> Any:
             return aten._scaled_dot_product_efficient_attention(
                 query, key, value, attn_mask, logsumexp, dropout_p, is_causal, scale=scale
             )[0]
-        if call.grouped:
+        if query.shape[1] != key.shape[1]:
             key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale
@@ -527,16 +531,14 @@ def rehearse(case: Case) -> dict[str, Any]:
     ):
         warnings.simplefilter("ignore")
         job = Rehearsal(case, Path(folder))
-        found: dict[str, Any] = {"start": _counted(watch)}
         job.model.train()
         for number in range(case.steps):
             watch.begin()
             tracker.by_part.clear()
             watch.part = "between"
             job.step(number)
-        found |= _counted(watch)
+        found: dict[str, Any] = _counted(watch)
         found["peak"] = dict(tracker.by_part)
-        found["resident"] = tracker.bytes_now()
         found["trained"] = sum(each.numel() for each in job.model.parameters() if each.requires_grad)
         found["forward"] = job.train_step.largest_forward
         if case.export:

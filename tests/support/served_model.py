@@ -7,10 +7,11 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import local_server
 import torch
+from local_server import Handler
 
 
 @dataclass
@@ -116,39 +117,20 @@ class Served:
 def serving(served: Served) -> Iterator[str]:
     """The address of a server, which is gone after the block."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
+    class Model(Handler):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+            body = json.loads(self.body() or b"{}")
             served.asked.append((self.path, dict(self.headers), body))
-            more = {}
-            if served.status:
-                code = served.status.pop(0)
-                found = {"error": {"message": f"no: {self.headers.get('Authorization')}"}}
-                more = {"Location": "http://127.0.0.1:9/v1"} if code == 302 else {}
-                if code == 0:
-                    self.close_connection = True
-                    return
+            if not served.status:
+                code, content = served.answer(self.path, body)
+                self.answer(content, code)
+            elif code := served.status.pop(0):
+                location = {"Location": "http://127.0.0.1:9/v1"} if code == 302 else {}
+                self.answer({"error": {"message": f"no: {self.headers.get('Authorization')}"}}, code, location)
             else:
-                code, found = served.answer(self.path, body)
-            data = json.dumps(found).encode()
-            self.send_response(code)
-            for name, value in {**more, "Content-Length": str(len(data))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(data)
+                self.close_connection = True
 
         do_GET = do_POST
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with local_server.serving(Model) as address:
+        yield f"{address}/v1"

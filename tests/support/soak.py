@@ -21,14 +21,12 @@ import random
 import re
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,7 +78,7 @@ class Launch:
             command = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch"]
             yaml, _, ranks = layout.partition(" on ")
             command += ["--config_file", str(CONFIGS / f"{yaml}.yaml"), "--num_processes", ranks or "2"]
-            command += ["--main_process_port", str(_free_port()), "-m", "accel_sft"]
+            command += ["--main_process_port", "0", "-m", "accel_sft"]
         self.goes_on = any(run_dir.glob("checkpoints/step-*"))
         command += [*JOB, *LAYOUTS[layout], "--output-dir", str(run_dir), "--resume", "auto"]
         # with the fault handler, an abort shows where every thread is
@@ -100,9 +98,6 @@ class Launch:
                     found[int(child.environ()["RANK"])] = child
         self.family += [child for child in found.values() if child not in self.family]
         return [found[rank] for rank in sorted(found)]
-
-    def running(self) -> bool:
-        return self.process.poll() is None
 
     def alive(self) -> list[psutil.Process]:
         """Its processes that are still running."""
@@ -127,8 +122,9 @@ class Launch:
         if not self.begun():
             return "starting", self.done()[0]
         step, judged = self.done()
-        if self.complete():
-            return "ended", step
+        with contextlib.suppress(FileNotFoundError):
+            if '"status": "complete"' in (self.run_dir / "result.json").read_text():
+                return "ended", step  # only its exit is left
         for folder, phase in ((self.run_dir / "checkpoints", "saving"), (self.run_dir, "exporting")):
             if folder.is_dir() and any(re.search(r"\.(partial|outgoing)$", name) for name in os.listdir(folder)):
                 return phase, step
@@ -137,12 +133,6 @@ class Launch:
         if step == STEPS and (self.run_dir / "checkpoints" / f"step-{STEPS:06d}").is_dir():
             return "exporting", step  # before and after the files, up to result.json
         return "stepping", step
-
-    def complete(self) -> bool:
-        """Whether result.json says that the run is complete, so that only its exit is left."""
-        with contextlib.suppress(FileNotFoundError):
-            return '"status": "complete"' in (self.run_dir / "result.json").read_text()
-        return False
 
     def done(self) -> tuple[int, int]:
         """The last step in metrics.jsonl, and the last one that was evaluated (-1: none)."""
@@ -196,12 +186,6 @@ class Launch:
             print(f"--- the end of {file.name}\n{file.read_text(errors='replace')[-6000:]}")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def outcome(run_dir: Path) -> dict:
     """What must be the same at the end: weights, the numbers of all steps and evaluations, curves, status."""
     weights = {}
@@ -240,7 +224,7 @@ def reference(layout: str, folder: Path) -> Reference:
         launch.started += 480 * (number == 0)  # time for the compiler
         lengths: dict[str, list[float]] = {}
         before = None
-        while launch.running() and not launch.late():
+        while launch.process.poll() is None and not launch.late():
             now, at = time.monotonic(), launch.where()
             if at != before:
                 before, since = at, now
@@ -268,15 +252,12 @@ def differences(expected: dict, got: dict) -> list[str]:
 
 @dataclass
 class Kill:
-    """One signal: where it hit, and how the run ended after it."""
+    """One signal: where it hit, and whether the run ended as the uninterrupted one."""
 
     layout: str
     phase: str
-    step: int
-    launcher_gone: bool = False
-    resumed: bool = False
+    launcher_gone: bool
     identical: bool = False
-    hung: bool = False
 
 
 @dataclass
@@ -291,55 +272,43 @@ class Soak:
 
     def folder(self, layout: str, run_dir: Path, expected: Reference) -> None:
         """Start, kill and resume a run in one folder until its kills are spent, let it end, and compare."""
-        count = min(KILLS_PER_FOLDER, self.total - len(self.kills))
-        aims = self.rng.choices(list(PHASES), PHASES.values(), k=count)
+        before = len(self.kills)
+        aims = self.rng.choices(list(PHASES), PHASES.values(), k=min(KILLS_PER_FOLDER, self.total - before))
         plan = sorted((self.rng.choice(STEPS_OF[phase]), phase) for phase in aims)
-        mine: list[Kill] = []
         leftover: Launch | None = None
-        number, ended_well = 0, True
+        number = 0
         while True:
             launch = Launch(layout, run_dir, number)
             number += 1
-            kill = None
-            if plan:
-                step, phase = plan.pop(0)
-                kill = self.kill(launch, layout, expected, step, phase, mine)
-            if kill is None or not kill.hung:
-                seconds = END_SECONDS if kill else max(1.0, launch.started + LAUNCH_SECONDS - time.monotonic())
-                # a resume may come while ranks that lost their launcher are still about to end
-                at_once = kill is not None and kill.launcher_gone and self.rng.random() < 0.5
-                hung = not at_once and not launch.ended(seconds)
-                if hung:
-                    self.hangs += 1
-                    if kill:
-                        kill.hung = True
-            if leftover and not leftover.ended(END_SECONDS):
-                self.hangs += 1
+            kill = self.kill(launch, layout, expected, *plan.pop(0)) if plan else None
+            seconds = END_SECONDS if kill else max(1.0, launch.started + LAUNCH_SECONDS - time.monotonic())
+            # a resume may come while ranks that lost their launcher are still about to end
+            if not (kill and kill.launcher_gone and self.rng.random() < 0.5):
+                self.hangs += not launch.ended(seconds)
+            if leftover:
+                self.hangs += not leftover.ended(END_SECONDS)
             leftover = launch
-            if mine and launch.begun():
-                for each in mine[: -1 if kill else None]:
-                    each.resumed = True
             if kill is None:
-                ended_well = launch.process.returncode == 0
                 break
-        same = outcome(run_dir)
-        wrong = differences(expected.outcome, same)
-        if wrong or not ended_well:
+        wrong = differences(expected.outcome, outcome(run_dir))
+        wrong += [f"exit status {launch.process.returncode}"] if launch.process.returncode else []
+        if wrong:
             self.broken_folders += 1
-            print(f"{layout}: {run_dir.name} did not end as it should: exit {launch.process.returncode}, {wrong}")
             launch.show()
-        for each in mine:
-            each.identical = ended_well and not wrong
-        word = "identical" if ended_well and not wrong else "DIFFERENT"
-        print(f"{layout:8} {run_dir.name}: {word} after {len(mine)} kills and {number} launches", flush=True)
+        for kill in self.kills[before:]:
+            kill.identical = not wrong
+        word = f"DIFFERENT ({', '.join(wrong)})" if wrong else "identical"
+        print(
+            f"{layout:8} {run_dir.name}: {word} after {len(self.kills) - before} kills and {number} launches",
+            flush=True,
+        )
 
-    def kill(
-        self, launch: Launch, layout: str, expected: Reference, step: int, phase: str, mine: list[Kill]
-    ) -> Kill | None:
-        """Wait for the phase at this step or later, and kill at a random instant in it; None if the run ends first."""
+    def kill(self, launch: Launch, layout: str, expected: Reference, step: int, phase: str) -> Kill | None:
+        """Wait for the phase at this step or later, and kill at a random instant in it; None if the run ends first, or
+        hangs."""
         who, number = self.rng.choice(ALONE if layout == "plain" else LAUNCHED)
         delay = self.rng.random() * expected.seconds.get(phase, 0.05)
-        while launch.running() and not launch.late():
+        while launch.process.poll() is None and not launch.late():
             now, at = launch.where()
             if now == phase and (at >= step or phase == "starting"):
                 break
@@ -347,32 +316,21 @@ class Soak:
         time.sleep(delay)
         launch.ranks()
         now, at = launch.where()
-        if not launch.running() or now == "ended":
+        if launch.process.poll() is not None or launch.late() or now == "ended":
             return None
-        kill = Kill(layout, now, at, hung=launch.late())
-        if kill.hung:
-            self.hangs += 1
-            launch.ended(0)
-            who = "nobody"
-        else:
-            who = launch.hit(who, number)
-            kill.launcher_gone = number == KILL and who in ("run", "launcher", "everyone")
+        who = launch.hit(who, number)
+        kill = Kill(layout, now, number == KILL and who in ("run", "launcher", "everyone"))
         self.kills.append(kill)
-        mine.append(kill)
-        told = f"{len(self.kills):3}/{self.total}  {launch.run_dir.name}  {who} {number.name}"
-        print(f"{layout:8} {told:44}  {now:10}  step {at:2}{'  HANGS' if kill.hung else ''}", flush=True)
+        line = f"{len(self.kills):3}/{self.total}  {launch.run_dir.name}  {who} {number.name}"
+        print(f"{layout:8} {line:44}  {now:10}  step {at:2}", flush=True)
         return kill
 
 
 def table(kills: list[Kill]) -> str:
-    lines = [f"{'':12}{'kills':>7}{'resumed':>9}{'identical':>11}{'hangs':>7}"]
-    groups = {"all": kills}
-    for name in ("phase", "layout"):
-        for value in Counter(getattr(kill, name) for kill in kills):
-            groups[value] = [kill for kill in kills if getattr(kill, name) == value]
-    for name, group in groups.items():
-        resumed, identical, hung = (sum(getattr(k, what) for k in group) for what in ("resumed", "identical", "hung"))
-        lines.append(f"{name:12}{len(group):7}{resumed:9}{identical:11}{hung:7}")
+    lines = [f"{'':12}{'kills':>7}{'identical':>11}"]
+    for name in ("all", *dict.fromkeys(name for kill in kills for name in (kill.phase, kill.layout))):
+        group = [kill for kill in kills if name in ("all", kill.phase, kill.layout)]
+        lines.append(f"{name:12}{len(group):7}{sum(kill.identical for kill in group):11}")
     return "\n".join(lines)
 
 
@@ -397,7 +355,7 @@ def main() -> int:
         soak.folder(layout, folder / f"run-{number}", expected[layout])
         number += 1
     print(f"\n{table(soak.kills)}\n")
-    good = sum(kill.identical and kill.resumed for kill in soak.kills)
+    good = sum(kill.identical for kill in soak.kills)
     print(f"{good} of {soak.total} kills resumed and identical, {soak.hangs} hangs", end=", ")
     print(f"{number} folders, {time.monotonic() - started:.0f} s, seed {arguments.seed}")
     if arguments.keep:

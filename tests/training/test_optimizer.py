@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule
 
-from accel_sft.api.changes import changed
-from accel_sft.api.config import TrainConfig
+from accel_sft.api.config import TrainConfig, changed
 from accel_sft.training.optimizer import new_optimizer
 from accel_sft.training.schedule import learning_rate
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from itertools import product
 
-import attention_kernels
 import pytest
 import torch
-import yaml
-from conftest import accel_sft
 from packaging.version import Version
-from reference_job import JOB, LAYOUTS, ONCE, same_curve
 
-import gpu_rehearsal
+import plan_accuracy
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or not shutil.which(os.environ.get("CXX", "g++")),
@@ -29,8 +24,8 @@ KERNEL = {
     ("padded", "causal"): "flash",
 }
 """The kernel of attention for each layout, on a GPU that has FlashAttention for bounds."""
-DDP, FSDP2, HSDP = ({"launch": name, "ranks": ranks} for name, ranks in gpu_rehearsal.LAUNCHES)
-SHARED, PACKED, PADDED = ({"layout": layout, "attention": way} for layout, way in gpu_rehearsal.LAYOUTS)
+DDP, FSDP2, HSDP = ({"launch": name, "ranks": ranks} for name, ranks in plan_accuracy.SHARDED)
+SHARED, PACKED, PADDED = ({"layout": layout, "attention": way} for layout, way in plan_accuracy.LAYOUTS)
 LORA, RECOMPUTED = {"adapter": "lora"}, {"gradient_checkpointing": True}
 BLOCKS = 2
 QUICK = [
@@ -67,7 +62,7 @@ BY_MASK = {
 def quick():
     if Version(torch.__version__) < Version("2.13"):
         pytest.skip("fake_cuda.cpp is written for the headers of torch 2.13")
-    return [*gpu_rehearsal.run(QUICK)]
+    return [*plan_accuracy.rehearsed(QUICK)]
 
 
 def check(found):
@@ -106,7 +101,7 @@ def check(found):
 
 @pytest.mark.parametrize("cases", ["quick", pytest.param("every", marks=pytest.mark.long)])
 def test_a_step_waits_exchanges_and_multiplies_as_it_is_designed_to(cases, quick):
-    for found in quick if cases == "quick" else gpu_rehearsal.run(EVERY):
+    for found in quick if cases == "quick" else plan_accuracy.rehearsed(EVERY):
         check(found)
 
 
@@ -117,34 +112,13 @@ def test_sharded_weights_are_exported_with_one_copy_to_the_host_for_each(quick):
         assert len(copies) == len(found["export"]["waits"]) == gathered
 
 
-@pytest.mark.parametrize(("call", "expected"), attention_kernels.TABLE)
-def test_the_kernel_of_attention_follows_from_torchs_rules(call, expected):
-    assert attention_kernels.kernel(call) == expected
-
-
-@pytest.mark.parametrize("shapes", [pytest.param(40, marks=pytest.mark.long)])
-def test_plan_agrees_with_torchs_tracker(shapes):
-    models = {name: {**gpu_rehearsal.MODELS[name], "num_hidden_layers": 6} for name in ("0.5B", "1.5B", "7B")}
-    wanted = [*gpu_rehearsal.cases(models, shapes)]
-    errors = gpu_rehearsal.errors(wanted)
+@pytest.mark.long
+def test_plan_agrees_with_torchs_tracker():
+    wanted = [plan_accuracy.cut(case, 6) for case in plan_accuracy.rehearsed_cases()]
+    unnamed = [{key: value for key, value in case.items() if key != "name"} for case in wanted]
+    errors = []
+    for case, found in zip(wanted, plan_accuracy.rehearsed(unnamed), strict=True):
+        predicted = plan_accuracy.predicted_simulation({**case, **found})["step"] * plan_accuracy.GIB
+        errors.append(abs(predicted / max(found["peak"].values()) - 1))
     assert sum(errors) / len(errors) <= 0.05, errors
     assert max(errors) <= 0.12, errors
-
-
-@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.long) for stage in (2, 3)])
-def test_deepspeed_that_overlaps_exchange_and_backward_as_on_gpus_draws_the_same_curve(launched, tmp_path, stage):
-    zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
-    zero |= {"reduce_bucket_size": 2 * 10**8, "stage3_gather_16bit_weights_on_model_save": stage == 3}
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
-    content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "num_machines": 1}
-    content |= {"num_processes": 2, "deepspeed_config": {"deepspeed_config_file": str(tmp_path / "ds.json")}}
-    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(content))
-    options = LAYOUTS[f"z{stage}"]
-    plain = launched(f"z{stage} without overlap", *JOB, *ONCE, "--micro-batch-size", "2", **options)
-    # beside a DeepSpeed file accelerate takes no precision by a flag
-    given = {"yaml": str(tmp_path / "launch"), "environment": {"ACCELERATE_MIXED_PRECISION": "no"}}
-    overlapping = accel_sft(*JOB, *ONCE, "--micro-batch-size", "2", run_dir=tmp_path / "run", **given)
-    assert overlapping.status == 0, overlapping.output
-    written = json.loads((tmp_path / "run/run.json").read_text())["launch"]["deepspeed_config"]
-    assert written["zero_optimization"]["overlap_comm"] is True
-    same_curve(plain.lines(), overlapping.lines())

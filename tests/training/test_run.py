@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from conftest import accel_sft, stopped
 from fake_plugins import install
 from limits import limit
-from reference_job import JOB, LAYOUTS, MICRO, ONCE, layout, same_curve
+from reference_job import JOB, LAYOUTS, MICRO, ONCE, goes_on_to_the_same_bits, layout, same_curve
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,7 +38,7 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["z2"])  # the others: tests/faults/test_layouts.py
+@pytest.mark.parametrize("name", ["z2"])  # the others: tests/laws/test_layouts.py
 def test_a_resumed_run_ends_with_the_same_bits(launched, tmp_path, name):
     whole = layout(launched, name)
     broken_off = tmp_path / "run"
@@ -328,15 +328,7 @@ def test_an_adapter_is_saved_alone_and_loads_in_plain_peft(launched, yaml):
 
 
 def test_an_adapter_run_with_dropout_resumes_to_the_same_bits(launched, tmp_path):
-    whole = lora(launched, "z3")
-    copy = tmp_path / "run"
-    shutil.copytree(whole.run_dir, copy)
-    shutil.rmtree(copy / "checkpoints" / "step-000006")
-    (copy / "result.json").unlink()
-    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=copy, **whole.options)
-    assert resumed.status == 0, resumed.output
-    expected, got = (load_file(r / "final" / "adapter_model.safetensors") for r in (whole.run_dir, copy))
-    assert all(torch.equal(expected[key], got[key]) for key in expected)
+    goes_on_to_the_same_bits(lora(launched, "z3"), tmp_path / "run", 3)
 
 
 def test_an_adapter_does_not_go_on_upon_other_weights_than_those_it_stood_on(launched, tmp_path):

@@ -37,7 +37,7 @@ from accel_sft.training.prepare import Assembly, plan_steps, texts_of
 
 
 def run(task_name: str, task: Task, config: CheckConfig) -> None:
-    """Audit `task`'s data for `--model`, and print the findings; exit with status 1 on errors or, if strict, warnings."""
+    """Audit the data for `--model`, and print the findings; exit with status 1 on errors or, if strict, warnings."""
     if under_launcher() or "LOCAL_RANK" in os.environ:
         raise UserError(
             f"accel-sft check {task_name} runs in one process: "

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.adapters import OF_ADAPTERS
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.errors import UserError
+from accel_sft.api.limits import OF_ADAPTERS
 from accel_sft.api.options import Setting
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record, recorded_name

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.changes import LAYOUT
+from accel_sft.api.config import LAYOUT
 from accel_sft.io.files import is_number, mapping, read_object
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory

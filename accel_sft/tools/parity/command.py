@@ -1,8 +1,8 @@
 """`accel-sft parity`: compares what a server answers with what the run's own weights answer."""
 
+import dataclasses
 import json
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,13 @@ from typing import Any
 import click
 
 from accel_sft.api.errors import UserError
+from accel_sft.api.options import settings
+from accel_sft.api.registry import build, load
+from accel_sft.api.task_file import recorded_name
+from accel_sft.api.tool_configs import EvaluateConfig
+from accel_sft.commands.trained import LONGEST_ANSWER, Trained, begin_command
+from accel_sft.io import terminal
+from accel_sft.io.run_record import recorded_options
 
 NOISE_FLOAT32, NOISE_REDUCED = 2e-4, 5e-2
 """Nats between log-probabilities, on average, up to which two libraries differ in float32, and in 16 bits."""
@@ -41,11 +48,7 @@ def parity(ctx: click.Context, run: str, as_json: bool, **options: Any) -> None:
     tokenizer, weights without the training, stop token, context. Exit status: 0 if the answers are the run's, but for
     near ties of rounding; 1 if not.
     """
-    from accel_sft.launch.environment import prepare_environment
-    from accel_sft.resilience.exit import ExitHandler
-
-    ctx.ensure_object(ExitHandler).debug = options["debug"]
-    prepare_environment(options["debug"])
+    begin_command(ctx, debug=options["debug"])
     result = compared(run, options)
     if as_json:
         click.echo(json.dumps(result, ensure_ascii=False, indent=2))
@@ -58,29 +61,20 @@ def parity(ctx: click.Context, run: str, as_json: bool, **options: Any) -> None:
 
 def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     """Compare and return what `--json` prints."""
-    from accel_sft.io.run_dir import RunDir
-
-    record = RunDir.record_around(run)
+    trained = Trained(run)
+    record = trained.record
     if record is None:  # the line comes at once: the imports below take seconds
         raise UserError(f"RUN {run}: no run.json there; name the folder of a run")
-    from accel_sft.api.options import settings
-    from accel_sft.api.registry import build, load
-    from accel_sft.api.task_file import recorded_name
-    from accel_sft.api.tool_configs import EvaluateConfig
     from accel_sft.chat.conversation import read_split
-    from accel_sft.commands.generate import LONGEST_ANSWER, one_process
     from accel_sft.evaluation import served
     from accel_sft.evaluation.endpoint import Endpoint
-    from accel_sft.io import terminal
-    from accel_sft.io.run_record import recorded_options
     from accel_sft.launch.accelerator import create_accelerator
     from accel_sft.launch.info import launch_of_this_process
-    from accel_sft.launch.precision import precision_in_record
     from accel_sft.models.source import find_source, other_base
     from accel_sft.tools.parity.comparison import Reference
     from accel_sft.training.prepare import Assembly
 
-    if record.get("raw_text"):
+    if trained.raw_text:
         raise UserError(f"RUN {run}: raw text has no answers; hold the server's /v1/completions to accel-sft generate")
     word = options["task"] or record["task"]
     if recorded_name(word) != record["task"]:
@@ -88,27 +82,18 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     task_class = load(word)
     own = recorded_options(record, settings(task_class), None, f"RUN {run}", same_data=options["same_data"])
     task = build(word, task_class, own)
-    if problems := [*served.problems(task), *one_process("parity")]:
+    if problems := served.problems(task):
         raise UserError(*problems)
-    of_run = "max_length", "max_new_tokens", "thinking", "template_date", "control_tokens", "load_in_4bit", "seed"
-    trained = {name: value for name in of_run if (value := record["config"].get(name)) is not None}
-    config = EvaluateConfig(
-        model=RunDir.weights_in(run),
-        eval_limit=options["examples"],
-        trust_remote_code=options["trust_remote_code"],
-        debug=options["debug"],
-        **{"template_date": time.strftime("%Y-%m-%d"), **trained},
-    )
-    if problems := config.problems():
-        raise UserError(*(f"{line}; so says the run.json of {run}" for line in problems))
-    config = config.resolved({})
+    given = {name: options[name] for name in ("trust_remote_code", "debug")}
+    config = EvaluateConfig(model=trained.weights, eval_limit=options["examples"], **given)
+    config = dataclasses.replace(trained.settings(config, "seed"), load_in_4bit=trained.in_4bit)
     endpoint = Endpoint(options["url"], options["model"], options["key_from"], options["timeout"])
     endpoint.text_tokens(".")  # a server that is not there is told before weights are loaded
     with terminal.quiet(None, config.debug, shown_on=2) as out:
-        for line in RunDir.choice_in(run):
+        for line in trained.notes:
             print(terminal.wrapped(line), file=out)
         accelerator, _ = create_accelerator(
-            config, launch_of_this_process(), train=False, precision_of_run=precision_in_record(record)
+            config, launch_of_this_process(), train=False, precision_of_run=trained.precision
         )
         source = find_source(config.model)
         for line in other_base(source):
@@ -117,7 +102,7 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
         encoding = assembly.encode(read_split(task, "validation"), "validation")
         model = assembly.load_model(encoding).to(accelerator.device).eval()
         evaluator = assembly.evaluator(model, encoding, sharded=False)
-        most = config.max_new_tokens or record.get("max_new_tokens") or LONGEST_ANSWER
+        most = config.max_new_tokens or LONGEST_ANSWER
         with terminal.waiting(f"{Path(config.model)} answers"):
             reference = Reference(accelerator, evaluator, model, source, record, config, most)
         return _result(reference, endpoint, record)

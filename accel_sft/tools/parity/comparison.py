@@ -13,9 +13,8 @@ from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.answer_text import without_thinking
 from accel_sft.chat.conversation import Conversation, conversation
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
-from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.endpoint import Endpoint, EndpointError, Reply
-from accel_sft.evaluation.evaluator import Evaluation, Evaluator
+from accel_sft.evaluation.evaluator import Evaluation, Evaluator, Generated
 from accel_sft.evaluation.left_padded import generate
 from accel_sft.evaluation.served import refuse_beyond_text
 from accel_sft.models.architecture import arguments

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.launch_limits import TENSOR_PARALLEL, launch_problem
+from accel_sft.api.limits import TENSOR_PARALLEL, launch_problem
 from accel_sft.launch.info import Launch, launch_of_yaml
 from accel_sft.launch.parallelism import audit_parallelism, sized
 from accel_sft.launch.precision import assume_precision

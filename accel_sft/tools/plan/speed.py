@@ -1,7 +1,7 @@
 """A simple model of what a step sends between ranks and to the host, and of its time, to compare launch files.
 
 Computing takes the model's FLOPs, and those of a second forward with gradient checkpointing, at a share of the device's
-peak. Each forward adds the cost of 1,024 tokens, as batching/autotune.py assumes. The time for sending follows from the
+peak. Each forward adds the cost of 1,024 tokens, as batching/choice.py assumes. The time for sending follows from the
 device's links; half of the exchange between ranks overlaps with computing. On CPUs nothing is moved for an offload: the
 host is where the weights are, and the optimizer runs, under any launch. Only ratios between launch files mean anything;
 docs/planning.md compares them with published runs.

@@ -11,9 +11,9 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from accel_sft.api.adapters import names_of
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line
+from accel_sft.api.limits import names_of
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.io.findings import Finding
 from accel_sft.models.architecture import REFUSALS, alike

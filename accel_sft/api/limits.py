@@ -1,10 +1,21 @@
-"""Says which settings a launch cannot train with, and why. Needs no torch."""
+"""Which settings, adapter types, optimizers and launches go together, and why others do not. Needs no torch."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from accel_sft.api.adapters import ADAPTERS
+from accel_sft.api.options import chosen, flag_of
 
+_SAVED = {"lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+_VARIANTS = {"use_rslora": "use_rslora", "use_dora": "use_dora", "modules_to_save": "lora_modules_to_save"}
+ADAPTERS: dict[str, Mapping[str, str]] = {
+    "lora": {"r": "lora_r", **_SAVED, **_VARIANTS, "target_parameters": "lora_target_parameters"},
+    "adalora": {"target_r": "lora_r", **_SAVED},
+}
+"""Adapter types by peft's name in lower case, each with what is fixed when one is created: keys of peft's
+`adapter_config.json`, and the fields of `TrainConfig` that must have the same value when it is trained further."""
+OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+"""Settings that every adapter type has; without an adapter they do nothing."""
+_LORA_ONLY = ("use_rslora", "use_dora", "lora_modules_to_save", "lora_target_parameters", "load_in_4bit")
 STATE_BYTES: dict[str, float] = {
     "adamw": 8,
     "adamw-8bit": 2 + 2 * 4 / 256,  # two moments: each a byte an element, and a float32 scale for 256 elements
@@ -21,7 +32,7 @@ _SETTINGS: dict[tuple[str, Any], Mapping[str, str]] = {
     ("use_dora", True): {"DEEPSPEED 3": f"each forward reads whole weights of the base, {_SHARDED}"},
     ("lora_modules_to_save", True): {
         "FSDP": "a matrix that is both embedding and head would be shared out twice; launch with "
-        "accelerate_configs/ddp.yaml or z2.yaml",
+        "accelerate_configs/ddp.yaml or z2.yaml"
     },
     ("load_in_4bit", True): {
         "DEEPSPEED 3": f"bitsandbytes computes with whole weights in 4 bits, {_SHARDED}",
@@ -49,6 +60,25 @@ _SETTINGS: dict[tuple[str, Any], Mapping[str, str]] = {
 The value True stands for any value that switches the setting on."""
 
 
+def names_of(text: str | None) -> list[str]:
+    """Return the comma-separated names in an option's text."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def adapter_conflicts(config: Any) -> list[str]:
+    """Return a line for each setting of a `TrainConfig` that needs `--adapter lora` but lacks it, or that peft cannot
+    combine with another."""
+    if config.adapter != "lora":
+        flags = map(flag_of, chosen(config, _LORA_ONLY))
+        return [f"{flag} works only with --adapter lora: add that, or leave {flag} out" for flag in flags]
+    lines = []
+    if names_of(config.lora_target_parameters) and config.use_dora:
+        lines.append("--lora-target-parameters: peft has no DoRA for parameters; leave --use-dora out")
+    if names_of(config.lora_target_parameters) and config.lora_dropout:
+        lines.append("--lora-target-parameters: peft has no dropout for parameters; set --lora-dropout 0")
+    return lines
+
+
 def launch_problem(settings: Any, backend: str, stage: int = 0, offload: str = "none") -> str | None:
     """Return why this launch cannot train with these settings, in one line; None if it can.
 
@@ -59,10 +89,9 @@ def launch_problem(settings: Any, backend: str, stage: int = 0, offload: str = "
         offload: where the optimizer is offloaded to.
     """
     for (name, value), problems in _SETTINGS.items():
-        found = getattr(settings, name, None)  # a Job has only what memory and speed depend on
-        found = bool(found) if value is True else found
+        set_to = getattr(settings, name, None)  # a Job has only what memory and speed depend on
         kinds_of_launch = (backend, f"{backend} {stage}", f"{backend} {offload}")
-        if found == value and (why := next(filter(None, map(problems.get, kinds_of_launch)), None)):
-            flag = f"--{name.replace('_', '-')}"
-            return f"{flag}: {why}" if value is True else f"{flag} {value}: {why}"
+        why = next(filter(None, map(problems.get, kinds_of_launch)), None)
+        if why and (bool(set_to) if value is True else set_to) == value:
+            return f"{flag_of(name)}: {why}" if value is True else f"{flag_of(name)} {value}: {why}"
     return None

@@ -1,4 +1,4 @@
-"""Law 1 on real launches: one curve for every layout (faults/test_layouts.py has all of them)."""
+"""Law 1 on real launches: one curve for every layout (test_layouts.py has all of them)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import yaml
 from conftest import CUTS_WEIGHTS, accel_sft
 from fake_plugins import install
 from reference_job import FP32, JOB, LAYOUTS, ONCE, layout, same_curve
 
 MARKS = {
     "tp": CUTS_WEIGHTS,
-    # tests/faults/test_layouts.py checks their curves too
+    # tests/laws/test_layouts.py checks their curves too
     "ddp": pytest.mark.long,
     "z2_offload": pytest.mark.long,
 }
@@ -37,7 +38,7 @@ class Pieces(Shipped):
 """
 
 
-def test_a_head_in_pieces_draws_the_same_curve(launched, tmp_path):
+def test_head_in_pieces_draws_the_same_curve(launched, tmp_path):
     (tmp_path / "site").mkdir()
     install(tmp_path / "site", "accel-sft-pieces", "pieces = accel_sft_pieces:Pieces", PIECES)
     environment = {"PYTHONPATH": str(tmp_path / "site")}
@@ -47,7 +48,7 @@ def test_a_head_in_pieces_draws_the_same_curve(launched, tmp_path):
     same_curve(layout(launched, "plain").lines(), run.lines())
 
 
-def test_ranks_share_the_tokens_of_each_row_and_torchrun_alone_starts_data_parallel_ones(launched):
+def test_launches_say_how_ranks_share_rows(launched):
     shared, alone = layout(launched, "z3_sp"), layout(launched, "torchrun")
     assert "DeepSpeed ZeRO-3, rows shared by 2 ranks" in shared.output
     assert "one row a forward, its tokens shared by 2 ranks" in shared.output
@@ -79,9 +80,29 @@ def test_two_machines_draw_the_same_curve(launched, tmp_path):
     same_curve(layout(launched, "plain").lines(), first.lines())
 
 
+# exchange and backward overlap by default on GPUs alone
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.long) for stage in (2, 3)])
+def test_overlapping_deepspeed_draws_the_same_curve(launched, tmp_path, stage):
+    zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
+    zero |= {"reduce_bucket_size": 2 * 10**8, "stage3_gather_16bit_weights_on_model_save": stage == 3}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "num_machines": 1}
+    content |= {"num_processes": 2, "deepspeed_config": {"deepspeed_config_file": str(tmp_path / "ds.json")}}
+    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(content))
+    options = LAYOUTS[f"z{stage}"]
+    plain = launched(f"z{stage} without overlap", *JOB, *ONCE, "--micro-batch-size", "2", **options)
+    # beside a DeepSpeed file accelerate takes no precision by a flag
+    given = {"yaml": str(tmp_path / "launch"), "environment": {"ACCELERATE_MIXED_PRECISION": "no"}}
+    overlapping = accel_sft(*JOB, *ONCE, "--micro-batch-size", "2", run_dir=tmp_path / "run", **given)
+    assert overlapping.status == 0, overlapping.output
+    written = json.loads((tmp_path / "run/run.json").read_text())["launch"]["deepspeed_config"]
+    assert written["zero_optimization"]["overlap_comm"] is True
+    same_curve(plain.lines(), overlapping.lines())
+
+
 @pytest.mark.nvme
 @pytest.mark.timeout(1500)
-def test_parameters_and_states_on_disk_draw_the_same_curve(launched, tmp_path):
+def test_states_on_disk_draw_the_same_curve(launched, tmp_path):
     disk = (
         "--offload_param_nvme_path",
         str(tmp_path / "disk"),

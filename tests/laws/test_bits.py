@@ -9,33 +9,25 @@ import sys
 import sysconfig
 
 import psutil
-import torch
 from conftest import accel_sft
 from limits import wait_for
 from places import CONFIGS
-from reference_job import FP32, JOB, ONCE, layout, same_curve
-from safetensors.torch import load_file
+from reference_job import FP32, JOB, ONCE, layout, same_curve, same_weights
 from stopping import steps_done
 
 DROPOUT = ("math", "--adapter", "lora", "--lora-dropout", "0.1", "--max-steps", "20", "--global-batch-size", "10")
 DROPOUT += ("--train-examples", "500", "--seed", "7", "--eval-every", "off", "--save-every", "20")
 
 
-def same_weights(expected, got, name):
-    expected, got = (load_file(folder / "final" / f"{name}.safetensors") for folder in (expected, got))
-    assert expected.keys() == got.keys()
-    assert all(torch.equal(expected[key], got[key]) for key in expected)
-
-
-def test_one_process_ends_with_the_same_bits_again(launched, tmp_path):
+def test_same_command_ends_with_the_same_bits(launched, tmp_path):
     first = layout(launched, "plain with recomputed activations")
     environment = {"ACCEL_SFT_CACHE": str(tmp_path / "cache")}
     again = accel_sft(*first.arguments, run_dir=tmp_path / "run", environment=environment)
     assert again.status == 0, again.output
-    same_weights(first.run_dir, tmp_path / "run", "model")
+    same_weights(first.run_dir, tmp_path / "run")
 
 
-def test_two_ranks_with_dropout_that_are_killed_before_a_checkpoint_go_on_to_the_same_bits(tmp_path):
+def test_ranks_killed_before_a_checkpoint_end_with_the_same_bits(tmp_path):
     options = {"yaml": "ddp", "launcher": FP32}
     whole = accel_sft(*DROPOUT, run_dir=tmp_path / "whole", **options)
     assert whole.status == 0, whole.output
@@ -60,11 +52,11 @@ def test_two_ranks_with_dropout_that_are_killed_before_a_checkpoint_go_on_to_the
     resumed = accel_sft(*DROPOUT, "--resume", "auto", run_dir=run_dir, **options)
     assert resumed.status == 0, resumed.output
     assert "a forward, as before" in " ".join(resumed.output.split())
-    same_weights(whole.run_dir, run_dir, "adapter_model")
+    same_weights(whole.run_dir, run_dir)
     assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
 
 
-def test_deterministic_asks_libraries_for_kernels_that_repeat_every_bit(launched, tmp_path):
+def test_deterministic_asks_for_kernels_that_repeat_every_bit(launched, tmp_path):
     """In a process of its own, for it holds for all that follows."""
     code = "from accel_sft.launch.accelerator import create_accelerator; from accel_sft.api.config import TrainConfig\n"
     code += "from accel_sft.launch.info import launch_of_this_process\n"

@@ -34,7 +34,7 @@ def test_twin_flow_has_states_in_both_of_its_optimizers(everywhere):
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_resumed_run_ends_with_the_same_bits_at_every_stage_and_offload_with_dropout(everywhere, name, precision):
+def test_resumed_run_ends_with_the_same_bits(everywhere, name, precision):
     run = everywhere[f"{name} {precision}"]
     assert run["resumed"] == run["whole"]
     assert len(set(run["losses"])) == len(run["losses"])
@@ -53,7 +53,7 @@ def test_resumed_run_on_three_ranks_has_the_same_bits(three_ranks, name):
     assert three_ranks[name]["resumed"] == three_ranks[name]["whole"]
 
 
-def test_a_resumed_run_in_half_precision_throughout_ends_with_the_same_bits(everywhere):
+def test_resumed_run_in_half_precision_ends_with_the_same_bits(everywhere):
     run = everywhere["ddp bfloat16"]
     assert run["resumed"] == run["whole"]
 
@@ -75,7 +75,7 @@ def test_averages_are_the_same(everywhere, name):
     assert everywhere[name]["averaged"] == pytest.approx(everywhere["ddp"]["averaged"], rel=1e-5, abs=1e-5)
 
 
-def test_a_rank_that_cannot_write_its_part_of_a_checkpoint_ends_all_with_its_line(everywhere):
+def test_rank_that_cannot_write_ends_all_with_its_line(everywhere):
     (failed, told, said, there), *others = everywhere["refused"]
     assert (failed, told, there) == (False, True, False)
     assert said.endswith(": the disk is full; free space, then go on with --resume auto")
@@ -94,7 +94,7 @@ def test_ddp_keeps_no_gradients_beside_its_buckets(everywhere):
 
 @pytest.mark.skipif("fsdp2" not in LAYOUTS, reason="this torch's FSDP2 does not run on CPUs")
 @pytest.mark.parametrize("what", ["gradients", "sharded", "losses", "averages", "restored"])
-def test_fsdp_holds_shards_of_gradients_only_and_rounds_neither_losses_nor_averages(everywhere, what):
+def test_fsdp_holds_shards_and_rounds_no_losses(everywhere, what):
     assert everywhere["only under fsdp2"][what]
 
 
@@ -116,12 +116,12 @@ def test_the_curve_is_the_same(everywhere, name):
 @pytest.mark.parametrize("how", ["loss", "gradient"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(everywhere, name, precision, how):
+def test_nonfinite_step_on_one_rank_changes_no_rank(everywhere, name, precision, how):
     assert everywhere[f"{name} {precision}"][how] == {"told": True, "kept": True, "goes on": True}
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "z3" not in name and "fsdp2" not in name])
-def test_a_step_without_room_on_one_rank_is_repeated_by_all_with_the_same_losses(everywhere, name):
+def test_step_without_room_is_repeated_by_all_ranks(everywhere, name):
     run = everywhere[name]
     assert run["cramped"] == pytest.approx(run["losses"][-len(run["cramped"]) :], rel=1e-6)
     assert 0 < run["tokens"] <= 12  # half of three rows, or less
@@ -131,7 +131,7 @@ def test_a_step_without_room_on_one_rank_is_repeated_by_all_with_the_same_losses
 @pytest.mark.parametrize(
     "name", [n for n in LAYOUTS if "offload" not in n and "twin" not in n]
 )  # not the host's memory
-def test_what_is_reserved_before_the_first_step_is_what_the_first_two_take(everywhere, name):
+def test_reserved_memory_covers_the_first_two_steps(everywhere, name):
     memory = everywhere[f"{name} memory"]
     for what in memory.keys() - {"reserved"}:
         assert memory[what] <= memory["reserved"] + 4096, what  # counters, and what rows differ by

@@ -1,0 +1,112 @@
+"""The commands that list and print what is installed: `tasks`, `launch-file` and `completion`."""
+
+import json
+from typing import Any
+
+import click
+from click.shell_completion import get_completion_class
+
+from accel_sft.api import registry
+from accel_sft.api.errors import UserError
+from accel_sft.io.terminal import wrapped
+from accel_sft.launch.info import FOLDER, shipped
+
+NAME, VARIABLE = "accel-sft", "_ACCEL_SFT_COMPLETE"
+"""The program's name, and the environment variable with which the script asks it for completions."""
+_INSTALLED = {
+    "bash": "echo 'eval \"$(accel-sft completion bash)\"' >> ~/.bashrc",
+    "zsh": "echo 'eval \"$(accel-sft completion zsh)\"' >> ~/.zshrc",
+    "fish": "accel-sft completion fish > ~/.config/fish/completions/accel-sft.fish",
+}
+_BEFORE_SCRIPT = {"zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }"}
+"""Lines that a shell must run before the script: a plain zsh has its completion system switched off."""
+_ONCE = "\b\nOnce, for every shell that is started from then on:\n" + "\n".join(f"  {c}" for c in _INSTALLED.values())
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON, with versions, entry points and why one is broken.")
+def tasks(as_json: bool) -> None:
+    """List the installed tasks, their versions, and the broken ones and why."""
+    listed = [_described(plugin) for plugin in registry.plugins()]
+    if as_json:
+        click.echo(json.dumps(listed, indent=2, ensure_ascii=False))
+        return
+    if not listed:
+        click.echo("No task is installed. `accel-sft new-task NAME` starts one of your own.")
+    rows = [
+        (
+            task["name"],
+            f"{task['distribution']} {task['version']}",
+            "ok" if task["usable"] else "broken",
+            task["summary"],
+        )
+        for task in listed
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        click.echo(wrapped(line, indent=sum(widths[:-1]) + 2 * len(widths[:-1])))
+    if broken := [line for task in listed for line in task["problems"]]:
+        click.echo("\nBroken, and why:")
+        click.echo("\n".join(wrapped(f"  {line}") for line in broken))
+
+
+def _described(plugin: registry.Plugin) -> dict[str, Any]:
+    """What `tasks --json` says of a task, which is imported for that."""
+    summary, problems = plugin.summary, []
+    try:
+        summary = registry.summary_of(registry.load_plugin(plugin), plugin.summary)
+    except UserError as error:
+        problems = [*error.problems]
+    return {
+        "name": plugin.name,
+        "distribution": plugin.distribution,
+        "version": plugin.version,
+        "entry_point": plugin.target,
+        "summary": summary,
+        "usable": not problems,
+        "problems": problems,
+    }
+
+
+def _names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    return [name for name in shipped() if name.startswith(incomplete)]
+
+
+@click.command("launch-file")
+@click.argument("name", required=False, shell_complete=_names)
+def launch_file(name: str | None) -> None:
+    """Print a launch file, or list them: accel-sft launch-file z2 > z2.yaml
+
+    Then: accelerate launch --config_file z2.yaml -m accel_sft TASK
+
+    A DeepSpeed JSON that a launch file names is printed by its own name, as z3_twin_flow.json; keep it beside the file.
+    """
+    files = shipped()
+    if name is None:
+        width = max(map(len, files))
+        for stem, path in files.items():  # a file's first line says what it is for
+            purpose = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+            click.echo(f"{stem:<{width}}  {purpose}")
+        return
+    files |= {path.name: path for path in FOLDER.glob("*.json")}
+    stem = name.removesuffix(".yaml")
+    if stem not in files:
+        near = registry.suggestion(stem, files) or f"; choose one of {', '.join(files)}"
+        raise UserError(f"NAME {name!r}: no launch file has this name{near}")
+    click.echo(files[stem].read_text(encoding="utf-8"), nl=False)
+
+
+@click.command(epilog=_ONCE)
+@click.argument("shell", type=click.Choice([*_INSTALLED]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script that completes words of accel-sft in your shell: bash, zsh or fish.
+
+    Names of installed tasks are completed, files that tasks are in, the options of training, and those of the tasks
+    chat, math and ner. The code of other tasks does not run for that, so their own options are not completed.
+    """
+    completion_class = get_completion_class(shell)
+    assert completion_class  # click knows the three shells
+    script = completion_class(ctx.find_root().command, {}, NAME, VARIABLE).source()
+    click.echo("\n".join(filter(None, (_BEFORE_SCRIPT.get(shell), script))))

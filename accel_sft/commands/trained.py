@@ -1,0 +1,102 @@
+"""What commands that take a trained model begin with: one process, the model that is named, its run's settings."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import chosen
+from accel_sft.api.tool_configs import EvaluateConfig
+from accel_sft.io.run_dir import RunDir
+from accel_sft.resilience.exit import ExitHandler
+
+LONGEST_ANSWER = 512
+"""Maximum number of tokens of an answer, unless the command line or the run says otherwise."""
+_OF_RUN = ("max_length", "max_new_tokens", "thinking", "template_date", "control_tokens")
+
+
+def begin_command(ctx: click.Context, *, debug: bool, problems: Sequence[str] = ()) -> None:
+    """Prepare this process for a command of one process; raise UserError for problems, and in a launch of several."""
+    ctx.ensure_object(ExitHandler).debug = debug
+    if lines := [*problems, *one_process(str(ctx.info_name))]:
+        raise UserError(*lines)
+    from accel_sft.launch.environment import prepare_environment
+
+    prepare_environment(debug)
+
+
+def one_process(command: str) -> list[str]:
+    """Return a line that refuses a launch of several ranks, which would all do the same work; empty for one process."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return []
+    return [f"{command} runs in one process: start it as `accel-sft {command}`, without accelerate launch"]
+
+
+class Trained:
+    """A trained model as the command line names it: a run, saved weights, an adapter or a hub id.
+
+    Attributes:
+        weights: what is loaded; of a run its best/, or else its final/.
+        record: the run.json of the run that wrote the weights; None if none did.
+        notes: a line that says which weights of a run are taken, if there was a choice.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.weights = name, RunDir.weights_in(name)
+        self.record, self.notes = RunDir.record_around(name), RunDir.choice_in(name)
+
+    @property
+    def precision(self) -> str | None:
+        """The precision that the run computed in: in another, the model may answer differently."""
+        from accel_sft.launch.precision import precision_in_record
+
+        return precision_in_record(self.record) if self.record else None
+
+    @property
+    def in_4bit(self) -> bool:
+        """Whether the run had its base in 4 bits."""
+        return bool(self.record and self.record["config"].get("load_in_4bit"))
+
+    @property
+    def raw_text(self) -> bool:
+        """Whether the run was trained on raw text, which it continues without a chat template."""
+        return bool(self.record and self.record.get("raw_text"))
+
+    def settings(self, config: EvaluateConfig, *more: str) -> EvaluateConfig:
+        """Return `config`, resolved, with the run's own values of settings that were not given.
+
+        Args:
+            more: names of further settings that are the run's own, if `config` has their default.
+        """
+        if problems := config.problems():
+            raise UserError(*problems)
+        if self.record:
+            of_run = {name: self.record["config"].get(name) for name in (*_OF_RUN, *more)}
+            of_run["max_new_tokens"] = of_run["max_new_tokens"] or self.record.get("max_new_tokens")
+            given = chosen(config, of_run)
+            taken = {name: value for name, value in of_run.items() if value is not None and name not in given}
+            config = dataclasses.replace(config, **taken)
+            if problems := config.problems():
+                raise UserError(*(f"{line}; so says the run.json of {self.name}" for line in problems))
+        config = config.resolved({})
+        return dataclasses.replace(config, template_date=config.template_date or time.strftime("%Y-%m-%d"))
+
+    def sources(self, base: str | None, revision: str | None = None) -> dict[str, Any]:
+        """Return what to load, by side: "model" alone, or "base" and "tuned".
+
+        Args:
+            base: the other model; "auto": what the run or the adapter began with.
+        """
+        from accel_sft.models.source import as_it_began, began_with, find_source
+
+        source = find_source(self.weights, revision=revision)
+        if not base:
+            return {"model": source}
+        if base != "auto":
+            return {"base": find_source(RunDir.weights_in(base)), "tuned": source}
+        began = find_source(began_with(source, self.record))
+        return {"base": as_it_began(began, source, self.record), "tuned": source}
