@@ -28,9 +28,9 @@ from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.results.labels import label_scores
 from accel_sft.tools.report import answers, page, runs, tables
-from accel_sft.tools.report.charts import means, measured, system_readings, thin
+from accel_sft.tools.report.charts import means, measured, thin
 from accel_sft.tools.report.page import MOST_BYTES
-from accel_sft.tools.report.runs import named, read_comparison, read_run
+from accel_sft.tools.report.runs import named, read_comparison, read_run, system_readings
 
 HOSTILE = '</script><img src=x onerror="window.hurt = 1"><!--{{ 7 * 7 }}\u202e'
 VEGA = Path(runs.__file__).parent / "vega"
@@ -132,7 +132,7 @@ def test_the_page_has_the_runs_curves_answers_and_differing_settings(two, tmp_pa
     assert order.index("main") < order.index("answers") < order.index("memory") < order.index("settings")
 
 
-def test_page_has_labels_mfu_disturbed_steps_and_memory_where_a_run_has_them(two, tmp_path):
+def test_page_has_labels_mfu_disturbances_and_memory_where_recorded(two, tmp_path):
     run = copy(two[0], tmp_path / "run")
     plain = elements_of(tmp_path, run).prose()
     assert not re.search("MFU|Disturbed steps|Scores by label", plain)

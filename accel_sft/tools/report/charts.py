@@ -5,15 +5,13 @@ light, dark and print without being drawn again.
 """
 
 import math
-import re
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from accel_sft.io.files import is_number
 from accel_sft.io.text import one_line
 from accel_sft.results.run_report import COSTS
-from accel_sft.tools.report.runs import Comparison, Run
+from accel_sft.tools.report.runs import Comparison, Readings, Run
 
 POINTS_OF_A_CHART = 1600
 """About how many points a chart's curves have together: more fit neither its pixels nor, with many runs, the page."""
@@ -42,9 +40,6 @@ MEASURED = {
 """Title, unit and group of a chart by the key of what it shows; charts of the task's metrics have no entry."""
 _NOT_CURVES = {"step", "epoch", "tokens", "supervised_tokens", "tokens_per_second_per_device", *COSTS}
 _BY_SOURCE = "rows/", "tokens/"
-_TAG = re.compile(r"system/rank(\d+)/(\w+)")
-Readings = dict[tuple[str, int], dict[int, float]]
-"""Readings by step, of each (field of `system.SYSTEM_FIELDS`, rank)."""
 
 _GROUPS = {"main": "Curves", "more": "More curves", "ranks": "Memory, CPU and GPU of each rank"}
 _DRAWN_AS_POINTS = 30
@@ -168,41 +163,6 @@ def left_out(charts: Iterable[Chart]) -> list[str]:
         f"The curves of {', '.join(titles)} have more points than a chart can show. Of each segment of steps a curve "
         "has the smallest and the largest value, so no spike is lost; smoothed, the mean. metrics.jsonl has all."
     ]
-
-
-def system_readings(run: Run) -> Readings:
-    """Return each rank's CPU, memory and GPU use from the run's TensorBoard files, as metrics.jsonl does not have them,
-    without what a resumed run measured anew; empty if there are no event files.
-
-    A file that is damaged is read as far as possible, and the run's notes say so.
-    """
-    paths = sorted(path for path in run.folder.path.glob("events.out.tfevents.*") if path.is_file())
-    if not paths:
-        return {}
-    from google.protobuf.message import DecodeError
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-    readings: Readings = defaultdict(dict)
-    for path in paths:
-        try:
-            for raw in RawEventFileLoader(str(path)).Load():
-                event = Event.FromString(raw)
-                if event.HasField("session_log") and event.session_log.status == SessionLog.START:
-                    _drop_from(readings, event.step)
-                for value in event.summary.value:
-                    if tag := _TAG.fullmatch(value.tag):
-                        readings[tag[2], int(tag[1])][event.step] = value.simple_value
-        except (OSError, DecodeError, RuntimeError) as error:
-            run.notes.append(f"{path.name} is read as far as it goes: {type(error).__name__}")
-    return dict(readings)
-
-
-def _drop_from(readings: Readings, step: int) -> None:
-    """Drop the readings from a step on: a session that starts there replaces them."""
-    for curve in readings.values():
-        for later in [number for number in curve if number >= step]:
-            del curve[later]
 
 
 def groups(series: Sequence[str], curves: Sequence[Chart], comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from accel_sft.io.files import is_number, json_safe
 from accel_sft.io.text import one_line, shown
 from accel_sft.results.labels import label_tables
 from accel_sft.tools.report import answers, charts, tables
-from accel_sft.tools.report.runs import NUMBERS, Comparison, Run
+from accel_sft.tools.report.runs import NUMBERS, Comparison, Run, system_readings
 
 MOST_BYTES = 1_950_000
 """Size in bytes up to which answers fill a page."""
@@ -42,7 +42,7 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
     every = [*runs, *(run for comparison in comparisons for run in comparison.runs)]
     names = [setting["name"] for comparison in comparisons for setting in comparison.settings]
     series = [*dict.fromkeys([*(run.series for run in every), *names])]
-    measured = charts.measured(every, [charts.system_readings(run) for run in every])
+    measured = charts.measured(every, [system_readings(run) for run in every])
     undrawn, scores, settings = measured[MOST_CHARTS:], tables.scores(every), tables.settings(every)
     measured = measured[:MOST_CHARTS]
     groups = charts.groups(series, measured, comparisons)
