@@ -8,7 +8,7 @@ where the loop makes them; a part's time is its own, without the parts called wi
 forward with the loss, `Stepper.backward` or `Stepper.update` is ours. Medians over the steps leave out what happens
 once or twice a second (system readings, a redrawn bar), so means stand beside them.
 
-With `--turns`, also runs with and without the check for weights that are trained in vain, which looks once, after the
+With `--turns`, also runs with and without the check for weights without gradients, which looks once, after the
 third step: in turns, so that what else the machine does weighs on both alike.
 """
 
@@ -47,7 +47,7 @@ def time_parts(clock: Clock) -> None:
     from accel_sft.tracking import tracker
     from accel_sft.training import step as training_step
     from accel_sft.training import trainer
-    from accel_sft.training.in_vain import InVain
+    from accel_sft.training.checks import Untrained
     from accel_sft.training.state import TrainState
 
     for owner, call, part in (
@@ -62,7 +62,7 @@ def time_parts(clock: Clock) -> None:
         (Batching, Batching.divide, "Batching.divide"),
         (Batching, Batching.batch, "Batching.batch"),
         (trainer, trainer.reduce_step, "gather"),
-        (InVain, InVain.look, "trained in vain"),
+        (Untrained, Untrained.look, "weights without gradients"),
         (tracker.Tracker, tracker.Tracker.system, "system readings"),
         (TrainState, TrainState.counted, "record"),
         (tracker.Tracker, tracker.Tracker.step, "Tracker.step"),
@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import rows
     from accel_sft.batching.layouts import Batching
     from accel_sft.commands import train
-    from accel_sft.training.in_vain import InVain
+    from accel_sft.training.checks import Untrained
 
     laps: list[dict[str, float]] = []
     profile = cProfile.Profile() if args.functions else None
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     clock, steps = Clock(watched), args.warmup_steps + args.steps
     if args.unchecked:
-        InVain.look = lambda self, grad_norm, *, last: None  # type: ignore[method-assign]
+        Untrained.look = lambda self, grad_norm, *, last: None  # type: ignore[method-assign]
     time_parts(clock)
     facts: dict[str, Any] = {}
     writers: set[int | None] = set()
@@ -190,7 +190,7 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
 
 
 def in_turns(args: argparse.Namespace, folder: Path) -> str:
-    """A Markdown table of the milliseconds of a step with and without the check for weights trained in vain."""
+    """A Markdown table of the milliseconds of a step with and without the check for weights without gradients."""
     found: tuple[list[Any], list[Any]] = [], []
     args.warmup_steps, args.functions = 0, 0
     for turn in range(args.turns):
@@ -199,7 +199,7 @@ def in_turns(args: argparse.Namespace, folder: Path) -> str:
     lines = ["| ms a step, median | with the check | without |", "|---|---|---|"]
     parts = {"steps 1 and 2": slice(2), "step 3, after which it looks": slice(2, 3), "later": slice(3, None)}
     for name, those in parts.items():
-        for what, part in ((name, None), ("- the check", "trained in vain")):
+        for what, part in ((name, None), ("- the check", "weights without gradients")):
             steps = [[step for run in runs for step in run[those]] for runs in found]
             taken = [[step[part] if part else sum(step.values()) for step in each] for each in steps]
             lines.append(f"| {what} | {' | '.join(f'{1e3 * statistics.median(each):.3f}' for each in taken)} |")

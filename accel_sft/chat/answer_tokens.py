@@ -8,10 +8,13 @@ from collections.abc import Sequence
 
 from accel_sft.api.errors import UserError
 from accel_sft.chat.control_tokens import ControlTokens, without_guards
-from accel_sft.chat.conversation import GUARD, Conversation
-from accel_sft.chat.dropped import check_all_kept
+from accel_sft.chat.conversation import GUARD, Conversation, divided
+from accel_sft.chat.dropped import check_all_kept, unwritten
 from accel_sft.chat.rendering import Rendered, Rendering
 from accel_sft.chat.template import MARK
+
+_AFTER_LEAD = 8
+"""Tokens of an answer in which the white space that it begins with is looked for, beside one for each blank."""
 
 
 class AnswerTokens:
@@ -53,12 +56,21 @@ class AnswerTokens:
         prompt_text, rest, rendered = map(without_guards, (text.prompt, text.rest, text.whole))
         plain = text._replace(prompt=prompt_text, rest=rest, whole=rendered)
         check_all_kept(self.tokenizer, where, chat, plain, keeps_thinking=self.rendering.thinking == "keep")
+        if any("tool_calls" in turn or "name" in turn for turn in chat.turns):
+            for line in unwritten(chat.turns, prompt_text):
+                self.rendering.add_note(line)
+        answer = divided(chat)[1]
+        if answer[:1].isspace() and answer.rstrip() not in rest:
+            self.rendering.add_note(
+                "warning: the chat template drops the white space that answers begin with, such as an indentation"
+            )
         if whole[: len(prompt)] != prompt:
             self.rendering.add_note(
                 "chat template: an answer's first characters change the prompt's last token; answers are tokenized "
                 "apart from prompts, as they are generated"
             )
             whole = prompt + self._apart(prompt, whole, text.rest)
+        self._look_at_lead(chat, rest, len(prompt), whole)
         if GUARD in text.prompt + text.rest:
             self._check_control(where, text, whole)
         # an answer ends at the end tokens that the template writes; the answer's own text may contain some too
@@ -69,6 +81,22 @@ class AnswerTokens:
         closers = self._closers[tail]
         ends = [at + 1 for at in range(len(prompt), len(whole)) if whole[at] in self.eos_ids][-closers:]
         return whole[: ends[0]] if closers and ends else [*whole, self.tokenizer.eos_token_id]
+
+    def _look_at_lead(self, chat: Conversation, rest: str, begin: int, whole: list[int]) -> None:
+        """Add a note if a token before the answer takes the white space that it begins with, such as an indentation:
+        role tokens of Phi-3 do, though the template writes all of it in `rest`."""
+        target = chat.target
+        lead = target[: len(target) - len(target.lstrip())]
+        if not lead or lead == target or target.rstrip() not in rest:
+            return
+        # from the token before, as decoding alone drops a first blank
+        written = self.tokenizer.decode(whole[max(begin - 1, 0) : begin + len(lead) + _AFTER_LEAD])
+        before, word, _ = written.partition(target.split()[0])
+        if word and not before.endswith(lead):
+            self.rendering.add_note(
+                "warning: answers begin with white space that is not learnt, as the token before takes it; choose "
+                "another --chat-template, or strip it"
+            )
 
     def _look_at_marks(self, tail: str) -> None:
         """Add a note if answers end with a mark, such as `<|im_end|>`, that is no special token, and no end token."""
@@ -95,9 +123,9 @@ class AnswerTokens:
         read = self.tokenizer.decode(whole)
         for anchor in ("", "\n", self.tokenizer.eos_token):
             before, ids = self._tokens(anchor), self._tokens(anchor + rest)
-            found = ids[len(before) :]
-            if ids[: len(before)] == before and self.tokenizer.decode(prompt + found) == read:
-                return found
+            tokens = ids[len(before) :]
+            if ids[: len(before)] == before and self.tokenizer.decode(prompt + tokens) == read:
+                return tokens
         return self._tokens(rest)
 
     def _tokens(self, text: str) -> list[int]:
@@ -133,9 +161,9 @@ class PieceTokenizer:
         pieces = list(dict.fromkeys(itertools.chain.from_iterable(cut.values())))
         whole = [at for at in range(len(texts)) if at not in cut] + [chat[-1] for chat in chats]
         ids = dict(zip(pieces, self._ids(pieces), strict=True))
-        found = dict(zip(whole, self._ids([texts[at] for at in whole]), strict=True))
+        ids_of = dict(zip(whole, self._ids([texts[at] for at in whole]), strict=True))
         for chat in chats:
             joined = [list(itertools.chain.from_iterable(ids[piece] for piece in cut[at])) for at in chat]
-            exact = joined[-1] == found[chat[-1]]
-            found |= zip(chat, joined if exact else self._ids([texts[at] for at in chat]), strict=True)
-        return [found[at] for at in range(len(texts))]
+            exact = joined[-1] == ids_of[chat[-1]]
+            ids_of |= zip(chat, joined if exact else self._ids([texts[at] for at in chat]), strict=True)
+        return [ids_of[at] for at in range(len(texts))]

@@ -83,13 +83,13 @@ class ControlTokens:
         if not self._has_any(chat):
             return None
         learnt = {*chat.learnt, len(chat.turns)} if chat.turns else ()  # raw text has no turn that could end
-        found = [
+        tokens = [
             Written(text, match, at in learnt and match[0] in ends)
             for at, part in enumerate((*chat.turns, chat.answer, chat.tools, chat.variables))
             for text in _strings(part)
             for match in self.pattern.finditer(text)
         ]
-        return next((each for each in found if each.ends_answer), found[0] if found else None)
+        return next((match for match in tokens if match.ends_answer), tokens[0] if tokens else None)
 
     def _has_any(self, chat: Conversation) -> bool:
         """Whether a text of the conversation has a control token. Schemas of tools, which are long and which the
@@ -111,11 +111,11 @@ class ControlTokens:
         return [self._turn(turn) for turn in turns] if self.as_text else turns
 
     def _turn(self, turn: Turn) -> Turn:
-        found: Turn = self._guarded(turn)
+        guarded: Turn = self._guarded(turn)
         if turn["role"] == "assistant" and split_thinking(turn["content"])[0] is not None:
             for mark in ("<think>", "</think>"):  # the marks around thinking stay: templates look for them
-                found["content"] = found["content"].replace(self._guarded(mark), mark, 1)
-        return found
+                guarded["content"] = guarded["content"].replace(self._guarded(mark), mark, 1)
+        return guarded
 
     def _guarded(self, value: Any) -> Any:
         """`value` with its text, or all texts in a list or an object, guarded."""
@@ -131,8 +131,8 @@ class ControlTokens:
         """Return the token ids of texts that a template wrote; the tokenizer adds no special tokens around them."""
         plain = [text for text in texts if GUARD not in text]
         made = self.tokenizer(plain, add_special_tokens=False, return_attention_mask=False) if plain else None
-        found = iter(made["input_ids"] if made else ())
-        return [self._ids(text) if GUARD in text else next(found) for text in texts]
+        plain_ids = iter(made["input_ids"] if made else ())
+        return [self._ids(text) if GUARD in text else next(plain_ids) for text in texts]
 
     def _ids(self, text: str) -> list[int]:
         spelled = without_guards(self.pattern.sub(lambda found: OWN + found[0] + OWN, text))
@@ -142,9 +142,9 @@ class ControlTokens:
     @functools.cached_property
     def begin(self) -> list[int]:
         """What the tokenizer puts before a text by itself: its bos, or nothing."""
-        whole, (plain,) = self.tokenizer("a")["input_ids"], self.ids(["a"])
-        at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
-        return list(whole[:at])
+        with_begin, (plain,) = self.tokenizer("a")["input_ids"], self.ids(["a"])
+        at = next((at for at in range(len(with_begin)) if with_begin[at : at + len(plain)] == plain), 0)
+        return list(with_begin[:at])
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, with guards in characters that only look like a control token."""

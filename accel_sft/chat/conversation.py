@@ -100,8 +100,8 @@ def _said(turn: Turn) -> str:
 
 def split_thinking(target: str) -> tuple[str | None, str]:
     """The thinking that a target begins with (None without any), and the answer after it."""
-    found = _THINKS.match(target)
-    return (found[1], target[found.end() :]) if found else (None, target)
+    match = _THINKS.match(target)
+    return (match[1], target[match.end() :]) if match else (None, target)
 
 
 def divided(chat: Conversation) -> tuple[str | None, str]:
@@ -194,29 +194,29 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
         )
     continued = [turn.pop("continued", False) for turn in turns] == [True] and not tools and not images
     if isinstance(target, list):
-        found = _with_turns(turns, target, where, images)._replace(tools=tools or None)
+        chat = _with_turns(turns, target, where, images)._replace(tools=tools or None)
     else:
         if turns and turns[-1]["role"] == "assistant":
             raise UserError(f"{where}: messages() ends with an assistant turn; the answer belongs in target()")
         answer = {"role": "assistant", "content": unmarked(target, f"{where}: target()")}
-        found = Conversation(turns, answer, tools=tools or None)
-    found = found._replace(variables=variables or None, continued=continued)
+        chat = Conversation(turns, answer, tools=tools or None)
+    chat = chat._replace(variables=variables or None, continued=continued)
     if images:
-        found = _with_images(found, images, where)
-    if any(map(no_text, found.texts())):
+        chat = _with_images(chat, images, where)
+    if any(map(no_text, chat.texts())):
         raise UserError(
             f"{where}: a lone surrogate (\\ud800-\\udfff) is not text, and U+E008 U+E009 and U+E00A U+E00B have a "
             "meaning here; remove it"
         )
-    return found
+    return chat
 
 
-def _with_images(found: Conversation, images: list[Picture], where: str) -> Conversation:
+def _with_images(chat: Conversation, images: list[Picture], where: str) -> Conversation:
     """Return the conversation with those of the task's images that are in its turns. Images in answers are refused."""
-    if any(IMAGE_MARK in turn["content"] for turn in (found.answer, *(found.turns[at] for at in found.learnt))):
+    if any(IMAGE_MARK in turn["content"] for turn in (chat.answer, *(chat.turns[at] for at in chat.learnt))):
         raise UserError(f"{where}: target() gave an answer with an image; only texts are learnt")
     numbered = (Picture(picture.given, number) for number, picture in enumerate(images, 1))
-    return found._replace(images=tuple(numbered)[: marks(found.turns)])
+    return chat._replace(images=tuple(numbered)[: marks(chat.turns)])
 
 
 def checked_turns(turns: Any, what: str, images: list[Picture]) -> Turns:
@@ -224,7 +224,7 @@ def checked_turns(turns: Any, what: str, images: list[Picture]) -> Turns:
     Images in contents that are lists of parts are added to `images`."""
     if not isinstance(turns, list):
         raise UserError(f"{what} gave {str(turns)[:80]!r}, expected {_EXPECTED}")
-    found = []
+    checked = []
     for turn in turns:
         called = isinstance(turn, dict) and turn.get("role") == "assistant" and bool(turn.get("tool_calls"))
         content = turn.get("content") if isinstance(turn, dict) else None
@@ -244,8 +244,8 @@ def checked_turns(turns: Any, what: str, images: list[Picture]) -> Turns:
             turn["tool_calls"] = [_call(call, what) for call in (calls if isinstance(calls, list) else [calls])]
         if not isinstance(turn.get("reasoning_content", ""), str):
             raise UserError(f"{what} gave reasoning_content {str(turn['reasoning_content'])[:80]!r}, expected text")
-        found.append(turn)
-    return found
+        checked.append(turn)
+    return checked
 
 
 def _given(turn: Turn) -> Turn:
@@ -268,8 +268,8 @@ def _call(call: Any, what: str) -> dict[str, Any]:
             f'{what} gave the call {str(call)[:80]!r}, expected {{"function": {{"name": ..., "arguments": ...}}}}, the '
             "arguments an object, or JSON of one"
         )
-    whole = {**function, "arguments": arguments}
-    return {**call, "function": whole} if "function" in call else {"type": "function", "function": whole}
+    parsed = {**function, "arguments": arguments}
+    return {**call, "function": parsed} if "function" in call else {"type": "function", "function": parsed}
 
 
 def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Picture]) -> Conversation:
@@ -287,11 +287,14 @@ def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Pictur
             )
     weights = ((turn["role"] == "assistant" and turn.get("weight", 1)) for turn in following)
     learnt = [at for at, weight in enumerate(weights, len(turns)) if weight]
-    whole = [*turns, *({name: value for name, value in turn.items() if name != "weight"} for turn in following)]
+    every = [
+        *turns,
+        *({name: value for name, value in turn.items() if name != "weight"} for turn in following),
+    ]
     if not learnt:
         raise UserError(f'{where}: every assistant turn of target() has "weight": 0; leave the example out')
     if not learnt[0]:
         raise UserError(
             f'{where}: the first turn of all is an answer; put the turn it answers before it, or give it "weight": 0'
         )
-    return Conversation(whole[: learnt[-1]], whole[learnt[-1]], tuple(learnt[:-1]))
+    return Conversation(every[: learnt[-1]], every[learnt[-1]], tuple(learnt[:-1]))

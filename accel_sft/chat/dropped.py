@@ -37,7 +37,7 @@ def check_all_kept(tokenizer: Any, where: str, chat: Conversation, text: Rendere
     if text.apart and not fixable:
         raise _not_a_prefix(tokenizer, where, text)
     wanted = [thinking or "", answer] if keeps_thinking or "reasoning_content" in chat.answer else [chat.target]
-    if text.apart or text.form.drops_answer or not all(holds(text.prompt, text.rest, each) for each in wanted):
+    if text.apart or text.form.drops_answer or not all(holds(text.prompt, text.rest, part) for part in wanted):
         raise _refusal(where, text, chat.target, thinks=fixable)
     if name := lost(chat.calls, text.rest):
         raise _refusal(where, text, f"the call of a tool, with {name}", thinks=False)
@@ -47,6 +47,18 @@ def check_all_kept(tokenizer: Any, where: str, chat: Conversation, text: Rendere
             f'{where}: the chat template drops "{one_line(words)}" of the {role} turn; choose a --chat-template that '
             "writes every message, or change messages()"
         )
+
+
+def unwritten(turns: Turns, prompt: str) -> list[str]:
+    """A line for each thing that a rendered prompt, without guards, lacks and that no row is refused for."""
+    lines, compact = [], _compact(prompt)
+    beside_calls = [turn["content"] for turn in turns if "tool_calls" in turn]
+    if not all(_compact(text) in compact for text in beside_calls):
+        lines.append("warning: the chat template drops what a turn says beside a call of a tool; no prompt has it")
+    names = [turn["name"] for turn in turns if "name" in turn and turn["role"] != "tool"]
+    if not all(name in prompt for name in names):
+        lines.append("warning: the chat template does not write the names of turns (name); put them into the texts")
+    return lines
 
 
 def holds(prompt: str, rest: str, target: str) -> bool:
@@ -75,12 +87,12 @@ def _refusal(where: str, text: Rendered, target: str, *, thinks: bool) -> Answer
 
 def _not_a_prefix(tokenizer: Any, where: str, text: Rendered) -> NotAPrefix:
     """The error for a prompt that is not a prefix of the same prompt with its answer; it shows the first difference."""
-    prompt, whole = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (text.prompt, text.whole))
-    at = common_length([prompt, whole])
+    prompt, full = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text.prompt, text.whole))
+    at = common_length([prompt, full])
     return NotAPrefix(
         f"{where}: the prompt is not a prefix of prompt + answer; they part at token {at}: "
         f"...{tokenizer.decode(prompt[max(at - 3, 0) : at + 3])!r} against "
-        f"...{tokenizer.decode(whole[max(at - 3, 0) : at + 3])!r}; the chat template or the answer's beginning "
+        f"...{tokenizer.decode(full[max(at - 3, 0) : at + 3])!r}; the chat template or the answer's beginning "
         "must not change it"
     )
 
@@ -91,7 +103,7 @@ def _missing(turns: Turns, prompt: str) -> tuple[str, str] | None:
     Ignored are white space, the thinking of earlier answers, turns with tool calls, JSON results of tools, and the
     switches `/think` and `/no_think`: templates rewrite these or leave them out. A text may be written as JSON.
     """
-    whole = None
+    compact = None
     for turn in turns:
         role, content = turn["role"], turn["content"]
         if "tool_calls" in turn or (role == "tool" and content.lstrip()[:1] in ("{", "[")):
@@ -101,8 +113,8 @@ def _missing(turns: Turns, prompt: str) -> tuple[str, str] | None:
         for text in content.split(IMAGE_MARK):
             if text.strip() in prompt:
                 continue
-            whole = whole or _compact(prompt)
-            if _compact(text) not in whole and _compact(json.dumps(text, ensure_ascii=False)[1:-1]) not in whole:
+            compact = compact or _compact(prompt)
+            if _compact(text) not in compact and _compact(json.dumps(text, ensure_ascii=False)[1:-1]) not in compact:
                 return role, text.strip()
     return None
 

@@ -84,8 +84,8 @@ class _Encoder:
     def encoded(self, part: Part) -> Encoding:
         """Return the rows of some examples, and the indices of examples that were left out or cut."""
         answers = self._answers([(index, chat) for index, chat in part if chat.turns])
-        control, kept = self.rendering.control, list[Encoded]()
-        result, ends = Encoding(self.split, kept), control.spelled(self.rules.eos_ids)
+        control, encoded_rows = self.rendering.control, list[Encoded]()
+        result, ends = Encoding(self.split, encoded_rows), control.spelled(self.rules.eos_ids)
         for index, chat in part:
             if chat.turns:
                 its_answers = list(itertools.islice(answers, len(chat.learnt) + 1))
@@ -96,7 +96,7 @@ class _Encoder:
             if reason := self._left_out(chat, rows, short):
                 result.left_out[reason].append(index)
                 continue
-            kept += short
+            encoded_rows += short
             result.raw += not chat.turns or self.rendering.template.concatenates  # asked as text, too
             if not chat.turns and len(rows) > 1:
                 result.windowed.append(index)
@@ -213,11 +213,11 @@ def _limited(rows: list[Encoded], split: str, rules: Rules) -> list[Encoded]:
     if all(len(row.input_ids) <= rules.max_length for row in rows):
         return rows
     cuts = rules.truncation == "right" and not any(row.images for row in rows)  # an image's placeholders cannot be cut
-    kept = [row for row in (_cut(row, rules.max_length) for row in rows) if row] if cuts else []
+    cut_rows = [row for row in (_cut(row, rules.max_length) for row in rows) if row] if cuts else []
     # an evaluation generates the last answer, and needs all of that answer's prompt
-    if kept and split != "train" and kept[-1].prompt_length != rows[-1].prompt_length:
+    if cut_rows and split != "train" and cut_rows[-1].prompt_length != rows[-1].prompt_length:
         return []
-    return kept
+    return cut_rows
 
 
 def _cut(row: Encoded, length: int) -> Encoded | None:

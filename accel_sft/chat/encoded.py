@@ -106,12 +106,14 @@ class Encoding:
 
     def lines(self) -> list[str]:
         """The notes, and one line for each reason for which examples were left out or cut."""
-        found = [
+        by_reason = [
             *self.left_out.items(),
             ("cut to --max-length; their end, an end-of-turn token at least, is not learnt", self.cut),
         ]
         named = [
-            f"{self.split}: {len(indices)} {reason} ({self._named(indices)})" for reason, indices in found if indices
+            f"{self.split}: {len(indices)} {reason} ({self._named(indices)})"
+            for reason, indices in by_reason
+            if indices
         ]
         return [*self.notes, *named]
 

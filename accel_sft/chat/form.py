@@ -69,8 +69,8 @@ class Form:
     @property
     def closed_by_template(self) -> str:
         """The beginning of `lead` that closes the block which the prompt opened."""
-        found = re.match(rf".*?{re.escape(self.closing_mark)}\s*", self.lead, re.S) if self.closing_mark else None
-        return found[0] if found else ""
+        match = re.match(rf".*?{re.escape(self.closing_mark)}\s*", self.lead, re.S) if self.closing_mark else None
+        return match[0] if match else ""
 
     @property
     def learnt_lead(self) -> str:
@@ -107,16 +107,16 @@ class Form:
     def given(self, turns: Turns) -> Turns:
         """The turns as the template takes them."""
         if self.folds_system:
-            said = [turn["content"] for turn in turns if turn["role"] == "system" and turn["content"].strip()]
-            turns, system = [turn for turn in turns if turn["role"] != "system"], "\n\n".join(said)
-            if not said:
+            system_texts = [turn["content"] for turn in turns if turn["role"] == "system" and turn["content"].strip()]
+            turns, system = [turn for turn in turns if turn["role"] != "system"], "\n\n".join(system_texts)
+            if not system_texts:
                 return dataclasses.replace(self, folds_system=False).given(turns)
             at = next((at for at, turn in enumerate(turns) if turn["role"] == "user"), None)
             if at is None:
                 turns = [{"role": "user", "content": system}, *turns]
             else:
-                asked = {**turns[at], "content": f"{system}\n\n{turns[at]['content']}"}
-                turns = [*turns[:at], asked, *turns[at + 1 :]]
+                first_question = {**turns[at], "content": f"{system}\n\n{turns[at]['content']}"}
+                turns = [*turns[:at], first_question, *turns[at + 1 :]]
         if self.parts:
             return [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
         return turns
@@ -217,9 +217,9 @@ class Forms:
                 refused.append(error)
                 continue
             accepted.append((form, asked, whole))
-            told = (turn["content"].strip() for turn in turns if "tool_calls" not in turn)
-            kept = ANSWER in whole and all(text in asked for text in told)  # text beside calls is often left out
-            if kept and not (form.parts and re.search(r"'text'|\"text\"", whole)):  # the list was printed
+            texts = (turn["content"].strip() for turn in turns if "tool_calls" not in turn)
+            complete = ANSWER in whole and all(text in asked for text in texts)  # text beside calls is often left out
+            if complete and not (form.parts and re.search(r"'text'|\"text\"", whole)):  # the list was printed
                 return accepted[-1]
         if not accepted:
             raise refused[0]
@@ -233,16 +233,16 @@ class Forms:
             field = self._template.text(in_field, split, prompt=False, offered=offered)
         except Rejected:
             field = ""
-        found = re.fullmatch(f"(.*?){_THOUGHT}(.*?){ANSWER}.*", field[len(begins) :], re.S)
-        if found and field.startswith(begins):
-            before = "" if form.system_moves else found[1].strip()
-            return dataclasses.replace(form, thinking_as="field", thinking_marks=(before, found[2].strip()))
+        match = re.fullmatch(f"(.*?){_THOUGHT}(.*?){ANSWER}.*", field[len(begins) :], re.S)
+        if match and field.startswith(begins):
+            before = "" if form.system_moves else match[1].strip()
+            return dataclasses.replace(form, thinking_as="field", thinking_marks=(before, match[2].strip()))
         in_content = form.with_answer(turns, f"<think>{_THOUGHT}</think>{ANSWER}")
         whole = self._template.text(in_content, split, prompt=False, offered=offered)
         rest = whole[len(begins) :]
         twice = form.closing_mark and MARK.match(rest.lstrip())  # the prompt opened the block already
-        kept = whole.startswith(begins) and _THOUGHT in rest and not twice
-        return form if kept else dataclasses.replace(form, thinking_as="written")
+        is_written = whole.startswith(begins) and _THOUGHT in rest and not twice
+        return form if is_written else dataclasses.replace(form, thinking_as="written")
 
     def _warnings(self, form: Form, offered: dict[str, Any]) -> Iterator[str]:
         """A line for each thing in the template that a user may want to change."""
@@ -263,16 +263,16 @@ class Forms:
 
 def closing_mark(text: str) -> str | None:
     """Return the mark that closes the thinking block which a text's end opens; None if it opens no block."""
-    found = _OPENED.search(text)
-    if not found:
+    opening_mark = _OPENED.search(text)
+    if not opening_mark:
         return None
-    name = found["name"]
+    name = opening_mark["name"]
     if name is None:
         return "<channel|>"
     for opening, closing in (("START_", "END_"), ("begin_of", "end_of")):
         if opening in name:
-            return found["bracket"] + name.replace(opening, closing) + found["end"]
-    return f"{found['bracket']}/{name}{found['end']}"
+            return opening_mark["bracket"] + name.replace(opening, closing) + opening_mark["end"]
+    return f"{opening_mark['bracket']}/{name}{opening_mark['end']}"
 
 
 def _own_system(asked: str, first: str) -> str:

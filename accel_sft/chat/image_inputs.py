@@ -225,8 +225,8 @@ class ImageSource:
         Raises:
             UserError: the images, or the processor's settings, are not those that the row was tokenized with.
         """
-        pictures, found = self._found(images)
-        if found != images:
+        pictures, row_images = self._found(images)
+        if row_images != images:
             raise UserError(f"{self.of(images)}: its images are others than at the start; leave files alone that train")
         return pictures
 

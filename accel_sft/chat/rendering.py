@@ -121,7 +121,7 @@ class Rendering:
             tails = self.prompt(turns).rpartition("?")[2], self.form(turns, "prompt").tail
         except UserError:  # the task's own messages may pass; they are encoded next, and say why if not
             return []
-        written = {found[0] for tail in tails for found in self.control.pattern.finditer(tail)}
+        written = {match[0] for tail in tails for match in self.control.pattern.finditer(tail)}
         every = self.control.ids(tails)
         asked, answered = ([token for token in ids if self.tokenizer.decode([token]) in written] for ids in every)
         return sorted(answered, key=[*asked, *answered[::-1]].index)
@@ -136,7 +136,7 @@ class Rendering:
             except UserError:  # some take one call alone
                 continue
             _, called, tail = text.rpartition(ARGUMENTS["of"])
-            marks = [found[0] for found in self.control.pattern.finditer(tail)]
+            marks = [match[0] for match in self.control.pattern.finditer(tail)]
             if called and marks and text.rpartition("?")[2].count(marks[-1]) == 1:
                 return [token for ids in self.control.ids(marks) for token in ids]
             return []

@@ -93,7 +93,7 @@ class ChatTemplate:
         Raises:
             Rejected: the template rejects the messages, or fails on them.
         """
-        found: list[str] = []
+        rendered: list[str] = []
         for variables, group in itertools.groupby(zip(chats, offered, strict=True), key=itemgetter(1)):
             given = {**variables, **self.arguments}
             batch = [turns for turns, _ in group]
@@ -102,8 +102,8 @@ class ChatTemplate:
                 and self._takes_text_only["tools" in variables]
             ):
                 batch = [_with_text_arguments(turns) for turns in batch]
-            found += self._written(batch, given, split, prompt)
-        return found
+            rendered += self._written(batch, given, split, prompt)
+        return rendered
 
     def _written(self, chats: Sequence[Turns], given: dict[str, Any], split: str, prompt: bool) -> list[str]:
         roles = "/".join(turn["role"] for turn in chats[0])

@@ -244,8 +244,8 @@ class _Stored:
             into.detach().copy_(rows.redistribute(placements=into.placements))
         if copied != span.size:
             raise UserError(
-                f"{self.folder}: has {kind} of {copied:,} of {span.size:,} elements of {span.name}, as of another model "
-                "or version; start a new run with --init-from"
+                f"{self.folder}: has {kind} of {copied:,} of {span.size:,} elements of {span.name}, as of another "
+                "model or version; start a new run with --init-from"
             )
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:

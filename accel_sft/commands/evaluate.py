@@ -22,7 +22,7 @@ from accel_sft.commands.trained import LONGEST_ANSWER, Trained, one_process
 from accel_sft.evaluation import served
 from accel_sft.evaluation.endpoint import Endpoint
 from accel_sft.evaluation.evaluator import Evaluation
-from accel_sft.evaluation.scoring import check_scoring
+from accel_sft.evaluation.scoring import check_scoring, limits_on_scores
 from accel_sft.io import terminal
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.heartbeat import heartbeats_only
@@ -207,9 +207,10 @@ def evaluate(
     """Load a model, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank holds the whole model."""
     reset_peak_memory(accelerator.device)
     examples = read_split(task, "validation")
-    by_each_rank(lambda: check_scoring(task, examples, config.thinking))
+    scoring, *_ = by_each_rank(lambda: check_scoring(task, examples, config.thinking))
     assembly = Assembly(accelerator, task, config, source)
     encoding = assembly.encode(examples, "validation")
+    encoding.notes += [*scoring, *limits_on_scores(task, encoding, config)]
     if accelerator.is_main_process:
         for line in encoding.lines():
             _tell(line)

@@ -32,10 +32,10 @@ def rows_by_source(train: StoredEncoding, mix: str) -> tuple[dict[str, np.ndarra
     shares = check_sources(examples, mix)
     indices = np.concatenate([columns.indices.copy() for columns in train.kept.columns()])
     numbers = np.asarray(examples.sources_of(indices.tolist()))
-    found = {name: np.flatnonzero(numbers == number) for number, name in enumerate(shares)}
-    if empty := [name for name, rows in found.items() if not len(rows)]:
+    rows_of = {name: np.flatnonzero(numbers == number) for number, name in enumerate(shares)}
+    if empty := [name for name, rows in rows_of.items() if not len(rows)]:
         raise UserError(f"--mix {mix}: no row of {', '.join(empty)} is left to train on; fix them, or leave it out")
-    return found, tuple(shares.values())
+    return rows_of, tuple(shares.values())
 
 
 def in_words(plan: StepPlan) -> str:

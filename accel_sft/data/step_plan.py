@@ -77,15 +77,15 @@ class StepPlan:
         """Return the indices of the rows that step `step` (from 0) learns from; shape (at most global_batch_size,)."""
         begin = step * self.global_batch_size
         rounds, turns = np.divmod(np.arange(begin, max(self._end(step + 1), begin + 1)), len(self._turns))
-        found = np.empty(len(turns), dtype=np.int64)
+        rows = np.empty(len(turns), dtype=np.int64)
         for source, share in enumerate(self.shares):
             mine = np.flatnonzero(self._turns[turns] == source)
             numbers = rounds[mine] * share + self._earlier[turns[mine]]  # of the rows that the source has given
             epochs, offsets = np.divmod(numbers, len(self._rows[source]))
             for epoch in np.unique(epochs):
                 now = epochs == epoch
-                found[mine[now]] = self._permutation(source, int(epoch))[offsets[now]]
-        return found
+                rows[mine[now]] = self._permutation(source, int(epoch))[offsets[now]]
+        return rows
 
     def seed_of(self, step: int, rank: int) -> int:
         """Return the seed of a rank's random numbers in a step (dropout), so that checkpoints need no random state."""
@@ -101,24 +101,24 @@ class StepPlan:
 
     def seen(self, steps: int) -> list[dict[str, Any]]:
         """Return what each source has, and what of it the first `steps` steps saw, for result.json."""
-        found = []
+        sources_seen = []
         for source, (name, rows) in enumerate(self.sources.items()):
             count = self._count(source, self._end(steps))
             passes, rest = divmod(count, len(rows))
             tokens = passes * self.lengths[rows].sum() + self.lengths[self._permutation(source, passes)[:rest]].sum()
             about = {"name": name, "share": self.shares[source], "rows": len(rows)}
-            found.append({**about, "rows_seen": count, "tokens_seen": int(tokens)})
-        return found
+            sources_seen.append({**about, "rows_seen": count, "tokens_seen": int(tokens)})
+        return sources_seen
 
     def mean(self, numbers: np.ndarray) -> float:
         """Return the mean of the rows' `numbers` in the stream: sources count by their shares."""
-        each = [float(numbers[rows].mean()) * share for rows, share in zip(self._rows, self.shares, strict=True)]
-        return sum(each) / sum(self.shares)
+        weighted = [float(numbers[rows].mean()) * share for rows, share in zip(self._rows, self.shares, strict=True)]
+        return sum(weighted) / sum(self.shares)
 
     def passes(self) -> list[float]:
         """Return how often an epoch sees each source."""
-        each = [share / len(rows) for rows, share in zip(self._rows, self.shares, strict=True)]
-        return [passes / min(each) for passes in each]
+        per_row = [share / len(rows) for rows, share in zip(self._rows, self.shares, strict=True)]
+        return [passes / min(per_row) for passes in per_row]
 
     @property
     def epoch_rows(self) -> int:
@@ -127,11 +127,11 @@ class StepPlan:
 
     def by_source(self, rows: np.ndarray) -> dict[str, int]:
         """Return the rows and tokens of each source among a step's rows, for metrics.jsonl; {} with one source."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for source, name in enumerate(self.sources if len(self.shares) > 1 else ()):
             mine = rows[self._source_of[rows] == source]
-            found |= {f"rows/{name}": len(mine), f"tokens/{name}": int(self.lengths[mine].sum())}
-        return found
+            counts |= {f"rows/{name}": len(mine), f"tokens/{name}": int(self.lengths[mine].sum())}
+        return counts
 
     def is_due(self, setting: str, step: int) -> bool:
         """Whether `--eval-every` or `--save-every`, with this value, is due after `step` steps."""

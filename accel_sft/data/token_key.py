@@ -30,9 +30,9 @@ def token_key(decided: list[Any], task: Task, examples: Sequence[Any], split: st
     """
     of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
     fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
-    known = code_fingerprint(task) if fingerprint and isinstance(fingerprint, str) and not read else None
-    content = hashlib.sha256(f"{fingerprint} {known}".encode() if known else b"")
-    if not known:
+    code = code_fingerprint(task) if fingerprint and isinstance(fingerprint, str) and not read else None
+    content = hashlib.sha256(f"{fingerprint} {code}".encode() if code else b"")
+    if not code:
         for index in range(len(examples)):
             content.update(json.dumps(conversation(task, examples, split, index), default=repr).encode())
     parts = [decided, len(examples), content.hexdigest()]

@@ -81,15 +81,15 @@ class TokenStore(Sequence[Encoded]):
         places = np.fromiter(rows, np.int64)
         begins, ends = self._offsets[places].tolist(), self._offsets[places + 1].tolist()
         firsts, lasts = self._earlier_offsets[places].tolist(), self._earlier_offsets[places + 1].tolist()
-        found = []
+        encoded = []
         for number, (index, prompt, _, _, count, digest) in enumerate(self._rows[places].tolist()):
             ids = self._ids[begins[number] : ends[number]].tolist()
             bounds = self._earlier[firsts[number] : lasts[number]].tolist()
             earlier = tuple(zip(bounds[::2], bounds[1::2], strict=True))
             images = RowImages(index, count, np.array(digest, "<i4").tobytes(), self.source) if count else None
-            found.append(Encoded(index, ids, prompt, earlier, images))
+            encoded.append(Encoded(index, ids, prompt, earlier, images))
         self._release_pages()
-        return found
+        return encoded
 
     def _release_pages(self) -> None:
         """Unmap the pages that were read: one access may map two megabytes, and some hundred accesses the whole file.

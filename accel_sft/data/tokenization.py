@@ -73,9 +73,9 @@ class SplitEncoder:
                 "versions; make it a pure function, and the machines alike"
             )
         key = keys[0]
-        found = team.firsts(lambda: _kept(key))
-        if all(found):
-            folder, about = found[team.rank]
+        entries = team.firsts(lambda: _kept(key))
+        if all(entries):
+            folder, about = entries[team.rank]
             encoding = self._opened(folder, about, examples, split)
             if all(team.all(lambda: self._agrees(encoding, examples) and self._sees_the_same(encoding))):
                 encoding.notes.append(f"{split}: {encoding.kept.examples:,} examples, tokens from the cache")
@@ -233,8 +233,8 @@ def _kept(key: str) -> tuple[Path, dict[str, Any]] | None:
     """Return the cache's entry, or None. Its fingerprint is computed from its tokens, not read from the entry, so that
     the run's record of its data (`data_sha256`) is true of the tokens that are used."""
     with contextlib.suppress(OSError):  # the entry may have been removed meanwhile
-        if found := cache.find(KIND, key):
-            folder, about = found
+        if entry := cache.find(KIND, key):
+            folder, about = entry
             return folder, {**about, "fingerprint": fingerprint_of(folder)}
     return None
 

@@ -21,7 +21,6 @@ from accel_sft.io import manifest
 from accel_sft.io.files import expanded
 from accel_sft.io.terminal import terminal
 
-_ABANDONED_SECONDS = 3600
 UNUSED_DAYS = 30
 """Number of days without use after which an entry is removed, as soon as another entry is made."""
 
@@ -81,7 +80,7 @@ def partial(kind: str) -> Iterator[Path]:
         with contextlib.suppress(OSError, ValueError):  # another process may be removing it
             dead = not Path("/proc", str(int(left.name.removeprefix(prefix).split("-")[0]))).exists()
             newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))
-            if dead and Path("/proc/self").exists() and newest < time.time() - _ABANDONED_SECONDS:
+            if dead and Path("/proc/self").exists() and newest < time.time() - 3600:
                 shutil.rmtree(left, ignore_errors=True)
     for entry in base.glob("[!.]*"):
         with contextlib.suppress(OSError):

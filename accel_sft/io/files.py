@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import glob
 import json
 import math
 import os
@@ -13,11 +12,11 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from accel_sft.api.errors import UserError
+from accel_sft.io.lock import is_locked, lock
 from accel_sft.io.manifest import sync
 
 PAGE_MARK = '<meta name="generator" content="accel-sft '
-"""In the head of every page that a command of this package writes."""
-_HEAD_CHARACTERS = 20_000
+"""In the head of every page that a command of this package writes, within its first 20,000 characters."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -39,10 +38,14 @@ def write_json_lines(path: Path, rows: Iterable[Any]) -> None:
 
 def begin_folder(target: Path) -> Path:
     """Make an empty folder beside `target`, to fill and then move to `target` with `put_in_place`."""
-    partial = target.with_name(f".{target.name}.partial")
+    partial = _partial(target)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
 
 
 def put_in_place(partial: Path, target: Path) -> None:
@@ -83,16 +86,15 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
         Exception: what the block raises.
     """
     target = Path(os.path.realpath(expanded(name, what)))  # if `name` is a link, it stays, and its target is filled
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     occupied = UserError(f"{what} {name}: not empty; name another folder")
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise occupied
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
-            if not _is_running(left.name.split(".")[-2]):
-                shutil.rmtree(left, ignore_errors=True)
-        with _temporary(partial):
+        if is_locked(_partial(target)):
+            raise UserError(f"{what} {name}: another process is writing it; name another folder")
+        partial = begin_folder(target)
+        try:
+            lock(partial)
             yield partial
             _sync_all(partial)
             try:
@@ -100,32 +102,14 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
             except OSError as error:
                 raise (occupied if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) else error) from None
             sync(target.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise UserError(f"{what} {name}: cannot be written ({error.strerror or error}); name another folder") from error
     except Exception as error:
         if not isinstance(error, UserError) and (trouble := trouble_of_writing(error, target.parent)):
             raise UserError(f"{what} {name}: {trouble}, or name another folder") from error
         raise
-
-
-@contextlib.contextmanager
-def _temporary(folder: Path) -> Iterator[None]:
-    """Make a folder, which is removed at the end, unless it has another name then."""
-    folder.mkdir()
-    try:
-        yield
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_running(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ValueError, ProcessLookupError):
-        return False
-    except PermissionError:  # another user's
-        pass
-    return True
 
 
 def trouble_of_writing(error: Exception, folder: Path) -> str:
@@ -267,6 +251,6 @@ def page_file(name: str, flag: str, usual: str) -> Path:
         raise UserError(f"{flag} {path}: there is no folder {path.parent}; make it, or name another file")
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:
-            if PAGE_MARK not in file.read(_HEAD_CHARACTERS):
+            if PAGE_MARK not in file.read(20_000):
                 raise UserError(f"{flag} {path}: a file that is no page of accel-sft; name another file")
     return path

@@ -9,7 +9,7 @@ from typing import Any
 
 from accel_sft.api.config import keep_every
 from accel_sft.api.errors import UserError
-from accel_sft.io.files import abandoned, expanded, json_safe, read_json, read_text, write_atomically
+from accel_sft.io.files import abandoned, expanded, json_safe, read_json, read_object, read_text, write_atomically
 
 RUNS = "runs"
 """The folder of runs, unless `--output-dir` names another."""
@@ -163,10 +163,7 @@ class RunDir:
 
     def read_status(self) -> str | None:
         """The `status` in result.json; None where there is no such file or it is broken."""
-        try:
-            return json.loads(read_text(self.result))["status"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
+        return read_object(self.result).get("status")
 
     def read_samples(self, step: int) -> list[dict[str, Any]]:
         """The answers of the evaluation at `step`; empty if there was none.

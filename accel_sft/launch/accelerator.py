@@ -1,6 +1,7 @@
 """Builds the Accelerator, prepares the model with it, and writes and verifies DeepSpeed's settings."""
 
 import atexit
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -20,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.io.terminal import terminal, wrapped
+from accel_sft.io.terminal import terminal, waiting, wrapped
 from accel_sft.launch import groups
 from accel_sft.launch.collectives import WITHOUT_LIMIT
 from accel_sft.launch.deepspeed_ops import audit_compilation, compiling, spare_unused_operator
 from accel_sft.launch.environment import WITHOUT_CUDNN, device_count, threads_per_process
 from accel_sft.launch.info import Launch
-from accel_sft.launch.launcher import restarts
+from accel_sft.launch.launcher import restarts, under_launcher
 from accel_sft.launch.parallelism import parallelism_config
 from accel_sft.launch.precision import choose_precision
 
@@ -58,7 +59,8 @@ def create_accelerator(
     # gradients are views of DDP's communication buckets: a copy beside the buckets would take 4 bytes a parameter
     handlers = [group, DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     cpu = launch.backend == "ddp" and not devices
-    state = PartialState(cpu, **group.to_kwargs())  # forms the process group
+    with _waiting_for_ranks(launch):
+        state = PartialState(cpu, **group.to_kwargs())  # forms the process group
     launch = choose_precision(launch, state.device, precision_of_run)
     if plugin and launch.sums_in_float32:
         types = plugin.deepspeed_config.get("data_types") or {}  # the JSON may set other types and not this one
@@ -111,6 +113,15 @@ def _group_settings(config: TrainConfig, launch: Launch, devices: int) -> InitPr
     if launch.backend == "deepspeed" and not devices:
         group["backend"] = "gloo"
     return InitProcessGroupKwargs(**group)
+
+
+def _waiting_for_ranks(launch: Launch) -> contextlib.AbstractContextManager[None]:
+    """Inside, a line says that other processes are awaited, if no launcher has started this one: its variables may be
+    left over."""
+    if launch.world_size == 1 or under_launcher():
+        return contextlib.nullcontext()
+    place = f"{launch.environment.get('MASTER_ADDR')}:{launch.environment.get('MASTER_PORT')}"
+    return waiting(f"waiting for {launch.world_size} processes at {place}; unset WORLD_SIZE to start one process")
 
 
 def _deepspeed_plugin(config: TrainConfig, launch: Launch, devices: int) -> DeepSpeedPlugin:

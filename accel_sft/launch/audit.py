@@ -12,6 +12,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.limits import OF_ADAPTERS
 from accel_sft.api.options import chosen, flag_of, shown
 from accel_sft.io.findings import LEVELS, Finding, error, note, warning
+from accel_sft.io.terminal import quiet
 from accel_sft.io.text import one_line
 from accel_sft.launch.deepspeed_ops import audit_compilers, operators
 from accel_sft.launch.environment import device_count
@@ -35,10 +36,15 @@ _JSON_DEEPSPEED = """
     use_data_before_expert_parallelism use_node_local_storage vocabulary_size wandb wall_clock_breakdown
     weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
 """
-_CHANGES_TRAINING = """
-    compression_training curriculum_learning data_efficiency progressive_layer_drop sparse_attention weight_quantization
-"""
-"""Sections of DeepSpeed's JSON by which it would choose or cut rows, drop layers, or prune and quantize weights."""
+_CHANGES_TRAINING = "data_efficiency", "weight_quantization"
+"""Sections of DeepSpeed's JSON by which it would choose or cut rows, drop layers, or quantize weights."""
+_NOT_USED = {
+    "train_batch_size": "--global-batch-size and --micro-batch-size decide",
+    "train_micro_batch_size_per_gpu": "--global-batch-size and --micro-batch-size decide",
+    "activation_checkpointing": "--gradient-checkpointing decides",
+}
+_AUDITED = "stage", "device", "ratio"
+"""Keys of zero_optimization whose values `_zero` names in words of its own."""
 
 
 def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> list[Finding]:
@@ -53,13 +59,13 @@ def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> li
         what = f"{where}: {'FSDP' if launch.backend == 'fsdp' else 'DeepSpeed'} does not run on macOS"
         return [error(what, "start it without accelerate launch: one process then runs on MPS or the CPU")]
     findings = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices)]
-    findings += [*_adapter(config), *_launchers(launch, config, f"{where}")]
     findings += audit_parallelism(
         launch, f"{where}", batching=config.batching, micro_batch_size=config.micro_batch_size
     )
+    where = launch.json_file or where
+    findings += [*_adapter(config), *_not_used(launch, config, f"{where}")]
     if launch.backend == "deepspeed":
-        where = launch.json_file or where
-        findings += [*_ignored(launch, config.max_grad_norm, f"{where}"), *_zero(config, launch, f"{where}")]
+        findings += [*_deepspeed(launch, f"{where}"), *_refused(launch, f"{where}"), *_zero(config, launch, f"{where}")]
         findings += audit_compilers(operators(launch), devices)
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
@@ -81,10 +87,10 @@ def _keys(launch: Launch) -> Iterator[Finding]:
         what = "the launcher's yaml could not be found, so its keys were not checked"
         yield note(what, "start with accelerate launch --config_file FILE")
     sections = {name: launch.yaml.get(f"{name}_config") or {} for name in ("deepspeed", "fsdp", "parallelism")}
-    for name, known in _launcher_keys().items() if any(sections.values()) else ():
-        for key in sorted(map(str, sections[name].keys() - known)):
-            prefixed = [f"{name}_config_{key}"] if f"{name}_config_{key}" in known else []
-            near = prefixed or difflib.get_close_matches(key, sorted(known), n=1)
+    for name, keys in _launcher_keys().items() if any(sections.values()) else ():
+        for key in sorted(map(str, sections[name].keys() - keys)):
+            prefixed = [f"{name}_config_{key}"] if f"{name}_config_{key}" in keys else []
+            near = prefixed or difflib.get_close_matches(key, sorted(keys), n=1)
             what = f"{launch.config_file}: {name}_config.{one_line(key)} is unknown, and would be ignored in silence"
             yield error(what, f"did you mean {near[0]}?" if near else "remove it")
     for key in sorted(launch.json.keys() - {*_JSON_DEEPSPEED.split()}):
@@ -107,12 +113,8 @@ def _launcher_keys() -> dict[str, set[str]]:
 def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
     requested = launch.arguments.get("num_processes") or launch.yaml.get("num_processes")
     # of a file's ranks, those beyond the machine's devices have ended (`fitted`)
-    most = (
-        launch.world_size
-        if "num_processes" in launch.arguments or launch.world_size != devices
-        else int(requested or 0)
-    )
-    if requested and not launch.world_size <= int(requested) <= most:
+    fitted = "num_processes" not in launch.arguments and launch.world_size == devices
+    if requested and launch.world_size != int(requested) and not (fitted and launch.world_size < int(requested)):
         fix = "set distributed_type to MULTI_GPU (data parallel, also on CPUs) or DEEPSPEED to start several processes"
         if launch.machines > 1 or str(launch.arguments.get("num_machines", "1")) != "1":
             fix = "make --num_processes (all machines together) a multiple of --num_machines"
@@ -145,7 +147,7 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
 
 def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
     value, source = launch.named_precision or ("no", "the default")
-    requested = launch.asked_precision
+    requested = launch.requested_precision
     if launch.json_enabled("bf16") == launch.json_enabled("fp16") == "true":
         yield error(f"{launch.json_file}: fp16 and bf16 are both enabled", "enable one of them")
     elif launch.json and requested and requested[0] != value:
@@ -176,56 +178,53 @@ def _adapter(config: TrainConfig) -> Iterator[Finding]:
         yield warning(what, f"add --adapter lora, or leave out {flag}")
 
 
-def _launchers(launch: Launch, config: TrainConfig, where: str) -> Iterator[Finding]:
-    """Report what the launcher hands over to training scripts, and the trainer's own options decide."""
+def _not_used(launch: Launch, config: TrainConfig, where: str) -> Iterator[Finding]:
+    """Report what the launch gives to training scripts or to DeepSpeed, and the trainer's own options decide."""
     given = {**launch.yaml, **(launch.yaml.get("dynamo_config") or {}), **launch.arguments}
-    backend = str(given.get("dynamo_backend") or launch.environment.get("ACCELERATE_DYNAMO_BACKEND", "no"))
+
+    def named(key: str) -> Any:
+        places = launch.json.get(key), given.get(key), launch.environment.get(f"ACCELERATE_{key.upper()}")
+        return next((value for value in places if value is not None), None)
+
+    backend = one_line(str(named("dynamo_backend") or "no"))
     if backend.lower() not in ("no", "false") and not config.compile:
-        yield warning(f"{where}: dynamo_backend {one_line(backend)} is not used", "remove it; --compile compiles")
-    if launch.backend == "deepspeed":  # `_ignored` reports the others, with those of its JSON
-        return
-    steps = given.get("gradient_accumulation_steps")
-    steps = launch.environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") if steps is None else steps
-    if str(steps) not in ("auto", "1"):
-        yield _steps_not_used(where, steps)
-    if (clip := given.get("gradient_clipping")) is not None and _differs(clip, config.max_grad_norm):
-        yield _clip_not_used(where, clip, config.max_grad_norm)
+        yield warning(f"{where}: dynamo_backend {backend} is not used", "remove it; --compile compiles")
+    steps, clip = named("gradient_accumulation_steps"), named("gradient_clipping")
+    if _differs(steps or 1, 1):
+        what = f"{where}: gradient_accumulation_steps {one_line(str(steps))} is not used"
+        yield warning(what, "remove it; --global-batch-size decides the rows of a step")
+    if _differs(clip, config.max_grad_norm):
+        clip = one_line(str(clip))
+        what = f"{where}: gradient_clipping {clip} is not used, --max-grad-norm {config.max_grad_norm:g} is"
+        yield warning(what, f"remove it, or set --max-grad-norm {clip}")
 
 
-def _steps_not_used(where: str, steps: object) -> Finding:
-    fix = "remove it; --global-batch-size decides the rows of a step"
-    return warning(f"{where}: gradient_accumulation_steps {one_line(str(steps))} is not used", fix)
-
-
-def _differs(clip: Any, max_grad_norm: float) -> bool:
+def _differs(value: Any, wanted: float) -> bool:
+    """Whether a launch names another number than `wanted`, or what is no number."""
     try:
-        return clip != "auto" and float(clip) != max_grad_norm
+        return value not in (None, "auto") and float(value) != wanted
     except (TypeError, ValueError, OverflowError):
         return True
 
 
-def _clip_not_used(where: str, clip: object, max_grad_norm: float) -> Finding:
-    clip = one_line(str(clip))
-    what = f"{where}: gradient_clipping {clip} is not used, --max-grad-norm {max_grad_norm:g} is"
-    return warning(what, f"remove it, or set --max-grad-norm {clip}")
-
-
-def _ignored(launch: Launch, max_grad_norm: float, where: str) -> Iterator[Finding]:
-    """Report settings of the launch that DeepSpeed would follow, but that the trainer's options decide."""
-    given = launch.environment
-    steps = launch.json.get("gradient_accumulation_steps")
-    steps = steps or given.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
-    if str(steps) not in ("auto", "1"):
-        yield _steps_not_used(where, steps)
-    clip = launch.json.get("gradient_clipping")
-    clip = given.get("ACCELERATE_GRADIENT_CLIPPING", "auto") if clip is None else clip
-    if _differs(clip, max_grad_norm):
-        yield _clip_not_used(where, clip, max_grad_norm)
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+def _deepspeed(launch: Launch, where: str) -> Iterator[Finding]:
+    """Report keys of DeepSpeed's JSON that the trainer's options decide, or that change what is learnt."""
+    for key, why in _NOT_USED.items():
         if launch.json.get(key, "auto") != "auto":
-            fix = "remove it; --global-batch-size and --micro-batch-size decide"
-            yield warning(f"{where}: {key} is not used", fix)
-    for key in _CHANGES_TRAINING.split():
+            yield warning(f"{where}: {key} is not used", f"remove it; {why}")
+    if _enabled(launch.json.get("torch_autocast") or {}):
+        what = f"{where}: torch_autocast would compute in another precision than the run's"
+        yield error(what, "remove it; its bf16 or fp16 section, or --mixed_precision, sets the precision")
+    lossy = {key: launch.zero.get(key) for key in ("zero_quantized_weights", "zero_quantized_gradients")}
+    lossy["communication_data_type"] = launch.json.get("communication_data_type")
+    precision = (launch.named_precision or ("", ""))[0]
+    if precision == "no":  # otherwise `describe` says how much the sums lose
+        lossy["grad_accum_dtype"] = (launch.json.get("data_types") or {}).get("grad_accum_dtype")
+    for key, value in lossy.items():
+        if value and value not in ("auto", "fp32", precision):
+            what = f"{where}: {key} {one_line(str(value).lower())}: gradients are less exact than under other launches"
+            yield warning(what, "remove it, unless speed matters more")
+    for key in _CHANGES_TRAINING:
         section = launch.json.get(key)
         if section and _enabled(section):
             yield error(f"{where}: {key} changes what a step learns", "remove it, or disable it")
@@ -234,12 +233,44 @@ def _ignored(launch: Launch, max_grad_norm: float, where: str) -> Iterator[Findi
             yield error(f"{where}: {key} must not be set, because the trainer creates it", f"use {flags}")
 
 
+def _refused(launch: Launch, where: str) -> Iterator[Finding]:
+    """Report what DeepSpeed itself would refuse at the start: removed keys, and unknown ones within sections."""
+    if not launch.json:
+        return
+    with quiet(None):  # as it is imported, it says which device it has found
+        from deepspeed.runtime import config as settings
+        from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+        from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+        from pydantic import ValidationError
+    removed = {key: text for key, text in settings._REMOVED_TOP_LEVEL_CONFIG_KEYS.items() if key in launch.json}
+    removed |= {key: text for key, text in settings._REMOVED_ZERO_CONFIG_KEYS.items() if key in launch.zero}
+    for key, text in removed.items():
+        yield error(f"{where}: {key}: DeepSpeed refuses it ({one_line(text.partition('. ')[0], 90)})", "remove it")
+    models = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
+    for section, model in models.items():
+        problems: list[Any] = []
+        try:
+            model(**(launch.json.get(section) or {}))
+        except ValidationError as refusal:
+            problems = [problem for problem in refusal.errors() if not {*problem["loc"]} & {*_AUDITED, *removed}]
+        for problem in problems:
+            place = ".".join(map(str, (section, *problem["loc"])))
+            if problem["type"] != "extra_forbidden":
+                yield error(f"{where}: {place}: DeepSpeed refuses its value", one_line(problem["msg"], 80))
+                continue
+            fields = {**model.model_fields, **DeepSpeedZeroOffloadOptimizerConfig.model_fields}
+            names = [field.alias or name for name, field in fields.items()]
+            near = difflib.get_close_matches(str(problem["loc"][-1]), names, n=1)
+            yield error(f"{where}: {one_line(place)} is unknown", f"did you mean {near[0]}?" if near else "remove it")
+
+
 def _enabled(section: Any) -> bool:
     """Whether a section of DeepSpeed's JSON is in use: itself, or one inside of it, is not `"enabled": false`."""
     if not isinstance(section, dict) or "enabled" in section:
         return bool(section["enabled"] if isinstance(section, dict) else section)
-    inner = [each for each in section.values() if isinstance(each, dict)]
-    return any(map(_enabled, inner)) if inner else bool(section)
+    parts = [part for part in section.values() if isinstance(part, dict)]
+    return any(map(_enabled, parts)) if parts else bool(section)
 
 
 def _zero(config: TrainConfig, launch: Launch, where: str) -> Iterator[Finding]:

@@ -104,12 +104,12 @@ def launch(
         on_poll: called after each poll, every `poll_seconds` while the launch runs.
     """
     began = time.monotonic()
-    mine = {**for_launches(), **environment, MARK: str(folder)}
+    variables = {**for_launches(), **environment, MARK: str(folder)}
     over_time = False
     try:
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=mine, start_new_session=True
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, start_new_session=True
             )
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):

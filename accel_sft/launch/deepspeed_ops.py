@@ -36,11 +36,8 @@ def operators(launch: Launch) -> list[str]:
     """Return the names of the DeepSpeed operators that this launch needs; [] without DeepSpeed."""
     if launch.backend != "deepspeed":
         return []
-    places = [launch.offload("optimizer"), launch.offload("param")]
-    needed = {
-        "cpu_adam": places[0] != "none",
-        "async_io": "nvme" in places,
-    }
+    optimizer, param = launch.offload("optimizer"), launch.offload("param")
+    needed = {"cpu_adam": optimizer != "none", "async_io": "nvme" in (optimizer, param)}
     return [name for name in OPERATORS if needed[name]]
 
 
@@ -59,23 +56,24 @@ def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
     """Yield an error for each thing that this machine lacks to compile these operators."""
     if not needed:
         return
-    here = f"DeepSpeed compiles {', '.join(needed)} here, and"
+    compiled = f"DeepSpeed compiles {', '.join(needed)} here, and"
     compiler = os.environ.get("CXX", "c++")
     if not shutil.which(compiler):
         fix = "install g++ (apt-get install g++), or use accelerate_configs/ddp.yaml"
-        yield error(f"{here} there is no C++ compiler ({compiler})", fix)
+        yield error(f"{compiled} there is no C++ compiler ({compiler})", fix)
     elif (major := _gcc_major(compiler)) < 9:
-        yield error(f"{here} {compiler} is GCC {major}", "GCC 9 or newer is needed; name it in CXX")
+        yield error(f"{compiled} {compiler} is GCC {major}", "GCC 9 or newer is needed; name it in CXX")
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         fix = "install python3-dev for this Python (apt-get install python3-dev)"
-        yield error(f"{here} Python's headers are missing", fix)
+        yield error(f"{compiled} Python's headers are missing", fix)
     if not shutil.which("ninja"):
-        yield error(f"{here} ninja is missing", "pip install ninja")
+        yield error(f"{compiled} ninja is missing", "pip install ninja")
     if "async_io" in needed and not _has_libaio():
         fix = "apt-get install libaio-dev, or use accelerate_configs/z3_offload.yaml"
         yield error("NVMe offload needs libaio with its header, which is missing", fix)
     # only for async_io: DeepSpeed compiles cpu_adam without CUDA, even on a machine with GPUs
-    if devices and "async_io" in needed and not _has_nvcc():
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    if devices and "async_io" in needed and not (shutil.which("nvcc") or Path(home, "bin", "nvcc").is_file()):
         fix = "install the CUDA toolkit of torch's version and set CUDA_HOME, or use accelerate_configs/z3_offload.yaml"
         yield error("NVMe offload is compiled against CUDA, and nvcc is missing", fix)
 
@@ -143,8 +141,3 @@ def _has_libaio() -> bool:
     return any(Path(folder, "libaio.h").is_file() for folder in folders) and bool(
         ctypes.util.find_library("aio") or os.environ.get("LDFLAGS")
     )
-
-
-def _has_nvcc() -> bool:
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    return bool(shutil.which("nvcc")) or Path(home, "bin", "nvcc").is_file()

@@ -197,14 +197,14 @@ class Launch:
         for name in ("bf16", "fp16"):
             if self.json_enabled(name) == "true":
                 return name, f"{self.json_file}"
-        requested = self.asked_precision
+        requested = self.requested_precision
         wanted = requested[0] if requested else "bf16"
         if wanted in ("bf16", "fp16") and self.json_enabled(wanted) == "false":  # DeepSpeed has no key for fp8
             return "no", f"{self.json_file}"
         return requested
 
     @property
-    def asked_precision(self) -> tuple[str, str] | None:
+    def requested_precision(self) -> tuple[str, str] | None:
         """The precision named by the command line, the yaml or a variable, and which of them named it; else None."""
         value = self.environment.get(PRECISION, "no").lower()
         if "mixed_precision" in self.arguments:

@@ -64,59 +64,52 @@ def _core_seconds() -> list[float]:
     return [time.monotonic(), *counted, max(held, default=0.0)]
 
 
-def cpu_clock() -> tuple[float, float, str]:
-    """The MHz of the core that this process runs on, its highest, and its governor; NaN in most virtual machines.
+def cpu_clock_share() -> float:
+    """The clock of the core that this process runs on, as a share of its highest; NaN in most virtual machines.
 
     With kernels before 5.18 it may take ten milliseconds.
     """
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # some virtual machines have files that say 0
         core = (host_memory.SYSTEM / "proc/self/stat").read_text().rpartition(")")[2].split()[36]  # processor: proc(5)
         folder = host_memory.SYSTEM / f"sys/devices/system/cpu/cpu{core}/cpufreq"
-        now, highest = (int((folder / f"{name}_freq").read_text()) / 1000 for name in ("scaling_cur", "cpuinfo_max"))
-        if highest > 0:  # some virtual machines have files that say 0
-            return now, highest, (folder / "scaling_governor").read_text().strip()
-    return math.nan, math.nan, ""
+        now, highest = (int((folder / f"{name}_freq").read_text()) for name in ("scaling_cur", "cpuinfo_max"))
+        return now / highest
+    return math.nan
 
 
 _POWER_CAP = 0x4
 REASONS = {_POWER_CAP: "power cap", 0x12: "clocks set by a person", 0x60: "heat", 0x88: "slowdown by hardware"}
 """Why a GPU's clock is low, by bits of nvmlClocksEventReason* in nvml.h."""
-FULL_POWER, _FULL_CLOCK = 0.98, 0.9
+_FULL_POWER, _FULL_CLOCK = 0.98, 0.9
 """Shares of a GPU's default power limit (both are rounded to watts), and of its highest clock (rounds of a measurement
 on a quiet machine differ by as much), from which on nothing counts as slowing it down."""
 
 
 class GpuState(NamedTuple):
-    """The clock of a GPU's multiprocessors, and the bits of REASONS that keep it from a higher one.
-
-    A power cap at the card's default limit is none: at full load most GPUs always run into it, and their clock is then
-    what it usually is.
-    """
+    """The clock of a GPU's multiprocessors, its share of the highest, and the bits of REASONS that keep it below."""
 
     mhz: float = math.nan
-    highest_mhz: float = math.nan
+    clock_share: float = math.nan
     reasons: float = math.nan
 
 
 def gpu_state(nvml: Any, handle: Any) -> GpuState:
-    """Read a GPU by the module `pynvml`; all NaN if the driver does not know, as of a MIG slice."""
+    """Read a GPU by the module `pynvml`; all NaN if the driver does not know, as of a MIG slice.
+
+    A power cap at the card's default limit is none: at full load most GPUs always run into it, and their clock is then
+    what it usually is.
+    """
     try:
         clocks = nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo
         mhz, highest = (clock(handle, nvml.NVML_CLOCK_SM) for clock in clocks)
         reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle) if mhz < _FULL_CLOCK * highest else 0
         if reasons & _POWER_CAP:
-            limit, usual = power_limits(nvml, handle)
-            reasons -= _POWER_CAP if limit >= FULL_POWER * usual else 0
+            limit = nvml.nvmlDeviceGetPowerManagementLimit(handle)
+            usual = nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle)
+            reasons -= _POWER_CAP if limit >= _FULL_POWER * usual else 0
     except nvml.NVMLError:
         return GpuState()
-    return GpuState(mhz, highest, reasons & sum(REASONS)) if highest else GpuState()
-
-
-def power_limits(nvml: Any, handle: Any) -> tuple[float, float]:
-    """A GPU's power limit and its default one, in watts."""
-    queries = nvml.nvmlDeviceGetPowerManagementLimit, nvml.nvmlDeviceGetPowerManagementDefaultLimit
-    limit, usual = (query(handle) / 1000 for query in queries)
-    return limit, usual
+    return GpuState(mhz, mhz / highest, reasons & sum(REASONS)) if highest else GpuState()
 
 
 def others_gib(nvml: Any, handle: Any) -> float:
@@ -125,11 +118,10 @@ def others_gib(nvml: Any, handle: Any) -> float:
     import psutil
 
     try:
-        used = {
-            process.pid: process.usedGpuMemory or 0 for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        }
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
         return math.nan
+    used = {process.pid: process.usedGpuMemory or 0 for process in processes}
     if os.getpid() not in used:
         return math.nan
     ours = {os.getpid(), os.getppid()} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {os.getpid()}

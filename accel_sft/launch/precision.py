@@ -5,7 +5,6 @@ the same again.
 """
 
 import dataclasses
-import os
 import platform
 import re
 from collections.abc import Mapping
@@ -19,8 +18,6 @@ from accel_sft.launch.launcher import PRECISION
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 """Names in /proc/cpuinfo of instructions that multiply bf16: of Intel, of Intel and AMD, of ARM. With AVX-512 alone
 oneDNN accepts bf16 too, but emulates it, many times slower than float32."""
-_CAPABILITY = 8
-"""Major compute capability from which NVIDIA's GPUs compute bf16: Ampere."""
 
 
 def cpu_flags() -> list[str]:
@@ -98,27 +95,6 @@ def assume_precision(launch: Launch, bf16: bool) -> Launch:
     if launch.named_precision:
         return launch
     return dataclasses.replace(launch, resolved=("bf16" if bf16 else "no", "as its devices compute it"))
-
-
-def this_machine_computes_bf16(*, with_gpus: bool = True) -> bool:
-    """Whether ranks started here would have bf16 instructions: of NVIDIA's GPUs, as the driver says, else of the CPU.
-
-    Imports no torch.
-    """
-    import pynvml
-
-    if with_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError:
-            return bool(cpu_flags())
-        try:
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            if handles:
-                return all(pynvml.nvmlDeviceGetCudaComputeCapability(handle)[0] >= _CAPABILITY for handle in handles)
-        finally:
-            pynvml.nvmlShutdown()
-    return bool(cpu_flags())
 
 
 def type_in_files(model: Any, name: str, weights: Any, dtype: Any) -> Any:

@@ -1,5 +1,6 @@
 """Describes this machine and its software, without torch."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -10,11 +11,13 @@ from typing import Any
 import psutil
 
 from accel_sft.launch.environment import usable_cores
-from accel_sft.launch.precision import cpu_name
+from accel_sft.launch.precision import cpu_flags, cpu_name
 from accel_sft.launch.recordable import recordable, versions
 
 _VARIABLES = re.compile(r"(ACCELERATE|ACCEL_SFT|CUDA|DS|GLOO|HF|MKL|NCCL|OMP|OPENBLAS|PYTORCH|TORCH|TRITON)_")
 """Prefixes of the environment variables that may change what a launch does."""
+_CAPABILITY = 8
+"""Major compute capability from which NVIDIA's GPUs compute bf16: Ampere."""
 
 
 def environment() -> dict[str, Any]:
@@ -40,8 +43,8 @@ def environment() -> dict[str, Any]:
 
 
 def nvidia_gpus() -> tuple[str | None, list[dict[str, Any]]]:
-    """The NVIDIA driver's version, and each GPU's name and memory, as far as CUDA_VISIBLE_DEVICES shows it; None and []
-    if NVML finds no driver.
+    """The NVIDIA driver's version, and each GPU's name, memory and major compute capability, as far as
+    CUDA_VISIBLE_DEVICES shows it; None and [] if NVML finds no driver.
 
     The memory is None if the driver does not tell it, as of a GPU that shares the host's (GB10, Jetson).
     """
@@ -52,19 +55,24 @@ def nvidia_gpus() -> tuple[str | None, list[dict[str, Any]]]:
     except pynvml.NVMLError:  # no driver here
         return None, []
 
-    def memory_gib(handle: Any) -> float | None:
-        try:
-            return float(pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30)
-        except pynvml.NVMLError_NotSupported:
-            return None
+    def gpu(index: int) -> dict[str, Any]:
+        handle, memory_gib = pynvml.nvmlDeviceGetHandleByIndex(index), None
+        with contextlib.suppress(pynvml.NVMLError_NotSupported):
+            memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30
+        capability, _ = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        return {"name": pynvml.nvmlDeviceGetName(handle), "memory_gib": memory_gib, "capability": capability}
 
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        gpus = [{"name": pynvml.nvmlDeviceGetName(handle), "memory_gib": memory_gib(handle)} for handle in handles]
+        driver, gpus = pynvml.nvmlSystemGetDriverVersion(), [*map(gpu, range(pynvml.nvmlDeviceGetCount()))]
     finally:
         pynvml.nvmlShutdown()
     named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpus))))).split(",")
     if all(name.strip().isdecimal() or name in ("", "-1") for name in named):
         return driver, [gpus[int(name)] for name in named if name.strip().isdecimal() and int(name) < len(gpus)]
     return driver, gpus[: len(named)]  # named by UUID
+
+
+def this_machine_computes_bf16(*, with_gpus: bool = True) -> bool:
+    """Whether ranks started here would have bf16 instructions: of NVIDIA's GPUs, by their driver, else of the CPU."""
+    gpus = nvidia_gpus()[1] if with_gpus else []
+    return all(gpu["capability"] >= _CAPABILITY for gpu in gpus) if gpus else bool(cpu_flags())

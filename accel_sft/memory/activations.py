@@ -32,22 +32,22 @@ PIXEL = 4
 def block_bytes(job: Job, block: Block) -> float:
     """Bytes that one block keeps for one token, without gradient checkpointing."""
     e, hidden = job.computes_bytes, job.shape.hidden_size
-    kept = _norms(job, block) + 5.25 * job.shape.heads  # attention's normalisers, in float32
+    saved = _norms(job, block) + 5.25 * job.shape.heads  # attention's normalisers, in float32
     recurrent, attention = ([m for m in block.matrices if m.group == group] for group in ("recurrent", "attention"))
     if not block.recurrent:
-        kept += e * sum(m.outputs if m.inputs == hidden else m.inputs for m in recurrent if m.is_linear)
+        saved += e * sum(m.outputs if m.inputs == hidden else m.inputs for m in recurrent if m.is_linear)
     if attention:  # queries, keys and values, and what the output projection reads
         out = next((m for m in attention if m.name.startswith(("o_", "out"))), attention[-1])
-        kept += e * (sum(m.outputs for m in attention if m is not out) + out.inputs)
+        saved += e * (sum(m.outputs for m in attention if m is not out) + out.inputs)
     for group in ("feed_forward", "experts"):
         into, back = _feed_forward(job, block, group)
         for last in back[:1]:
             outputs = sum(m.outputs for m in into if m.copies == last.copies)
             gated = 2 if outputs >= 2 * last.inputs else 1  # the activated gate, and its product with up
-            kept += e * last.active * (outputs + gated * last.inputs)
+            saved += e * last.active * (outputs + gated * last.inputs)
             if last.copies > 1:  # a token's hidden state goes to each of its experts, and comes back
-                kept += 2 * e * last.active * hidden
-    return kept + (_adapter(job, block) if job.is_frozen else 0.0)
+                saved += 2 * e * last.active * hidden
+    return saved + (_adapter(job, block) if job.is_frozen else 0.0)
 
 
 def _feed_forward(job: Job, block: Block, group: str) -> tuple[list[Matrix], list[Matrix]]:
@@ -60,11 +60,11 @@ def _feed_forward(job: Job, block: Block, group: str) -> tuple[list[Matrix], lis
 
 def _norms(job: Job, block: Block) -> float:
     hidden, e = job.shape.hidden_size, job.computes_bytes
-    kept = hidden * (2 * _norm_bytes(job) + max(block.vectors // hidden - 2, 0) * _INNER_NORM)
+    saved = hidden * (2 * _norm_bytes(job) + max(block.vectors // hidden - 2, 0) * _INNER_NORM)
     if block.vectors % hidden == 2 * job.shape.head_dim:  # each head's queries and keys are normed
         heads = job.shape.heads + job.shape.key_value_heads
-        kept += heads * job.shape.head_dim * (4 + (2 if job.autocast else e))
-    return kept
+        saved += heads * job.shape.head_dim * (4 + (2 if job.autocast else e))
+    return saved
 
 
 def _norm_bytes(job: Job) -> int:
@@ -80,10 +80,10 @@ def _adapter(job: Job, block: Block) -> float:
     e, mask = job.computes_bytes, job.computes_bytes if job.on_cpu else 1
     adapted = {matrix for *_, matrix in job.shape.adapted(job.adapter, job.target_modules)}
     inputs = [m.inputs for m in block.matrices if m in adapted and m.is_linear]
-    kept = e * job.lora_r * len(inputs)
+    saved = e * job.lora_r * len(inputs)
     if job.lora_dropout:
-        kept += (mask + e) * sum(inputs) - e * (2 * job.shape.hidden_size + max(m.inputs for m in block.matrices))
-    return float(kept)
+        saved += (mask + e) * sum(inputs) - e * (2 * job.shape.hidden_size + max(m.inputs for m in block.matrices))
+    return float(saved)
 
 
 def _whole_block(job: Job, block: Block) -> float:
@@ -104,12 +104,12 @@ def _scores(job: Job) -> float:
 
 def _merged_experts(job: Job, block: Block) -> list[float]:
     """Bytes of each copy of fused experts under an adapter: peft adds the adapter to a copy of their weights, which is
-    kept."""
+    saved."""
     adapted = {matrix for *_, matrix in job.shape.adapted(job.adapter, job.target_modules)} if job.is_frozen else set()
     return [job.computes_bytes * m.parameters for m in block.matrices if m.copies > 1 and m in adapted]
 
 
-def _kept_and_again(job: Job) -> tuple[float, float]:
+def _saved_and_recomputed(job: Job) -> tuple[float, float]:
     """Bytes that all blocks keep at the end of the largest forward, and those that a backward computes again at once,
     with gradient checkpointing."""
     blocks = [(block.count, _whole_block(job, block)) for block in job.shape.blocks]
@@ -126,7 +126,7 @@ def _stream(job: Job) -> float:
 
 def forward_bytes(job: Job) -> float:
     """Bytes that all blocks keep at some time in the largest forward, those of a vision tower with them."""
-    return sum(_kept_and_again(job)) + tower_bytes(job)[0]
+    return sum(_saved_and_recomputed(job)) + tower_bytes(job)[0]
 
 
 def logits_bytes(job: Job) -> float:
@@ -148,7 +148,7 @@ def peak_bytes(job: Job) -> dict[str, float]:
     """Bytes of `activations` and `logits` at the peak of the largest forward and backward: the largest of the moments
     in the head, in a block's backward, and in a vision tower's forward, before the language model's."""
     shape, e, casts = job.shape, job.computes_bytes, job.autocast and not job.is_frozen
-    (of_tower, in_tower), (kept, again) = tower_bytes(job), _kept_and_again(job)
+    (of_tower, in_tower), (saved, recomputed) = tower_bytes(job), _saved_and_recomputed(job)
     head = 0 if job.is_frozen else e * shape.vocab_size * shape.hidden_size / job.launch.tensor_ranks
     inside = e * sum(block.count * block.parameters for block in shape.blocks) if casts else 0  # copies by autocast
     if _in_pieces(job):  # the gradients of the head's first two pieces are added into a third tensor
@@ -157,10 +157,10 @@ def peak_bytes(job: Job) -> dict[str, float]:
         logits = max(logits_bytes(job), head + e * shape.vocab_size * job.supervised_tokens)
     logits += head if casts else 0
     tied = head * (2 if casts else 1) * shape.tied  # a tied head's gradient stays until the embedding's comes
-    in_head = kept + inside + job.tokens * shape.hidden_size * _norm_bytes(job) + logits
+    in_head = saved + inside + job.tokens * shape.hidden_size * _norm_bytes(job) + logits
     backward = max((_block_backward(job, block) for block in shape.blocks), default=0.0)
     cast = e * shape.largest_block if job.gradient_checkpointing and casts else inside
-    in_block = max(kept + cast + again + backward + tied, (2 if _in_pieces(job) else 3) * tied)
+    in_block = max(saved + cast + recomputed + backward + tied, (2 if _in_pieces(job) else 3) * tied)
     if in_tower > of_tower + max(in_head, in_block):
         return {"activations": in_tower, "logits": 0.0}
     if in_head >= in_block:
@@ -195,10 +195,10 @@ def tower_bytes(job: Job) -> tuple[float, float]:
     of_width, of_inner, around, passing = _TOWERS.get(job.shape.family, _TOWERS[""])
     if autocast and job.shape.family not in _TOWERS:
         of_width += _FLOAT32_STREAM
-    kept = 0.0
+    saved = 0.0
     if job.train_only is not None:
         block = of_width * tower.width + of_inner * tower.inner
         blocks = block + tower.depth * tower.width * 4 if job.gradient_checkpointing else tower.depth * block
-        kept = double * patches * (blocks + around * tower.width) + (e * tower.parameters if autocast else 0)
+        saved = double * patches * (blocks + around * tower.width) + (e * tower.parameters if autocast else 0)
     cast = 0 if autocast or e == 4 else e * tower.values  # pixels in the computing type
-    return pixels + kept, pixels + max(kept, patches * (double * passing * tower.width + cast))
+    return pixels + saved, pixels + max(saved, patches * (double * passing * tower.width + cast))

@@ -6,7 +6,7 @@ engine or an exchange once took stays resident, and phases add up. benchmarks/pl
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from accel_sft.memory.activations import PIXEL, forward_bytes, logits_bytes, peak_bytes, tower_bytes
 from accel_sft.memory.job import Job
@@ -58,23 +58,19 @@ class Estimate:
     """The most memory that a rank of a job takes within each phase.
 
     Attributes:
-        method: `closed form` (computed from the model's shape) or `probe` (measured in two steps of the run).
         device: memory of one rank's accelerator; {} where ranks train on the CPU.
         host: resident memory of one rank's process, the pages that it shares with other ranks included.
         spare_bytes: what a rank does without in the phases WITH_COPY where host memory is short: training then waits
             while checkpoints are written file by file.
         local_ranks: ranks on one machine, for `host_peak_bytes`.
-        notes: what the numbers rest on, one sentence each.
-        failure: why a probe measured nothing. The job then counts as one that does not fit.
+        notes: what the numbers leave out, one sentence each.
     """
 
-    method: str
     device: Memory
     host: Memory
     spare_bytes: float = 0.0
     local_ranks: int = 1
     notes: tuple[str, ...] = ()
-    failure: str = ""
 
     @property
     def device_peak_bytes(self) -> float:
@@ -105,12 +101,12 @@ class Estimate:
     def fits(self, gpu_memory: float | None, host_memory: float | None) -> bool:
         """Whether the job fits into `gpu_memory` bytes of each accelerator and `host_memory` bytes of each machine. A
         memory of None is not compared."""
-        return not self.failure and not self.over(gpu_memory, host_memory)
+        return not self.over(gpu_memory, host_memory)
 
     def over(self, gpu_memory: float | None, host_memory: float | None) -> tuple[str, ...]:
         """Which of `device` and `host` has too little memory; a memory of None is not compared."""
-        pairs = ("device", self.device_peak_bytes, gpu_memory), ("host", self.host_needed_bytes, host_memory)
-        return tuple(name for name, needed, there in pairs if there is not None and needed > there)
+        places = ("device", self.device_peak_bytes, gpu_memory), ("host", self.host_needed_bytes, host_memory)
+        return tuple(name for name, needed, room in places if room is not None and needed > room)
 
 
 def totals(memory: Memory) -> dict[str, float]:
@@ -125,39 +121,26 @@ def estimate(job: Job) -> Estimate:
         UserError: the adapter's target modules are not in the model.
     """
     part = dataclasses.replace(job, shape=job.shape.cut(job.launch.tensor_ranks))
-    forward = peak_bytes(part)
-    if job.on_cpu:  # everything that is held at some time
-        forward = {"activations": forward_bytes(part), "logits": logits_bytes(part)}
-    made = assemble(job, placed(job), forward)
-    return dataclasses.replace(made, notes=tuple(_unknown(job)))
-
-
-def _unknown(job: Job) -> Iterator[str]:
-    """Say what memory this job needs that the closed form leaves out."""
+    device, host = placed(job)
+    if job.on_cpu:
+        on_device, in_host = {}, _on_cpu(job, device.plus(host), part)
+    else:
+        on_device, in_host = _on_gpu(job, device, part), _beside_gpu(job, host)
+    copy, best = _copied_bytes(job), _exported_bytes(job) if job.eval_rows else 0.0  # best/
+    for phase in in_host.keys() & set(WITH_COPY):
+        in_host[phase] = _add(in_host[phase], buffers=copy + best)
+    notes = []
     if job.use_dora:
-        yield "DoRA makes the updated weights of a layer whole in each forward: left out; compare measures them"
+        notes.append("DoRA makes the updated weights of a layer whole in each forward: left out; compare measures them")
     if job.load_in_4bit:
-        yield "a layer's weights are made whole for each product, one layer at a time: left out"
-    if job.optimizer == "muon":
-        yield "Muon's products on one matrix at a time are left out"
-
-
-def assemble(job: Job, states: tuple[Placed, Placed], forward: Mapping[str, float]) -> Estimate:
-    """Combine model states and activations into the phases of a job.
-
-    Args:
-        states: what a rank keeps on its device and in host memory.
-        forward: bytes of `activations` and `logits`. On a GPU: at the peak of the largest forward and backward, with
-            gradients in flight and weights that autocast has cast. On a CPU: everything that is held at some time.
-    """
-    device, host = states
-    copy, best = copied_bytes(job), exported_bytes(job) if job.eval_rows else 0.0  # best/
-    on_gpu = {} if job.on_cpu else _on_gpu(job, device, forward)
-    beside = _on_cpu(job, device.plus(host), forward) if job.on_cpu else _beside_gpu(job, host)
-    for phase in beside.keys() & set(WITH_COPY):
-        beside[phase] = _add(beside[phase], buffers=copy + best)
-    spare = max(copy - _file_bytes(job), 0.0) + best
-    return Estimate(method="closed form", device=on_gpu, host=beside, spare_bytes=spare, local_ranks=job.local_ranks)
+        notes.append("a layer's weights are made whole for each product, one layer at a time: left out")
+    return Estimate(
+        device=on_device,
+        host=in_host,
+        spare_bytes=max(copy - _file_bytes(job), 0.0) + best,
+        local_ranks=job.local_ranks,
+        notes=tuple(notes),
+    )
 
 
 def _phase(overhead: float, **sizes: float) -> dict[str, float]:
@@ -183,7 +166,10 @@ def _after_training(job: Job, base: Mapping[str, float], evaluate: float, export
     return phases | {"export": _add(base, buffers=export)}
 
 
-def _on_gpu(job: Job, states: Placed, forward: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def _on_gpu(job: Job, states: Placed, part: Job) -> dict[str, dict[str, float]]:
+    """Memory of a GPU; `part` is the job with a rank's part of the model."""
+    forward = peak_bytes(part)
+
     def step(moments: bool) -> dict[str, float]:
         resident = _resident(states, CUDA_BYTES, moments=moments)
         # FSDP frees the reduced gradient of the embedding only at the next backward's first block, after the head
@@ -197,13 +183,14 @@ def _on_gpu(job: Job, states: Placed, forward: Mapping[str, float]) -> dict[str,
 
     whole = job.launch.stage == 3
     after = _resident(states, CUDA_BYTES)
-    buffers = states.gathered + states.swapping, states.swapping + (states.gathered if whole else 0.0)
     phases = {
         "load": _phase(CUDA_BYTES, weights=states.weights if whole else 0.0),
         "shard": _add(_resident(states, CUDA_BYTES, moments=False), optimizer=states.sharding),
         "first_step": step(False),
         "step": step(True),
-        **_after_training(job, after, *buffers),
+        **_after_training(
+            job, after, states.gathered + states.swapping, states.swapping + (states.gathered if whole else 0.0)
+        ),
     }
     if job.eval_rows:
         phases["evaluate"]["activations"] = _generating_bytes(job)
@@ -216,7 +203,7 @@ def _beside_gpu(job: Job, states: Placed) -> dict[str, dict[str, float]]:
     loading, after = loading_bytes(job), _resident(states, base)
     sharding = {"weights": max(loading - states.weights, 0), "optimizer": states.sharding}
     step = _add(after, gradients=states.gradients + states.update)
-    exported = states.swapping + (0.0 if job.eval_rows else exported_bytes(job))
+    exported = states.swapping + (0.0 if job.eval_rows else _exported_bytes(job))
     return {
         "load": _phase(base, weights=loading),
         "shard": _add(_resident(states, base, moments=False), **sharding),
@@ -226,9 +213,9 @@ def _beside_gpu(job: Job, states: Placed) -> dict[str, dict[str, float]]:
     }
 
 
-def _on_cpu(job: Job, states: Placed, forward: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def _on_cpu(job: Job, states: Placed, part: Job) -> dict[str, dict[str, float]]:
     """Memory of a rank that trains on a CPU, without its copy of what checkpoints write; `states` has those of device
-    and host, which are one memory here."""
+    and host, which are one memory here. All counts that is held at some time."""
     start = CPU_BYTES + (IMAGES_BYTES + 2 * PIXEL * job.pixels if job.pixels else 0)
     converts = job.loaded_bytes != job.stored_bytes
     loaded = (job.loaded_bytes + job.stored_bytes) * job.shape.parameters if converts else 0
@@ -236,8 +223,8 @@ def _on_cpu(job: Job, states: Placed, forward: Mapping[str, float]) -> dict[str,
     left *= job.trained if job.launch.stage in (1, 2) else job.parameters
     of_tower, in_tower = tower_bytes(job)  # a frozen tower's has no backward, nor does what follows use it again
     after = _resident(dataclasses.replace(states, buffers=left), start + GROWTH_BYTES)
-    activations = HEAP * forward["activations"] + in_tower - of_tower
-    after = _add(after, activations=activations, logits=HEAP * forward["logits"])
+    activations = HEAP * forward_bytes(part) + in_tower - of_tower
+    after = _add(after, activations=activations, logits=HEAP * logits_bytes(part))
     exchange = states.buffers + states.gathered
     backward = _add(after, gradients=states.gradients + states.in_flight, buffers=exchange)
     update = _add(after, gradients=states.gradients + states.update)
@@ -253,7 +240,7 @@ def _on_cpu(job: Job, states: Placed, forward: Mapping[str, float]) -> dict[str,
 
 
 def _generating_bytes(job: Job) -> float:
-    """Return the bytes of the KV cache of all answers generated at once, and of their next tokens' logits."""
+    """Bytes of the KV cache of all answers generated at once, and of their next tokens' logits."""
     shape, e = job.shape, job.computes_bytes
     length = job.eval_tokens or max(job.tokens // max(job.rows, 1), 1)
     cache = 2 * shape.layers * shape.key_value_heads * shape.head_dim * e * length / job.launch.tensor_ranks
@@ -261,7 +248,7 @@ def _generating_bytes(job: Job) -> float:
 
 
 def loading_bytes(job: Job) -> float:
-    """Return how many bytes of host memory a rank of a GPU takes while it loads the weights, at least.
+    """Bytes of host memory that a rank of a GPU takes while it loads the weights, at least.
 
     Mapped weight files are page cache, freed when memory is short; converted weights need memory of their own, and
     every rank converts all of them, unless ZeRO-3 shards them as they are read.
@@ -276,25 +263,23 @@ def _file_bytes(job: Job) -> float:
     return min(of_parameter * job.trained / job.ranks, FILE_BYTES + of_parameter * job.shape.largest_tensor)
 
 
-def copied_bytes(job: Job) -> float:
-    """Return the bytes of a rank's copy of what it writes of checkpoints, in host memory from the first one on."""
+def _copied_bytes(job: Job) -> float:
+    """Bytes of a rank's copy of what it writes of checkpoints, in host memory from the first one on."""
     if not job.saves:
         return 0.0
-    each, ranks = checkpoint_bytes_each(job.ema_decay is not None), job.ranks
+    of_parameter, ranks = checkpoint_bytes_each(job.ema_decay is not None), job.ranks
     if job.launch.backend == "fsdp":
         ranks = job.launch.shard_ranks  # HSDP's first copy of the model writes all
     largest = 0 if job.launch.stage or job.launch.shards_weights else min(job.shape.largest_tensor, job.trained)
-    size = each * (largest + (job.trained - largest) / ranks)  # a tensor that all ranks have whole is written by one
+    size = of_parameter * (largest + (job.trained - largest) / ranks)  # a tensor that all have whole is written by one
     if job.launch.offload("optimizer") != "none":
         return size
     return size * job.rounding(FLOAT32 / (ranks if job.launch.shards_weights else 1))  # what a GPU copies to is pinned
 
 
-def exported_bytes(job: Job) -> float:
-    """Return the bytes of a rank's copy of the weights that are exported; best/ is written from it behind the steps.
-
-    Rank 0 alone has it: it is divided here, so that the sum over a machine's ranks is right.
-    """
+def _exported_bytes(job: Job) -> float:
+    """Bytes of the copy of the weights that are exported, from which best/ is written behind the steps. Rank 0 alone
+    has it: it is divided here, so that the sum over a machine's ranks is right."""
     return job.loaded_bytes * (job.trained if job.is_frozen else job.shape.parameters) / job.local_ranks
 
 

@@ -40,7 +40,7 @@ def model_flops(job: Job) -> ModelFlops:
     """The FLOPs that this job's model takes, whatever its launch and checkpointing."""
     shape, of_element = job.shape, 4 if job.is_frozen else 6
     head = shape.vocab_size * shape.hidden_size
-    adapter = 6 * job.trained_matrices if job.is_frozen else 0
+    adapter = 6 * job.adapter_matrices if job.is_frozen else 0
     blocks = of_element * (shape.active_parameters - head)
     return ModelFlops(blocks + adapter, of_element * head, 12 * shape.layers * shape.heads * shape.head_dim)
 
@@ -96,8 +96,7 @@ halved. Slices of a device (MIG) and variants that are not listed are unknown.""
 def peaks(device_name: str) -> Peaks | None:
     """The peaks of a device by the name that torch and NVML give it; None if it is not known."""
     name = re.sub(r"^(NVIDIA|Tesla) ", "", device_name)
-    matches = (known for pattern, known in _NAMED if re.fullmatch(pattern, name) and "MIG" not in name)
-    return next(matches, None)
+    return next((row for pattern, row in _NAMED if re.fullmatch(pattern, name) and "MIG" not in name), None)
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -106,6 +105,5 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     Args:
         precision: a field of `Peaks`; any other, such as `fp8`, is not known.
     """
-    known_peaks = peaks(device_name)
-    peak = getattr(known_peaks, precision, None) if precision in ("bf16", "fp16", "tf32", "fp32") else None
-    return peak * 1e12 if peak else None
+    teraflops = getattr(peaks(device_name), precision, None) if precision in ("bf16", "fp16", "tf32", "fp32") else None
+    return teraflops * 1e12 if teraflops else None

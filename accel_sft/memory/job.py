@@ -1,4 +1,4 @@
-"""`Job`: what is trained, on what, and how. Each answer of `plan` (closed form, probe) is about a job."""
+"""`Job`: what is trained, on what, and how; predictions of memory and speed are about a job."""
 
 import dataclasses
 import math
@@ -151,47 +151,41 @@ class Job:
     @property
     def trained(self) -> int:
         """Number of parameters that are trained."""
-        return self.trained_matrices + self._beside_matrices
+        if not self.is_frozen:
+            return self.shape.trained() + (self.shape.other if self.train_only else 0)
+        modules = self.lora_modules_to_save
+        magnitudes = self.shape.magnitudes(self.target_modules, modules) if self.use_dora else 0
+        return self.adapter_matrices + magnitudes + self.shape.saved(modules)
 
     @property
-    def trained_matrices(self) -> int:
-        """Number of trained parameters in matrices of the blocks, or of an adapter."""
-        if self.adapter == "none":
-            return self.shape.block_matrices
+    def adapter_matrices(self) -> int:
+        """Number of parameters in an adapter's matrices."""
         return self.shape.trained(
             self.adapter, self.lora_r, self.target_modules, self.lora_target_parameters, self.lora_modules_to_save
         )
-
-    @property
-    def _beside_matrices(self) -> int:
-        if self.adapter == "none":
-            return self.shape.trained() + (self.shape.other if self.train_only else 0) - self.shape.block_matrices
-        kept = self.lora_modules_to_save
-        lengths = self.shape.lengths(self.target_modules, kept) if self.use_dora else 0
-        return lengths + self.shape.saved(kept)
 
     @property
     def parameters(self) -> int:
         """Number of all parameters, an adapter's included."""
         return self.shape.parameters + (self.trained if self.is_frozen else 0)
 
-    def rounding(self, each: float) -> float:
-        """By what factor the blocks that torch pins in host memory are larger than the model's matrices of `each` bytes
-        an element, one block a matrix (an adapter's are too small to matter); 1 where ranks train on the CPU."""
+    def rounding(self, itemsize: float) -> float:
+        """By what factor the blocks that torch pins in host memory are larger than the model's matrices of `itemsize`
+        bytes an element, one block a matrix (an adapter's are too small to matter); 1 where ranks train on the CPU."""
         if self.on_cpu:
             return 1.0
-        sizes = list(self.shape.tensors())
-        return sum(count * pinned(each * n) for count, n in sizes) / sum(count * each * n for count, n in sizes)
+        sizes = [(count, itemsize * elements) for count, elements in self.shape.tensors()]
+        return sum(count * pinned(size) for count, size in sizes) / sum(count * size for count, size in sizes)
 
-    def weights_bytes(self, each: int) -> float:
-        """Bytes of all weights, where one that is not in 4 bits takes `each` bytes."""
+    def weights_bytes(self, itemsize: int) -> float:
+        """Bytes of all weights, where one that is not in 4 bits takes `itemsize` bytes."""
         quantized = self.shape.linear if self.load_in_4bit else 0
-        return each * (self.parameters - quantized) + IN_4_BITS * quantized
+        return itemsize * (self.parameters - quantized) + IN_4_BITS * quantized
 
-    def moments_bytes(self, each: int) -> float:
-        """Bytes of the optimizer's state, where a trained weight takes `each` bytes."""
+    def moments_bytes(self, itemsize: int) -> float:
+        """Bytes of the optimizer's state, where a trained weight takes `itemsize` bytes."""
         size = STATE_BYTES[self.optimizer] * self.trained
-        return size if self.optimizer == "adamw-8bit" else size * each / 4
+        return size if self.optimizer == "adamw-8bit" else size * itemsize / 4
 
     @property
     def loaded_bytes(self) -> int:

@@ -49,8 +49,8 @@ def keep(
     vocabulary: int = 0,
     pixels: int = 0,
 ) -> None:
-    """Keep the lengths of a run's examples, in place of those that an earlier run kept under the same settings. A cache
-    that cannot be written is ignored: nothing depends on it.
+    """Store the lengths of a run's examples, in place of those of an earlier run under the same settings. A cache that
+    cannot be written is ignored: nothing depends on it.
 
     Args:
         lengths, supervised: numbers of tokens, and of supervised tokens, of each training example, as arrays.
@@ -62,9 +62,7 @@ def keep(
     about, key = dataclasses.asdict(made), _key(task, config)
     with contextlib.suppress(OSError):
         entry = cache.find(_KIND, key)
-        if entry and entry[1] == about:
-            return
-        if entry:
+        if entry and entry[1] != about:
             cache.discard(_KIND, key)
         with cache.partial(_KIND) as folder:
             cache.publish(folder, _KIND, key, about)

@@ -15,7 +15,7 @@ from accel_sft.api.errors import UserError, first_line
 from accel_sft.api.options import shown
 from accel_sft.io.files import read_json
 from accel_sft.memory.job import BYTES
-from accel_sft.memory.shape import Block, Kept, Matrix, ModelShape, tower
+from accel_sft.memory.shape import Block, Matrix, ModelShape, SavedBytes, tower
 
 _MOST_LAYERS, _MOST_WIDE = 1_000, 2**31
 _SIZES = {"num_hidden_layers": _MOST_LAYERS, "hidden_size": _MOST_WIDE, "vocab_size": _MOST_WIDE}
@@ -86,29 +86,23 @@ def stored_bytes(config: dict[str, Any]) -> int:
 
 def _built(config: dict[str, Any], name: str) -> Any:
     """The model of a configuration on the meta device."""
-    kind = config.get("model_type")
-    try:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    except ImportError as error:
-        raise UserError(
-            f"--model {name}: model_type {kind}: counting its parameters needs transformers: {error}"
-        ) from None
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
     try:
         # transformers writes infinity, which JSON lacks, as {"__float__": "Infinity"}: Granite 4's limit of time steps
         decoded = json.loads(json.dumps(config), object_hook=lambda d: float(d["__float__"]) if "__float__" in d else d)
         settings = AutoConfig.for_model(**decoded)
-        classes: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
-        known = [auto._model_mapping[type(settings)] for auto in classes if type(settings) in auto._model_mapping]
-        if not known:
+        autos: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
+        classes = [auto._model_mapping[type(settings)] for auto in autos if type(settings) in auto._model_mapping]
+        if not classes:
             raise ValueError("transformers knows no language model of this type")
-        made = known[0][0] if isinstance(known[0], tuple) else known[0]
+        of_model = classes[0][0] if isinstance(classes[0], tuple) else classes[0]
         with torch.device("meta"):  # not by from_config, which would shard it under ZeRO-3
-            model = made(settings)
+            return of_model(settings)
     except Exception as error:  # noqa: BLE001 - a library's error on a stranger's configuration is the user's to read
-        reason = first_line(error)
-        raise UserError(f"--model {name}: model_type {kind}: its parameters cannot be counted: {reason}") from None
-    return model
+        why = f"its parameters cannot be counted: {first_line(error)}"
+        raise UserError(f"--model {name}: model_type {config.get('model_type')}: {why}") from None
 
 
 def _walked(model: Any) -> ModelShape:
@@ -129,7 +123,7 @@ def _walked(model: Any) -> ModelShape:
     inside = {id(p) for part in (decoder, embedding, head) if part is not None for p in part.parameters()}
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
     ends = {id(embedding.weight)} | ({id(head.weight)} if head is not None else set())
-    beside = sum(p.numel() for p in model.parameters() if id(p) in inside - in_blocks - ends)
+    in_no_block = inside - in_blocks - ends
     heads = getattr(text, "num_attention_heads", 1) or 1
     return ModelShape(
         family=str(model.config.model_type),
@@ -140,7 +134,7 @@ def _walked(model: Any) -> ModelShape:
         head_dim=getattr(text, "head_dim", None) or embedding.weight.shape[1] // heads,
         tied=tied,
         blocks=tuple(dataclasses.replace(b, count=n, recurrent=_measured(b.recurrent)) for b, n in counted.items()),
-        vectors=beside,
+        vectors=sum(p.numel() for p in model.parameters() if id(p) in in_no_block),
         other=sum(p.numel() for p in model.parameters() if id(p) not in inside),
         tower=tower(vision.to_dict()) if (vision := getattr(model.config, "vision_config", None)) else None,
     )
@@ -171,18 +165,19 @@ def _block(module: Any, active: int | None, config: Any) -> Block:
         copies = parameter.shape[0] if parameter.ndim == 3 else 1
         outputs, inputs = parameter.shape[-2:]
         short = own if copies > 1 and not is_linear else owner.rpartition(".")[2]
-        matrix = Matrix(
-            name=short,
-            inputs=inputs,
-            outputs=outputs,
-            group="recurrent" if id(parameter) in in_scans else _group(name, is_linear, copies),
-            bias=is_linear and layer.bias is not None,
-            copies=copies,
-            active=min(active or copies, copies),
-            is_linear=is_linear,
-            lora_ranks=ranks.get(short, int(is_linear)),
+        matrices.append(
+            Matrix(
+                name=short,
+                inputs=inputs,
+                outputs=outputs,
+                group="recurrent" if id(parameter) in in_scans else _group(name, is_linear, copies),
+                bias=is_linear and layer.bias is not None,
+                copies=copies,
+                active=min(active or copies, copies),
+                is_linear=is_linear,
+                lora_ranks=ranks.get(short, int(is_linear)),
+            )
         )
-        matrices.append(matrix)
     recurrent = tuple(functools.partial(_kept_bytes, scan, config) for scan in scans)
     return Block(count=1, matrices=tuple(matrices), vectors=vectors, recurrent=recurrent)
 
@@ -211,10 +206,10 @@ def _kept_bytes(layer: Any, config: Any, itemsize: int, prefix: int, own: int) -
         saved[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    def kept(rows: int, tokens: int, **cache: Any) -> float:
+    def bytes_of_row(rows: int, tokens: int, **cache: Any) -> float:
         hidden = torch.empty(rows, min(tokens, _MOST_TOKENS), config.hidden_size, dtype=dtype, device="meta")
-        for others in (hidden.requires_grad_(), *layer.parameters()):
-            save(others)
+        for tensor in (hidden.requires_grad_(), *layer.parameters()):
+            save(tensor)
         before = set(saved)
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             layer(hidden, **cache)
@@ -222,17 +217,17 @@ def _kept_bytes(layer: Any, config: Any, itemsize: int, prefix: int, own: int) -
         return float(sum(new)) * max(tokens / _MOST_TOKENS, 1) / rows
 
     if not prefix:
-        return 0.0, kept(2, own)
+        return 0.0, bytes_of_row(2, own)
     taken = inspect.signature(layer.forward).parameters
     name = next(name for name in ("cache", "cache_params", "past_key_values") if name in taken)
     cache = DynamicCache(config=config)
-    of_prefix, states = kept(1, prefix, **{name: cache}), cache.layers[layer.layer_idx]
-    for kind in (states.conv_states, states.recurrent_states):
-        kind.update({at: state.expand(2, *state.shape[1:]) for at, state in kind.items() if state is not None})
-    return of_prefix, kept(2, own, **{name: cache})
+    of_prefix, layer_cache = bytes_of_row(1, prefix, **{name: cache}), cache.layers[layer.layer_idx]
+    for states in (layer_cache.conv_states, layer_cache.recurrent_states):
+        states.update({at: state.expand(2, *state.shape[1:]) for at, state in states.items() if state is not None})
+    return of_prefix, bytes_of_row(2, own, **{name: cache})
 
 
-def _measured(recurrent: tuple[Kept, ...]) -> tuple[Kept, ...]:
+def _measured(recurrent: tuple[SavedBytes, ...]) -> tuple[SavedBytes, ...]:
     """The measurements of a block's layers with a state, each made once; () if one cannot be made."""
     cached = tuple(map(functools.cache, recurrent))
     try:

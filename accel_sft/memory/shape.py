@@ -9,7 +9,7 @@ from accel_sft.api.limits import names_of
 
 GROUPS = ("embeddings", "attention", "recurrent", "feed_forward", "experts", "norms", "head", "other")
 """Groups of a model's parameters. `other` are those that text does not reach (a vision tower's), which stay frozen."""
-Kept = Callable[[int, int, int], tuple[float, float]]
+SavedBytes = Callable[[int, int, int], tuple[float, float]]
 """What a layer with a state keeps, by (itemsize, prefix tokens, own tokens): bytes of the prefix, bytes of each row."""
 ALL_LINEAR = "all-linear"
 """The value of --lora-target-modules that stands for every linear layer but the head."""
@@ -57,7 +57,7 @@ class Block:
     count: int
     matrices: tuple[Matrix, ...]
     vectors: int
-    recurrent: tuple[Kept, ...] = dataclasses.field(default=(), compare=False)
+    recurrent: tuple[SavedBytes, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def parameters(self) -> int:
@@ -136,6 +136,11 @@ class ModelShape:
         return sum(block.count for block in self.blocks)
 
     @property
+    def matrices(self) -> list[tuple[int, Matrix]]:
+        """The matrices of each kind of block, after the number of these blocks."""
+        return [(block.count, matrix) for block in self.blocks for matrix in block.matrices]
+
+    @property
     def embeddings(self) -> int:
         return (self.vocab_size + self.positions) * self.hidden_size
 
@@ -149,10 +154,9 @@ class ModelShape:
         """Number of parameters in each of GROUPS."""
         counts = dict.fromkeys(GROUPS, 0)
         counts |= {"embeddings": self.embeddings, "head": self.head, "norms": self.vectors, "other": self.other}
-        for block in self.blocks:
-            counts["norms"] += block.count * block.vectors
-            for matrix in block.matrices:
-                counts[matrix.group] += block.count * matrix.parameters
+        counts["norms"] += sum(block.count * block.vectors for block in self.blocks)
+        for count, matrix in self.matrices:
+            counts[matrix.group] += count * matrix.parameters
         return counts
 
     @property
@@ -163,7 +167,7 @@ class ModelShape:
     @property
     def active_parameters(self) -> int:
         """Number of parameters in blocks and head that a token is multiplied by; of experts, only the chosen."""
-        inside = sum(block.count * _active(block) for block in self.blocks)
+        inside = sum(count * m.active * m.inputs * m.outputs for count, m in self.matrices)
         return inside + self.vocab_size * self.hidden_size
 
     @property
@@ -174,28 +178,20 @@ class ModelShape:
     @property
     def largest_tensor(self) -> int:
         """Number of parameters of the largest single tensor: usually the embedding."""
-        single = [m.copies * m.inputs * m.outputs for block in self.blocks for m in block.matrices]
-        return max([self.vocab_size * self.hidden_size, *single])
+        return max([self.vocab_size * self.hidden_size, *(m.copies * m.inputs * m.outputs for _, m in self.matrices)])
 
     def tensors(self) -> Iterator[tuple[int, int]]:
         """Yield the number of equal tensors, and the elements of one, for all tensors but vectors; experts that are
         fused are one tensor."""
         yield (1 if self.tied else 2), self.vocab_size * self.hidden_size
-        for block in self.blocks:
-            for m in block.matrices:
-                of_one = m.inputs * m.outputs
-                yield (block.count * m.copies, of_one) if m.is_linear else (block.count, m.copies * of_one)
+        for count, m in self.matrices:
+            copy = m.inputs * m.outputs
+            yield (count * m.copies, copy) if m.is_linear else (count, m.copies * copy)
 
     @property
     def linear(self) -> int:
         """Elements of the matrices of the blocks' linear layers: those that a 4-bit base keeps in 4 bits."""
-        return sum(b.count * m.copies * m.inputs * m.outputs for b in self.blocks for m in b.matrices if m.is_linear)
-
-    @property
-    def block_matrices(self) -> int:
-        """Elements of the blocks' matrices, without experts that are fused into one tensor."""
-        every = [(block.count * m.copies, m) for block in self.blocks for m in block.matrices]
-        return sum(count * m.inputs * m.outputs for count, m in every if m.is_linear or m.copies == 1)
+        return sum(count * m.copies * m.inputs * m.outputs for count, m in self.matrices if m.is_linear)
 
     def trained(
         self,
@@ -215,13 +211,13 @@ class ModelShape:
         """
         if adapter == "none":
             return self.parameters - self.other
-        extra, rank = 0, lora_r
+        vector, rank = 0, lora_r
         if adapter == "adalora":  # AdaLoRA starts with a larger rank, and has a vector besides
-            extra, rank = 1, lora_r * 3 // 2 + 1
+            vector, rank = 1, lora_r * 3 // 2 + 1
         saved = set(names_of(modules_to_save))
-        on = [m for m in self.adapted(adapter, target_modules) if m[2].name not in saved]
-        on += self._parameters(target_parameters)
-        return sum(count * ranks * rank * (matrix.inputs + matrix.outputs + extra) for count, ranks, matrix in on)
+        adapted = [m for m in self.adapted(adapter, target_modules) if m[2].name not in saved]
+        adapted += self._parameters(target_parameters)
+        return sum(count * ranks * rank * (m.inputs + m.outputs + vector) for count, ranks, m in adapted)
 
     def cut(self, ranks: int) -> "ModelShape":
         """The shape of one rank's part under tensor parallelism: the inner widths of attention and feed-forward are
@@ -236,14 +232,13 @@ class ModelShape:
             dataclasses.replace(block, matrices=tuple(m if m.name == "gate" else part(m) for m in block.matrices))
             for block in self.blocks
         )
-        heads, others = self.heads // ranks, self.key_value_heads // ranks
-        return dataclasses.replace(self, blocks=blocks, heads=heads, key_value_heads=others)
+        heads, key_value_heads = self.heads // ranks, self.key_value_heads // ranks
+        return dataclasses.replace(self, blocks=blocks, heads=heads, key_value_heads=key_value_heads)
 
-    def lengths(self, target_modules: str = ALL_LINEAR, modules_to_save: str | None = None) -> int:
+    def magnitudes(self, target_modules: str, modules_to_save: str | None) -> int:
         """Number of magnitudes that DoRA trains: one for each row of the adapted matrices."""
-        saved = set(names_of(modules_to_save))
-        on = self.adapted("lora", target_modules)
-        return sum(count * matrix.outputs for count, _, matrix in on if matrix.name not in saved)
+        saved, adapted = set(names_of(modules_to_save)), self.adapted("lora", target_modules)
+        return sum(count * matrix.outputs for count, _, matrix in adapted if matrix.name not in saved)
 
     def saved(self, modules_to_save: str | None) -> int:
         """Number of parameters of the modules that `--lora-modules-to-save` names.
@@ -251,22 +246,19 @@ class ModelShape:
         Raises:
             UserError: a named module whose parameters are not counted by themselves.
         """
-        ends = {"embed_tokens": self.vocab_size * self.hidden_size, "lm_head": self.vocab_size * self.hidden_size}
+        sizes = dict.fromkeys(("embed_tokens", "lm_head"), self.vocab_size * self.hidden_size)
         named = {name.rpartition(".")[2] for name in names_of(modules_to_save)}
-        if self.tied and named >= ends.keys():
+        if self.tied and named >= sizes.keys():
             named -= {"embed_tokens"}
-        sizes = dict(ends)
-        for block in self.blocks:
-            for matrix in block.matrices:
-                sizes[matrix.name] = sizes.get(matrix.name, 0) + block.count * matrix.parameters
-        if unknown := sorted(named - sizes.keys()):
-            known = ", ".join(sizes)
-            raise UserError(f"--lora-modules-to-save {', '.join(unknown)}: not counted before the start; {known} are")
+        for count, matrix in self.matrices:
+            sizes[matrix.name] = sizes.get(matrix.name, 0) + count * matrix.parameters
+        if unknown := ", ".join(sorted(named - sizes.keys())):
+            raise UserError(f"--lora-modules-to-save {unknown}: not counted before the start; {', '.join(sizes)} are")
         return sum(sizes[name] for name in named)
 
     def _parameters(self, names: str | None) -> list[tuple[int, int, Matrix]]:
         wanted = {name.rpartition(".")[2] for name in names_of(names)}
-        chosen = [(b.count * m.copies, 1, m) for b in self.blocks for m in b.matrices if m.name in wanted]
+        chosen = [(count * m.copies, 1, m) for count, m in self.matrices if m.name in wanted]
         if missing := wanted - {matrix.name for *_, matrix in chosen}:
             raise UserError(f"--lora-target-parameters {', '.join(sorted(missing))}: no block has such a parameter")
         return chosen
@@ -278,16 +270,10 @@ class ModelShape:
             UserError: `target_modules` has a name that no linear layer of a block has.
         """
         names = set(names_of(target_modules))
-        every = [(block.count, m) for block in self.blocks for m in block.matrices]
-        linear = [m for _, m in every if m.is_linear]
-        if names != {ALL_LINEAR} and (missing := names - {m.name for m in linear}):
-            known = ", ".join(dict.fromkeys(m.name for m in linear))
-            raise UserError(f"--lora-target-modules {', '.join(sorted(missing))}: no such module; there are {known}")
-        for count, matrix in every:
+        linear = dict.fromkeys(m.name for _, m in self.matrices if m.is_linear)
+        if names != {ALL_LINEAR} and (missing := ", ".join(sorted(names - linear.keys()))):
+            raise UserError(f"--lora-target-modules {missing}: no such module; there are {', '.join(linear)}")
+        for count, matrix in self.matrices:
             in_lora = adapter == "lora" and names == {ALL_LINEAR} and matrix.lora_ranks
             if in_lora or (matrix.is_linear and (names == {ALL_LINEAR} or matrix.name in names)):
                 yield count * matrix.copies, matrix.lora_ranks, matrix
-
-
-def _active(block: Block) -> int:
-    return sum(m.active * m.inputs * m.outputs for m in block.matrices)

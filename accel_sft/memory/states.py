@@ -85,13 +85,14 @@ def _add_averages(job: Job, device: Placed, host: Placed) -> None:
     """Averages lie beside the float32 copies that the optimizer steps. Where it steps the forwards' own weights, these
     change places with the averages, tensor by tensor; those that are not float32 are kept whole meanwhile."""
     if device.master or host.master:
-        device.averages, host.averages = (AVERAGE * at.master / MASTER for at in (device, host))
+        device.averages, host.averages = (AVERAGE * place.master / MASTER for place in (device, host))
         return
-    at = host if job.launch.offload("optimizer") != "none" else device
+    place = host if job.launch.offload("optimizer") != "none" else device
     ranks = job.launch.shard_ranks if job.launch.backend == "fsdp" else 1
-    at.averages = AVERAGE * job.trained / ranks
-    each = FLOAT32 if job.is_frozen or job.launch.backend == "deepspeed" else job.loaded_bytes
-    at.swapping = each * (min(job.shape.largest_tensor, job.trained) if each == FLOAT32 else job.trained) / ranks
+    place.averages = AVERAGE * job.trained / ranks
+    itemsize = FLOAT32 if job.is_frozen or job.launch.backend == "deepspeed" else job.loaded_bytes
+    swapped = min(job.shape.largest_tensor, job.trained) if itemsize == FLOAT32 else job.trained
+    place.swapping = itemsize * swapped / ranks
 
 
 def least_bytes(job: Job) -> tuple[float, float]:
@@ -100,13 +101,13 @@ def least_bytes(job: Job) -> tuple[float, float]:
     device, host = placed(job)
     if job.train_only is not None:
         return device.weights, host.weights
-    states = (at.weights + at.master + at.moments + at.averages + at.held for at in (device, host))
-    return next(states), next(states)
+    on_device, in_host = (p.weights + p.master + p.moments + p.averages + p.held for p in (device, host))
+    return on_device, in_host
 
 
 def update_bytes(job: Job, *, moments: bool) -> float:
-    """Return how many bytes a prepared model's first update will still allocate on a rank's device, beside
-    activations: gradients, moments, and what DeepSpeed allocates in its first step. DDP's buckets are there already.
+    """Bytes that a prepared model's first update will still allocate on a rank's device, beside activations: gradients,
+    moments, and what DeepSpeed allocates in its first step. DDP's buckets are there already.
 
     Args:
         moments: whether AdamW's moments are allocated already, as in a resumed run.
@@ -131,12 +132,12 @@ def _data_parallel(job: Job) -> Placed:
     tensor parallelism a rank has its part of all (norms, which are whole, are left out), and no buckets."""
     cut = job.launch.tensor_ranks
     trained, several = job.trained / cut, job.ranks > 1 and cut == 1
-    each = FLOAT32 if job.is_frozen else job.loaded_bytes
-    cast = job.computes_bytes * trained if job.autocast and each == 4 else 0
-    gradients = each * trained
+    itemsize = FLOAT32 if job.is_frozen else job.loaded_bytes
+    cast = job.computes_bytes * trained if job.autocast and itemsize == 4 else 0
+    gradients = itemsize * trained
     return Placed(
         weights=weights_bytes(job) / cut,
-        moments=job.moments_bytes(each) / cut,
+        moments=job.moments_bytes(itemsize) / cut,
         held=gradients if several else 0,
         gradients=0 if several else gradients,
         gathered=cast,
@@ -233,8 +234,7 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
         device = device.plus(Placed(master=MASTER * stays, moments=MOMENTS * stays, held=FLOAT32 * stays))
         device.update = FLOAT32 * min(stays, sub_group)  # torch's AdamW keeps a square root of a sub-group at once
     else:
-        largest = 4 * (MASTER + MOMENTS + FLOAT32) * sub_group / 4
-        host = host.plus(Placed(held=job.sums_bytes * share, buffers=largest))
+        host = host.plus(Placed(held=job.sums_bytes * share, buffers=(MASTER + MOMENTS + FLOAT32) * sub_group))
     return device, host
 
 
@@ -257,9 +257,9 @@ def live_parameters(job: Job) -> float:
     """
     reuse = _zero(job, "stage3_max_reuse_distance", _MAX_LIVE)
     passes = 3 if job.gradient_checkpointing else 2
-    kept = reuse / passes + job.shape.largest_block + _zero(job, "stage3_prefetch_bucket_size", _PREFETCH)
+    reused = reuse / passes + job.shape.largest_block + _zero(job, "stage3_prefetch_bucket_size", _PREFETCH)
     ends = job.shape.vocab_size * job.shape.hidden_size
-    return max(kept, ends + job.shape.largest_block)
+    return max(reused, ends + job.shape.largest_block)
 
 
 def _fsdp(job: Job) -> tuple[Placed, Placed]:
@@ -267,12 +267,12 @@ def _fsdp(job: Job) -> tuple[Placed, Placed]:
     gradient is exchanged in float32. The head, which Accelerate puts into a group of its own (with the embedding if
     they are tied), stays gathered from its forward on; `in_flight` is its gradient in float32, on its way."""
     n, e, trained = job.launch.shard_ranks, job.computes_bytes, job.trained
-    each = job.loaded_bytes if not job.is_frozen else 4
+    itemsize = FLOAT32 if job.is_frozen else job.loaded_bytes
     block, head = job.shape.largest_block, job.shape.vocab_size * job.shape.hidden_size
     states = Placed(
         weights=weights_bytes(job) / n,
-        moments=job.moments_bytes(each) / n,
-        gradients=each * trained / n,
+        moments=job.moments_bytes(itemsize) / n,
+        gradients=itemsize * trained / n,
     )
     working = Placed(gathered=e * (head + 2 * block), gradients=(e + FLOAT32) * min(block, trained))
     working.in_flight = 0.0 if job.is_frozen else FLOAT32 * head
@@ -282,7 +282,7 @@ def _fsdp(job: Job) -> tuple[Placed, Placed]:
         return working.plus(states), Placed()
     # each parameter's shard is pinned, and its gradient as it comes
     states.buffers = states.weights * (job.rounding(weights_bytes(job) / job.parameters / n) - 1)
-    states.buffers += states.gradients * (job.rounding(each / n) - 1)
+    states.buffers += states.gradients * (job.rounding(itemsize / n) - 1)
     return working, states
 
 

@@ -127,18 +127,18 @@ class AdaLora(Adapter):
     def extra_state(self, model: Any) -> ExtraState:
         """Return the allocator's importances, and which ranks were kept."""
         allocator = model.base_model.rankallocator
-        kept = getattr(allocator.peft_config, "rank_pattern", None) or {}
+        ranks = getattr(allocator.peft_config, "rank_pattern", None) or {}
         return {
             **{kind: {name: tensor.cpu() for name, tensor in getattr(allocator, kind).items()} for kind in self.KINDS},
-            "rank_pattern": {name: torch.tensor(pattern) for name, pattern in kept.items()},
+            "rank_pattern": {name: torch.tensor(pattern) for name, pattern in ranks.items()},
         }
 
     def set_extra_state(self, model: Any, state: ExtraState, device: torch.device) -> None:
         allocator = model.base_model.rankallocator
         for kind in self.KINDS:
             setattr(allocator, kind, {name: tensor.to(device) for name, tensor in state.get(kind, {}).items()})
-        if kept := state.get("rank_pattern"):
-            allocator.peft_config.rank_pattern = {name: pattern.tolist() for name, pattern in kept.items()}
+        if ranks := state.get("rank_pattern"):
+            allocator.peft_config.rank_pattern = {name: pattern.tolist() for name, pattern in ranks.items()}
 
 
 TYPES: dict[str, Adapter] = {"lora": Lora(), "adalora": AdaLora()}
@@ -190,10 +190,8 @@ def new_adapter(
             adapted = get_peft_model(model, TYPES[settings.adapter].config(settings, total_steps, common))
     except ValueError as error:
         named = ", ".join(filter(None, (settings.lora_target_modules, settings.lora_target_parameters)))
-        why = first_line(error)
-        raise UserError(
-            f"--lora-target-modules {named}: peft does not adapt all of these ({why}); name others"
-        ) from error
+        why = f"peft does not adapt all of these ({first_line(error)}); name others"
+        raise UserError(f"--lora-target-modules {named}: {why}") from error
     use_rows(adapted)
     if common["target_modules"] == ALL_LINEAR and (without := left_out(adapted, images=images)):
         log(f"the adapter leaves out {'; '.join(without)}")

@@ -79,7 +79,7 @@ class Kernels(abc.ABC):
         """Causal attention of the prefix to itself and of each row to itself; returns output and log-sum-exps."""
 
     @abc.abstractmethod
-    def within_backward(self, rows: PrefixedRows, scale: float | None, *kept: torch.Tensor) -> list[torch.Tensor]:
+    def within_backward(self, rows: PrefixedRows, scale: float | None, *saved: torch.Tensor) -> list[torch.Tensor]:
         """The backward of `within`."""
 
     @abc.abstractmethod
@@ -87,7 +87,7 @@ class Kernels(abc.ABC):
         """Attention of all rows' tokens to the prefix; returns output and log-sum-exps."""
 
     @abc.abstractmethod
-    def across_backward(self, rows: PrefixedRows, scale: float | None, *kept: torch.Tensor) -> list[torch.Tensor]:
+    def across_backward(self, rows: PrefixedRows, scale: float | None, *saved: torch.Tensor) -> list[torch.Tensor]:
         """The backward of `across`."""
 
 
@@ -116,44 +116,44 @@ class Padded(Kernels):
         parts = [[_back(tensor, rows) for tensor in own]]
         if prefix:
             parts.insert(0, self._one(*(tensor[:prefix] for tensor in qkv), is_causal=True, scale=scale))
-        output, sums = (torch.cat(each) for each in zip(*parts, strict=True))
+        output, sums = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return output, sums
 
-    def within_backward(self, rows: PrefixedRows, scale: float | None, *kept: torch.Tensor) -> list[torch.Tensor]:
-        prefix, (gradient, *others) = rows.prefix, kept
+    def within_backward(self, rows: PrefixedRows, scale: float | None, *saved: torch.Tensor) -> list[torch.Tensor]:
+        prefix, (gradient, *others) = rows.prefix, saved
         # the output at padding gets a gradient of zero, so padding contributes nothing
         filled = gradient.new_zeros(len(rows.own), *gradient.shape[1:])
         filled[rows.back] = gradient[prefix:]
         cut = [cut_rows(tensor[prefix:], rows) for tensor in others]
-        found = self._backward(_batch(filled, rows.longest), *cut, is_causal=True, scale=scale)
-        parts = [[_back(tensor, rows) for tensor in found]]
+        gradients = self._backward(_batch(filled, rows.longest), *cut, is_causal=True, scale=scale)
+        parts = [[_back(tensor, rows) for tensor in gradients]]
         if prefix:
-            parts.insert(0, self._one_backward(*(tensor[:prefix] for tensor in kept), is_causal=True, scale=scale))
-        return [torch.cat(each) for each in zip(*parts, strict=True)]
+            parts.insert(0, self._one_backward(*(tensor[:prefix] for tensor in saved), is_causal=True, scale=scale))
+        return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
 
     def across(self, rows: PrefixedRows, scale: float | None, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         output, sums = self._one(*qkv, is_causal=False, scale=scale)
         return output, sums
 
-    def across_backward(self, rows: PrefixedRows, scale: float | None, *kept: torch.Tensor) -> list[torch.Tensor]:
-        return self._one_backward(*kept, is_causal=False, scale=scale)
+    def across_backward(self, rows: PrefixedRows, scale: float | None, *saved: torch.Tensor) -> list[torch.Tensor]:
+        return self._one_backward(*saved, is_causal=False, scale=scale)
 
     def _one(self, *qkv: torch.Tensor, **how: Any) -> list[torch.Tensor]:
         """Attention of one sequence."""
-        found = self._forward(*(tensor.transpose(0, 1)[None] for tensor in qkv), **how)
-        return [tensor[0].transpose(0, 1) for tensor in found]
+        outputs = self._forward(*(tensor.transpose(0, 1)[None] for tensor in qkv), **how)
+        return [tensor[0].transpose(0, 1) for tensor in outputs]
 
-    def _one_backward(self, *kept: torch.Tensor, **how: Any) -> list[torch.Tensor]:
-        found = self._backward(*(tensor.transpose(0, 1)[None] for tensor in kept), **how)
-        return [tensor[0].transpose(0, 1) for tensor in found]
+    def _one_backward(self, *saved: torch.Tensor, **how: Any) -> list[torch.Tensor]:
+        gradients = self._backward(*(tensor.transpose(0, 1)[None] for tensor in saved), **how)
+        return [tensor[0].transpose(0, 1) for tensor in gradients]
 
     def _forward(self, *qkv: torch.Tensor, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
         output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*qkv, **how)
         return output, sums
 
-    def _backward(self, *kept: torch.Tensor, **how: Any) -> list[torch.Tensor]:
+    def _backward(self, *saved: torch.Tensor, **how: Any) -> list[torch.Tensor]:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        *tensors, sums = kept
+        *tensors, sums = saved
         dtype, keys = tensors[0].dtype, tensors[2].shape[2]
         if dtype.itemsize < 4 and keys <= SHORT:
             tensors = [tensor.float() for tensor in tensors]
@@ -173,14 +173,14 @@ class Varlen(Kernels):
     def within(self, rows: PrefixedRows, scale: float | None, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._forward(qkv, *self._own(rows), True, scale)
 
-    def within_backward(self, rows: PrefixedRows, scale: float | None, *kept: torch.Tensor) -> list[torch.Tensor]:
-        return self._backward(kept, *self._own(rows), True, scale)
+    def within_backward(self, rows: PrefixedRows, scale: float | None, *saved: torch.Tensor) -> list[torch.Tensor]:
+        return self._backward(saved, *self._own(rows), True, scale)
 
     def across(self, rows: PrefixedRows, scale: float | None, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._forward(qkv, *self._before(rows), False, scale)
 
-    def across_backward(self, rows: PrefixedRows, scale: float | None, *kept: torch.Tensor) -> list[torch.Tensor]:
-        return self._backward(kept, *self._before(rows), False, scale)
+    def across_backward(self, rows: PrefixedRows, scale: float | None, *saved: torch.Tensor) -> list[torch.Tensor]:
+        return self._backward(saved, *self._before(rows), False, scale)
 
     def _own(self, rows: PrefixedRows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
         """Bounds and largest number of queries and of keys, where each sequence attends to itself."""
@@ -198,9 +198,9 @@ class Varlen(Kernels):
         output, sums, *_ = kernel(*qkv, *bounds, 0.0, causal, False, scale=scale)
         return output, sums.T
 
-    def _backward(self, kept: tuple[torch.Tensor, ...], *where: Any) -> list[torch.Tensor]:
+    def _backward(self, saved: tuple[torch.Tensor, ...], *where: Any) -> list[torch.Tensor]:
         *bounds, causal, scale = where
-        *others, sums = kept
+        *others, sums = saved
         # without dropout neither random state is read
         random = sums.new_empty(2, dtype=torch.uint64), sums.new_empty(0)
         kernel = torch.ops.aten._flash_attention_backward
@@ -273,10 +273,10 @@ class _Cascade(torch.autograd.Function):
         if prefix:
             before, before_sums = kernels.across(rows, scale, query_[prefix:], key_[:prefix], value_[:prefix])
             own, own_sums = output[prefix:], sums[prefix:]
-            whole = torch.logaddexp(before_sums, own_sums)  # (N, heads)
-            shares = ((each - whole).exp()[..., None] for each in (before_sums, own_sums))
-            own.copy_(before * next(shares) + own * next(shares))
-            own_sums.copy_(whole)
+            both_sums = torch.logaddexp(before_sums, own_sums)  # (N, heads)
+            of_before, of_own = ((sums - both_sums).exp()[..., None] for sums in (before_sums, own_sums))
+            own.copy_(before * of_before + own * of_own)
+            own_sums.copy_(both_sums)
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.rows, ctx.scale, ctx.kernels = rows, scale, kernels
         return output[None]
@@ -287,17 +287,17 @@ class _Cascade(torch.autograd.Function):
         rows, scale, prefix = ctx.rows, ctx.scale, ctx.rows.prefix
         key_heads = key.shape[1]
         alike = ctx.kernels.alike(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))
-        kept = gradients[0][0], *alike, output, sums
-        found = ctx.kernels.within_backward(rows, scale, *kept)
+        saved = gradients[0][0], *alike, output, sums
+        of_qkv = ctx.kernels.within_backward(rows, scale, *saved)
         if prefix:
-            cut = ((slice(prefix) if each in (2, 3) else slice(prefix, None)) for each in range(len(kept)))
-            before = (tensor[where] for tensor, where in zip(kept, cut, strict=True))
-            of_queries, *of_prefix = ctx.kernels.across_backward(rows, scale, *before)
-            found[0][prefix:] += of_queries
-            for gradient, share in zip(found[1:], of_prefix, strict=True):
-                gradient[:prefix] += share
-        found = ctx.kernels.grouped(key_heads, found)
-        return (*(gradient.transpose(0, 1)[None] for gradient in found), None, None, None)
+            of_prefix, of_rows = slice(prefix), slice(prefix, None)
+            parts = of_rows, of_rows, of_prefix, of_prefix, of_rows, of_rows  # keys and values are the prefix's
+            before = (tensor[part] for tensor, part in zip(saved, parts, strict=True))
+            shares = ctx.kernels.across_backward(rows, scale, *before)
+            for gradient, share, part in zip(of_qkv, shares, (of_rows, of_prefix, of_prefix), strict=True):
+                gradient[part] += share
+        of_qkv = ctx.kernels.grouped(key_heads, of_qkv)
+        return (*(gradient.transpose(0, 1)[None] for gradient in of_qkv), None, None, None)
 
 
 cascade = _Cascade.apply
@@ -321,20 +321,19 @@ def _is_right(kernels: Kernels, device: torch.device, size: int) -> bool:
     shapes = [(1, heads, 8, size) for heads in (4, 2, 2)]
     row = torch.tensor([-1, -1, -1, 0, 0, 0, 1, 1], device="cpu")  # a prefix of three, rows of three and of two
     seen = ((row[None] == -1) | (row[:, None] == row[None])).tril()
-    index = [torch.tensor(each, device="cpu") for each in ([0, 1, 2, 3, 4, 4], [0, 1, 2, 3, 4])]
-    bounds = [torch.tensor(each, device="cpu", dtype=torch.int32) for each in ([0, 3, 6, 8], [0, 5])]
+    own, back = ([0, 1, 2, 3, 4, 4], torch.long), ([0, 1, 2, 3, 4], torch.long)
+    bounds, behind = ([0, 3, 6, 8], torch.int32), ([0, 5], torch.int32)
     try:
         tensors = [torch.randn(shape, generator=drawn, dtype=torch.float32, device="cpu") for shape in shapes]
         tensors = [tensor.to(device, kernels.dtype).requires_grad_() for tensor in tensors]
-        own, back, segments, behind = (tensor.to(device) for tensor in (*index, *bounds))
-        rows = PrefixedRows(3, 3, own, back, segments, behind)
-        ours = cascade(*tensors, rows, None, kernels)
-        found = [ours, *torch.autograd.grad(ours.float().square().sum(), tensors)]
+        places = (torch.tensor(numbers, dtype=dtype, device=device) for numbers, dtype in (own, back, bounds, behind))
+        ours = cascade(*tensors, PrefixedRows(3, 3, *places), None, kernels)
+        computed = [ours, *torch.autograd.grad(ours.float().square().sum(), tensors)]
         exact = [tensor.detach().float().cpu().requires_grad_() for tensor in tensors]
         query, key, value = exact[0], *(tensor.repeat_interleave(2, dim=1) for tensor in exact[1:])
         plain = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen).transpose(1, 2)
         expected = [plain, *torch.autograd.grad(plain.square().sum(), exact)]
-        pairs = [(one.float().cpu(), other) for one, other in zip(found, expected, strict=True)]
+        pairs = [(one.float().cpu(), other) for one, other in zip(computed, expected, strict=True)]
     except torch.OutOfMemoryError:  # which says nothing about the kernels
         raise
     # another torch may lack the kernels or give them other arguments, a device may lack them; the prefix is then

@@ -95,13 +95,10 @@ def put_kernels_in(model: torch.nn.Module) -> int:
     try:
         package._apply_liger_kernel_to_instance(base, **_LEFT_OUT)
     except (AttributeError, ImportError, NotImplementedError, TypeError, ValueError) as error:
-        line = first_line(error)
-        raise UserError(f"{_FLAG}: its kernels do not fit this model of type {family} ({line}); leave it out") from None
-    return sum(_is_kernel(module.forward) for module in base.modules())
-
-
-def _is_kernel(forward: Any) -> bool:
-    return str(getattr(forward, "__module__", "")).startswith("liger_kernel.")
+        why = f"its kernels do not fit this model of type {family} ({first_line(error)})"
+        raise UserError(f"{_FLAG}: {why}; leave it out") from None
+    sources = (str(getattr(module.forward, "__module__", "")) for module in base.modules())
+    return sum(source.startswith("liger_kernel.") for source in sources)
 
 
 def compile_blocks(model: Any) -> None:

@@ -138,6 +138,9 @@ def _make_trainable(
     model: Any, config: TrainConfig, log: Callable[[str], None], new_tokens: Sequence[int], *, autocast: bool
 ) -> None:
     """Freeze what `--train-only` leaves out, and set up how a forward is computed for its backward."""
+    text = model.config.get_text_config()
+    if (coefficient := getattr(text, "router_aux_loss_coef", 0)) and getattr(text, "output_router_logits", False):
+        log(f"router_aux_loss_coef {coefficient:g}: experts' balance is not trained; the loss is that of tokens alone")
     if config.train_only is not None:
         freeze_others(model, config.train_only, log, new_tokens)
     if autocast:

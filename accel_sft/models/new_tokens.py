@@ -44,10 +44,8 @@ def know_tokens(
         grown, size = size > before, max(size, before)
         embedding.weight, embedding.num_embeddings = _enlarged(embedding.weight, size, spare, seed), size
         if head is not None:
-            head.weight, head.out_features = (
-                embedding.weight if tied else _enlarged(head.weight, size, spare, seed),
-                size,
-            )
+            head.weight = embedding.weight if tied else _enlarged(head.weight, size, spare, seed)
+            head.out_features = size
             if getattr(head, "bias", None) is not None:
                 head.bias = _enlarged(head.bias, size, spare, seed)
         text.vocab_size = size
@@ -132,15 +130,17 @@ def use_rows(adapted: Any) -> None:
             vars(layer)["forward_adapters"] = functools.partial(_forward, layer, {})
 
 
-def _forward(layer: Any, known: dict[Any, torch.Tensor], x: torch.Tensor, active: Any, *more: Any, **named: Any) -> Any:
+def _forward(
+    layer: Any, ids_on: dict[Any, torch.Tensor], x: torch.Tensor, active: Any, *args: Any, **kwargs: Any
+) -> Any:
     """What a TrainableTokensLayer computes: embeddings (B, T, H) of token ids, or logits (..., V) of hidden states."""
     if layer.disable_adapters or layer.merged or not active:
-        return type(layer).forward_adapters(layer, x, active, *more, **named)
+        return type(layer).forward_adapters(layer, x, active, *args, **kwargs)
     base, (name,) = layer.base_layer, active
-    output = base(x, *more, **named)
-    if x.device not in known:  # made once: a copy to a GPU would wait in each forward
-        known[x.device] = torch.tensor(layer.token_indices[name], device=x.device)
-    ids, rows = known[x.device], layer.trainable_tokens_delta[name]
+    output = base(x, *args, **kwargs)
+    if x.device not in ids_on:  # made once: a copy to a GPU would wait in each forward
+        ids_on[x.device] = torch.tensor(layer.token_indices[name], device=x.device)
+    ids, rows = ids_on[x.device], layer.trainable_tokens_delta[name]
     if isinstance(base, torch.nn.Linear):
         return output.index_copy(-1, ids, functional.linear(x, rows.to(x.dtype)).to(output.dtype))
     is_one = x[..., None] == ids

@@ -68,8 +68,8 @@ def rows_attention(
     kwargs.pop("is_causal", None)
     others = (kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
     plain = not (any(args) or kwargs.get("dropout") or any(others))
-    if plain and (found := usable(query, key, value, rows.prefix)):
-        return cascade(query, key, value, rows, kwargs.get("scaling"), found), None
+    if plain and (fused := usable(query, key, value, rows.prefix)):
+        return cascade(query, key, value, rows, kwargs.get("scaling"), fused), None
     sequence = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     cut = [cut_rows(tensor[rows.prefix :], rows) for tensor in sequence]
     sdpa: Any = sdpa_attention_forward
@@ -77,8 +77,8 @@ def rows_attention(
         output, _ = sdpa(module, *cut, None, *args, is_causal=True, **kwargs)
         return output.flatten(0, 1)[rows.back][None], None
     before = [tensor[:, :, : rows.prefix] for tensor in (query, key, value)]
-    for at in (1, 2):
-        cut[at] = torch.cat([before[at].expand(len(cut[at]), -1, -1, -1), cut[at]], dim=2)
+    for i in (1, 2):  # keys and values
+        cut[i] = torch.cat([before[i].expand(len(cut[i]), -1, -1, -1), cut[i]], dim=2)
     # made in each layer, as sdpa turns it into numbers in each; with kernels nobody needs it, at 8k tokens 72 MB
     seen = query.new_ones(rows.longest, rows.prefix + rows.longest, dtype=torch.bool).tril(rows.prefix)
     output, _ = sdpa(module, *cut, seen, *args, is_causal=False, **kwargs)

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from accel_sft.models.architecture import arguments, cache_argument, without_adapter
 
-_KNOWN: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
+_ARGUMENTS: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
 """Names of the arguments of each model's forward, looked up once."""
 
 
@@ -37,16 +37,15 @@ class PrefixCache(DynamicCache):
     def behind(self, rows: int) -> "PrefixCache":
         """The cache from which `rows` rows go on, once the prefix is read."""
         assert self.read is not None
-        kept = [_copy(layer or empty) for layer, empty in zip(self.read, self.layers, strict=True)]
-        self.read = None  # what is computed again in the backward is not kept
-        for layer in kept:
+        behind = copy.copy(self)
+        behind.layers = [_copy(layer or empty) for layer, empty in zip(self.read, self.layers, strict=True)]
+        behind.read = self.read = None  # what is computed again in the backward is not kept
+        for layer in behind.layers:
             for name, value in vars(layer).items():
                 if isinstance(value, dict):
-                    setattr(layer, name, {key: _for_rows(each, rows) for key, each in value.items()})
+                    setattr(layer, name, {key: _for_rows(state, rows) for key, state in value.items()})
                 else:
                     setattr(layer, name, _for_rows(value, rows))
-        behind = copy.copy(self)
-        behind.layers = kept
         return behind
 
     def _changing(self, index: int) -> Any:
@@ -113,12 +112,12 @@ def _arguments(base: Any) -> set[str]:
     """Names of the arguments that the model's forward takes. When it is first asked about a model, its layers are let
     keep their cache where gradient checkpointing computes them again: transformers takes it from them, lest they change
     it twice, which a `PrefixCache` does not allow."""
-    if base not in _KNOWN:
+    if base not in _ARGUMENTS:
         for layer in base.modules():
             if isinstance(layer, GradientCheckpointingLayer):
                 layer._can_checkpoint_with_cache = True
-        _KNOWN[base] = arguments(base)
-    return _KNOWN[base]
+        _ARGUMENTS[base] = arguments(base)
+    return _ARGUMENTS[base]
 
 
 @contextlib.contextmanager

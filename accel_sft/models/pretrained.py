@@ -1,6 +1,5 @@
 """Loads saved weights as a model that reads text: whole, cut over ranks, or offloaded; incomplete files are refused."""
 
-import importlib.metadata
 import math
 import re
 from collections import Counter
@@ -98,8 +97,8 @@ def pretrained(
         log("the base's linear layers are in 4 bits (NF4)")
     _refuse_incomplete(name, loading_info)
     if offload:
-        places = Counter({"cpu": "host", "disk": "disk"}.get(str(at), "GPU") for at in model.hf_device_map.values())
-        log(f"offloaded parts of the model: {', '.join(f'{count} on the {at}' for at, count in places.items())}")
+        places = Counter({"cpu": "host", "disk": "disk"}.get(str(to), "GPU") for to in model.hf_device_map.values())
+        log(f"offloaded parts of the model: {', '.join(f'{count} on the {place}' for place, count in places.items())}")
     if quantized and not hasattr(model.config, "quantization_config"):
         # what is left of the conversion would save dequantized weights under the names of quantized ones
         vars(model).pop("_weight_conversions", None)
@@ -171,8 +170,8 @@ def class_of(settings: Any, *, images: bool = False) -> Any:
     """The transformers class that loads a model of this configuration: the causal one, or the one for images and text
     if there is no causal one or the model is to read images."""
     classes = _classes()
-    known = [auto for auto in (classes[::-1] if images else classes) if type(settings) in auto._model_mapping]
-    return (*known, classes[0])[0]
+    in_order = classes[::-1] if images else classes
+    return next((auto for auto in in_order if type(settings) in auto._model_mapping), classes[0])
 
 
 def _classes() -> tuple[Any, Any]:
@@ -186,21 +185,17 @@ def _refuse_incomplete(name: str, loading_info: dict[str, Any]) -> None:
 
     Tied weights, and those that the model declares as not needed, do not count as missing.
     """
-    shapes = [
-        f"{key} {tuple(in_file)} for {tuple(expected)}" for key, in_file, expected in loading_info["mismatched_keys"]
-    ]
-    defects = {
-        "lack": sorted(loading_info["missing_keys"]),
-        "have in another shape than config.json says": sorted(shapes),
-    }
-    wrong = [
-        f"--model {name}: its files {what} {len(keys)} of the model's weights ({_named(keys)}); name whole files, or "
-        "fix its config.json"
+    mismatched = loading_info["mismatched_keys"]
+    shapes = [f"{key} {tuple(in_file)} for {tuple(expected)}" for key, in_file, expected in mismatched]
+    defects = {"lack": loading_info["missing_keys"], "have in another shape than config.json says": shapes}
+    problems = [
+        f"--model {name}: its files {what} {len(keys)} of the model's weights ({_named(sorted(keys))}); name whole "
+        "files, or fix its config.json"
         for what, keys in defects.items()
         if keys
     ]
-    if wrong:
-        raise UserError(*wrong)
+    if problems:
+        raise UserError(*problems)
 
 
 def _named(keys: list[str]) -> str:
@@ -215,14 +210,14 @@ def freeze_beyond_text(
     Args:
         pattern: a regular expression; with `images`, parameters whose names it finds a match in are left as they are.
     """
-    beyond = {name: weights for name, weights in beyond_text(model).items() if weights.requires_grad}
-    if images and pattern is not None:
-        beyond = {name: weights for name, weights in beyond.items() if not re.search(pattern, name)}
-    for weights in beyond.values():
-        weights.requires_grad_(False)
-    if beyond:
-        why = READ_IMAGES if images else "for no text reaches it"
-        log(f"not trained, {why}: {', '.join(parts_of(beyond))}")
+    left = pattern if images else None
+    frozen = []
+    for name, weights in beyond_text(model).items():
+        if weights.requires_grad and not (left is not None and re.search(left, name)):
+            weights.requires_grad_(False)
+            frozen.append(name)
+    if frozen:
+        log(f"not trained, {READ_IMAGES if images else 'for no text reaches it'}: {', '.join(parts_of(frozen))}")
 
 
 def freeze_others(model: Any, pattern: str, log: Callable[[str], None], new_tokens: Sequence[int] = ()) -> None:
@@ -262,10 +257,8 @@ def processor_files(name: str, model: torch.nn.Module) -> list[Path]:
     """The files beside a multimodal model that say how images and the like become its input."""
     from transformers.utils import cached_file
 
-    if not beyond_text(model):
-        return []
-    paths = (cached_file(name, file, **OR_NONE) for file in _PROCESSOR_FILES)
-    return [Path(file) for file in paths if file]
+    paths = [cached_file(name, file, **OR_NONE) for file in _PROCESSOR_FILES] if beyond_text(model) else []
+    return [Path(path) for path in paths if path]
 
 
 def check_plan(name: str, settings: Any, kind: Any, ranks: int, *, images: bool) -> None:
@@ -279,8 +272,8 @@ def check_plan(name: str, settings: Any, kind: Any, ranks: int, *, images: bool)
     of_class = getattr(kind._model_mapping.get(type(settings), None), "_tp_plan", None) or {}
     plan, problem = dict(getattr(text, "base_model_tp_plan", None) or {}), None
     heads = {"num_attention_heads": "attention heads", "num_key_value_heads": "heads of keys and values"}
-    counts = {what: getattr(text, key, None) for key, what in heads.items()}
-    uneven = [f"{count} {what}" for what, count in counts.items() if isinstance(count, int) and count % ranks]
+    counts = [(getattr(text, key, None), what) for key, what in heads.items()]
+    uneven = [f"{count} {what}" for count, what in counts if isinstance(count, int) and count % ranks]
     if images:
         problem = "the data has images, and plans cut language models only"
     elif not plan:
@@ -301,8 +294,9 @@ def cut_over(ranks: int) -> dict[str, Any]:
     Raises:
         UserError: the installed torch is too old for it.
     """
-    if Version(found := importlib.metadata.version("torch")) < Version(LOWEST_TORCH):
-        raise UserError(f"tensor parallelism needs torch {LOWEST_TORCH} or newer, and {found} is installed; {_INSTEAD}")
+    if Version(torch.__version__) < Version(LOWEST_TORCH):
+        needs = f"torch {LOWEST_TORCH} or newer, and {torch.__version__} is installed"
+        raise UserError(f"tensor parallelism needs {needs}; {_INSTEAD}")
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_size=ranks)}

@@ -29,10 +29,9 @@ def targets(model: torch.nn.Module, *, names: list[str], saved: list[str]) -> di
     beyond = beyond_text(model)
     modules = [name for name, module in model.named_modules() if not _has_any(name, module, beyond)]
     chosen = names != [ALL_LINEAR]
-    if chosen and (missing := [name for name in names if not _ends_any(modules, name)]):
+    if chosen and (missing := ", ".join(name for name in names if not _ends_any(modules, name))):
         linear = {name.rsplit(".", 1)[-1] for name in modules if hasattr(model.get_submodule(name), "in_features")}
-        known = ", ".join(sorted(linear))
-        raise UserError(f"--lora-target-modules {', '.join(missing)}: no such module; this model has {known}")
+        raise UserError(f"--lora-target-modules {missing}: no such module; this model has {', '.join(sorted(linear))}")
     excluded = [rf"(.*\.)?{re.escape(name)}" for name in saved]
     excluded += [rf"(model\.)?{re.escape(part)}\..*" for part in parts_of(beyond)]
     if not chosen:
@@ -54,27 +53,23 @@ def besides(model: Any, *, names: list[str], saved: list[str], parameters: list[
     shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in model.named_parameters() if name not in beyond}
     matrices = [name for name, shape in shapes.items() if len(shape) in (2, 3)]
     modules = [name for name, module in model.named_modules() if not _has_any(name, module, beyond)]
-    found: dict[str, Any] = {}
-    if missing := [name for name in parameters if not _ends_any(matrices, name)]:
+    if missing := ", ".join(name for name in parameters if not _ends_any(matrices, name)):
         experts = dict.fromkeys(in_block(name) for name in matrices if len(shapes[name]) == 3)
-        known = f"its experts' are {', '.join(experts)}" if experts else "it has no experts in one tensor"
-        raise UserError(f"--lora-target-parameters {', '.join(missing)}: no such matrices in this model; {known}")
-    if missing := [name for name in saved if not _ends_any(modules, name)]:
-        raise UserError(
-            f"--lora-modules-to-save {', '.join(missing)}: no such module in this model; print(model) has all"
-        )
-    if twice := sorted({*saved} & {*names}):
-        raise UserError(f"--lora-modules-to-save {', '.join(twice)}: --lora-target-modules names it too; leave one out")
-    if parameters:
-        found["target_parameters"] = parameters
+        there = f"its experts' are {', '.join(experts)}" if experts else "it has no experts in one tensor"
+        raise UserError(f"--lora-target-parameters {missing}: no such matrices in this model; {there}")
+    if missing := ", ".join(name for name in saved if not _ends_any(modules, name)):
+        raise UserError(f"--lora-modules-to-save {missing}: no such module in this model; print(model) has all")
+    if twice := ", ".join(sorted({*saved} & {*names})):
+        raise UserError(f"--lora-modules-to-save {twice}: --lora-target-modules names it too; leave one out")
+    arguments: dict[str, Any] = {"target_parameters": parameters} if parameters else {}
     if saved:
-        found["modules_to_save"] = saved
+        arguments["modules_to_save"] = saved
         ends = model.get_input_embeddings(), model.get_output_embeddings()
         tied = None not in ends and ends[0].weight is ends[1].weight
         named = (name for name, module in model.named_modules() if any(module is end for end in ends))
         if tied and any(_ends_any([end], name) for end in named for name in saved):
-            found["ensure_weight_tying"] = True  # embedding and head stay one matrix
-    return found
+            arguments["ensure_weight_tying"] = True  # embedding and head stay one matrix
+    return arguments
 
 
 def left_out(adapted: Any, *, images: bool = False) -> list[str]:

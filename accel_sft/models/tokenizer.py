@@ -33,16 +33,11 @@ _IDLE = re.compile(r"^- `(\w+)`: ", re.M)
 """Names of settings in the error by which transformers refuses to save some that have no effect."""
 _PENALTIES = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1}
 _PENALTIES |= {"encoder_no_repeat_ngram_size": 0, "min_length": 0}
-_FORCED: tuple[str, ...] = (
-    "min_new_tokens",
-    "bad_words_ids",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "sequence_bias",
-)
-_FORCED += ("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "guidance_scale")
-_FORCED += ("watermarking_config", "max_time", "stop_strings")
-_WITHOUT: dict[str, Any] = {**_PENALTIES, **dict.fromkeys(_FORCED)}
+_FORCED = """
+    min_new_tokens bad_words_ids suppress_tokens begin_suppress_tokens sequence_bias forced_bos_token_id
+    forced_eos_token_id exponential_decay_length_penalty guidance_scale watermarking_config max_time stop_strings
+"""
+_WITHOUT: dict[str, Any] = {**_PENALTIES, **dict.fromkeys(_FORCED.split())}
 """Settings by which answers are not the most likely tokens, each with the value that leaves it out."""
 
 
@@ -87,8 +82,8 @@ class GivenTemplate:
         marks = (their_special or _CONTROL).findall(searched)
         if not their_special:
             marks += MARK.findall(form.tail)[:1]
-        known = special_tokens(tokenizer)
-        new = [mark for mark in dict.fromkeys(marks) if not known.fullmatch(mark)]
+        special = special_tokens(tokenizer)
+        new = [mark for mark in dict.fromkeys(marks) if not special.fullmatch(mark)]
         before = tokenizer.get_vocab()
         if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -97,7 +92,13 @@ class GivenTemplate:
         end = special_tokens(tokenizer).search(form.tail)
         if end:
             tokenizer.eos_token = end[0]
-        self._tell(new, end[0] if end else None, tokenizer.eos_token)
+        marks_now = "the tokenizer has all its control tokens"
+        if new:
+            marks_now = f"{', '.join(new)}: tokens of the tokenizer from now on; other marks of the template stay text"
+        ends = f"it ends no answer: {tokenizer.eos_token} is put there"
+        if end:
+            ends = f"answers end with {end[0]}, at which generation stops"
+        self.lines.append(f"--chat-template {self.name}: {marks_now}; {ends}")
 
     def _read(self) -> tuple[str, re.Pattern[str] | None]:
         """The template's text and, if it is another tokenizer's, a pattern of that one's special tokens."""
@@ -116,28 +117,20 @@ class GivenTemplate:
         name = str(path) if path.exists() else self.name
         try:
             with errors_explained(name):
-                other = AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
-            found = template_of(other, name)
+                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
+            template = template_of(tokenizer, name)
         except UserError as error:
             cause = first_line(error).removeprefix(f"--model {name}: ")
             raise self._unusable(f"neither {CHATML} nor a file, and as a model: {cause}") from error
-        if found is None:
+        if template is None:
             raise self._unusable("this model's tokenizer has no chat template; name another")
-        if not isinstance(found, str):
-            other.chat_template = found
+        if not isinstance(template, str):
+            tokenizer.chat_template = template
             try:
-                found = other.get_chat_template()
+                template = tokenizer.get_chat_template()
             except ValueError as error:
                 raise self._unusable(f"its chat template cannot be chosen: {first_line(error)}") from error
-        return found, special_tokens(other)
-
-    def _tell(self, new: list[str], end: str | None, eos: str | None) -> None:
-        if new:
-            made = f"{', '.join(new)}: tokens of the tokenizer from now on; every other mark of the template stays text"
-        else:
-            made = "the tokenizer has all its control tokens"
-        ends = f"answers end with {end}, at which generation stops" if end else f"it ends no answer: {eos} is put there"
-        self.lines.append(f"--chat-template {self.name}: {made}; {ends}")
+        return template, special_tokens(tokenizer)
 
     def _unusable(self, cause: str) -> UserError:
         return UserError(f"--chat-template {self.name}: {cause}")
@@ -164,8 +157,8 @@ def template_of(tokenizer: Any, name: str) -> Any:
     with errors_explained(name):
         path = cached_file(name, "chat_template.json", _raise_exceptions_for_missing_entries=False)
     content = read_json(Path(path)) if path else None
-    found = content.get("chat_template") if isinstance(content, dict) else None
-    return found if isinstance(found, str) else None
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    return template if isinstance(template, str) else None
 
 
 def load_tokenizer(
@@ -259,6 +252,9 @@ def stop_at_ends(model: Any, tokenizer: Any, log: Callable[[str], None]) -> None
         settings.eos_token_id = [eos, *sorted(ends - {eos})]
     if names := ", ".join(left_out(settings)):
         log(f"generation_config.json: {names}: answers are scored without; generate so too, as the model card does")
+    if most := settings.max_new_tokens:
+        cap = f"generation_config.json: max_new_tokens {most}: servers and plain generate end answers there"
+        log(f"{cap}, evaluations at --max-new-tokens")
     with tempfile.TemporaryDirectory() as folder:  # what is refused depends on the version, and on what was changed
         try:
             settings.save_pretrained(folder)
@@ -320,7 +316,6 @@ def _without_videos(kind: Any, name: str, trust: bool) -> Any:
 
     images_only: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": check})
     loaders: dict[str, Any] = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
-    loaded = {part: loader.from_pretrained(name, trust_remote_code=trust) for part, loader in loaders.items()}
-    parts = [loaded.get(part) for part in kind.get_attributes()]
+    parts = {part: loader.from_pretrained(name, trust_remote_code=trust) for part, loader in loaders.items()}
     settings, _ = kind.get_processor_dict(name)
-    return images_only.from_args_and_dict(parts, settings)
+    return images_only.from_args_and_dict([parts.get(part) for part in kind.get_attributes()], settings)

@@ -94,10 +94,6 @@ class Peers:
                 if not self.failure and self.store.check(["failure"]):
                     self._learn(*json.loads(self.store.get("failure")))
 
-    def _listen(self) -> None:
-        while not self._over.wait(POLL_SECONDS):
-            self._look()
-
     def _learn(self, rank: int, host: str, message: str) -> None:
         if rank != self.rank:
             self.failure = f"rank {rank}{f' on {host}' if several_machines() else ''}: {message}"
@@ -149,25 +145,26 @@ class Peers:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
         self._lines[rank] = line, host
 
-    def _look(self) -> None:
-        """Find connections that ended without a farewell; share that, if nobody else explains it in time."""
-        now = time.monotonic()
-        for rank, (line, host) in [*self._lines.items()]:
-            try:
-                received = line.recv(1)
-            except BlockingIOError:
-                continue
-            except OSError:  # reset, or the other machine no longer answers
-                received = b""
-            line.close()
-            del self._lines[rank]
-            if not received:
-                self._gone[rank] = now, host
-        for rank, (since, host) in self._gone.items():
-            if not self.failure and now - since >= EXPLAIN_SECONDS:
-                message = "ended without an error message, or its machine was lost; its launcher there may say more"
-                self._learn(rank, host, message)
-                self.publish(rank, host, message)
+    def _listen(self) -> None:
+        """Find connections that end without a farewell; share that, if nobody else explains it in time."""
+        while not self._over.wait(POLL_SECONDS):
+            now = time.monotonic()
+            for rank, (line, host) in [*self._lines.items()]:
+                try:
+                    received = line.recv(1)
+                except BlockingIOError:
+                    continue
+                except OSError:  # reset, or the other machine no longer answers
+                    received = b""
+                line.close()
+                del self._lines[rank]
+                if not received:
+                    self._gone[rank] = now, host
+            for rank, (since, host) in self._gone.items():
+                if not self.failure and now - since >= EXPLAIN_SECONDS:
+                    message = "ended without an error message, or its machine was lost; its launcher there may say more"
+                    self._learn(rank, host, message)
+                    self.publish(rank, host, message)
 
 
 _joined: Peers | None = None

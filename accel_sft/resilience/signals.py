@@ -47,12 +47,14 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
     """
 
     def __init__(self) -> None:
-        self.asked = 0  # number of the first signal that came
-        self._asked_at = 0.0
-        self.deferred = False  # whether signals are only noted, for a loop that checks `asked`
+        self.number = 0  # of the first signal that came
+        self._came_at = 0.0
+        self.deferred = False  # whether signals are only noted, for a loop that checks `number`
         self.run_dir: RunDir | None = None  # its result says why the watching thread ended this rank
         self.to_continue = ""  # the command that continues the run, once it has a folder
         self._launcher = PARENT if under_launcher() else None
+        # the main thread may wait for other ranks in C, also where these were started by hand
+        self._watches = self._launcher is not None or os.environ.get("WORLD_SIZE", "1") != "1"
         self._before: dict[int, Any] = {}
         self._ended = threading.Event()
 
@@ -62,7 +64,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
         # a process that a task forks (to run an answer with a timeout, say) handles signals as if there were no run
         os.register_at_fork(after_in_child=self._leave_alone)
-        if self._launcher is not None:
+        if self._watches:
             arriving, writing = os.pipe()  # each signal's number arrives, whatever the main thread is doing
             os.set_blocking(writing, False)
             signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -77,14 +79,14 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
 
     def _leave_alone(self) -> None:
         """Restore the handlers from before; a second call does nothing."""
-        if self._before and self._launcher is not None:
+        if self._before and self._watches:
             signal.set_wakeup_fd(-1)
         while self._before:
             signal.signal(*self._before.popitem())
 
     def exit_if_orphaned(self) -> None:
         """End the process if the launcher has ended; call this before anything is written."""
-        if self._launcher is not None and os.getppid() != self._launcher and not self.asked:
+        if self._launcher is not None and os.getppid() != self._launcher and not self.number:
             _log("the launcher has ended: this rank ends without writing anything more\n")
             os._exit(1)
 
@@ -118,25 +120,25 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
                     continue
                 # A collective of a GPU waits for a lost rank in C, where neither an error nor a signal reaches Python.
                 # But what other ranks record after a signal that Python has handled may be no failure.
-                if lost := self.lost_peers() or ("" if self.asked else failed_peer()):
+                if lost := self.lost_peers() or ("" if self.number else failed_peer()):
                     report(f"Error: {lost}", lost, terminal())
                     if self.run_dir:
                         record_end(self.run_dir, lost)
                     os._exit(1)
-                if not self.deferred and not self.asked:
+                if not self.deferred and not self.number:
                     _log(f"rank {os.environ.get('RANK', '0')}: {signal.Signals(number).name} during start-up: ended\n")
                     os._exit(128 + number)
             self.exit_if_orphaned()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and (self._launcher is None or time.monotonic() - self._asked_at > ECHO_SECONDS):
+        if self.number and (self._launcher is None or time.monotonic() - self._came_at > ECHO_SECONDS):
             os._exit(128 + number)
-        if self.asked:
+        if self.number:
             return
-        self.asked, self._asked_at = number, time.monotonic()
+        self.number, self._came_at = number, time.monotonic()
         if not self.deferred:
             raise KeyboardInterrupt(f"interrupted by {signal.Signals(number).name}")
-        if self._launcher is None:
+        if not self._watches:
             self._announce(number)
 
     def _announce(self, number: int) -> None:

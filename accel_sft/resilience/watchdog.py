@@ -19,7 +19,8 @@ import sys
 import tempfile
 import threading
 import time
-from typing import IO, Any, NamedTuple
+from collections.abc import Collection
+from typing import IO, Any, NamedTuple, NoReturn
 
 import psutil
 
@@ -52,6 +53,42 @@ class Sign(NamedTuple):
     place: str  # the innermost line that is not a library's
 
 
+class Progress:
+    """When the main thread last made progress; the stacks written since then are removed once it makes some again.
+
+    Attributes:
+        since: that moment, by the monotonic clock.
+        written: bytes of stacks that were written and shown: they are no progress.
+    """
+
+    def __init__(self, stacks: IO[str], seconds: float) -> None:
+        self._stacks, self._seconds = stacks, seconds
+        self._begin = self._size = stacks.seek(0, os.SEEK_END)  # behind those of an earlier attempt
+        self._seen = -1, 0
+        self.since, self.written = time.monotonic(), 0
+
+    def beats(self) -> bool:
+        """Whether there was a heartbeat, or a module was loaded, since the last call."""
+        before, self._seen = self._seen, (heartbeat_count(), len(sys.modules))
+        return self._seen != before
+
+    def begin(self, now: float) -> None:
+        """Note progress; if there is none for the seconds of the timeout from now on, the stack is written."""
+        self.since, self._size = now, self._stacks.truncate(self._begin)
+        if self._seconds < math.inf:  # faulthandler needs no interpreter lock, which a main thread in C may be holding
+            faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
+
+    def count_stacks(self) -> None:
+        size = os.fstat(self._stacks.fileno()).st_size
+        self.written, self._size = self.written + size - self._size, size
+
+    def show_stacks(self) -> None:
+        self._stacks.seek(self._begin)
+        text = self._stacks.read()
+        self.written += len(text) + 1
+        print(text, file=terminal(), flush=True)
+
+
 class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     """Within this context, ends the run if no rank makes progress for `seconds` (0: no limit), and names the ranks that
     hang.
@@ -69,7 +106,6 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._store: Any = None  # the launcher's key-value store; None with one rank, or if it cannot be reached
         self._exchanging: threading.Thread | None = None  # calls the store, which blocks if its machine is lost
-        self._dumped = 0  # bytes of stacks that were written and shown; they are no progress
         self._worked: dict[int, tuple[float, int]] = {}  # rank -> CPU seconds and bytes at the last look
         self._heard: dict[int, tuple[int, float]] = {}  # rank -> its last tick and when that came
         self._silent: set[int] = set()
@@ -87,56 +123,47 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     def _watch(self) -> None:
         path = self.run_dir.stacks(self.rank) if self.run_dir else None  # an earlier attempt may have begun it
         with path.open("a", encoding="utf-8") if path else tempfile.TemporaryFile("a+", encoding="utf-8") as stacks:
+            self._progress = Progress(stacks, self.seconds)
             try:
-                self._watch_main_thread(stacks)
+                self._watch_main_thread(self._progress)
             finally:
                 faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):  # the run's folder may be gone
             if path and not path.stat().st_size:
                 path.unlink()
 
-    def _watch_main_thread(self, stacks: IO[str]) -> None:
-        pause = min(1.0, self.seconds / 4)
-        tick = 0
-        seen = -1, 0
-        still, shown = 0.0, False
+    def _watch_main_thread(self, progress: Progress) -> None:
+        pause, tick = min(1.0, self.seconds / 4), 0
+        still, shown = 0.0, False  # since when all ranks hang, and whether the stack has been shown
+        failed = math.inf  # when another rank's failure came to be known
         others = peers.joined() if self.ranks > 1 else None
         self._store = others.store if others else None
-        failed = math.inf  # when another rank's failure came to be known
-        size = before = stacks.seek(0, os.SEEK_END)
         main = threading.main_thread().ident
         assert main is not None  # it runs
-        since = awake = time.monotonic()
+        awake = time.monotonic()
         while not self._over.wait(pause if tick else 0):
             now, tick = time.monotonic(), tick + 1
             elapsed, awake = now - awake, now
             if elapsed > SILENT_SECONDS:  # the whole process was stopped, and has continued
-                since += elapsed
+                progress.since += elapsed
             frame = sys._current_frames()[main]
-            waiting, there = waits(frame), os.fstat(stacks.fileno()).st_size
-            self._dumped, size = self._dumped + there - size, there
+            waiting = waits(frame)
+            progress.count_stacks()
             active = not waiting and activity_counts()
-            beats = heartbeat_count(), len(sys.modules)
-            if beats != seen or (active and self._has_worked(self.rank, elapsed)):
-                seen, since = beats, now
-                size = stacks.truncate(before)  # the rank made progress after all
-                # faulthandler needs no interpreter lock, which a main thread in C may be holding
-                if self.seconds < math.inf:
-                    faulthandler.dump_traceback_later(self.seconds, file=stacks)
+            if progress.beats() or (active and self._has_worked(self.rank, elapsed)):
+                progress.begin(now)
             if others and others.failure:
                 failed = min(failed, now)
-                if now - max(failed, since) >= (FAILED_SECONDS if waiting else 4 * FAILED_SECONDS):
-                    self._follow(others.failure)
-            sign = Sign(tick, int(now - since), waiting, socket.gethostname(), place(frame))
+                if now - max(failed, progress.since) >= (FAILED_SECONDS if waiting else 4 * FAILED_SECONDS):
+                    self._leave(others.failure + ("; continue with --resume auto" if self.run_dir else ""))
+            sign = Sign(tick, int(now - progress.since), waiting, socket.gethostname(), place(frame))
             signs = self._exchange(sign)
             if sign.stalled < self.seconds or not self._all_hang(signs, now, elapsed):
                 still, shown = 0.0, False
                 continue
             still = still or now
             if not (self.run_dir or waiting or shown) and now - still >= GRACE_SECONDS / 3:
-                stacks.seek(before)
-                self._dumped += len(text := stacks.read()) + 1
-                print(text, file=terminal(), flush=True)
+                progress.show_stacks()
                 shown = True  # before any rank ends: the launcher then ends the others
             if now - still >= GRACE_SECONDS:
                 self._end(signs)
@@ -168,7 +195,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         """Whether a rank of this machine used enough CPU or files to count, in the `seconds` since the last poll."""
         process = psutil.Process() if rank == self.rank else process_beside(rank)
         before, now = self._worked.get(rank, (0.0, 0)), work(process) if process else (0.0, 0)
-        now = (now[0], now[1] - self._dumped) if rank == self.rank else now
+        now = (now[0], now[1] - self._progress.written) if rank == self.rank else now
         self._worked[rank] = now
         cpu, count = abs(now[0] - before[0]), abs(now[1] - before[1])  # the totals shrink when a child process ends
         return cpu >= LEAST_CPU * seconds or count >= LEAST_BYTES * seconds
@@ -191,22 +218,16 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         with contextlib.suppress(RuntimeError):  # where the store has ended, this rank may be the only one left
             speaks = not self._answers() or self._store.add("spoken", 1) == 1
         if speaks:
-            message = self._message(signs)
-            exit.report(f"Error: {message}", message, terminal())
-            for rank in self._silent:
-                if process := process_beside(rank):
-                    with contextlib.suppress(psutil.Error):  # a stopped process handles no other signal
-                        process.kill()
-            if self.run_dir:
-                exit.record_end(self.run_dir, message)
-        else:
-            time.sleep(GRACE_SECONDS)
+            self._leave(self._message(signs), kill=self._silent)
+        time.sleep(GRACE_SECONDS)
         os._exit(1)
 
-    def _follow(self, failure: str) -> None:
-        """End this rank because another one has failed, for which it would wait in vain."""
-        message = failure + ("; continue with --resume auto" if self.run_dir else "")
+    def _leave(self, message: str, kill: Collection[int] = ()) -> NoReturn:
+        """Report this end of the run, kill these ranks of this machine, and end this one."""
         exit.report(f"Error: {message}", message, terminal())
+        for process in filter(None, map(process_beside, kill)):
+            with contextlib.suppress(psutil.Error):  # a stopped process handles no other signal
+                process.kill()
         if self.run_dir:
             exit.record_end(self.run_dir, message)
         os._exit(1)

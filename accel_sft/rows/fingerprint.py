@@ -44,7 +44,7 @@ def code_fingerprint(*values: Any) -> str | None:
     if decides is None:
         return None
     folders = [Path(folder) for folder in sys.path if libraries and Path(folder).name in _INSTALLED]
-    installed = sorted({found.name for folder in folders for found in folder.glob("*.*-info")})
+    installed = sorted({info.name for folder in folders for info in folder.glob("*.*-info")})
     return _digest([*decides, installed, sys.version_info[:3]])
 
 

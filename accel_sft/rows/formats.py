@@ -30,6 +30,8 @@ Reader = Callable[[BinaryIO, str], Iterator[Located]]
 """Takes a seekable stream and the file's name in messages, and yields the values as `located` does."""
 BATCH_ROWS = 256
 _FIELDS_SHOWN = 80
+_ARROW_FILE = b"ARROW1"
+"""How an Arrow file (Feather) begins, which is no stream of Arrow's."""
 _IMAGES = ("image", "images", "bytes")
 """Keys under which bytes stay bytes: some formats of images are text."""
 
@@ -57,9 +59,9 @@ def format_of(path: Path, begin: bytes = b"") -> Format:
     *_, before, last = ("", "", *(suffix.lower() for suffix in path.suffixes))
     compression = last if last in COMPRESSIONS else ""
     suffix = before if compression else last
-    if begin.startswith(b"PAR1\x15"):  # "not text" would be poor advice about these
+    if begin.startswith((b"PAR1\x15", _ARROW_FILE)):  # "not text" would be poor advice about these
         return Format(".parquet", "")
-    compression = compression or next((known for known, sign in COMPRESSIONS.items() if re.match(sign, begin)), "")
+    compression = compression or next((name for name, sign in COMPRESSIONS.items() if re.match(sign, begin)), "")
     return Format(suffix if suffix in READERS else "", compression)
 
 
@@ -146,10 +148,19 @@ def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located
 
 def _quoted(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """The records of a table whose quotes may hold delimiters and line breaks, each after its number of lines."""
-    records, line = csv.reader(lines, delimiter=delimiter, strict=True), 0
-    for record in records:
-        yield records.line_num - line, record
-        line = records.line_num
+    taken = list[str]()
+
+    def recorded() -> Iterator[str]:
+        for line in lines:
+            taken.append(line)
+            yield line
+
+    apart = re.compile(rf'{re.escape(delimiter)} +"(?!")')
+    for record in csv.reader(recorded(), delimiter=delimiter, strict=True):
+        if apart.search("".join(taken)):  # within quotes a quote is doubled
+            raise csv.Error(f"a blank between {delimiter!r} and a quote, which is then no quote: take these out")
+        yield len(taken), record
+        taken.clear()
 
 
 def _tabbed(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
@@ -195,16 +206,23 @@ def _doubled(columns: list[str]) -> str:
 
 
 def _columns(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """The rows of a Parquet file, or of a stream of Arrow's as `datasets` saves them."""
+    """The rows of a Parquet file, of an Arrow file (Feather), or of a stream of Arrow's as `datasets` saves them."""
     import pyarrow
     from pyarrow import ipc, parquet
 
     stream.seek(0)
-    is_parquet = stream.read(4) == b"PAR1"
+    mark = stream.read(6)
     stream.seek(0)
     number = 0
     try:
-        tables = parquet.ParquetFile(stream).iter_batches(BATCH_ROWS) if is_parquet else ipc.open_stream(stream)
+        tables: Any
+        if mark.startswith(b"PAR1"):
+            tables = parquet.ParquetFile(stream).iter_batches(BATCH_ROWS)
+        elif mark == _ARROW_FILE:
+            file = ipc.open_file(stream)
+            tables = map(file.get_batch, range(file.num_record_batches))
+        else:
+            tables = ipc.open_stream(stream)
         for row in arrow_rows(tables, name):
             number = row.number
             yield row
@@ -295,7 +313,7 @@ TEXTS = (".txt", ".md")
 
 def has_lines(suffix: str, stream: BinaryIO) -> bool:
     """Whether the rows of a decompressed file are named by line, and not by number."""
-    return suffix in (".csv", ".tsv") or (suffix not in (".parquet", ".arrow") and not is_array(stream))
+    return suffix in (".csv", ".tsv") or (suffix not in (".parquet", ".arrow", ".feather") and not is_array(stream))
 
 
 READERS: dict[str, Reader] = {
@@ -308,6 +326,7 @@ READERS: dict[str, Reader] = {
     ".tsv": functools.partial(_delimited, delimiters="\t,;"),
     ".parquet": _columns,
     ".arrow": _columns,
+    ".feather": _columns,
     ".txt": _document,
     ".md": _document,
 }

@@ -142,9 +142,9 @@ def _array_end(stream: BinaryIO) -> tuple[str | None, int]:
 def _begins_once(stream: BinaryIO, opening: re.Pattern[bytes], begin: int) -> bool:
     """Whether JSON is one object that begins so; if more lines do, they are JSON Lines, each with such a key."""
     stream.seek(begin)
-    if not (found := opening.match(stream.read(_MAX_NAME))):
+    if not (match := opening.match(stream.read(_MAX_NAME))):
         return False
-    stream.seek(begin + found.end())
+    stream.seek(begin + match.end())
     return not opening.search(stream.read(MAX_ROW_BYTES))
 
 

@@ -146,8 +146,8 @@ def read_dataset(path: Path, parse: Parse, use: str, lines: list[str]) -> RowFil
 
 def _key(sha256: str, parse: Parse, format: Format) -> str | None:
     """The key of a cache entry, a hash of all that decides what it holds; None if the parser has no fingerprint."""
-    known = code_fingerprint(parse)
-    return known and hashlib.sha256(f"{sha256} {known} {format} {_FORM}".encode()).hexdigest()
+    code = code_fingerprint(parse)
+    return code and hashlib.sha256(f"{sha256} {code} {format} {_FORM}".encode()).hexdigest()
 
 
 def _through_cache(rows: RowFile, parse: Parse, read: Read, check_unchanged: Callable[[], None]) -> RowFile:

@@ -266,8 +266,8 @@ def with_places(lines: Sequence[str], examples: Sequence[Any], split: str) -> li
     if not isinstance(examples, Rows):
         return list(lines)
 
-    def placed(found: re.Match[str]) -> str:
-        return example_name(examples, split, int(found[1]))
+    def placed(match: re.Match[str]) -> str:
+        return example_name(examples, split, int(match[1]))
 
     return [re.sub(rf"^{split} example (\d+)(?=:)", placed, line) for line in lines]
 

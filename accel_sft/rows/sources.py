@@ -6,11 +6,12 @@ Needs only the standard library, except for the hub.
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import itertools
 import mimetypes
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,17 @@ EXPECTED = "a JSON, JSONL, CSV, Parquet or text file"
 
 def row_names(names: str | Path) -> list[Path]:
     """Return the files, folders and data sets of the hub that an option names, with commas between several."""
-    parts, whole = [os.path.expanduser(part) for part in str(names).split(",")], []
+    parts, joined = [os.path.expanduser(part) for part in str(names).split(",")], []
     while parts:  # the name of an existing file may contain commas
         several = range(len(parts), 1, -1)
         count = next((count for count in several if os.path.exists(",".join(parts[:count]))), 1)
-        whole.append(",".join(parts[:count]))
+        joined.append(",".join(parts[:count]))
         parts = parts[count:]
-    if not all(whole):
+    if not all(joined):
         raise UserError(
             f"{str(names)!r}: an empty name; give a file, a folder or a data set, with commas between several"
         )
-    return [Path(name) for name in whole]
+    return [Path(name) for name in joined]
 
 
 def absent_rows(names: str, flag: str) -> list[str]:
@@ -118,12 +119,21 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
     each folder is read once. Texts (.txt) are data where there is nothing else; a README.md never is. If `split` is
     "", it is chosen by `use`, "train" or "validation".
     """
-    found, others = _all_files(folder)
-    names = {path: path.relative_to(folder).as_posix() for path in found}
+    paths, others = _all_files(folder)
+    names = {path: path.relative_to(folder).as_posix() for path in paths}
     if (folder / "dataset_dict.json").is_file():  # written by `save_to_disk`
         exact = {path: name.partition("/")[0] for path, name in names.items() if "/" in name}
     else:
         exact = {path: shard[1] for path, name in names.items() if (shard := _SHARD.fullmatch(name))}
+    card = folder / "README.md"
+    described = card.read_text(errors="replace") if card.is_file() else ""
+    by_card = {
+        path: of_split
+        for pattern, of_split in _splits_of_card(described)
+        for path, name in names.items()
+        if fnmatch.fnmatch(name, pattern)
+    }
+    exact = by_card or exact
     splits: dict[str, list[Path]] = {}
     lines: list[str] = []
     for path, name in names.items():
@@ -137,13 +147,34 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
         lines.append(f"{folder}: not read, as in none of its splits: {beside[0].name}{more(len(beside) - 1)}")
     if others:
         lines.append(f"{folder}: not read, as of no known format: {others[0].name}{more(len(others) - 1)}")
-    card = folder / "README.md"
-    configs = dict.fromkeys(_CONFIG.findall(card.read_text(errors="replace")) if card.is_file() else ())
+    configs = dict.fromkeys(_CONFIG.findall(described))
     if len(configs) > 1:
         lines.append(
             f"{folder}: read are all its configurations, {', '.join(configs)}; for one, name its files or folder"
         )
     return splits[split], lines
+
+
+def _splits_of_card(card: str) -> Iterator[tuple[str, str]]:
+    """The patterns of paths under `data_files` of a card's configurations, each with its split."""
+    head = re.match(r"---\n(.*?)\n---", card, re.DOTALL)
+    if not head or "data_files" not in head[1]:
+        return
+    import yaml  # not at the top: completion of file names needs the standard library alone
+
+    try:
+        given = yaml.safe_load(head[1])
+    except yaml.YAMLError:
+        return
+    configs = given.get("configs") if isinstance(given, dict) else None
+    for config in configs if isinstance(configs, list) else ():
+        files = config.get("data_files") if isinstance(config, dict) else None
+        for entry in files if isinstance(files, list) else [files]:
+            of_split = entry if isinstance(entry, dict) else {"split": "train", "path": entry}
+            paths = of_split.get("path")
+            for path in paths if isinstance(paths, list) else [paths]:
+                if isinstance(path, str):
+                    yield path.removeprefix("./"), str(of_split.get("split", "train"))
 
 
 def split_by_name(name: str) -> str:
@@ -163,7 +194,7 @@ def _all_files(folder: Path) -> tuple[list[Path], list[Path]]:
     def failed(error: OSError) -> None:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror}); make it readable, or take it away")
 
-    found: list[Path] = []
+    data: list[Path] = []
     texts: list[Path] = []
     others: list[Path] = []
     seen = set()
@@ -176,16 +207,16 @@ def _all_files(folder: Path) -> tuple[list[Path], list[Path]]:
         paths = [Path(parent, name) for name in names if not _NO_DATA.fullmatch(name)]
         # a broken link is kept, so that the reader reports it
         there = [path for path in paths if path.is_file() or not path.exists()]
-        found += filter(is_data_file, there)
+        data += filter(is_data_file, there)
         texts += [path for path in there if format_of(path).suffix == ".txt"]
         others += [path for path in there if path.suffix and not (format_of(path).suffix or _is_medium(path))]
-    found = sorted(found or texts)
-    if not found:
+    data = sorted(data or texts)
+    if not data:
         compressed = ", ".join(COMPRESSIONS)
         raise UserError(
             f"{folder}: no data files in this folder; expected {', '.join(READERS)}, or {compressed} of one"
         )
-    return found, sorted(others)
+    return data, sorted(others)
 
 
 def _is_medium(path: Path) -> bool:
@@ -214,16 +245,16 @@ def load_dataset(name: str, use: str) -> tuple[Any, list[str]]:
         raise UserError(
             f"{name}: not a file or folder; to read it as a data set of the hub: pip install datasets"
         ) from None
-    found = _NAME.fullmatch(name)
-    assert found  # callers ask `is_dataset_name` first
-    split = found["split"]
+    parts = _NAME.fullmatch(name)
+    assert parts  # callers ask `is_dataset_name` first
+    split = parts["split"]
     of_split = f", split {split}" if split else ""
     try:
-        loaded = datasets.load_dataset(found["id"], found["config"], split=split, revision=found["revision"])
+        loaded = datasets.load_dataset(parts["id"], parts["config"], split=split, revision=parts["revision"])
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = one_line(f"{type(error).__name__}: {' '.join(str(error).split())}", LONGEST_ERROR)
         raise UserError(
-            f"{name}: not a file or folder, and the hub gives no data set {found['id']}{of_split} ({cause}); "
+            f"{name}: not a file or folder, and the hub gives no data set {parts['id']}{of_split} ({cause}); "
             "write ORG/NAME:SPLIT, or ORG/NAME:CONFIG:SPLIT"
         ) from None
     if split:

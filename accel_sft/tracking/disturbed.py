@@ -37,52 +37,33 @@ _SHOWN = 5
 def marks(system: Sequence[Any]) -> dict[str, float]:
     """What is out of the ordinary in the `system.Reading` of each rank: its number by a sentence that has # in the
     number's place."""
-    found = {}
+    numbers = {}
     hosts = [rank for rank, read in enumerate(system) if not math.isnan(read.busy_cores)]
     for first, end in itertools.pairwise([*hosts, len(system)]):  # the first rank of each machine reads its cores
         read, where = system[first], f" of rank {first}'s machine" if first else ""
         busy, idle, stolen, held = read.busy_cores, read.idle_cores, read.stolen_cores, read.held_cores
-        ours, cores = sum(rank.cpu_percent for rank in system[first:end]) / 100, busy + idle + stolen
+        own, cores = sum(rank.cpu_percent for rank in system[first:end]) / 100, busy + idle + stolen
         for what, lost, wanted in (
-            ("other processes took", busy - ours if idle < _FREE * cores else 0.0, cores),
+            ("other processes took", busy - own if idle < _FREE * cores else 0.0, cores),
             ("a hypervisor took for other machines (steal)", stolen, busy + stolen),
-            ("a container's CPU quota held back", held, ours + held),
+            ("a container's CPU quota held back", held, own + held),
         ):
             if lost >= LOST * max(wanted, 1.0):
-                found[f"{what} # of {cores:.0f} cores{where}"] = lost
+                numbers[f"{what} # of {cores:.0f} cores{where}"] = lost
         if read.cpu_clock_share < SLOW_CLOCK and busy > cores / 2:
-            found[f"the CPU{where} ran at #% of its highest clock"] = 100 * read.cpu_clock_share
+            numbers[f"the CPU{where} ran at #% of its highest clock"] = 100 * read.cpu_clock_share
     for rank, read in enumerate(system):
         if (why := slowed_by(read.gpu_slowed_by)) and read.gpu_clock_share > 0:
             highest = read.gpu_clock_mhz / read.gpu_clock_share
-            found[f"rank {rank}'s GPU ran at # of {highest:,.0f} MHz ({why})"] = read.gpu_clock_mhz
+            numbers[f"rank {rank}'s GPU ran at # of {highest:,.0f} MHz ({why})"] = read.gpu_clock_mhz
         if read.gpu_others_gib >= OTHERS_GIB:
-            found[f"other processes had # GiB of rank {rank}'s GPU"] = read.gpu_others_gib
-    return found
+            numbers[f"other processes had # GiB of rank {rank}'s GPU"] = read.gpu_others_gib
+    return numbers
 
 
 def in_words(mark: str, number: float) -> str:
     """A mark's sentence with its number."""
     return mark.replace("#", f"{number:,.0f}" if number >= 10 else f"{number:.1f}")
-
-
-class MachineWatch:
-    """Marks new readings but those that cover a start, an evaluation or a checkpoint, which have processes of ours."""
-
-    def __init__(self) -> None:
-        self._number, self._stale = 0.0, True
-
-    def step(self, paused: bool, system: Sequence[Any]) -> dict[str, float] | None:
-        """The marks of a step's readings, or None if no new ones count.
-
-        Args:
-            paused: whether anything but steps was done since the step before.
-        """
-        self._stale = self._stale or paused
-        if not system or system[0].sample == self._number:
-            return None
-        stale, self._number, self._stale = self._stale, system[0].sample, False
-        return None if stale else marks(system)
 
 
 @dataclasses.dataclass
@@ -101,7 +82,7 @@ class Stretch:
 
 def stretches(lines: Iterable[Mapping[str, Any]]) -> list[Stretch]:
     """The stretches that matter, by a run's training lines. A single reading without the mark does not end one."""
-    found: list[Stretch] = []
+    begun: list[Stretch] = []
     running: dict[str, tuple[Stretch, int]] = {}  # by mark, with the readings since it was last seen
     total, passed, before = 0.0, 0.0, 0  # passed: seconds since the reading of the step `before`
     for line in lines:
@@ -112,25 +93,25 @@ def stretches(lines: Iterable[Mapping[str, Any]]) -> list[Stretch]:
         running = {mark: (stretch, ago + 1) for mark, (stretch, ago) in running.items() if ago < 2}
         for mark, number in ((mark, number) for mark, number in read.items() if is_number(number)):
             if mark not in running:
-                found.append(Stretch(mark, before + 1 if before else line["step"], 0, 0.0, []))
-            stretch = running[mark][0] if mark in running else found[-1]
+                begun.append(Stretch(mark, before + 1 if before else line["step"], 0, 0.0, []))
+            stretch = running[mark][0] if mark in running else begun[-1]
             stretch.last, stretch.seconds = line["step"], stretch.seconds + passed
             stretch.numbers.append(number)
             running[mark] = stretch, 0
         passed, before = 0.0, line["step"]
     least = _LEAST_SHARE * total
-    return [each for each in found if len(each.numbers) >= _LEAST_READINGS and each.seconds >= least]
+    return [one for one in begun if len(one.numbers) >= _LEAST_READINGS and one.seconds >= least]
 
 
-def sentences(found: Sequence[Stretch]) -> list[str]:
+def sentences(segments: Sequence[Stretch]) -> list[str]:
     """The longest stretches in words, in the order of their steps, and how many more there are."""
-    longest = sorted(found, key=lambda each: -each.seconds)[:_SHOWN]
-    more = [f"{len(found) - _SHOWN} shorter stretches more"] if len(found) > _SHOWN else []
-    return [str(each) for each in found if each in longest] + more
+    longest = sorted(segments, key=lambda segment: -segment.seconds)[:_SHOWN]
+    more = [f"{len(segments) - _SHOWN} shorter stretches more"] if len(segments) > _SHOWN else []
+    return [str(segment) for segment in segments if segment in longest] + more
 
 
-def share(lines: Sequence[Mapping[str, Any]], found: Sequence[Stretch]) -> float:
+def share(lines: Sequence[Mapping[str, Any]], segments: Sequence[Stretch]) -> float:
     """The share of these training lines' time that lies in the stretches."""
     times = {line["step"]: line["seconds"] for line in lines if is_number(line.get("seconds"))}
-    inside = [seconds for step, seconds in times.items() if any(each.first <= step <= each.last for each in found)]
+    inside = [seconds for step, seconds in times.items() if any(one.first <= step <= one.last for one in segments)]
     return sum(inside) / sum(times.values()) if sum(times.values()) > 0 else 0.0

@@ -45,24 +45,22 @@ class MetricsFile:
                 self._chained = file.tell()
         return self._chain
 
-    def rewind(self, step: int, evaluated: bool = True, chain: str | None = None) -> tuple[int, dict[str, Any] | None]:
+    def rewind(self, step: int, evaluated: bool = True, chain: str = "") -> tuple[int, dict[str, Any] | None]:
         """Drop every line after `step`, and the evaluation at `step` unless the checkpoint contains it (`evaluated`).
 
         Args:
-            chain: the checkpoint's, which goes on, so that lines that were changed since stay recognisable; None in
-                those of earlier versions: then the chain of the lines that are kept.
+            chain: the one stored in the checkpoint. Going on from it, not from the file, keeps later edits of the file
+                visible. "" without a checkpoint.
         Returns:
             The number of unreadable lines, which are dropped too; and the last training line if an evaluation at `step`
             was dropped, else None.
         """
         self.close()
-        self._chain, self._chained = chain or "", 0
+        self._chain, self._chained = chain, 0
         if not self.path.exists():
             return 0, None
-        kept = []
-        unreadable = 0
-        trained = None
-        dropped = False
+        lines, unreadable = [], 0
+        trained, dropped = None, False
         for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
@@ -73,10 +71,10 @@ class MetricsFile:
                 continue
             dropped = dropped or undone
             if wanted and not undone:
-                kept.append(line + "\n")
+                lines.append(line + "\n")
                 trained = record if "loss" in record else trained
-        write_atomically(self.path, "".join(kept))
-        if chain is not None:
+        write_atomically(self.path, "".join(lines))
+        if chain:
             self._chained = self.path.stat().st_size
         return unreadable, trained if dropped else None
 
@@ -94,10 +92,10 @@ class MetricsFile:
 
 def mean_mfu(lines: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the MFU over the steps of these lines that have one, by their time; None if none has."""
-    found = [(line.get("mfu"), line.get("seconds")) for line in lines]
-    known = [(mfu, seconds) for mfu, seconds in found if isinstance(mfu, float) and isinstance(seconds, float)]
-    total = sum(seconds for _, seconds in known)
-    return sum(mfu * seconds for mfu, seconds in known) / total if total else None
+    pairs = [(line.get("mfu"), line.get("seconds")) for line in lines]
+    steps = [(mfu, seconds) for mfu, seconds in pairs if isinstance(mfu, float) and isinstance(seconds, float)]
+    total = sum(seconds for _, seconds in steps)
+    return sum(mfu * seconds for mfu, seconds in steps) / total if total else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -85,13 +85,13 @@ class ProgressBar:
 
     def _of_devices(self) -> dict[str, str]:
         """Tokens per second of `each` device, if there are several, and `mfu`, if it is known, in words."""
-        record, found = self._record, {}
-        each = record.get("tokens_per_second_per_device", record["tokens_per_second"])
-        if each != record["tokens_per_second"]:
-            found["each"] = f"({each:,.0f} each)"
+        record, words = self._record, {}
+        per_device = record.get("tokens_per_second_per_device", record["tokens_per_second"])
+        if per_device != record["tokens_per_second"]:
+            words["each"] = f"({per_device:,.0f} each)"
         if "mfu" in record:
-            found["mfu"] = f"MFU {record['mfu']:.1%}"
-        return found
+            words["mfu"] = f"MFU {record['mfu']:.1%}"
+        return words
 
     def _time_to_go(self, now: float) -> str:
         """The time to go, from the mean time of a step since this process finished its first one; evaluations and

@@ -27,8 +27,8 @@ def tracker_names(setting: str) -> list[str]:
     problems = []
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
-            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
-            problems.append(f"--tracker {name}: unknown; give one or several of {known}, or none")
+            names_of_all = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+            problems.append(f"--tracker {name}: unknown; give one or several of {names_of_all}, or none")
         elif name in missing:
             problems.append(f"--tracker {name}: not installed; `pip install {name.replace('_', '-')}`, or leave it out")
     if problems:

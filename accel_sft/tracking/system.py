@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from accel_sft.launch.machine_state import CoreClock, GpuState, cpu_clock, gpu_state, open_gpu, others_gib
+from accel_sft.launch.machine_state import CoreClock, GpuState, cpu_clock_share, gpu_state, open_gpu, others_gib
 
 GIB = 2**30
 
@@ -72,9 +72,8 @@ class SystemSampler:
 
     def sample(self) -> Reading:
         """The latest reading; the same again within `seconds_between`."""
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + self._seconds_between
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._seconds_between
             self._latest = Reading(
                 self._latest.sample + 1,
                 self._process.cpu_percent(None),
@@ -90,10 +89,9 @@ class SystemSampler:
         """What may slow the machine down, from `busy_cores` on."""
         cores: Sequence[float] = self._cores.since() if self._cores else [math.nan] * 4
         if self._latest.sample % _SLOW_EVERY == 0:
-            now, highest, _ = cpu_clock()
-            self._slow = [now / highest, others_gib(*self._nvml) if self._nvml else math.nan]
+            self._slow = [cpu_clock_share(), others_gib(*self._nvml) if self._nvml else math.nan]
         gpu = gpu_state(*self._nvml) if self._nvml else GpuState()
-        return [*cores, gpu.mhz, gpu.mhz / gpu.highest_mhz, gpu.reasons, *self._slow]
+        return [*cores, *gpu, *self._slow]
 
     def _gpu(self) -> tuple[float, float]:
         if self._nvml is None:
@@ -121,38 +119,62 @@ class SystemSampler:
         return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
 
 
+class NewReading(NamedTuple):
+    """A rank's newest reading, and the one before it: None at first, and if more than steps lies between them."""
+
+    now: Reading
+    before: Reading | None
+
+
+class Readings:
+    """Picks out each rank's new readings."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, Reading] = {}
+        self._paused: set[int] = set()  # ranks whose next reading covers a pause
+
+    def new(self, system: Sequence[Reading], paused: bool) -> dict[int, NewReading]:
+        """The readings of this step that are new, by rank; `paused`: an evaluation or a checkpoint came before it."""
+        self._paused.update(range(len(system)) if paused else ())
+        new = {}
+        for rank, now in enumerate(system):
+            before = self._latest.get(rank)
+            if before is None or before.sample != now.sample:
+                new[rank] = NewReading(now, None if rank in self._paused else before)
+                self._latest[rank] = now
+                self._paused.discard(rank)
+        return new
+
+
 class Usage:
     """Mean and peak of each rank's readings over a run's training steps.
 
-    A rank's first reading counts only while it is the only one: its CPU use is that of start-up and evaluation.
+    A rank's first reading, which covers the start-up, is dropped once there is a second one.
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[int, float] = {}  # by rank, the number of its latest sample
         self._rows: dict[int, dict[str, Any]] = {}
+        self._counts: dict[int, Counter[str]] = {}  # how often each field could be read
+        self._steady: set[int] = set()  # ranks whose rows are of later readings than the first
 
-    def add(self, rank: int, reading: Reading) -> bool:
-        """Count a rank's reading; returns False, and does nothing, if it is not new."""
-        if self._numbers.get(rank) == reading.sample:
-            return False
-        self._numbers[rank] = reading.sample
-        row = self._rows.get(rank)
-        if row is None or (row["samples"] == 1 and row["first"]):
-            row = {"rank": rank, "samples": 0, "first": row is None, "mean": {}, "peak": {}, "read": Counter()}
-            self._rows[rank] = row
+    def add(self, rank: int, reading: Reading) -> None:
+        """Count a rank's new reading."""
+        if rank not in self._steady:
+            self._steady.update([rank] if rank in self._rows else ())
+            self._rows[rank] = {"rank": rank, "samples": 0, "mean": {}, "peak": {}}
+            self._counts[rank] = Counter()
+        row, counts = self._rows[rank], self._counts[rank]
         row["samples"] += 1
         for field in _AVERAGED:
             if not math.isnan(value := getattr(reading, field)):
-                row["read"][field] += 1
+                counts[field] += 1
                 mean = row["mean"].get(field, 0.0)
-                row["mean"][field] = mean + (value - mean) / row["read"][field]
+                row["mean"][field] = mean + (value - mean) / counts[field]
                 row["peak"][field] = max(value, row["peak"].get(field, value))
-        return True
 
     def by_rank(self) -> list[dict[str, Any]]:
         """`rank`, number of `samples`, and `mean` and `peak` of use and memory, where they could be read."""
-        kept = ("rank", "samples", "mean", "peak")
-        return [{key: row[key] for key in kept} for _, row in sorted(self._rows.items())]
+        return [row for _, row in sorted(self._rows.items())]
 
 
 def seconds_since_start() -> float:

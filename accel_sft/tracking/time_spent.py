@@ -48,20 +48,20 @@ class TimeSpent:
     """Adds up what the steps of this start took, evaluations and checkpoints aside."""
 
     def __init__(self) -> None:
-        self._steps, self._seconds = 0, 0.0
-        self._parts: defaultdict[str, float] = defaultdict(float)
+        self.steps, self.seconds = 0, 0.0
+        self.parts: defaultdict[str, float] = defaultdict(float)
 
     def add(self, step_seconds: float, spans: Mapping[str, float]) -> None:
         """Count a step, and the seconds of it in each span."""
-        self._steps += 1
-        self._seconds += step_seconds
+        self.steps += 1
+        self.seconds += step_seconds
         for name, seconds in spans.items():
             if name != PAUSE:
-                self._parts[name] += seconds
+                self.parts[name] += seconds
 
-    def found(self) -> dict[str, Any] | None:
+    def totals(self) -> dict[str, Any] | None:
         """`steps`, their `seconds`, and these divided into `parts` by what the process did; None before a step."""
-        if not self._seconds:
+        if not self.seconds:
             return None
-        rest = max(self._seconds - sum(self._parts.values()), 0.0)
-        return {"steps": self._steps, "seconds": self._seconds, "parts": {**self._parts, _REST: rest}}
+        rest = max(self.seconds - sum(self.parts.values()), 0.0)
+        return {"steps": self.steps, "seconds": self.seconds, "parts": {**self.parts, _REST: rest}}

@@ -17,14 +17,15 @@ from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.terminal import columns
 from accel_sft.io.text import markdown_table, shown
 from accel_sft.results.run_report import COSTS, Samples, memory_table, phases_table, samples_table
-from accel_sft.tracking.disturbed import KEY, MachineWatch
-from accel_sft.tracking.idle import PAUSE_SECONDS, IdleWatch
+from accel_sft.tracking.disturbed import KEY, marks
+from accel_sft.tracking.idle import IdleWatch
 from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.tracking.progress_bar import ProgressBar
 from accel_sft.tracking.services import Trackers, tracker_names
 from accel_sft.tracking.system import (
     PhasePeaks,
     Reading,
+    Readings,
     SystemSampler,
     Usage,
     device_memory_gib,
@@ -41,6 +42,10 @@ _CURVES = {
     "tokens": "throughput/tokens",
     "supervised_tokens": "throughput/supervised_tokens",
 }
+
+
+_PAUSE_SECONDS = 0.05
+"""What is longer between two steps is a pause, by which the next readings say nothing of steps."""
 
 
 class Tracker(contextlib.AbstractContextManager):
@@ -71,7 +76,7 @@ class Tracker(contextlib.AbstractContextManager):
         names = tracker_names(config.tracker)
         self.accelerator, self.run_dir, self.config, self.main_metric = accelerator, run_dir, config, main_metric
         self._system = SystemSampler(accelerator.device)
-        self.usage, self._idle, self._machine = Usage(), IdleWatch(offloaded, images), MachineWatch()
+        self._readings, self._usage, self._idle = Readings(), Usage(), IdleWatch(offloaded, images)
         self._time = TimeSpent()
         self._recorded: list[dict[str, Any]] = []  # this rank's phases
         self._phases: list[dict[str, Any]] = []  # every rank's
@@ -83,7 +88,7 @@ class Tracker(contextlib.AbstractContextManager):
             run_dir.path.mkdir(parents=True, exist_ok=True)
         self._trackers = Trackers(names if self._writes else (), run_dir.path, config.as_dict(), self.log)
         self._show_settings()
-        self._told: str | None = None
+        self._problem: str | None = None
         self._tell_problem()
 
     def __exit__(self, *_: object) -> None:
@@ -147,22 +152,23 @@ class Tracker(contextlib.AbstractContextManager):
         if not self._writes:
             return
         record = dict(record)
-        curves: dict[str, float] = {}
         if record.get("seconds"):
-            record["tokens_per_second"] = record["tokens"] / record["seconds"]
-            each = record["tokens_per_second"] / self.accelerator.num_processes
-            record["tokens_per_second_per_device"] = each
+            speed = record["tokens"] / record["seconds"]
+            record["tokens_per_second"] = speed
+            record["tokens_per_second_per_device"] = speed / self.accelerator.num_processes
         readings = [Reading(*numbers) for numbers in system]
-        for rank, reading in enumerate(readings):
-            if self.usage.add(rank, reading):
-                known = {field: value for field, value in reading._asdict().items() if not math.isnan(value)}
-                curves |= {f"system/rank{rank}/{field}": known[field] for field in known if field != "sample"}
-        if (marked := self._machine.step(seconds.get(PAUSE, 0.0) > PAUSE_SECONDS, readings)) is not None:
-            record[KEY] = marked
+        new = self._readings.new(readings, paused=seconds.get(PAUSE, 0.0) > _PAUSE_SECONDS)
+        curves: dict[str, float] = {}
+        for rank, reading in new.items():
+            self._usage.add(rank, reading.now)
+            fields = reading.now._asdict().items()
+            curves |= {f"system/rank{rank}/{k}": v for k, v in fields if k != "sample" and not math.isnan(v)}
+        if 0 in new and new[0].before:
+            record[KEY] = marks(readings)
         self._metrics.append(record)
         self._trackers.curves({**_training_curves(record), **curves}, record["step"])
         self._time.add(record.get("seconds", 0.0), seconds)
-        if warning := self._idle.step(record, seconds, times, readings):
+        if warning := self._idle.step(record, seconds, times, new, len(readings)):
             self.log(warning)
         self._line.step(record)
 
@@ -198,7 +204,7 @@ class Tracker(contextlib.AbstractContextManager):
         """`chained` over the lines of metrics.jsonl so far; "" on other ranks than 0."""
         return self._metrics.chain if self._writes else ""
 
-    def rewind(self, step: int, evaluated: bool = True, chain: str | None = None) -> None:
+    def rewind(self, step: int, evaluated: bool = True, chain: str = "") -> None:
         """Delete what an earlier start of this run recorded after `step`, at which it resumes now.
 
         Step 0 starts over, so its evaluation is deleted too. So is the evaluation at `step` if the checkpoint does not
@@ -208,17 +214,17 @@ class Tracker(contextlib.AbstractContextManager):
         self._line.done = step
         if not self._writes:
             return
-        kept = step if step > 0 else -1
-        unreadable, again = self._metrics.rewind(kept, evaluated, chain)
+        last = step if step > 0 else -1
+        unreadable, again = self._metrics.rewind(last, evaluated, chain)
         if unreadable:
             self.log(f"{self._metrics.path}: {unreadable} unreadable lines dropped")
         for samples in self.run_dir.all_answers():
-            if step_of(samples) > kept - (again is not None):
+            if step_of(samples) > last - (again is not None):
                 samples.unlink()
-        self._trackers.rewind(kept - (again is not None))
+        self._trackers.rewind(last - (again is not None))
         if again:  # TensorBoard forgot the whole step, its training curves too
-            self._trackers.curves(_training_curves(again), kept)
-        if kept < 0:
+            self._trackers.curves(_training_curves(again), last)
+        if last < 0:
             self._show_settings()
 
     def profiler(self) -> contextlib.AbstractContextManager[Any]:
@@ -229,8 +235,8 @@ class Tracker(contextlib.AbstractContextManager):
 
     def watched(self) -> dict[str, Any]:
         """What result.json says of the machine: `system` by rank and, if known, `time_spent`."""
-        spent = self._time.found()
-        return {"system": self.usage.by_rank(), **({"time_spent": spent} if spent else {})}
+        spent = self._time.totals()
+        return {"system": self._usage.by_rank(), **({"time_spent": spent} if spent else {})}
 
     def close(self) -> None:
         """End the bar and every tracker; a second call does nothing."""
@@ -239,9 +245,9 @@ class Tracker(contextlib.AbstractContextManager):
         self._trackers.close()
 
     def _tell_problem(self) -> None:
-        if self._system.problem != self._told:
-            self._told = self._system.problem
-            self.log(f"{self._told}")
+        if self._system.problem != self._problem:
+            self._problem = self._system.problem
+            self.log(f"{self._problem}")
 
     def _show_settings(self) -> None:
         rows = list(self.config.as_dict().items())

@@ -30,8 +30,8 @@ class Claim:
     """A run's folder, which is this run's alone until it ends.
 
     Attributes:
-        config: the settings, with the day that templates are told, and with `--resume auto` if an earlier attempt of
-            this launch claimed the folder.
+        config: the settings, with `template_date` set, the one date that chat templates get for the whole run; and with
+            `--resume auto` if an earlier attempt of this launch claimed the folder.
         finished: whether the folder's run is complete already, with these settings; others are refused later, by name.
         fresh: whether nothing was in the folder.
     """
@@ -53,7 +53,8 @@ def claim_run_dir(accelerator: Accelerator, launch: Launch, task_name: str, task
         raise UserError("--output-dir: name a folder that all machines share; this launch has several")
 
     def claim() -> Claim:
-        earlier = _noted_by_an_earlier_attempt()
+        note = _Note()
+        earlier = note.read()
         name = config.output_dir or earlier or f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         path = expanded(name, "--output-dir").absolute()
         resume = "auto" if config.resume == "off" and str(path) == earlier else config.resume
@@ -69,7 +70,7 @@ def claim_run_dir(accelerator: Accelerator, launch: Launch, task_name: str, task
             status, occupied = run_dir.read_status(), _is_occupied(run_dir)
             if occupied:
                 _refuse_occupied(run_dir, name, resume, status)
-            _note_for_later_attempts(path)
+            note.write(path)
             settle(run_dir)
             if status != "complete":
                 run_dir.write_result({"status": "running"})
@@ -80,7 +81,6 @@ def claim_run_dir(accelerator: Accelerator, launch: Launch, task_name: str, task
         complete = resume != "off" and status == "complete"
         resumed = complete or (resume != "off" and run_dir.record.exists())
         before = run_dir.read_record() if resumed else {"config": {}}
-        # templates are told the day on which the run was started, whenever and on whichever rank they are rendered
         day = config.template_date or before["config"].get("template_date") or time.strftime("%Y-%m-%d")
         settled = dataclasses.replace(config, resume=resume, template_date=day)
         finished = complete and not changes(before, settled.as_dict(), options_of(task))
@@ -113,22 +113,22 @@ def _refuse_occupied(run_dir: RunDir, name: str, resume: str, status: str | None
         raise UserError(f"--output-dir {name}: not empty, and not a run of accel_sft; name another folder")
 
 
-def _note() -> Path | None:
-    """The file in torchrun's temporary folder that tells later attempts of this launch the run's folder."""
-    attempt = folder_of_ranks()
-    return attempt.parent / "accel_sft-run-dir" if attempt else None
+class _Note:
+    """A file in torchrun's temporary folder that tells later attempts of this launch the run's folder."""
 
+    def __init__(self) -> None:
+        attempt = folder_of_ranks()
+        self.file = attempt.parent / "accel_sft-run-dir" if attempt else None
 
-def _noted_by_an_earlier_attempt() -> str:
-    file = _note()
-    noted = file.read_text(encoding="utf-8") if file and file.is_file() else ""
-    writer, _, path = noted.partition(" ")
-    return "" if writer == str(os.getpid()) else path  # this attempt's own note is of another run
+    def read(self) -> str:
+        """The folder of an earlier attempt; "" without one."""
+        text = self.file.read_text(encoding="utf-8") if self.file and self.file.is_file() else ""
+        writer, _, path = text.partition(" ")
+        return "" if writer == str(os.getpid()) else path  # this attempt's own note is of another run
 
-
-def _note_for_later_attempts(path: Path) -> None:
-    if file := _note():
-        file.write_text(f"{os.getpid()} {path}", encoding="utf-8")
+    def write(self, path: Path) -> None:
+        if self.file:
+            self.file.write_text(f"{os.getpid()} {path}", encoding="utf-8")
 
 
 def _check_shared(accelerator: Accelerator, run_dir: RunDir) -> None:

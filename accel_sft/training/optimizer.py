@@ -114,16 +114,16 @@ class Stepper:
         Where the norm is NaN or infinite, the weights stay as they were. DeepSpeed's own optimizers skip such a step
         by themselves.
         """
-        reads, whole, clipped = self.adapter.reads(self.adapted, step), None, 1.0
+        reads, gathered, clipped = self.adapter.reads(self.adapted, step), None, 1.0
         if reads:
-            whole = Whole(self.accelerator, self.model, self.optimizer, *reads)
+            gathered = Whole(self.accelerator, self.model, self.optimizer, *reads)
         if self.engine is not None:
             norm = self._unmanaged_norm()
             if norm is not None and not math.isfinite(norm):
                 self.engine.zero_grad()
                 return norm
-            if whole:
-                whole.keep_gradients()
+            if gathered:
+                gathered.keep_gradients()
             self.engine.step()
             managed, updated = self.engine.get_global_grad_norm(), self.engine.was_step_applied()
             norm = float(managed if managed is not None else math.nan if norm is None else norm)
@@ -132,12 +132,12 @@ class Stepper:
             # read once, before the update: to read it afterwards, the host would wait for the update too
             norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or math.inf))
             updated = math.isfinite(norm)
-            if whole and updated:
-                whole.keep_gradients()
+            if gathered and updated:
+                gathered.keep_gradients()
             if updated or self.accelerator.scaler is not None:  # a loss scaler checks by itself, and adapts its scale
                 self.optimizer.step()
-        if whole and updated:
-            whole.put_back(self.adapter.after_step(self.adapted, step, whole.weights(clipped)))
+        if gathered and updated:
+            gathered.put_back(self.adapter.after_step(self.adapted, step, gathered.weights(clipped)))
         if self.averages and updated:
             self.averages.update()
         if self.engine is None:

@@ -74,7 +74,7 @@ class Prediction:
         too.
         """
         peaks = largest(tracker.peaks.largest())
-        by_phase = {phase: largest(found) for phase, found in tracker.peaks.by_phase.items()}
+        by_phase = {phase: largest(own) for phase, own in tracker.peaks.by_phase.items()}
         memory, (tokens, supervised_tokens, rows, copied_keys) = {}, train_step.largest_forward
         if self.job is not None and supervised_tokens and self.job.launch.sequence_ranks == 1:
             job = dataclasses.replace(
@@ -148,40 +148,40 @@ def _misfits(job: Job, force: bool) -> list[str]:
     """
     gpu = float(torch.cuda.mem_get_info()[0]) if job.device == "cuda" else None
     free = {"device": gpu, "host": float(host_memory.free_bytes())}
-    device, host = least_bytes(job)
-    what = dict.fromkeys(free, "the model states of this launch alone")
-    if host < (loading := loading_bytes(job)) and not job.on_cpu:
-        host, what["host"] = loading, "the weights alone, which each process loads whole,"
-    least = {"device": device, "host": host * job.local_ranks}
-    if job.on_cpu:
-        least = {"device": 0.0, "host": (device + host) * job.local_ranks}
     where = {"device": "a GPU", "host": f"{job.local_ranks} processes in host memory"}
-    over = [place for place, size in free.items() if size is not None and least[place] > size]
-    if over:
-        lines = [
-            f"{where[place]}: {what[place]} take {least[place] / GIB:.1f} GiB, and "
-            f"{(free[place] or 0) / GIB:.1f} are free; see `accel-sft plan` for a launch that fits"
-            for place in over
-        ]
-        if not force:
-            raise UserError(*(f"{line}, or add --force" for line in lines))
+    states = "the model states of this launch alone"
+    device, host = least_bytes(job)
+    least = {"device": (device, states), "host": (host * job.local_ranks, states)}
+    if job.on_cpu:
+        least = {"host": ((device + host) * job.local_ranks, states)}
+    elif host < (loading := loading_bytes(job)):
+        least["host"] = loading * job.local_ranks, "the weights alone, which each process loads whole,"
+    lines = [
+        f"{where[place]}: {what} take {size / GIB:.1f} GiB, and {room / GIB:.1f} are free; see `accel-sft plan` for a "
+        "launch that fits"
+        for place, (size, what) in least.items()
+        if (room := free[place]) is not None and size > room
+    ]
+    if lines and not force:
+        raise UserError(*(f"{line}, or add --force" for line in lines))
+    if lines:
         return lines
-    found = estimate(job)
-    peaks = {"device": found.device_peak_bytes, "host": found.host_needed_bytes}
+    predicted = estimate(job)
+    peaks = {"device": predicted.device_peak_bytes, "host": predicted.host_needed_bytes}
     return [
         f"{where[place]}: at its peak this launch is predicted to take {peaks[place] / GIB:.1f} GiB, and "
         f"{(free[place] or 0) / GIB:.1f} are free: it may run out; see `accel-sft plan`"
-        for place in found.over(free["device"], free["host"])
+        for place in predicted.over(free["device"], free["host"])
     ]
 
 
-def _beside(found: Estimate, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+def _beside(predicted: Estimate, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Predicted and measured GiB by place and phase, and the predicted ones by component.
 
     Torch counts only what its allocator gave out, so on a device the prediction leaves out `overhead`.
     """
-    inside = {phase: {**parts, "overhead": 0.0} for phase, parts in found.device.items()}
-    places = {"device": (inside, "peak_device_memory_gib"), "host": (found.host, "peak_host_memory_gib")}
+    inside = {phase: {**parts, "overhead": 0.0} for phase, parts in predicted.device.items()}
+    places = {"device": (inside, "peak_device_memory_gib"), "host": (predicted.host, "peak_host_memory_gib")}
     compared: dict[str, dict[str, dict[str, Any]]] = {}
     for place, (memory, key) in places.items():
         for phase, size in totals(memory).items():

@@ -29,7 +29,7 @@ from accel_sft.data.token_store import StoredEncoding
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import Generator
-from accel_sft.evaluation.scoring import check_scoring
+from accel_sft.evaluation.scoring import check_scoring, limits_on_scores
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
@@ -47,11 +47,6 @@ from accel_sft.models.tokenizer import GivenTemplate, encoding_rules, load_proce
 from accel_sft.rows.reading import MAX_PROBLEMS
 from accel_sft.rows.rows import Rows, with_places
 
-_IMAGES_IN_PARTS = (
-    "the data has images, which sequence parallelism would cut apart; launch with accelerate_configs/z3.yaml or "
-    "fsdp2.yaml"
-)
-_MANY_EPOCHS = 20
 _USUAL_NOTE = re.compile(r"\w+: ([\d,]+ rows? read as |[\d,]+ of [\d,]+ rows are held out |.* from the cache$)")
 """Matches notes that most runs on files have: they are joined to the line of the data."""
 _COMPARED = 8
@@ -84,7 +79,8 @@ class Assembly:
         accelerate yet."""
         images = any(len(encoding.kept.pictured) for encoding in encodings)
         if images and sequence_ranks(self.accelerator) > 1:
-            raise UserError(_IMAGES_IN_PARTS)
+            why = "the data has images, and sequence parallelism would cut an image's tokens apart"
+            raise UserError(f"{why}; launch with accelerate_configs/z3.yaml or fsdp2.yaml")
         if images:
             for encoding in encodings:
                 self._check_texts(encoding)
@@ -103,8 +99,8 @@ class Assembly:
         )
         trained = any(weights.requires_grad for weights in beyond_text(model).values())
         if images and (trained or not forwards_alone(self.accelerator)):
-            # otherwise ranks would wait for the weights of what reads images, or for its gradients; and AdamW, which
-            # passes over weights without a gradient, would update them in other steps than ranks do together
+            # every rank must run the vision tower in every step: the others wait for its weights or gradients, and
+            # AdamW would update it on some ranks only
             self.blank = blank_row(self.encode.images)
         return model
 
@@ -157,10 +153,11 @@ class Prepared:
         if (limit := config.eval_limit) and limit < validation.kept.examples:
             evaluated = f"{limit:,} of {evaluated}"
         count, epochs = plan.total_steps, plan.epoch(plan.total_steps)
-        steps = f"{count:,} step{'s' * (count != 1)} of {plan.global_batch_size}: {epochs:.3g} epoch"
-        steps += "s" * (epochs != 1) + "; for fewer: --epochs, --max-steps or --global-batch-size" * (
-            epochs >= _MANY_EPOCHS
+        steps = (
+            f"{count:,} step{'s' * (count != 1)} of {plan.global_batch_size}: {epochs:.3g} epoch{'s' * (epochs != 1)}"
         )
+        if epochs >= 20:
+            steps += "; for fewer: --epochs, --max-steps or --global-batch-size"
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
         is_sample = isinstance(train.examples, Rows)
@@ -187,23 +184,23 @@ class Prepared:
 
     def counts(self) -> dict[str, int]:
         """The data in numbers, for the run's record and the model card."""
-        found = {}
+        counts = {}
         if self.beyond_limit:
-            found["train examples beyond --train-limit"] = self.beyond_limit
+            counts["train examples beyond --train-limit"] = self.beyond_limit
         for encoding in (self.train, self.validation):
-            found[f"{encoding.split} examples"] = encoding.kept.examples
+            counts[f"{encoding.split} examples"] = encoding.kept.examples
             if len(encoding.kept) > encoding.kept.examples:
-                found[f"{encoding.split} rows"] = len(encoding.kept)
+                counts[f"{encoding.split} rows"] = len(encoding.kept)
             for reason, indices in encoding.left_out.items():
-                found[f"{encoding.split} examples {reason}"] = len(indices)
+                counts[f"{encoding.split} examples {reason}"] = len(indices)
             if encoding.cut:
-                found[f"{encoding.split} examples cut"] = len(encoding.cut)
+                counts[f"{encoding.split} examples cut"] = len(encoding.cut)
         for (name, rows), share in zip(self.plan.sources.items(), self.plan.shares, strict=True):
             if name:
-                found[f"train rows of {name} (share {share} of {sum(self.plan.shares)})"] = len(rows)
-        found["training tokens"] = int(self.plan.lengths.sum())
-        found["training supervised tokens"] = int(self.plan.supervised.sum())
-        return found
+                counts[f"train rows of {name} (share {share} of {sum(self.plan.shares)})"] = len(rows)
+        counts["training tokens"] = int(self.plan.lengths.sum())
+        counts["training supervised tokens"] = int(self.plan.supervised.sum())
+        return counts
 
     @property
     def longest_answer(self) -> int:
@@ -215,9 +212,9 @@ class Prepared:
         """The system message that the first validation examples have in common; None if they have none or several."""
         task, validation = self.assembly.task, self.validation
         chats = [task.messages(validation.examples[row.index]) for row in validation.kept[:_COMPARED]]
-        found = {tuple(str(turn["content"]) for turn in turns if turn["role"] == "system") for turns in chats}
-        (only,) = found if len(found) == 1 else ((),)
-        return only[0] if len(only) == 1 else None
+        prompts = {tuple(str(turn["content"]) for turn in turns if turn["role"] == "system") for turns in chats}
+        (common,) = prompts if len(prompts) == 1 else ((),)
+        return common[0] if len(common) == 1 else None
 
     def fingerprint(self) -> str:
         """SHA-256 of both splits' tokens, in order, and of how many are each source's: a resumed run must have the
@@ -239,7 +236,8 @@ def prepare_data(
     _refuse_missing_packages(config)
     splits: list[Sequence[Any]] = []
     # an error of one rank is raised on all of them, before any of them writes a file
-    by_each_rank(lambda: splits.extend(_read(task, eval_every=config.eval_every, thinking=config.thinking)))
+    notes: list[str] = []
+    by_each_rank(lambda: splits.extend(_read(task, notes, eval_every=config.eval_every, thinking=config.thinking)))
     train_examples, validation_examples = splits
     if config.mix:
         check_sources(train_examples, config.mix)
@@ -263,6 +261,7 @@ def prepare_data(
         vocabulary = read_config(Path(source.weights))["vocab_size"] if tiny else 0
         lengths.keep(task, config, plan.lengths, plan.supervised, plan.mean, vocabulary, pixels)
     train.notes += _ends_served(train, assembly)
+    validation.notes += [*notes, *limits_on_scores(task, validation, config)]
     return Prepared(launch, assembly, train, validation, plan, len(train_examples) - len(limited))
 
 
@@ -368,10 +367,11 @@ def _refuse_missing_packages(config: TrainConfig) -> None:
         raise UserError(f"{flag}: Python's headers are missing; apt-get install python3-dev, or leave it out")
 
 
-def _read(task: Task, *, eval_every: str, thinking: str | None) -> Iterator[Sequence[Any]]:
-    """Yield both splits; if the run will score answers, check that those to the validation examples can be scored."""
+def _read(task: Task, notes: list[str], *, eval_every: str, thinking: str | None) -> Iterator[Sequence[Any]]:
+    """Yield both splits; if the run will score answers, check that those to the validation examples can be scored, and
+    add what the check says to `notes`."""
     yield read_split(task, "train")
     validation = read_split(task, "validation")
     if eval_every != "off":
-        check_scoring(task, validation, thinking)
+        notes += check_scoring(task, validation, thinking)
     yield validation

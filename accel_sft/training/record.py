@@ -29,8 +29,8 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
     """Write `run.json` (settings, data and launch of the run) and `run.yaml`, by which the run can be started again.
     Returns what the record says that the run's numbers are decided by (`made_by`).
 
-    If the folder's run has trained, a call without `resumed` only checks that the settings match its record. A later
-    call with `resumed` replaces the record, because the resume may be refused in between.
+    Called twice for a run that has trained: before the resume it only compares with the record; after it (`resumed`),
+    when nothing can be refused any more, it replaces the record.
 
     Raises:
         UserError: a resumed run's settings or data differ from what the folder records, one line each.
@@ -150,12 +150,12 @@ def changes_since_finished(run_dir: RunDir, task: Task) -> list[str]:
 
 def _data_files(splits: dict[str, Sequence[Any]]) -> dict[str, list[list[str]]]:
     """Return names and SHA-256 of each split's files, without splits that are not what `read_rows` returned."""
-    return {split: [[*each] for each in rows.sha256s] for split, rows in splits.items() if isinstance(rows, Rows)}
+    return {split: [[*file] for file in rows.sha256s] for split, rows in splits.items() if isinstance(rows, Rows)}
 
 
 def _files_changed(before: dict[str, list[list[str]]], now: dict[str, list[list[str]]]) -> str:
     """The names of files that have changed, are new or are gone."""
-    old, new = ({tuple(each): None for files in both.values() for each in files} for both in (before, now))
+    old, new = ({tuple(file): None for files in splits.values() for file in files} for splits in (before, now))
     changed = [name for name, sha256 in {**old, **new} if (name, sha256) not in old or (name, sha256) not in new]
     return ", ".join(dict.fromkeys(changed))
 

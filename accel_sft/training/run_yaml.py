@@ -50,15 +50,14 @@ def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainCon
     # none, was given above because other settings' defaults depend on it
     defaults |= {"model": None, "init_from": None, "adapter": "none", "template_date": config.template_date}
     defaults |= {setting.name: setting.default for setting in settings(type(task))}
-    mine = {**config.as_dict(), **{setting.name: getattr(task, setting.name) for setting in settings(type(task))}}
-    kept = {name: value for name, value in recordable(mine).items() if name not in _LEFT_OUT}
-    kept |= {name: HIDDEN for name, value in kept.items() if value != mine[name] and HIDDEN in str(value)}
-    chosen = {name: value for name, value in kept.items() if value != defaults[name]}
-    rest = {name: value for name, value in kept.items() if name not in chosen}
-    told = "# By default; remove what is below to have the defaults of another model, or of a later version.\n"
-    write_atomically(
-        run_dir.settings, f"{_header(run_dir, launch)}\n{_yaml(named)}{_yaml(chosen)}\n{told}{_yaml(rest)}"
-    )
+    values = {**config.as_dict(), **{setting.name: getattr(task, setting.name) for setting in settings(type(task))}}
+    recorded = {name: value for name, value in recordable(values).items() if name not in _LEFT_OUT}
+    recorded |= {name: HIDDEN for name, value in recorded.items() if value != values[name] and HIDDEN in str(value)}
+    chosen = {name: value for name, value in recorded.items() if value != defaults[name]}
+    rest = {name: value for name, value in recorded.items() if name not in chosen}
+    note = "# By default; remove what is below to have the defaults of another model, or of a later version.\n"
+    text = f"{_header(run_dir, launch)}\n{_yaml(named)}{_yaml(chosen)}\n{note}{_yaml(rest)}"
+    write_atomically(run_dir.settings, text)
 
 
 def _yaml(values: dict[str, Any]) -> str:
@@ -113,8 +112,8 @@ def _header(run_dir: RunDir, launch: Launch) -> str:
         f"machine and threads per process ({torch.get_num_threads()}). Options of the command line win over this "
         f"file. To go on with this run instead, add: --output-dir {shlex.quote(folder)} --resume auto"
     )
-    lines = [f"Written by accel_sft {accel_sft.__version__}. The same run again, in a new folder:"]
-    lines += [
+    lines = [
+        f"Written by accel_sft {accel_sft.__version__}. The same run again, in a new folder:",
         f"  {command_line(words)}",
         f"as seen from {os.getcwd()}.",
         *textwrap.wrap(same, 116, break_long_words=False),

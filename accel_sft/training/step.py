@@ -110,8 +110,8 @@ class TrainStep:
                 if upcoming:
                     begin_images([row.images for row in upcoming.pop(0) if row.images])
                 value = nll.detach()
-                # 1, or NaN for a loss that is not finite, to make every gradient NaN on all ranks: the step is then
-                # left out. Without it, an infinite loss may have finite gradients
+                # 1, or NaN if the loss is not finite: as a factor it makes all gradients NaN on all ranks, so that all
+                # skip the step; an infinite loss alone may have finite gradients
                 sound = value - value + 1
                 loss = nll * (sound * self.stepper.averaged_over / supervised_tokens)
                 try:

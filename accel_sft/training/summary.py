@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from accel_sft.api.config import TrainConfig
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record
@@ -94,24 +95,21 @@ def publish(
     """Write report.md, result.json, which ends with what was `measured`, and the folder's manifest, with `evidence`
     about it; print the report. Returns the lines to log after it. On rank 0 only."""
     config, task = prepared.assembly.config, prepared.assembly.task
-    speed = {}
     lines = read_lines(run_dir.metrics)
-    if state.seconds:
-        each = state.tokens / state.seconds / prepared.launch.world_size
-        speed = {"tokens_per_second_per_device": each}
-    if mfu := mean_mfu(lines):
-        speed["mfu"] = mfu
-    disturbed = sentences(stretches(line for line in lines if "loss" in line))
+    speed = state.tokens / state.seconds if state.seconds else None
+    mfu, disturbed = mean_mfu(lines), sentences(stretches(line for line in lines if "loss" in line))
+    reason = state.stop_reason(prepared.plan.total_steps, config.patience)
     result = {
         "status": "complete",
         "task": task_name,
         "model": config.init_from or config.model,
         "steps": state.step,
-        "stopped_early": (reason := state.stop_reason(prepared.plan.total_steps, config.patience)) is not None,
+        "stopped_early": reason is not None,
         "stop_reason": reason,
         "train_seconds": state.seconds,
-        "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
-        **speed,
+        "tokens_per_second": speed,
+        **({"tokens_per_second_per_device": speed / prepared.launch.world_size} if speed is not None else {}),
+        **({"mfu": mfu} if mfu else {}),
         **({"disturbed": disturbed} if disturbed else {}),
         **({"compile_seconds": compile_seconds()} if config.compile else {}),
         "best": {"step": state.best_step, task.main_metric: state.best},
@@ -129,31 +127,35 @@ def publish(
     run_dir.write_result(result)
     console = Console(file=terminal(), highlight=False, width=columns())
     report.print_report(result, before, after, console, report.PRINTED_SAMPLES)
+    left_out = result["steps_left_out"]
+    scored = "scores and answers" if after else "scores" if state.latest else "settings"  # raw text has no answers
+    return [
+        *([f"{left_out} of {state.step} steps were not finite and left out: {run_dir.nonfinite}"] if left_out else []),
+        *([f"stopped early: {reason}"] if reason else []),
+        *([f"on rank 0 {time_sentence(measured['time_spent'])}"] if "time_spent" in measured else []),
+        *([f"disturbed: {'; '.join(disturbed)}"] if disturbed else []),
+        *([weakest_label(result)] if result.get("labels") else []),
+        f"{run_dir}: weights in {_folders(task, state, averaged=config.ema_decay is not None)}, {scored} in report.md",
+        *_next(run_dir, task_name, task, config),
+    ]
+
+
+def _folders(task: Task, state: TrainState, averaged: bool) -> str:
+    """The folders of weights, with their steps and scores."""
     scores = {"best": (state.best_step, state.best), "final": (state.step, (state.latest or {}).get(task.main_metric))}
     folders = [
         f"{name}/ (step {step}{f', {task.main_metric} {score:.4g}' if score is not None else ''})"
         for name, (step, score) in scores.items()
         if step
     ]
-    averaged = " (averages; final-plain/ has the last step's own)" if config.ema_decay is not None else ""
-    folder = shlex.quote(shown_folder(run_dir.path))
-    file = file_record(type(task))
+    return " and ".join(folders) + " (averages; final-plain/ has the last step's own)" * averaged
+
+
+def _next(run_dir: RunDir, task_name: str, task: Task, config: TrainConfig) -> list[str]:
+    """Commands to copy, one a line."""
+    folder, file = shlex.quote(shown_folder(run_dir.path)), file_record(type(task))
     named = f"{shown_folder(Path(file['path']))}:{file['class']}" if file else task_name
-    data = " --same-data" if _files(task) else ""
-    commands = [f"report {folder}", f"generate {folder} PROMPT"]
-    commands.append(f"evaluate {shlex.quote(named)} --model {folder}{data}")
-    commands = [f"accel-sft {command}" for command in commands]
-    if "tensorboard" in config.tracker:
-        commands.append(f"tensorboard --logdir {folder}")
-    told = [f"stopped early: {reason}"] if reason else []
-    told += [f"on rank 0 {time_sentence(measured['time_spent'])}"] if "time_spent" in measured else []
-    told += [f"disturbed: {'; '.join(disturbed)}"] if disturbed else []
-    told += [weakest_label(result)] if result.get("labels") else []
-    scored = "scores and answers" if after else "scores" if state.latest else "settings"  # raw text has no answers
-    told += [
-        f"{run_dir}: weights in {' and '.join(folders)}{averaged}, {scored} in report.md",
-        *(f"{'' if number else 'next:':<5} {command}" for number, command in enumerate(commands)),
-    ]
-    if left_out := result["steps_left_out"]:
-        told.insert(0, f"{left_out} of {state.step} steps were not finite and left out: {run_dir.nonfinite}")
-    return told
+    evaluate = f"accel-sft evaluate {shlex.quote(named)} --model {folder}{' --same-data' * bool(_files(task))}"
+    commands = [f"accel-sft report {folder}", f"accel-sft generate {folder} PROMPT", evaluate]
+    commands += [f"tensorboard --logdir {folder}"] if "tensorboard" in config.tracker else []
+    return [f"{'' if number else 'next:':<5} {command}" for number, command in enumerate(commands)]

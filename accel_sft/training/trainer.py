@@ -33,8 +33,7 @@ from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.time_spent import BATCHES, PAUSE, span, taken
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training import summary
-from accel_sft.training.in_vain import InVain
-from accel_sft.training.kernels import use_liger_kernels
+from accel_sft.training.checks import Untrained, use_liger_kernels
 from accel_sft.training.optimizer import Stepper, new_optimizer
 from accel_sft.training.predicted import Prediction
 from accel_sft.training.prepare import Prepared
@@ -80,8 +79,9 @@ class Trainer:
         self.exported: dict[str, Any] = {}  # an adapter is exported as it is trained
         if config.adapter == "none":
             base = AutoConfig.from_pretrained(assembly.source.weights, trust_remote_code=config.trust_remote_code)
-            asked = config.export_dtype
-            self.exported["dtype"] = stored_dtype(base) if asked == "auto" else getattr(torch, asked)
+            self.exported["dtype"] = (
+                stored_dtype(base) if config.export_dtype == "auto" else getattr(torch, config.export_dtype)
+            )
             self.exported["base"], _ = PreTrainedConfig.get_config_dict(assembly.source.weights)
         tracker.phase("model")
         self.load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
@@ -92,7 +92,7 @@ class Trainer:
         self.model, self.optimizer = prepare_model(accelerator, prepared.launch, model, optimizer, config.max_grad_norm)
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm, config.ema_decay)
         self.averages = self.stepper.averages
-        self.in_vain = InVain(accelerator, self.model, self.optimizer, log)
+        self.untrained = Untrained(accelerator, self.model, self.optimizer, log)
         written = run_dir, config.keep_checkpoints, self.averages, log
         self.checkpoints = Checkpoints(accelerator, prepared.launch, self.model, self.optimizer, *written)
         tracker.phase("sharded")
@@ -112,21 +112,21 @@ class Trainer:
         path, passed_over = decided_by_main(accelerator, lambda: checkpoint.newest(self.run_dir, resume))
         for line in passed_over:
             self.tracker.log(line)
-        saved, here = {}, layout_of(accelerator)
+        saved, layout = {}, layout_of(accelerator)
         if path:
             saved = checkpoint.load(accelerator, self.model, self.optimizer, path, self.averages)
             extra = shards.read_extra(path)
             self.stepper.adapter.set_extra_state(self.stepper.adapted, extra, accelerator.device)
             self.state = TrainState.of(saved, path)
-        self.train_step = self.new_train_step(saved["batching"] if saved.get("layout") == here else None)
+        self.train_step = self.new_train_step(saved["batching"] if saved.get("layout") == layout else None)
         if path:
             if resume != "auto" and accelerator.is_main_process:
                 for aside in checkpoint.undo_after(self.run_dir, self.state.step):
                     self.tracker.log(f"{aside}: of a later step, put aside")
-            other = differences(saved["layout"], here)
-            how = f"; written under another layout ({'; '.join(other)})" if other else ""
+            changes = differences(saved["layout"], layout)
+            how = f"; written under another layout ({'; '.join(changes)})" if changes else ""
             self.tracker.log(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{how}")
-        self.tracker.rewind(self.state.step, self.state.evaluated_step == self.state.step, saved.get("chain"))
+        self.tracker.rewind(self.state.step, self.state.evaluated_step == self.state.step, saved.get("chain", ""))
         self.anomalies.rewind(self.state.step)
         self.tracker.phase("ready")
         self.tracker.phases()
@@ -142,7 +142,7 @@ class Trainer:
         job = [self.prepared.fingerprint(), self.plan.global_batch_size]
         if before is None and self.config.resume != "off":
             before = choice.read(self.accelerator, self.run_dir, job)
-        kept = choice.restored(before, self.batching_asked)
+        restored = choice.restored(before, self.batching_asked)
         pad_token_id, blank = self.prepared.assembly.tokenizer.pad_token_id, self.prepared.assembly.blank
         some, moments = self.train_examples.some(), self.state.step > 0
         more: dict[str, Any] = {"moments": moments, "blank": blank, "job": self.prediction.job}
@@ -150,7 +150,7 @@ class Trainer:
         if self.config.use_liger_kernel:
             self.tracker.log(use_liger_kernels(trial))
         # the validation loss is computed in the same layout
-        batching, message = choose_batching(trial, before=kept, also=self.prepared.validation.kept.extremes())
+        batching, message = choose_batching(trial, before=restored, also=self.prepared.validation.kept.extremes())
         self.tracker.log(f"model     {self.trained}; {message}")
         choice.write(self.accelerator, self.run_dir, self.batching_asked, batching, job)
         return TrainStep(self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log, blank)
@@ -158,7 +158,8 @@ class Trainer:
     def train(self) -> None:
         """Evaluate the untrained model, then train to the end. A signal saves a checkpoint before it ends the run.
 
-        Signals are deferred, also after this returns: what follows takes seconds and has no checkpoint of its own.
+        From here on a signal only asks for a stop after the step. `finalize` is never interrupted: it takes seconds,
+        and cannot be resumed halfway.
         """
         self.signals.deferred = True
         with self.tracker.profiler() as profiler:  # the trace, slow to write, comes after the checkpoint
@@ -193,7 +194,7 @@ class Trainer:
             share, oom = self.train_step.forward_backward(examples, supervised_tokens, state.step + 1, following)
             self.signals.exit_if_orphaned()
             loss, oom, signal, unwritten, system = reduce_step(
-                share, oom, self.signals.asked, self.tracker.system(), self.checkpoints.failed
+                share, oom, self.signals.number, self.tracker.system(), self.checkpoints.failed
             )
             if oom.tokens:
                 self.train_step.retry_smaller(oom, state.step + 1)
@@ -202,7 +203,7 @@ class Trainer:
             grad_norm, phase = stepper.update(state.step), "step"
             state.step += 1
             self.anomalies.look(state.step, loss, grad_norm, examples)
-            self.in_vain.look(grad_norm, last=state.step == plan.total_steps)
+            self.untrained.look(grad_norm, last=state.step == plan.total_steps)
             seconds = time.perf_counter() - started
             record = state.counted(
                 epoch=plan.epoch(state.step),
@@ -247,7 +248,7 @@ class Trainer:
 
     def between_answers(self) -> None:
         """Let a signal end an evaluation, on all ranks, before its next batch of answers."""
-        self.stop_if(int(largest_of_ranks(self.signals.asked)))
+        self.stop_if(int(largest_of_ranks(self.signals.number)))
 
     def note_answering(self, line: str) -> None:
         """Keep a line on how answers are generated for the result; only what takes longer than usual is shown too."""
@@ -259,7 +260,7 @@ class Trainer:
     def averaged(self) -> Iterator[None]:
         """Within this context the model has the averages of its weights, with `--ema-decay`; else nothing changes.
 
-        After an error nothing is put back: other ranks may not have it, and would not take part.
+        After an error the averages stay in: swapping back is a collective, and ranks without the error would not join.
         """
         if self.averages is None:
             yield
@@ -325,7 +326,7 @@ class Trainer:
             "answering": self.answering,
             "trained_parameters": self.trained_parameters,
             "steps_left_out": self.anomalies.left_out(),
-            "trained_in_vain": self.in_vain.found,
+            "without_gradient": self.untrained.names,
             "batching": dataclasses.asdict(self.train_step.batching),
             "phases": self.tracker.phases(),
             **self.tracker.watched(),

@@ -119,6 +119,27 @@ def test_name_of_a_user_is_no_system_prompt(tokenizer):
         assert "user name=Bob\n" in prompts(model, ([named], "no"))[0]
 
 
+def test_names_and_texts_beside_calls_that_no_prompt_has_are_told(tokenizer):
+    own = with_template(tokenizer, TURNS.replace("{{ m.content }}", "{{ m.tool_calls or m.content }}"))
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    called = [ASK, {"role": "assistant", "content": "I look.", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    dropped, nameless = encoded(own, (called, "no")).notes, encoded(own, ([{**ASK, "name": "Bob"}], "no")).notes
+    assert dropped == ["warning: the chat template drops what a turn says beside a call of a tool; no prompt has it"]
+    assert nameless == ["warning: the chat template does not write the names of turns (name); put them into the texts"]
+    written = with_template(
+        tokenizer, TURNS.replace("{{ m.content }}", "{{ m.name }}{{ m.content }}{{ m.tool_calls }}")
+    )
+    assert encoded(written, (called, "no"), ([{**ASK, "name": "Bob"}], "no")).notes == []
+
+
+def test_a_template_that_drops_an_indentation_is_told(tokenizer):
+    own = with_template(tokenizer, TURNS.replace("m.content", "m.content | trim"))
+    note = "warning: the chat template drops the white space that answers begin with, such as an indentation"
+    for answer, notes in (("  y = x\n", [note]), ("y = x\n", [])):
+        assert encoded(own, ([ASK], answer)).notes == notes
+        assert encoded(with_template(tokenizer, TURNS), ([ASK], answer)).notes == []
+
+
 @pytest.mark.parametrize("refused", ["", " and not messages[0].content"])
 def test_an_empty_system_turn_is_left_out_where_refused(tokenizer, refused):
     own = with_template(tokenizer, NO_SYSTEM.replace(" == 'system'", f" == 'system'{refused}"))

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from answered import Answered, by_characters
 from conftest import accel_sft
 from models import Sums, encode, make_tiny
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from accel_sft import UserError
@@ -245,6 +245,17 @@ def test_a_template_that_drops_a_message_is_refused_by_row_and_role(tokenizer, t
     rules = {"eos_ids": {own.eos_token_id}, "max_length": 512, "truncation": "drop"}
     with pytest.raises(UserError, match=rf"train example 0: .* drops .* of the {role} turn"):
         encode(own, task, ["odd"], "train", **rules)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_indentation_that_a_token_takes_is_named(tokenizer, taken):
+    own = with_template(tokenizer, SOUND["nothing around it"])
+    own.add_tokens([AddedToken("<|a|>", special=True, rstrip=taken)])
+    own.chat_template = own.chat_template.replace("<|im_start|>assistant\n", "<|a|>")
+    rules = {"eos_ids": {own.eos_token_id}, "max_length": 512, "truncation": "drop"}
+    notes = encode(own, Says(), ["odd", "    odd\n    even"], "train", **rules).notes
+    assert [note for note in notes if "begin with white space that is not learnt" in note] == notes[: int(taken)]
+    assert bool(notes) == taken
 
 
 def test_thinking_that_the_prompt_opens_is_not_lost(tokenizer):

@@ -53,7 +53,7 @@ def test_a_step_is_a_pure_function():
 )
 def test_a_step_with_some_rows_twice_is_announced(batch, epochs, steps, told):
     kept = type("Kept", (list,), {"examples": 23})(range(23))
-    split = SimpleNamespace(kept=kept, left_out={}, lines=list)
+    split = SimpleNamespace(kept=kept, left_out={}, lines=list, examples=())
     assembly = SimpleNamespace(config=TrainConfig(), source=SimpleNamespace(adapter=None), template=None)
     lines = Prepared(None, assembly, split, split, plan(batch, epochs, steps)).lines
     repeated = len({*plan(batch, epochs, steps).examples(0)}) < len(plan(batch, epochs, steps).examples(0))

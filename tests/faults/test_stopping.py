@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -186,6 +187,20 @@ def test_a_rank_that_waits_for_one_that_never_comes_hears_a_signal_all_the_same(
         assert process.wait(limit(20)) == 128 + signal.SIGTERM
 
 
+def test_process_that_waits_for_ranks_nobody_starts_says_so_and_ends_by_a_signal(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    left_over = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "accel_sft", *JOB, "--output-dir", str(tmp_path / "run")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env={**os.environ, **left_over}, **pipes) as process:
+        lines = iter(process.stdout.readline, "")
+        told = f"waiting for 2 processes at 127.0.0.1:{port}; unset WORLD_SIZE to start one process"
+        assert any(told in line for line in lines)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(limit(30)) == 128 + signal.SIGTERM
+
+
 FORKING = """
 import os, signal, sys, time
 from accel_sft.resilience import signals
@@ -200,7 +215,7 @@ with signals.StopSignals() as stopping:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     stopping.deferred = False
     time.sleep(1.5)
-    assert not stopping.asked
+    assert not stopping.number
 """
 
 

@@ -24,7 +24,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io import terminal
 from accel_sft.launch import audit as auditing
-from accel_sft.launch import deepspeed_ops, describe, host_memory, recordable
+from accel_sft.launch import deepspeed_ops, describe, host_memory
 from accel_sft.launch.accelerator import verify_engine
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.environment import ALLOCATOR, threads_per_process, usable_cores
@@ -73,83 +73,6 @@ def built(monkeypatch):
     """A machine on which every operator can be compiled and bf16 is fast: what this one lacks is not the subject."""
     monkeypatch.setattr(auditing, "audit_compilers", lambda needed, devices: [])
     monkeypatch.setattr(auditing, "cpu_flags", lambda: ["avx512_bf16"])
-
-
-SECRETS = """
-# my token is hunter2
-mixed_precision: bf16
-hub_token: 11111
-api_keys: [hunter2, hunter2]
-passwd: hunter2
-deepspeed_config: {zero_stage: 2, wandb: {api_key: hunter2, nested: {credentials: {a: hunter2}}}}
-tpu_env: [HF_TOKEN=hunter2, "--api-key hunter2", "first\\nPASSWORD: hunter2"]
-"""
-
-
-def test_no_secret_of_a_launch_file_or_of_settings_is_recorded():
-    for path in SHIPPED:
-        content = yaml.safe_load(path.read_text())
-        assert yaml.safe_load(recordable.without_secrets(content)) == content
-    kept = recordable.without_secrets(yaml.safe_load(SECRETS))
-    assert not re.search("hunter2|11111", kept)
-    assert yaml.safe_load(kept)["mixed_precision"] == "bf16"
-    assert yaml.safe_load(kept)["deepspeed_config"]["zero_stage"] == 2
-    settings = {"max_new_tokens": 5, "token": 5, "passwd": "a", "access_key_ids": [1], "secret": True, "number": 1.5}
-    assert recordable.recordable(settings) == {
-        "max_new_tokens": 5, "token": "***", "passwd": "***", "access_key_ids": "***", "secret": "***", "number": 1.5
-    }  # fmt: skip
-
-
-def test_a_command_line_is_shown_without_secrets_and_without_the_programs_folder():
-    words = ["/opt/env/bin/python", "-m", "accel_sft", "t", "--api-key", "a b", "--max-new-tokens", "7", "--hf-token=x"]
-    assert recordable.command_line(words) == "python -m accel_sft t --api-key '***' --max-new-tokens 7 '--hf-token=***'"
-
-
-TOKEN = "_".join(("hf", "AbCdEfGhIjKlMnOpQrStUvWx"))
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        ("--hub-tokens a --max-new-tokens 5", "--hub-tokens *** --max-new-tokens 5"),
-        ("--hf-token --odd --seed 1", "--hf-token *** --seed 1"),
-        ("--tokenizer gpt2 --answer-key gold --eos-token </s> --max_tokens=5 keyboard=en KEYBOARD=en", None),
-        (f"--openai-key {'0aB' * 8} --apiKey a", "--openai-key *** --apiKey ***"),
-        ("clientSecret=b --backend-token c", "clientSecret=*** --backend-token ***"),
-        ("https://host/rows?sig=a&X-Amz-Signature=b&keyword=c", "https://host/rows?sig=***&X-Amz-Signature=***&keyword=c"),
-        ("HF_TOKEN=a wandb_api_key=b OMP_NUM_THREADS=1", "HF_TOKEN=*** wandb_api_key=*** OMP_NUM_THREADS=1"),
-        ("-i https://u:p@host:8/simple mine@git+https://t@host/x", "-i https://***@host:8/simple mine@git+https://***@host/x"),
-        ("https://host/rows?access_token=a&part=2", "https://host/rows?access_token=***&part=2"),
-        (f"--system-prompt {TOKEN}", "--system-prompt ***"),
-        ("--columns prompt=key,completion=token", None),
-        ("--control-tokens tokens --control_tokens=text", None),
-        ("--train-file /data/hf_questions_and_answers_2024/rows.jsonl --model sk-embeddings-for-finance-v2", None),
-        (f"hf_{'aB' * 17} sk-{'0a' * 16} glpat-aB_cD-eF_gH-iJ_kL0", "*** *** ***"),
-        ("COMET_API_KEY2=a --encryption-key=b", "COMET_API_KEY2=*** --encryption-key=***"),
-        ("https://a.org/b?hapikey=a&subscription-key=b&c=d&key=e", "https://a.org/b?hapikey=***&subscription-key=***&c=d&key=***"),
-    ],
-)  # fmt: skip
-def test_one_mask_hides_secrets_of_every_form_in_commands_and_records(words, shown):
-    assert recordable.masked_words(words.split()) == (shown or words).split()
-
-
-def test_options_named_almost_like_secrets_are_recorded():
-    options = {"tokenizer": "gpt2", "keywords": "a,b", "answer_key": "gold", "max_tokens": 5, "keyboard": "en"}
-    options |= {"answer_token": "<ans>", "loss_per_token": 0.5, "new_tokens": ["a"]}
-    assert recordable.recordable(options) == options
-    assert {*recordable.recordable(dict.fromkeys(("hf_token", "api_key", "password", "aws_secret"), "x")).values()} == {
-        "***"
-    }
-    assert recordable.recordable({"hf_token": "", "api_key": None}) == {
-        "hf_token": "",
-        "api_key": None,
-    }  # nothing to hide
-
-
-def test_a_secret_within_a_recorded_value_is_hidden():
-    assert recordable.recordable({"train_file": f"https://me:{TOKEN}@host/rows.jsonl", "x": ["A_KEY=b", 5]}) == {
-        "train_file": "https://***@host/rows.jsonl", "x": ["A_KEY=***", 5]
-    }  # fmt: skip
 
 
 def test_compiling_under_zero_3_is_told_to_save_little(built):
@@ -207,15 +130,7 @@ def test_shipped_yaml_is_what_its_name_says(name, backend, stage, optimizer, par
     assert launch.shards_weights == (name == "tp" or stage == 3 or backend == "fsdp")
 
 
-GROUPS = {"parallelism_config_dp_replicate_size": 2}
-HSDP = DDP | {
-    "distributed_type": "FSDP",
-    "fsdp_config": {"fsdp_version": 2},
-    "parallelism_config": GROUPS,
-    "num_processes": 4,
-}
-TP = {"parallelism_config_tp_size": 2}
-SP = Z2 | {"parallelism_config": {"parallelism_config_sp_size": 2}}
+FSDP = DDP | {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 PRINTS = """
 import json, os, sys
 if os.environ.get("RANK", "0") == "0":
@@ -317,134 +232,96 @@ def test_nvme_path_is_read_where_the_launcher_forgets_it(tmp_path):
     assert launch_of_yaml(path).nvme_path("optimizer") == Path("nvme_offload")
 
 
-FIRES = {
-    "typo in the yaml": (
-        Z2 | {"deepspeed_config": {"zero_stage": 2, "zero_sage": 3}},
-        {},
-        0,
-        "did you mean zero_stage",
-    ),
-    "foreign key": (Z2 | {"deepspeed_config": {"zero_stage": 2, "colour": 1}}, {}, 0, "ignored in silence"),
-    "typo for fsdp": (DDP | {"fsdp_config": {"fsdp_reshard_after_foward": True}}, {}, 0, "reshard_after_forward"),
-    "no gather": (Z2 | {"deepspeed_config": {"zero_stage": 3}}, {}, 0, "add zero3_save_16bit_model: true"),
-    "offload too low": (
-        Z2 | {"deepspeed_config": {"zero_stage": 2, "offload_param_device": "cpu"}},
-        {},
-        0,
-        "offload_param to cpu needs stage 3",
-    ),
-    "fp16 on a CPU": (Z2 | {"mixed_precision": "fp16"}, {}, 0, "needs a GPU"),
-    "more ranks than GPUs": (Z2, {}, 1, "--num_processes 1"),
-    "FSDP 1": (DDP | {"distributed_type": "FSDP"}, {}, 2, "FSDP 1 is not supported: fsdp_version: 2"),
-    "groups of one": (HSDP | {"num_processes": 2}, {}, 2, "--num_processes 4, or another multiple of 2"),
-    "groups that cannot be equal": (HSDP | {"num_processes": 5}, {}, 5, "--num_processes 4, or another multiple of 2"),
-    "another size of a group": (
-        HSDP | {"parallelism_config": GROUPS | {"parallelism_config_dp_shard_size": 4}},
-        {},
-        4,
-        "parallelism_config_dp_shard_size 4, where 4 processes make it 2: remove it",
-    ),
-    "groups without FSDP": (DDP | {"parallelism_config": GROUPS}, {}, 2, "are FSDP's: remove them; accelerate_configs"),
-    "a size without its prefix": (
-        Z2 | {"parallelism_config": {"tp_size": 2}},
-        {},
-        0,
-        "tp_size is unknown, and would be ignored in silence: did you mean parallelism_config_tp_size?",
-    ),
-    "tensor parallelism beside FSDP": (
-        HSDP | {"parallelism_config": TP},
-        {},
-        4,
-        "tp_size 2: tensor parallelism beside FSDP is not supported: accelerate_configs/tp.yaml has it alone",
-    ),
-    "tensor parallelism beside ZeRO": (Z2 | {"parallelism_config": TP}, {}, 0, "beside ZeRO stage 2 is not supported"),
-    "tensor parallelism beside data parallelism": (
-        DDP | {"parallelism_config": TP, "num_processes": 4},
-        {},
-        4,
-        "tp_size 2, and 4 processes: tensor parallelism beside data parallelism is not supported: --num_processes 4 "
-        "--parallelism_config_tp_size 4, and no other size",
-    ),
-    "float16 under tensor parallelism": (
-        DDP | {"parallelism_config": TP, "mixed_precision": "fp16"},
-        {},
-        2,
-        "float16 under tensor parallelism: each rank would see other overflows: --mixed_precision bf16 or no",
-    ),
-    "tensor parallelism by DeepSpeed": (
-        Z2,
-        JSON | {"tensor_parallel": {"autotp_size": 2}},
-        0,
-        "autotp_size 2: DeepSpeed's tensor parallelism is not supported: accelerate_configs/tp.yaml",
-    ),
-    "context parallelism": (
-        HSDP | {"parallelism_config": {"parallelism_config_cp_size": 2}},
-        {},
-        4,
-        "context parallelism is not supported: z3_sp.yaml",
-    ),
-    "rows shared without DeepSpeed": (
-        DDP | {"parallelism_config": SP["parallelism_config"]},
-        {},
-        2,
-        "sequence parallelism is DeepSpeed's: accelerate_configs/z3_sp.yaml",
-    ),
-    "rows shared by groups that cannot be equal": (
-        SP | {"num_processes": 3},
-        {},
-        0,
-        "3 processes cannot be divided into groups of 2, which share a row: --num_processes 2, or another multiple",
-    ),
-    "rows shared by an allreduce": (
-        SP,
-        {"zero_optimization": {"stage": 3, "reduce_scatter": False}},
-        0,
-        "reduce_scatter false: DeepSpeed would scale gradients by the size of parameters: remove it",
-    ),
-    "rows shared and groups": (
-        SP | {"parallelism_config": {**SP["parallelism_config"], **GROUPS}},
-        {},
-        0,
-        "remove them: they follow from --num_processes",
-    ),
-    "fsdp on a CPU": (DDP | {"distributed_type": "FSDP"}, {}, 0, "z2.yaml or z3.yaml run on a CPU"),
-    "JSON typo": (Z2, JSON | {"gradient_cliping": 1.0}, 0, "did you mean gradient_clipping?"),
-    "JSON fp16 and bf16": (Z2, JSON | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, 0, "both enabled"),
-    "JSON optimizer": (Z2, JSON | {"optimizer": {"type": "AdamW"}}, 0, "--learning-rate"),
-    "JSON ratio in words": (
-        Z2,
+def zero(**section):
+    """A launch file of ZeRO with this section."""
+    return Z2 | {"deepspeed_config": section}
+
+
+def sized(content, processes=None, **sizes):
+    """A launch file with these sizes of `parallelism_config`, and perhaps another number of processes."""
+    named = {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
+    return content | {"parallelism_config": named, "num_processes": processes or content["num_processes"]}
+
+
+REFUSED_YAML = {
+    "typo in the yaml": (zero(zero_stage=2, zero_sage=3), 0, "did you mean zero_stage"),
+    "foreign key": (zero(zero_stage=2, colour=1), 0, "ignored in silence"),
+    "typo for fsdp": (DDP | {"fsdp_config": {"fsdp_reshard_after_foward": True}}, 0, "reshard_after_forward"),
+    "no gather": (zero(zero_stage=3), 0, "add zero3_save_16bit_model: true"),
+    "offload too low": (zero(zero_stage=2, offload_param_device="cpu"), 0, "offload_param to cpu needs stage 3"),
+    "fp16 on a CPU": (Z2 | {"mixed_precision": "fp16"}, 0, "needs a GPU"),
+    "more ranks than GPUs": (Z2, 1, "--num_processes 1"),
+    "FSDP 1": (FSDP | {"fsdp_config": {}}, 2, "FSDP 1 is not supported: fsdp_version: 2"),
+    "FSDP on a CPU": (FSDP, 0, "z2.yaml or z3.yaml run on a CPU"),
+    "groups of one": (sized(FSDP, 2, dp_replicate=2), 2, "--num_processes 4, or another multiple of 2"),
+    "unequal groups": (sized(FSDP, 5, dp_replicate=2), 5, "--num_processes 4, or another multiple of 2"),
+    "another size of a group": (sized(FSDP, 4, dp_replicate=2, dp_shard=4), 4, "4 processes make it 2: remove it"),
+    "groups without FSDP": (sized(DDP, dp_replicate=2), 2, "are FSDP's: remove them; accelerate_configs"),
+    "size without its prefix": (Z2 | {"parallelism_config": {"tp_size": 2}}, 0, "mean parallelism_config_tp_size?"),
+    "TP beside FSDP": (sized(FSDP, 4, tp=2), 4, "tensor parallelism beside FSDP is not supported"),
+    "TP beside ZeRO": (sized(Z2, tp=2), 0, "beside ZeRO stage 2 is not supported"),
+    "TP beside data parallelism": (sized(DDP, 4, tp=2), 4, "--num_processes 4 --parallelism_config_tp_size 4"),
+    "TP in float16": (sized(DDP, tp=2) | {"mixed_precision": "fp16"}, 2, "each rank would see other overflows"),
+    "context parallelism": (sized(FSDP, 4, cp=2), 4, "context parallelism is not supported: z3_sp.yaml"),
+    "shared rows without DeepSpeed": (sized(DDP, sp=2), 2, "sequence parallelism is DeepSpeed's"),
+    "rows shared by unequal groups": (sized(Z2, 3, sp=2), 0, "3 processes cannot be divided into groups of 2"),
+    "rows shared and groups": (sized(Z2, sp=2, dp_replicate=2), 0, "remove them: they follow from --num_processes"),
+}
+OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+REFUSED_JSON = {
+    "tensor parallelism": (JSON | {"tensor_parallel": {"autotp_size": 2}}, "autotp_size 2: DeepSpeed's"),
+    "typo": (JSON | {"gradient_cliping": 1.0}, "did you mean gradient_clipping?"),
+    "fp16 and bf16": (JSON | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
+    "optimizer": (JSON | {"optimizer": {"type": "AdamW"}}, "--learning-rate"),
+    "ratio in words": (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": "half"}}},
-        0,
         "offload_optimizer ratio is no number from 0 to 1",
     ),
-    "JSON ratio at stage 2": (
-        Z2,
+    "ratio at stage 2": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
-        0,
         "offload_optimizer ratio 0.3: only stage 3 with device cpu offloads a part",
     ),
-    "JSON zenflow": (
-        Z2,
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}}},
-        0,
-        "zenflow applies a part of each gradient some steps late",
+    "zenflow": ({"zero_optimization": OFFLOADED | {"zenflow": {"topk_ratio": 0.1}}}, "zenflow applies a part of"),
+    "no ZeRO": ({"bf16": {"enabled": "auto"}}, "ds.json: zero_optimization.stage is missing: add"),
+    "no stage": ({"zero_optimization": None}, "zero_optimization.stage is missing"),
+    "no gather": ({"zero_optimization": {"stage": 3}}, "stage3_gather_16bit_weights_on_model_save: true"),
+    "autocast": (JSON | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "another precision than the run's"),
+    "removed": (JSON | {"elasticity": {"enabled": False}}, "elasticity: DeepSpeed refuses it (Elastic training"),
+    "curriculum": (JSON | {"curriculum_learning": {"enabled": True}}, "curriculum_learning: DeepSpeed refuses it"),
+    "typo in a section": (
+        {"zero_optimization": {"stage": 2, "stage3_param_persistence_treshold": 10}},
+        "stage3_param_persistence_treshold is unknown: did you mean stage3_param_persistence_threshold?",
     ),
-    "JSON without ZeRO": (Z2, {"bf16": {"enabled": "auto"}}, 0, "ds.json: zero_optimization.stage is missing: add"),
-    "JSON without a stage": (Z2, {"zero_optimization": None}, 0, "zero_optimization.stage is missing"),
-    "JSON no gather": (Z2, {"zero_optimization": {"stage": 3}}, 0, "stage3_gather_16bit_weights_on_model_save: true"),
+    "typo in an offload": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memoy": True}}},
+        "zero_optimization.offload_optimizer.pin_memoy is unknown: did you mean pin_memory?",
+    ),
+    "value of no form": ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}, "refuses its value"),
 }
 
 
-@pytest.mark.parametrize("case", FIRES)
-def test_error_fires(case, tmp_path, built):
-    content, deepspeed_json, devices, expected = FIRES[case]
-    if deepspeed_json:
-        file = written(tmp_path, deepspeed_json, "ds.json")
-        content = content | {"deepspeed_config": {"deepspeed_config_file": str(file)}}
-    found = audit(TrainConfig(), launch_of_yaml(written(tmp_path, content)), devices)
+def refused(folder, content, devices, expected):
+    found = audit(TrainConfig(), launch_of_yaml(written(folder, content)), devices)
     assert any(expected in line for line in lines(found, "error")), found
     with pytest.raises(UserError, match=re.escape(expected)):
         refuse(found)
+
+
+@pytest.mark.parametrize("case", REFUSED_YAML)
+def test_launch_files_that_cannot_train_are_refused(case, tmp_path, built):
+    refused(tmp_path, *REFUSED_YAML[case])
+
+
+@pytest.mark.parametrize("case", REFUSED_JSON)
+def test_deepspeed_json_that_cannot_train_is_refused(case, tmp_path, built):
+    content, expected = REFUSED_JSON[case]
+    refused(tmp_path, zero(deepspeed_config_file=str(written(tmp_path, content, "ds.json"))), 0, expected)
+
+
+def test_rows_shared_by_an_allreduce_are_refused(tmp_path, built):
+    file = written(tmp_path, {"zero_optimization": {"stage": 3, "reduce_scatter": False}}, "ds.json")
+    content = sized(zero(deepspeed_config_file=str(file)), sp=2)
+    refused(tmp_path, content, 0, "reduce_scatter false: DeepSpeed would scale gradients by the size of parameters")
 
 
 @pytest.mark.parametrize(
@@ -452,7 +329,7 @@ def test_error_fires(case, tmp_path, built):
     [({"batching": "packed"}, "--batching: under sequ"), ({"micro_batch_size": "4"}, "--micro-batch-size: under sequ")],
 )
 def test_rows_that_are_shared_are_computed_one_by_one(settings, expected, tmp_path, built):
-    launch = launch_of_yaml(written(tmp_path, SP))
+    launch = launch_of_yaml(written(tmp_path, sized(Z2, sp=2)))
     (line,) = lines(audit(TrainConfig(**settings), launch, devices=0), "error")
     assert line.startswith(expected)
     assert lines(audit(TrainConfig(batching="padded", micro_batch_size="1"), launch, devices=0), "error") == []
@@ -484,6 +361,13 @@ WARNS = {
     "JSON batch": ({}, JSON | {"train_batch_size": 64}, "train_batch_size is not used"),
     "JSON precision": ({}, JSON | {"bf16": {"enabled": False}}, "fixes the precision to no"),
     "JSON unlike any": ({}, JSON | {"qqqq": 1}, "ignored in silence"),
+    "JSON checkpointing": ({}, JSON | {"activation_checkpointing": {}}, "--gradient-checkpointing decides"),
+    "JSON exchange": ({}, JSON | {"communication_data_type": "fp16"}, "communication_data_type fp16: gradients are"),
+    "JSON ZeRO++": (
+        {},
+        {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}},
+        "zero_quantized_gradients true: gradients are less exact",
+    ),
 }
 
 
@@ -497,7 +381,7 @@ NOT_USED = {
 
 
 @pytest.mark.parametrize("case", NOT_USED)
-def test_what_the_launcher_hands_over_in_vain_is_named(case, tmp_path, built):
+def test_launcher_settings_without_effect_are_named(case, tmp_path, built):
     content, flags, expected = NOT_USED[case]
     path = written(tmp_path, content)
     (line,) = lines(audit(TrainConfig(), launch_of_yaml(path, *flags), devices=0), "warning")
@@ -511,13 +395,7 @@ def test_what_the_launcher_hands_over_in_vain_is_named(case, tmp_path, built):
         assert lines(audit(TrainConfig(), launch_of_yaml(written(tmp_path, DDP), *usual), devices=0), "warning") == []
 
 
-QUANTIZED = {"weight_quantization": {"shared_parameters": {"enabled": True}}}
-CHANGES = {
-    "curriculum_learning": {"enabled": True},
-    "data_efficiency": {"enabled": True},
-    "progressive_layer_drop": {"enabled": True, "theta": 0.5},
-    "compression_training": QUANTIZED,
-}
+CHANGES = {"data_efficiency": {"enabled": True}, "weight_quantization": {"shared_parameters": {"enabled": True}}}
 
 
 @pytest.mark.parametrize("key", CHANGES)

@@ -18,7 +18,7 @@ from conftest import accel_sft
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.launch import host_memory, precision
+from accel_sft.launch import host_memory, precision, this_machine
 from accel_sft.launch.audit import audit
 from accel_sft.launch.info import launch_of_yaml, read_launch
 from accel_sft.tools.compare.settings import product
@@ -168,19 +168,16 @@ def test_naming_bf16_on_a_cpu_that_emulates_it_is_warned_of(tmp_path, monkeypatc
 
 def test_plan_and_compare_follow_the_machine_that_they_are_for(tmp_path, monkeypatch):
     (tmp_path / "bare.yaml").write_text(yaml.safe_dump(BARE))
-    monkeypatch.setattr(precision, "cpu_flags", list)
+    monkeypatch.setattr(this_machine, "cpu_flags", list)
     here, there = machine(0, None, 8), machine(2, 24, 64)
     assert launch_of(tmp_path / "bare.yaml", here).precision[0] == "no"
     assert launch_of(tmp_path / "bare.yaml", there).precision[0] == "bf16"
     with monkeypatch.context() as has_gpu:
-        for name, told in {"Init": None, "Shutdown": None, "DeviceGetCount": 1, "DeviceGetHandleByIndex": 0}.items():
-            has_gpu.setattr(f"pynvml.nvml{name}", lambda *_, told=told: told)
-        has_gpu.setattr("pynvml.nvmlDeviceGetCudaComputeCapability", lambda _: (9, 0))
-        has_gpu.delenv("CUDA_VISIBLE_DEVICES")
-        assert precision.this_machine_computes_bf16()
+        has_gpu.setattr(this_machine, "nvidia_gpus", lambda: ("580.1", [{"capability": 9}, {"capability": 8}]))
+        assert this_machine.this_machine_computes_bf16()
         assert launch_of(tmp_path / "bare.yaml", machine(0, None, 8)).precision[0] == "no"
     for flags, expected in ([], "no"), (["avx512_bf16"], "bf16"):
-        monkeypatch.setattr(precision, "cpu_flags", lambda flags=flags: flags)
+        monkeypatch.setattr(this_machine, "cpu_flags", lambda flags=flags: flags)
         (setting,), _ = product("math", {"bare": tmp_path / "bare.yaml"}, ["2"], [], {}, [])
         assert setting.launch["precision"] == expected
 

@@ -9,46 +9,32 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import accel_sft
-from places import CONFIGS
+from peft import LoraConfig, get_peft_model
+from planned import LLAMA_8B, QWEN_7B, job_of, model
 from reference_job import FP32, JOB, ONCE
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_sft.batching.layouts import Batching
 from accel_sft.chat.encoded import Encoded
-from accel_sft.launch.info import launch_of_yaml
 from accel_sft.memory.flops import model_flops, peak_flops, peaks
-from accel_sft.memory.job import Job
-from accel_sft.memory.model_config import read_shape
 from accel_sft.tracking.metrics_file import mean_mfu
 from accel_sft.training.predicted import Prediction
 from accel_sft.training.step import TrainStep
 
-LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": False}
-QWEN_7B = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28}
-QWEN_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False}
-SMALL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6}
-SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True}
+SMALL = model("qwen2", 64, 160, 6, 4, 2, 512, tied=True)
 ROWS = 2
-
-
-def job_of(config, **more):
-    return Job(shape=read_shape(config, "model"), launch=launch_of_yaml(CONFIGS / "ddp.yaml"), device="cuda", **more)
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_model_flops_are_those_that_torch_counts(adapter):
-    given = {key: value for key, value in SMALL.items() if key != "model_type"}
-    config = AutoConfig.for_model("qwen2", **given, attn_implementation="eager")
-    model = AutoModelForCausalLM.from_config(config)
+    config = AutoConfig.for_model(**SMALL, attn_implementation="eager")
+    network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if adapter == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        network = get_peft_model(network, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     ids, length = torch.randint(512, (ROWS, 48)), 48
     with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, labels=ids).loss.backward()
+        network(input_ids=ids, labels=ids).loss.backward()
     # eager attention computes the pairs that causality hides, too
     expected = model_flops(job_of(SMALL, adapter=adapter)).total(ROWS * length, ROWS * length, ROWS * length**2)
     # nothing before the first block needs a gradient under an adapter
@@ -97,7 +83,7 @@ def test_model_flops_of_lora_are_those_that_nemo_automodel_reports(config, token
         ("", "bf16", None),
     ],
 )
-def test_a_peak_is_known_by_the_whole_name_or_not_at_all(name, precision, teraflops):
+def test_peak_is_known_by_the_devices_full_name_alone(name, precision, teraflops):
     assert peak_flops(name, precision) == (teraflops * 1e12 if teraflops else None)
     assert peaks("") is None
 
@@ -114,7 +100,7 @@ def test_what_rows_share_counts_once_and_padding_never(layout):
     assert pairs == sum(len(prefix) - 0.5 for prefix in counted)  # half of the pair with itself: T^2 / 2 in all
 
 
-def test_no_mfu_is_told_of_a_step_that_trained_nothing_or_of_an_unknown_device():
+def test_untrained_step_or_unknown_device_has_no_mfu():
     flops, step = model_flops(job_of(QWEN_7B)), SimpleNamespace(computed=lambda: (1000, 5e5))
     known = SimpleNamespace(flops=flops, peak_flops=2 * 989e12)
     expected = flops.total(1000, 900, 5e5) / (0.5 * 2 * 989e12)

@@ -9,18 +9,15 @@ import architectures
 import pytest
 import torch
 from conftest import AS_COUNTED
-from places import CONFIGS
+from planned import job_of, saved_for_backward
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from varlen_on_cpu import varlen_on_cpu
 
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.chat.encoded import Encoded
-from accel_sft.launch.info import launch_of_yaml
-from accel_sft.launch.precision import assume_precision
 from accel_sft.memory.activations import forward_bytes, peak_bytes
 from accel_sft.memory.job import Job
-from accel_sft.memory.model_config import read_shape
 from accel_sft.models import cascade
 from accel_sft.models.cascade import VARLEN
 from accel_sft.models.prefix_attention import install
@@ -39,18 +36,9 @@ def model():
 
 def kept_by(model, batching, rows):
     """Bytes that a forward keeps for its backward, beside the weights."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes(), tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_for_backward(model) as saved:
         nll_sum(model, batching.batch(rows, 0, torch.device("cpu")))
-    return sum(size for size, _ in kept.values())
+    return saved()
 
 
 def only_shapes(query, *args, **kwargs):
@@ -77,24 +65,25 @@ def test_the_bytes_kept_for_the_backward_are_those_expected(model, prefix, own, 
         kept = kept_by(model, batching, rows)
     # as `plan` predicts it for a GPU
     monkeypatch.setattr(Job, "copies", kernels is None)
-    planned = forward_bytes(job_of(model, "z2", True, batching.way.tokens_in(rows), batching.way.copied_keys(rows)))
+    planned = forward_bytes(
+        job_of_rows(model, "z2", True, batching.way.tokens_in(rows), batching.way.copied_keys(rows))
+    )
     assert planned / 1.3 < kept < 1.3 * planned
 
 
-def job_of(model, name, bf16, tokens, copied_keys):
+def job_of_rows(model, name, bf16, tokens, copied_keys):
     """A job of `plan` on GPUs with this forward, of which almost nothing is supervised."""
-    launch = assume_precision(launch_of_yaml(CONFIGS / f"{name}.yaml"), bf16=bf16)
-    shape = read_shape(model.config.to_dict(), "model")
-    return Job(
-        shape=shape, launch=launch, device="cuda", tokens=tokens, supervised_tokens=1, rows=2, copied_keys=copied_keys
-    )
+    forward = {"tokens": tokens, "supervised_tokens": 1, "rows": 2, "copied_keys": copied_keys}
+    return job_of(model.config.to_dict(), name, bf16=bf16, **forward)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_plan_counts_copies_where_a_gpu_makes_them(model, recomputed):
     def bytes_more(launch, bf16, **changes):
         with_copies, without = (
-            dataclasses.replace(job_of(model, launch, bf16, 512, keys), gradient_checkpointing=recomputed, **changes)
+            dataclasses.replace(
+                job_of_rows(model, launch, bf16, 512, keys), gradient_checkpointing=recomputed, **changes
+            )
             for keys in (4096, 0)
         )
         peaks = [sum(peak_bytes(job).values()) for job in (with_copies, without)]
@@ -102,7 +91,7 @@ def test_plan_counts_copies_where_a_gpu_makes_them(model, recomputed):
 
     assert bytes_more("ddp", False) == (1 if recomputed else 2) * 2 * 4 * 448 * 4096  # float32, by layer
     assert bytes_more("z2", True) == bytes_more("ddp", False, device="cpu") == 0
-    odd = dataclasses.replace(job_of(model, "z2", True, 1, 1).shape, head_dim=20)
+    odd = dataclasses.replace(job_of_rows(model, "z2", True, 1, 1).shape, head_dim=20)
     assert bytes_more("z2", True, shape=odd) > 0
 
 
@@ -131,11 +120,10 @@ def test_what_layers_with_a_state_keep_is_counted(family, attention, bf16):
     rows = [Encoded(index, common + row, len(common) + 15) for index, row in enumerate(others)]
     batching = Batching("shared" if attention == "cache" else "padded", 10**6, attention=attention)
     kept, way = kept_by(model, batching, rows), batching.way
-    launch = assume_precision(launch_of_yaml(CONFIGS / "z2.yaml"), bf16=bf16)
-    job = Job(
-        shape=read_shape(json.loads(config.to_json_string()), "model"),
-        launch=launch,
+    job = job_of(
+        json.loads(config.to_json_string()),
         device="cpu",
+        bf16=bf16,
         tokens=way.tokens_in(rows),
         supervised_tokens=sum(row.supervised_tokens for row in rows),
         rows=len(rows),

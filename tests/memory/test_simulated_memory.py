@@ -6,69 +6,40 @@ import statistics
 import pytest
 import torch
 from conftest import AS_COUNTED
-from places import CONFIGS
+from planned import count, job_of, model
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_sft.batching import collate, loss
-from accel_sft.launch.info import launch_of_yaml
-from accel_sft.launch.precision import assume_precision
 from accel_sft.memory.activations import peak_bytes
-from accel_sft.memory.job import Job
-from accel_sft.memory.model_config import read_shape
 from simulated_memory import forward_backward
 
 GIB = 2**30
-SMALL = {
-    "model_type": "qwen2",
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 2048,
-    "tie_word_embeddings": True,
-}
-LARGE = {
-    **SMALL,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 50_000,
-    "pad_token_id": 0,
-}
+SMALL = model("qwen2", 128, 384, 3, 4, 2, 2048, tied=True)
+LARGE = model("qwen2", 1024, 4096, 2, 16, 8, 50_000, tied=True, head_dim=64, pad_token_id=0)
 EXPERTS = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
     "qwen3_moe": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512},
 }
 
 
-def job_of(config, launch="z0", **more):
-    sizes = {"tokens": 512, "supervised_tokens": 300, **more}
-    return Job(
-        shape=read_shape(config, "model"),
-        launch=assume_precision(launch_of_yaml(CONFIGS / f"{launch}.yaml"), bf16=True),
-        device="cuda",
-        **sizes,
-    )
+def job(config, launch="z0", **more):
+    return job_of(config, launch, **{"tokens": 512, "supervised_tokens": 300, **more})
 
 
 def really_allocated(config, head, recomputed):
     """Bytes at the peak of a real forward and backward besides weights and gradients, as torch's allocator reports."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16).train()
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16).train()
     if recomputed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for parameter in model.parameters():  # those of earlier forwards are where gradients are kept
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+    for parameter in network.parameters():  # those of earlier forwards are where gradients are kept
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     ids, keep = torch.zeros(1, 512, dtype=torch.long), torch.arange(211, 511)
     inputs = {"input_ids": ids, "position_ids": torch.arange(512)[None], "attention_mask": None}
     targets, weights = torch.zeros(300, dtype=torch.long), torch.ones(300)
     batch = collate.Batch(inputs, keep, None, targets, weights, head)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        loss.nll_sum(model, batch).backward()
+        loss.nll_sum(network, batch).backward()
     events = (event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]")
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -87,23 +58,23 @@ def test_fake_tensors_take_what_real_ones_do(monkeypatch, head, most, tied, reco
     config = {**SMALL, "tie_word_embeddings": tied}
     if most:
         monkeypatch.setattr(loss, "MOST_LOGITS", most * config["vocab_size"])
-    found = forward_backward(job_of(config, head=head, gradient_checkpointing=recomputed), config)
+    found = forward_backward(job(config, head=head, gradient_checkpointing=recomputed), config)
     assert found.activations + found.logits == pytest.approx(really_allocated(config, head, recomputed), rel=0.02)
 
 
-def test_a_simulated_model_has_the_weights_and_state_of_the_real_one():
-    found = forward_backward(job_of(SMALL, "ddp"), SMALL)
-    parameters = read_shape(SMALL, "model").parameters
+def test_simulated_model_has_weights_and_state_of_the_real():
+    found = forward_backward(job(SMALL, "ddp"), SMALL)
+    parameters = count(SMALL).parameters
     assert found.weights == pytest.approx(4 * parameters, rel=1e-3)  # and the angles of positions
     assert found.gradients == 4 * parameters
     assert found.optimizer == pytest.approx(8 * parameters, rel=1e-3)
 
 
 def test_frozen_weights_have_neither_gradients_nor_state():
-    asked = job_of(SMALL, "ddp", adapter="lora")
-    found = forward_backward(asked, SMALL)
-    assert found.gradients == 4 * asked.trained
-    assert found.optimizer == pytest.approx(8 * asked.trained, rel=0.01)
+    lora = job(SMALL, "ddp", adapter="lora")
+    found = forward_backward(lora, SMALL)
+    assert found.gradients == 4 * lora.trained
+    assert found.optimizer == pytest.approx(8 * lora.trained, rel=0.01)
 
 
 FORWARDS = [
@@ -129,9 +100,9 @@ def test_closed_form_meets_simulation(forwards):
     for (family, launch, more), recomputed, adapter in itertools.product(forwards, (False, True), ("none", "lora")):
         config = {**LARGE, "model_type": family, **EXPERTS.get(family, {})}
         how = {"adapter": adapter, "gradient_checkpointing": recomputed, "tokens": 1024, "head": "pieces", **more}
-        job = job_of(config, launch, **how)
-        simulated = forward_backward(job, config)
+        planned = job(config, launch, **how)
+        simulated = forward_backward(planned, config)
         expected = simulated.activations + simulated.logits
-        differences[family, launch, recomputed, adapter] = abs(sum(peak_bytes(job).values()) / expected - 1)
+        differences[family, launch, recomputed, adapter] = abs(sum(peak_bytes(planned).values()) / expected - 1)
     assert {case: difference for case, difference in differences.items() if difference > 0.2} == {}
     assert statistics.mean(differences.values()) < 0.1

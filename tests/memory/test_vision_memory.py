@@ -4,15 +4,12 @@ import numpy as np
 import pytest
 import torch
 import vision
-from places import CONFIGS
+from planned import job_of, saved_for_backward
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForImageTextToText
 
-from accel_sft.launch.info import launch_of_yaml
-from accel_sft.launch.precision import assume_precision
 from accel_sft.memory.activations import PIXEL, tower_bytes
-from accel_sft.memory.job import Job
-from accel_sft.memory.model_config import read_config, read_shape
+from accel_sft.memory.model_config import read_config
 from accel_sft.memory.shape import tower
 
 EYES = {"embed_dim": 256, "hidden_size": 32, "mlp_ratio": 4, "depth": 3, "num_heads": 4, "patch_size": 14}
@@ -38,9 +35,7 @@ def really_allocated(folder, trained):
 
 def counted(folder, launch, pixels, trained):
     """What the closed form counts that the tower keeps, and holds at once, beside its pixels."""
-    launch = assume_precision(launch_of_yaml(CONFIGS / f"{launch}.yaml"), bf16=True)
-    shape, only = read_shape(read_config(folder), "model"), "." if trained else None
-    job = Job(shape=shape, launch=launch, device="cuda", pixels=pixels, train_only=only)
+    job = job_of(read_config(folder), launch, pixels=pixels, train_only="." if trained else None)
     return [size - PIXEL * pixels for size in tower_bytes(job)]
 
 
@@ -54,32 +49,19 @@ def test_a_tower_takes_what_is_counted(folder, trained):
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
 def test_what_autocast_keeps_is_counted(tmp_path, family):
-    sizes = {
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 3,
-        "depth": 3,
-    }
-    eyes = EYES if family == "qwen2_vl" else {**sizes, "patch_size": 14, "image_size": 448, "vision_use_head": False}
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_hidden_layers": 3}
+    sizes |= {"depth": 3, "patch_size": 14, "image_size": 448, "vision_use_head": False}
+    eyes = EYES if family == "qwen2_vl" else sizes
     folder = vision.make(tmp_path / "model", family, eyes=eyes)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     images = torch.zeros(PATCHES, 3 * 2 * 14**2), torch.tensor([[1, 32, 32]])
     if family == "gemma3":
         images = (torch.zeros(1, 3, 448, 448),)
-    saved = {}
-
-    def save(tensor):
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = 0 if storage.data_ptr() in parameters else storage.nbytes()
-        return tensor
-
-    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        found = model.get_image_features(*images)
-    assert found is not None
+    with torch.autocast("cpu", torch.bfloat16), saved_for_backward(model) as saved:
+        features = model.get_image_features(*images)
+    assert features is not None
     kept, _ = counted(folder, "ddp", images[0].numel(), True)
-    assert kept == pytest.approx(sum(saved.values()), rel=0.1)
+    assert kept == pytest.approx(saved(), rel=0.1)
 
 
 def test_a_tower_s_sizes_have_several_names():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from accelerate import Accelerator
 from checkpoints import saved
-from models import make_tiny
+from models import loaded, make_tiny
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from planned import saved_for_backward
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -21,8 +23,7 @@ from accel_sft.api.options import settings
 from accel_sft.checkpoint import checkpoint, shards
 from accel_sft.io.run_dir import RunDir
 from accel_sft.models.adapters import TYPES, Adapter, Reads, adapter_of, is_mergeable, type_of
-from accel_sft.models.load import load_model, parameter_counts
-from accel_sft.models.source import find_source
+from accel_sft.models.load import parameter_counts
 from accel_sft.training.optimizer import Stepper
 
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
@@ -39,27 +40,19 @@ def adapted(base, config):
     return get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
 
 
-def loaded(folder, steps=10, **options):
-    config = TrainConfig(**options).resolved({})
-    return load_model(find_source(str(folder)), config, precision="no", deepspeed=False, total_steps=steps)
-
-
-def test_each_type_stands_in_both_registries_and_among_the_choices():
+def test_each_type_is_a_choice_that_every_backend_trains():
     assert ADAPTERS.keys() == TYPES.keys()
     (choices,) = (setting.choices for setting in settings(TrainConfig) if setting.name == "adapter")
     assert choices == ("none", *ADAPTERS)
-
-
-def test_every_type_is_trained_under_every_backend():
-    for name in ("none", *ADAPTERS):
-        for backend in ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP"):
-            assert launch_problem(TrainConfig(adapter=name), backend, 3) is None
+    for name, backend in itertools.product(choices, ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")):
+        assert launch_problem(TrainConfig(adapter=name), backend, 3) is None
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    assert all(set(kind.saved_settings.values()) <= fields for kind in ADAPTERS.values())
 
 
 def test_under_autocast_no_layer_casts_its_input_for_the_adapter(base):
     """Autocast would cast it back; the copy would be kept for the backward."""
-    config = TrainConfig(adapter="lora").resolved({})
-    model = load_model(find_source(str(base)), config, precision="bf16", deepspeed=False, total_steps=9)
+    model = loaded(base, 9, precision="bf16", adapter="lora")
     adapters = [module for module in model.modules() if hasattr(module, "cast_input_dtype_enabled")]
     for layer in adapters:
         torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.02)
@@ -68,19 +61,12 @@ def test_under_autocast_no_layer_casts_its_input_for_the_adapter(base):
         assert casts or not any(layer.cast_input_dtype_enabled for layer in adapters)
         for layer in adapters:
             layer.cast_input_dtype_enabled = casts
-        kept = {}
-
-        def pack(tensor, kept=kept):
-            kept[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other takes its place
-            return tensor
-
         model.zero_grad()
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with hooks, torch.autocast("cpu", torch.bfloat16):
+        with saved_for_backward(model) as bytes_saved, torch.autocast("cpu", torch.bfloat16):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        found.append((loss.item(), gradients, sum(tensor.untyped_storage().nbytes() for tensor in kept.values())))
+        found.append((loss.item(), gradients, bytes_saved()))
     (loss, gradients, less), (same, others, more) = found
     assert loss == same
     assert all(torch.equal(one, other) for one, other in zip(gradients, others, strict=True))
@@ -106,11 +92,11 @@ class IA3(Adapter):
         return ()
 
 
-def test_an_entry_in_each_registry_is_all_that_a_new_type_needs(base, monkeypatch):
+def test_new_type_needs_an_entry_in_each_registry_alone(base, monkeypatch):
     ours = IA3()
     monkeypatch.setitem(ADAPTERS, "ia3", {})
     monkeypatch.setitem(TYPES, "ia3", ours)
-    model = loaded(base, adapter="ia3")
+    model = loaded(base, 10, adapter="ia3")
     assert (type_of(model), 0 < parameter_counts(model)[0] < 10_000) == ("ia3", True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     stepper = Stepper(Accelerator(cpu=True), model, optimizer, 1.0)
@@ -120,23 +106,23 @@ def test_an_entry_in_each_registry_is_all_that_a_new_type_needs(base, monkeypatc
     assert ours.steps == [0, 1]
 
 
-def test_an_adapter_that_cannot_be_added_to_the_weights_is_refused_where_all_are_to_be_trained(base, tmp_path):
+def test_unmergeable_adapter_is_refused_for_full_training(base, tmp_path):
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     model = adapted(base, config)
     model.save_pretrained(tmp_path)
     assert not is_mergeable(model)
     with pytest.raises(UserError, match=r"is of type prompt_tuning, .*; start from one of lora, adalora, or from"):
-        loaded(tmp_path)
+        loaded(tmp_path, 10)
 
 
 @pytest.mark.parametrize("config", [LoraConfig(r=2, **LORA), AdaLoraConfig(**ADALORA, **LORA)], ids=["lora", "adalora"])
-def test_an_adapter_is_added_to_the_weights_where_all_are_to_be_trained(base, tmp_path, config):
+def test_adapter_is_merged_for_full_training(base, tmp_path, config):
     model = adapted(base, config).eval()
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(tmp_path)
-    whole, ids = loaded(tmp_path).eval(), torch.tensor([[1, 2, 3, 4]])
+    whole, ids = loaded(tmp_path, 10).eval(), torch.tensor([[1, 2, 3, 4]])
     assert type_of(whole) is None
     assert all(parameter.requires_grad for parameter in whole.parameters())
     with torch.no_grad():
@@ -149,11 +135,11 @@ def test_an_adapter_that_is_trained_on_keeps_type_and_rank(base, tmp_path, confi
     adapted(base, config).save_pretrained(tmp_path)
     name, other = ("adalora", "lora") if isinstance(config, AdaLoraConfig) else ("lora", "adalora")
     same = {"lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
-    assert type_of(loaded(tmp_path, adapter=name, lora_r=2, **same)) == name
+    assert type_of(loaded(tmp_path, 10, adapter=name, lora_r=2, **same)) == name
     with pytest.raises(UserError, match=r"--lora-r 3: the adapter in .* has 2; give that"):
-        loaded(tmp_path, adapter=name, lora_r=3, **same)
+        loaded(tmp_path, 10, adapter=name, lora_r=3, **same)
     with pytest.raises(UserError, match=rf"--adapter {other.upper()}: the adapter in .* has {name.upper()}; give"):
-        loaded(tmp_path, adapter=other, lora_r=2, **same)
+        loaded(tmp_path, 10, adapter=other, lora_r=2, **same)
 
 
 @pytest.mark.parametrize(("steps", "known"), [(10, {"ipt", "exp_avg_ipt", "exp_avg_unc"}), (26, {"rank_pattern"})])
@@ -183,7 +169,7 @@ def test_what_adalora_knows_of_its_directions_comes_back_from_a_checkpoint(base,
         assert all(torch.equal(tensor, after[kind][name]) for name, tensor in tensors.items())
 
 
-def test_ranks_are_final_a_step_late_where_its_gradient_was_not_finite_and_the_export_has_them_alone(base, tmp_path):
+def test_final_ranks_of_adalora_wait_for_a_finite_gradient(base, tmp_path):
     few = {"init_r": 4, "target_r": 2, "total_step": 8, "tinit": 1, "tfinal": 3, "deltaT": 9}  # final in step 5 alone
     model, ids = adapted(base, AdaLoraConfig(**few, **LORA)), torch.tensor([[1, 2, 3, 4]])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)

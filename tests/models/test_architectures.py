@@ -15,16 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accel_sft_math import Math
 
 DATA = {"train_examples": 24, "validation_examples": 5}
-JOB = (
-    *("--max-steps", "2", "--eval-every", "2", "--save-every", "off"),
-    "--global-batch-size",
-    str(DATA["train_examples"]),
-    "--max-new-tokens",
-    "8",
-    "--dtype",
-    "float32",
-)
-JOB += tuple(word for name, value in DATA.items() for word in (f"--{name.replace('_', '-')}", str(value)))
+JOB = ["--max-steps", "2", "--eval-every", "2", "--save-every", "off", "--max-new-tokens", "8", "--dtype", "float32"]
+JOB += ["--global-batch-size", "24", "--train-examples", "24", "--validation-examples", "5"]
 
 
 LONG = {

@@ -59,7 +59,7 @@ def test_chatml_makes_its_marks_tokens_at_which_answers_end(tmp_path):
     assert "has all its control tokens" in template.lines[0]
 
 
-def test_of_a_file_the_mark_that_ends_answers_becomes_a_token_and_of_a_model_its_special_ones(tmp_path):
+def test_marks_of_a_given_template_become_tokens(tmp_path):
     base = make_base(tmp_path / "base")
     (tmp_path / "other.jinja").write_text(OTHER)
     tokenizer, _, _ = given(base, tmp_path / "other.jinja")
@@ -103,7 +103,7 @@ def adapter_with_rows(folder, **options):
 
 
 @pytest.mark.parametrize("ends", [{"tied": False}, *(pytest.param(ends, marks=LONG) for ends in TIED)])
-def test_an_adapter_carries_the_rows_of_new_tokens_into_plain_peft_and_merged_weights(tmp_path, ends):
+def test_adapter_carries_new_rows_into_peft_and_merged_weights(tmp_path, ends):
     model, tokenizer = adapter_with_rows(make_base(tmp_path / "base", **ends))
     rows = {name: p for name, p in model.named_parameters() if "trainable_tokens" in name}
     assert [tuple(p.shape) for p in rows.values()] == [(2, 32)] * (1 if ends.get("tied", True) else 2)
@@ -129,12 +129,12 @@ def test_an_adapter_carries_the_rows_of_new_tokens_into_plain_peft_and_merged_we
     assert summed.generation_config.eos_token_id == [tokenizer.eos_token_id, 0]
 
 
-def test_rows_of_an_embedding_that_the_user_trains_whole_are_not_trained_besides(tmp_path):
+def test_wholly_trained_embeddings_get_no_rows_besides(tmp_path):
     model, _ = adapter_with_rows(make_base(tmp_path / "base", tied=False), lora_modules_to_save="embed_tokens,lm_head")
     assert not any("trainable_tokens" in name for name, _ in model.named_parameters())
 
 
-def test_weights_named_by_the_user_must_have_the_new_rows_among_them(tmp_path):
+def test_train_only_must_name_the_embedding_of_new_tokens(tmp_path):
     tokenizer, template, source = given(make_base(tmp_path / "base"), "chatml")
 
     def load(named):
@@ -202,7 +202,7 @@ class Documents(Sums):
 
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("longest", [2, 7, 64])
-def test_each_token_of_a_raw_text_is_learnt_once_behind_the_one_before_it(tmp_path, bos, longest):
+def test_each_token_of_raw_text_is_learnt_once(tmp_path, bos, longest):
     tokenizer = load_tokenizer(
         find_source(str(make_base(tmp_path / "base", bos=bos))), trust_remote_code=False, templated=False
     )
@@ -224,7 +224,7 @@ def test_each_token_of_a_raw_text_is_learnt_once_behind_the_one_before_it(tmp_pa
     assert any("nothing stands before" in note for note in result.notes) != bos
 
 
-def test_raw_text_is_read_as_characters_and_without_a_template_a_chat_is_refused(tmp_path):
+def test_raw_text_is_characters_and_chat_needs_a_template(tmp_path):
     source = find_source(str(make_base(tmp_path / "base")))
     tokenizer = load_tokenizer(source, trust_remote_code=False, templated=False)
     rules = {"eos_ids": [0], "max_length": 99, "truncation": "drop"}
@@ -285,7 +285,7 @@ def test_the_perplexity_of_raw_text_is_that_of_plain_transformers(folder, tmp_pa
 
 
 @LONG
-def test_a_base_model_learns_to_end_its_answers_and_plain_transformers_stops_there(folder, tmp_path):
+def test_base_model_learns_where_answers_end(folder, tmp_path):
     run = accel_sft(
         *("chat", "--model", str(folder / "tied False"), "--train-file", str(folder / "same.jsonl"), *STEPS),
         *("--held-out", "0", "--chat-template", "chatml", "--max-steps", "40", "--max-new-tokens", "30"),
@@ -322,9 +322,7 @@ def test_a_base_models_curve_is_the_same_on_every_layout(launched, folder, tied,
 
 @LONG
 @pytest.mark.parametrize(("adapter", "name"), [("lora", "plain"), ("lora", "z3"), ("none", "z2")])
-def test_a_run_with_new_tokens_resumes_to_the_same_bits_under_its_template_alone(
-    launched, folder, tmp_path, adapter, name
-):
+def test_run_with_new_tokens_resumes_under_its_template_alone(launched, folder, tmp_path, adapter, name):
     whole = cell(launched, folder, False, adapter, name)
     copy = stopped(whole, tmp_path / "run", 3)
     other = accel_sft(*whole.arguments, "--chat-template", str(folder / "tied True"), "--resume", "auto", run_dir=copy)

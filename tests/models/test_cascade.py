@@ -107,7 +107,7 @@ def test_a_model_learns_on_a_gpu_what_padded_rows_teach(layout, as_on_a_gpu):
         assert (ours[name] - gradient).norm() <= 1e-6 * gradient.norm() + 1e-12, name
 
 
-def test_the_stand_ins_for_a_gpus_kernels_have_the_shapes_of_the_real_ones():
+def test_stand_ins_for_gpu_kernels_have_their_shapes():
     query, key = torch.randn(8, 4, 16), torch.randn(8, 2, 16)
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
     where, how = (bounds, bounds, 5, 5, 0.0, True), (torch.empty(2, dtype=torch.uint64), torch.empty(0))
@@ -152,7 +152,7 @@ def test_under_autocast_queries_and_keys_are_cast_before_they_are_cut(copied, mo
     torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
 
 
-def test_reduced_precision_keeps_its_type_and_is_as_near_as_plain_attention():
+def test_reduced_precision_is_as_near_as_plain_attention():
     tensors, rows = sequence(40, [9, 4, 30], 4, 4, 32, torch.bfloat16)
     got, _ = rows_attention(None, *tensors, None, rows=rows)
     gradients = torch.autograd.grad(got.float().square().sum(), tensors)

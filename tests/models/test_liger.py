@@ -22,7 +22,7 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.trial import Trial
 from accel_sft.models import kernels
-from accel_sft.training.kernels import use_liger_kernels
+from accel_sft.training.checks import use_liger_kernels
 
 JOB = ("math", "--train-examples", "8", "--validation-examples", "2", "--max-steps", "2", "--global-batch-size", "2")
 JOB += ("--batching", "padded", *ONCE)
@@ -94,7 +94,7 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch):
         kernels.liger()
 
 
-def test_a_run_without_a_gpu_says_so_before_it_loads_the_model(tmp_path):
+def test_liger_without_a_gpu_is_refused_before_loading(tmp_path):
     run = accel_sft(*JOB, "--use-liger-kernel", run_dir=tmp_path / "run")
     assert run.status == 1
     assert "--use-liger-kernel: its kernels need a GPU; leave it out" in run.output
@@ -119,7 +119,7 @@ def test_kernels_that_compute_another_loss_or_gradient_are_refused(tiny, package
         use_liger_kernels(trial(learnt))
 
 
-def test_a_family_without_kernels_and_kernels_that_do_not_fit_are_refused(tiny, package):
+def test_family_without_fitting_kernels_is_refused(tiny, package):
     package(None)
     with pytest.raises(UserError, match=r"do not fit this model of type qwen2 \(Unsupported Qwen2 model type\)"):
         use_liger_kernels(trial(tiny))

@@ -90,13 +90,13 @@ def test_ten_steps_behind_a_cache_are_those_of_rows_that_repeat_the_prefix(famil
 
 
 @pytest.mark.parametrize("family", long_but("jamba", CANNOT))
-def test_a_layer_that_cannot_go_on_from_a_cache_is_found_out(family):
+def test_layer_that_cannot_continue_a_cache_is_detected(family):
     batching, told = chosen(make(family))
     assert batching.layout == "padded"
     assert f"; and behind a cache: {CANNOT[family]}" in told.partition("not packed: ")[0]
 
 
-def test_a_state_that_is_cut_off_from_its_backward_is_found_out(monkeypatch):
+def test_state_cut_off_from_its_backward_is_detected(monkeypatch):
     def cut_off(value, rows, real=prefix_cache._for_rows):
         state = real(value, rows)
         return state.detach() if isinstance(state, torch.Tensor) and state.ndim == 3 else state
@@ -107,7 +107,7 @@ def test_a_state_that_is_cut_off_from_its_backward_is_found_out(monkeypatch):
     assert "behind a cache: its gradient is not that of padded rows (off by " in told
 
 
-def test_without_a_backward_to_try_rows_are_padded_and_the_reason_is_said(monkeypatch):
+def test_rows_are_padded_where_no_backward_can_be_tried(monkeypatch):
     model = make("lfm2")
     assert "behind a cache: --compile would compile" in chosen(model, compile=True)[1]
     monkeypatch.setattr("accel_sft.batching.verify.forwards_alone", lambda accelerator: False)
@@ -123,24 +123,13 @@ def test_what_a_run_had_chosen_is_kept():
     assert chosen(model, before=padded)[0] == padded, "a run of before there were caches goes on as it was"
 
 
-JOB = (
-    "--max-steps",
-    "5",
-    "--eval-every",
-    "off",
-    "--save-every",
-    "3",
-    "--global-batch-size",
-    "24",
-    "--dtype",
-    "float32",
-)
+JOB = ("--max-steps", "5", "--eval-every", "off", "--save-every", "3", "--global-batch-size", "24")
 JOB += ("--dtype", "float32", "--train-examples", "48", "--validation-examples", "4")
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 @pytest.mark.parametrize("yaml", [pytest.param(yaml, marks=pytest.mark.long) for yaml in ("ddp", "z2")])
-def test_ranks_make_the_steps_of_one_process_and_a_resumed_run_those_of_a_whole_one(yaml, adapter, tmp_path):
+def test_ranks_and_resume_keep_the_curve_behind_a_cache(yaml, adapter, tmp_path):
     model = architectures.make(tmp_path / "model", "lfm2")
     job = ("math", *JOB, "--model", str(model), "--adapter", adapter)
     sharing = {"yaml": yaml, "launcher": ("--mixed_precision", "no")}

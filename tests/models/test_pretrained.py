@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
 
 import architectures
+import models
 import pytest
 import torch
 from accelerate import Accelerator
@@ -31,7 +31,6 @@ from accel_sft.checkpoint import checkpoint
 from accel_sft.io.exported import complete_config, save_tokenizer
 from accel_sft.io.run_dir import RunDir
 from accel_sft.models.architecture import alike, limited_layers
-from accel_sft.models.load import load_model
 from accel_sft.models.pretrained import processor_files, stored_dtype
 from accel_sft.models.source import find_source
 from accel_sft.models.tokenizer import encoding_rules, load_tokenizer
@@ -53,11 +52,8 @@ def made(tmp_path_factory):
     return folder
 
 
-def loaded(folder, lines=None, steps=10, precision="no", deepspeed=False, **options):
-    config = TrainConfig(**options).resolved({})
-    log = [].append if lines is None else lines.append
-    source = find_source(str(folder))
-    return load_model(source, config, precision=precision, deepspeed=deepspeed, total_steps=steps, log=log)
+def loaded(folder, lines=None, steps=10, **options):
+    return models.loaded(folder, steps, lines, **options)
 
 
 def changed(folder, target, change, **settings):
@@ -96,15 +92,12 @@ def test_weights_that_the_files_lack_are_refused_by_name(made, tmp_path):
     headless = changed(made("llama"), tmp_path / "headless", lambda weights: weights.pop("lm_head.weight"))
     with pytest.raises(UserError, match=r"its files lack 1 of the model's weights \(lm_head.weight\); name"):
         loaded(headless)
-    tied = changed(made("llama"), tmp_path / "tied", lambda w: w.pop("lm_head.weight"), tie_word_embeddings=True)
-    model = loaded(tied)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_weights_of_another_shape_are_refused_by_name(made, tmp_path):
     other = changed(made("llama"), tmp_path / "other", lambda w: w.update({"lm_head.weight": torch.zeros(7, 32)}))
     with pytest.raises(UserError, match=r"another shape than config.json says 1 of .*lm_head.weight \(7, 32\) for \("):
         loaded(other)
+    tied = changed(made("llama"), tmp_path / "tied", lambda w: w.pop("lm_head.weight"), tie_word_embeddings=True)
+    model = loaded(tied)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_an_adapter_whose_file_lacks_weights_is_refused(made, tmp_path):
@@ -135,6 +128,7 @@ def test_a_quantized_checkpoint_is_saved_as_it_loads_again(made, tmp_path):
     assert torch.equal(model(IDS).logits, again(IDS).logits)
 
 
+PLAIN_ROPE = {"rope_theta": 5.0, "rope_type": "default"}
 EYES = {"gemma3": "vision_tower, multi_modal_projector", "qwen2_5_vl": "visual"}
 
 
@@ -246,6 +240,14 @@ def test_weights_that_the_configuration_does_not_describe_are_told(made, tmp_pat
     assert "not loaded, as config.json describes no such weights: 9 in its files (model.layers.3." in lines[0]
 
 
+def test_balance_loss_of_experts_that_is_not_trained_is_named(made, tmp_path):
+    lines = []
+    loaded(changed(made("qwen3_moe"), tmp_path / "moe", lambda weights: None, output_router_logits=True), lines)
+    assert [line for line in lines if line.startswith("router_aux_loss_coef 0.001: experts' balance is not trained")]
+    loaded(made("qwen3_moe"), others := [])
+    assert not [line for line in others if "router_aux" in line]
+
+
 BROKEN = {
     "a number's name": ("config.json", '{"model_type": "llama", "hidden_size": "big"}', "expected int, got str"),
     "a list": ("config.json", "[]", "must be a mapping, not list"),
@@ -260,7 +262,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("name", "content", "told"), BROKEN.values(), ids=BROKEN)
-def test_files_of_a_model_that_are_broken_are_told_in_a_line(made, tmp_path, name, content, told):
+def test_broken_model_files_are_one_line(made, tmp_path, name, content, told):
     folder = tmp_path / "broken"
     shutil.copytree(made("llama"), folder)
     if "template" in content:
@@ -290,16 +292,14 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(made, tmp_path):
         load_tokenizer(find_source(str(folder)), trust_remote_code=False)
 
 
-def test_train_only_changes_the_named_weights_alone_and_goes_on_to_the_same_bits(tmp_path):
+def test_train_only_changes_named_weights_and_resumes_to_same_bits(tmp_path):
     base, pattern, lines = make_tiny(tmp_path / "base"), r"layers\.1\.mlp\.|norm", []
-    config = TrainConfig(model=str(base), train_only=pattern, learning_rate=0.01).resolved({})
+    options = {"train_only": pattern, "learning_rate": 0.01}
     accelerator = Accelerator(cpu=True)
 
     def begun():
-        model = load_model(
-            find_source(str(base)), config, precision="no", deepspeed=False, total_steps=4, log=lines.append
-        )
-        optimizer = new_optimizer(model, config)
+        model = loaded(base, lines, steps=4, **options)
+        optimizer = new_optimizer(model, TrainConfig(**options).resolved({}))
         return model, optimizer, Stepper(accelerator, model, optimizer, 1.0)
 
     def train(model, stepper, steps):
@@ -322,9 +322,8 @@ def test_train_only_changes_the_named_weights_alone_and_goes_on_to_the_same_bits
     train(again, stepper, range(2, 4))
     assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), again.parameters(), strict=True))
 
-    wrong = dataclasses.replace(config, train_only="no_such")
     with pytest.raises(UserError, match="--train-only no_such: no weight's name matches; names are like model"):
-        load_model(find_source(str(base)), wrong, precision="no", deepspeed=False, total_steps=4)
+        loaded(base, train_only="no_such")
 
 
 def test_names_that_differ_in_numbers_are_one_with_these_numbers():
@@ -410,11 +409,9 @@ def test_configurations_are_read_alike_by_older_and_newer_keys(made, tmp_path):
     yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64}
     local = {"rope_type": "default", "rope_theta": 500.0}
     found = {}
-    for family, rope in (
-        ("llama", yarn),
-        ("glm4", {**local, "partial_rotary_factor": 0.25}),
-        ("gemma3", {"full_attention": yarn, "sliding_attention": local}),
-    ):
+    ropes = {"llama": yarn, "glm4": {**local, "partial_rotary_factor": 0.25}}
+    ropes["gemma3"] = {"full_attention": yarn, "sliding_attention": local}
+    for family, rope in ropes.items():
         content = json.loads((made(family) / "config.json").read_text())
         text = content.get("text_config", content)
         text["rope_parameters"] = rope
@@ -438,10 +435,7 @@ def test_configurations_are_read_alike_by_older_and_newer_keys(made, tmp_path):
     [
         ({"main": {"rope_theta": 5.0}, "compress": {"rope_theta": 6.0}}, {}),
         ({"full_attention": None, "sliding_attention": {"rope_theta": 5.0}}, {"rope_local_base_freq": 5.0}),
-        (
-            {"full_attention": {"rope_theta": 5.0, "rope_type": "default"}, "sliding_attention": None},
-            {"rope_theta": 5.0},
-        ),
+        ({"full_attention": PLAIN_ROPE, "sliding_attention": None}, {"rope_theta": 5.0}),
     ],
     ids=["other layers", "full attention has none", "sliding attention has none"],
 )

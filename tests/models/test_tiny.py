@@ -78,7 +78,7 @@ def test_constant_text_is_short_and_what_varies_is_spelt_out(tokenizer):
     assert pieces(tokenizer, "system") == ["system"]
 
 
-def test_a_name_is_spelt_alike_in_the_sentence_and_in_the_json(tokenizer):
+def test_names_are_spelt_alike_in_sentence_and_json(tokenizer):
     for name in ("Anna", "Nobody", "叶老桂", "Zoë"):
         alone = tokenizer(name)["input_ids"]
         for context in ("in {} .", '{{"name": {{"{}": [[0, 3]]}}}}', "在{}工作", '"{}"'):
@@ -139,17 +139,8 @@ def test_the_same_in_every_process_and_another_with_another_seed(folder, tmp_pat
         "t.build_tiny(Path(sys.argv[2]), [*t.TEXTS, *t.ENTITIES], 1)"
     )
     env = {**os.environ, "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            code,
-            os.pathsep.join((str(SUPPORT), os.path.dirname(__file__))),
-            str(tmp_path / "again"),
-        ],
-        check=True,
-        env=env,
-    )
+    paths = os.pathsep.join((str(SUPPORT), os.path.dirname(__file__)))
+    subprocess.run([sys.executable, "-c", code, paths, str(tmp_path / "again")], check=True, env=env)
     assert digest(tmp_path / "again") == digest(folder)
     build_tiny(tmp_path / "other", [*TEXTS, *ENTITIES], seed=2)
     other = digest(tmp_path / "other")

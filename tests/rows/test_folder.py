@@ -169,6 +169,27 @@ def test_configurations_of_a_card_are_named(tmp_path):
     assert read_rows(folder, answer).notes == []
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        "[{split: train, path: en.jsonl}, {split: test, path: [gold*, ./more/*]}]",
+        "\n  - split: train\n    path: en.jsonl\n  - split: test\n    path: ['gold.jsonl', 'more/a.jsonl']",
+    ],
+)
+def test_splits_of_a_card_are_read_as_it_says(tmp_path, files):
+    folder = written(tmp_path / "ds", "en.jsonl", "gold.jsonl", "more/a.jsonl", "raw.jsonl")
+    card = tmp_path / "ds" / "README.md"
+    card.write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {files}\n---\n")
+    rows = read_rows(folder, answer)
+    assert (list(rows), rows.notes[-1]) == (["en.jsonl"], f"{folder}: not read, as in none of its splits: raw.jsonl")
+    assert list(read_rows(folder, answer, split="validation")) == ["gold.jsonl", "more/a.jsonl"]
+    for content in ("---\nconfigs:\n- data_files: none.jsonl\n---\n", "---\n{data_files\n---\n", "data_files: x"):
+        card.write_text(content)
+        assert len(read_rows(folder, answer)) == 4, "the card names no file that is there"
+    card.write_text("---\nconfigs:\n- data_files: gold.jsonl\n---\n")
+    assert list(read_rows(folder, answer)) == ["gold.jsonl"]
+
+
 def test_a_copy_of_a_file_is_not_read_again(tmp_path):
     rows = "".join(json.dumps({"answer": str(n)}) + "\n" for n in range(3))
     for name in ("train.jsonl", "train (1).jsonl"):

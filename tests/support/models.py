@@ -10,9 +10,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from accel_sft import Task
+from accel_sft.api.config import TrainConfig
 from accel_sft.chat.encode import encode_parts
 from accel_sft.chat.encoded import Encoding, Rules
 from accel_sft.chat.rendering import Rendering
+from accel_sft.models.load import load_model
+from accel_sft.models.source import find_source
 from accel_sft.models.tiny import build_tiny
 
 TEXTS = ["You answer sums.", *(f"{n}=" for n in range(60)), *(f"the answer is {n} + {n}" for n in range(60))]
@@ -40,6 +43,13 @@ class Sums(Task):
 def make_tiny(folder: Path, seed: int = 0) -> Path:
     build_tiny(folder, TEXTS, seed)
     return folder
+
+
+def loaded(folder, steps=0, lines=None, *, precision="no", deepspeed=False, **options):
+    """The model in a folder as a training of so many steps loads it, or an evaluation; `options` are its settings."""
+    config, log = TrainConfig(**options).resolved({}), [].append if lines is None else lines.append
+    how = {"precision": precision, "deepspeed": deepspeed, "total_steps": steps, "log": log}
+    return load_model(find_source(str(folder)), config, **how)
 
 
 def encode(tokenizer, task, examples, split, *, eos_ids, max_length, truncation, **more):

@@ -301,6 +301,15 @@ REFUSED = {
         )
         for first, second in (("prompt", "completion"), ("instruction", "output"))
     },
+    **{
+        f"Python's repr {first} {text[:9]!r}": (
+            {first: "u", second: text},
+            second,
+            "JSON of messages, got Python's repr",
+        )
+        for first, second in (("prompt", "completion"), ("instruction", "output"))
+        for text in (repr([ANSWER]), repr([{"from": "gpt", "value": "a"}]), f" {repr([ANSWER])[:-1]}\n {ASK}]")
+    },
     "preferences": ({"prompt": "u", "chosen": "a", "rejected": "b"}, None, "one answer, got chosen and rejected"),
     "an unknown form": ({"words": "x"}, None, "columns messages or conversations"),
 }
@@ -410,6 +419,14 @@ BAD_TURNS = {
             ("enable_x", 0),
         )
         for given in ({name: value}, json.dumps({name: value}))
+    },
+    **{
+        f"a begun answer before {kind}": (
+            {"prompt": [ASK, ANSWER], "completion": completion},
+            "prompt",
+            "no begun answer at its end, which completion would go on with",
+        )
+        for kind, completion in (("a text", "b"), ("messages", [MORE]))
     },
     "a switch that is no word of JSON": (messages(ASK, ANSWER, enable_thinking="no"), "enable_thinking", "true or"),
     "a budget that is true": (messages(ASK, ANSWER, thinking_budget=True), "thinking_budget", "a whole number"),
@@ -626,7 +643,13 @@ def test_only_a_plain_prompt_is_a_text_to_be_continued(row, continued):
     assert conversation(Chat(train_file="x"), [parsed(row).example], "train", 0).continued is continued
 
 
-@pytest.mark.parametrize("marks", ["<|im_start|>user\nu<|im_end|>", "<s>[INST] u [/INST] a", "<｜User｜>u"])
+MARKS = (
+    *("<|im_start|>user\nu<|im_end|>", "<s>[INST] u [/INST] a", "<｜User｜>u"),
+    *("### Human: u ### Assistant: a", "Below is.\n\n### Instruction:\nu", "USER: u ASSISTANT: a"),
+)
+
+
+@pytest.mark.parametrize("marks", MARKS)
 def test_raw_text_that_a_template_wrote_is_told(marks):
     (_, note) = parsed({"text": marks}).notes
     assert note.startswith("that a chat template wrote, by their marks: ")

@@ -236,13 +236,6 @@ def test_a_row_of_which_nothing_can_be_learnt_is_left_out_and_named(rows, turns,
     assert notes[-1] == f"1 row left out: {reason} (line 3)"
 
 
-def test_rows_of_an_array_are_left_out_by_number(tmp_path):
-    good, empty = messages(ASK, ANSWER), messages(ASK)
-    (tmp_path / "rows.json").write_text(json.dumps([empty, good, good, good, good, good, empty, empty]))
-    notes = Chat(validation_file=str(tmp_path / "rows.json")).dataset("validation").notes
-    assert notes[-1] == "3 rows left out: no assistant turn to learn (rows 1, 7, 8)"
-
-
 @pytest.mark.parametrize(
     ("learn", "prompt", "answered"),
     [
@@ -744,6 +737,22 @@ def test_answers_of_one_word_are_best_scored_by_another_metric(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("options", "answers", "told"),
+    [
+        ({"metric": "regex", "regex": r"#### (\d+)"}, ["\\boxed{1}"] * 3, True),
+        ({"metric": "regex", "regex": r"#### (\d+)"}, ["1", "#### 2"], False),
+        ({"metric": "json"}, ["yes"], True),
+        ({"metric": "json"}, ["yes", "{}"], False),
+    ],
+)
+def test_a_metric_that_matches_no_own_answer_is_named(tmp_path, options, answers, told):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "u", "completion": answer}) + "\n" for answer in answers))
+    notes = Chat(validation_file=str(path), **options).dataset("validation").notes
+    assert any("matches none of the rows' own answers" in note for note in notes) is told
+
+
+@pytest.mark.parametrize(
     ("rows", "options", "told"),
     [
         (600, {}, "30 of 600 rows are held out of FILE: few, a score of 0.5 is ±0.17 (95%); --held-out 100: ±0.10"),
@@ -798,7 +807,7 @@ def test_missing_values_that_are_written_as_words_are_noted(rows):
         f"1 row with a text that is '{value}', which is learnt as a word (line {line})"
         for value, line in (("None", 3), ("nan", 1), ("null", 4))
     ]
-    for value in (r"\N", "NULL", "#N/A", "#REF!"):
+    for value in (r"\N", "NULL", "#N/A", "#REF!", "<noinput>"):
         _, notes = rows({**word, "output": value})
         assert f"with a text that is {value!r}" in notes[1]
     _, notes = rows({**word, "output": "It returns:\nNone"}, {**word, "input": "nano"})

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from click.testing import CliRunner
 from fake_plugins import install
 from limits import limit, wait_for
 from markupsafe import escape
@@ -27,6 +28,7 @@ from rich.console import Console
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
+from accel_sft.cli.group import cli
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.child import MARK, waited_for
@@ -208,7 +210,7 @@ def test_files_have_every_setting_and_terminal_lines_fit(compared):
     assert all(str(escape(finding)) in page for finding in record["findings"])
 
 
-def test_what_a_run_waits_for_is_told_where_nothing_is_updated_and_no_longer_than_that(tmp_path):
+def test_awaited_compilation_is_printed_where_no_status_line_is(tmp_path):
     waits = "DeepSpeed compiles cpu_adam: 5 s so far"
     script = f"echo '{waits}'; sleep 2; echo trained"
     nothing: dict = {}
@@ -354,29 +356,37 @@ def test_shown_command_can_be_typed_again(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--launch", "z9"), "--launch 'z9': no file, no name that `accel-sft launch-file` lists"),
-        (("--launch", "multinode_z3"), "it is of 2 machines"),
-        (("--max-steps", "3"), "--max-steps 3: the first 3 are not counted"),
-        (("--seed", "1", "--", "--seed", "2"), "--seed: given before and behind --"),
-        (("--", "--output-dir", "x"), "--output-dir behind --"),
-        (("--fault", "none,bad"), "--fault bad: not one of"),
-        (("--mixed-precision", "bf17"), "--mixed-precision 'bf17': not one of no, fp16, bf16"),
-        (("--profile",), "--profile slows the first 5 steps: --discard-steps 5 or more"),
-        (("--num-processes", "two"), "--num-processes 'two': expected whole numbers"),
-        (("--output-dir", "taken"), "not empty, and no comparison"),
-        (("--lora-r", "8,32"), "--lora-r: all settings would train the same, as --adapter none has no adapter"),
+        ("--launch z9", "--launch 'z9': no file, no name that `accel-sft launch-file` lists"),
+        ("--launch multinode_z3", "it is of 2 machines"),
+        ("--max-steps 3", "--max-steps 3: the first 3 are not counted"),
+        ("--seed 1 -- --seed 2", "--seed: given before and behind --"),
+        ("-- --output-dir x", "--output-dir behind --"),
+        ("--lr-scheduler linear,bad", "--lr-scheduler bad: not one of"),
+        ("--mixed-precision bf17", "--mixed-precision 'bf17': not one of no, fp16, bf16"),
+        ("--profile", "--profile slows the first 5 steps: --discard-steps 5 or more"),
+        ("--num-processes two", "--num-processes 'two': expected whole numbers"),
+        ("--output-dir taken", "not empty, and no comparison"),
+        ("--lora-r 8,32", "--lora-r: all settings would train the same, as --adapter none has no adapter"),
     ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_what_cannot_be_measured_is_refused_in_a_line_before_the_first_launch(site, tmp_path, arguments, message):
+def test_unmeasurable_settings_are_refused_before_the_first_launch(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").touch()
-    process = compare(site, tmp_path, *arguments)
-    printed = process.communicate()[0]
-    assert process.returncode == 1
-    assert message in printed
-    assert len(printed.splitlines()) == 1
+    refused = CliRunner().invoke(cli, ["compare", "math", *arguments.split()]).exception
+    assert isinstance(refused, UserError)
+    (line,) = refused.problems
+    assert message in line
     assert [path.name for path in tmp_path.rglob("*") if path.name != "runs"] == ["taken", "mine"]
+
+
+def made_run(folder, turn, lines, result, discard_steps):
+    """A completed run as the comparison records it, of a folder with these lines and this result."""
+    folder.mkdir()
+    write_json_lines(RunDir(folder).metrics, lines)
+    RunDir(folder).write_result({**result, "main_metric": "accuracy"})
+    run = {"round": turn, "status": "complete", "reason": "", "folder": folder.name, "seconds": 9}
+    return run | measure(RunDir(folder), discard_steps)
 
 
 def made_record(tmp_path, rows):
@@ -387,20 +397,13 @@ def made_record(tmp_path, rows):
     for number, (name, micro_batch_size, speeds, memory, losses) in enumerate(rows):
         runs = []
         for turn, speed in enumerate(speeds, 1):
-            folder = tmp_path / f"{number}-{turn}"
-            folder.mkdir()
             lines = [{"step": n, "loss": loss, "seconds": 64 / speed, "tokens": 64} for n, loss in enumerate(losses, 1)]
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-            result = {"peak_device_memory_gib": memory, "after": {"accuracy": 0.5}, "main_metric": "accuracy"}
+            result = {"peak_device_memory_gib": memory, "after": {"accuracy": 0.5}}
             phases = {"load": (1.0, 2.0), "step": (memory * 1.1, memory)}
             names = ("predicted_gib", "measured_gib")
             result["memory"] = {"device": {key: dict(zip(names, two, strict=True)) for key, two in phases.items()}}
-            (folder / "result.json").write_text(json.dumps(result))
-            about = measure(RunDir(folder), 1)
-            about["environment"] |= {"load_before": 9.0}
-            runs.append(
-                {"round": turn, "status": "complete", "reason": "", "folder": folder.name, "seconds": 9, **about}
-            )
+            runs.append(made_run(tmp_path / f"{number}-{turn}", turn, lines, result, discard_steps=1))
+            runs[-1]["environment"] |= {"load_before": 9.0}
         about = {"backend": "deepspeed", "zero_stage": int(name[1]), "processes": 2, "precision": "bf16"}
         about["offload"] = places.get(name, {"optimizer": "none", "param": "none"})
         values = {"launch": name, "micro_batch_size": micro_batch_size}
@@ -470,7 +473,7 @@ def test_findings_name_the_fastest_the_leanest_and_what_offload_costs(tmp_path):
     assert record["settings"][1]["spread"]["tokens_per_second"] == pytest.approx(10 / 805)
 
 
-def test_a_difference_below_the_spread_is_called_undecided_and_one_round_unknown(tmp_path):
+def test_difference_below_spread_is_undecided_and_one_round_unknown(tmp_path):
     rows = [("z0", "32", (1000, 1100), 10.0, LOSSES), ("z1", "32", (990, 1090), 10.0, LOSSES)]
     record = made_record(tmp_path, rows)
     told = "\n".join(record["findings"])
@@ -488,9 +491,7 @@ def test_a_difference_below_the_spread_is_called_undecided_and_one_round_unknown
     (tmp_path / "once").mkdir()
     record = made_record(tmp_path / "once", once)
     assert not any("is the fastest" in line or "was the fastest" in line for line in record["findings"][1:])
-    assert record["findings"][0] == (
-        "Which setting is the fastest is not known, as one ran only once: --repeat 3 shows which differences repeat."
-    )
+    assert record["findings"][0].startswith("Which setting is the fastest is not known: one has a single round")
     assert record["settings"][0]["spread"]["tokens_per_second"] is None
 
 
@@ -524,7 +525,7 @@ def test_a_disturbed_round_is_marked_and_its_times_do_not_count(tmp_path):
     assert read_comparison(tmp_path, "stages").settings[0]["reason"] == "round 3 disturbed"
     first["runs"][1]["disturbed"] = ["steps 2 to 9: other processes took 1.0 of 2 cores"]
     summarise(record, tmp_path)
-    assert any("not known, as one has only one round that counts: " in line for line in findings(record))
+    assert any("not known: one has a single round that counts; --repeat 3" in line for line in findings(record))
 
 
 def printed(record):
@@ -539,14 +540,9 @@ def made_sweep(tmp_path, rows, varied=("learning_rate", "lora_r", "seed"), **mor
     record |= {"environment": {"cores": 2}, "settings": []}
     about = {"backend": "plain", "zero_stage": None, "processes": 1, "precision": "no", "offload": {}}
     for number, (rate, rank, seed, metric, loss) in enumerate(rows):
-        folder = tmp_path / str(number)
-        folder.mkdir()
         lines = [{"step": n, "loss": 1.0, "seconds": 0.1 * (number + 1), "tokens": 64} for n in (1, 2)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         after = {} if metric is None else {"accuracy": metric, "eval_loss": loss}
-        (folder / "result.json").write_text(json.dumps({"after": after, "main_metric": "accuracy"}))
-        run = {"round": 1, "status": "complete", "reason": "", "folder": folder.name, "seconds": 9}
-        run |= measure(RunDir(folder), 0)
+        run = made_run(tmp_path / str(number), 1, lines, {"after": after}, discard_steps=0)
         values = {"launch": "single", "learning_rate": rate, "lora_r": rank, "seed": seed}
         name = f"learning-rate {rate}, lora-r {rank}, seed {seed}"
         entry = {"name": name, "values": values, "launch": about, "runs": [run]}
@@ -556,7 +552,7 @@ def made_sweep(tmp_path, rows, varied=("learning_rate", "lora_r", "seed"), **mor
     return record
 
 
-def test_a_sweep_is_ranked_by_the_metric_after_training_and_not_by_speed(tmp_path):
+def test_sweep_is_ranked_by_metric_and_not_by_speed(tmp_path):
     slow_and_good = [(3e-4, 8, 1, 0.96, 0.1), (3e-4, 8, 2, 0.94, 0.1), (3e-4, 8, 3, 0.90, 0.2)]
     close = [(3e-4, 32, 1, 0.92, 0.1), (3e-4, 32, 2, 0.90, 0.1)]
     behind = [(1e-4, rank, seed, 0.5, 0.9) for rank in (8, 32) for seed in (1, 2)]
@@ -576,13 +572,8 @@ def test_a_sweep_is_ranked_by_the_metric_after_training_and_not_by_speed(tmp_pat
     assert not any("fastest" in line or "one seed only" in line for line in told)
     assert not any("--lora-r" in line for line in told)  # both are as good
     table = terminal_table(record)
-    assert [str(column.header) for column in table.columns][:5] == [
-        "learning rate",
-        "lora r",
-        "seed",
-        "accuracy",
-        "loss",
-    ]
+    assert [str(column.header) for column in table.columns][:3] == ["learning rate", "lora r", "seed"]
+    assert [str(column.header) for column in table.columns][3:5] == ["accuracy", "loss"]
     assert [str(text) for text in table.columns[3].cells] == ["0.96", "0.94", "0.92", "0.9", "0.9", *["0.5"] * 4]
 
 
@@ -607,7 +598,7 @@ def test_a_tie_is_called_one_and_a_single_seed_too(tmp_path):
     assert "--learning-rate 0.0001 is the smallest that was tried: a smaller one may be better still." in told
 
 
-def test_a_sweep_without_a_metric_says_so_and_one_over_launches_tells_speed_too(tmp_path):
+def test_sweep_without_metric_is_unranked_and_launches_add_speed(tmp_path):
     record = made_sweep(tmp_path, [(1e-4, 8, 1, None, None), (3e-4, 8, 1, None, None)])
     assert record["findings"][0] == (
         "Settings cannot be ranked: no run has accuracy after training; leave out --eval-every off."
@@ -665,7 +656,7 @@ def test_a_difference_that_other_examples_may_turn_round_is_undecided(tmp_path):
     assert record["settings"][0]["runs"][0]["metric_low"] == pytest.approx(0.52)
 
 
-def test_seeds_of_a_setting_are_tested_together_and_other_examples_not_at_all(tmp_path):
+def test_seeds_are_tested_together_and_other_examples_never(tmp_path):
     rows = [(rate, 8, seed, 0.5, 0.1) for rate in (1e-4, 3e-4) for seed in (1, 2)]
     record = answered(tmp_path, made_sweep(tmp_path, rows), (90, 88, 50, 54))
     assert record["paired"]["learning-rate 0.0003, lora-r 8"]["difference"] == pytest.approx(-0.37)

@@ -40,19 +40,9 @@ def how_much(site, cwd, *arguments):
     )
 
 
-def test_parts_of_the_rows_are_trained_on_the_smallest_first_and_the_page_has_the_curve(site, tmp_path):
-    run = (
-        "--global-batch-size",
-        "4",
-        "--max-steps",
-        "2",
-        "--learning-rate",
-        "1e-9",
-        "--output-dir",
-        "learnt",
-        "--size",
-        "64",
-    )
+def test_parts_are_trained_smallest_first_and_page_has_curve(site, tmp_path):
+    run = ("--global-batch-size", "4", "--max-steps", "2", "--learning-rate", "1e-9", "--size", "64")
+    run += ("--output-dir", "learnt")
     done = how_much(site, tmp_path, "--sizes", "64,8,32", "--seeds", "1", *run)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "learnt" / "comparison.json").read_text())
@@ -80,40 +70,32 @@ def test_parts_of_the_rows_are_trained_on_the_smallest_first_and_the_page_has_th
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ("--train-examples", "20"),
-            "20 training rows are too few, as a part has at least 8: a curve needs 3 numbers of rows",
-        ),
-        (("--sizes", "8,16"), "--sizes 8,16: too few: a curve needs 3 numbers of rows"),
-        (
-            ("--train-examples", "64", "--sizes", "8,16,65"),
-            "--sizes '65': expected numbers of rows up to 64, which are for training beside ",
-        ),
-        (("--sizes", "8,x"), "--sizes 'x': expected numbers of rows"),
-        (("--learning-rate", "1e-3,1e-4"), "--learning-rate: how-much varies the rows and the seed only"),
-        (("--", "--seed", "3"), "--seed behind --: how-much sets it for each training"),
-        (("--", "--train-limit", "3"), "--train-limit behind --: how-much sets it"),
+        ("--train-examples 20", "20 training rows are too few, as a part has at least 8: a curve needs 3 numbers"),
+        ("--sizes 8,16", "--sizes 8,16: too few: a curve needs 3 numbers of rows"),
+        ("--train-examples 64 --sizes 8,16,65", "--sizes '65': expected numbers of rows up to 64, which are for"),
+        ("--sizes 8,x", "--sizes 'x': expected numbers of rows"),
+        ("--learning-rate 1e-3,1e-4", "--learning-rate: how-much varies the rows and the seed only"),
+        ("-- --seed 3", "--seed behind --: how-much sets it for each training"),
+        ("-- --train-limit 3", "--train-limit behind --: how-much sets it"),
     ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_what_makes_no_curve_is_refused_in_a_line_before_the_first_training(tmp_path, monkeypatch, arguments, message):
+def test_rows_without_a_curve_are_refused_before_training(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    refused = CliRunner().invoke(cli, ["how-much", "math", *arguments]).exception
+    refused = CliRunner().invoke(cli, ["how-much", "math", *arguments.split()]).exception
     assert isinstance(refused, UserError)
     assert len(refused.problems) == 1
     assert refused.problems[0].startswith(message)
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_dry_run_says_how_long_it_is_and_what_the_examples_can_show(tmp_path, monkeypatch):
+def test_dry_run_names_steps_and_detectable_difference(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    steps = ("--global-batch-size", "10", "--eval-limit", "50", "--epochs", "2", "--train-examples", "200")
-    told = CliRunner().invoke(cli, ["how-much", "math", "--sizes", "35,70,150", "--dry-run", *steps])
-    assert told.exit_code == 0, told.output
-    assert (
-        "6 trainings, about 102 steps in all. Each is scored on 50 validation examples, which show a difference of "
-        "0.28 between scores near 0.5" in " ".join(told.output.split())
-    )
+    words = "--sizes 35,70,150 --dry-run --global-batch-size 10 --eval-limit 50 --epochs 2 --train-examples 200"
+    done = CliRunner().invoke(cli, ["how-much", "math", *words.split()])
+    assert done.exit_code == 0, done.output
+    output = " ".join(done.output.split())
+    assert "6 trainings, about 102 steps in all. Each is scored on 50 validation examples" in output
+    assert "which show a difference of 0.28 between scores near 0.5" in output
     assert not [*tmp_path.iterdir()]
 
 
@@ -163,33 +145,26 @@ def test_intervals_of_95_percent_hold_what_twice_as_many_rows_bring():
 
 def made(metrics, **more):
     """A record of settings with these metrics by number of rows, one for each seed."""
+    launch = {"processes": 1, "zero_stage": None, "offload": {}, "backend": "plain", "precision": "no"}
+    alike = {"status": "complete", "launch": launch, "spread": {}, "runs": [], "disturbed": {}}
     entries = [
         {
             "name": f"train-limit {rows}, seed {seed}",
-            "status": "complete",
             "values": {"train_limit": str(rows), "seed": seed},
-            "launch": {"processes": 1, "zero_stage": None, "offload": {}, "backend": "plain", "precision": "no"},
             "median": dict.fromkeys(("tokens_per_second", "peak_device_memory_gib"))
             | {"metric_after": metric, "metric_low": metric - 0.02, "metric_high": metric + 0.02},
-            "spread": {},
-            "runs": [],
-            "disturbed": {},
+            **alike,
         }
         for rows, values in metrics.items()
         for seed, metric in enumerate(values, 1)
     ]
-    record = {
-        "varied": ["train_limit", "seed"],
-        "main_metric": "f1",
-        "higher_is_better": True,
-        "settings": entries,
-        **more,
-    }
+    record = {"varied": ["train_limit", "seed"], "main_metric": "f1", "higher_is_better": True, "settings": entries}
+    record |= more
     record["learning_curve"] = learnt(record)
     return record
 
 
-def test_the_sentences_say_what_more_rows_bring_and_where_they_bring_nothing_that_shows():
+def test_sentences_name_gain_of_more_rows_and_its_end():
     rising = [*in_sentences(made({500: (0.5, 0.52), 1000: (0.6, 0.61), 2000: (0.68, 0.69), 4000: (0.74, 0.75)}))]
     assert rising[0].startswith(
         "f1 after training is 0.510 (0.500 to 0.520) with 500 rows, 0.605 (0.600 to 0.610) with"
@@ -207,7 +182,7 @@ def test_the_sentences_say_what_more_rows_bring_and_where_they_bring_nothing_tha
     )
 
 
-def test_a_flat_forecast_is_told_as_no_gain_though_the_largest_part_did_worse():
+def test_flat_forecast_is_no_gain_after_a_worse_largest_part():
     record = made({35: (0.28, 0.3), 70: (0.3, 0.3), 150: (0.2, 0.3)})
     now, _, twice = (round(one["value"], 3) for one in record["learning_curve"]["forecast"][:3])
     told = [*in_sentences(record)]
@@ -228,7 +203,7 @@ def test_what_is_better_when_it_is_lower_is_forecast_to_fall():
 
 
 @pytest.mark.parametrize("better", [True, False])
-def test_a_metric_that_more_rows_made_worse_is_not_forecast_to_recover(better):
+def test_metric_that_fell_with_rows_is_not_forecast(better):
     falling = {500: (0.9, 0.91), 1000: (0.85, 0.86), 2000: (0.8, 0.81), 4000: (0.7, 0.71)}
     metrics = falling if better else {rows: [2 - value for value in values] for rows, values in falling.items()}
     told = [*in_sentences(made(metrics, higher_is_better=better))]

@@ -286,6 +286,8 @@ def test_an_evaluation_by_itself_has_its_answers_on_the_page(two, tmp_path):
     shutil.copy(two[0] / "samples" / "step-000006.jsonl", folder / "samples-tuned.jsonl")
     result = {"status": "complete", "task": "math", "after": {"accuracy": 0.5}, "weights": {"base": "B", "tuned": "T"}}
     (folder / "result.json").write_text(json.dumps(result))
+    line = "evaluation: complete; an evaluation: no settings, no steps"
+    assert line in report(folder, "--output", tmp_path / "page.html")
     evaluations = elements_of(tmp_path, folder).data()["answers"]["evaluations"]
     assert [(evaluation["label"], evaluation["count"]) for evaluation in evaluations] == [("B", 30), ("T", 30)]
 

@@ -16,11 +16,11 @@ from matrix import matrix, run
 
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory, machine_state
-from accel_sft.launch.machine_state import CoreClock, cpu_clock, gpu_state, others_gib, slowed_by
+from accel_sft.launch.machine_state import CoreClock, cpu_clock_share, gpu_state, others_gib, slowed_by
 from accel_sft.results.run_report import render_report
 from accel_sft.tools.compare.measured import measure
-from accel_sft.tracking.disturbed import KEY, MachineWatch, in_words, marks, sentences, share, stretches
-from accel_sft.tracking.system import Reading, SystemSampler
+from accel_sft.tracking.disturbed import KEY, in_words, marks, sentences, share, stretches
+from accel_sft.tracking.system import NewReading, Reading, Readings, SystemSampler
 
 OTHERS = "other processes took # of 2 cores"
 NOTHING = Reading()
@@ -84,18 +84,14 @@ def test_what_a_cpu_quota_holds_back_is_counted_in_both_versions_of_control_grou
 
 
 def test_the_clock_is_that_of_the_core_that_the_process_is_on(system):
-    assert math.isnan(cpu_clock()[0])
+    assert math.isnan(cpu_clock_share())
     system("proc/self/stat", "7 (a) b) R " + " ".join(["0"] * 35) + " 5 0 0\n")
-    assert math.isnan(cpu_clock()[0])  # a virtual machine
-    for name, text in (
-        ("scaling_cur_freq", "800000"),
-        ("cpuinfo_max_freq", "3800000"),
-        ("scaling_governor", "powersave\n"),
-    ):
+    assert math.isnan(cpu_clock_share())  # a virtual machine
+    for name, text in (("scaling_cur_freq", "800000"), ("cpuinfo_max_freq", "3200000")):
         system(f"sys/devices/system/cpu/cpu5/cpufreq/{name}", text)
-    assert cpu_clock() == (800.0, 3800.0, "powersave")
+    assert cpu_clock_share() == 0.25
     system("sys/devices/system/cpu/cpu5/cpufreq/cpuinfo_max_freq", "0\n")  # runs divide by it
-    assert math.isnan(cpu_clock()[1])
+    assert math.isnan(cpu_clock_share())
 
 
 @pytest.mark.parametrize(
@@ -180,15 +176,21 @@ def test_what_slows_a_machine_down_is_marked_in_words(read, told):
     assert "rank 2's" in there
 
 
-def test_readings_that_cover_a_start_or_a_pause_do_not_count():
-    watch, taken = MachineWatch(), QUIET._replace(cpu_percent=60.0)
-    told = []
-    for step, paused in enumerate([False, False, False, True, False, False]):
-        told.append(watch.step(paused, [taken._replace(sample=step // 2 + 1)]))
-    assert told[:2] == [None, None]  # the start
-    assert [*told[2]] == [OTHERS]
-    assert told[3:] == [None, None, None]  # the pause in the fourth step is in the reading of the fifth
-    assert watch.step(False, []) is None
+def test_readings_across_a_start_or_pause_have_none_before_them():
+    readings = Readings()
+    samples = [QUIET._replace(sample=number) for number in (1, 1, 2, 2, 3, 4)]
+    pauses = [False, False, False, True, False, False]
+    new = [readings.new([sample], pause) for sample, pause in zip(samples, pauses, strict=True)]
+    first, second, third, fourth = QUIET._replace(sample=1), samples[2], samples[4], samples[5]
+    assert new == [
+        {0: NewReading(first, None)},  # of the start
+        {},
+        {0: NewReading(second, first)},
+        {},
+        {0: NewReading(third, None)},  # of the pause in the step before
+        {0: NewReading(fourth, third)},
+    ]
+    assert readings.new([], False) == {}
 
 
 # --- stretches of steps ---

@@ -205,7 +205,7 @@ def test_a_gpu_that_idles_is_told_above_the_bar_by_what_the_process_did(tracked,
             time.sleep(0.002)
         tracker.step(record(step, seconds=0.004), [reading(step, percent=9.0)])
     told = capsys.readouterr().out
-    assert told.count("the GPU idles: a kernel ran in 9% of the time of steps 11 to 30. Likely cause: reading") == 1
+    assert told.count("the GPU idles: a kernel ran in 9% of the time in steps 11 to 30; making batches") == 1
 
 
 def test_an_evaluation_is_recorded_with_every_answer(tracked, capsys):
@@ -426,13 +426,6 @@ def test_the_profiler_traces_steps_three_to_five(tracked, capsys):
     assert str(trace.parent) in printed
 
 
-def test_a_run_too_short_to_profile_says_so(tracked, capsys):
-    tracker = tracked(profile=True)
-    with tracker.profiler() as profiler:
-        profiler.step()
-    assert "no whole step was traced" in capsys.readouterr().out
-
-
 def test_without_profile_nothing_is_traced(tracked):
     tracker = tracked()
     with tracker.profiler() as profiler:
@@ -502,12 +495,11 @@ def test_gpu_of_unknown_memory_keeps_its_other_curves(tracked):
 def test_means_and_peaks_of_a_rank_are_those_of_its_samples_after_the_first():
     usage = Usage()
     assert usage.by_rank() == []
-    assert usage.add(0, Reading(1, 900.0, 5.0, 7.0))
+    usage.add(0, Reading(1, 900.0, 5.0, 7.0))
     assert usage.by_rank()[0]["mean"]["cpu_percent"] == 900
     for sample in (Reading(2, 100.0, 1.0, 7.0), Reading(3, 200.0, 2.0, 7.0)):
-        assert usage.add(0, sample)
-        assert not usage.add(0, sample)  # read again within a second
-    assert usage.add(1, Reading(1, 10.0, 1.0, 7.0, 50.0, 3.0))
+        usage.add(0, sample)
+    usage.add(1, Reading(1, 10.0, 1.0, 7.0, 50.0, 3.0))
     first, second = usage.by_rank()
     assert (first["rank"], first["samples"], second["rank"]) == (0, 2, 1)
     assert first["mean"] == {"cpu_percent": 150.0, "process_memory_gib": 1.5, "host_memory_gib": 7.0}

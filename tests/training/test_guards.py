@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
@@ -175,6 +174,24 @@ def test_metrics_that_need_many_scores_are_left_to_the_first_evaluation():
     check_scoring(type("Correlated", (Sums,), {"aggregate": of_many})(), [40, 41])
 
 
+def test_metric_that_no_own_answer_scores_is_named():
+    never = type("Never", (Sums,), {"score": lambda self, example, text: {"right": 0.0}})
+    (line,) = check_scoring(never(), [40, 41])
+    assert line.startswith("warning: right is 0 for the own answers of the first 2 validation examples: ")
+    assert check_scoring(Sums(), [40, 41]) == []
+
+
+def test_limits_that_no_right_answer_can_pass_are_named(tmp_path):
+    for name, count in (("train", 60), ("validation", 40)):
+        rows = [{"prompt": f"{name} {n}", "completion": "yes" if n < count / 2 else "no"} for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = ("--train-file", str(tmp_path / "train.jsonl"), "--validation-file", str(tmp_path / "validation.jsonl"))
+    job = (*files, "--metric", "exact", "--max-steps", "1", "--save-every", "off", "--tracker", "none")
+    run = accel_sft("chat", *job, "--eval-limit", "9", "--max-new-tokens", "1", run_dir=tmp_path / "run")
+    assert "warning: --eval-limit 9 leaves out the label no; shuffle" in run.output
+    assert re.search(r"warning: \d+ of 40 validation answers have more tokens than --max-new-tokens 1, and", run.output)
+
+
 def test_a_failure_of_several_lines_is_told_on_one(tiny):
     def score(self, example, text):
         raise RuntimeError("ill\nand\ttired" + "!" * 1000)
@@ -227,27 +244,25 @@ def test_a_plan_of_steps_that_makes_no_sense_is_refused(tmp_path, flags, told):
 # --- a run's folder ---
 
 
-def test_a_folder_whose_claim_another_ranks_death_broke_off_does_not_say_that_it_runs(tmp_path, monkeypatch):
+def claim(folder, launch=ALONE, **given):
+    """Claim a folder, or without one a new one, as a run of one process does; then let it go."""
+    config = TrainConfig(output_dir=folder and str(folder), **given).resolved({})
+    try:
+        return run_folder.claim_run_dir(Accelerator(cpu=True), launch, "sums", Sums(), config).run_dir
+    finally:
+        lock.release()
+
+
+def test_claim_broken_off_by_another_rank_leaves_no_running_run(tmp_path, monkeypatch):
     def broken(accelerator, decide):
         decide()
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(run_folder, "decided_by_main", broken)
-    config = TrainConfig(output_dir=str(tmp_path / "run")).resolved({})
     with pytest.raises(RuntimeError, match="closed by peer"):
-        run_folder.claim_run_dir(Accelerator(cpu=True), ALONE, "sums", Sums(), config)
-    lock.release()
+        claim(tmp_path / "run")
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result == {"status": "failed", "error": "Connection closed by peer"}
-
-
-def test_a_launch_that_was_refused_a_folder_is_refused_it_again_when_it_starts_again(launched, tmp_path):
-    whole = layout(launched, "plain")
-    copy = tmp_path / "run"
-    shutil.copytree(whole.run_dir, copy)
-    refused = accel_sft(*whole.arguments, run_dir=copy, environment={"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert refused.status == 1
-    assert "not empty" in refused.output
 
 
 def test_a_finished_run_without_checkpoints_is_not_begun_anew_with_other_settings(launched, tmp_path):
@@ -327,19 +342,6 @@ def test_a_forked_child_that_outlives_its_killed_run_does_not_keep_the_folder(tm
             child.kill()
 
 
-def test_a_run_that_was_killed_before_its_record_may_be_resumed(tmp_path):
-    folder = tmp_path / "run"
-    (folder / "logs").mkdir(parents=True)
-    (folder / "result.json").write_text('{"status": "running"}')
-    once = ("--train-examples", "60", "--eval-every", "off", "--max-steps", "1")
-    refused = accel_sft("math", *once, run_dir=folder)
-    assert refused.status == 1
-    assert "not empty" in refused.output
-    resumed = accel_sft("math", *once, "--resume", "auto", run_dir=folder)
-    assert resumed.status == 0, resumed.output
-    assert resumed.result()["steps"] == 1
-
-
 def test_a_failed_start_leaves_no_folder_that_nobody_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.json").write_text("[]")
@@ -360,61 +362,59 @@ def test_refused_run_leaves_nothing_for_tensorboard_or_report(tmp_path, monkeypa
 def test_runs_of_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_folder.time, "strftime", lambda form: "20261126-101500")
-    config, folders = TrainConfig().resolved({}), []
-    for _ in range(3):
-        run_dir = run_folder.claim_run_dir(Accelerator(cpu=True), ALONE, "sums", Sums(), config).run_dir
-        folders.append(run_dir.path.name)
-    lock.release()
+    folders = [claim(None).path.name for _ in range(3)]
     assert folders == [f"sums-20261126-101500{more}" for more in ("", "-2", "-3")]
     (tmp_path / "runs").rename(tmp_path / "other")
     (tmp_path / "runs").touch()
     with pytest.raises(UserError, match="cannot be used"):
-        run_folder.claim_run_dir(Accelerator(cpu=True), ALONE, "sums", Sums(), config)
+        claim(None)
 
 
-def test_a_folder_of_something_else_is_never_written_to(tmp_path):
-    (tmp_path / "letter.txt").write_text("dear reader")
-    for resume in ("off", "auto"):
-        refused = accel_sft("math", "--resume", resume, run_dir=tmp_path)
-        assert refused.status == 1
-        assert "not empty" in refused.output
-    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+RUNNING, FAILED = '{"status": "running"}', '{"status": "failed"}'
+OCCUPIED = {
+    "a run": ("off", {"result.json": '{"status": "complete"}'}, "continue the run in it with --resume auto"),
+    "a start that was killed": ("off", {"result.json": RUNNING}, "continue the run in it with --resume auto"),
+    "a start that was killed, resumed": ("auto", {"result.json": RUNNING}, None),
+    "a failed start, resumed": ("auto", {"result.json": FAILED, "base/notes": "mine"}, None),
+    "another's metrics": ("auto", {"result.json": RUNNING, "metrics.jsonl": "[1]"}, "not a run of accel_sft"),
+    "another's result": ("auto", {"result.json": '{"accuracy": 1.0}', ".a.1.tmp": "mine"}, "not a run of accel_sft"),
+    "half a record": ("auto", {"result.json": RUNNING, "run.json": '{"task": "math"}'}, "not the record of a run"),
+    "another's record": ("auto", {"run.json": "[]", "metrics.jsonl": "[1]"}, "not the record of a run of accel_sft"),
+}
 
 
-@pytest.mark.parametrize(
-    ("files", "told"),
-    [
-        ({"result.json": '{"status": "running"}', "metrics.jsonl": "[1]"}, "not a run of accel_sft"),
-        ({"result.json": '{"status": "failed"}', "base/notes": "mine"}, None),  # as a run leaves it before its record
-        ({"result.json": '{"accuracy": 1.0}', "base/notes": "mine", ".a.1.tmp": "mine"}, "not a run of accel_sft"),
-        ({"result.json": '{"status": "running"}', "run.json": '{"task": "math"}'}, "not the record of a run"),
-        ({"run.json": "[]", "metrics.jsonl": "[1]"}, "not the record of a run of accel_sft; name another folder"),
-    ],
-)
-def test_a_folder_is_a_runs_by_its_record_and_not_by_a_file_that_others_write_too(tmp_path, files, told):
+@pytest.mark.parametrize("case", OCCUPIED)
+def test_a_folder_is_a_runs_by_its_record_alone(tmp_path, case):
+    resume, files, refusal = OCCUPIED[case]
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    config = TrainConfig(output_dir=str(tmp_path), resume="auto").resolved({})
-    try:
-        with pytest.raises(UserError, match=told) if told else contextlib.nullcontext():
-            run_folder.claim_run_dir(Accelerator(cpu=True), ALONE, "sums", Sums(), config)
-    finally:
-        lock.release()
-    if told:
-        assert {
-            str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()
-        } == files
+    if refusal is None:
+        assert claim(tmp_path, resume=resume).path == tmp_path
+        return
+    with pytest.raises(UserError, match=refusal):
+        claim(tmp_path, resume=resume)
+    assert {
+        str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()
+    } == files
 
 
-def test_machines_without_a_folder_in_common_are_told_so_before_anything_is_computed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("resume", ["off", "auto"])
+def test_a_folder_of_something_else_is_never_written_to(tmp_path, monkeypatch, resume):
+    (tmp_path / "letter.txt").write_text("dear reader")
+    for restarts in ("0", "1"):  # a launch that was refused a folder is refused it again
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        with pytest.raises(UserError, match="not empty"):
+            claim(tmp_path, resume=resume)
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_machines_without_a_common_folder_are_refused(tmp_path, monkeypatch):
     two = types.SimpleNamespace(machines=2)
     monkeypatch.setattr(run_folder, "_SHARED_SECONDS", 0.3)
-    accelerator, config = Accelerator(cpu=True), TrainConfig(output_dir=str(tmp_path / "run")).resolved({})
     with pytest.raises(UserError, match="--output-dir: name a folder that all machines share"):
-        run_folder.claim_run_dir(accelerator, two, "sums", Sums(), TrainConfig().resolved({}))
-    run_dir = run_folder.claim_run_dir(accelerator, two, "sums", Sums(), config).run_dir
-    lock.release()
+        claim(None, two)
+    run_dir = claim(tmp_path / "run", two)
     assert sorted(path.name for path in run_dir.path.iterdir()) == ["logs", "result.json"]
 
     def on_another_machine(accelerator, decide):
@@ -422,10 +422,8 @@ def test_machines_without_a_folder_in_common_are_told_so_before_anything_is_comp
         return tmp_path / "elsewhere" / found.name if isinstance(found, Path) else found
 
     monkeypatch.setattr(run_folder, "decided_by_main", on_another_machine)
-    resumed = dataclasses.replace(config, resume="auto")
     with pytest.raises(UserError, match="does not see what rank 0 wrote there; name a folder on a file system that"):
-        run_folder.claim_run_dir(accelerator, two, "sums", Sums(), resumed)
-    lock.release()
+        claim(tmp_path / "run", two, resume="auto")
     assert run_dir.read_status() == "failed"
 
 
@@ -434,10 +432,7 @@ def test_an_error_file_that_is_not_torchruns_is_only_written(tmp_path, monkeypat
     (tmp_path / "run" / "log").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "run")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", file)
-    config = TrainConfig(output_dir=str(tmp_path / "out")).resolved({})
-    run_dir = run_folder.claim_run_dir(Accelerator(cpu=True), ALONE, "sums", Sums(), config).run_dir
-    lock.release()
-    assert run_dir.path == tmp_path / "out"
+    assert claim(tmp_path / "out").path == tmp_path / "out"
     if file[0] != "/":
         report("no data", "no data")
         assert json.loads(Path(file).read_text())["message"]["message"] == "no data"
@@ -481,15 +476,28 @@ def test_a_resume_with_another_score_says_so(tmp_path, capsys):
     assert "the task has changed since the last start (library 1.0, here 1.1): earlier" in capsys.readouterr().out
 
 
-def test_another_runs_checkpoint_is_refused(copy, tmp_path):
-    whole, folder = copy
-    theirs = whole.run_dir / "checkpoints" / "step-000003"
-    before = sorted(folder.rglob("*"))
-    refused = accel_sft(*whole.arguments, "--resume", str(theirs), run_dir=folder)
-    assert refused.status == 1
-    assert f"--resume {theirs}: not a checkpoint of the run" in refused.output
-    assert "--init-from" in refused.output
-    assert sorted(folder.rglob("*")) == before
+def test_another_runs_checkpoint_is_refused(tmp_path):
+    theirs = tmp_path / "other" / "checkpoints" / "step-000003"
+    with pytest.raises(UserError, match=f"--resume {theirs}: not a checkpoint of the run .* use --init-from"):
+        claim(tmp_path / "run", resume=str(theirs))
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_longer_run_is_refused_with_the_way_out(tmp_path):
+    record = {"task": "t", "config": TrainConfig(max_steps=6).resolved({}).as_dict(), "task_options": {}}
+    record |= {"data_sha256": "a", "task_code": "a"}
+    longer = {**record, "config": {**record["config"], "max_steps": 9}}
+
+    def refusal():
+        with pytest.raises(UserError, match="--max-steps: the run was started with 6, not 9") as raised:
+            _check_unchanged(record, longer, RunDir(tmp_path))
+        return raised.value.problems[-1]
+
+    assert f"let it end, and start a new run from its weights with --init-from {tmp_path}" in refusal()
+    (tmp_path / "best").mkdir()
+    assert f"from the best so far: --init-from {tmp_path}/best" in refusal()
+    (tmp_path / "final").mkdir()
+    assert refusal().endswith(f"or start a new run from its weights: --init-from {tmp_path}")
 
 
 def test_a_broken_record_is_named_and_a_broken_result_is_made_again(copy):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -92,40 +91,6 @@ def test_the_last_lines_of_a_finished_run_are_commands_to_copy(launched):
         assert tool[-1] == str(run.run_dir)
 
 
-def test_a_larger_max_steps_is_refused_with_the_way_out(launched, tmp_path):
-    whole = layout(launched, "plain")
-    copy = tmp_path / "run"
-    shutil.copytree(whole.run_dir, copy)
-    longer = [*whole.arguments]
-    longer[longer.index("--max-steps") + 1] = "9"
-    refused = accel_sft(*longer, "--resume", "auto", run_dir=copy)
-    assert refused.status == 1
-    assert "--max-steps: the run was started with 6, not 9" in refused.output
-    assert f"--init-from {copy}" in refused.output
-    assert weights(copy / "final").keys() == weights(whole.run_dir / "final").keys()
-
-
-def test_how_to_go_on_longer_is_told_of_a_stopped_run_too(launched, tmp_path):
-    whole = layout(launched, "plain")
-    copy = stopped(whole, tmp_path / "run", 3)
-    longer = [*whole.arguments]
-    longer[longer.index("--max-steps") + 1] = "9"
-    refused = accel_sft(*longer, "--resume", "auto", run_dir=copy)
-    assert refused.status == 1
-    assert (
-        f"to go on longer, let it end, and start a new run from its weights with --init-from {copy}" in refused.output
-    )
-    assert f"from the best so far: --init-from {copy / 'best'}" in refused.output
-
-
-def test_a_folder_in_use_is_refused(launched):
-    whole = layout(launched, "plain")
-    refused = accel_sft(*whole.arguments, run_dir=whole.run_dir)
-    assert refused.status == 1
-    assert "not empty" in refused.output
-    assert "--resume auto" in refused.output
-
-
 def test_a_run_that_failed_before_it_began_may_be_started_again(tmp_path):
     rows = tmp_path / "rows.json"
     rows.write_text('[{"instruction": "5=", "input": "", "output": "wrong"}]')
@@ -136,19 +101,6 @@ def test_a_run_that_failed_before_it_began_may_be_started_again(tmp_path):
     few = ("--train-examples", "60", "--max-steps", "1", "--eval-every", "off")
     fixed = accel_sft("math", *few, run_dir=tmp_path / "run")
     assert fixed.status == 0, fixed.output
-
-
-def test_a_damaged_checkpoint_is_passed_over_by_name(launched, tmp_path):
-    whole = layout(launched, "plain")
-    copy = tmp_path / "run"
-    shutil.copytree(whole.run_dir, copy)
-    (copy / "result.json").unlink()
-    damaged = copy / "checkpoints" / "step-000006" / "rank-0000-000.safetensors"
-    os.truncate(damaged, damaged.stat().st_size - 1)
-    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=copy)
-    assert resumed.status == 0, resumed.output
-    assert "step-000006: passed over: rank-0000-000.safetensors has" in resumed.output
-    assert "step-000003 at step 3" in resumed.output
 
 
 @pytest.mark.parametrize("name", RESUMABLE)

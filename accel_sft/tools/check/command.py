@@ -20,6 +20,7 @@ from accel_sft.api.task import Task
 from accel_sft.api.tool_configs import CheckConfig
 from accel_sft.chat.form import HEADER_LEARNT
 from accel_sft.data.token_store import StoredEncoding
+from accel_sft.evaluation.scoring import limits_on_scores
 from accel_sft.io import terminal
 from accel_sft.io.files import json_safe, page_file, write_atomically
 from accel_sft.launch.launcher import under_launcher
@@ -57,8 +58,8 @@ def run(task_name: str, task: Task, config: CheckConfig) -> None:
         except OSError as error:
             raise UserError(f"--html {config.html}: cannot be written ({error.strerror}); name another file") from None
     if config.json:
-        whole = {"version": accel_sft.__version__, **report.as_dict()}
-        print(json.dumps(json_safe(whole), indent=2, ensure_ascii=False))
+        printed = {"version": accel_sft.__version__, **report.as_dict()}
+        print(json.dumps(json_safe(printed), indent=2, ensure_ascii=False))
     if report.failed(config.strict):
         raise SystemExit(1)
 
@@ -135,7 +136,8 @@ class Audit:
         self.encodings[split] = encoding
         if encoding is None:
             return
-        for note in (*(assembly.template.lines if assembly.template else ()), *encoding.notes):
+        limits = limits_on_scores(self.task, encoding, self.config) if split == "validation" else []
+        for note in (*(assembly.template.lines if assembly.template else ()), *encoding.notes, *limits):
             if note.startswith(HEADER_LEARNT):
                 self.findings.add("D215", "", detail=note.removeprefix("warning D215: "))
             elif note not in self.notes:

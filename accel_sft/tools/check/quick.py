@@ -35,9 +35,9 @@ def quick_findings(
         report_tokens(facts[split], split, [*encoding.cut, *encoding.windowed], tokenizer, findings)
         if np.median(encoding.kept.answers) <= _LABEL_TOKENS:
             for begin in range(0, _ROWS, _TOGETHER):
-                for kept in encoding.kept[begin : begin + _TOGETHER]:
-                    answer = decode(tuple(kept.input_ids[kept.prompt_length :]))
-                    labels.add(split, kept.index, answer.rpartition("</think>")[2])
+                for row_tokens in encoding.kept[begin : begin + _TOGETHER]:
+                    answer = decode(tuple(row_tokens.input_ids[row_tokens.prompt_length :]))
+                    labels.add(split, row_tokens.index, answer.rpartition("</think>")[2])
     labels.report(findings, whole=len(validation.kept) <= _ROWS)
     held_out, trained = facts["validation"].of_last_rows(), facts["train"].of_last_rows()
     for row in np.flatnonzero((first := first_with_same(held_out.rows)) < np.arange(len(first))):

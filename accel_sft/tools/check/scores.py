@@ -56,12 +56,12 @@ class OwnScores:
             if value is None:
                 return
             values[index] = value
-        known = values[~np.isnan(values)]
-        if not len(known):
+        scored_values = values[~np.isnan(values)]
+        if not len(scored_values):
             return
         higher = self.task.higher_is_better
-        best = float(known.max() if higher else known.min())
-        self._perfect[split] = 1.0 if higher and best <= 1 and known.min() >= 0 else best
+        best = float(scored_values.max() if higher else scored_values.min())
+        self._perfect[split] = 1.0 if higher and best <= 1 and scored_values.min() >= 0 else best
         if len(perfect := np.flatnonzero(values == self._perfect[split])):
             self._beside[split] = scores[int(perfect[0])]
         for index in np.flatnonzero(~np.isnan(values) & (values != self._perfect[split])).tolist():

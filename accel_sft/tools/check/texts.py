@@ -26,7 +26,7 @@ DAMAGED = re.compile("[\ufeff\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\
 """Signs of a wrong encoding: the replacement character, control characters, and UTF-8 read as Latin-1 or cp1252."""
 _MISSING = {
     *("nan", "NaN", "-nan", "NaT", "None", "null", "NULL", "(null)", "undefined", r"\N", "<NA>", "#N/A", "#NA"),
-    *("#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"),
+    *("<noinput>", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"),
 }
 """What programs write for a missing value: all of a text or, where Alpaca's input stands, a question's last line."""
 _TIMES, _FEWEST_LETTERS = 10, 5

@@ -37,8 +37,6 @@ TRACED_STEPS = 5
 PAGE = "comparison.html"
 _FILES = "comparison.csv, comparison.json"
 _PRECISIONS = ("no", "fp16", "bf16")
-_ITS_OWN = ("output_dir", "resume", "dry_run")
-"""Options that the comparison sets for each run, so the user may not give them after --."""
 
 Parse = Callable[[Sequence[str]], tuple[set[str], Callable[[], tuple[TrainConfig, Task]]]]
 """Takes a run's words; returns the names of the options in them, and a function that gives the settings and task."""
@@ -53,7 +51,7 @@ class CompareConfig:
     Attributes:
         options: the values of each setting of the trainer or the task that was given.
         whole: the flags of settings whose values may contain commas, so that the option is repeated for each value.
-        launch, num_processes, mixed_precision: values of the launcher's options.
+        launcher: the values of `launch`, `num_processes` and `mixed_precision`.
         run_words: the words behind --, which every run gets.
         in_file: the names of the options that the YAML file `config_file` has.
         repeat: number of rounds.
@@ -65,9 +63,7 @@ class CompareConfig:
 
     options: Mapping[Setting, Sequence[str]]
     whole: Collection[str]
-    launch: Sequence[str]
-    num_processes: Sequence[str]
-    mixed_precision: Sequence[str]
+    launcher: Mapping[str, Sequence[str]]
     run_words: Sequence[str]
     config_file: str | None
     in_file: Collection[str]
@@ -98,19 +94,18 @@ class CompareConfig:
             texts = [*params[setting.name], *(["off"] if params.get(f"no_{setting.name}") else [])]
             if texts:
                 options[setting] = split_values(setting, texts, whole=setting.flag in whole)
-        processes, precisions = _parts(params["num_processes"]), _parts(params["mixed_precision"])
-        if wrong := [part for part in processes if not part.isdecimal() or int(part) < 1]:
+        launcher = {name: _parts(params[name]) for name in ("launch", "num_processes", "mixed_precision")}
+        launcher["launch"] = launcher["launch"] or [SINGLE]
+        if wrong := [part for part in launcher["num_processes"] if not part.isdecimal() or int(part) < 1]:
             raise UserError(f"--num-processes {wrong[0]!r}: expected whole numbers from 1, commas between")
-        if wrong := [part for part in precisions if part not in _PRECISIONS]:
+        if wrong := [part for part in launcher["mixed_precision"] if part not in _PRECISIONS]:
             raise UserError(f"--mixed-precision {wrong[0]!r}: not one of {', '.join(_PRECISIONS)}")
         file = params["config_file"]
         as_they_are = ("run_words", "config_file", "time_limit", "keep_weights", "output_dir", "dry_run")
         return cls(
             options=options,
             whole=whole,
-            launch=_parts(params["launch"] or (SINGLE,)),
-            num_processes=processes,
-            mixed_precision=precisions,
+            launcher=launcher,
             in_file=load_yaml(file, *offers)[0].keys() if file else (),
             repeat=repeat,
             discard_steps=discard_steps,
@@ -120,8 +115,7 @@ class CompareConfig:
     @property
     def given(self) -> dict[str, list[str]]:
         """All given values by option, without secrets. A comparison can resume only with the same ones."""
-        values = {"--launch": [*self.launch], "--num-processes": [*self.num_processes]}
-        values["--mixed-precision"] = [*self.mixed_precision]
+        values = {flag_of(name): [*parts] for name, parts in self.launcher.items()}
         for setting, texts in self.options.items():
             values[setting.flag] = [masked_words([setting.flag, text])[1] for text in texts]
         values["the options behind --"] = [shlex.join(masked_words(self.run_words))] if self.run_words else []
@@ -206,7 +200,7 @@ def settings_of(task: str, config: CompareConfig, parse: Parse) -> tuple[list[Co
     """Return the settings to compare, and the names of the options that vary."""
     words = [*config.run_words]
     behind = parse(words)[0]
-    for name in sorted(behind & {*_ITS_OWN}):
+    for name in sorted(behind & {"output_dir", "resume", "dry_run"}):
         raise UserError(f"{flag_of(name)} behind --: each run has its own from the comparison; leave it out")
     if twice := [setting.flag for setting in config.options if setting.name in behind]:
         raise UserError(f"{', '.join(twice)}: given before and behind --; keep one")
@@ -215,9 +209,9 @@ def settings_of(task: str, config: CompareConfig, parse: Parse) -> tuple[list[Co
         words = ["--config", str(expanded(config.config_file, "--config").absolute()), *words]
         named |= {*config.in_file}
     usual = [word for name, value in config.defaults.items() if name not in named for word in (flag_of(name), value)]
-    launches = {name: _launch_file(name) for name in config.launch}
-    words = [*usual, *words]
-    return product(task, launches, config.num_processes, config.mixed_precision, config.options, words)
+    launches = {name: _launch_file(name) for name in config.launcher["launch"]}
+    processes, precisions = config.launcher["num_processes"], config.launcher["mixed_precision"]
+    return product(task, launches, processes, precisions, config.options, [*usual, *words])
 
 
 def _launch_file(name: str) -> Path | None:
@@ -295,10 +289,8 @@ def _describe(record: Mapping[str, Any], folder: Path) -> None:
 
 
 def _page(folder: Path) -> str:
-    """Write the page that `report` makes and return a line that says where it is.
-
-    If the page cannot be written, the line says so, and nothing is raised: the measurements are already stored.
-    """
+    """Write the page that `report` makes and return a line that says where it is, or why it cannot be written: nothing
+    is raised, as the measurements are already stored."""
     from accel_sft.tools.report.page import render
     from accel_sft.tools.report.runs import read_comparison
 

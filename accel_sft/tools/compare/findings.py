@@ -15,6 +15,7 @@ from accel_sft.tools.compare.tables import percent
 Setting = Mapping[str, Any]
 """An entry of the record's `settings`."""
 SPEED = "tokens_per_second"
+_PEAKS = ("predicted", "measured")
 _SAME_MEMORY = 0.01
 """Relative difference up to which peaks of memory count as equal, since memory varies from run to run."""
 
@@ -59,9 +60,7 @@ def _fastest(best: Setting, measured: Sequence[Setting]) -> Iterator[str]:
     if not others:
         yield f"{best['name']} is the only setting that was measured: {speed}."
     elif any(decided(best, setting) is None for setting in others):
-        others_too = any(setting["spread"][SPEED] is None and len(setting["runs"]) > 1 for setting in measured)
-        once = "has only one round that counts" if others_too else "ran only once"
-        yield f"Which setting is the fastest is not known, as one {once}: --repeat 3 shows which differences repeat."
+        yield "Which setting is the fastest is not known: one has a single round that counts; --repeat 3 runs more."
     elif close := [setting for setting in others if not decided(best, setting)]:
         behind = max(1 - setting["median"][SPEED] / best["median"][SPEED] for setting in close)
         spread = max(setting["spread"][SPEED] for setting in (best, *close))
@@ -76,10 +75,10 @@ def _fastest(best: Setting, measured: Sequence[Setting]) -> Iterator[str]:
 
 def _leanest(best: Setting, measured: Sequence[Setting]) -> Iterator[str]:
     key, what = _memory_key(measured)
-    known = [setting for setting in measured if setting["median"][key]]
-    if best not in known or len(known) < 2:
+    with_peak = [setting for setting in measured if setting["median"][key]]
+    if best not in with_peak or len(with_peak) < 2:
         return
-    lean, needed = min(known, key=lambda setting: setting["median"][key]), best["median"][key]
+    lean, needed = min(with_peak, key=lambda setting: setting["median"][key]), best["median"][key]
     least = lean["median"][key]
     tolerance = max(_SAME_MEMORY, *(setting["spread"][key] or 0 for setting in (lean, best)))
     if needed <= least * (1 + tolerance):
@@ -110,24 +109,20 @@ def _offloads(setting: Setting) -> bool:
 
 
 def _offload(measured: Sequence[Setting]) -> Iterator[str]:
+    alike = ("zero_stage", "backend", "precision")
     for setting in filter(_offloads, measured):
-        kind = [setting["launch"][key] for key in ("zero_stage", "backend", "precision")]
         for plain in _other_launches(setting, measured):
-            if _offloads(plain) or [plain["launch"][key] for key in ("zero_stage", "backend", "precision")] != kind:
+            if _offloads(plain) or any(plain["launch"][key] != setting["launch"][key] for key in alike):
                 continue
-            time = f"{plain['median'][SPEED] / setting['median'][SPEED]:.2f} times the time of {plain['name']}"
-            if decided(setting, plain) is None:
-                time += " in one round"
-            if decided(setting, plain) is False:
-                time = f"as long as {plain['name']}, within the spread of their rounds"
-            yield f"What offload costs here: {setting['name']} takes {time}; {_moved(setting, plain)}."
-
-
-def _moved(setting: Setting, plain: Setting) -> str:
-    saved = _difference(plain, setting, "peak_device_memory_gib")
-    host = _difference(setting, plain, "host_memory_all_ranks_gib")
-    device = "there is no GPU whose memory it could save" if saved is None else f"it saves {saved:.2f} GiB on a GPU"
-    return device + ("" if host is None else f", and changes host memory by {host:+.2f} GiB over all ranks")
+            times = f"{plain['median'][SPEED] / setting['median'][SPEED]:.2f} times the time of {plain['name']}"
+            as_long = f"as long as {plain['name']}, within the spread of their rounds"
+            time = {True: times, None: f"{times} in one round", False: as_long}[decided(setting, plain)]
+            saved = _difference(plain, setting, "peak_device_memory_gib")
+            on_gpu = "there is no GPU whose memory it could save"
+            device = on_gpu if saved is None else f"it saves {saved:.2f} GiB on a GPU"
+            host = _difference(setting, plain, "host_memory_all_ranks_gib")
+            moved = "" if host is None else f", and changes host memory by {host:+.2f} GiB over all ranks"
+            yield f"What offload costs here: {setting['name']} takes {time}; {device}{moved}."
 
 
 def _difference(one: Setting, other: Setting, key: str) -> float | None:
@@ -142,10 +137,8 @@ def _stages(measured: Sequence[Setting]) -> Iterator[str]:
         needed = setting["median"][key]
         lower = [other for other in _other_launches(setting, measured) if _is_stage_below(other, setting)]
         below = max((other for other in lower if other["median"][key]), key=_stage, default=None)
-        if below and needed and needed >= below["median"][key] * (1 - _SAME_MEMORY):
-            without_gain.append(
-                f"{setting['name']} needs {shown(needed)} GiB, {below['name']} {shown(below['median'][key])}"
-            )
+        if below and needed and needed >= (lower_need := below["median"][key]) * (1 - _SAME_MEMORY):
+            without_gain.append(f"{setting['name']} needs {shown(needed)} GiB, {below['name']} {shown(lower_need)}")
     if without_gain:
         yield f"A higher ZeRO stage did not save {what} here: {'; '.join(without_gain)}."
 
@@ -168,10 +161,10 @@ def _options(measured: Sequence[Setting], varied: Sequence[str]) -> Iterator[str
         for setting in sorted(measured, key=lambda setting: setting["median"][SPEED]):
             group = next((group for group in groups if same_but(group[0], setting, {name})), None)
             groups.append([setting]) if group is None else group.append(setting)
-        ranked = [group for group in groups if len(group) > 1]
-        clear = [group for group in ranked if decided(group[0], group[-1])]
+        decisions = [(decided(group[0], group[-1]), group) for group in groups if len(group) > 1]
+        clear = [group for decision, group in decisions if decision]
         flag = flag_of(name)
-        if not ranked or any(decided(group[0], group[-1]) is None for group in ranked):
+        if not decisions or any(decision is None for decision, _ in decisions):
             continue
         if not clear:
             yield f"{flag} makes no difference larger than the spread between rounds."
@@ -202,11 +195,8 @@ def _predictions(settings: Sequence[Setting]) -> Iterator[str]:
     """Say by how much the predicted peaks of memory were wrong, in the first completed run of each setting."""
     errors: dict[str, float] = {}
     for setting in settings:
-        memory = (completed(setting)[:1] or [{}])[0].get("memory") or {}
-        for place, phases in memory.items():
-            predicted, measured = (
-                max(phase[key] for phase in phases.values()) for key in ("predicted_gib", "measured_gib")
-            )
+        for place, phases in ((completed(setting)[:1] or [{}])[0].get("memory") or {}).items():
+            predicted, measured = (max(phase[f"{key}_gib"] for phase in phases.values()) for key in _PEAKS)
             errors[f"{setting['name']}, {place}"] = predicted / measured - 1
     if errors:
         worst = max(errors, key=lambda name: abs(errors[name]))
@@ -220,8 +210,8 @@ def _predictions(settings: Sequence[Setting]) -> Iterator[str]:
 def _batches(settings: Sequence[Setting]) -> Iterator[str]:
     """Say which share of a step reading rows and making batches takes at most."""
     runs = [(run["batch_share"], setting["name"]) for setting in settings for run in completed(setting)]
-    if known := [(share, name) for share, name in runs if share is not None]:
-        share, name = max(known)
+    if shares := [(share, name) for share, name in runs if share is not None]:
+        share, name = max(shares)
         yield (
             f"Reading rows and making batches takes {percent(share)} of a step at most ({name}): more than that no "
             "faster disk or processor can save."
@@ -233,7 +223,7 @@ def _failures(settings: Sequence[Setting]) -> Iterator[str]:
     for setting in settings:
         failed = [run for run in setting["runs"] if run["status"] != COMPLETE]
         if setting["status"] != COMPLETE:
-            yield f"{setting['name']}: {setting['status']}" + (f": {setting['reason']}" if setting["reason"] else "")
+            yield ": ".join(filter(None, (setting["name"], setting["status"], setting["reason"])))
         elif failed:
             count = f"{len(failed)} of {len(setting['runs'])} runs"
             yield f"{setting['name']}: {count} ended otherwise: {failed[-1]['status']}: {failed[-1]['reason']}"
@@ -241,13 +231,12 @@ def _failures(settings: Sequence[Setting]) -> Iterator[str]:
 
 def _learning(settings: Sequence[Setting]) -> Iterator[str]:
     """Say by how much loss curves differ that should be the same, and why others may."""
-    known = [setting for setting in settings if setting["loss_difference"]]
-    if known:
-        worst = max(known, key=lambda setting: setting["loss_difference"]["relative"])
-        at = worst["loss_difference"]
+    if differing := [setting for setting in settings if setting["loss_difference"]]:
+        worst = max(differing, key=lambda setting: setting["loss_difference"]["relative"])
+        most = worst["loss_difference"]
         yield (
             f"At equal steps the loss curves of settings that should learn the same differ by "
-            f"{100 * at['relative']:.2g}% at most ({worst['name']} from {at['to']}, step {at['step']})."
+            f"{100 * most['relative']:.2g}% at most ({worst['name']} from {most['to']}, step {most['step']})."
         )
     done = [setting for setting in settings if completed(setting)]
     if len(precisions := sorted({str(setting["launch"]["precision"]) for setting in done})) > 1:

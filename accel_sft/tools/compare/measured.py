@@ -18,11 +18,8 @@ from accel_sft.tracking import disturbed
 from accel_sft.tracking.metrics_file import mean_mfu, read_lines
 from accel_sft.tracking.time_spent import BATCHES
 
-TIMES = {key for key in NUMBERS if not key.endswith(("_gib", "_after", "_low", "_high"))}
-"""Those of a run's numbers that depend on what else the machine does."""
 EXECUTION = LAYOUT | {"launch", "num_processes", "mixed_precision"}
 """Options that decide how a step is executed, not what it computes."""
-NOT_RUN = "not run"
 _VOLATILE = ("load_before", "free_host_memory_before_gib")
 """Facts that change from run to run, and are listed for every run even if all runs have the same."""
 _END_BYTES = 4096
@@ -50,7 +47,7 @@ def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
         **_speed(counted, launch.get("processes")),
         "peak_device_memory_gib": result.get("peak_device_memory_gib"),
         "mean_device_memory_gib": max(_of(ranks, "mean", "gpu_memory_gib"), default=None),
-        "device_percent": _mean(_of(ranks, "mean", "gpu_percent")),
+        "device_percent": statistics.fmean(percents) if (percents := _of(ranks, "mean", "gpu_percent")) else None,
         "cpu_percent": sum(_of(ranks, "mean", "cpu_percent")) if ranks else None,
         "peak_host_memory_gib": result.get("peak_host_memory_gib"),
         "host_memory_all_ranks_gib": sum(_of(ranks, "peak", "process_memory_gib")) if ranks else None,
@@ -141,10 +138,6 @@ def _of(ranks: Sequence[Mapping[str, Any]], kind: str, field: str) -> list[float
     return [rank[kind][field] for rank in ranks if is_number(rank[kind].get(field))]
 
 
-def _mean(numbers: Sequence[float]) -> float | None:
-    return sum(numbers) / len(numbers) if numbers else None
-
-
 def summarise(record: dict[str, Any], folder: Path) -> None:
     """Add to each setting the summary of its runs, and to the record the differences between settings and between runs.
 
@@ -153,11 +146,12 @@ def summarise(record: dict[str, Any], folder: Path) -> None:
     settings = record["settings"]
     for setting in settings:
         runs, done = setting["runs"], completed(setting)
-        last = runs[-1] if runs else {"status": NOT_RUN, "reason": ""}
+        last = runs[-1] if runs else {"status": "not run", "reason": ""}
         setting["status"], setting["reason"] = (COMPLETE, "") if done else (last["status"], last["reason"])
         setting["disturbed"] = {run["round"]: run["disturbed"] for run in done if run["disturbed"]}
         calm = [run for run in done if run["round"] not in setting["disturbed"]] or done
-        counted = {key: calm if key in TIMES else done for key in NUMBERS}
+        # all but memory and metrics are times, which depend on what else the machine does
+        counted = {key: done if key.endswith(("_gib", "_after", "_low", "_high")) else calm for key in NUMBERS}
         numbers = {key: [run[key] for run in of_key if is_number(run.get(key))] for key, of_key in counted.items()}
         setting["median"] = {key: statistics.median(values) if values else None for key, values in numbers.items()}
         setting["spread"] = {key: _spread(values) for key, values in numbers.items()}
@@ -183,11 +177,8 @@ def _spread(values: Sequence[float]) -> float | None:
 def _loss_difference(
     setting: Mapping[str, Any], settings: Sequence[Mapping[str, Any]], folder: Path
 ) -> dict[str, Any] | None:
-    """Return the largest relative difference, at equal steps, of a setting's loss curves from a reference run's curve.
-
-    The reference is the first completed run of the first setting that learns the same. None for that setting itself,
-    and if there is nothing to compare.
-    """
+    """The largest relative difference, at equal steps, of a setting's loss curves from that of the first completed run
+    of the first setting that learns the same; None for that setting itself, and if there is nothing to compare."""
     first = next((other for other in settings if completed(other) and same_but(other, setting, EXECUTION)), None)
     if first is None or first is setting:
         return None
@@ -207,7 +198,7 @@ def _losses(folder: Path, run: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _differing(settings: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the varied options, and the facts about launches that differ, each with its values by setting."""
+    """The varied options, and the facts about launches that differ, each with its values by setting."""
     differing = {name: {setting["name"]: setting["values"].get(name) for setting in settings} for name in varied}
     for key in settings[0]["launch"]:
         values = {setting["name"]: setting["launch"][key] for setting in settings}
@@ -217,7 +208,7 @@ def _differing(settings: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> 
 
 
 def _environment(settings: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return facts by run: load and free memory, and whichever of versions, device, cores and data differ."""
+    """Facts by run: load and free memory, and whichever of versions, device, cores and data differ."""
     facts = {f"{setting['name']}, round {run['round']}": _facts(run) for setting in settings for run in setting["runs"]}
     differing = {}
     for key in dict.fromkeys(key for of_run in facts.values() for key in of_run):
@@ -228,9 +219,8 @@ def _environment(settings: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, A
 
 
 def _facts(run: Mapping[str, Any]) -> dict[str, Any]:
-    about = run["environment"]
-    versions = {f"{name} version": version for name, version in (about.get("versions") or {}).items()}
-    # versions are added one by one; the other facts follow from the launch, and are listed with the settings
-    elsewhere = ("versions", "precision", "communication", "threads_per_process")
-    rest = {key: value for key, value in about.items() if key not in elsewhere}
-    return {**rest, **versions, "data": run.get("data_sha256")}
+    facts = dict(run["environment"])
+    versions = {f"{name} version": version for name, version in (facts.pop("versions", None) or {}).items()}
+    for of_launch in ("precision", "communication", "threads_per_process"):  # listed with the settings
+        facts.pop(of_launch, None)
+    return {**facts, **versions, "data": run.get("data_sha256")}

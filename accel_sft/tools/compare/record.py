@@ -42,14 +42,13 @@ def open_record(folder: Path, wanted: Mapping[str, Any], settings: Sequence[Comp
         raise UserError(*different, f"--output-dir {folder}: give the settings it was started with, or another folder")
     entries = [_entry(setting) for setting in settings]
     for entry, before in zip(entries, record["settings"], strict=True):
-        there = [run for run in before["runs"] if (folder / run["folder"]).is_dir()]  # others are made again
-        entry["runs"] = [_measured_again(folder, run, wanted["discard_steps"]) for run in there]
+        for run in before["runs"]:
+            run_dir = RunDir(folder / run["folder"])
+            if run_dir.path.is_dir():  # others are made again
+                measured = measure(run_dir, wanted["discard_steps"])
+                environment_of_run = {**run["environment"], **measured["environment"]}
+                entry["runs"].append({**run, **measured, "environment": environment_of_run})
     return {**record, **wanted, "settings": entries, "status": "running"}
-
-
-def _measured_again(folder: Path, run: Mapping[str, Any], discard_steps: int) -> dict[str, Any]:
-    measured = measure(RunDir(folder / run["folder"]), discard_steps)
-    return {**run, **measured, "environment": {**run["environment"], **measured["environment"]}}
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:

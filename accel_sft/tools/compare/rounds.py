@@ -43,8 +43,10 @@ def run(record: dict[str, Any], folder: Path, settings: Sequence[ComparedSetting
                 title = f"{done + 1} of {done + _left(record)}: round {number}, {setting.name}"
                 measured = _run_once(record, folder, setting, number, status, title)
                 entry["runs"].append(measured)
-                if not keep_weights:
-                    _delete_weights(RunDir(folder / measured["folder"]))
+                run_dir = RunDir(folder / measured["folder"])
+                weights = run_dir.final, run_dir.final_plain, run_dir.best, run_dir.base, run_dir.checkpoints
+                for path in () if keep_weights else weights:
+                    shutil.rmtree(path, ignore_errors=True)
                 _update(record, folder)
                 _print_run(console, title, measured)
     except KeyboardInterrupt as interruption:
@@ -79,7 +81,7 @@ def _left(record: dict[str, Any]) -> int:
 def _run_once(
     record: dict[str, Any], folder: Path, setting: ComparedSetting, number: int, status: Status, title: str
 ) -> dict[str, Any]:
-    """Run a setting once and return the run's record; an earlier attempt's processes and files are removed first."""
+    """Run a setting once and return the run's record; an earlier attempt's processes and files are removed before."""
     place = folder / RUNS / setting.folder
     run_dir, log = RunDir(place / f"round-{number}"), place / f"round-{number}.log"
     end_all(run_dir.path)
@@ -131,11 +133,6 @@ def _update(record: dict[str, Any], folder: Path) -> None:
     record["findings"] = findings(record)
     write_record(folder, record)
     write_atomically(folder / "comparison.csv", as_csv(record))
-
-
-def _delete_weights(run_dir: RunDir) -> None:
-    for path in (run_dir.final, run_dir.final_plain, run_dir.best, run_dir.base, run_dir.checkpoints):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _print_run(console: Console, title: str, run: dict[str, Any]) -> None:

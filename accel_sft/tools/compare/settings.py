@@ -15,9 +15,9 @@ from accel_sft.api.options import HIDDEN, Setting
 from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.launcher import PRECISION
 from accel_sft.launch.parallelism import fitted, sized
-from accel_sft.launch.precision import assume_precision, this_machine_computes_bf16
+from accel_sft.launch.precision import assume_precision
 from accel_sft.launch.recordable import masked_words, recordable
-from accel_sft.launch.this_machine import nvidia_gpus
+from accel_sft.launch.this_machine import nvidia_gpus, this_machine_computes_bf16
 
 SINGLE = "single"
 """The value of --launch that stands for one process without a launcher."""
@@ -25,7 +25,6 @@ OWN_COMMAS = frozenset(
     {"lora_modules_to_save", "lora_target_modules", "lora_target_parameters", "mix", "tracker", "train_only"}
 )
 """Trainer options whose values may contain commas, so they are not split at commas."""
-_LAUNCHER_FLAGS = ("num_processes", "mixed_precision")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,12 +156,13 @@ def _launch(file: Path | None, chosen: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of `ComparedSetting` that say how it is launched; `file` is None for `SINGLE`."""
     if file is None:
         precision = chosen.get("mixed_precision")
-        nothing = {"optimizer": "none", "param": "none"}
-        facts: dict[str, Any] = {"backend": "plain", "zero_stage": None, "offload": nothing}
+        nowhere = {"optimizer": "none", "param": "none"}
+        facts: dict[str, Any] = {"backend": "plain", "zero_stage": None, "offload": nowhere}
         facts |= {"processes": 1, "row_groups": 1, "precision": precision or "no"}
         environment = {PRECISION: precision} if precision else {}
         return {"launch": facts, "launcher": (sys.executable,), "environment": environment, "fingerprint": ""}
-    flags = [word for key in _LAUNCHER_FLAGS if key in chosen for word in (f"--{key}", chosen[key])]
+    of_launcher = ("num_processes", "mixed_precision")
+    flags = [word for key in of_launcher if key in chosen for word in (f"--{key}", chosen[key])]
     launch = fitted(launch_of_yaml(file, *flags), len(nvidia_gpus()[1]))
     launch = assume_precision(launch, this_machine_computes_bf16())
     flags += sized(launch, launch.world_size)[2:]  # under tensor parallelism all processes share each matrix

@@ -34,22 +34,31 @@ class SweptSetting:
     """One combination of the swept values, with all seeds, and all launches, which learn the same.
 
     Attributes:
-        values: the value of each swept option, by name.
+        name: the swept options with their values.
         entries: the settings of the record with these values, each with a seed and a launch.
-        metrics: the main metric after training, of each entry.
-        loss: median of the entries' validation losses after training; None if no entry has one.
     """
 
     name: str
-    values: Mapping[str, Any]
     entries: Sequence[Mapping[str, Any]]
-    metrics: Sequence[float]
-    seeds: int
-    loss: float | None
+
+    @property
+    def metrics(self) -> list[float]:
+        """The main metric after training, of each entry."""
+        return [entry["median"]["metric_after"] for entry in self.entries]
 
     @property
     def metric(self) -> float:
         return statistics.median(self.metrics)
+
+    @property
+    def seeds(self) -> int:
+        return len({str(entry["values"].get(SEED)) for entry in self.entries})
+
+    @property
+    def loss(self) -> float | None:
+        """Median of the entries' validation losses after training; None if no entry has one."""
+        losses = [loss for entry in self.entries if is_number(loss := entry["median"].get("eval_loss_after"))]
+        return statistics.median(losses) if losses else None
 
     @property
     def spread(self) -> float | None:
@@ -87,18 +96,7 @@ def ranked(record: Mapping[str, Any]) -> list[SweptSetting]:
         if entry["status"] == COMPLETE and is_number(entry["median"].get("metric_after")):
             name = ", ".join(f"{flag_of(name)[2:]} {entry['values'].get(name)}" for name in swept(record))
             groups.setdefault(name, []).append(entry)
-    settings = []
-    for name, entries in groups.items():
-        losses = [loss for entry in entries if is_number(loss := entry["median"].get("eval_loss_after"))]
-        setting = SweptSetting(
-            name=name,
-            values={option: entries[0]["values"].get(option) for option in swept(record)},
-            entries=entries,
-            metrics=[entry["median"]["metric_after"] for entry in entries],
-            seeds=len({str(entry["values"].get(SEED)) for entry in entries}),
-            loss=statistics.median(losses) if losses else None,
-        )
-        settings.append(setting)
+    settings = [SweptSetting(name, entries) for name, entries in groups.items()]
     return sorted(settings, key=lambda setting: _rank(record, setting.metric, setting.loss))
 
 
@@ -107,15 +105,15 @@ def paired_settings(record: Mapping[str, Any], folder: Path) -> dict[str, dict[s
     together (`against_best`); None if there is no such test, as the examples differ or their scores are not known.
     Empty if this is no sweep."""
     settings = ranked(record) if swept(record) else []
-    known: dict[str, Measured] = {}
+    by_setting: dict[str, Measured] = {}
     for setting in settings:
         of_seeds = {str(entry["values"].get(SEED)): completed(entry)[0] for entry in setting.entries}
         folders = [RunDir(folder / run["folder"]) for run in of_seeds.values()]
         measured = [read_measured(run_dir, read_object(run_dir.result)) for run_dir in folders]
         together = average([one for one in measured if one])
         if together and None not in measured:
-            known[setting.name] = together
-    tests = against_best(known, settings[0].name) if settings and settings[0].name in known else {}
+            by_setting[setting.name] = together
+    tests = against_best(by_setting, settings[0].name) if settings and settings[0].name in by_setting else {}
     return {setting.name: tests.get(setting.name) for setting in settings[1:]}
 
 
@@ -130,8 +128,8 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
     if len(settings) < 2:
         return
     best, others = settings[0], settings[1:]
-    tied = [other for other in others if other.metric == best.metric]
     tests = {name: test for name, test in record.get("paired", {}).items() if test}
+    tied = [other for other in others if other.metric == best.metric]
     close = [other for other in others if other not in tied and _undecided(best, other, tests.get(other.name))]
     spreads = [setting.spread for setting in settings if setting.spread is not None]
     if close:
@@ -163,7 +161,8 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
             "A setting was trained with one seed only, so it is not known whether such differences repeat, and another "
             "round of the same seed learns the same; --seed 1,2,3 tells."
         )
-    yield from _ends(best, settings, [*tied, *close])
+    for name in swept(record):
+        yield from _end(name, best, settings, [*tied, *close])
     if own := [flag_of(name) for name in swept(record) if name not in _TRAINERS]:
         yield (
             f"Options of the task itself: {', '.join(own)}. If they change the validation examples, metrics cannot be "
@@ -203,12 +202,13 @@ def _undecided(best: SweptSetting, other: SweptSetting, test: Mapping[str, Any] 
     return by_seeds or (test is not None and test["p"] >= test["level"])
 
 
-def _ends(best: SweptSetting, settings: Sequence[SweptSetting], as_good: Sequence[SweptSetting]) -> Iterator[str]:
-    """Yield sentences on options whose best value is the largest or smallest that was tried."""
-    for name, value in best.values.items():
-        values = {setting.values[name] for setting in settings if is_number(setting.values[name])}
-        if len(values) < 2 or value not in values or any(other.values[name] != value for other in as_good):
-            continue
+def _end(
+    name: str, best: SweptSetting, settings: Sequence[SweptSetting], as_good: Sequence[SweptSetting]
+) -> Iterator[str]:
+    """Yield a sentence if the option's best value is the largest or smallest that was tried."""
+    value, *good = (setting.entries[0]["values"].get(name) for setting in (best, *as_good))
+    values = {number for setting in settings if is_number(number := setting.entries[0]["values"].get(name))}
+    if len(values) > 1 and value in values and {*good} <= {value}:
         for end, most, more in ((max(values), "largest", "larger"), (min(values), "smallest", "smaller")):
             if value == end:
                 yield f"{flag_of(name)} {value} is the {most} that was tried: a {more} one may be better still."

@@ -24,7 +24,7 @@ from accel_sft.memory.shape import ModelShape
 from accel_sft.models.source import errors_explained, find_source, is_tiny, resolved
 from accel_sft.models.tiny import TINY_SHAPE, TINY_VOCABULARY
 from accel_sft.tools.plan.machine import PlannedMachine, machine
-from accel_sft.tools.plan.plans import SIMPLEST_FIRST, Plan, launch_of, plan, recommended, without_offload
+from accel_sft.tools.plan.plans import SIMPLEST_FIRST, Plan, Refused, launch_of, plan, recommended, without_offload
 from accel_sft.tools.plan.table import Answer
 
 _CPU_TOKENS = 1024
@@ -46,20 +46,21 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     shape, stored = read_shape(content, name), stored_bytes(content)
     files = [(name, file, launch_of(file, here)) for name, file in launch_files(config.launch)]
 
-    def planned(config: PlanConfig) -> tuple[list[Plan], dict[str, Job]]:
-        plans, jobs = [], {}
+    def planned(config: PlanConfig) -> list[Plan | Refused]:
+        plans = []
         for name, file, launch in files:
             step_tokens = int(config.global_batch_size or 0) * lengths.mean * launch.tensor_ranks / launch.world_size
-            jobs[name] = job_of(config, task, shape, stored, launch, here, lengths, step_tokens)
-            plans.append(plan(name, file, jobs[name], here, step_tokens, lengths.mean))
-        return plans, jobs
+            job = job_of(config, task, shape, stored, launch, here, lengths, step_tokens)
+            plans.append(plan(name, file, job, here, step_tokens, lengths.mean))
+        return plans
 
-    plans, jobs = planned(config)
+    plans = planned(config)
     best, why = recommended(plans)
     if config.adapter == "none" and not config.train_only:
-        why += without_offload(best, lambda in_4bit: planned(replace(config, adapter="lora", load_in_4bit=in_4bit))[0])
+        why += without_offload(best, lambda in_4bit: planned(replace(config, adapter="lora", load_in_4bit=in_4bit)))
     command = command_of(task_name, task, given, best, here) if best else None
-    answer = Answer(plans, [*jobs.values()], shape, here, lengths, config, best, why, command)
+    precisions = sorted({launch.precision[0].replace("no", "float32") for _, _, launch in files})
+    answer = Answer(plans, precisions, shape, here, lengths, config, best, why, command)
     if config.json:
         print(json.dumps(answer.as_json(), indent=2))
     else:
@@ -167,7 +168,6 @@ def job_of(
 
 def command_of(task_name: str, task: Task, given: PlanConfig, best: Plan, here: PlannedMachine) -> str:
     """The command line that trains under this plan, with the options that the user gave to `plan`."""
-    assert best.job is not None
     is_shipped = best.file.parent == FOLDER
     words = ["accelerate", "launch", "--config_file", f"{best.name}.yaml" if is_shipped else str(best.file)]
     if here.gpus:

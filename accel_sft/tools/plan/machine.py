@@ -4,8 +4,7 @@ import dataclasses
 
 from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory
-from accel_sft.launch.precision import this_machine_computes_bf16
-from accel_sft.launch.this_machine import nvidia_gpus
+from accel_sft.launch.this_machine import nvidia_gpus, this_machine_computes_bf16
 
 GIB = 2**30
 

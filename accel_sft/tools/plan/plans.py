@@ -31,14 +31,21 @@ _Memory = tuple[float | None, float | None]
 _ACCELERATES_NAMES = {"deepspeed": "DEEPSPEED", "fsdp": "FSDP", "ddp": "MULTI_GPU"}
 
 
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A launch file that cannot run the job: its name, and why."""
+
+    name: str
+    problem: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """What is expected of a run under one launch file.
 
     Attributes:
         name, file: the launch file's name and path.
-        problem: why the launch cannot run this job; "" if it can.
-        job: the job with the smallest forward that must fit; None if there is a `problem`.
+        job: the job with the smallest forward that must fit.
         estimate: the memory of that job.
         over: which memory is too small for the job: `device`, `host` or both.
         largest_tokens: tokens of the largest forward that fits, at most a rank's part of a step; 0 if none fits.
@@ -50,27 +57,29 @@ class Plan:
 
     name: str
     file: Path
-    problem: str = ""
-    job: Job | None = None
-    estimate: Estimate | None = None
+    job: Job
+    estimate: Estimate
+    speed: Speed
     over: tuple[str, ...] = ()
     largest_tokens: int = 0
-    speed: Speed | None = None
     tight: bool = False
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     without: str = ""
 
     @property
     def fits(self) -> bool:
-        return self.estimate is not None and not self.over
+        return not self.over
 
     @property
     def flags(self) -> str:
         """`more` as words of a command line."""
-        words = {name: f"--{name.replace('_', '-')}" for name in self.more}
-        return " ".join(
-            flag if self.more[name] is True else f"{flag} {self.more[name]}" for name, flag in words.items()
-        )
+        flags = {f"--{name.replace('_', '-')}": value for name, value in self.more.items()}
+        return " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags.items())
+
+
+def made_plans(plans: Sequence[Plan | Refused]) -> list[Plan]:
+    """Those of launch files that can run the job."""
+    return [plan for plan in plans if isinstance(plan, Plan)]
 
 
 def launch_of(file: Path, machine: PlannedMachine) -> Launch:
@@ -85,7 +94,9 @@ def launch_of(file: Path, machine: PlannedMachine) -> Launch:
     return assume_precision(launch, machine.bf16)
 
 
-def plan(name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: float, row_tokens: float = 0.0) -> Plan:
+def plan(
+    name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: float, row_tokens: float = 0.0
+) -> Plan | Refused:
     """Return the plan for a job under its launch.
 
     The plan adds gradient checkpointing if the job then fits better or is faster, and lowers the number of answers that
@@ -97,7 +108,7 @@ def plan(name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: 
         row_tokens: tokens of a row in the mean, for the speed.
     """
     if problem := _problem(job, machine):
-        return Plan(name=name, file=file, problem=problem)
+        return Refused(name, problem)
     memory = machine.gpu_bytes if machine.gpus else None, machine.host_bytes
 
     def planned(tried: Job) -> Plan:
@@ -154,44 +165,42 @@ def with_tokens(job: Job, tokens: int) -> Job:
     """The job with a forward of another size, of rows of the same length with the same share of supervised tokens."""
     share = job.supervised_tokens / max(job.tokens, 1)
     rows, pixels = (round(count * tokens / job.tokens) for count in (job.rows, job.pixels))
-    supervised_tokens = max(round(tokens * share), 1)
-    return dataclasses.replace(
-        job, tokens=tokens, supervised_tokens=supervised_tokens, rows=max(rows, 1), pixels=pixels
-    )
+    supervised, rows = max(round(tokens * share), 1), max(rows, 1)
+    return dataclasses.replace(job, tokens=tokens, supervised_tokens=supervised, rows=rows, pixels=pixels)
 
 
-def recommended(plans: Sequence[Plan]) -> tuple[Plan | None, str]:
+def recommended(tried: Sequence[Plan | Refused]) -> tuple[Plan | None, str]:
     """The plan to run, and why, in a sentence: the simplest of the fastest that fit.
 
     Plans for one machine come before plans for several, and plans with room to spare before those that barely fit.
     """
-    every = [plan for plan in plans if plan.fits and plan.speed]
-    if not every:
+    plans = made_plans(tried)
+    fits = [plan for plan in plans if plan.fits]
+    if not fits:
         return None, "no launch file fits"
-    fitting = [plan for plan in every if plan.job and plan.job.launch.machines <= 1] or every
+    fitting = [plan for plan in fits if plan.job.launch.machines <= 1] or fits
     roomy = [plan for plan in fitting if not plan.tight] or fitting
-    least = min(plan.speed.seconds for plan in roomy if plan.speed)
-    alike = [plan for plan in roomy if plan.speed and plan.speed.seconds <= (1 + ALIKE) * least]
+    least = min(plan.speed.seconds for plan in roomy)
+    alike = [plan for plan in roomy if plan.speed.seconds <= (1 + ALIKE) * least]
     best = min(alike, key=_simplicity)
-    simpler = [plan for plan in plans if not plan.fits and not plan.problem and _simplicity(plan) < _simplicity(best)]
-    if len(plans) == 1:
+    if len(tried) == 1:
         return best, "which fits" + _but(best)
     why = "the fastest that fits" if len(alike) == 1 else "the simplest of the fastest that fit"
-    if fitting is not every and min(plan.speed.seconds for plan in every if plan.speed) < least:
+    if fitting is not fits and min(plan.speed.seconds for plan in fits) < least:
         why += " on one machine"
     if faster := [plan.name for plan in fitting if plan.tight and plan not in roomy and _speedup(plan, best) > ALIKE]:
         why += f" with room to spare, because {', '.join(faster)} would barely fit"
-    if simpler:
-        why += f"; {', '.join(plan.name for plan in simpler)} would not fit"
+    if simpler := [plan.name for plan in plans if not plan.fits and _simplicity(plan) < _simplicity(best)]:
+        why += f"; {', '.join(simpler)} would not fit"
     return best, why + _but(best)
 
 
-def without_offload(best: Plan | None, planned: Callable[[bool], Sequence[Plan]]) -> str:
+def without_offload(best: Plan | None, planned: Callable[[bool], Sequence[Plan | Refused]]) -> str:
     """The end of a sentence on how an adapter does without the offload that `best` needs; "" if it needs none, or none
     does without. `planned` gives the plans of an adapter, and whether on a base in 4 bits."""
 
     def offloads(plan: Plan | None) -> bool:
-        launch = plan.job.launch if plan and plan.job else None
+        launch = plan.job.launch if plan else None
         return not launch or {launch.offload("param"), launch.offload("optimizer")} != {"none"}
 
     for in_4bit in (False, True) if offloads(best) else ():
@@ -204,14 +213,11 @@ def without_offload(best: Plan | None, planned: Callable[[bool], Sequence[Plan]]
 
 
 def _speedup(plan: Plan, other: Plan) -> float:
-    assert plan.speed is not None
-    assert other.speed is not None
     return other.speed.seconds / plan.speed.seconds - 1
 
 
 def _but(plan: Plan) -> str:
     """What the user must know about a recommended plan: further machines that it needs, and a tight fit."""
-    assert plan.job is not None
     words = ""
     if plan.job.launch.machines > 1:
         words += f"; it needs {plan.job.launch.machines} such machines"

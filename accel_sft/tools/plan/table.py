@@ -8,12 +8,11 @@ from typing import Any
 from accel_sft.api.tool_configs import PlanConfig
 from accel_sft.memory.estimate import COMPONENTS, Estimate, checkpoint_bytes_each, totals
 from accel_sft.memory.flops import peaks
-from accel_sft.memory.job import Job
 from accel_sft.memory.lengths import Lengths
 from accel_sft.memory.shape import ModelShape
 from accel_sft.memory.states import FLOAT32, MASTER, MOMENTS
 from accel_sft.tools.plan.machine import PlannedMachine
-from accel_sft.tools.plan.plans import MARGIN, Plan
+from accel_sft.tools.plan.plans import MARGIN, Plan, Refused, made_plans
 
 GIB = 2**30
 _COLUMNS = 80
@@ -26,12 +25,12 @@ class Answer:
     """What `plan` answers.
 
     Attributes:
-        jobs: for each plan, the job with exactly the settings that the user gave.
+        precisions: those that the launch files compute in.
         best: the recommended plan, `why` it is that, and the `command` that trains under it.
     """
 
-    plans: Sequence[Plan]
-    jobs: Sequence[Job]
+    plans: Sequence[Plan | Refused]
+    precisions: Sequence[str]
     shape: ModelShape
     machine: PlannedMachine
     lengths: Lengths
@@ -46,14 +45,13 @@ class Answer:
         yield ""
         yield from self._table()
         yield ""
-        yield from _notes(self.plans, self.machine)
-        for plan in self.plans:
-            if plan.estimate and (self.config.details or len(self.plans) == 1):
-                yield from _details(plan.name, plan.estimate)
+        plans = made_plans(self.plans)
+        yield from _notes(plans, self.machine)
+        for plan in plans if self.config.details or len(self.plans) == 1 else ():
+            yield from _details(plan.name, plan.estimate)
         if self.best is None:
-            refused = all(plan.problem for plan in self.plans)
             none = "No launch file is recommended: each has a problem, named above."
-            yield _text(none if refused else self._nothing_fits(), 0)
+            yield _text(self._nothing_fits(plans) if plans else none, 0)
             return
         with_more = f" with {self.best.flags} (without, it would {self.best.without})" if self.best.more else ""
         yield _text(f"Recommended: {self.best.name}{with_more}, {self.why}.", 0)
@@ -67,7 +65,7 @@ class Answer:
             "model": {"family": shape.family, "parameters": shape.parameters, **shape.by_group},
             "machine": dataclasses.asdict(self.machine),
             "lengths": dataclasses.asdict(self.lengths),
-            "plans": [_plan_json(plan) for plan in self.plans],
+            "plans": [*map(_plan_json, self.plans)],
             "recommended": self.best.name if self.best else None,
             "reason": self.why,
             "command": self.command,
@@ -80,8 +78,7 @@ class Answer:
         if config.train_only is not None:
             how = "counted as if all were trained (--train-only)"
         yield _text(f"model    {shape.family}, {shape.parameters:,} parameters, {how}")
-        computed = sorted({"float32" if job.precision == "no" else job.precision for job in self.jobs})
-        yield _text(f"machine  {self.machine.describe()}" + f"; computes in {' or '.join(computed)}" * bool(computed))
+        yield _text(f"machine  {self.machine.describe()}; computes in {' or '.join(self.precisions)}")
         yield _text(f"lengths  the longest example has {lengths.longest:,} tokens: {lengths.source}")
         if shape.other and lengths.pixels is None:
             yield _text("images   not counted, as the data has not been tokenized here: start a run once")
@@ -91,8 +88,9 @@ class Answer:
             yield _text("images   not counted beside their pixels: config.json does not name the vision tower's sizes")
 
     def _table(self) -> Iterator[str]:
-        fastest = min((plan.speed.seconds for plan in self.plans if plan.fits and plan.speed), default=0.0)
-        rows = [_HEAD, _UNITS, *(_row(plan, plan.estimate, fastest) for plan in self.plans if plan.estimate)]
+        plans = made_plans(self.plans)
+        fastest = min((plan.speed.seconds for plan in plans if plan.fits), default=0.0)
+        rows = [_HEAD, _UNITS, *(_row(plan, fastest) for plan in plans)]
         if not self.machine.gpus:
             rows = [(row[0], *row[3:]) for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -101,17 +99,17 @@ class Answer:
             cells = (f"{cell:{'<' if head in ('launch file', 'at') else '>'}{width}}" for cell, head, width in columns)
             yield "  ".join(cells).rstrip()
         for plan in self.plans:
-            if plan.problem:
+            if isinstance(plan, Refused):
                 yield _text(f"{plan.name:<{widths[0]}}  {plan.problem}", widths[0] + 2)
 
-    def _nothing_fits(self) -> str:
+    def _nothing_fits(self, plans: Sequence[Plan]) -> str:
         also = "" if self.config.gradient_checkpointing else ", nor does one with --gradient-checkpointing"
-        text = f"No launch file fits{also}{self.why.partition('fits')[2]}. {_fix(self.plans, self.config)}"
-        return text + _elsewhere(self.plans, self.machine)
+        text = f"No launch file fits{also}{self.why.partition('fits')[2]}. {_fix(plans, self.config)}"
+        return text + _elsewhere(plans, self.machine)
 
 
-def _plan_json(plan: Plan) -> dict[str, Any]:
-    if plan.estimate is None or plan.job is None:
+def _plan_json(plan: Plan | Refused) -> dict[str, Any]:
+    if isinstance(plan, Refused):
         return {"launch": plan.name, "fits": False, "problem": plan.problem}
     return {
         "launch": plan.name,
@@ -127,14 +125,13 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
         "host_peak_bytes": plan.estimate.host_peak_bytes,
         "host_needed_bytes": plan.estimate.host_needed_bytes,
         "tightest": plan.estimate.tightest,
-        "speed": dataclasses.asdict(plan.speed) if plan.speed else None,
+        "speed": dataclasses.asdict(plan.speed),
         "estimate": dataclasses.asdict(plan.estimate),
     }
 
 
-def _row(plan: Plan, estimate: Estimate, fastest: float) -> tuple[str, ...]:
-    assert plan.speed is not None
-    fits = "no" if plan.over else "barely" if plan.tight else "yes"
+def _row(plan: Plan, fastest: float) -> tuple[str, ...]:
+    estimate, fits = plan.estimate, "no" if plan.over else "barely" if plan.tight else "yes"
     return (
         plan.name,
         _gib(estimate.device_peak_bytes) + "!" * ("device" in plan.over),
@@ -149,19 +146,18 @@ def _row(plan: Plan, estimate: Estimate, fastest: float) -> tuple[str, ...]:
 
 
 def _largest(phases: Mapping[str, float]) -> str:
-    return max(phases, key=phases.__getitem__) if phases else ""
+    return max(phases, key=phases.__getitem__, default="")
 
 
 def _notes(plans: Sequence[Plan], here: PlannedMachine) -> Iterator[str]:
     """What the columns mean, as far as this table has them."""
-    estimated = [(plan, plan.job, plan.estimate) for plan in plans if plan.job and plan.estimate]
-    if not estimated:
+    if not plans:
         return
-    _, job, _ = estimated[0]
+    job = plans[0].job
     rows = f" ({job.rows} longest examples)" if job.rows > 1 else " (the longest example)"
     forward = f"a forward of {job.tokens:,} tokens{rows if here.gpus else ''}"
     yield _text(f"memory   at its peak phase, with {forward}; host: of all ranks of a machine; !: too little")
-    if spare := max(estimate.local_ranks * estimate.spare_bytes for _, _, estimate in estimated):
+    if spare := max(plan.estimate.local_ranks * plan.estimate.spare_bytes for plan in plans):
         room = f"{_gib(spare)} GiB of host memory more let training go on while checkpoints are written"
         yield _text(f"copies   up to {room}; they are left out where there is no room")
     yield _text("fits     in memory; accel-sft doctor says what else a launch file needs")
@@ -173,12 +169,12 @@ def _notes(plans: Sequence[Plan], here: PlannedMachine) -> Iterator[str]:
     if any(plan.tight for plan in plans):
         where = "one GPU" if here.gpus else "all ranks of this machine"
         yield _text(f"barely   within {1 - MARGIN:.0%} of {where}'s memory; a prediction may err by as much")
-    for plan, job, _ in estimated:
-        if job.launch.machines > 1:
-            yield _text(f"{plan.name} on {job.launch.machines} such machines: memory of one, speed of all")
+    for plan in plans:
+        if (machines := plan.job.launch.machines) > 1:
+            yield _text(f"{plan.name} on {machines} such machines: memory of one, speed of all")
     device = f"one {here.gpu}" if peaks(here.gpu) else "a GPU that is not known, on PCIe" if here.gpus else "CPUs"
     yield _text(f"speed    by a simple model of {device}; only ratios between launch files mean anything")
-    for note in dict.fromkeys(note for _, _, estimate in estimated for note in estimate.notes):
+    for note in dict.fromkeys(note for plan in plans for note in plan.estimate.notes):
         yield _text(f"unknown  {note}")
     yield ""
 
@@ -222,14 +218,12 @@ def _fix(plans: Sequence[Plan], config: PlanConfig) -> str:
 
 def _disk(plan: Plan, config: PlanConfig) -> str:
     """What a run under this plan writes, and moves in a step."""
-    assert plan.job is not None
-    assert plan.speed is not None
-    job, kept = plan.job, str(config.keep_checkpoints)
+    job, keep = plan.job, str(config.keep_checkpoints)
     parts = [f"best/ and final/ {_gib(job.stored_bytes * (job.trained if job.is_frozen else job.parameters))} GiB each"]
     if job.saves:
         size = checkpoint_bytes_each(job.ema_decay is not None) * job.trained
-        at_once = f", {int(kept) + 1} at once" if kept.isdecimal() else ""
-        parts.append(f"a checkpoint {_gib(size)} GiB{at_once} (--keep-checkpoints {kept})")
+        at_once = f", {int(keep) + 1} at once" if keep.isdecimal() else ""
+        parts.append(f"a checkpoint {_gib(size)} GiB{at_once} (--keep-checkpoints {keep})")
     swapped: float = (MASTER + MOMENTS + FLOAT32) * job.trained * (job.launch.offload("optimizer") == "nvme")
     swapped += job.computes_bytes * job.parameters * (job.launch.offload("param") == "nvme")
     if swapped := swapped * job.local_ranks / job.ranks:

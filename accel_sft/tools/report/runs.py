@@ -132,7 +132,8 @@ def read_run(path: Path, name: str) -> Run:
     if not (has_steps or is_evaluation or folder.is_run()):
         raise UserError(_no_run(folder))
     if not folder.record.exists():
-        run.notes.append("run.json is not there: settings are not known")
+        alone = is_evaluation and not has_steps
+        run.notes.append("an evaluation: no settings, no steps" if alone else "run.json is missing: settings unknown")
     _read_metrics(run)
     run.started = _started(folder)
     run.status, run.reason = _status(run)

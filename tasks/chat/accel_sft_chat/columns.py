@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ _ANSWERS = ("answer", "response", "output", "reply", "solution", "target")
 _SAID = ("content", "parts", "tool_calls", "function_call")
 _LABELS = ("label", "labels", "sentiment", "intent")
 """Columns beside a text which its reader most often wants to learn, as the data sets of classification have them."""
+_REPR = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
+"""How a list of messages begins in a table that pandas or numpy wrote."""
 _SHOWN = 8
 
 
@@ -81,7 +84,7 @@ def named_columns(text: str | None) -> tuple[tuple[str, str], ...]:
     """
     pairs = []
     for part in (text or "").split(",") if text else ():
-        what, _, column = (each.strip() for each in part.partition("="))
+        what, _, column = (word.strip() for word in part.partition("="))
         if what not in COLUMNS:
             raise ValueError(f"{what!r} is not one of {', '.join(COLUMNS)}")
         if not column:
@@ -113,7 +116,7 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     column, forms = _recognised(keys, tuple(key for key in keys if not is_empty(row[key])), columns)
     form = next((form for form in forms if row[column(form[0])] is not None), None)
     if form is None:
-        raise _unknown(row, named.values(), known=bool(forms))
+        raise _unknown(row, named.values(), has_form=bool(forms))
     first = column(form[0])
     others = [column(what) for what in ("system", "tools", "images")]
     if form[0] == "text":
@@ -145,8 +148,8 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
             form = f"prompt and completion (columns {first}, {second})"
         else:
             read.add(more := column("input"))
-            asked = [_text(row, name, remarks) for name in (first, more)]
-            question = {"role": "user", "content": "\n".join(part for part in asked if part.strip())}
+            questions = [_text(row, name, remarks) for name in (first, more)]
+            question = {"role": "user", "content": "\n".join(part for part in questions if part.strip())}
             answer = {"role": "assistant", "content": _text(row, second, remarks, needed=True)}
             turns = [*_history(row, earlier, remarks), question, answer]
             form = f"Alpaca (columns {first}, {more or 'input'}, {second})"
@@ -157,8 +160,8 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     missing = (f"without the column {name}, which --columns names" for name in named.values() if name not in row)
     if system_text and others[0] not in ("system", *named.values()):
         form = f"{form[:-1]}; system prompt in {others[0]})"
-    told = (*missing, *remarks.notes, *notes)
-    return RowTurns(form, turns, system_text, tools, told, tuple(remarks.unread), _variables(row))
+    all_notes = (*missing, *remarks.notes, *notes)
+    return RowTurns(form, turns, system_text, tools, all_notes, tuple(remarks.unread), _variables(row))
 
 
 def _unwrapped(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -184,17 +187,17 @@ def _recognised(
     """
     named = dict(columns)
     kinds = {what: (named[what],) if what in named else names for what, names in COLUMNS.items()}
-    found = {
+    column_of = {
         what: next((name for held in (filled, row) for name in names if name in held), "")
         for what, names in kinds.items()
     }
     # if columns were named, only the forms that have them are looked for
     forms = [form for form in _FORMS if not named.keys().isdisjoint(form)] or _FORMS
-    return found.__getitem__, [form for form in forms if all(found[what] for what in form)]
+    return column_of.__getitem__, [form for form in forms if all(column_of[what] for what in form)]
 
 
-def _unknown(row: Mapping[str, Any], named: Iterable[str], *, known: bool) -> RowProblem:
-    """The problem of a row without a form. `known`: its columns have a form, but no value."""
+def _unknown(row: Mapping[str, Any], named: Iterable[str], *, has_form: bool) -> RowProblem:
+    """The problem of a row without a form. `has_form`: its columns have a form, but no value."""
     there = ", ".join(key[:80] + " (null)" * (row[key] is None) for key in list(row)[:_SHOWN]) or "none"
     if absent := [name for name in named if name not in row]:
         return RowRefused(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
@@ -205,7 +208,7 @@ def _unknown(row: Mapping[str, Any], named: Iterable[str], *, known: bool) -> Ro
         what = f"a column {half[1]} beside {half[0]}, got {there}"
         name = answers if half[1] in ("completion", "output") else asks
         return RowRefused(None, f"{what}; complete the row, or name its column: --columns {half[1]}={name or 'COLUMN'}")
-    return (RowProblem if known else RowRefused)(
+    return (RowProblem if has_form else RowRefused)(
         None,
         "columns messages or conversations, prompt and completion, instruction and output, or text, "
         f"got {there}; name others: --columns prompt={asks or 'question'},completion={answers or 'answer'}",
@@ -215,6 +218,8 @@ def _unknown(row: Mapping[str, Any], named: Iterable[str], *, known: bool) -> Ro
 def _text(row: Mapping[str, Any], column: str, remarks: Remarks, *, needed: bool = False) -> str:
     """A column's text; "" if there is none and none is needed."""
     value = row.get(column)
+    if isinstance(value, str) and _REPR.match(value):
+        raise RowRefused(column, "JSON of messages, got Python's repr of them: write them with json.dumps or to_json")
     return "" if value is None and not needed else text_of(value, column, remarks)
 
 
@@ -252,19 +257,24 @@ def _rows_in(*columns: Any) -> int:
 
 def _pair(row: Mapping[str, Any], prompt: str, completion: str, remarks: Remarks) -> list[Turn]:
     """The turns of a prompt and a completion, each a text or a list of messages; no turn of the prompt is learnt."""
-    asked, answered = _messages_in(row[prompt]), _messages_in(row[completion])
+    prompt_turns, answer_turns = _messages_in(row[prompt]), _messages_in(row[completion])
     turns = (
-        read_turns(asked, prompt, remarks)[0]
-        if asked
+        read_turns(prompt_turns, prompt, remarks)[0]
+        if prompt_turns
         else [{"role": "user", "content": _text(row, prompt, remarks, needed=True)}]
     )
     for turn in turns:
         turn[IN_PROMPT] = True
-    if answered:
-        return [*turns, *read_turns(answered, completion, remarks)[0]]
-    if not asked:
+    if answer_turns:
+        answered = read_turns(answer_turns, completion, remarks)[0]
+    else:
+        answered = [{"role": "assistant", "content": _text(row, completion, remarks, needed=True)}]
+    if turns[-1]["role"] == answered[0]["role"] == "assistant":
+        expected = f"no begun answer at its end, which {completion} would go on with: put all of the answer there"
+        raise RowProblem(prompt, expected)
+    if not prompt_turns and not answer_turns:
         turns[0]["continued"] = True
-    return [*turns, {"role": "assistant", "content": _text(row, completion, remarks, needed=True)}]
+    return [*turns, *answered]
 
 
 def _history(row: Mapping[str, Any], column: str, remarks: Remarks) -> list[Turn]:
@@ -290,12 +300,12 @@ def _messages_in(value: Any) -> list[Any] | None:
     A list, or a text that is JSON of one, may also be something else, which the model is to read or to answer with.
     """
     if isinstance(value, str):
-        found = None
+        parsed = None
         with contextlib.suppress(ValueError):
-            found = json_in(value) if value.lstrip()[:1] == "[" else None
-        return found if isinstance(found, list) and found and all(map(_is_message, found)) else None
-    listed = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)]
-    meant = any(_is_message(each) or each.get("role") in ("user", "assistant", "system") for each in listed)
+            parsed = json_in(value) if value.lstrip()[:1] == "[" else None
+        return parsed if isinstance(parsed, list) and parsed and all(map(_is_message, parsed)) else None
+    listed = [message for message in (value if isinstance(value, list) else [value]) if isinstance(message, dict)]
+    meant = any(_is_message(message) or message.get("role") in ("user", "assistant", "system") for message in listed)
     return (value if isinstance(value, list) else listed) if meant else None
 
 
@@ -335,11 +345,11 @@ def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:
     """A flat schema of a tool, such as Anthropic's, MCP's or Bedrock's, with its parameters under OpenAI's key."""
     named = {"input_schema": "parameters", "inputSchema": "parameters"}
-    found = {named.get(name, name): value for name, value in tool.items() if (name, value) != ("type", "function")}
-    match found:
+    renamed = {named.get(name, name): value for name, value in tool.items() if (name, value) != ("type", "function")}
+    match renamed:
         case {"parameters": {"json": dict(schema)}}:  # Bedrock's
-            found["parameters"] = schema
-    return found
+            renamed["parameters"] = schema
+    return renamed
 
 
 def _variables(row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -354,7 +364,7 @@ def _variables(row: Mapping[str, Any]) -> dict[str, Any] | None:
         as_text = isinstance(held, str) and held.strip().lower() in ("true", "false")  # true for every template
         if as_text or (name.startswith("enable_") and not isinstance(held, (bool, type(None)))):
             raise RowProblem(f"{_VARIABLES}.{name}", f"true or false as JSON, no text or number, got {held!r:.40}")
-    found = {name: held for name, held in (value or {}).items() if held is not None}
+    variables = {name: held for name, held in (value or {}).items() if held is not None}
     for name, wanted in _SWITCHES.items():
         if is_empty(held := row.get(name)):
             continue
@@ -363,6 +373,6 @@ def _variables(row: Mapping[str, Any]) -> dict[str, Any] | None:
                 held = json_in(held.strip().lower())
         if not isinstance(held, wanted) or (wanted is int and isinstance(held, bool)):
             raise RowProblem(name, f"{_TYPES[wanted]}, got {held!r:.40}")
-        if found.setdefault(name, held) != held:
+        if variables.setdefault(name, held) != held:
             raise RowProblem(name, f"the same as in {_VARIABLES}, got {held!r:.40}")
-    return found or None
+    return variables or None

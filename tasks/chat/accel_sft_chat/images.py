@@ -31,17 +31,17 @@ def with_images(turns: list[Turn], value: Any, column: str, folder: str) -> tupl
         turns, notes = _put_first(turns, len(paths), column), (PUT_FIRST,)
     if column and marked and not (paths or any(turn.get("images") for turn in turns)):
         notes = (WITHOUT,)
-    found, rest = [], iter(paths)
+    placed, rest = [], iter(paths)
     wanted = 0
     for turn in turns:
         # without images in the row, <image> in a text is an ordinary word
         marks = turn.get("images") or [None] * turn["content"].count(IMAGE) * bool(paths)
         wanted += marks.count(None)
         images = [path if path is not None else next(rest, None) for path in marks]
-        found.append({**turn, "images": [_placed(path, folder) for path in images if path]} if images else turn)
+        placed.append({**turn, "images": [_placed(path, folder) for path in images if path]} if images else turn)
     if wanted != len(paths):
         raise RowProblem(column or "images", f"an image for each of {wanted} {IMAGE} in the texts, got {len(paths)}")
-    return found, notes
+    return placed, notes
 
 
 def as_parts(turns: Sequence[Turn]) -> list[dict[str, Any]]:
@@ -59,9 +59,9 @@ def _as_parts(turn: Turn) -> dict[str, Any]:
 
 
 def _paths(value: Any, column: str, wanted: bool) -> list[str]:
-    found = value if isinstance(value, list) else [] if value is None else [value]
-    found = found if wanted else [image for image in found if not _is_empty(image)]
-    paths = [image_address(image) for image in found]
+    images = value if isinstance(value, list) else [] if value is None else [value]
+    images = images if wanted else [image for image in images if not _is_empty(image)]
+    paths = [image_address(image) for image in images]
     for number, path in enumerate(paths):
         if not isinstance(path, str) or not path:
             raise RowProblem(f"{column}[{number}]", f"an image's path or bytes, got {kind(path)}")

@@ -68,9 +68,9 @@ def _in_cell(value: Any) -> Any:
 
 def preferred(row: Mapping[str, Any]) -> str:
     """What is expected in place of `chosen` and `rejected`."""
-    whole = isinstance(row["chosen"], list) and "prompt" not in row
-    what = "messages" if whole else "output" if "instruction" in row else "completion"
-    ends_messages = not whole and not row.keys().isdisjoint(("messages", "conversations"))
+    is_whole_chat = isinstance(row["chosen"], list) and "prompt" not in row
+    what = "messages" if is_whole_chat else "output" if "instruction" in row else "completion"
+    ends_messages = not is_whole_chat and not row.keys().isdisjoint(("messages", "conversations"))
     way = "put them into the messages" if ends_messages else f"--columns {what}=chosen"
     return f"one answer, got chosen and rejected: {_NO_PREFERENCES} the chosen alone: {way}"
 

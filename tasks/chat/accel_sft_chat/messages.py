@@ -93,10 +93,10 @@ def read_turns(value: Any, field: str, remarks: Remarks) -> tuple[list[Turn], bo
 def _refuse_written_calls(before: list[Turn], turn: Turn, field: str) -> None:
     """Refuse calls that a text has too, of the same turn or of one that is joined to it: they are learnt twice."""
     calls = [call["function"] for call in turn.get("tool_calls", ())]
-    for said in [*(other for other in before if other["role"] == "assistant"), turn] if calls else ():
-        mark = _CALL_MARK.search(said["content"])
-        if mark or any(function in calls for _, _, function in functions_in(said["content"])):
-            got = kind(mark[0] if mark else said["content"])
+    for turn_before in [*(other for other in before if other["role"] == "assistant"), turn] if calls else ():
+        mark = _CALL_MARK.search(turn_before["content"])
+        if mark or any(function in calls for _, _, function in functions_in(turn_before["content"])):
+            got = kind(mark[0] if mark else turn_before["content"])
             raise RowProblem(field, f"calls in tool_calls alone, not as text in the content too, got {got}")
 
 
@@ -138,10 +138,10 @@ def json_in(text: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         raise ValueError(f"a key twice among {', '.join(key for key, _ in pairs)}"[:80])
-    return found
+    return value
 
 
 def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
@@ -153,8 +153,8 @@ def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
         names = ("role", "parts")
     role = message.get(names[0])
     if not isinstance(role, str) or role.lower() not in _ROLES:
-        known = "system, user, assistant or tool (human, gpt, function_call, observation)"
-        raise RowProblem(f"{field}.{names[0]}", f"{known}, got {kind(role)}")
+        roles = "system, user, assistant or tool (human, gpt, function_call, observation)"
+        raise RowProblem(f"{field}.{names[0]}", f"{roles}, got {kind(role)}")
     role = _ROLES[role.lower()]
     turn: Turn = {"role": role, "content": ""}
     given, where = message.get(names[1]), f"{field}.{names[1]}"
@@ -249,12 +249,12 @@ def _divided(value: Any, role: str, field: str) -> tuple[dict[str, list[Turn]], 
 
 def _calling(message: Turn, role: str, field: str) -> str:
     """The key under which a message calls tools; "" if it calls none."""
-    found = [which for which in ("tool_calls", "function_call") if message.get(which)]
-    if found and role != "assistant":
-        raise RowProblem(f"{field}.{found[0]}", f"no call in a turn of the {role}: the assistant calls tools")
-    if len(found) > 1:
+    keys = [which for which in ("tool_calls", "function_call") if message.get(which)]
+    if keys and role != "assistant":
+        raise RowProblem(f"{field}.{keys[0]}", f"no call in a turn of the {role}: the assistant calls tools")
+    if len(keys) > 1:
         raise RowProblem(f"{field}.function_call", "calls in it or in tool_calls, not in both")
-    return found[0] if found else ""
+    return keys[0] if keys else ""
 
 
 def content_of(value: Any, field: str, role: str, called: bool, remarks: Remarks) -> Turn:
@@ -263,11 +263,11 @@ def content_of(value: Any, field: str, role: str, called: bool, remarks: Remarks
         return {"content": value}
     if called and (value is None or value == []):
         return {"content": ""}
-    known = (*_TEXTS, *_IMAGES)
-    if isinstance(value, dict) and value.get("type") in known:
+    types = (*_TEXTS, *_IMAGES)
+    if isinstance(value, dict) and value.get("type") in types:
         value = [value]
     parts = [_typed(part) for part in value] if isinstance(value, list) else []
-    if role == "tool" and value is not None and not (parts and all(part and part["type"] in known for part in parts)):
+    if role == "tool" and value is not None and not (parts and all(part and part["type"] in types for part in parts)):
         return {"content": json.dumps(value, ensure_ascii=False)}
     if value == []:
         raise RowProblem(field, f"text, got {kind(value)}")
@@ -370,7 +370,7 @@ def functions_in(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
 
 def read_calls(value: Any, field: str, remarks: Remarks) -> list[Turn]:
     """Calls of tools in OpenAI's form, with their arguments, often given as a JSON text, as an object."""
-    found = []
+    calls = []
     for number, call in enumerate(value if isinstance(value, list) else [value]):
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -383,10 +383,10 @@ def read_calls(value: Any, field: str, remarks: Remarks) -> list[Turn]:
         if not isinstance(arguments, dict):
             raise RowProblem(where, f"an object, or JSON of one, got {kind(arguments)}")
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        found.append({"type": "function", **named, "function": {"name": function["name"], "arguments": arguments}})
-    if not found:
+        calls.append({"type": "function", **named, "function": {"name": function["name"], "arguments": arguments}})
+    if not calls:
         raise RowProblem(field, "at least one call, got none")
-    return found
+    return calls
 
 
 def _text(value: Any, field: str) -> str:

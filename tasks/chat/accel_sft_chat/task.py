@@ -34,7 +34,7 @@ _REMEMBERED = (
 )
 _MISSING = {
     *("nan", "NaN", "-nan", "NaT", "None", "null", "NULL", "(null)", "undefined", r"\N", "<NA>", "#N/A", "#NA"),
-    *("#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"),
+    *("<noinput>", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"),
 }
 """What programs write for a missing value: a text, or a question's last line, which is Alpaca's input."""
 _FILES = (
@@ -45,6 +45,8 @@ _UNSHOWN = re.compile(r", got (['\"]|-?\d+\.\d).*|[:,]? \(.*", re.DOTALL)
 """What of a problem differs from row to row, so that equal problems are counted together."""
 _RENDERED = re.compile(
     r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|start\|>|\[INST\]|<\|(user|assistant)\|>|<｜(User|Assistant)｜>"
+    r"|^### ?(Human|User|Instruction|Assistant|Response):|^USER: .*ASSISTANT: ",
+    re.MULTILINE,
 )
 """Marks that chat templates write around turns."""
 _RENDERED_TEXT = (
@@ -169,8 +171,13 @@ class Chat(Task):
         """
         if self.metric not in UNANSWERED and self._by_loss(notes) and any(not row.prompt for row in rows):
             return self._by_perplexity(rows)
+        some = rows[:_LOOKED_AT]
+        unmatched = self.metric in ("regex", "json") and not self._own_metric
+        if unmatched and not any(self.score(row, comparable(row.answer))[self.main_metric] for row in some):
+            line = f"warning: --metric {self.metric} matches none of the rows' own answers: no answer can score above 0"
+            rows.notes += [line] * (line not in rows.notes)
         told = self.metric == "f1" and not self._own_metric and len(rows) >= _FEWEST
-        answers = [comparable(row.answer) for row in rows[:_LOOKED_AT]] if told else []
+        answers = [comparable(row.answer) for row in some] if told else []
         labels = 1 < len({*answers}) <= len(answers) // 4 and max(map(len, answers)) <= _LONGEST_LABEL
         short = told and (labels or all(len(answer.split()) == 1 for answer in answers))
         if short and _ONE_WORD not in rows.notes:
@@ -224,20 +231,18 @@ class Chat(Task):
         if self.held_out == 0:
             validation.notes.append(_REMEMBERED.format(len(validation)))
             return rows, validation
-        known = "to evaluate (--held-out, --validation-file); rows with the same prompt are on one side"
+        why = "to evaluate (--held-out, --validation-file); rows with the same prompt are on one side"
         if len(validation) < _ENOUGH and not self._by_loss(rows.notes):
-            known = _few(len(validation), len(rows))
-        validation.notes.append(f"{len(validation):,} of {len(rows):,} rows are held out of {self.train_file}: {known}")
+            why = _few(len(validation), len(rows))
+        validation.notes.append(f"{len(validation):,} of {len(rows):,} rows are held out of {self.train_file}: {why}")
         return train, validation
 
 
 def _few(count: int, of: int) -> str:
     """How well a score of so few rows is known, and how many of all rows would do better."""
     more = min(_ENOUGH, of // 4)
-    known = f"few, a score of 0.5 is ±{_reach(count):.2f} (95%)"
-    return (
-        f"{known}; --held-out {more}: ±{_reach(more):.2f}" if more > count else f"{known}; --validation-file for more"
-    )
+    few = f"few, a score of 0.5 is ±{_reach(count):.2f} (95%)"
+    return f"{few}; --held-out {more}: ±{_reach(more):.2f}" if more > count else f"{few}; --validation-file for more"
 
 
 def _reach(count: int) -> float:
@@ -271,8 +276,8 @@ def parse_row(
         if strict or isinstance(problem, RowRefused):
             raise
         raise RowLeftOut(f"malformed ({_UNSHOWN.sub('', without_numbers(str(problem)))})") from problem
-    asked = [turn["content"].rpartition("\n")[2] for turn in read.turns if turn["role"] == "user"]
-    texts = map(str.strip, [*asked, *(turn["content"] for turn in read.turns)])
+    last_lines = [turn["content"].rpartition("\n")[2] for turn in read.turns if turn["role"] == "user"]
+    texts = map(str.strip, [*last_lines, *(turn["content"] for turn in read.turns)])
     missing = [f"with a text that is {text!r}, which is learnt as a word" for text in texts if text in _MISSING]
     if read.form.startswith(RAW_TEXT):
         text = read.turns[0]["content"]

@@ -81,12 +81,12 @@ def dialogue(
         raise RowLeftOut("there is nothing before the answer")
     if any(turn["role"] != "assistant" for turn in turns[learnt[-1] + 1 :]):
         notes[TRAILING] = None
-    kept = [
+    marked = [
         {**_unmarked(turn), **({"weight": 0} if turn["role"] == "assistant" and at not in learnt else {})}
         for at, turn in enumerate(turns[: learnt[-1] + 1])
     ]
-    prompt = [_unmarked(turn) for turn in kept[: learnt[0]]]
-    return Dialogue(prompt, kept[learnt[0] :], tools), tuple(notes)
+    prompt = [_unmarked(turn) for turn in marked[: learnt[0]]]
+    return Dialogue(prompt, marked[learnt[0] :], tools), tuple(notes)
 
 
 def _without_leading(turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
@@ -95,27 +95,27 @@ def _without_leading(turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
     if "user" not in roles:
         return turns
     user = roles.index("user")
-    kept = [turn for turn in turns[:user] if turn["role"] == "system"] + turns[user:]
-    if len(kept) < len(turns):
+    rest = [turn for turn in turns[:user] if turn["role"] == "system"] + turns[user:]
+    if len(rest) < len(turns):
         notes[LEADING] = None
-    return kept
+    return rest
 
 
 def _joined(turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
     """The turns, with consecutive turns of one role joined if that loses nothing; results of tools stay apart."""
-    found: list[Turn] = []
+    joined: list[Turn] = []
     for turn in turns:
-        before = found[-1] if found else None
+        before = joined[-1] if joined else None
         if before is None or not _joinable(before, turn):
-            found.append(turn)
+            joined.append(turn)
             continue
         contents = [text for text in (before["content"], turn["content"]) if text]
         lists = {key: [*before.get(key, ()), *turn.get(key, ())] for key in ("tool_calls", "images")}
         lists = {key: values for key, values in lists.items() if values}
-        found[-1] = {**before, "content": "\n\n".join(contents), **lists}
+        joined[-1] = {**before, "content": "\n\n".join(contents), **lists}
         if len(contents) > 1:
             notes[JOINED.format(turn["role"])] = None
-    return found
+    return joined
 
 
 def _joinable(before: Turn, turn: Turn) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from conftest import accel_sft
 from rehearsal_faults import MATH, side
 
-from accel_sft.training.in_vain import _told_apart
+from accel_sft.training.checks import without_experts
 
 QUICK = ("--max-steps", "4", "--eval-every", "off", "--save-every", "off", "--dtype", "float32")
 
@@ -23,7 +23,7 @@ def test_a_layer_that_nothing_calls_is_named(yaml, tmp_path):
     if run.status:
         assert "a trained weight gets no gradient" in " ".join(run.output.split())
         return
-    assert run.result()["trained_in_vain"] == ["side.weight", "side.bias"]
+    assert run.result()["without_gradient"] == ["side.weight", "side.bias"]
     assert "weights without a gradient: 2 of" in " ".join(run.output.split())
 
 
@@ -31,11 +31,13 @@ def test_a_layer_that_nothing_calls_is_named(yaml, tmp_path):
 def test_an_adapter_begins_at_zero_and_learns_all_the_same(steps, tmp_path):
     run = accel_sft(*MATH, *QUICK, "--adapter", "lora", "--max-steps", steps, run_dir=tmp_path / "run")
     assert run.status == 0, run.output[-3000:]
-    assert run.result()["trained_in_vain"] == []
+    assert run.result()["without_gradient"] == []
 
 
-def test_experts_that_no_token_chose_are_told_apart_from_those_that_cannot_be_reached():
+def test_unchosen_experts_are_distinguished_from_unreachable_ones():
     layer = "model.layers.{}.mlp.experts.{}.up_proj.weight"
-    vain, idle = _told_apart([layer.format(0, 1), layer.format(1, 0), layer.format(1, 1)], [layer.format(0, 0)])
+    untrained, idle = without_experts(
+        [layer.format(0, 1), layer.format(1, 0), layer.format(1, 1)], [layer.format(0, 0)]
+    )
     assert idle == [layer.format(0, 1)]
-    assert vain == [layer.format(1, 0), layer.format(1, 1)]
+    assert untrained == [layer.format(1, 0), layer.format(1, 1)]

@@ -1,0 +1,141 @@
+"""Checks of a prepared model: Liger's kernels compute the same as before, and gradients reach every trained weight."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from accel_sft.api.errors import UserError
+from accel_sft.batching.device_memory import forwards_alone
+from accel_sft.batching.layouts import Batching
+from accel_sft.batching.loss import available_heads
+from accel_sft.batching.trial import Trial
+from accel_sft.batching.verify import UNLIMITED, enough
+from accel_sft.checkpoint.partition import SCALES, Partition, partitions
+from accel_sft.launch.collectives import first_reason, gather_numbers
+from accel_sft.models.architecture import alike
+from accel_sft.models.kernels import put_kernels_in
+
+_UPDATES = 3
+"""Updates after which gradients are looked for. After the first one LoRA's A has had none, since B starts at zero; with
+a warm-up from rate 0, nor after the second."""
+_FIRST = 4096
+"""Elements of a weight that are looked at before all of it: mostly they have had a gradient, and the rest is not
+read."""
+_EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
+_TOLERANCES = {True: (1e-3, 1e-2), False: (0.05, 0.25)}
+"""Largest allowed differences in float32 (True) and in reduced precision (False): of the loss in nats per token, and of
+a gradient as a share of its norm."""
+_SMALL = 1e-12
+"""Smallest norm that a gradient's difference is divided by; the norm may be zero."""
+
+
+def use_liger_kernels(trial: Trial) -> str:
+    """Have Liger's kernels compute the prepared model's layers, and return the line that says so.
+
+    The loss of a few rows is compared with and without the kernels. If a forward needs no other rank, so are the
+    gradients of the embedded tokens and of trained vectors, such as a norm's weights.
+
+    Raises:
+        UserError: the loss or a gradient differs from before; or liger-kernel cannot be used, see `put_kernels_in`.
+    """
+    accelerator = trial.accelerator
+    model = accelerator.unwrap_model(trial.model)
+    # where a forward needs other ranks, gradients would be reduced as soon as they are computed
+    trial = dataclasses.replace(trial, train=forwards_alone(accelerator))
+    plain, rows = Batching("padded", UNLIMITED, head=available_heads(model)[0]), enough(trial.examples)
+    vectors = [weight for weight in model.parameters() if trial.train and weight.requires_grad and weight.ndim == 1]
+    loss, gradients = trial.run(plain, rows, vectors)
+    layers = put_kernels_in(model)
+    loss_after, gradients_after = trial.run(plain, rows, vectors)
+
+    off = abs(loss - loss_after) / trial.batch(plain, rows).weights.sum().item()
+    line = f"Liger's kernels compute {layers} layers: the loss of {len(rows)} rows is off by {off:.1g} nats a token"
+    tolerance, most = _TOLERANCES[trial.in_float32]
+    exact = off <= tolerance
+    if gradients:
+        pairs = zip(gradients, gradients_after, strict=True)
+        shares = [(before - after).norm() / before.norm().clamp(min=_SMALL) for before, after in pairs]
+        share = torch.stack(shares).max().item()  # NaN, if one of them is
+        line += f", gradients by {share:.1g} of their norm"
+        exact = exact and share <= most
+    if wrong := first_reason(None if exact else line):
+        raise UserError(f"--use-liger-kernel: {wrong}; leave it out")
+    return line
+
+
+class Untrained:
+    """Looks for trained weights that no gradient reaches, once: in the optimizer's states, an element that is zero has
+    had no gradient.
+
+    Attributes:
+        names: these weights, alike ones together; None before it has looked.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: Any, optimizer: Any, log: Callable[[str], None]) -> None:
+        self._accelerator, self._model, self._optimizer, self._log = accelerator, model, optimizer, log
+        self._updates = 0
+        self.names: list[str] | None = None
+
+    def look(self, grad_norm: float, *, last: bool) -> None:
+        """Call it on every rank after each step, with its gradient's norm; at the right one, it logs what it finds."""
+        self._updates += math.isfinite(grad_norm)  # the others changed nothing
+        if self.names is not None or self._updates < (2 if last else _UPDATES):
+            return
+        unwrapped = self._accelerator.unwrap_model(self._model)
+        trained = [name for name, parameter in unwrapped.named_parameters() if parameter.requires_grad]
+        reached = set(self._reached())
+        by_rank = gather_numbers([name in reached for name in trained])
+        untouched = [name for name, *ranks in zip(trained, *by_rank, strict=True) if not any(ranks)]
+        untrained, idle = without_experts(untouched, {*trained} - {*untouched})
+        self.names = alike(untrained)
+        if untrained:
+            adapter = hasattr(unwrapped, "peft_config")
+            fix = "name other layers in --lora-target-modules" if adapter else "leave them out with --train-only"
+            self._log(
+                f"warning: weights without a gradient: {len(untrained)} of {len(trained)} trained weights got none in "
+                f"{self._updates} steps ({', '.join(self.names)}); {fix}"
+            )
+        if idle:
+            self._log(
+                f"note: in {self._updates} steps no token has chosen the experts of {', '.join(alike(idle))}; they "
+                "learn once one does"
+            )
+
+    def _reached(self) -> Iterator[str]:
+        """Yield the names of the weights of which this rank has a part that has had a gradient."""
+        for partition in partitions(self._accelerator, self._model, self._optimizer):
+            parts = list(_parts(partition))
+            firsts = torch.stack([part[:_FIRST].any() for _, part in parts]).tolist() if parts else []
+            for (name, part), first in zip(parts, firsts, strict=True):
+                if first or part.any().item():
+                    yield name
+
+
+def _parts(partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield this rank's part of each weight's state: AdamW's second moment, or what another optimizer has."""
+    state = partition.state
+    scales = state.get(SCALES[-1])  # of states in 8 bits, whose own zero is no zero
+    values = state.get(partition.kinds[-1]) if scales is None else scales
+    if values is None:
+        return
+    local = (values.to_local() if hasattr(values, "to_local") else values).detach().reshape(-1)
+    for span in partition.spans:
+        of_one_weight = scales is not None or hasattr(values, "to_local")
+        part = local if of_one_weight else local[span.offset : span.offset + span.size]
+        if part.numel():
+            yield span.name, part
+
+
+def without_experts(untouched: Iterable[str], reached: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Divide the weights without a gradient: those that nothing reaches, and those of experts that no token has chosen,
+    since other experts of the same layer have had a gradient."""
+    chosen = {_EXPERT.sub("*", name) for name in reached if _EXPERT.search(name)}
+    idle = [name for name in untouched if _EXPERT.sub("*", name) in chosen]
+    return [name for name in untouched if name not in idle], idle
