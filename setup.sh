@@ -86,7 +86,9 @@ installed() {
     [[ -x $VENV/bin/python && -f $VENV/setup-state && $(<"$VENV/setup-state") == "$state" ]] &&
         python -c '
 import sys
-from importlib.metadata import version
+from importlib.metadata import distribution, version
+if "editable" not in (distribution("accel-sft").read_text("direct_url.json") or ""):
+    sys.exit(1) # a copy, which a changed checkout would not change
 for name in ("torch", "deepspeed", "accel-sft", "accel-sft-chat", "accel-sft-math", "accel-sft-ner", *sys.argv[1:]):
     version(name)' ${extras:+pytest} 2>/dev/null
 }

@@ -1,5 +1,6 @@
 """`python -m accel_sft` and the console script `accel-sft`: the same command group."""
 
+import importlib.util
 import os
 import sys
 
@@ -8,6 +9,9 @@ if sys.platform == "win32":  # before imports of what there is not
         "Error: accel_sft runs on Linux, and on macOS in one process. On Windows, run it in WSL: `wsl --install`, and "
         "in its terminal the commands of the README"
     )
+
+if importlib.util.find_spec("click") is None:
+    sys.exit("Error: this Python lacks accel_sft's libraries; activate its environment: . .venv/bin/activate")
 
 import accel_sft.launch.launcher  # noqa: F401 - early: it notes who started this process
 from accel_sft.cli.group import cli

@@ -33,7 +33,11 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
     values: dict[str, Any] = {}
     problems: list[str | None] = []
     first_lines: dict[str, int] = {}
-    for key, node in _mapping(path):
+    nodes = _mapping(path)
+    if any(_text(key) in ("compute_environment", "distributed_type") for key, _ in nodes):
+        launch = f"accelerate launch --config_file {path} -m accel_sft TASK"
+        raise UserError(f"--config {path}: a launch file, which accelerate reads: {launch}")
+    for key, node in nodes:
         number = key.start_mark.line + 1
         line = f"line {number}"
         if key.id != "scalar":

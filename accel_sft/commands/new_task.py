@@ -66,7 +66,7 @@ _FILE = '''\
 
 from dataclasses import dataclass
 
-from accel_sft import RowProblem, Task, option, read_rows
+from accel_sft import RowProblem, Task, UserError, option, read_rows
 
 
 @dataclass(kw_only=True)
@@ -76,12 +76,18 @@ class {cls}(Task):
     main_metric = "accuracy"
 
     train_file: str | None = option(None, rows=True, help="Rows with question and answer; default: a sample.")
-    validation_file: str | None = option(None, rows=True, help="The same, to evaluate; none may be in both.")
+    validation_file: str | None = option(None, rows=True, help="The same, to evaluate; default: a tenth of the others.")
 
     def dataset(self, split):
         """The examples of "train" or "validation"; none may be in both."""
-        if path := getattr(self, f"{{split}}_file"):
-            return read_rows(path, parse, split=split)
+        if split == "validation" and self.validation_file:
+            return read_rows(self.validation_file, parse, split=split)
+        if self.train_file:
+            rows = read_rows(self.train_file, parse)
+            parts = (rows, None) if self.validation_file else rows.held_out(max(len(rows) // 10, 1), seed=0)
+            return parts[split == "validation"]
+        if self.validation_file:
+            raise UserError("--train-file: name the rows to train on")
         numbers = range(900) if split == "train" else range(900, 1000)
         return [{{"question": f"Is {{n}} even or odd?", "answer": ("even", "odd")[n % 2]}} for n in numbers]
 '''

@@ -240,6 +240,11 @@ def test_a_file_may_name_its_task(yaml):
     ]
 
 
+def test_launch_file_given_as_config_is_named(yaml):
+    (line,) = refused(yaml("distributed_type: DEEPSPEED"))
+    assert line.startswith("a launch file, which accelerate reads: accelerate launch --config_file ")
+
+
 @pytest.mark.parametrize("text", ["", "- a\n- b\n", "word"])
 def test_yaml_without_names_is_refused(yaml, text):
     assert refused(yaml(text)) == ["expected option names and values, one `name: value` a line"]

@@ -255,6 +255,7 @@ def test_values_get_their_types_and_options_may_have_underscores(run):
         (("--lora-init", "olora"), "PiSSA and OLoRA change the base"),
         (("--generate-with", "vllm"), "`accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`"),
         (("--probe",), "`accel-sft compare TASK` measures memory"),
+        (("--config_file", "z2.yaml"), "a launcher's flag: write it before -m"),
     ],
 )
 def test_options_of_other_trainers_are_refused_with_ours(run, site, args, told):
@@ -695,6 +696,12 @@ def test_a_new_task_in_one_file_runs_as_it_stands(tmp_path):
     subprocess.run(lint, check=True)
     checked = accel_sft("check", "./even_odd.py", "--strict", cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout + checked.stderr
+    (tmp_path / "own.jsonl").write_text("".join(f'{{"question": "q {n}", "answer": "a {n}"}}\n' for n in range(30)))
+    own = "--train-file", "own.jsonl", "--show", "0", "--json"
+    splits = json.loads(accel_sft("check", "./even_odd.py", *own, cwd=tmp_path).stdout)["splits"]
+    assert {split["split"]: split["rows"] for split in splits} == {"train": 27, "validation": 3}
+    refused = accel_sft("./even_odd.py", "--validation-file", "own.jsonl", cwd=tmp_path)
+    assert "--train-file: name the rows to train on" in refused.stderr
     again = accel_sft("new-task", "even-odd", "--file", cwd=tmp_path)
     assert "even_odd.py: is there already" in again.stderr
     assert "is called so" in accel_sft("new-task", "random", "--file", cwd=tmp_path).stderr

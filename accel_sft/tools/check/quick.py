@@ -58,8 +58,9 @@ def quick_lines(findings: list[DataFinding], task_name: str) -> list[str]:
         more = f", and {count - _NAMED:,} more" if count > _NAMED else ""
         if finding.grade != "note":
             details = " and ".join(list(dict.fromkeys(row.detail for row in finding.rows if row.detail))[:_DETAILS])
+            unit = "label" if finding.code == "D218" else "row"
             lines.append(
-                f"warning {finding.code}: {finding.split}: {count:,} row{'s' * (count != 1)}: {finding.about.what}"
+                f"warning {finding.code}: {finding.split}: {count:,} {unit}{'s' * (count != 1)}: {finding.about.what}"
                 f"{': ' * bool(details)}{details} (example{'s' * (count != 1)} {numbers}{more}); {finding.about.fix}"
             )
     if lines:
