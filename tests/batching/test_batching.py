@@ -81,7 +81,7 @@ def same(found, expected):
 @pytest.mark.parametrize(
     "limit", [{"rows": 1}, {"rows": 3}, {"rows": 64}, {"tokens": 60}, {"tokens": 200}, {"tokens": 5}]
 )
-def test_ranks_share_a_step_in_equally_many_forwards_in_any_order(way, world_size, limit):
+def test_ranks_get_equally_many_forwards_in_any_order(way, world_size, limit):
     examples = rows(17)
     batching = batching_of(way, limit.get("tokens", 1024), limit.get("rows"))
     ranks = batching.divide(examples, world_size)
@@ -147,7 +147,7 @@ def test_every_layout_gives_the_loss_and_gradients_of_padded_rows(model, way, to
     same(loss_and_gradients(model, batching_of(way, tokens), rows(), world_size=2), expected)
 
 
-def test_one_question_with_several_answers_is_computed_once_and_each_answer_learnt(model):
+def test_question_with_several_answers_is_computed_once(model):
     answers = ([5, 6, 7], [5, 6, 8], [5, 9], [5, 6, 7])
     examples = [Encoded(index, [1, 2, 3, *answer], 3) for index, answer in enumerate(answers)]
     batch = Batching("shared", 64).batch(sorted(examples, key=lambda e: e.input_ids), 0, CPU)
@@ -170,7 +170,7 @@ def test_grouped_heads_and_reduced_precision_are_the_same_to_rounding(way, key_v
         assert got == pytest.approx(expected, rel=tolerance)
 
 
-def test_a_mask_is_kept_once_for_the_backward_and_not_in_each_layer():
+def test_mask_is_kept_once_and_not_by_layer():
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(small(Qwen2Config, num_hidden_layers=4)).train()
     batch = batching_of(("packed", "mask"), 4096).batch(rows(24), 0, CPU)
@@ -193,14 +193,14 @@ def test_a_forward_without_examples_gives_a_connected_zero(model):
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_rows_behind_a_prefix_have_no_mask_of_tokens_by_tokens():
+def test_rows_behind_a_prefix_have_no_quadratic_mask():
     alike = [Encoded(number, [7] * 300 + [number] * 300, 310) for number in range(1, 4)]
     inputs = batching_of(("shared", "rows"), 4096).batch(alike, 0, CPU).inputs
     tensors = [*inputs.values(), *vars(inputs["rows"]).values()]
     assert max(each.numel() for each in tensors if torch.is_tensor(each)) == 300 + 3 * 300
 
 
-def test_ranks_without_a_row_leave_a_steps_loss_what_it_is(model, tmp_path):
+def test_ranks_without_a_row_do_not_change_the_loss(model, tmp_path):
     """Two of three ranks have nothing to learn from: theirs is a part of a sum, and no 0.0 in a mean."""
     model, examples, parts = copy.deepcopy(model), rows(1), []
     for rank in range(3):
@@ -214,7 +214,7 @@ def test_ranks_without_a_row_leave_a_steps_loss_what_it_is(model, tmp_path):
     assert sum(parts) == pytest.approx(by_hand(model, examples[0]) / examples[0].supervised_tokens, rel=1e-5)
 
 
-def test_a_pad_token_that_ends_the_turn_is_learnt_where_it_ends_it():
+def test_pad_token_is_learnt_where_it_ends_the_turn():
     examples = [Encoded(0, [5, 6, 7, 8, 3], 3), Encoded(1, [5, 9, 3], 1)]
     batch = batching_of(WAYS[-1], 64).batch(examples, 3, CPU)
     assert batch.inputs["input_ids"].tolist() == [[5, 6, 7, 8, 3], [5, 9, 3, 3, 3]]
@@ -251,7 +251,7 @@ def untouched(monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
 
 
-def test_attention_of_rows_is_registered_only_once_a_model_takes_it(model, untouched):
+def test_attention_of_rows_is_registered_when_first_used(model, untouched):
     assert chosen(model, batching="padded")[0].layout == "padded"
     by_rows = batching_of(("shared", "rows"), 64)
     assert AttentionInterface()["sdpa"] is sdpa_attention_forward
@@ -268,7 +268,7 @@ def test_the_settings_win(model):
     assert chosen(model, micro_batch_size="4")[0] == batching_of(("shared", "rows"), UNLIMITED, 4, head="pieces")
 
 
-def test_what_a_run_had_chosen_is_kept_while_it_is_exact(model):
+def test_earlier_choice_is_kept_while_it_is_exact(model):
     kept = batching_of(("shared", "rows"), 777, head="pieces")
     for attention in ("sdpa", "eager"):
         changed = copy.deepcopy(model)
@@ -277,7 +277,7 @@ def test_what_a_run_had_chosen_is_kept_while_it_is_exact(model):
         assert (batching == kept) is (attention == "sdpa")
 
 
-def test_a_batching_is_recorded_in_the_words_that_runs_hold_and_comes_back():
+def test_recorded_batching_keeps_its_words_and_comes_back():
     for layout, head in itertools.product(LAYOUTS, loss.HEADS):
         batching = Batching(layout.name, 64, attention=layout.attention, head=head)
         record = json.loads(json.dumps(choice.recorded(["auto", "auto"], batching)))
@@ -314,7 +314,7 @@ def test_two_starts_choose_alike_and_read_no_clock(model, monkeypatch, tried):
         assert chosen(model)[0] == batching_of(("padded", "causal"), 64) != batching
 
 
-def test_the_least_work_wins_over_fewer_forwards_and_over_fewer_tokens(model):
+def test_least_work_wins_over_fewer_forwards_or_tokens(model):
     long = rows(64, instruction=300, longest=30)
     width, by_rows, by_mask = model.config.hidden_size, ("shared", "rows"), ("shared", "mask")
     assert batching_of(by_rows, 4096).computed_tokens(long, 1) > batching_of(by_mask, 4096).computed_tokens(long, 1)
@@ -323,7 +323,7 @@ def test_the_least_work_wins_over_fewer_forwards_and_over_fewer_tokens(model):
     assert large < small  # each forward computes the instruction again
 
 
-def test_of_sizes_with_nearly_the_same_work_the_smallest_is_taken_and_few_forwards_are_less_work(model, monkeypatch):
+def test_smallest_of_nearly_equal_sizes_is_taken(model, monkeypatch):
     job, sizes = (
         trial(model, rows(64, instruction=0)),
         [batching_of(("packed", "rows"), n) for n in (64, 128, 256, 4096)],
@@ -334,7 +334,7 @@ def test_of_sizes_with_nearly_the_same_work_the_smallest_is_taken_and_few_forwar
     assert least_work(job, sizes).tokens == 128
 
 
-def test_a_runs_choice_is_kept_in_its_folder_for_its_own_job_and_launch(tmp_path):
+def test_runs_choice_is_read_for_its_own_job_and_launch(tmp_path):
     accelerator, batching, asked = Accelerator(cpu=True), Batching("packed", 64, head="pieces"), ["auto", "auto"]
     assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None
     choice.write(accelerator, RunDir(tmp_path), asked, batching, ["job"])
@@ -372,7 +372,7 @@ def test_dropout_is_not_shared_between_rows(model):
     assert "not shared: rows of a step would share their dropout (attention_dropout)" in told
 
 
-def test_attention_that_takes_no_mask_of_ours_has_rows_go_on_from_a_cache(tmp_path):
+def test_attention_without_our_mask_continues_from_a_cache(tmp_path):
     folder = make_tiny(tmp_path / "model")
     eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     batching, told = chosen(eager)
@@ -386,7 +386,7 @@ def small(kind, **settings):
     return kind(**{**common, "num_hidden_layers": 2, "num_key_value_heads": 2, **settings})
 
 
-def test_rows_that_reach_a_sliding_window_go_on_from_a_cache_and_others_stand_in_a_sequence():
+def test_rows_reaching_a_sliding_window_continue_from_a_cache():
     layers = ["sliding_attention", "full_attention"]
     for window, attention in ((512, "rows"), (16, "cache")):
         torch.manual_seed(0)
@@ -396,7 +396,7 @@ def test_rows_that_reach_a_sliding_window_go_on_from_a_cache_and_others_stand_in
 
 
 @pytest.mark.parametrize("window", [16, 512])
-def test_a_window_that_all_layers_have_is_seen_and_so_is_a_longer_row_that_is_only_judged(window):
+def test_window_of_all_layers_is_seen_by_judged_rows_too(window):
     torch.manual_seed(0)
     model = MistralForCausalLM(small(MistralConfig, sliding_window=window))
     short = [row for row in rows(64, instruction=4, longest=8) if len(row.input_ids) <= 16]
@@ -406,7 +406,7 @@ def test_a_window_that_all_layers_have_is_seen_and_so_is_a_longer_row_that_is_on
     assert batching.attention == ("cache" if window == 16 else "rows"), told
 
 
-def test_a_window_that_the_configuration_does_not_tell_of_is_found_by_the_longest_row(monkeypatch):
+def test_undeclared_window_is_detected_by_the_longest_row(monkeypatch):
     torch.manual_seed(0)
     model = MistralForCausalLM(small(MistralConfig, sliding_window=16, initializer_range=0.5))
     monkeypatch.setattr("accel_sft.batching.forward_layouts.limited_layers", lambda model, longest: None)
@@ -445,7 +445,7 @@ def flash(module, query, key, value, attention_mask, cu_seq_lens_q=None, max_len
 
 
 @pytest.mark.parametrize("name", ["flash_stand_in", "kernels-community/flash-attn2"])  # as transformers renames it
-def test_flash_attention_is_told_where_packed_rows_end(model, name):
+def test_flash_attention_gets_the_ends_of_packed_rows(model, name):
     AttentionInterface.register(name, flash)
     AttentionMaskInterface.register(name, sdpa_mask)
     flashing = copy.deepcopy(model)
@@ -553,7 +553,7 @@ def trial(model, examples, train=True, **settings):
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_the_largest_forward_that_goes_there_and_back_bounds_what_is_tried(model, train):
+def test_largest_forward_and_backward_bounds_the_tried_sizes(model, train):
     model = copy.deepcopy(model).train()
     exact = [Batching("shared", 0), Batching("padded", 0)]
     with room_for(300):
@@ -563,19 +563,19 @@ def test_the_largest_forward_that_goes_there_and_back_bounds_what_is_tried(model
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sizes_above_a_ranks_part_of_a_step_are_not_tried(model, monkeypatch, ranks):
+def test_sizes_above_a_ranks_share_are_not_tried(model, monkeypatch, ranks):
     job = trial(model, rows(200), global_batch_size=4 * ranks)
     monkeypatch.setattr(Accelerator, "num_processes", ranks)
     sizes = within_memory(job, [Batching("packed", 0)], (64, 128, 256, 512))
     assert [batching.tokens for batching in sizes] == [64, 128, 256]
 
 
-def test_a_device_without_room_for_the_smallest_forward_is_an_error_that_names_the_longest_example(model):
+def test_device_without_room_is_an_error_naming_the_longest_example(model):
     with room_for(20), pytest.raises(UserError, match=r"not even 64 tokens .*the longest example, \d+, has 5\d\)"):
         within_memory(trial(model, rows(200)), [Batching("shared", 0)], (64, 128))
 
 
-def test_a_reason_on_another_rank_rules_a_layout_out_on_all(model, monkeypatch):
+def test_reason_on_one_rank_rules_a_layout_out(model, monkeypatch):
     monkeypatch.setattr(collectives, "gather_object", lambda mine: [*mine, "the other rank says so"])
     batching, told = chosen(model)
     assert (batching.layout, batching.head) == ("padded", "everywhere")
@@ -661,7 +661,7 @@ class Refusing(Unaware):
 
 
 @pytest.mark.parametrize("refusal", [AssertionError, NotImplementedError, KeyError])
-def test_a_model_that_refuses_a_layout_without_a_word_gets_padded_rows(model, refusal):
+def test_model_refusing_without_a_message_gets_padded_rows(model, refusal):
     refusing = Refusing(model)
     refusing.refusal = refusal
     batching, told = chosen(refusing)
@@ -680,7 +680,7 @@ class Smearing(Wrapped):
         return {"inputs_embeds": embedded, "attention_mask": mask, "position_ids": positions}
 
 
-def test_examples_that_would_see_each_other_are_found_out(model):
+def test_examples_that_would_see_each_other_are_detected(model):
     batching, told = chosen(Leaking(model))
     assert batching.layout == "padded"
     assert "not shared: its loss is not that of single rows" in told
@@ -697,7 +697,7 @@ class Unplaced(Wrapped):
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_model_that_ignores_positions_is_found_out_in_any_precision(precision, request):
+def test_model_that_ignores_positions_is_detected_in_any_precision(precision, request):
     AcceleratorState._reset_state()
     request.addfinalizer(AcceleratorState._reset_state)
     torch.manual_seed(0)
@@ -719,7 +719,7 @@ class Wavering(Smearing):
         return 1 + 3e-7 * torch.randn_like(logits)
 
 
-def test_rounding_that_wavers_is_neither_dropout_nor_a_leak_and_hides_none(model):
+def test_wavering_rounding_is_no_leak_and_hides_none(model):
     wavering = Wavering(model)
     batching, told = chosen(wavering, batching="shared")
     assert batching.layout == "shared", told
@@ -736,7 +736,7 @@ class WholeHead(Wrapped):
         return self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
 
 
-def test_a_model_without_logits_to_keep_is_trained_with_its_whole_head(model):
+def test_model_without_logits_to_keep_trains_its_whole_head(model):
     batching, _ = chosen(WholeHead(model))
     assert batching.head == "everywhere"
     examples = sorted(rows(4), key=lambda e: e.input_ids)

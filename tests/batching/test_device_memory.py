@@ -87,7 +87,7 @@ def test_all_ranks_repeat_the_step_where_one_finds_no_room(launched, tmp_path):
     assert run.result()["batching"]["tokens"] < 80  # half of what found no room, or of half of that
 
 
-def test_ranks_that_wait_for_each_other_end_and_resume_with_smaller_forwards(launched, tmp_path):
+def test_ranks_sharing_weights_end_and_resume_with_smaller_forwards(launched, tmp_path):
     options = {"yaml": "z3", "launcher": FP32, **plugin(tmp_path, "cramped", CRAMPED)}
     arguments = ("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "2")
     run = accel_sft(*arguments, **options)
@@ -108,7 +108,7 @@ def test_a_limit_that_cannot_be_read_is_named(tmp_path, content):
         TrainStep(None, Batching("padded", 64), 0, RunDir(tmp_path), print)
 
 
-def test_the_least_of_what_several_ranks_found_no_room_for_is_kept(tmp_path, monkeypatch):
+def test_smallest_size_without_room_of_all_ranks_is_kept(tmp_path, monkeypatch):
     def cramped(module, inputs):
         raise torch.OutOfMemoryError("no room")
 
@@ -127,7 +127,7 @@ def test_the_least_of_what_several_ranks_found_no_room_for_is_kept(tmp_path, mon
     assert TrainStep(stepper, padded, 0, RunDir(tmp_path), print).batching.tokens == 6
 
 
-def test_nothing_is_tried_under_zero_3_where_experts_are_gathered_whole(tmp_path):
+def test_zero_3_tries_no_sizes_where_experts_are_gathered(tmp_path):
     """Ranks would wait for one that finds no room; and a backward without the weights would reduce their gradients."""
     model = architectures.make(tmp_path / "model", "mixtral")
     arguments = ("tried", *JOB[1:], *ONCE, "--max-steps", "2", "--model", str(model))
@@ -165,7 +165,7 @@ def trained(stepper, batching, examples, folder):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_trial_finds_room_for_trains_and_what_it_does_not_is_found_however_it_is_said(tmp_path, way):
+def test_trial_finds_exactly_the_sizes_that_train(tmp_path, way):
     """Budgets from where nothing fits to where all does."""
     sizes, counts = (32, 64, 128, 256, 512), []
     for mebibytes in (1.2, 2.4, 3.0, 4.5, 12):
@@ -185,7 +185,7 @@ def test_what_a_trial_finds_room_for_trains_and_what_it_does_not_is_found_howeve
 
 
 @pytest.mark.parametrize("way", [*WAYS, "backward"])
-def test_step_without_room_is_repeated_in_halves_however_it_is_said(tmp_path, way, capsys):
+def test_step_without_room_is_repeated_in_halves(tmp_path, way, capsys):
     _, stepper, examples = job(tiny_llama())
     expected, _ = trained(stepper, Batching("padded", 512), examples, tmp_path)
 
@@ -253,7 +253,7 @@ def test_without_a_job_the_smallest_forward_is_taken(monkeypatch):
     assert choice.with_sized_pieces(trial, [Batching("padded", 0)]) == [Batching("padded", 0)]
 
 
-def test_what_is_expected_of_a_forward_is_about_what_it_takes():
+def test_expected_bytes_of_a_forward_are_about_right():
     for recomputed in (False, True):
         with Device() as device:
             trial, _, examples = job(tiny_llama().train())
@@ -267,7 +267,7 @@ def test_what_is_expected_of_a_forward_is_about_what_it_takes():
         assert taken / 3 < expected < 3 * taken
 
 
-def test_without_a_trial_forwards_are_as_large_as_the_estimate_lets_them(monkeypatch):
+def test_without_a_trial_the_estimate_bounds_forwards(monkeypatch):
     """Where ranks share weights, nothing is tried."""
     trial, *_ = job(tiny_llama())
     sizes = (1024, 2048, 4096, 8192)
@@ -283,7 +283,7 @@ def test_without_a_trial_forwards_are_as_large_as_the_estimate_lets_them(monkeyp
     assert len(set(some)) > 2
 
 
-def test_pieces_of_the_head_are_as_large_as_the_device_has_room_for_and_a_resumed_run_keeps_them(monkeypatch):
+def test_head_pieces_fit_the_device_and_survive_a_resume(monkeypatch):
     trial, *_ = job(tiny_llama())
     monkeypatch.setattr(choice, "TRIED_ON_DEVICE", (64, 128))
     monkeypatch.setattr(choice, "UNTRIED", set())
@@ -308,7 +308,7 @@ def test_pieces_of_the_head_are_as_large_as_the_device_has_room_for_and_a_resume
 
 # for each batching other code is compiled
 @pytest.mark.parametrize("batching", ["padded", pytest.param("shared", marks=pytest.mark.long)])
-def test_compiled_blocks_draw_the_same_curve_and_say_what_compiling_took(launched, tmp_path, batching):
+def test_compiled_blocks_draw_the_same_curve_and_record_time(launched, tmp_path, batching):
     forwards = ("--batching", batching, "--micro-batch-size", "10")
     run = accel_sft(*JOB, *ONCE, "--compile", *forwards, run_dir=tmp_path / "run")
     assert run.status == 0, run.output

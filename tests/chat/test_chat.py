@@ -22,7 +22,7 @@ def encoded(tokenizer, task=None, examples=(24, 31), **rules):
     return encode(tokenizer, task or Sums(), examples, "train", **rules)
 
 
-def test_the_answer_and_its_end_of_turn_carry_loss_and_nothing_else(tokenizer):
+def test_answer_and_its_end_of_turn_alone_carry_loss(tokenizer):
     (first, _) = encoded(tokenizer).kept
     answer = first.input_ids[first.prompt_length :]
     assert tokenizer.decode(answer) == "the answer is 12 + 12<|im_end|>"
@@ -31,7 +31,7 @@ def test_the_answer_and_its_end_of_turn_carry_loss_and_nothing_else(tokenizer):
     assert tokenizer.decode(first.input_ids[: first.prompt_length]).endswith("24=<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_a_pad_token_that_is_the_end_of_turn_changes_nothing(tokenizer):
+def test_pad_token_equal_to_end_of_turn_changes_nothing(tokenizer):
     import copy
 
     same = copy.deepcopy(tokenizer)
@@ -48,7 +48,7 @@ def test_a_template_without_an_end_of_turn_gets_one(tokenizer):
     assert example.input_ids[-1] == bare.eos_token_id
 
 
-def test_a_prompt_that_is_no_prefix_is_an_error_that_shows_where(tokenizer):
+def test_prompt_that_is_no_prefix_is_refused_with_its_token(tokenizer):
     import copy
 
     odd = copy.deepcopy(tokenizer)
@@ -101,7 +101,7 @@ def test_empty_answers_are_left_out_by_name(tokenizer):
     assert [e.index for e in result.kept] == [1]
 
 
-def test_an_answer_of_which_no_token_is_left_is_left_out_by_name(tokenizer):
+def test_answer_without_tokens_is_left_out_by_name(tokenizer):
     class Unseen(Sums):
         def messages(self, example):
             return [{"role": "user", "content": self.asked}] if example == 24 else super().messages(example)

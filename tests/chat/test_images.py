@@ -199,7 +199,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
     goes_on_to_the_same_bits(done, tmp_path / "run", 2)
 
 
-def test_what_reads_images_is_as_it_was_and_the_export_has_the_processor(run):
+def test_vision_weights_stay_frozen_and_export_has_the_processor(run):
     model, done = run
     before, after = (load_file(folder / "model.safetensors") for folder in (model, done.run_dir / "final"))
     eyes = [name for name in before if "visual" in name or "vision_tower" in name]
@@ -241,7 +241,7 @@ def encoder(model, task, **rules):
     return SplitEncoder(Accelerator(cpu=True), tokenizer, task, rules, lambda: processor_of(model))
 
 
-def test_equal_texts_with_other_images_have_other_tokens_in_the_cache_and_another_loss(made, tmp_path):
+def test_changed_image_misses_the_cache_and_changes_the_loss(made, tmp_path):
     task = Colours(folder=str(tmp_path / "images"), text_too=False)
     encode = encoder(made("qwen2_vl"), task)
     examples = vision.Kept(task.dataset("train"), "a fingerprint of the rows, which says nothing of files")
@@ -288,7 +288,7 @@ def test_images_that_a_thread_prepared_make_the_same_batch(made, monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_an_error_in_the_thread_of_images_is_raised_in_the_step(made, monkeypatch):
+def test_error_in_the_image_thread_is_raised_in_the_step(made, monkeypatch):
     kept = encoder(made("qwen2_vl"), Colours(text_too=False))(range(20), "train").kept
     kept[0].images.origin.inputs.processor.image_processor = None
     told = []
@@ -301,7 +301,7 @@ def test_an_error_in_the_thread_of_images_is_raised_in_the_step(made, monkeypatc
     assert told[0].startswith("train example 0: the model's processor cannot make it input")
 
 
-def test_each_forwards_images_are_begun_before_the_backward_ahead_of_it(monkeypatch, tmp_path):
+def test_images_of_a_forward_begin_before_the_previous_backward(monkeypatch, tmp_path):
     happened = []
     pictured = [Encoded(number, [1, 2], 1, images=RowImages(number, 1, b"")) for number in range(4)]
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, parallelism_config=None)
@@ -341,7 +341,7 @@ def png(colour=(1, 2, 3), size=(16, 16), mode="RGB"):
     return file.getvalue()
 
 
-def test_an_image_is_the_same_in_every_form_in_which_it_is_given(made, tmp_path, monkeypatch):
+def test_image_is_the_same_in_every_given_form(made, tmp_path, monkeypatch):
     (tmp_path / "a.png").write_bytes(png())
     encoded = base64.b64encode(png()).decode()
     forms = [
@@ -430,7 +430,7 @@ def test_pil_images_with_other_palettes_are_others():
     assert Picture(one).digest != Picture(other).digest
 
 
-def test_a_text_with_an_image_s_token_is_refused_beside_rows_with_images(made, monkeypatch):
+def test_text_with_an_image_token_is_refused_beside_images(made, monkeypatch):
     asked = Colours.messages
 
     def with_token(self, example):
@@ -466,7 +466,7 @@ def test_exported_rows_have_their_images(tmp_path, monkeypatch, form):
     assert form != "bytes" or len([*(tmp_path / "moved" / "images").iterdir()]) == 1
 
 
-def test_an_image_that_cannot_be_exported_is_named_and_leaves_no_folder(tmp_path, monkeypatch):
+def test_image_that_cannot_be_exported_leaves_no_folder(tmp_path, monkeypatch):
     kept = export_data.conversation
 
     def then_gone(task, examples, split, index):

@@ -119,7 +119,7 @@ def test_name_of_a_user_is_no_system_prompt(tokenizer):
         assert "user name=Bob\n" in prompts(model, ([named], "no"))[0]
 
 
-def test_names_and_texts_beside_calls_that_no_prompt_has_are_told(tokenizer):
+def test_names_and_texts_missing_from_prompts_are_reported(tokenizer):
     own = with_template(tokenizer, TURNS.replace("{{ m.content }}", "{{ m.tool_calls or m.content }}"))
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     called = [ASK, {"role": "assistant", "content": "I look.", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
@@ -178,7 +178,7 @@ def test_without_a_template_a_continued_text_is_concatenated(tmp_path, bos):
         encoded(own, ([asked], "6"), ([{"role": "user", "content": "12="}], "6"))
 
 
-def test_a_server_is_not_asked_without_the_variables_of_a_row():
+def test_server_gets_no_row_without_its_variables():
     with pytest.raises(UserError, match="validation example 0 sets chat_template_kwargs; a server is asked for texts"):
         refuse_beyond_text([conversation(Rows(), [([ASK], "no", {"a": 1})], "validation", 0)])
 

@@ -182,7 +182,7 @@ def test_sequence_parallelism_refuses_images(made, tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen2_vl", *FAMILIES])
 @pytest.mark.parametrize("head", ["labelled", "pieces", "everywhere"])
-def test_a_blank_image_reaches_every_weight_and_changes_neither_loss_nor_gradient(made, family, head):
+def test_blank_image_reaches_all_weights_without_changing_gradients(made, family, head):
     folder = made(family)
     inputs = ImageInputs(lambda: load_processor(find_source(str(folder)), model=str(folder), trust_remote_code=False))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -211,7 +211,7 @@ def test_a_blank_image_reaches_every_weight_and_changes_neither_loss_nor_gradien
     assert all(gradient is not None and not gradient.any() for gradient in of_nothing.values())
 
 
-def test_a_model_that_reads_images_one_after_the_other_is_refused_where_ranks_would_wait(made, monkeypatch):
+def test_model_reading_images_in_sequence_is_refused_under_sharding(made, monkeypatch):
     folder = made()
     inputs = ImageInputs(lambda: load_processor(find_source(str(folder)), model=str(folder), trust_remote_code=False))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)

@@ -114,7 +114,7 @@ def learnt(tokenizer, examples):
     return [example.input_ids[example.prompt_length :] for example in encoded(tokenizer, examples)]
 
 
-def test_a_template_that_ends_no_prompt_in_the_header_of_answers_is_warned_of_with_what_fixes_it(tokenizer):
+def test_template_without_a_generation_prompt_is_warned_of_with_fix(tokenizer):
     own = copy.deepcopy(tokenizer)
 
     def warnings(template):
@@ -144,7 +144,7 @@ def test_an_answer_that_is_reproduced_to_the_token_is_right(tokenizer, assistant
 
 
 @pytest.mark.parametrize("assistant", SOUND.values(), ids=SOUND)
-def test_another_answer_is_scored_as_it_is_without_what_surrounds_it(tokenizer, assistant):
+def test_other_answer_is_scored_without_what_surrounds_it(tokenizer, assistant):
     own = with_template(tokenizer, assistant)
     said = ["even", "final", "m and <b>m</b>", "a\n\nb."]
     evaluation = scored(own, ["odd"] * len(said), learnt(own, said))
@@ -152,7 +152,7 @@ def test_another_answer_is_scored_as_it_is_without_what_surrounds_it(tokenizer, 
     assert evaluation.metrics["right"] == 0.0
 
 
-def test_a_tokenizer_that_decodes_blanks_behind_special_tokens_scores_no_answer_as_another():
+def test_tokenizer_that_decodes_blanks_behind_tokens_confuses_no_answers():
     characters = ["\u2581", "\n", *map(chr, range(33, 127))]
     tokens = {"<unk>": 0, "<s>": 1, **{character: number for number, character in enumerate(characters, 2)}}
     spelling = Tokenizer(models.BPE(tokens, [], unk_token="<unk>"))
@@ -236,7 +236,7 @@ def test_a_template_that_loses_the_answer_is_refused(tokenizer, name):
         ("{% for m in messages %}{% set m = {'role': m.role, 'content': m.content[:6]} %}", "system"),
     ],
 )
-def test_a_template_that_drops_a_message_is_refused_by_row_and_role(tokenizer, template, role):
+def test_template_dropping_a_message_is_refused_by_row_and_role(tokenizer, template, role):
     own = with_template(tokenizer, "{{ m.content }}<|im_end|>\n")
     own.chat_template = own.chat_template.replace("{% for m in messages %}", template)
     turns = [{"role": "system", "content": "Say it."}, {"role": "user", "content": "What?"}]
@@ -269,17 +269,17 @@ def test_thinking_that_the_prompt_opens_is_not_lost(tokenizer):
         encoded(own, [answer])
 
 
-def test_a_template_that_drops_answers_is_refused_though_it_writes_their_letters(tokenizer):
+def test_template_dropping_answers_is_refused_though_their_letters_appear(tokenizer):
     with pytest.raises(UserError, match=r'the chat template makes "<\|im_end\|>\\n" of "m"'):
         encoded(with_template(tokenizer, LOSING["drops it"]), ["m"])
 
 
-def test_an_answer_that_names_the_end_of_turn_is_not_cut_there(tokenizer):
+def test_answer_naming_the_end_of_turn_is_not_cut(tokenizer):
     own = with_template(tokenizer, SOUND["no end of turn"])
     assert own.decode(learnt(own, ["a<|im_end|>b"])[0]) == "a<|im_end|>b\n<|im_end|>"
 
 
-def test_an_end_of_turn_that_is_no_token_is_told_of_and_does_not_count_as_answer(tokenizer):
+def test_end_of_turn_that_is_no_token_is_reported_unscored(tokenizer):
     own = with_template(tokenizer, "{{ m.content }}<|im_finish|>\n")
     encoding = encode(own, Says(), ["odd"], "train", eos_ids={own.eos_token_id}, max_length=512, truncation="drop")
     (line,) = encoding.lines()
@@ -289,7 +289,7 @@ def test_an_end_of_turn_that_is_no_token_is_told_of_and_does_not_count_as_answer
     assert rendering.tail(rendering.form(Says().messages("odd"), "train")) == "<|im_finish|>\n"
 
 
-def test_control_tokens_in_an_answer_are_learnt_and_scored_as_characters(tokenizer):
+def test_control_tokens_in_answers_are_learnt_and_scored_as_characters(tokenizer):
     own = with_template(tokenizer, SOUND["an empty thinking block"])
     said = ["a<|im_end|>\n<|im_start|>user\nb", "a<|im_end|>\n<|im_start|>user\nc", "a", "a\n"]
     reproduced = learnt(own, said)
@@ -302,7 +302,7 @@ def test_control_tokens_in_an_answer_are_learnt_and_scored_as_characters(tokeniz
     assert [sample["generated"] for sample in scored(own, ["odd"], [ids]).samples] == ["ab"]
 
 
-def test_where_the_tokenizer_reads_characters_as_a_control_token_the_row_is_refused():
+def test_row_whose_characters_become_a_control_token_is_refused():
     """A Unigram vocabulary may have the token itself as a piece."""
     spelling = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((c, -9.0) for c in "abc</s>\n")], 0))
     spelling.decoder = decoders.Fuse()
@@ -314,7 +314,7 @@ def test_where_the_tokenizer_reads_characters_as_a_control_token_the_row_is_refu
         encoded(own, ["ab", "a</s>b"])
 
 
-def test_a_sound_template_is_not_refused_where_answers_are_cut_to_length(tokenizer):
+def test_sound_template_is_not_refused_where_answers_are_cut(tokenizer):
     own = with_template(tokenizer, THINKS_EMPTY)
     (whole,) = encoded(own, ["odd and even"])
     (cut,) = encoded(own, ["odd and even"], truncation="right", max_length=whole.prompt_length + 2)

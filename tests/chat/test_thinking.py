@@ -111,7 +111,7 @@ def test_every_family_learns_answers_and_scores_them_in_every_mode(any_tokenizer
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_learns_the_targets_thinking_and_scores_the_answer_alone(any_tokenizer, name):
+def test_every_family_learns_thinking_and_scores_the_answer_alone(any_tokenizer, name):
     own, ends = of_family(any_tokenizer, name)
     encoding = encoded(own, ends, THOUGHTS, "keep")
     for ids, (thinking, answer) in zip(learnt(encoding), [("two", "odd"), ("It is.", "<b>odd</b>")], strict=True):
@@ -125,7 +125,7 @@ def test_every_family_learns_the_targets_thinking_and_scores_the_answer_alone(an
     assert evaluation.metrics["right"] == 1.0
 
 
-def test_a_task_is_tried_on_targets_without_the_thinking_that_is_kept():
+def test_scoring_check_leaves_out_kept_thinking():
     check_scoring(Says(), THOUGHTS, "keep")
     with pytest.raises(UserError, match=r"score\(\) failed on '<think>two"):
         check_scoring(Says(), THOUGHTS, "template")
@@ -190,7 +190,7 @@ def whole_run(tiny, tmp_path_factory):
     return run, arguments
 
 
-def test_a_run_with_a_date_in_its_template_goes_on_on_another_day(whole_run, tmp_path):
+def test_run_with_a_dated_template_resumes_on_another_day(whole_run, tmp_path):
     run, arguments = whole_run
     record = json.loads((run.run_dir / "run.json").read_text())
     assert (record["config"]["thinking"], record["config"]["template_date"]) == ("off", DAY)
@@ -314,7 +314,7 @@ NOTES = [
 
 
 @pytest.mark.parametrize(("name", "thinking", "said"), NOTES)
-def test_what_was_done_beyond_the_templates_own_way_is_said_in_a_line(tokenizer, name, thinking, said):
+def test_departures_from_the_template_are_one_line(tokenizer, name, thinking, said):
     own, ends = of_family(tokenizer, name)
     notes = encoded(own, ends, ANSWERS, thinking).lines()
     assert all("\n" not in note for note in notes)
@@ -348,7 +348,7 @@ def test_texts_make_no_control_tokens(any_tokenizer, name):
     assert len([token for token in row.input_ids if token in control.special_ids]) > len(special[0])
 
 
-def test_a_prompt_that_a_template_writes_as_a_python_object_is_asked_as_it_was_trained(tokenizer):
+def test_prompt_written_as_a_python_object_keeps_its_characters(tokenizer):
     """Its control tokens are characters, and what kept them apart is not in the text."""
     own, _ = of_family(tokenizer, "Qwen2.5")
     own.chat_template = "{{ messages }}{% if add_generation_prompt %} answer: {% endif %}"
@@ -373,7 +373,7 @@ def test_prompts_of_training_are_what_is_generated_from(tokenizer, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_conversations_of_several_turns_and_without_a_system_message_are_learnt_too(tokenizer, name):
+def test_conversations_with_turns_or_without_system_message_are_learnt(tokenizer, name):
     class Talks(Says):
         def messages(self, example):
             talk = [("user", "Hello."), ("assistant", "Good day."), ("user", "What?")]
@@ -393,7 +393,7 @@ def test_conversations_of_several_turns_and_without_a_system_message_are_learnt_
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-R1", "DeepSeek-V3.1", "EXAONE 4", "QwQ"])
-def test_thinking_that_a_template_drops_is_refused_unless_it_is_kept(tokenizer, name):
+def test_dropped_thinking_is_refused_unless_it_is_kept(tokenizer, name):
     own, ends = of_family(tokenizer, name)
     for thinking in ("off", "template"):
         with pytest.raises(
@@ -427,7 +427,7 @@ UNSOUND = {
 
 
 @pytest.mark.parametrize("unsound", UNSOUND.values(), ids=UNSOUND)
-def test_a_prompt_that_no_sound_way_makes_a_prefix_is_refused(tokenizer, unsound):
+def test_prompt_that_is_never_a_prefix_is_refused(tokenizer, unsound):
     own, ends = of_family(tokenizer, "Qwen2.5")
     own.chat_template = unsound
     for thinking, target in (("template", "odd"), ("off", "odd"), ("keep", "odd"), ("keep", THOUGHTS[0])):
@@ -449,7 +449,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("failing", FAILING)
-def test_a_template_that_fails_is_told_in_one_line(tokenizer, failing):
+def test_template_that_fails_is_one_line(tokenizer, failing):
     own, ends = of_family(tokenizer, "Qwen2.5")
     own.chat_template = failing
     with pytest.raises(UserError, match=r"^validation( example 0)?: the model's chat .*roles system/user") as told:
@@ -459,7 +459,7 @@ def test_a_template_that_fails_is_told_in_one_line(tokenizer, failing):
     assert line.isprintable()
 
 
-def test_a_template_that_writes_no_prompt_is_told_in_one_line(tokenizer):
+def test_template_that_writes_no_prompt_is_one_line(tokenizer):
     own, ends = of_family(tokenizer, "Qwen2.5")
     own.chat_template = "{{ '' }}"
     with pytest.raises(UserError, match="the answer would not be trained on"):
@@ -505,7 +505,7 @@ def test_thinking_and_the_day_are_part_of_the_caches_key(tokenizer):
     assert key("Qwen3") == key("Qwen3", day="2024-03-01")  # which writes no date
 
 
-def test_the_notes_are_printed_again_where_the_tokens_are_from_the_cache(tokenizer, monkeypatch, tmp_path):
+def test_notes_are_printed_again_for_cached_tokens(tokenizer, monkeypatch, tmp_path):
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path))
     own, ends = of_family(tokenizer, "Gemma 2")
     rules = Rules(frozenset(ends), 512, "drop")
@@ -517,7 +517,7 @@ def test_the_notes_are_printed_again_where_the_tokens_are_from_the_cache(tokeniz
 
 
 @pytest.mark.parametrize("name", ["chat_template.json", "chat_template.jinja"])
-def test_a_template_that_is_in_a_file_of_its_own_is_found(tiny, tmp_path, name):
+def test_template_in_a_file_of_its_own_is_read(tiny, tmp_path, name):
     shutil.copytree(tiny, tmp_path / "model")
     (jinja,) = (tmp_path / "model").glob("chat_template.jinja")
     text = jinja.read_text()

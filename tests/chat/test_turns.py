@@ -121,7 +121,7 @@ APART = {
 
 @pytest.mark.parametrize("thinking", MODES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_answer_of_a_chat_is_learnt_as_the_answer_to_what_precedes_it(tokenizer, name, thinking):
+def test_every_answer_is_learnt_as_answer_to_its_predecessors(tokenizer, name, thinking):
     own, ends = of_family(tokenizer, name)
     chats = encoded(own, [(CHAT[:2], CHAT[2:])], ends=ends, thinking=thinking)
     single = encoded(own, [(CHAT[:at], CHAT[at]["content"]) for at in (2, 4, 6)], ends=ends, thinking=thinking)
@@ -133,7 +133,7 @@ def test_every_answer_of_a_chat_is_learnt_as_the_answer_to_what_precedes_it(toke
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3", "gpt-oss", "Gemma 3", "Llama 3.2", "Phi-3", "SmolLM3"])
-def test_one_row_is_the_templates_own_rendering_and_begins_with_every_prompt(tokenizer, name):
+def test_single_row_is_the_rendering_and_begins_with_every_prompt(tokenizer, name):
     own, ends = of_family(tokenizer, name)
     own.chat_template = own.chat_template.replace("strftime_now('%Y-%m-%d')", repr(DAY))
     own.chat_template = own.chat_template.replace("strftime_now is defined", "false").replace(
@@ -207,7 +207,7 @@ def test_schemas_that_are_none_are_refused():
 # --- templates that write earlier answers otherwise ---
 
 
-def test_a_template_that_forgets_thinking_makes_a_row_for_each_answer_and_says_so(tokenizer, tmp_path, monkeypatch):
+def test_template_that_forgets_thinking_makes_a_row_per_answer(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path))
     own = copy.deepcopy(tokenizer)
     own.chat_template = FORGETFUL
@@ -226,7 +226,7 @@ def test_a_template_that_forgets_thinking_makes_a_row_for_each_answer_and_says_s
     assert "assistant\nodd<|im_end|>\n" in second
 
 
-def test_thinking_in_a_field_of_its_own_is_learnt_under_keep_and_refused_where_it_would_be_lost(tokenizer):
+def test_thinking_in_its_own_field_is_learnt_or_refused(tokenizer):
     thoughtful = [user("What?"), said("odd", reasoning_content="Is it?"), user("2?"), said("<think>No.</think>even")]
     own, ends = of_family(tokenizer, "Qwen3")
     for thinking in ("keep", "template"):
@@ -292,7 +292,7 @@ def test_rows_with_tools_are_learnt_by_the_template_of_tools(tokenizer, argument
     assert prompt.startswith("<|im_start|>tools") == called.startswith("<|im_start|>tools") is True
 
 
-def test_control_tokens_in_tools_are_characters_where_a_template_prints_them_as_python_does(tokenizer):
+def test_control_tokens_in_tools_printed_as_python_are_characters(tokenizer):
     own = copy.deepcopy(tokenizer)
     own.chat_template = CALLING.replace("tools | tojson", "tools").replace("ARGUMENTS", "{{ call.function.arguments }}")
     tools, turns = (json.loads(json.dumps(each).replace("Ulm", "<|im_end|>")) for each in (TOOLS, CALLED[:2]))
@@ -333,7 +333,7 @@ def test_a_control_token_with_a_quote_is_seen_in_calls(tokenizer):
     assert ControlTokens(own).written(Conversation(turns[:1], turns[1], tools=None), set()) is not None
 
 
-def test_a_template_that_drops_calls_is_refused_and_one_without_tools_is_told(tokenizer):
+def test_template_dropping_calls_is_refused_and_without_tools_reported(tokenizer):
     own = chatml(tokenizer)
     with pytest.raises(UserError, match=r"^train example 1: the answer would not be trained on: .*, with weather"):
         encoded(own, [(CHAT[:2], CHAT[2:]), ([], CALLED)])
@@ -341,7 +341,7 @@ def test_a_template_that_drops_calls_is_refused_and_one_without_tools_is_told(to
     assert notes == ["warning: the chat template takes no tools; what tools() gives is not in the prompts"]
 
 
-def test_a_template_that_rejects_an_order_of_turns_names_the_example(tokenizer):
+def test_template_rejecting_an_order_of_turns_names_the_example(tokenizer):
     own, ends = of_family(tokenizer, "Gemma 2")
     with pytest.raises(UserError, match=r"^train example 2: the model's chat template rejects .*roles user/user"):
         encoded(own, [(CHAT[:2], CHAT[2:]), ([], CHAT[1:3]), ([], [user("a"), user("b"), said("c")])], ends=ends)
@@ -350,7 +350,7 @@ def test_a_template_that_rejects_an_order_of_turns_names_the_example(tokenizer):
 # --- --max-length ---
 
 
-def test_a_chat_that_is_too_long_is_left_out_or_cut_within_an_answer_or_between_two(tokenizer):
+def test_long_chat_is_left_out_or_cut_in_answers(tokenizer):
     own = chatml(tokenizer)
     chat = [(CHAT[:2], CHAT[2:])]
     (whole,) = encoded(own, chat).kept
@@ -381,7 +381,7 @@ def test_a_chat_that_is_too_long_is_left_out_or_cut_within_an_answer_or_between_
     assert [row.index for row in dropped.kept] == [1]
 
 
-def test_texts_of_one_chat_are_tokenized_piece_by_piece_only_where_that_is_exact():
+def test_texts_are_tokenized_in_pieces_only_where_exact():
     pieces = {piece: at for at, piece in enumerate(["a", "b", "<", "s", ">", "b<"])}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(pieces, [("b", "<")])))
     tokenizer.add_tokens(["<s>"], special_tokens=True)
@@ -413,7 +413,7 @@ def plain_loss_and_gradients(model, answers):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_gradient_of_three_turns_is_that_of_their_single_rows(tokenizer, model, way):
+def test_gradient_of_three_turns_is_that_of_single_rows(tokenizer, model, way):
     own = chatml(tokenizer)
     again = [*CHAT[:4], said("no"), user("7?"), said("odd")]  # begins alike, so that spans lie in what is shared
     partly = [CHAT[2] | {"weight": 0}, *CHAT[3:5]]
@@ -444,7 +444,7 @@ def test_weight_other_than_0_or_1_is_refused(tokenizer, weight):
         encoded(tokenizer, [(CHAT[:2], [said("odd", weight=weight)])])
 
 
-def test_a_chat_after_some_of_its_turns_is_no_row_that_another_sees(tokenizer, model):
+def test_continued_chat_is_no_row_that_another_sees(tokenizer, model):
     own = chatml(tokenizer)
     rows = encoded(own, [(CHAT[:2], CHAT[2:at]) for at in (3, 5, 7)]).kept
     assert rows[2].input_ids[: len(rows[0].input_ids)] == rows[0].input_ids
@@ -477,7 +477,7 @@ def test_cut_answers_of_a_model_are_counted(tokenizer):
 
 
 @pytest.mark.parametrize("template", [None, FORGETFUL])
-def test_the_answer_to_all_before_the_last_learnt_turn_is_generated_and_scored(tokenizer, template):
+def test_last_learnt_turn_alone_is_generated_and_scored(tokenizer, template):
     own = chatml(tokenizer)
     own.chat_template = template or own.chat_template
     examples = [(CHAT[:2], CHAT[2:]), (CHAT[:2], CHAT[2:5])]
@@ -601,6 +601,6 @@ def test_train_limit_draws_rows_of_a_file_sorted_by_label(tmp_path):
 
 
 @pytest.mark.parametrize("limit", ["0", "0%", "100.1%", "-3", "some", "1.5", "%"])
-def test_a_train_limit_that_is_neither_number_nor_share_is_refused(limit):
+def test_train_limit_neither_number_nor_share_is_refused(limit):
     (line,) = TrainConfig(train_limit=limit).problems()
     assert line.startswith(f"--train-limit {limit}: expected a number of examples, or a share")

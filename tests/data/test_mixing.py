@@ -40,7 +40,7 @@ def mixed(sizes, shares, *, seed=3, batch=5, epochs=2.0, max_steps=None):
 
 @given(st.data())
 @settings(max_examples=40, deadline=None)
-def test_the_rows_of_all_steps_keep_to_the_shares_and_pass_over_each_source_as_often_as_that_takes(data):
+def test_steps_keep_the_shares_and_repeat_sources_as_needed(data):
     shares = read_shares(",".join(map(str, data.draw(SHARES))))
     sizes = data.draw(st.lists(st.integers(1, 40), min_size=len(shares), max_size=len(shares)))
     batch, epochs = data.draw(st.integers(1, 50)), data.draw(st.sampled_from([1.0, 2.0, 2.5]))
@@ -73,7 +73,7 @@ def test_the_rows_of_all_steps_keep_to_the_shares_and_pass_over_each_source_as_o
     assert plan.epoch(len(steps)) == pytest.approx(round(epochs * sizes[longest]) / sizes[longest])
 
 
-def test_a_mixed_step_is_a_pure_function_that_seeds_and_sources_draw_apart():
+def test_mixed_step_is_a_pure_function_of_seed_and_sources():
     plan, source_of = mixed([12, 12], (1, 1), epochs=4.0)
     again, _ = mixed([12, 12], (1, 1), epochs=4.0)
     there = [plan.examples(step).tolist() for step in range(plan.total_steps)]
@@ -123,7 +123,7 @@ def test_a_limit_on_examples_is_refused_beside_a_mix():
     assert line.startswith("--train-limit: ")
 
 
-def test_sources_are_what_the_option_names_and_stay_with_their_rows(tmp_path):
+def test_sources_follow_the_option_and_stay_with_rows(tmp_path):
     for folder, name, rows in (("a", "x.jsonl", 3), ("b", "x.jsonl", 4), ("b", "y.jsonl", 2), (".", "z.jsonl", 5)):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / name).write_text("".join(f'{{"n": "{folder}{n}"}}\n' for n in range(rows)))

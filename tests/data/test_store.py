@@ -163,7 +163,7 @@ TURNS = [{"role": "user", "content": "5="}]
         ((TURNS, "6"), "gave something else the second time"),
     ],
 )
-def test_what_a_task_gives_on_one_rank_only_is_refused_on_both(two_ranks, monkeypatch, nonsense, told):
+def test_difference_of_a_task_between_ranks_is_refused_everywhere(two_ranks, monkeypatch, nonsense, told):
     # else every row is read first, and ranks differ
     monkeypatch.setattr(token_key, "code_fingerprint", lambda *values: "known")
     good = [(TURNS, "5")] * 4
@@ -333,7 +333,7 @@ def test_entry_of_another_user_is_not_read(tokenizer, own_cache, level):
     assert "they are made for this run only" in line
 
 
-def test_the_cache_is_made_for_its_user_alone_whatever_the_umask(own_cache):
+def test_cache_is_private_whatever_the_umask(own_cache):
     before = os.umask(0)
     try:
         with cache.partial("things") as made:
@@ -343,7 +343,7 @@ def test_the_cache_is_made_for_its_user_alone_whatever_the_umask(own_cache):
         os.umask(before)
 
 
-def test_the_data_of_a_run_is_known_by_its_tokens_and_not_by_what_an_entry_says(tokenizer, own_cache):
+def test_data_fingerprint_is_of_tokens_not_of_an_entrys_word(tokenizer, own_cache):
     first = encoder(tokenizer)(EXAMPLES, "train")
     (name,) = entries(own_cache)
     entry = own_cache / KIND / name
@@ -430,7 +430,7 @@ def test_two_runs_at_once_do_not_harm_each_other(model, own_cache):
 
 
 @pytest.mark.parametrize("moment", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (0, 4))])
-def test_a_run_that_is_killed_as_it_tokenizes_harms_no_other(model, own_cache, moment):
+def test_run_killed_while_tokenizing_harms_no_other(model, own_cache, moment):
     killed, other = (encoding_process(model, own_cache) for _ in range(2))
     killed.stdin.write("go\n")
     killed.stdin.flush()
@@ -458,7 +458,7 @@ def test_a_cache_that_is_deleted_meanwhile_is_done_without(tokenizer, own_cache,
     assert list(encoding.kept) == encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
 
 
-def test_the_second_to_publish_takes_what_is_there_or_replaces_what_is_damaged(own_cache):
+def test_second_to_publish_takes_or_replaces_the_first(own_cache):
     with contextlib.ExitStack() as stack:
         made = [stack.enter_context(cache.partial("things")) for _ in range(3)]
         for folder in made:
@@ -499,7 +499,7 @@ def test_without_a_home_folder_nothing_is_kept(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_nobody_has_used_for_long_is_removed_when_something_is_made(tokenizer, own_cache):
+def test_entry_unused_for_long_is_removed(tokenizer, own_cache):
     encoder(tokenizer)(EXAMPLES, "train")
     used = encoder(tokenizer)(EXAMPLES[1:], "train")
     unused, kept = sorted((own_cache / KIND).iterdir(), key=lambda path: path.stat().st_mtime_ns)
@@ -564,7 +564,7 @@ class Partly(Shipped):
 """
 
 
-def test_a_bad_example_in_the_second_ranks_share_ends_both_with_its_line(model, tmp_path):
+def test_bad_example_of_the_second_rank_ends_both(model, tmp_path):
     (tmp_path / "site").mkdir()
     install(tmp_path / "site", "accel-sft-partly", "partly = accel_sft_partly:Partly", FINGERPRINTED)
     arguments = ("partly", "--train-examples", "3000", "--max-steps", "1", "--fails-on", "2998,2990")

@@ -102,7 +102,7 @@ def test_a_server_that_takes_the_newer_limit_alone_gets_it(served, form):
     assert [body["max_completion_tokens"] for body in bodies if "max_tokens" not in body][-2:] == [2, 1]
 
 
-def test_a_busy_server_is_asked_again_and_a_refusal_is_final(served):
+def test_busy_server_is_retried_and_a_refusal_is_final(served):
     with serving(served) as url:
         endpoint = Endpoint(url, None)
         served.status = [429, 503, 0, 500]
@@ -192,7 +192,7 @@ def test_what_a_server_says_is_one_line_without_the_key(monkeypatch, answer, pro
     assert SECRET not in str(error.value)
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again_and_a_refusal_that_does_is_told(monkeypatch):
+def test_broken_answer_is_retried_and_a_broken_refusal_named(monkeypatch):
     monkeypatch.setattr(client, "PAUSE_SECONDS", 0.01)
     models = response({"data": [{"id": "tuned"}]})
     whole = response({"choices": [{"message": {"content": "7"}, "finish_reason": "stop"}]})
@@ -218,7 +218,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again_and_a_refusal_that_does_is
         ({"content": "a"}, {"tokens": ["a"], "token_logprobs": [10**400]}, "a", []),
     ],
 )
-def test_what_an_answer_may_lack_or_have_in_another_form_stops_nothing(message, logprobs, text, known):
+def test_answer_of_another_form_stops_nothing(message, logprobs, text, known):
     choice = {"message": message, "logprobs": logprobs}
     reply = Endpoint(answering(response({"choices": [choice]})), "m").chat(CHAT, 3)
     assert (reply.text, reply.logprobs) == (text, known)
@@ -238,7 +238,7 @@ def test_answers_that_are_not_whole_are_counted(monkeypatch):
     ]
 
 
-def test_requests_at_the_same_time_all_leave_out_what_a_server_refuses(served):
+def test_concurrent_requests_leave_out_what_a_server_refuses(served):
     served.form = "plain"
     late, post = threading.Barrier(2), Endpoint.post
 

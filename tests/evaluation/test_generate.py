@@ -175,7 +175,7 @@ def test_answers_behind_a_shared_prefix_are_those_of_separate_questions(kind, ba
     assert answers == expected
 
 
-def test_under_autocast_keys_are_kept_in_the_type_that_attention_computes_in(tiny, tokenizer, examples, monkeypatch):
+def test_autocast_caches_keys_in_the_type_of_attention(tiny, tokenizer, examples, monkeypatch):
     """Rotary positions make them float32; a cache of those would be cast for every token, to the same scores."""
     model = build("llama", tiny, len(tokenizer))
     prefix = common_prefix(examples)
@@ -197,7 +197,7 @@ def test_under_autocast_keys_are_kept_in_the_type_that_attention_computes_in(tin
     assert torch.equal(logits, cast_at_every_token)
 
 
-def test_long_answers_to_questions_read_in_several_forwards_are_the_same(tiny, tokenizer, examples, monkeypatch):
+def test_long_answers_after_several_reading_forwards_are_the_same(tiny, tokenizer, examples, monkeypatch):
     model = build("tiny", tiny, len(tokenizer))
     model.generation_config.eos_token_id = None
     monkeypatch.setattr(decoder, "READ_TOKENS", 40)
@@ -207,7 +207,7 @@ def test_long_answers_to_questions_read_in_several_forwards_are_the_same(tiny, t
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_each_token_is_computed_once_and_none_of_a_row_that_has_ended(batch_size, tiny, tokenizer, examples):
+def test_each_token_is_computed_once_until_its_row_ends(batch_size, tiny, tokenizer, examples):
     model = build("llama", tiny, len(tokenizer))
     whole = separately(model, tokenizer, examples)
     model.generation_config.eos_token_id = [whole[examples[0].index][0], whole[examples[1].index][4]]
@@ -237,7 +237,7 @@ def test_a_row_starts_while_others_go_on(tiny, tokenizer, examples, monkeypatch)
     assert joined
 
 
-def test_questions_without_a_common_beginning_are_answered_in_the_same_way(tiny, tokenizer, examples):
+def test_questions_without_a_common_prefix_are_answered_alike(tiny, tokenizer, examples):
     model = build("llama", tiny, len(tokenizer))
     bare = [
         Encoded(example.index, example.input_ids[example.index :], example.prompt_length - example.index)
@@ -249,7 +249,7 @@ def test_questions_without_a_common_beginning_are_answered_in_the_same_way(tiny,
     assert answers == expected
 
 
-def test_a_question_that_all_others_begin_with_keeps_a_token_of_its_own(tiny, tokenizer, examples):
+def test_question_that_others_begin_with_keeps_a_token(tiny, tokenizer, examples):
     model = build("tiny", tiny, len(tokenizer))
     ids = examples[0].input_ids
     nested = [Encoded(index, ids, 20 + index) for index in range(5)]
@@ -270,7 +270,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_that_cannot_share_is_left_to_transformers_with_the_reason(kind, tiny, tokenizer, examples):
+def test_model_that_cannot_share_generates_by_transformers_with_reason(kind, tiny, tokenizer, examples):
     model = build(kind, tiny, len(tokenizer))
     expected, before = end_early(model, tokenizer, examples), heartbeat_count()
     answers, generator = generated(model, tokenizer, examples, batch_size=4)
@@ -279,7 +279,7 @@ def test_a_model_that_cannot_share_is_left_to_transformers_with_the_reason(kind,
     assert heartbeat_count() - before >= max(map(len, answers.values()))  # one a token, for the watch over hangs
 
 
-def test_prompts_that_padding_would_change_are_answered_with_others_of_their_length(tmp_path):
+def test_prompts_that_padding_changes_are_answered_by_length(tmp_path):
     folder = architectures.make(tmp_path / "model", "deepseek_v4")
     model, tokenizer = architectures.load(folder), AutoTokenizer.from_pretrained(folder)
     numbers = [7, 12, 123, 5, 48, 1234, 12, 10**6, 10**12, 10**20]
@@ -292,7 +292,7 @@ def test_prompts_that_padding_would_change_are_answered_with_others_of_their_len
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 16])
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
-def test_batches_give_each_row_to_one_rank_and_all_ranks_as_many(ranks, batch_size, examples):
+def test_batches_give_every_row_to_one_rank_evenly(ranks, batch_size, examples):
     few = [[Encoded(index, [1] * (5 + index % 4), 4) for index in range(count)] for count in range(1, 20)]
     for rows, alike in [(examples, True), *((rows, False) for rows in (examples, *few))]:
         batches = divide(rows, ranks, batch_size, equal_lengths=alike)
@@ -323,7 +323,7 @@ def evaluated(model, tokenizer, examples, task):
     return evaluator(model, Batching("shared", 256))
 
 
-def test_an_evaluation_leaves_mode_gradients_and_random_state_as_they_were(tiny, tokenizer, examples, capsys):
+def test_evaluation_leaves_mode_gradients_and_random_state(tiny, tokenizer, examples, capsys):
     model = build("lora", tiny, len(tokenizer)).train()
     state = torch.get_rng_state()
     evaluated(model, tokenizer, examples, Sums())
@@ -367,7 +367,7 @@ def test_an_evaluation_that_finds_no_room_goes_on_in_halves(tiny, tokenizer, exa
 
 
 @pytest.mark.parametrize("most", [1, 0])
-def test_the_decoders_check_takes_no_lack_of_memory_for_a_refusal(most, tiny, tokenizer, examples, monkeypatch):
+def test_decoder_check_takes_no_shortage_for_a_refusal(most, tiny, tokenizer, examples, monkeypatch):
     def forward(self, new=(), real=Decoder.forward):
         if len(new) > most:
             raise torch.OutOfMemoryError("no room")
@@ -410,7 +410,7 @@ def test_ranks_that_share_their_weights_give_the_same_answers(tiny, tokenizer, e
 
 
 @pytest.mark.parametrize("yaml", ["ddp", pytest.param("z3", marks=pytest.mark.long)])
-def test_three_ranks_answer_and_count_each_example_once_as_plain_transformers_do(launched, tmp_path, yaml):
+def test_three_ranks_answer_as_plain_transformers_do(launched, tmp_path, yaml):
     run = layout(launched, "plain")
     launcher = {"yaml": yaml, "launcher": ("--mixed_precision", "no", "--num_processes", "3")}
     command = ("evaluate", "math", "--model", str(run.run_dir), "--validation-examples", "13", "--eval-limit", "11")

@@ -135,7 +135,7 @@ def resumed_to_the_same_bits(whole, run_dir, *job, **options):
     return [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
 
 
-def test_an_optimizer_of_all_weights_goes_on_to_the_same_bits(accelerator, base, tmp_path):
+def test_optimizer_of_all_weights_resumes_to_same_bits(accelerator, base, tmp_path):
     options = {"optimizer": "adamw-8bit", "learning_rate": 0.01}
     needs(**options)
     whole = Job(accelerator, base, **options)
@@ -190,7 +190,7 @@ def test_variant_under_a_launch_draws_the_curve_of_one_process(launched, tmp_pat
         ({"optimizer": "adam"}, "--optimizer adam: not one of adamw, adamw-8bit"),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_anything_is_loaded(options, said):
+def test_options_that_exclude_each_other_are_refused_before_loading(options, said):
     (problem,) = TrainConfig(**options).problems()
     assert said in problem
 
@@ -233,7 +233,7 @@ def test_refusal_of_unknown_experts_names_those_there_are(accelerator, experts):
         Job(accelerator, experts, **LORA, lora_target_parameters="experts.up")
 
 
-def test_an_adapter_that_is_trained_on_keeps_how_it_was_made(accelerator, base, tmp_path):
+def test_adapter_trained_further_keeps_how_it_was_made(accelerator, base, tmp_path):
     Job(accelerator, base, **LORA, use_dora=True, lora_modules_to_save="norm").model.save_pretrained(tmp_path)
     same = LORA | {"use_dora": True, "lora_modules_to_save": "norm"}
     for other, said in (
@@ -278,7 +278,7 @@ def test_the_plan_counts_experts_that_are_named(accelerator, experts):
     assert counted(experts, **options).trained == parameter_counts(Job(accelerator, experts, **options).model)[0]
 
 
-def test_the_plan_knows_weights_in_4_bits_and_states_in_8(accelerator, base):
+def test_plan_counts_4_bit_weights_and_8_bit_states(accelerator, base):
     options = LORA | {"load_in_4bit": True}
     needs(**options)
     job, predicted = Job(accelerator, base, **options), counted(base, **options)

@@ -141,7 +141,7 @@ def test_an_adapter_that_is_trained_on_keeps_type_and_rank(base, tmp_path, confi
 
 
 @pytest.mark.parametrize(("steps", "known"), [(10, {"ipt", "exp_avg_ipt", "exp_avg_unc"}), (26, {"rank_pattern"})])
-def test_what_adalora_knows_of_its_directions_comes_back_from_a_checkpoint(base, tmp_path, steps, known):
+def test_adalora_sensitivities_come_back_from_a_checkpoint(base, tmp_path, steps, known):
     model = adapted(base, AdaLoraConfig(**ADALORA, **LORA))
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)

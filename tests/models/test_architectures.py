@@ -95,7 +95,7 @@ def test_an_adapter_trains_and_plain_peft_loads_it_again(family, tmp_path):
 
 
 @torch.no_grad()
-def test_answers_are_those_of_greedy_search_one_prompt_at_a_time(run):
+def test_answers_are_those_of_greedy_search_by_prompt(run):
     model, launched = run
     assert launched.status == 0, launched.output[-3000:]
     network, tokenizer, examples = rows(model, "validation")

@@ -136,7 +136,7 @@ def test_what_it_cannot_do_is_done_with_copies(why, monkeypatch):
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_under_autocast_queries_and_keys_are_cast_before_they_are_cut(copied, monkeypatch):
+def test_autocast_casts_queries_and_keys_before_the_cut(copied, monkeypatch):
     """Rotation gives queries and keys in float32; the product would cast them in any case."""
     (query, key, value), rows = sequence(7, [5, 3], 4, 2, 16)
     tensors = query, key, value.detach().bfloat16().requires_grad_()
@@ -198,7 +198,7 @@ def forget(monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["gone", "backward", "forward"])
-def test_kernels_that_are_gone_or_mean_something_else_are_found_out(change, monkeypatch):
+def test_missing_or_changed_kernels_are_detected(change, monkeypatch):
     tensors, _ = sequence(7, [5, 3], 2, 2, 16)
     forget(monkeypatch)
     assert usable(*tensors, 7) is PADDED

@@ -124,7 +124,7 @@ def trained(folder, steps, *words, **launch):
     return run
 
 
-def test_zero_3_exports_the_end_of_turns_of_a_chatml_base(tmp_path):
+def test_zero_3_exports_a_chatml_bases_end_of_turn(tmp_path):
     trained(tmp_path, "2", yaml="z3")
     final = tmp_path / "run" / "final"
     tokenizer = AutoTokenizer.from_pretrained(final)
@@ -133,7 +133,7 @@ def test_zero_3_exports_the_end_of_turns_of_a_chatml_base(tmp_path):
     assert tokenizer.eos_token == "<|im_end|>"
 
 
-def test_adapter_of_a_base_with_chatml_is_served_to_its_end(tmp_path, monkeypatch):
+def test_adapter_of_a_chatml_base_serves_to_the_end(tmp_path, monkeypatch):
     run = trained(tmp_path, "20", "--adapter", "lora", "--lora-r", "16")
     assert "answers end with <|im_end|>, at which a server of the base goes on" in " ".join(run.output.split())
     final = tmp_path / "run" / "final"
@@ -144,7 +144,7 @@ def test_adapter_of_a_base_with_chatml_is_served_to_its_end(tmp_path, monkeypatc
     assert said["answer"] == "the answer"
 
 
-def test_settings_that_could_not_be_saved_are_taken_out_and_named(tmp_path):
+def test_settings_that_cannot_be_saved_are_removed_and_named(tmp_path):
     lines = []
     model, tokenizer, _ = loaded(base(tmp_path / "base", **SAMPLED), lines)
     (line,) = [line for line in lines if "generation_config" in line]

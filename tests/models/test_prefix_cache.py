@@ -76,7 +76,7 @@ def long_but(first, names):
 
 
 @pytest.mark.parametrize("family", long_but("lfm2", TAKES))
-def test_ten_steps_behind_a_cache_are_those_of_rows_that_repeat_the_prefix(family):
+def test_steps_behind_a_cache_equal_rows_repeating_the_prefix(family):
     model = make(family)
     batching, told = chosen(model)
     assert (batching.layout, batching.attention) == ("shared", "cache"), told

@@ -153,7 +153,7 @@ def test_layers_named_by_the_user_are_those_that_text_reaches(made):
         loaded(made("gemma3"), adapter="lora", lora_target_modules="fc1")
 
 
-def test_a_multimodal_model_is_exported_with_the_files_of_its_processor(made, tmp_path):
+def test_multimodal_model_is_exported_with_its_processors_files(made, tmp_path):
     folder = made("qwen2_5_vl")
     (folder / "preprocessor_config.json").write_text('{"patch_size": 4}')
     model = loaded(folder)
@@ -164,7 +164,7 @@ def test_a_multimodal_model_is_exported_with_the_files_of_its_processor(made, tm
     assert processor_files(str(made("llama")), loaded(made("llama"))) == []
 
 
-def test_a_language_model_out_of_a_multimodal_one_is_told(made):
+def test_language_model_out_of_a_multimodal_one_is_named(made):
     lines = []
     loaded(made("qwen3_5"), lines)
     assert lines == [
@@ -187,7 +187,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("family", LEFT_OUT)
-def test_an_adapter_on_all_linear_layers_names_what_it_leaves_out(made, family):
+def test_adapter_on_all_linear_layers_names_omitted_ones(made, family):
     lines = []
     model = loaded(made(family), lines, adapter="lora")
     assert f"the adapter leaves out {LEFT_OUT[family]}" in lines
@@ -205,7 +205,7 @@ def test_an_adapter_on_all_linear_layers_stands_where_pefts_would(made, family):
     assert ours.state_dict().keys() == theirs.state_dict().keys()
 
 
-def test_layers_that_peft_does_not_adapt_are_refused_in_a_line(made):
+def test_layers_that_peft_cannot_adapt_are_one_line(made):
     with pytest.raises(UserError, match=r"--lora-target-modules out_proj: peft does not adapt all of these \(\[PEFT"):
         loaded(made("mamba2"), adapter="lora", lora_target_modules="out_proj")
 
@@ -220,7 +220,7 @@ def test_layers_that_keep_nothing_limit_nothing(made):
     assert "Dummy" not in limited_layers(loaded(made("nemotron_h")), 99)
 
 
-def test_a_token_beyond_the_models_vocabulary_is_refused_in_a_line(made, tmp_path):
+def test_token_beyond_the_models_vocabulary_is_one_line(made, tmp_path):
     folder, small = made("llama"), tmp_path / "small"
     model = architectures.load(folder)
     model.resize_token_embeddings(256)
@@ -233,7 +233,7 @@ def test_a_token_beyond_the_models_vocabulary_is_refused_in_a_line(made, tmp_pat
     assert "Traceback" not in run.output
 
 
-def test_weights_that_the_configuration_does_not_describe_are_told(made, tmp_path):
+def test_weights_that_the_configuration_lacks_are_named(made, tmp_path):
     lines = []
     loaded(changed(made("llama"), tmp_path / "fewer", lambda weights: None, num_hidden_layers=3), lines)
     assert len(lines) == 1

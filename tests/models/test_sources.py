@@ -95,7 +95,7 @@ def test_names_like_folders_are_never_looked_for_on_the_hub(tmp_path, monkeypatc
         find_source(name)
 
 
-def test_the_hub_is_waited_for_aloud_and_kept_models_need_none(monkeypatch, capsys, tmp_path):
+def test_hub_wait_is_announced_and_cached_models_need_none(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "models--org--model" / "snapshots" / "main").mkdir(parents=True)
@@ -127,7 +127,7 @@ def test_flex_attention_may_evaluate_on_a_cpu(tmp_path):
     assert model.config._attn_implementation == "flex_attention"
 
 
-def test_an_evaluation_says_in_what_it_differs_from_the_runs_own(tmp_path):
+def test_evaluation_names_its_differences_from_the_run(tmp_path):
     (tmp_path / "final").mkdir()
     (tmp_path / "run.json").write_text(RECORD)
     for folder in (tmp_path, tmp_path / "final"):
@@ -151,7 +151,7 @@ def test_pickled_code_in_weights_is_refused_and_never_run(tmp_path):
 
 
 @pytest.mark.parametrize("content", [{"attn_implementation": "o/r"}, {"text": {"_attn_implementation": "o/r@v:f"}}])
-def test_attention_by_a_hubs_code_is_refused_unless_it_is_trusted(tmp_path, content):
+def test_attention_from_hub_code_is_refused_unless_trusted(tmp_path, content):
     folder = make_tiny(tmp_path / "model")
     known = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**known, **content}))
@@ -224,7 +224,7 @@ def test_resumed_run_loads_the_commit_that_it_began_with(kept_by_the_hub, tmp_pa
     assert source_of(run, folder, TrainConfig(model=folder)).weights == folder
 
 
-def test_evaluation_on_rows_that_a_run_trained_on_is_warned_of(tmp_path):
+def test_evaluation_on_rows_trained_on_is_warned_of(tmp_path):
     rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
     rows.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": "yes"}) + "\n" for n in range(40)))
     (run / "final").mkdir(parents=True)

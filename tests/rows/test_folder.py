@@ -224,7 +224,7 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     assert list(read_rows("~/a.jsonl,~/b.jsonl", answer)) == ["a.jsonl", "b.jsonl"]
 
 
-def test_saved_data_sets_are_read_with_their_images_and_without_arrow_s_nulls(tmp_path):
+def test_saved_data_sets_keep_images_and_lose_arrow_nulls(tmp_path):
     datasets = pytest.importorskip("datasets")
     calls = [{"city": "Paris"}, {"expr": "1"}]
     rows = [

@@ -196,7 +196,7 @@ def test_odd_files_are_read_by_their_content(tmp_path, name, content, texts):
     assert list(read_rows(tmp_path / name, answer)) == texts, "from the cache, where it is kept"
 
 
-def test_a_bad_row_of_parquet_is_named_by_its_number_and_bytes_are_no_text(tmp_path):
+def test_bad_row_of_parquet_is_named_by_its_number(tmp_path):
     path = parquet(tmp_path / "a.parquet", [{"answer": text} for text in (b"\xfe", b"2\0", b"\xff")])
     with pytest.raises(UserError) as caught:
         read_rows(path, answer)
@@ -231,14 +231,14 @@ def test_texts_of_parquet_as_bytes_are_texts(tmp_path):
     assert list(read_rows(path, dict)) == [{"answer": "é", "image": {"base64": "UDE="}, "turns": turns}]
 
 
-def test_of_two_columns_of_parquet_with_one_name_none_is_lost(tmp_path):
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
     texts = [pyarrow.array([text]) for text in ("1", "2")]
     pyarrow.parquet.write_table(pyarrow.Table.from_arrays(texts, names=["answer"] * 2), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="parquet: it has the column 'answer' twice; give each a name of its own"):
         read_rows(tmp_path / "a.parquet", answer)
 
 
-def test_where_nothing_can_be_kept_rows_are_converted_for_this_run_only(tmp_path, monkeypatch, capsys):
+def test_without_a_cache_rows_are_converted_for_this_run(tmp_path, monkeypatch, capsys):
     (tmp_path / ".cache").write_text("a file")
     (tmp_path / "a.csv").write_bytes(CSV)
     assert list(read_rows(tmp_path / "a.csv", answer)) == TEXTS
@@ -278,7 +278,7 @@ def test_a_link_in_a_folder_loses_no_rows(tmp_path):
         read_rows(data, answer)
 
 
-def test_what_is_noted_and_left_out_is_counted_and_named_also_from_the_cache(tmp_path):
+def test_notes_and_rows_left_out_survive_the_cache(tmp_path):
     content = "".join(json.dumps({"answer": text}) + "\n" for text in ["x1", "none", *"abcdefg", "x2", *["none"] * 7])
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content.encode()))
     for _ in range(2):

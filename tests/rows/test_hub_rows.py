@@ -48,7 +48,7 @@ print(json.dumps({name: tried(name) for name in sys.argv[1:]} | {"places": [str(
 """
 
 
-def test_a_data_set_is_read_from_the_hub_that_hf_endpoint_names(tmp_path):
+def test_data_set_is_read_from_the_hub_at_hf_endpoint(tmp_path):
     names = ["org/sums", "org/sums:test", "org/sums:main:test", "org/none", "org/sums:dev", "org/sums:other:test"]
     names += ["org/sums:train[:2]", "org/sums:main:train[-1:]", "org/sums@v1:test", "org/sums@v0:test"]
     with hub("org/sums", FILES) as address:
@@ -90,7 +90,7 @@ def test_a_model_of_modelscope_is_fetched_by_its_program(tmp_path):
     assert {name: (tmp_path / "model" / name).read_bytes() for name in files} == files
 
 
-def test_a_data_set_of_modelscope_is_fetched_by_its_program_and_read_as_a_folder(tmp_path):
+def test_data_set_of_modelscope_is_read_as_a_folder(tmp_path):
     fetch_of_modelscope(
         "--dataset", {**FILES, "dataset_infos.json": b'{"default": {"features": {}}}'}, tmp_path / "data"
     )

@@ -57,7 +57,7 @@ WELL_FORMED = {
 
 
 @pytest.mark.parametrize("content", WELL_FORMED.values(), ids=WELL_FORMED)
-def test_arrays_and_lines_are_told_apart_by_content(file, content):
+def test_arrays_and_lines_are_distinguished_by_content(file, content):
     assert read_rows(file(content), answer) == [row["answer"] for row in ROWS]
 
 
@@ -119,7 +119,7 @@ def test_without_a_cache_rows_are_checked_every_time(file, way, monkeypatch, tmp
     assert ("rows cannot be kept here (Not a directory)" in capsys.readouterr().out) == (way != "held")
 
 
-def test_a_row_that_changes_while_it_is_in_use_is_not_taken_for_the_one_that_was_checked(file, way):
+def test_row_changed_while_in_use_is_not_taken_unchecked(file, way):
     path = file("\n".join(map(json.dumps, ROWS)))
     found = read_rows(path, answer)
     os.utime(path, (0, 0))
@@ -176,7 +176,7 @@ MALFORMED_LINES = {
 
 
 @pytest.mark.parametrize(("line", "expected"), MALFORMED_LINES.values(), ids=MALFORMED_LINES)
-def test_a_malformed_line_is_named_and_the_others_are_read_on(file, line, expected):
+def test_malformed_line_is_named_and_others_are_read(file, line, expected):
     content = '{"answer": "first"}\n' + line + '\n\n{"answer": 4.5}\n'
     first, last = problems(file(content))
     assert first.startswith(expected)
@@ -226,7 +226,7 @@ def test_a_broken_array_says_where_reading_ended(file, content, expected):
     assert problem.startswith(expected)
 
 
-def test_the_first_twenty_are_told_and_the_rest_counted(file):
+def test_twenty_problems_are_listed_and_the_rest_counted(file):
     told = problems(file("".join(f'{{"k{line}": 1, "k{line}": 2}}\n' for line in range(1, 24))))
     assert told[:20] == [
         f":{line}: field 'k{line}': expected each key once, it stands here twice" for line in range(1, 21)
@@ -234,7 +234,7 @@ def test_the_first_twenty_are_told_and_the_rest_counted(file):
     assert told[20:] == [": and 3 more bad rows; nothing was trained"]
 
 
-def test_a_problem_that_many_rows_have_is_told_once(file):
+def test_problem_of_many_rows_is_listed_once(file):
     missing = "field 'answer': expected text, got NoneType"
     assert problems(file("{}\n" * 1234)) == [
         f":1: {missing}; lines 2, 3, 4, 5, 6, and 1,228 more have the same problem"
@@ -257,7 +257,7 @@ def test_bytes_that_are_not_utf8_are_named_by_line(file):
     assert problem.startswith(":2: not UTF-8")
 
 
-def test_an_error_that_passes_through_the_reader_names_the_caller_s_line(file):
+def test_error_passing_through_the_reader_names_the_callers_line(file):
     rows = read_rows(file('{"answer": "1"}'), answer)
     with pytest.raises(TypeError) as caught:
         rows["first"]
@@ -277,7 +277,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
     assert problems(tmp_path)[0].startswith(": no data files in this folder; expected .json, .jsonl")
 
 
-def test_several_files_are_read_in_the_order_given_and_each_row_names_its_own(tmp_path):
+def test_several_files_are_read_in_order_with_their_names(tmp_path):
     names = [tmp_path / name for name in ("b.jsonl", "a, with a comma.jsonl", "c")]
     names[2].mkdir()
     files = [names[0], names[1], names[2] / "d.jsonl"]
@@ -304,7 +304,7 @@ def test_names_with_commas_are_found_among_several(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("names", ["", "rows.json,", ",rows.json"])
-def test_an_empty_name_is_refused_and_no_folder_read_for_it(names):
+def test_empty_name_is_refused_and_reads_no_folder(names):
     with pytest.raises(UserError, match="an empty name; give a file, a folder or a data set, with commas between"):
         read_rows(names, answer)
     (line,) = absent_rows(names, "--train-file")

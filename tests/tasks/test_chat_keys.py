@@ -602,12 +602,12 @@ def test_several_system_prompts_of_a_column_are_joined(system):
     assert AS_JSON not in found.notes
 
 
-def test_a_mark_on_a_turn_that_is_not_the_assistants_is_told():
+def test_mark_on_a_turn_of_others_is_reported():
     assert OTHERS_MARKED in parsed(messages({**ASK, "train": True}, ANSWER)).notes
     assert OTHERS_MARKED not in parsed(messages({**ASK, "weight": 0, "loss": None}, ANSWER)).notes
 
 
-def test_a_mark_of_a_video_without_a_video_is_told():
+def test_video_mark_without_a_video_is_reported():
     asked = {**ASK, "content": "What is <video> in HTML?"}
     assert any("<video>" in note for note in parsed(messages(asked, ANSWER, videos=[])).notes)
     assert len(parsed(messages(asked, ANSWER)).notes) == len(parsed(messages(ASK, ANSWER, videos=None)).notes) == 1
@@ -650,7 +650,7 @@ MARKS = (
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_raw_text_that_a_template_wrote_is_told(marks):
+def test_raw_text_that_a_template_wrote_is_reported(marks):
     (_, note) = parsed({"text": marks}).notes
     assert note.startswith("that a chat template wrote, by their marks: ")
     assert "--control-tokens tokens" in note

@@ -230,7 +230,7 @@ def test_blemishes_are_fixed_and_named(rows):
         ([ASK, {"role": "assistant", "content": "\n"}], "last", "no assistant turn to learn"),
     ],
 )
-def test_a_row_of_which_nothing_can_be_learnt_is_left_out_and_named(rows, turns, learn, reason):
+def test_row_without_anything_to_learn_is_left_out(rows, turns, learn, reason):
     good = messages(ASK, {**ANSWER, "train": True})
     found, notes = rows(good, good, messages(*turns), learn=learn)
     assert len(found) == 2
@@ -305,7 +305,7 @@ def changed(row, draw):
 
 
 @pytest.mark.parametrize("form", chats.FORMS)
-def test_whatever_a_row_holds_it_is_a_chat_or_is_refused_by_field(form):
+def test_any_row_is_a_chat_or_refused_by_field(form):
     draw, examples = random.Random(0), []
     for row in chats.rows(form, 400) * 4:
         with contextlib.suppress(RowProblem, RowLeftOut):
@@ -318,7 +318,7 @@ def test_whatever_a_row_holds_it_is_a_chat_or_is_refused_by_field(form):
 
 
 @pytest.mark.parametrize("text", ['[{"name": "Bob", "role": "father"}]', "[[1, 2], [3, 4]]", "[]", "[{", " [1]"])
-def test_a_text_that_is_a_json_list_of_something_else_is_read_and_learnt_as_it_is(rows, text):
+def test_text_that_is_another_json_list_stays_text(rows, text):
     ((prompt, target, _),), _ = rows({"prompt": text, "completion": text})
     assert prompt == [{"role": "user", "content": text, "continued": True}]
     assert target == text
@@ -360,14 +360,14 @@ def test_columns_by_other_names(rows):
         rows({"question": "u", "answer": "a", "persona": "s"}, columns="prompt=question,completion=answr")
 
 
-def test_a_mark_without_an_image_is_told_where_the_row_has_a_column_of_images(rows):
+def test_image_mark_without_an_image_is_reported(rows):
     asked = {"prompt": "What is <image> in HTML?", "completion": "a"}
     _, notes = rows({**asked, "images": []}, {**asked, "images": None}, asked)
     (note,) = notes[1:]  # of two in three: lines are named of fewer only
     assert note == "2 rows with <image> in a text and no image in the row, where it stays a word"
 
 
-def test_an_image_that_is_not_there_is_named_by_its_line(tmp_path):
+def test_missing_image_is_named_by_its_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "u <image>", "completion": "a", "images": ["none.png"]}) + "\n")
     task = Chat(validation_file=str(path))
@@ -557,7 +557,7 @@ FILES = (
 
 
 @pytest.mark.parametrize("name", ["alpaca", *(pytest.param(name, marks=pytest.mark.long) for name in FILES)])
-def test_a_thousand_rows_of_each_form_train_with_one_command_and_the_loss_alone(tmp_path, thousand_rows, name):
+def test_thousand_rows_of_any_form_train_by_loss_alone(tmp_path, thousand_rows, name):
     """Without another metric nothing is generated."""
     assert thousand_rows.keys() == {"alpaca", *FILES}
     run = accel_sft(
@@ -592,7 +592,7 @@ def test_check_names_rows_of_chat_files_by_line(tmp_path):
     assert found == {code: [f"{tmp_path}/chats.jsonl:{line}" for line in lines] for code, lines in expected.items()}
 
 
-def test_rows_trained_on_and_evaluated_are_a_leak_unless_asked_for(tmp_path):
+def test_rows_trained_on_and_evaluated_are_a_leak(tmp_path):
     rows, command = tmp_path / "rows.jsonl", ("--train-file", str(tmp_path / "rows.jsonl"))
     rows.write_text("".join(json.dumps({"prompt": f"u{n}", "completion": f"a {n}"}) + "\n" for n in range(30)))
     once = ("--max-steps", "1", "--eval-every", "off", "--save-every", "off")
@@ -709,12 +709,12 @@ def test_places_of_images_without_any_are_passed_over(rows, tmp_path, empty):
         (messages({"role": "user", "content": [part("a"), text("<image>")]}, ANSWER), "a text without <image>"),
     ],
 )
-def test_images_that_do_not_fit_their_texts_are_told_by_row(rows, row, told):
+def test_images_that_do_not_fit_their_texts_are_refused(rows, row, told):
     with pytest.raises(UserError, match=told):
         rows(row, strict_rows=True)
 
 
-def test_a_run_on_own_rows_without_a_model_says_that_tiny_is_a_toy(tmp_path):
+def test_run_without_a_model_names_tiny_a_toy(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(messages(ASK, ANSWER)) + "\n")
     run = accel_sft("chat", "--train-file", str(tmp_path / "rows.jsonl"), "--dry-run")
     assert run.status == 0, run.output
@@ -771,7 +771,7 @@ def test_few_rows_held_out_are_named_with_their_interval(tmp_path, rows, options
     assert note.replace(str(path), "FILE").startswith(told)
 
 
-def test_without_rows_held_out_all_are_trained_on_and_some_evaluated(tmp_path):
+def test_without_held_out_rows_some_trained_ones_are_evaluated(tmp_path):
     rows = [{"prompt": f"u{n}", "completion": f"a {n}"} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = Chat(train_file=str(tmp_path / "rows.jsonl"), held_out=0)
@@ -780,7 +780,7 @@ def test_without_rows_held_out_all_are_trained_on_and_some_evaluated(tmp_path):
     assert len(task.dataset("validation")) == 2
 
 
-def test_one_prompt_in_all_rows_needs_rows_of_its_own_or_none_held_out(tmp_path):
+def test_single_prompt_needs_a_validation_file_or_none_held_out(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "u", "completion": "a {n}"}}\n' for n in range(40)))
     task = Chat(train_file=str(tmp_path / "rows.jsonl"), held_out=0)
     assert len(task.dataset("train")) == 40
@@ -790,7 +790,7 @@ def test_one_prompt_in_all_rows_needs_rows_of_its_own_or_none_held_out(tmp_path)
         Chat(train_file=str(tmp_path / "rows.jsonl")).dataset("train")
 
 
-def test_a_single_good_row_is_told_with_the_rows_left_out(tmp_path):
+def test_single_good_row_is_refused_with_rows_left_out(tmp_path):
     rows = [{"prompt": "u", "completion": "a"}, *[{"prompt": "u", "completion": None}] * 9]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError) as caught:
@@ -836,7 +836,7 @@ def texts(folder, *documents, name="rows.jsonl"):
     return str(folder / name)
 
 
-def test_raw_text_is_a_row_without_a_prompt_and_scored_by_perplexity(tmp_path):
+def test_raw_text_has_no_prompt_and_is_scored_by_perplexity(tmp_path):
     task = Chat(train_file=texts(tmp_path, *(f"Once {n}." for n in range(30)), " "))
     train, validation = task.dataset("train"), task.dataset("validation")
     assert (len(train), len(validation)) == (28, 2)
@@ -852,7 +852,7 @@ def test_raw_text_is_a_row_without_a_prompt_and_scored_by_perplexity(tmp_path):
     assert Chat(train_file="-", metric="perplexity").main_metric == "perplexity"
 
 
-def test_a_column_beside_raw_text_is_told_and_one_named_otherwise_found(tmp_path):
+def test_raw_text_column_by_another_name_is_read(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"body": "Once.", "label": 1}\n{"body": "Twice.", "label": 0}\n')
     rows = Chat(train_file=str(tmp_path / "rows.jsonl"), columns="text=body").dataset("train")
     assert {"2 rows read as raw text (column body)", "not read: label (2 rows)"} <= {*rows.notes}
@@ -869,7 +869,7 @@ def test_a_text_file_is_one_document(tmp_path, name):
         Chat(train_file=str(tmp_path / name)).dataset("train")
 
 
-def test_texts_of_a_folder_are_data_only_where_nothing_else_is(tmp_path):
+def test_texts_of_a_folder_are_data_without_other_files(tmp_path):
     for name, content in {"a.txt": "One.", "b.txt": "Two.", "README.md": "About it."}.items():
         (tmp_path / name).write_text(content)
     assert len(Chat(train_file=str(tmp_path), held_out=0).dataset("train")) == 2

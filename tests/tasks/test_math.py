@@ -53,7 +53,7 @@ def test_rows_look_like_series_a():
 
 @pytest.mark.parametrize("addends", ["no-carry", "uniform"])
 @pytest.mark.parametrize("held_out", ["random", "largest"])
-def test_every_built_in_answer_is_right_and_no_held_out_number_is_trained_on(addends, held_out):
+def test_built_in_answers_are_right_and_validation_is_apart(addends, held_out):
     task = Math(max_number=300, validation_examples=60, train_examples=900, addends=addends, held_out=held_out)
     train, validation = task.dataset("train"), task.dataset("validation")
     assert (len(train), len(validation)) == (900, 60)

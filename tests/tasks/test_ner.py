@@ -45,7 +45,7 @@ def surfaces(sentences):
 # The built-in sentences
 
 
-def test_every_span_holds_its_surface_and_every_mention_has_a_span(ner):
+def test_spans_hold_their_surfaces_and_mentions_have_spans(ner):
     for sentence in [*ner.dataset("train"), *ner.dataset("validation")]:
         for kind in sentence.label.values():
             for surface, spans in kind.items():
@@ -53,7 +53,7 @@ def test_every_span_holds_its_surface_and_every_mention_has_a_span(ner):
                 assert len(spans) == sentence.text.count(surface)
 
 
-def test_no_validation_sentence_is_in_training_and_many_surfaces_are_new(ner):
+def test_validation_sentences_are_new_and_many_surfaces_too(ner):
     train, validation = ner.dataset("train"), ner.dataset("validation")
     texts = [sentence.text for sentence in validation]
     assert len(train) == 3_000
@@ -124,7 +124,7 @@ def test_published_rows_are_read_whatever_the_file_is_called(tmp_path, array):
         ({"text": "a b", "label": {"name": {"a": [[0, 0], [0, 0]]}}}, "label.name.a", "stands here twice"),
     ],
 )
-def test_a_bad_row_is_refused_by_file_line_field_and_expectation(tmp_path, row, field, said):
+def test_bad_row_is_refused_by_file_line_and_field(tmp_path, row, field, said):
     (line,) = refusal(tmp_path, ROW, row)
     assert line.startswith(f"{tmp_path / 'train.json'}:2: field {field!r}: expected ")
     assert said in line
@@ -247,7 +247,7 @@ def test_valid_json_of_another_shape_predicts_nothing(text):
 @pytest.mark.parametrize(
     "spans", ["null", "[]", "{}", "[null]", "[[4]]", "[[4, 5.0]]", "[[true, 5]]", "[[4, 1e999], 7]"]
 )
-def test_a_surface_with_spans_of_another_shape_is_still_an_entity_but_a_strict_mistake(spans):
+def test_spans_of_another_shape_count_as_entity_not_strictly(spans):
     found = scorer.score(GOLD, f' {{"name": {{"Bo": {spans}}}, "book": 7}}\n', ())
     assert (found["valid_json"], found["valid_shape"]) == (1, 0)
     assert found["entity"] == {"name": [1, 0, 1], "book": [0, 0, 1]}
@@ -266,7 +266,7 @@ def test_nothing_to_find_and_nothing_to_score():
     assert scorer.aggregate([]) == {}
 
 
-def test_gold_answers_score_one_and_unseen_is_about_surfaces_never_trained_on(ner):
+def test_gold_scores_one_and_unseen_counts_untrained_surfaces(ner):
     validation = ner.dataset("validation")
     found = ner.aggregate([ner.score(example, ner.target(example)) for example in validation])
     assert {value for name, value in found.items() if name != "unseen_entities"} == {1.0}
