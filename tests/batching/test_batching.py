@@ -66,11 +66,11 @@ def by_hand(model, example):
     return -sum(logs[t - 1, ids[0, t]].item() for t in range(max(example.prompt_length, 1), ids.shape[1]))
 
 
-def same(found, expected):
+def same(got, expected):
     """Whether losses and gradients, as `loss_and_gradients` returns them, are the same to float error."""
-    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert got[0] == pytest.approx(expected[0], rel=1e-6)
     for name, gradient in expected[1].items():
-        assert (found[1][name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+        assert (got[1][name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
 
 
 # --- who runs what ---
@@ -153,8 +153,8 @@ def test_question_with_several_answers_is_computed_once(model):
     batch = Batching("shared", 64).batch(sorted(examples, key=lambda e: e.input_ids), 0, CPU)
     assert batch.inputs["input_ids"].tolist() == [[1, 2, 3, 5, 6, 7, 8, 9]]
     assert batch.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 5, 4]]
-    told = zip(batch.keep[batch.sources].tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True)
-    assert sorted(told) == [(2, 5, 4), (3, 6, 3), (3, 9, 1), (4, 7, 2), (4, 8, 1)]
+    learnt = zip(batch.keep[batch.sources].tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True)
+    assert sorted(learnt) == [(2, 5, 4), (3, 6, 3), (3, 9, 1), (4, 7, 2), (4, 8, 1)]
     expected = sum(by_hand(model, example) for example in examples)
     assert nll_sum(model, batch).item() == pytest.approx(expected, rel=1e-6)
 
@@ -175,14 +175,14 @@ def test_mask_is_kept_once_and_not_by_layer():
     model = Qwen2ForCausalLM(small(Qwen2Config, num_hidden_layers=4)).train()
     batch = batching_of(("packed", "mask"), 4096).batch(rows(24), 0, CPU)
     mask = 4 * batch.inputs["attention_mask"].numel()
-    kept = []
+    sizes = []
     for _ in range(2):
         with Device() as device:
             total = nll_sum(model, batch)
-            kept.append(device.live)
+            sizes.append(device.live)
         batch.inputs["attention_mask"] = batch.inputs["attention_mask"][:, :, :1, :1]  # plain causal attention
     assert total.item() > 0
-    assert kept[0] - kept[1] < 2 * mask
+    assert sizes[0] - sizes[1] < 2 * mask
 
 
 def test_a_forward_without_examples_gives_a_connected_zero(model):
@@ -197,7 +197,7 @@ def test_rows_behind_a_prefix_have_no_quadratic_mask():
     alike = [Encoded(number, [7] * 300 + [number] * 300, 310) for number in range(1, 4)]
     inputs = batching_of(("shared", "rows"), 4096).batch(alike, 0, CPU).inputs
     tensors = [*inputs.values(), *vars(inputs["rows"]).values()]
-    assert max(each.numel() for each in tensors if torch.is_tensor(each)) == 300 + 3 * 300
+    assert max(tensor.numel() for tensor in tensors if torch.is_tensor(tensor)) == 300 + 3 * 300
 
 
 def test_ranks_without_a_row_do_not_change_the_loss(model, tmp_path):
@@ -239,10 +239,10 @@ def chosen(model, examples=None, train=True, **settings):
 
 
 def test_a_plain_model_shares_prefixes(model):
-    batching, told = chosen(model, batching="shared")
+    batching, message = chosen(model, batching="shared")
     assert batching.layout == "shared"
     line = f"batching shared (one copy of what rows share), up to {batching.tokens:,} tokens a forward"
-    assert told == f"{line}, the least work of 6 sizes"
+    assert message == f"{line}, the least work of 6 sizes"
 
 
 @pytest.fixture
@@ -269,12 +269,12 @@ def test_the_settings_win(model):
 
 
 def test_earlier_choice_is_kept_while_it_is_exact(model):
-    kept = batching_of(("shared", "rows"), 777, head="pieces")
+    earlier = batching_of(("shared", "rows"), 777, head="pieces")
     for attention in ("sdpa", "eager"):
         changed = copy.deepcopy(model)
         changed.set_attn_implementation(attention)
-        batching, _ = choose_batching(trial(changed, rows()), before=kept)
-        assert (batching == kept) is (attention == "sdpa")
+        batching, _ = choose_batching(trial(changed, rows()), before=earlier)
+        assert (batching == earlier) is (attention == "sdpa")
 
 
 def test_recorded_batching_keeps_its_words_and_comes_back():
@@ -335,11 +335,11 @@ def test_smallest_of_nearly_equal_sizes_is_taken(model, monkeypatch):
 
 
 def test_runs_choice_is_read_for_its_own_job_and_launch(tmp_path):
-    accelerator, batching, asked = Accelerator(cpu=True), Batching("packed", 64, head="pieces"), ["auto", "auto"]
+    accelerator, batching, options = Accelerator(cpu=True), Batching("packed", 64, head="pieces"), ["auto", "auto"]
     assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None
-    choice.write(accelerator, RunDir(tmp_path), asked, batching, ["job"])
+    choice.write(accelerator, RunDir(tmp_path), options, batching, ["job"])
     record = choice.read(accelerator, RunDir(tmp_path), ["job"])
-    assert choice.restored(record, asked) == batching
+    assert choice.restored(record, options) == batching
     assert choice.restored(record, ["auto", "4"]) is None, "something else is asked for now"
     assert choice.read(accelerator, RunDir(tmp_path), ["other data"]) is None
     record = json.loads((tmp_path / "batching.json").read_text())
@@ -367,18 +367,18 @@ def test_a_folder_in_the_place_of_the_record_is_named(tmp_path):
 def test_dropout_is_not_shared_between_rows(model):
     dropping = copy.deepcopy(model)
     dropping.config.attention_dropout = 0.1
-    batching, told = chosen(dropping, batching="shared")
+    batching, reasons = chosen(dropping, batching="shared")
     assert batching.layout == "packed"
-    assert "not shared: rows of a step would share their dropout (attention_dropout)" in told
+    assert "not shared: rows of a step would share their dropout (attention_dropout)" in reasons
 
 
 def test_attention_without_our_mask_continues_from_a_cache(tmp_path):
     folder = make_tiny(tmp_path / "model")
     eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    batching, told = chosen(eager)
-    assert (batching.layout, batching.attention) == ("shared", "cache"), told
-    assert told.startswith("batching shared (one copy of what rows share, in a cache), up to ")
-    assert "not packed: attention eager cannot take a mask of rows" in told
+    batching, reasons = chosen(eager)
+    assert (batching.layout, batching.attention) == ("shared", "cache"), reasons
+    assert reasons.startswith("batching shared (one copy of what rows share, in a cache), up to ")
+    assert "not packed: attention eager cannot take a mask of rows" in reasons
 
 
 def small(kind, **settings):
@@ -391,8 +391,8 @@ def test_rows_reaching_a_sliding_window_continue_from_a_cache():
     for window, attention in ((512, "rows"), (16, "cache")):
         torch.manual_seed(0)
         config = small(Gemma3TextConfig, sliding_window=window, layer_types=layers)
-        batching, told = chosen(Gemma3ForCausalLM(config), batching="shared")
-        assert (batching.layout, batching.attention) == ("shared", attention), told
+        batching, reasons = chosen(Gemma3ForCausalLM(config), batching="shared")
+        assert (batching.layout, batching.attention) == ("shared", attention), reasons
 
 
 @pytest.mark.parametrize("window", [16, 512])
@@ -402,17 +402,17 @@ def test_window_of_all_layers_is_seen_by_judged_rows_too(window):
     short = [row for row in rows(64, instruction=4, longest=8) if len(row.input_ids) <= 16]
     (longer,) = rows(1, instruction=40, longest=8)
     assert chosen(model, short, batching="shared")[0].attention == "rows"
-    batching, told = choose_batching(trial(model, short, batching="shared"), also=[longer])
-    assert batching.attention == ("cache" if window == 16 else "rows"), told
+    batching, reasons = choose_batching(trial(model, short, batching="shared"), also=[longer])
+    assert batching.attention == ("cache" if window == 16 else "rows"), reasons
 
 
 def test_undeclared_window_is_detected_by_the_longest_row(monkeypatch):
     torch.manual_seed(0)
     model = MistralForCausalLM(small(MistralConfig, sliding_window=16, initializer_range=0.5))
     monkeypatch.setattr("accel_sft.batching.forward_layouts.limited_layers", lambda model, longest: None)
-    batching, told = chosen(model, rows(64, instruction=4, longest=40), batching="packed")
+    batching, reasons = chosen(model, rows(64, instruction=4, longest=40), batching="packed")
     assert batching.layout == "padded"
-    assert "its loss is not that of single rows" in told
+    assert "its loss is not that of single rows" in reasons
 
 
 def opt_with_dropout():
@@ -450,10 +450,10 @@ def test_flash_attention_gets_the_ends_of_packed_rows(model, name):
     AttentionMaskInterface.register(name, sdpa_mask)
     flashing = copy.deepcopy(model)
     flashing.config._attn_implementation = name
-    batching, told = chosen(flashing, batching="packed")
-    assert (batching.layout, batching.attention) == ("packed", "varlen"), told
-    batching, told = chosen(flashing, batching="shared")
-    assert (batching.layout, batching.attention) == ("shared", "cache"), told
+    batching, reasons = chosen(flashing, batching="packed")
+    assert (batching.layout, batching.attention) == ("packed", "varlen"), reasons
+    batching, reasons = chosen(flashing, batching="shared")
+    assert (batching.layout, batching.attention) == ("shared", "cache"), reasons
     expected = loss_and_gradients(model, batching_of(WAYS[-1], 4096), rows())
     same(loss_and_gradients(flashing, batching_of(("packed", "varlen"), 300), rows()), expected)
 
@@ -462,8 +462,8 @@ def test_flex_attention_shares_rows_behind_a_cache(model):
     flexing = copy.deepcopy(model)
     flexing.set_attn_implementation("flex_attention")
     with torch.compiler.set_stance("force_eager"):  # the same arithmetic without a compiler's minute
-        batching, told = chosen(flexing, train=False, batching="shared")  # on a CPU it has no backward
-        assert (batching.layout, batching.attention) == ("shared", "cache"), told
+        batching, reasons = chosen(flexing, train=False, batching="shared")  # on a CPU it has no backward
+        assert (batching.layout, batching.attention) == ("shared", "cache"), reasons
         with torch.no_grad():
             forwards = (batching.batch(forward, 0, CPU) for forward in batching.divide(rows(), 1)[0])
             got = sum(nll_sum(flexing, batch).item() for batch in forwards)
@@ -577,9 +577,9 @@ def test_device_without_room_is_an_error_naming_the_longest_example(model):
 
 def test_reason_on_one_rank_rules_a_layout_out(model, monkeypatch):
     monkeypatch.setattr(collectives, "gather_object", lambda mine: [*mine, "the other rank says so"])
-    batching, told = chosen(model)
+    batching, reasons = chosen(model)
     assert (batching.layout, batching.head) == ("padded", "everywhere")
-    assert "not shared: the other rank says so" in told
+    assert "not shared: the other rank says so" in reasons
 
 
 def test_one_long_row_does_not_fill_many_short_ones_up():
@@ -623,8 +623,8 @@ class Unaware(Wrapped):
 
 
 def test_a_model_that_knows_no_rows_gets_a_mask(model):
-    batching, told = chosen(Unaware(model), batching="shared")
-    assert (batching.layout, batching.attention) == ("shared", "mask"), told
+    batching, reasons = chosen(Unaware(model), batching="shared")
+    assert (batching.layout, batching.attention) == ("shared", "mask"), reasons
 
 
 class Leaking(Wrapped):
@@ -645,8 +645,8 @@ class Sighted(Unaware):
 @pytest.mark.parametrize(("wrapped", "attention"), [(Wrapped, "causal"), (Sighted, "mask")])
 def test_padded_rows_have_no_mask_unless_padding_would_be_seen(model, wrapped, attention):
     model = model if wrapped is Wrapped else wrapped(model)
-    batching, told = chosen(model, batching="padded")
-    assert (batching.layout, batching.attention) == ("padded", attention), told
+    batching, reasons = chosen(model, batching="padded")
+    assert (batching.layout, batching.attention) == ("padded", attention), reasons
 
 
 class Refusing(Unaware):
@@ -664,9 +664,9 @@ class Refusing(Unaware):
 def test_model_refusing_without_a_message_gets_padded_rows(model, refusal):
     refusing = Refusing(model)
     refusing.refusal = refusal
-    batching, told = chosen(refusing)
+    batching, reasons = chosen(refusing)
     assert batching.layout == "padded"
-    assert told.count(f"the model does not take it ({refusal.__name__})") == 2, told
+    assert reasons.count(f"the model does not take it ({refusal.__name__})") == 2, reasons
 
 
 class Smearing(Wrapped):
@@ -681,12 +681,12 @@ class Smearing(Wrapped):
 
 
 def test_examples_that_would_see_each_other_are_detected(model):
-    batching, told = chosen(Leaking(model))
+    batching, reasons = chosen(Leaking(model))
     assert batching.layout == "padded"
-    assert "not shared: its loss is not that of single rows" in told
-    batching, told = chosen(Smearing(model))
+    assert "not shared: its loss is not that of single rows" in reasons
+    batching, reasons = chosen(Smearing(model))
     assert batching.layout == "padded"
-    assert "not packed: a change in one row changes another" in told
+    assert "not packed: a change in one row changes another" in reasons
 
 
 class Unplaced(Wrapped):
@@ -706,8 +706,8 @@ def test_model_that_ignores_positions_is_detected_in_any_precision(precision, re
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     for subject, layout in ((model, "shared"), (Unplaced(model), "padded")):
         prepared = accelerator.prepare(copy.deepcopy(subject))
-        batching, told = choose_batching(Trial(accelerator, prepared, TrainConfig().resolved({}), rows(), 0))
-        assert batching.layout == layout, told
+        batching, reasons = choose_batching(Trial(accelerator, prepared, TrainConfig().resolved({}), rows(), 0))
+        assert batching.layout == layout, reasons
 
 
 class Wavering(Smearing):
@@ -721,12 +721,12 @@ class Wavering(Smearing):
 
 def test_wavering_rounding_is_no_leak_and_hides_none(model):
     wavering = Wavering(model)
-    batching, told = chosen(wavering, batching="shared")
-    assert batching.layout == "shared", told
+    batching, reasons = chosen(wavering, batching="shared")
+    assert batching.layout == "shared", reasons
     wavering.leak = 1e-4
-    batching, told = chosen(wavering)
+    batching, reasons = chosen(wavering)
     assert batching.layout == "padded"
-    assert "not packed: a change in one row changes another" in told
+    assert "not packed: a change in one row changes another" in reasons
 
 
 class WholeHead(Wrapped):

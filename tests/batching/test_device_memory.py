@@ -119,9 +119,9 @@ def test_smallest_size_without_room_of_all_ranks_is_kept(tmp_path, monkeypatch):
     stepper = Stepper(accelerator, model, new_optimizer(model, TrainConfig().resolved({})), 1.0)
     padded = Batching("padded", 0, rows=2)
     ranks = [TrainStep(stepper, padded, 0, RunDir(tmp_path), print) for _ in range(3)]
-    for rank, length, kept in zip(ranks, (20, 6, 40), (20, 6, 6), strict=True):
+    for rank, length, smallest in zip(ranks, (20, 6, 40), (20, 6, 6), strict=True):
         rows = [Encoded(index, [3] * length, 2) for index in range(2)]
-        with pytest.raises(UserError, match=f"it keeps to {kept} tokens a forward"):
+        with pytest.raises(UserError, match=f"it keeps to {smallest} tokens a forward"):
             rank.forward_backward(rows, 2, 1)
     assert json.loads((tmp_path / "most-tokens.json").read_text()) == {"tokens": 6}
     assert TrainStep(stepper, padded, 0, RunDir(tmp_path), print).batching.tokens == 6
@@ -249,7 +249,9 @@ def test_reserved_is_what_the_first_update_still_allocates():
 def test_without_a_job_the_smallest_forward_is_taken(monkeypatch):
     trial = dataclasses.replace(job(tiny_llama())[0], job=None)
     monkeypatch.setattr(choice, "free_bytes", lambda device: 2**40)
-    assert [each.tokens for each in choice.expected_to_fit(trial, [Batching("padded", 0)], (1024, 2048))] == [1024]
+    assert [batching.tokens for batching in choice.expected_to_fit(trial, [Batching("padded", 0)], (1024, 2048))] == [
+        1024
+    ]
     assert choice.with_sized_pieces(trial, [Batching("padded", 0)]) == [Batching("padded", 0)]
 
 
@@ -272,13 +274,13 @@ def test_without_a_trial_the_estimate_bounds_forwards(monkeypatch):
     trial, *_ = job(tiny_llama())
     sizes = (1024, 2048, 4096, 8192)
 
-    def found(free):
+    def fitting(free):
         monkeypatch.setattr(choice, "free_bytes", lambda device: free)
-        return [each.tokens for each in choice.expected_to_fit(trial, [Batching("padded", 0)], sizes)]
+        return [batching.tokens for batching in choice.expected_to_fit(trial, [Batching("padded", 0)], sizes)]
 
-    assert found(math.inf) == [*sizes]
-    assert found(0) == [1024]  # the smallest, whatever is predicted
-    some = [len(found(mebibytes * 2**20)) for mebibytes in (16, 32, 64, 128)]
+    assert fitting(math.inf) == [*sizes]
+    assert fitting(0) == [1024]  # the smallest, whatever is predicted
+    some = [len(fitting(mebibytes * 2**20)) for mebibytes in (16, 32, 64, 128)]
     assert some == sorted(some)
     assert len(set(some)) > 2
 

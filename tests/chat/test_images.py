@@ -97,13 +97,13 @@ class Transformers:
     @torch.no_grad()
     def losses(self, task, example):
         """The loss of each token of the answer, its end included."""
-        asked = self.inputs(task.messages(example), add_generation_prompt=True)["input_ids"].shape[1]
+        begin = self.inputs(task.messages(example), add_generation_prompt=True)["input_ids"].shape[1]
         said = {"role": "assistant", "content": [{"type": "text", "text": task.target(example)}]}
         whole = self.inputs([*task.messages(example), said])
         ids = whole["input_ids"]
         end = int((ids[0] == self.processor.tokenizer.eos_token_id).nonzero()[-1])
         logits = self.model(**whole, use_cache=False).logits[0, :-1]
-        return torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")[asked - 1 : end].tolist()
+        return torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")[begin - 1 : end].tolist()
 
     @torch.no_grad()
     def answer(self, messages):
@@ -153,27 +153,27 @@ def test_generate_answers_prompts_with_images_as_transformers_does(run, tmp_path
     for number, image in enumerate(images):
         vision.write_picture(image, tmp_path / f"{number}.png")
     system, parts = {"role": "system", "content": "You see."}, [{"type": "image", "image": image} for image in images]
-    asked = {"type": "text", "text": "What is this?"}
+    question = {"type": "text", "text": "What is this?"}
     expected = [
         theirs.answer([system, {"role": "user", "content": content}])
-        for content in ([*parts, asked], [parts[0], asked, parts[1]], [parts[1], asked], [asked])
+        for content in ([*parts, question], [parts[0], question, parts[1]], [parts[1], question], [question])
     ]
     files = ("--image", str(tmp_path / "0.png"), "--image", str(tmp_path / "1.png"))
     final = ("generate", str(done.run_dir / "final"), "--max-new-tokens", "6")
-    told = accel_sft(*final, "What is this?", *files)
-    assert told.output.startswith(printable(expected[0]) + "\n"), told.output
+    answered = accel_sft(*final, "What is this?", *files)
+    assert answered.output.startswith(printable(expected[0]) + "\n"), answered.output
     rows = [
         {"prompt": "What is this?", "images": ["0.png", "1.png"]},
         {"prompt": "<image>What is this?<image>", "images": ["0.png", "1.png"]},
-        {"messages": [{"role": "user", "content": [{"type": "image", "path": "1.png"}, asked]}]},
-        {"messages": [{"role": "user", "content": [asked]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "path": "1.png"}, question]}]},
+        {"messages": [{"role": "user", "content": [question]}]},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = accel_sft(*final, "--file", str(tmp_path / "rows.jsonl"), "--output", str(out := tmp_path / "out.jsonl"))
-    assert told.status == 0, told.output
+    answered = accel_sft(*final, "--file", str(tmp_path / "rows.jsonl"), "--output", str(out := tmp_path / "out.jsonl"))
+    assert answered.status == 0, answered.output
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["generated"] for row in written] == expected
-    assert written[2]["messages"][-1]["content"] == [{"type": "image", "image": str(tmp_path / "1.png")}, asked]
+    assert written[2]["messages"][-1]["content"] == [{"type": "image", "image": str(tmp_path / "1.png")}, question]
 
 
 def test_prompts_whose_images_are_not_there_are_named(tmp_path, made):
@@ -208,7 +208,9 @@ def test_vision_weights_stay_frozen_and_export_has_the_processor(run):
     assert not all(torch.equal(before[name], after[name]) for name in before.keys() - {*eyes})
     image = Image.new("RGB", (24, 16))
     processors = [processor_of(folder) for folder in (model, done.run_dir / "final")]
-    one, other = (each(text=[each.image_token], images=[[image]], return_tensors="pt") for each in processors)
+    one, other = (
+        processor(text=[processor.image_token], images=[[image]], return_tensors="pt") for processor in processors
+    )
     assert torch.equal(one["pixel_values"], other["pixel_values"])
 
 
@@ -274,31 +276,31 @@ def test_processors_compute_on_the_host_whatever_the_device(made, family):
 
 
 def test_images_that_a_thread_prepared_make_the_same_batch(made, monkeypatch):
-    kept = encoder(made("qwen2_vl"), Colours(text_too=False))(range(20), "train").kept
+    rows = encoder(made("qwen2_vl"), Colours(text_too=False))(range(20), "train").kept
     calls, cpu = [], torch.device("cpu")
     real = ImageInputs._processed
     monkeypatch.setattr(ImageInputs, "_processed", lambda *given: calls.append(given) or real(*given))
-    expected = Batching("padded", 512).batch(kept[:3], 0, cpu).inputs
+    expected = Batching("padded", 512).batch(rows[:3], 0, cpu).inputs
     state = torch.get_rng_state()
-    for begun, processed in ((kept[:3], 2), (kept[3:5], 4)):
+    for begun, processed in ((rows[:3], 2), (rows[3:5], 4)):
         begin_images([row.images for row in begun])
-        found = Batching("padded", 512).batch(kept[:3], 0, cpu).inputs
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        inputs = Batching("padded", 512).batch(rows[:3], 0, cpu).inputs
+        assert all(torch.equal(inputs[name], value) for name, value in expected.items())
         assert len(calls) == processed
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_error_in_the_image_thread_is_raised_in_the_step(made, monkeypatch):
-    kept = encoder(made("qwen2_vl"), Colours(text_too=False))(range(20), "train").kept
-    kept[0].images.origin.inputs.processor.image_processor = None
-    told = []
-    for begun in ([], [kept[0].images]):
+    rows = encoder(made("qwen2_vl"), Colours(text_too=False))(range(20), "train").kept
+    rows[0].images.origin.inputs.processor.image_processor = None
+    messages = []
+    for begun in ([], [rows[0].images]):
         begin_images(begun)
         with pytest.raises(UserError) as error:
-            Batching("padded", 512).batch(kept[:1], 0, torch.device("cpu"))
-        told.append(str(error.value))
-    assert told[0] == told[1]
-    assert told[0].startswith("train example 0: the model's processor cannot make it input")
+            Batching("padded", 512).batch(rows[:1], 0, torch.device("cpu"))
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("train example 0: the model's processor cannot make it input")
 
 
 def test_images_of_a_forward_begin_before_the_previous_backward(monkeypatch, tmp_path):
@@ -307,7 +309,7 @@ def test_images_of_a_forward_begin_before_the_previous_backward(monkeypatch, tmp
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, parallelism_config=None)
     stepper = SimpleNamespace(accelerator=accelerator, forwards_alone=True, alone=True, averaged_over=1)
     stepper.boundary, stepper.backward = (lambda last: nullcontext()), lambda loss: happened.append("backward")
-    begun = lambda images: happened.append(("begun", [each.index for each in images]))  # noqa: E731
+    begun = lambda images: happened.append(("begun", [image.index for image in images]))  # noqa: E731
     monkeypatch.setattr(training_step, "begin_images", begun)
     monkeypatch.setattr(TrainStep, "_nll", lambda self, rows, step: happened.append(rows[0].index) or torch.zeros(()))
     step = TrainStep(stepper, Batching("padded", 512, rows=1), 0, RunDir(tmp_path), print)
@@ -320,7 +322,7 @@ def test_rows_that_would_lose_image_tokens_are_left_out(made):
     most = max(len(row.input_ids) for row in whole) - 1
     cut = encoder(made("qwen2_vl"), Colours(), max_length=most, truncation="right")(range(20), "train")
     for row in cut.kept:
-        assert row.input_ids == next(each.input_ids for each in whole if each.index == row.index)
+        assert row.input_ids == next(uncut.input_ids for uncut in whole if uncut.index == row.index)
     (left_out,) = cut.left_out.values()
     assert left_out == [row.index for row in whole if len(row.input_ids) > most]
     assert cut.cut == []
@@ -418,9 +420,9 @@ def test_a_half_transparent_image_stays_upright():
     exif = image.getexif()
     exif[0x0112] = 6  # turned by 90 degrees
     image.save(file := io.BytesIO(), "png", exif=exif)
-    found = Picture(file.getvalue()).opened()
-    assert found.size == (2, 4)
-    assert found.getpixel((0, 0)) == (204, 204, 204)
+    opened = Picture(file.getvalue()).opened()
+    assert opened.size == (2, 4)
+    assert opened.getpixel((0, 0)) == (204, 204, 204)
 
 
 def test_pil_images_with_other_palettes_are_others():
@@ -431,10 +433,10 @@ def test_pil_images_with_other_palettes_are_others():
 
 
 def test_text_with_an_image_token_is_refused_beside_images(made, monkeypatch):
-    asked = Colours.messages
+    original = Colours.messages
 
     def with_token(self, example):
-        turns = asked(self, example)
+        turns = original(self, example)
         return [*turns[:-1], {"role": "user", "content": "<|image_pad|>"}] if example == 13 else turns
 
     encode = encoder(made("qwen2_vl"), Colours())
@@ -459,18 +461,18 @@ def test_exported_rows_have_their_images(tmp_path, monkeypatch, form):
     for split in export_data.SPLITS:
         ours, theirs = read_split(task, split), read_split(again, split)
         for index in range(len(ours)):
-            expected, found = conversation(task, ours, split, index), conversation(again, theirs, split, index)
-            assert (found.turns, found.answer) == (expected.turns, expected.answer)
-            one, other = ([picture.opened().tobytes() for picture in chat.images] for chat in (expected, found))
+            expected, got = conversation(task, ours, split, index), conversation(again, theirs, split, index)
+            assert (got.turns, got.answer) == (expected.turns, expected.answer)
+            one, other = ([picture.opened().tobytes() for picture in chat.images] for chat in (expected, got))
             assert one == other
     assert form != "bytes" or len([*(tmp_path / "moved" / "images").iterdir()]) == 1
 
 
 def test_image_that_cannot_be_exported_leaves_no_folder(tmp_path, monkeypatch):
-    kept = export_data.conversation
+    real = export_data.conversation
 
     def then_gone(task, examples, split, index):
-        chat = kept(task, examples, split, index)
+        chat = real(task, examples, split, index)
         for path in (tmp_path / "images").glob("2-*.png"):
             path.unlink()
         return chat
@@ -489,10 +491,10 @@ def test_no_file_that_is_no_image_gets_into_an_export(tmp_path, monkeypatch, how
     named = {"its path": "../secret.png", "a link": "link.png", "proc": "/proc/self/environ"}.get(how, "pipe")
     if named == "pipe":
         (tmp_path / "data" / "pipe").write_bytes(png())
-        kept = export_data.conversation
+        real = export_data.conversation
 
         def then_a_pipe(*which):
-            chat = kept(*which)
+            chat = real(*which)
             (tmp_path / "data" / "pipe").unlink(missing_ok=True)
             os.mkfifo(tmp_path / "data" / "pipe")
             return chat
@@ -538,15 +540,15 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("part", "told"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_used_is_refused_by_row(made, monkeypatch, part, told):
+@pytest.mark.parametrize(("part", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_used_is_refused_by_row(made, monkeypatch, part, message):
     monkeypatch.setattr(Given, "parts", ({"type": "image", "image": png()}, {"type": "image", **part}))
     encode = encoder(made("qwen2_vl"), Given(), control_tokens="tokens")
     with pytest.raises(UserError) as raised:
         list(encode.parts([0], [0], "train"))
     (line,) = raised.value.problems
     assert line.startswith("train example 0: ")
-    assert told in line
+    assert message in line
 
 
 def test_a_model_that_reads_no_images_is_named(tmp_path):
@@ -581,7 +583,7 @@ def test_earlier_answers_of_a_chat_have_the_images_before_them(monkeypatch):
     following += [{"role": "assistant", "content": "what is left", "weight": 0}]
     monkeypatch.setattr(Given, "target", lambda self, example: following)
     chat = conversation(Given(), [0], "train", 0)
-    assert [len(each.images) for each in chat.each()] == [1, 2]
+    assert [len(part.images) for part in chat.each()] == [1, 2]
     assert len(chat.images) == 2
     following[2] = {"role": "assistant", "content": [red]}
     with pytest.raises(UserError, match="an answer with an image; only texts are learnt"):

@@ -54,8 +54,8 @@ def encoded(tokenizer, *examples, **rules):
 
 
 def prompts(tokenizer, *examples, **rules):
-    kept = encoded(tokenizer, *examples, **rules).kept
-    return [tokenizer.decode(row.input_ids[: row.prompt_length]) for row in kept]
+    rows = encoded(tokenizer, *examples, **rules).kept
+    return [tokenizer.decode(row.input_ids[: row.prompt_length]) for row in rows]
 
 
 def with_template(tokenizer, template):
@@ -97,23 +97,23 @@ def test_control_tokens_in_template_variables_are_characters(tokenizer):
 def test_an_empty_system_turn_is_no_default_system_prompt(tokenizer):
     own = with_template(tokenizer, DEFAULT)
     rows = ([EMPTY, ASK], "no"), ([ASK], "no")
-    asked = [own.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns, _ in rows]
-    assert prompts(own, *rows) == asked
-    assert "kind helper" in asked[1]
-    assert "kind helper" not in asked[0]
-    told = 'chat template: rows without a system prompt get its own: "You are a kind helper."'
-    assert encoded(own, rows[1]).notes == [told]
+    expected = [own.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns, _ in rows]
+    assert prompts(own, *rows) == expected
+    assert "kind helper" in expected[1]
+    assert "kind helper" not in expected[0]
+    line = 'chat template: rows without a system prompt get its own: "You are a kind helper."'
+    assert encoded(own, rows[1]).notes == [line]
     assert encoded(own, rows[0]).notes == encoded(with_template(tokenizer, TURNS), rows[1]).notes == []
 
 
 def test_name_of_a_user_is_no_system_prompt(tokenizer):
     named = {**ASK, "name": "Bob"}
-    plain, told = (
+    plain, with_name = (
         text.replace("{{ m.role }}", "{{ m.role ~ (' name=' ~ m.name if m.name else '') }}")
         for text in (TURNS, DEFAULT)
     )
     own = 'chat template: rows without a system prompt get its own: "You are a kind helper."'
-    for template, notes in ((plain, []), (told, [own])):
+    for template, notes in ((plain, []), (with_name, [own])):
         model = with_template(tokenizer, template)
         assert encoded(model, ([named], "no")).notes == notes
         assert "user name=Bob\n" in prompts(model, ([named], "no"))[0]
@@ -155,19 +155,19 @@ def test_rendered_text_gets_no_second_end_and_is_told(tokenizer):
     assert encoded(own, ([], text), control_tokens="tokens").control_tokens == {"answers": [], "texts": []}
     assert encoded(own, ([], text), ([], "plain")).control_tokens == {"answers": [], "texts": [0]}
     chat = conversation(Rows(), [([], text)], "train", 0)
-    found = {
+    texts = {
         as_text: SpecialTokens(own, frozenset({own.eos_token_id}), as_text).faults(chat) for as_text in (True, False)
     }
-    assert [code for code, _ in found[True]] == ["D208"]
-    assert found[False] == []
+    assert [code for code, _ in texts[True]] == ["D208"]
+    assert texts[False] == []
 
 
 @pytest.mark.parametrize("bos", [False, True])
 def test_without_a_template_a_continued_text_is_concatenated(tmp_path, bos):
     own = AutoTokenizer.from_pretrained(make_base(tmp_path / "base", bos=bos))
     assert own.chat_template is None
-    asked = {"role": "user", "content": "12=", "continued": True}
-    whole = encoded(own, ([asked], "the answer is 6 + 6"))
+    question = {"role": "user", "content": "12=", "continued": True}
+    whole = encoded(own, ([question], "the answer is 6 + 6"))
     (row,) = whole.kept
     assert row.input_ids[: row.prompt_length] == own("12=")["input_ids"]
     assert own.decode(row.input_ids[row.prompt_length :]) == "the answer is 6 + 6<|endoftext|>"
@@ -175,7 +175,7 @@ def test_without_a_template_a_continued_text_is_concatenated(tmp_path, bos):
     (note,) = whole.notes
     assert note.startswith("no chat template: answers follow their prompts as they are, up to <|endoftext|>")
     with pytest.raises(UserError, match="its tokenizer has no chat template"):
-        encoded(own, ([asked], "6"), ([{"role": "user", "content": "12="}], "6"))
+        encoded(own, ([question], "6"), ([{"role": "user", "content": "12="}], "6"))
 
 
 def test_server_gets_no_row_without_its_variables():

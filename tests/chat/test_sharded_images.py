@@ -130,10 +130,10 @@ def a_resumed_run_ends_with_the_same_bits_and_the_export_is_loaded_by_transforme
     assert all(weight.equal(loaded[name]) for name, weight in loaded.items())
     evaluated = accel_sft("evaluate", TASK, "--model", str(again), run_dir=tmp_path / "evaluation", **LAUNCHES[layout])
     assert evaluated.status == 0, evaluated.output[-4000:]
-    found = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
+    exported_metrics = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
     own = whole.result()["after"]
-    assert found["eval_loss"] == pytest.approx(own["eval_loss"], rel=2e-5)
-    assert found["right"] == own["right"]
+    assert exported_metrics["eval_loss"] == pytest.approx(own["eval_loss"], rel=2e-5)
+    assert exported_metrics["right"] == own["right"]
 
 
 def a_run_goes_on_under_another_layout(trained, tmp_path, first, then):
@@ -197,11 +197,11 @@ def test_blank_image_reaches_all_weights_without_changing_gradients(made, family
         return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
 
     loss, plain = gradients(rows, None)
-    with_blank, found = gradients(rows, blank)
+    with_blank, without = gradients(rows, blank)
     assert with_blank.item() == pytest.approx(loss.item(), rel=1e-6)
-    eyes = [name for name in found if plain[name] is None]
+    eyes = [name for name in without if plain[name] is None]
     assert eyes
-    for name, gradient in found.items():
+    for name, gradient in without.items():
         if name in eyes:
             assert not gradient.any(), name
         else:
@@ -228,9 +228,9 @@ def test_model_reading_images_in_sequence_is_refused_under_sharding(made, monkey
 
     def one_by_one(self, pixel_values, image_grid_thw, **more):
         pixels = pixel_values.split(image_grid_thw.prod(-1).tolist())
-        each = [whole(self, of_one, image_grid_thw[at : at + 1], **more) for at, of_one in enumerate(pixels)]
-        each[0].pooler_output = tuple(part for one in each for part in one.pooler_output)
-        return each[0]
+        outputs = [whole(self, of_one, image_grid_thw[at : at + 1], **more) for at, of_one in enumerate(pixels)]
+        outputs[0].pooler_output = tuple(part for one in outputs for part in one.pooler_output)
+        return outputs[0]
 
     monkeypatch.setattr(type(model.model), "get_image_features", one_by_one)
     with pytest.raises(UserError, match="reads images one by one"):

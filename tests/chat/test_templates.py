@@ -102,11 +102,11 @@ def encoded(tokenizer, examples, truncation="drop", max_length=512):
 
 def scored(tokenizer, examples, answers):
     """What the evaluator makes of answers (texts, or token ids) to these examples."""
-    kept = encoded(tokenizer, examples)
+    rows = encoded(tokenizer, examples)
     ids = [tokenizer(a, add_special_tokens=False)["input_ids"] if isinstance(a, str) else a for a in answers]
-    backend = Answered(Generated(list(zip(kept, ids, strict=True)), 1.0, {}))
+    backend = Answered(Generated(list(zip(rows, ids, strict=True)), 1.0, {}))
     config = TrainConfig().resolved({})
-    evaluator = Evaluator(Accelerator(cpu=True), tokenizer, Says(), examples, kept, config, backend)
+    evaluator = Evaluator(Accelerator(cpu=True), tokenizer, Says(), examples, rows, config, backend)
     return evaluator.score_answers({"eval_loss": 0.0})
 
 
@@ -164,8 +164,8 @@ def test_tokenizer_that_decodes_blanks_behind_tokens_confuses_no_answers():
     generated = {"assistant\nyes": "yes", "assistant\nno": "no", "rubbish": "", "": ""}
     for text, scored in generated.items():
         ids = tokenizer(f"<|im_start|>{text}<|im_end|>", add_special_tokens=False)["input_ids"]
-        asked = Conversation([{"role": "user", "content": "hello"}], {"role": "assistant", "content": "yes"})
-        assert AnswerText(Rendering(tokenizer))(asked, ids) == scored
+        chat = Conversation([{"role": "user", "content": "hello"}], {"role": "assistant", "content": "yes"})
+        assert AnswerText(Rendering(tokenizer))(chat, ids) == scored
 
 
 @pytest.mark.parametrize("name", ["an empty thinking block", "a thinking block that is filled in", "an element"])

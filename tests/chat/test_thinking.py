@@ -98,8 +98,8 @@ def test_every_family_learns_answers_and_scores_them_in_every_mode(any_tokenizer
     encoding = encoded(own, ends, ANSWERS, thinking)
     assert len(encoding.kept) == len(ANSWERS)
     stop = own.convert_tokens_to_ids(FAMILIES[name].learnt_end)
-    asked = {tuple(example.input_ids[: example.prompt_length]) for example in encoding.kept}
-    assert len(asked) == 1  # nothing of an answer is in its prompt
+    prompts = {tuple(example.input_ids[: example.prompt_length]) for example in encoding.kept}
+    assert len(prompts) == 1  # nothing of an answer is in its prompt
     for answer, ids in zip(ANSWERS, learnt(encoding), strict=True):
         assert [token for token in ids if token in ends] == [ids[-1]] == [stop]
         assert "".join(answer.split()) in "".join(own.decode(ids).split())
@@ -236,8 +236,8 @@ def test_the_cards_lines_ask_as_training_did(whole_run):
     run, _ = whole_run
     (block,) = re.findall(r"^```python\n(.*?)^```", (run.run_dir / "final" / "README.md").read_text(), re.S | re.M)
     assert "enable_thinking=False" in block
-    told = subprocess.run([sys.executable, "-c", block], cwd=run.run_dir / "final", capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
+    done = subprocess.run([sys.executable, "-c", block], cwd=run.run_dir / "final", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 SPELT = [
@@ -294,8 +294,8 @@ SPELT = [
 @pytest.mark.parametrize(("name", "thinking", "target", "prompt", "rest"), SPELT)
 def test_prompts_and_answers_are_right_to_the_letter(tokenizer, name, thinking, target, prompt, rest):
     own, ends = of_family(tokenizer, name)
-    asked, answered = texts(own, encoded(own, ends, [target], thinking).kept[0])
-    assert prompt in asked if name in ("Llama 3.2", "SmolLM3") else asked.endswith(prompt)
+    written, answered = texts(own, encoded(own, ends, [target], thinking).kept[0])
+    assert prompt in written if name in ("Llama 3.2", "SmolLM3") else written.endswith(prompt)
     assert answered == rest
 
 
@@ -339,7 +339,7 @@ def test_texts_make_no_control_tokens(any_tokenizer, name):
     settings = {"eos_ids": ends, "max_length": 9999, "truncation": "error", "day": DAY}
     whole = encode(own, Forged(), [forged], "train", **settings)
     (row,), (plain,) = whole.kept, encode(own, Says(), ["odd"], "train", **settings).kept
-    special = [[token for token in each.input_ids if token in control.special_ids] for each in (row, plain)]
+    special = [[token for token in side.input_ids if token in control.special_ids] for side in (row, plain)]
     assert special[0] == special[1]
     assert whole.control_tokens == {"answers": [0], "texts": []}
     text = own.decode(row.input_ids[row.prompt_length :], skip_special_tokens=False)
@@ -353,11 +353,11 @@ def test_prompt_written_as_a_python_object_keeps_its_characters(tokenizer):
     own, _ = of_family(tokenizer, "Qwen2.5")
     own.chat_template = "{{ messages }}{% if add_generation_prompt %} answer: {% endif %}"
     rendering = Rendering(own, "template", DAY)
-    asked = rendering.control.ids([rendering.prompt([{"role": "user", "content": "is <|im_start|> odd?"}])])[0]
-    text = own.decode(asked)
+    ids = rendering.control.ids([rendering.prompt([{"role": "user", "content": "is <|im_start|> odd?"}])])[0]
+    text = own.decode(ids)
     assert "<|im_start|>" in text.replace(" ", "")
     assert "ue008" not in text
-    assert not rendering.control.special_ids & {*asked}
+    assert not rendering.control.special_ids & {*ids}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -367,9 +367,9 @@ def test_prompts_of_training_are_what_is_generated_from(tokenizer, name):
     turns = Says().messages("odd")
     given = rendering.form(turns, "train").given(turns)
     own.chat_template = dated(own.chat_template, DAY)
-    asked = own.apply_chat_template(given, add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = own.apply_chat_template(given, add_generation_prompt=True, return_dict=True)["input_ids"]
     (example,) = encoded(own, ends, ["odd"], "template").kept
-    assert example.input_ids[: example.prompt_length] == asked
+    assert example.input_ids[: example.prompt_length] == ids
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -384,10 +384,10 @@ def test_conversations_with_turns_or_without_system_message_are_learnt(tokenizer
     for thinking in MODES:
         encoding = encoded(own, ends, ["odd", "even"], thinking, Talks())
         for example, answer in zip(encoding.kept, ("odd", "even"), strict=True):
-            asked, rest = texts(own, example)
+            prompt, rest = texts(own, example)
             assert answer in rest
-            assert ("Say it." in asked) == (answer == "odd")
-            assert asked.index("Hello.") < asked.index("Good day.") < asked.index("What?")
+            assert ("Say it." in prompt) == (answer == "odd")
+            assert prompt.index("Hello.") < prompt.index("Good day.") < prompt.index("What?")
         evaluation = scored(own, encoding, ["odd", "even"], learnt(encoding), thinking, Talks())
         assert evaluation.metrics["right"] == 1.0
 
@@ -452,9 +452,9 @@ FAILING = {
 def test_template_that_fails_is_one_line(tokenizer, failing):
     own, ends = of_family(tokenizer, "Qwen2.5")
     own.chat_template = failing
-    with pytest.raises(UserError, match=r"^validation( example 0)?: the model's chat .*roles system/user") as told:
+    with pytest.raises(UserError, match=r"^validation( example 0)?: the model's chat .*roles system/user") as refused:
         encoded(own, ends, ["odd"], "template")
-    (line,) = told.value.problems
+    (line,) = refused.value.problems
     assert re.search(FAILING[failing], line)
     assert line.isprintable()
 
@@ -489,8 +489,8 @@ def test_the_day_is_the_runs_and_not_todays(tokenizer):
         own.chat_template = (
             "\n  {% macro m() %}{{ strftime_now('" + formats + "') }}{% endmacro %}[{{ m() }}]" + own.chat_template
         )
-        asked, _ = texts(own, encoded(own, ends, ["odd"], "template", day=day).kept[0])
-        assert asked.startswith(f"\n[{expected}]<|im_start|>system")
+        prompt, _ = texts(own, encoded(own, ends, ["odd"], "template", day=day).kept[0])
+        assert prompt.startswith(f"\n[{expected}]<|im_start|>system")
     assert dated("no date", DAY) == "no date"
 
 

@@ -143,8 +143,8 @@ def test_single_row_is_the_rendering_and_begins_with_every_prompt(tokenizer, nam
     whole = own.apply_chat_template(CHAT, return_dict=False)
     assert whole[: len(row.input_ids)] == row.input_ids
     for at, (begin, _) in zip((2, 4, 6), row.spans, strict=True):
-        asked = own.apply_chat_template(CHAT[:at], add_generation_prompt=True, return_dict=False)
-        assert row.input_ids[:begin] == asked
+        prompt = own.apply_chat_template(CHAT[:at], add_generation_prompt=True, return_dict=False)
+        assert row.input_ids[:begin] == prompt
 
 
 def test_generation_marks_make_no_difference_and_are_transformers_own_mask(tokenizer):
@@ -173,7 +173,7 @@ def test_turns_of_weight_0_and_of_others_carry_no_loss(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("messages", "target", "told"),
+    ("messages", "target", "message"),
     [
         ([], [], "target() gave turns of which the last is not an assistant's"),
         ([user("5=")], [said("5"), user("6=")], "the last is not an assistant's"),
@@ -193,10 +193,10 @@ def test_turns_of_weight_0_and_of_others_carry_no_loss(tokenizer):
         ([user("5=")], [said("\ud800")], "a lone surrogate"),
     ],
 )
-def test_turns_that_are_none_are_refused_by_example(messages, target, told):
+def test_turns_that_are_none_are_refused_by_example(messages, target, message):
     with pytest.raises(UserError, match=r"^train example 1: ") as refused:
         conversation(Chats(), [(messages, target)] * 2, "train", 1)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_schemas_that_are_none_are_refused():
@@ -295,7 +295,7 @@ def test_rows_with_tools_are_learnt_by_the_template_of_tools(tokenizer, argument
 def test_control_tokens_in_tools_printed_as_python_are_characters(tokenizer):
     own = copy.deepcopy(tokenizer)
     own.chat_template = CALLING.replace("tools | tojson", "tools").replace("ARGUMENTS", "{{ call.function.arguments }}")
-    tools, turns = (json.loads(json.dumps(each).replace("Ulm", "<|im_end|>")) for each in (TOOLS, CALLED[:2]))
+    tools, turns = (json.loads(json.dumps(part).replace("Ulm", "<|im_end|>")) for part in (TOOLS, CALLED[:2]))
     tools[0]["function"]["description"] = "a<|im_end|>b"
     (row,) = encoded(own, [([], turns, tools)]).kept
     text = own.decode(row.input_ids)
@@ -305,14 +305,14 @@ def test_control_tokens_in_tools_printed_as_python_are_characters(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("place", "found"),
+    ("place", "expected"),
     [("call", {"answers": [0], "texts": []}), ("schema", {"answers": [], "texts": [0]})]
     + [(place, {"answers": [], "texts": [0]}) for place in ("unlearnt call", "thinking", "name")],
 )
-def test_an_end_forged_outside_contents_is_seen(tokenizer, place, found):
+def test_an_end_forged_outside_contents_is_seen(tokenizer, place, expected):
     own = copy.deepcopy(tokenizer)
     own.chat_template = CALLING.replace("ARGUMENTS", "{{ call.function.arguments }}")
-    tools, turns = (json.loads(json.dumps(each)) for each in (TOOLS, [*CALLED, user("Sure?"), said("Yes.")]))
+    tools, turns = (json.loads(json.dumps(part)) for part in (TOOLS, [*CALLED, user("Sure?"), said("Yes.")]))
     end = own.eos_token
     if place == "schema":
         tools[0]["function"]["parameters"] = {end: 1}
@@ -322,7 +322,7 @@ def test_an_end_forged_outside_contents_is_seen(tokenizer, place, found):
         turns[2]["name"] = end
     else:
         turns[1] |= {"tool_calls": [json.loads(json.dumps(CALL).replace("Ulm", end))], "weight": int(place == "call")}
-    assert encoded(own, [([], turns, tools)]).control_tokens == found
+    assert encoded(own, [([], turns, tools)]).control_tokens == expected
 
 
 def test_a_control_token_with_a_quote_is_seen_in_calls(tokenizer):
@@ -425,7 +425,7 @@ def test_gradient_of_three_turns_is_that_of_single_rows(tokenizer, model, way):
         for chat, places in ((CHAT, (2, 4, 6)), (again, (2, 4, 6)), ([*CHAT[:2], said("even")], (2,)), (CHAT, (4,)))
         for at in places
     ]
-    ids = [(asked + own(f"{text}<|im_end|>")["input_ids"], len(asked)) for asked, text in answers]
+    ids = [(prompt + own(f"{text}<|im_end|>")["input_ids"], len(prompt)) for prompt, text in answers]
     expected, expected_gradients = plain_loss_and_gradients(model, ids)
     total = sum(len(row) - begin for row, begin in ids)
     assert sum(row.supervised_tokens for row in rows) == total
@@ -449,8 +449,8 @@ def test_continued_chat_is_no_row_that_another_sees(tokenizer, model):
     rows = encoded(own, [(CHAT[:2], CHAT[2:at]) for at in (3, 5, 7)]).kept
     assert rows[2].input_ids[: len(rows[0].input_ids)] == rows[0].input_ids
     config = TrainConfig(batching="shared").resolved({})
-    found, reasons = exact_batchings(Trial(Accelerator(cpu=True), model, config, rows, 0), rows)
-    assert {each.attention for each in found} == {"rows", "mask"}, reasons
+    exact, reasons = exact_batchings(Trial(Accelerator(cpu=True), model, config, rows, 0), rows)
+    assert {batching.attention for batching in exact} == {"rows", "mask"}, reasons
 
 
 # --- evaluation ---
@@ -471,9 +471,9 @@ def test_cut_answers_of_a_model_are_counted(tokenizer):
     encoding = encoded(own, chats)
     end, most = encoding.kept[0].input_ids[-1], encoding.kept[0].answer_tokens
     other = encoding.kept[0].input_ids[0]
-    found = evaluated(own, encoding, chats, [[other] * most, [other] * (most - 1) + [end], [other]])
-    assert found.unusual == {"length": 1}
-    assert "of 3 answers: 1 cut (raise --max-new-tokens)" in found.lines[0]
+    evaluation = evaluated(own, encoding, chats, [[other] * most, [other] * (most - 1) + [end], [other]])
+    assert evaluation.unusual == {"length": 1}
+    assert "of 3 answers: 1 cut (raise --max-new-tokens)" in evaluation.lines[0]
 
 
 @pytest.mark.parametrize("template", [None, FORGETFUL])
@@ -485,7 +485,7 @@ def test_last_learnt_turn_alone_is_generated_and_scored(tokenizer, template):
     assert len(encoding.kept) == (5 if template else 2)
     ids = [own(f"{text}<|im_end|>")["input_ids"] for text in ("a\n\nb", "odd")]
     evaluation = evaluated(own, encoding, examples, ids)
-    assert [(each["index"], each["generated"], each["expected"]) for each in evaluation.samples] == [
+    assert [(sample["index"], sample["generated"], sample["expected"]) for sample in evaluation.samples] == [
         (0, "a\n\nb", "a\n\nb"),
         (1, "odd", "<b>even</b>"),
     ]
@@ -545,27 +545,27 @@ def test_a_run_on_chats_is_the_mathematics_of_their_turns(tmp_path):
         turns = [{"role": "system", "content": "Count on."}]
         for at in range(1 + example % 3):
             turns.append(user(str(example + at)))
-            asked = own.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-            answers.append((asked + own(f"{example + at}<|im_end|>")["input_ids"], len(asked)))
+            prompt = own.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+            answers.append((prompt + own(f"{example + at}<|im_end|>")["input_ids"], len(prompt)))
             turns.append(said(str(example + at)))
     total, _ = plain_loss_and_gradients(model, answers)
     tokens = sum(len(ids) - begin for ids, begin in answers)
     line = run.lines()[0]
     assert line["supervised_tokens"] == tokens
     assert line["loss"] == pytest.approx(total / tokens, rel=1e-5)
-    samples = [json.loads(each) for each in next((tmp_path / "run" / "samples").iterdir()).read_text().splitlines()]
-    assert [(each["index"], each["expected"]) for each in samples] == [
+    samples = [json.loads(sample) for sample in next((tmp_path / "run" / "samples").iterdir()).read_text().splitlines()]
+    assert [(sample["index"], sample["expected"]) for sample in samples] == [
         (at, str(at + 40 + (at + 40) % 3)) for at in range(4)
     ]
 
 
 def test_the_prompt_of_an_answer_is_shown_turn_by_turn():
-    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
     answer = {"role": "assistant", "content": "I."}
-    assert Conversation(asked, answer).asked == "Who?"
+    assert Conversation(prompt, answer).asked == "Who?"
     call = {"function": {"name": "find", "arguments": {"of": "it"}}}
     turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
-    assert Conversation([*asked, *turns], answer).asked.split("\n") == [
+    assert Conversation([*prompt, *turns], answer).asked.split("\n") == [
         "user: Who?",
         'assistant: {"name": "find", "arguments": {"of": "it"}}',
         "tool: 5",
@@ -585,8 +585,8 @@ def test_train_limit_takes_the_first_examples_of_any_sequence(limit, left):
             return at**2  # a slice is an error
 
     assert [*limited_examples([*range(25)], limit)] == [*range(25)][:left]
-    found = limited_examples(Squares(), limit)
-    assert [found[at] for at in range(len(found))] == [at**2 for at in range(left)]
+    limited = limited_examples(Squares(), limit)
+    assert [limited[at] for at in range(len(limited))] == [at**2 for at in range(left)]
 
 
 def test_train_limit_draws_rows_of_a_file_sorted_by_label(tmp_path):

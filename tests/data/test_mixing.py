@@ -57,13 +57,13 @@ def test_steps_keep_the_shares_and_repeat_sources_as_needed(data):
     for source, size in enumerate(sizes):
         seen = stream[source_of[stream] == source]
         passes = [seen[at : at + size] for at in range(0, len(seen), size)]
-        assert all(len({*each}) == len(each) for each in passes)
-        assert all(sorted(each) == np.flatnonzero(source_of == source).tolist() for each in passes[:-1])
+        assert all(len({*one_pass}) == len(one_pass) for one_pass in passes)
+        assert all(sorted(one_pass) == np.flatnonzero(source_of == source).tolist() for one_pass in passes[:-1])
     so_far = [dict.fromkeys(plan.by_source(stream), 0)]
     for rows in steps:
         so_far.append({key: so_far[-1][key] + n for key, n in plan.by_source(rows).items()})
     for step in {0, 1, len(steps) // 2, len(steps)}:
-        assert [each[key] for each in plan.seen(step) for key in ("rows_seen", "tokens_seen")] == [
+        assert [source[key] for source in plan.seen(step) for key in ("rows_seen", "tokens_seen")] == [
             *so_far[step].values()
         ]
     ends = [step for step in range(1, len(steps) + 1) if plan.ends_epoch(step)]
@@ -88,8 +88,8 @@ def test_mixed_step_is_a_pure_function_of_seed_and_sources():
 
 def test_means_and_words_count_sources_by_their_shares():
     plan, source_of = mixed([30, 5], (3, 1), batch=4, epochs=1.0)
-    each = [plan.lengths[source_of == source].mean() for source in (0, 1)]
-    assert plan.mean(plan.lengths) == pytest.approx((3 * each[0] + each[1]) / 4)
+    means = [plan.lengths[source_of == source].mean() for source in (0, 1)]
+    assert plan.mean(plan.lengths) == pytest.approx((3 * means[0] + means[1]) / 4)
     assert plan.epoch_rows == 40  # the 30 and, by their shares, 10 of the other source between them
     assert in_words(plan) == "3 : 1 of 0.jsonl (30 rows), 1.jsonl (5 rows, seen 2.0 times an epoch)"
     assert plan.by_source(np.arange(4)) == {
@@ -130,8 +130,8 @@ def test_sources_follow_the_option_and_stay_with_rows(tmp_path):
     names = [str(tmp_path / name) for name in ("a/x.jsonl", "b", "z.jsonl")]
     rows = read_rows(",".join(names), lambda row: row["n"])
     assert rows.sources == ["x.jsonl", "b", "z.jsonl"]
-    kept, _ = rows.held_out(4, seed=1)
-    for part in (rows, kept, rows[5:12]):
+    train, _ = rows.held_out(4, seed=1)
+    for part in (rows, train, rows[5:12]):
         folders = ["a", "b", "."]
         assert [folders[n] for n in part.sources_of(range(len(part)))] == [row[0] for row in part]
     assert read_rows(f"{names[0]},{tmp_path}/b/x.jsonl", dict).sources == ["a/x.jsonl", "b/x.jsonl"]

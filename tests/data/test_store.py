@@ -148,7 +148,7 @@ TURNS = [{"role": "user", "content": "5="}]
 
 
 @pytest.mark.parametrize(
-    ("nonsense", "told"),
+    ("nonsense", "message"),
     [
         ((None, "5"), "messages() gave 'None'"),
         (([], "5"), "gave something else the second time"),
@@ -163,7 +163,7 @@ TURNS = [{"role": "user", "content": "5="}]
         ((TURNS, "6"), "gave something else the second time"),
     ],
 )
-def test_difference_of_a_task_between_ranks_is_refused_everywhere(two_ranks, monkeypatch, nonsense, told):
+def test_difference_of_a_task_between_ranks_is_refused_everywhere(two_ranks, monkeypatch, nonsense, message):
     # else every row is read first, and ranks differ
     monkeypatch.setattr(token_key, "code_fingerprint", lambda *values: "known")
     good = [(TURNS, "5")] * 4
@@ -171,7 +171,7 @@ def test_difference_of_a_task_between_ranks_is_refused_everywhere(two_ranks, mon
         first, second = two_ranks(Named(good), bad, task=Recited())
         assert isinstance(first, UserError)
         assert first.problems == second.problems
-        assert told in str(first)
+        assert message in str(first)
 
 
 def test_more_rows_on_one_rank_are_refused_on_both(two_ranks):
@@ -207,12 +207,12 @@ def test_what_is_left_out_is_named_by_file_and_line(tokenizer, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("\n" + lines)
     task = Chat(train_file=f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", validation_file=f"{tmp_path}/a.jsonl")
     examples = task.dataset("train")
-    told = f"train: 2 left out: longer than --max-length 512 ({tmp_path}/a.jsonl:3, {tmp_path}/b.jsonl:4)"
+    line = f"train: 2 left out: longer than --max-length 512 ({tmp_path}/a.jsonl:3, {tmp_path}/b.jsonl:4)"
     for _ in "made", "from the cache":
-        assert encoder(tokenizer, task)(examples, "train").lines()[-1] == told
+        assert encoder(tokenizer, task)(examples, "train").lines()[-1] == line
     with pytest.raises(UserError) as raised:
         encoder(tokenizer, task, truncation="error")(examples, "train")
-    assert told in raised.value.problems
+    assert line in raised.value.problems
 
 
 def test_parts_of_which_nothing_is_left_harm_no_other(tokenizer, monkeypatch):
@@ -306,15 +306,15 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize(("name", "damage", "told"), DAMAGES.values(), ids=DAMAGES)
-def test_what_is_damaged_is_found_and_made_again(tokenizer, own_cache, capsys, name, damage, told):
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_what_is_damaged_is_found_and_made_again(tokenizer, own_cache, capsys, name, damage, message):
     first = encoder(tokenizer)(EXAMPLES, "train")
     (entry,) = entries(own_cache)
     damage(own_cache / KIND / entry / name)
     again = encoder(tokenizer)(EXAMPLES, "train")
     said = capsys.readouterr().out
     assert said.startswith(f"{own_cache / KIND / entry}: damaged (")
-    assert told in said
+    assert message in said
     assert "it is made again" in said
     assert again.kept.fingerprint == first.kept.fingerprint
     assert "tokens from the cache" in encoder(tokenizer)(EXAMPLES, "train").lines()[0]
@@ -429,7 +429,7 @@ def test_two_runs_at_once_do_not_harm_each_other(model, own_cache):
     assert cache.find(KIND, entry)[1]["fingerprint"] == answers[0][0]
 
 
-@pytest.mark.parametrize("moment", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (0, 4))])
+@pytest.mark.parametrize("moment", [2, *(pytest.param(number, marks=pytest.mark.long) for number in (0, 4))])
 def test_run_killed_while_tokenizing_harms_no_other(model, own_cache, moment):
     killed, other = (encoding_process(model, own_cache) for _ in range(2))
     killed.stdin.write("go\n")
@@ -502,18 +502,18 @@ def test_without_a_home_folder_nothing_is_kept(monkeypatch, tmp_path):
 def test_entry_unused_for_long_is_removed(tokenizer, own_cache):
     encoder(tokenizer)(EXAMPLES, "train")
     used = encoder(tokenizer)(EXAMPLES[1:], "train")
-    unused, kept = sorted((own_cache / KIND).iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    unused, reused = sorted((own_cache / KIND).iterdir(), key=lambda path: path.stat().st_mtime_ns)
     long_ago = time.time() - (cache.UNUSED_DAYS + 1) * 86400
-    for path in (unused, kept):
+    for path in (unused, reused):
         os.utime(path, (long_ago, long_ago))
     encoder(tokenizer)(EXAMPLES[1:], "train")  # uses one of them
-    assert {unused.name, kept.name} == set(entries(own_cache))
+    assert {unused.name, reused.name} == set(entries(own_cache))
     encoder(tokenizer)(EXAMPLES[2:], "train")
-    assert (unused.exists(), kept.exists()) == (False, True)
+    assert (unused.exists(), reused.exists()) == (False, True)
     assert len(entries(own_cache)) == 2
-    os.utime(kept, (long_ago, long_ago))
+    os.utime(reused, (long_ago, long_ago))
     encoder(tokenizer)(EXAMPLES[3:], "train")
-    assert not kept.exists()
+    assert not reused.exists()
     assert len(list(used.kept)) == len(EXAMPLES) - 1  # a run that had it open keeps it
 
 

@@ -157,10 +157,10 @@ def answering(*answers):
 
     def answer():
         with server:
-            for found in answers:
+            for content in answers:
                 with server.accept()[0] as connection:
                     connection.recv(1 << 16)
-                    connection.sendall(found)
+                    connection.sendall(content)
 
     threading.Thread(target=answer, daemon=True).start()
     return f"http://127.0.0.1:{server.getsockname()[1]}/v1"
@@ -231,8 +231,8 @@ def test_answers_that_are_not_whole_are_counted(monkeypatch):
     choices = [{"message": {"content": text}, "finish_reason": finish} for text, finish in endings]
     address = answering(*(response({"choices": [choice]}) for choice in choices))
     config = EvaluateConfig(url=address, model="m", max_new_tokens=9).resolved({})
-    found = evaluation.evaluate(Accelerator(cpu=True), Sums(), config, Endpoint(address, "m"))
-    assert found.lines == [
+    result = evaluation.evaluate(Accelerator(cpu=True), Sums(), config, Endpoint(address, "m"))
+    assert result.lines == [
         "warning: of 7 answers: 2 cut (raise --max-new-tokens), 1 withheld by the server's filter, 1 tool calls, "
         "2 empty; scored as they are"
     ]
@@ -298,8 +298,8 @@ def test_same_data_is_refused_with_url(run):
     ],
 )
 def test_settings_that_do_not_go_with_a_server_are_refused(more, problem):
-    (found,) = EvaluateConfig(**{"url": "http://127.0.0.1:1/v1", **more}).problems()
-    assert problem in found
+    (line,) = EvaluateConfig(**{"url": "http://127.0.0.1:1/v1", **more}).problems()
+    assert problem in line
 
 
 def test_what_a_server_is_not_asked_is_refused(served):

@@ -59,9 +59,9 @@ def examples(tokenizer):
     """Prompts of several lengths behind one instruction."""
     numbers = [7, 12, 123, 5, 48, 1234, 12, 99, 31, 8]
     eos = {tokenizer.eos_token_id}
-    kept = encode(tokenizer, Sums(), numbers, "validation", eos_ids=eos, max_length=99, truncation="drop").kept
-    assert len({example.prompt_length for example in kept}) == 4
-    return kept
+    encoded = encode(tokenizer, Sums(), numbers, "validation", eos_ids=eos, max_length=99, truncation="drop").kept
+    assert len({example.prompt_length for example in encoded}) == 4
+    return encoded
 
 
 class Strict(Qwen2ForCausalLM):
@@ -284,10 +284,10 @@ def test_prompts_that_padding_changes_are_answered_by_length(tmp_path):
     model, tokenizer = architectures.load(folder), AutoTokenizer.from_pretrained(folder)
     numbers = [7, 12, 123, 5, 48, 1234, 12, 10**6, 10**12, 10**20]
     eos = {tokenizer.eos_token_id}
-    kept = encode(tokenizer, Sums(), numbers, "validation", eos_ids=eos, max_length=199, truncation="drop").kept
-    answers, generator = generated(model, tokenizer, kept)
+    rows = encode(tokenizer, Sums(), numbers, "validation", eos_ids=eos, max_length=199, truncation="drop").kept
+    answers, generator = generated(model, tokenizer, rows)
     assert "; prompts of equal length only are answered together, as padding changes its pred" in generator.message
-    assert answers == separately(model, tokenizer, kept)
+    assert answers == separately(model, tokenizer, rows)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 16])
@@ -309,9 +309,9 @@ def test_batches_give_every_row_to_one_rank_evenly(ranks, batch_size, examples):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 16])
 def test_ranks_have_about_as_many_tokens_to_compute(ranks, examples):
-    found = shares(examples, ranks)
-    assert sorted(row.index for share in found for row in share) == [example.index for example in examples]
-    tokens = [sum(len(row.input_ids) for row in share) for share in found]
+    parts = shares(examples, ranks)
+    assert sorted(row.index for share in parts for row in share) == [example.index for example in examples]
+    tokens = [sum(len(row.input_ids) for row in share) for share in parts]
     assert max(tokens) - min(tokens) <= max(len(example.input_ids) for example in examples)
 
 
@@ -358,12 +358,12 @@ def test_an_evaluation_that_finds_no_room_goes_on_in_halves(tiny, tokenizer, exa
             raise torch.OutOfMemoryError("no room")
 
     model.get_input_embeddings().register_forward_pre_hook(cramped)
-    found = evaluated(model, tokenizer, examples, Sums())
+    halved = evaluated(model, tokenizer, examples, Sums())
     said = capsys.readouterr().out
     assert f"out of device memory with {len(examples)} rows at once: they are computed in halves" in said  # answers
     assert len(re.findall("out of device memory with [2-9] rows at once", said)) >= 2  # and the loss
-    assert [sample["generated"] for sample in found.samples] == [sample["generated"] for sample in whole.samples]
-    assert found.metrics["eval_loss"] == pytest.approx(whole.metrics["eval_loss"], rel=1e-6)
+    assert [sample["generated"] for sample in halved.samples] == [sample["generated"] for sample in whole.samples]
+    assert halved.metrics["eval_loss"] == pytest.approx(whole.metrics["eval_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("most", [1, 0])
@@ -421,12 +421,12 @@ def test_three_ranks_answer_as_plain_transformers_do(launched, tmp_path, yaml):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     answers, scores = [], []
     for example in list(task.dataset("validation"))[:11]:
-        asked = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        ids = tokenizer.apply_chat_template(task.messages(example), **asked)["input_ids"]
+        form = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        ids = tokenizer.apply_chat_template(task.messages(example), **form)["input_ids"]
         ids, length = model.generate(ids, do_sample=False, max_new_tokens=20), ids.shape[1]
         answers.append(tokenizer.decode(ids[0, length:], skip_special_tokens=True))
         scores.append(task.score(example, answers[-1]))
-    found = [json.loads(line) for line in (tmp_path / "found" / "samples-tuned.jsonl").read_text().splitlines()]
-    assert [(each["index"], each["generated"]) for each in found] == list(enumerate(answers))
+    samples = [json.loads(line) for line in (tmp_path / "found" / "samples-tuned.jsonl").read_text().splitlines()]
+    assert [(sample["index"], sample["generated"]) for sample in samples] == list(enumerate(answers))
     after = json.loads((tmp_path / "found" / "result.json").read_text())["after"]
     assert {name: after[name] for name in task.aggregate(scores)} == pytest.approx(task.aggregate(scores), nan_ok=True)

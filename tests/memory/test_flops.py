@@ -52,11 +52,11 @@ def test_recomputation_and_launch_change_no_model_flops():
 )
 def test_model_flops_of_lora_are_those_that_nemo_automodel_reports(config, tokens_per_second, teraflops):
     """docs/performance-summary.md in github.com/NVIDIA-NeMo/Automodel: LoRA on one H100, rows of 4,096 tokens."""
-    found = model_flops(job_of(config, adapter="lora"))
-    attention = found.pair * 4096 / 2
-    assert found.total(1, 1, 4096 / 2) * tokens_per_second == pytest.approx(teraflops * 1e12, rel=0.04)
+    flops = model_flops(job_of(config, adapter="lora"))
+    attention = flops.pair * 4096 / 2
+    assert flops.total(1, 1, 4096 / 2) * tokens_per_second == pytest.approx(teraflops * 1e12, rel=0.04)
     # exactly, with attention's gradients at a half, as it counts them under LoRA
-    assert (found.total(1, 1, 4096 / 2) - attention / 3) * tokens_per_second == pytest.approx(
+    assert (flops.total(1, 1, 4096 / 2) - attention / 3) * tokens_per_second == pytest.approx(
         teraflops * 1e12, rel=0.003
     )
 

@@ -58,23 +58,25 @@ def test_fake_tensors_take_what_real_ones_do(monkeypatch, head, most, tied, reco
     config = {**SMALL, "tie_word_embeddings": tied}
     if most:
         monkeypatch.setattr(loss, "MOST_LOGITS", most * config["vocab_size"])
-    found = forward_backward(job(config, head=head, gradient_checkpointing=recomputed), config)
-    assert found.activations + found.logits == pytest.approx(really_allocated(config, head, recomputed), rel=0.02)
+    simulated = forward_backward(job(config, head=head, gradient_checkpointing=recomputed), config)
+    assert simulated.activations + simulated.logits == pytest.approx(
+        really_allocated(config, head, recomputed), rel=0.02
+    )
 
 
 def test_simulated_model_has_weights_and_state_of_the_real():
-    found = forward_backward(job(SMALL, "ddp"), SMALL)
+    simulated = forward_backward(job(SMALL, "ddp"), SMALL)
     parameters = count(SMALL).parameters
-    assert found.weights == pytest.approx(4 * parameters, rel=1e-3)  # and the angles of positions
-    assert found.gradients == 4 * parameters
-    assert found.optimizer == pytest.approx(8 * parameters, rel=1e-3)
+    assert simulated.weights == pytest.approx(4 * parameters, rel=1e-3)  # and the angles of positions
+    assert simulated.gradients == 4 * parameters
+    assert simulated.optimizer == pytest.approx(8 * parameters, rel=1e-3)
 
 
 def test_frozen_weights_have_neither_gradients_nor_state():
     lora = job(SMALL, "ddp", adapter="lora")
-    found = forward_backward(lora, SMALL)
-    assert found.gradients == 4 * lora.trained
-    assert found.optimizer == pytest.approx(8 * lora.trained, rel=0.01)
+    simulated = forward_backward(lora, SMALL)
+    assert simulated.gradients == 4 * lora.trained
+    assert simulated.optimizer == pytest.approx(8 * lora.trained, rel=0.01)
 
 
 FORWARDS = [

@@ -145,8 +145,8 @@ def test_optimizer_of_all_weights_resumes_to_same_bits(accelerator, base, tmp_pa
 
 def test_settings_of_an_adapter_without_one_are_warned_of():
     unused = audit(TrainConfig(lora_r=32, lora_dropout=0.1), read_launch({}, []), devices=0)
-    told = [str(finding) for finding in unused if "is not used" in str(finding)]
-    assert [line.split("--", 1)[1].split()[:2] for line in told] == [["lora-r", "32"], ["lora-dropout", "0.1"]]
+    lines = [str(finding) for finding in unused if "is not used" in str(finding)]
+    assert [line.split("--", 1)[1].split()[:2] for line in lines] == [["lora-r", "32"], ["lora-dropout", "0.1"]]
     for fine in ({"adapter": "lora", "lora_r": 32}, {"lora_r": 8}):
         assert "is not used" not in str(audit(TrainConfig(**fine), read_launch({}, []), devices=0))
 
@@ -173,9 +173,9 @@ def test_variant_under_a_launch_draws_the_curve_of_one_process(launched, tmp_pat
     run = launched(f"variant {name}", *job, **sharing)
     for ours, theirs in zip(run.lines(), alone.lines(), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
-    ours, theirs = (load_file(each.run_dir / "final" / "adapter_model.safetensors") for each in (run, alone))
+    ours, theirs = (load_file(launch.run_dir / "final" / "adapter_model.safetensors") for launch in (run, alone))
     assert {key: tensor.shape for key, tensor in ours.items()} == {key: tensor.shape for key, tensor in theirs.items()}
-    after = [each.result()["after"]["eval_loss"] for each in (run, alone)]
+    after = [launch.result()["after"]["eval_loss"] for launch in (run, alone)]
     assert after[0] == pytest.approx(after[1], rel=2e-5)
     goes_on_to_the_same_bits(run, tmp_path / "run", 2, **sharing)
 
@@ -289,8 +289,8 @@ def test_plan_counts_4_bit_weights_and_8_bit_states(accelerator, base):
     assert predicted.weights_bytes(4) == pytest.approx(real, rel=0.01)
     job = Job(accelerator, base, optimizer="adamw-8bit")
     job.train(range(1))
-    kept = ("state1", "state2", "absmax1", "absmax2")
-    real = sum(state[key].nbytes for state in job.optimizer.state.values() for key in kept if key in state)
+    states = ("state1", "state2", "absmax1", "absmax2")
+    real = sum(state[key].nbytes for state in job.optimizer.state.values() for key in states if key in state)
     assert counted(base, optimizer="adamw-8bit").moments_bytes(4) == pytest.approx(real, rel=0.02)
 
 

@@ -54,7 +54,7 @@ def test_under_autocast_no_layer_casts_its_input_for_the_adapter(base):
     adapters = [module for module in model.modules() if hasattr(module, "cast_input_dtype_enabled")]
     for layer in adapters:
         torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.02)
-    ids, found = torch.arange(3, 35)[None], []
+    ids, cast_inputs = torch.arange(3, 35)[None], []
     for casts in (False, True):  # as the model is loaded, and as peft makes it
         assert casts or not any(layer.cast_input_dtype_enabled for layer in adapters)
         for layer in adapters:
@@ -64,8 +64,8 @@ def test_under_autocast_no_layer_casts_its_input_for_the_adapter(base):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        found.append((loss.item(), gradients, bytes_saved()))
-    (loss, gradients, less), (same, others, more) = found
+        cast_inputs.append((loss.item(), gradients, bytes_saved()))
+    (loss, gradients, less), (same, others, more) = cast_inputs
     assert loss == same
     assert all(torch.equal(one, other) for one, other in zip(gradients, others, strict=True))
     assert less < more
@@ -171,14 +171,14 @@ def test_final_ranks_of_adalora_wait_for_a_finite_gradient(base, tmp_path):
     few = {"init_r": 4, "target_r": 2, "total_step": 8, "tinit": 1, "tfinal": 3, "deltaT": 9}  # final in step 5 alone
     model, ids = adapted(base, AdaLoraConfig(**few, **LORA)), torch.tensor([[1, 2, 3, 4]])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    stepper, kept = Stepper(Accelerator(cpu=True), model, optimizer, 1.0), []
+    stepper, ranks = Stepper(Accelerator(cpu=True), model, optimizer, 1.0), []
     for step in range(8):
         stepper.backward(model(ids, labels=ids).loss * (float("nan") if step == 5 else 1))
         stepper.update(step)
         pattern = model.peft_config["default"].rank_pattern or {}
-        kept.append(sum(map(sum, pattern.values())))
+        ranks.append(sum(map(sum, pattern.values())))
     matrices = len(pattern)
-    assert kept == [0] * 6 + [2 * matrices] * 2
+    assert ranks == [0] * 6 + [2 * matrices] * 2
     with torch.no_grad():
         expected = model.eval()(ids).logits
         model.save_pretrained(tmp_path)

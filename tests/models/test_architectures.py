@@ -45,8 +45,8 @@ def rows(model, split):
     tokenizer = AutoTokenizer.from_pretrained(model)
     rules = {"eos_ids": {tokenizer.eos_token_id}, "max_length": 512, "truncation": "error"}
     task = Math(**DATA)
-    kept = encode(tokenizer, task, task.dataset(split), split, **rules).kept
-    return architectures.load(model), tokenizer, kept
+    encoded = encode(tokenizer, task, task.dataset(split), split, **rules).kept
+    return architectures.load(model), tokenizer, encoded
 
 
 @torch.no_grad()

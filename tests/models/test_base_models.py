@@ -269,10 +269,10 @@ def test_the_perplexity_of_raw_text_is_that_of_plain_transformers(folder, tmp_pa
             count += len(window) - 1
     assert run.result()["after"]["perplexity"] == pytest.approx(math.exp(nll / count), rel=1e-5)
     assert run.result()["main_metric"] == "perplexity"
-    asked, folder = "the answer is 12", str(tmp_path / "run")
-    ids = torch.tensor([tokenizer(asked)["input_ids"]])
+    question, folder = "the answer is 12", str(tmp_path / "run")
+    ids = torch.tensor([tokenizer(question)["input_ids"]])
     expected = tokenizer.decode(model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :], True)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": asked}) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": question}) + "\n")
     files = "--file", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "answers.jsonl")
     done = accel_sft("generate", folder, *files, "--max-new-tokens", "9")
     assert done.status == 0, done.output
@@ -281,7 +281,7 @@ def test_the_perplexity_of_raw_text_is_that_of_plain_transformers(folder, tmp_pa
         CliRunner().invoke(parity, (folder, "--url", "http://127.0.0.1:9/v1"), catch_exceptions=False)
     assert "/v1/completions" in CliRunner().invoke(serve, (folder, "--print")).stderr
     with pytest.raises(UserError, match="trained on raw text"):
-        CliRunner().invoke(generate, (folder, asked, "--system", "Be kind."), catch_exceptions=False)
+        CliRunner().invoke(generate, (folder, question, "--system", "Be kind."), catch_exceptions=False)
 
 
 @LONG
@@ -296,8 +296,8 @@ def test_base_model_learns_where_answers_end(folder, tmp_path):
     assert run.result()["after"]["token_f1"] == 1.0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
-    asked = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    said = model.generate(**asked, max_new_tokens=30, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    prompt = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    said = model.generate(**prompt, max_new_tokens=30, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(said) == "the answer<|im_end|>"
 
 

@@ -82,10 +82,10 @@ class Calls(Sums):
         return [{"role": "assistant", "content": "", "tool_calls": [call] * 2}]
 
 
-def ending_calls(end, each=""):
-    """The chat template with this text behind a turn's calls, and this behind each call."""
+def ending_calls(end, beside=""):
+    """The chat template with this text behind a turn's calls, and this behind a call."""
     turn_end = "{% if message['tool_calls'] %}" + end + "{% else %}<|im_end|>{% endif %}\n{% endfor %}"
-    return CHAT_TEMPLATE.replace("<|im_end|>\n{% endfor %}", turn_end).replace("</tool_call>", f"</tool_call>{each}")
+    return CHAT_TEMPLATE.replace("<|im_end|>\n{% endfor %}", turn_end).replace("</tool_call>", f"</tool_call>{beside}")
 
 
 @pytest.mark.parametrize(("end", "last"), [("<|a|>", "<|a|>"), ("<|a|>\n", "<|a|>"), ("<|im_end|>", "<|im_end|>")])

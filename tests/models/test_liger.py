@@ -146,5 +146,5 @@ def test_its_own_kernels_in_tritons_interpreter_draw_the_same_curve(yaml, option
     assert run.status == 0, run.output[-3000:]
     (line,) = [line for line in run.output.splitlines() if line.startswith("Liger's kernels compute ")]
     assert ("of their norm" in line) == (yaml != "z3"), line
-    losses, expected = ([step["loss"] for step in each.lines()] for each in (run, plain))
+    losses, expected = ([step["loss"] for step in launch.lines()] for launch in (run, plain))
     assert losses == pytest.approx(expected, rel=2e-5)

@@ -119,8 +119,8 @@ def test_a_quantized_checkpoint_is_saved_as_it_loads_again(made, tmp_path):
             weights[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
             weights[f"{name}_scales"] = torch.randint(120, 126, shape, dtype=torch.uint8)
 
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    settings = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    unquantized = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": unquantized}
     torch.manual_seed(0)
     folder = changed(made("gpt_oss"), tmp_path / "mxfp4", quantize, quantization_config=settings)
     model = loaded(folder)
@@ -261,8 +261,8 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("name", "content", "told"), BROKEN.values(), ids=BROKEN)
-def test_broken_model_files_are_one_line(made, tmp_path, name, content, told):
+@pytest.mark.parametrize(("name", "content", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_model_files_are_one_line(made, tmp_path, name, content, message):
     folder = tmp_path / "broken"
     shutil.copytree(made("llama"), folder)
     if "template" in content:
@@ -280,7 +280,7 @@ def test_broken_model_files_are_one_line(made, tmp_path, name, content, told):
     with pytest.raises(UserError) as raised:
         load()
     (line,) = raised.value.problems
-    assert told in line
+    assert message in line
     assert "\n" not in line
 
 
@@ -347,8 +347,8 @@ def in_bf16(folder, target):
     """A copy of a model with its weights in bfloat16, and one buffer in float32 as DeepSeek publishes it."""
 
     def rounded(weights):
-        kept = (name for name in weights if "e_score_correction_bias" not in name)
-        weights.update({name: weights[name].bfloat16() for name in kept})
+        names = (name for name in weights if "e_score_correction_bias" not in name)
+        weights.update({name: weights[name].bfloat16() for name in names})
 
     return changed(folder, target, rounded, dtype="bfloat16")
 
@@ -380,8 +380,8 @@ def test_exports_have_their_bases_names_and_types(made, tmp_path, family, precis
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "shards"])
 def test_files_without_a_configured_type_say_their_own(made, tmp_path, kind):
     def halved(weights):
-        kept = (name for name in weights if "norm" not in name)
-        weights.update({name: weights[name].half() for name in kept})
+        names = (name for name in weights if "norm" not in name)
+        weights.update({name: weights[name].half() for name in names})
 
     base = changed(made("llama"), tmp_path / "base", halved)
     config = json.loads((base / "config.json").read_text())
@@ -408,7 +408,7 @@ def test_configurations_are_read_alike_by_older_and_newer_keys(made, tmp_path):
     """transformers 4 reads rope_theta, rope_scaling and rope_local_base_freq, or takes defaults."""
     yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64}
     local = {"rope_type": "default", "rope_theta": 500.0}
-    found = {}
+    written = {}
     ropes = {"llama": yarn, "glm4": {**local, "partial_rotary_factor": 0.25}}
     ropes["gemma3"] = {"full_attention": yarn, "sliding_attention": local}
     for family, rope in ropes.items():
@@ -422,12 +422,12 @@ def test_configurations_are_read_alike_by_older_and_newer_keys(made, tmp_path):
         complete_config(folder, None, {})
         assert AutoConfig.from_pretrained(folder).get_text_config().rope_parameters == before
         content = json.loads((folder / "config.json").read_text())
-        found[family] = content.get("text_config", content)
-    assert found["llama"]["rope_theta"] == 5e5
-    assert found["llama"]["rope_scaling"] == {key: value for key, value in yarn.items() if key != "rope_theta"}
-    assert (found["glm4"]["rope_theta"], found["glm4"]["partial_rotary_factor"]) == (500.0, 0.25)
-    assert (found["gemma3"]["rope_theta"], found["gemma3"]["rope_local_base_freq"]) == (5e5, 500.0)
-    assert found["gemma3"]["rope_scaling"]["factor"] == 4.0
+        written[family] = content.get("text_config", content)
+    assert written["llama"]["rope_theta"] == 5e5
+    assert written["llama"]["rope_scaling"] == {key: value for key, value in yarn.items() if key != "rope_theta"}
+    assert (written["glm4"]["rope_theta"], written["glm4"]["partial_rotary_factor"]) == (500.0, 0.25)
+    assert (written["gemma3"]["rope_theta"], written["gemma3"]["rope_local_base_freq"]) == (5e5, 500.0)
+    assert written["gemma3"]["rope_scaling"]["factor"] == 4.0
 
 
 @pytest.mark.parametrize(

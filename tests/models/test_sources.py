@@ -56,16 +56,16 @@ def test_adapter_of_a_moved_run_finds_its_base(tmp_path):
     run = adapter(tmp_path / "moved", tmp_path / "gone" / "base")
     (run / "base").mkdir()
     (run / "base" / "config.json").write_text("{}")
-    found = find_source(str(run))
-    assert (found.weights, found.adapter) == (str(run / "base"), str(run / "final"))
+    source = find_source(str(run))
+    assert (source.weights, source.adapter) == (str(run / "base"), str(run / "final"))
 
 
 def test_unreachable_hub_is_tried_once_before_anything_loads(monkeypatch, caplog):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    told = r"couldn.t connect to 'http://127.0.0.1:9' \(.*\); see to the network, or name a folder"
-    with pytest.raises(UserError, match=told):
+    message = r"couldn.t connect to 'http://127.0.0.1:9' \(.*\); see to the network, or name a folder"
+    with pytest.raises(UserError, match=message):
         model_config(PlanConfig(model="some/model"))
-    with pytest.raises(UserError, match=told), errors_explained("some/model"):
+    with pytest.raises(UserError, match=message), errors_explained("some/model"):
         pytest.fail("libraries would try for most of a minute")
     assert "thrown while requesting" not in caplog.text
 
@@ -111,12 +111,12 @@ def test_a_model_that_names_no_repeated_blocks_is_not_compiled():
 
 
 @pytest.mark.parametrize(
-    ("implementation", "told"),
+    ("implementation", "message"),
     [("nosuch", "--attn-implementation: "), ("flex_attention", "it has no backward on a CPU")],
 )
-def test_an_attention_that_cannot_be_used_is_named(tmp_path, monkeypatch, implementation, told):
+def test_an_attention_that_cannot_be_used_is_named(tmp_path, monkeypatch, implementation, message):
     monkeypatch.setattr(load, "device_count", lambda: 0)
-    with pytest.raises(UserError, match=told) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         loaded(make_tiny(tmp_path / "model"), 1, attn_implementation=implementation)
     assert "--model" not in str(caught.value)
 

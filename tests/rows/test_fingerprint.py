@@ -213,5 +213,5 @@ def test_fingerprint_is_the_same_in_any_process(having, tmp_path):
     code += "print(of(having.Thing(), having.parse))"
     for seed in "1234":
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-        told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        assert told.stdout.strip() == code_fingerprint(module.Thing(), module.parse)
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == code_fingerprint(module.Thing(), module.parse)

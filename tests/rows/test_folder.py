@@ -196,13 +196,13 @@ def test_a_copy_of_a_file_is_not_read_again(tmp_path):
         (tmp_path / name).write_text(rows)
     (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
     (tmp_path / "other.jsonl").write_text(rows.replace("2", "3"))
-    found = read_rows(tmp_path, answer)
-    assert list(found) == [*"013", *"012"]
-    assert found.notes == [
+    copied = read_rows(tmp_path, answer)
+    assert list(copied) == [*"013", *"012"]
+    assert copied.notes == [
         f"{tmp_path}/train.jsonl{end}: not read, as it has the same rows as {tmp_path}/train (1).jsonl"
         for end in ("", ".gz")
     ]
-    assert found.sources == [tmp_path.name]
+    assert copied.sources == [tmp_path.name]
     assert len(read_rows(f"{tmp_path}/train.jsonl,{tmp_path}/train (1).jsonl", answer)) == 6, "what is named is read"
 
 

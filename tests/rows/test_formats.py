@@ -206,9 +206,9 @@ def test_bad_row_of_parquet_is_named_by_its_number(tmp_path):
 
 
 def test_narrow_floats_of_parquet_are_their_shortest_numbers(tmp_path):
-    kept = [0.1, 0.7, -2.5, 0.0001, 3.0, None]
+    numbers = [0.1, 0.7, -2.5, 0.0001, 3.0, None]
     for type in (pyarrow.float16(), pyarrow.float32(), pyarrow.float64()):
-        given = pyarrow.array(kept).cast(type)
+        given = pyarrow.array(numbers).cast(type)
         columns = {
             "one": given,
             "known": given.dictionary_encode() if type.bit_width > 16 else given,
@@ -218,7 +218,7 @@ def test_narrow_floats_of_parquet_are_their_shortest_numbers(tmp_path):
         }
         pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / f"{type}.parquet")
         rows = list(read_rows(tmp_path / f"{type}.parquet", dict))
-        for row, number in zip(rows, kept, strict=True):
+        for row, number in zip(rows, numbers, strict=True):
             held = {name: row[name] for name in row if name != "in"}
             assert held == {"one": number, "known": number, "many": [number], "map": {"x": number}}, type
             assert number is None or row["in"] == {"x": number}
@@ -324,9 +324,9 @@ def test_equal_rows_stay_together_however_they_are_written(tmp_path):
     (tmp_path / "c.json").write_text(json.dumps(rows, indent=2))
     names = ",".join(str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.json"))
     for seed in range(3):
-        kept, held = (set(side) for side in read_rows(names, lambda row: row["answer"]).held_out(60, seed))
-        assert len(kept) + len(held) == 40
-        assert kept
+        train, held = (set(side) for side in read_rows(names, lambda row: row["answer"]).held_out(60, seed))
+        assert len(train) + len(held) == 40
+        assert train
         assert held
 
 

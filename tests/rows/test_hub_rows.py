@@ -60,21 +60,21 @@ def test_data_set_is_read_from_the_hub_at_hf_endpoint(tmp_path):
             command, env={**environment, "PYTHONPATH": paths}, cwd=tmp_path, capture_output=True, text=True
         )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout)
-    assert found["org/sums"] == [row["answer"] for row in ROWS]
-    assert found["org/sums:test"] == found["org/sums:main:test"] == ["99"]
-    assert found["places"] == ["org/sums row 1", "org/sums row 3"]
-    assert len(set(found["fingerprints"])) == 1
+    printed = json.loads(done.stdout)
+    assert printed["org/sums"] == [row["answer"] for row in ROWS]
+    assert printed["org/sums:test"] == printed["org/sums:main:test"] == ["99"]
+    assert printed["places"] == ["org/sums row 1", "org/sums row 3"]
+    assert len(set(printed["fingerprints"])) == 1
     line = "org/sums: the split {} is read, not {}; to use it: --validation-file org/sums:{}"
-    assert found["notes"] == [line.format("train", "test", "test")]
-    assert found["held"] == ["99", line.format("test", "train", "train")]
-    assert "org/none: not a file or folder, and the hub gives no data set org/none (Repo" in found["org/none"]
-    assert 'split dev (ValueError: Unknown split "dev"' in found["org/sums:dev"]
-    assert "write ORG/NAME:SPLIT, or ORG/NAME:CONFIG:SPLIT" in found["org/sums:other:test"]
-    assert all("\n" not in found[name] for name in names[3:6])
+    assert printed["notes"] == [line.format("train", "test", "test")]
+    assert printed["held"] == ["99", line.format("test", "train", "train")]
+    assert "org/none: not a file or folder, and the hub gives no data set org/none (Repo" in printed["org/none"]
+    assert 'split dev (ValueError: Unknown split "dev"' in printed["org/sums:dev"]
+    assert "write ORG/NAME:SPLIT, or ORG/NAME:CONFIG:SPLIT" in printed["org/sums:other:test"]
+    assert all("\n" not in printed[name] for name in names[3:6])
     answers = [row["answer"] for row in ROWS]
-    assert [found[name] for name in names[6:]] == [answers[:2], answers[-1:], ["99"], found["org/sums@v0:test"]]
-    assert found["org/sums@v0:test"].startswith("org/sums@v0:test: not a file or folder, and the hub gives no")
+    assert [printed[name] for name in names[6:]] == [answers[:2], answers[-1:], ["99"], printed["org/sums@v0:test"]]
+    assert printed["org/sums@v0:test"].startswith("org/sums@v0:test: not a file or folder, and the hub gives no")
 
 
 def fetch_of_modelscope(kind, files, folder):

@@ -66,16 +66,16 @@ def test_rows_are_a_sequence_like_a_list(file, array):
     draw = random.Random(0)
     texts = ["".join(draw.choices('aé王😀"\\ \n', k=draw.randrange(200))) for _ in range(300)]
     dumped = [json.dumps({"answer": text}, ensure_ascii=draw.random() < 0.5) for text in texts]
-    found = read_rows(file("[" + ",\n \n".join(dumped) + "]" if array else "\n\n".join(dumped)), answer)
-    assert list(found) == texts
-    assert found == texts
-    assert found != texts[:-1]
-    assert (len(found), found[-1], found[7]) == (300, texts[-1], texts[7])
-    assert found[250:3:-7][2:9] == texts[250:3:-7][2:9]
-    assert list(reversed(found)) == texts[::-1]
-    assert texts[5] in found
+    rows = read_rows(file("[" + ",\n \n".join(dumped) + "]" if array else "\n\n".join(dumped)), answer)
+    assert list(rows) == texts
+    assert rows == texts
+    assert rows != texts[:-1]
+    assert (len(rows), rows[-1], rows[7]) == (300, texts[-1], texts[7])
+    assert rows[250:3:-7][2:9] == texts[250:3:-7][2:9]
+    assert list(reversed(rows)) == texts[::-1]
+    assert texts[5] in rows
     with pytest.raises(IndexError):
-        found[300]
+        rows[300]
 
 
 def test_the_fingerprint_is_of_the_rows_and_the_parser(file):
@@ -121,26 +121,26 @@ def test_without_a_cache_rows_are_checked_every_time(file, way, monkeypatch, tmp
 
 def test_row_changed_while_in_use_is_not_taken_unchecked(file, way):
     path = file("\n".join(map(json.dumps, ROWS)))
-    found = read_rows(path, answer)
+    rows = read_rows(path, answer)
     os.utime(path, (0, 0))
-    assert found[0] == ROWS[0]["answer"]
+    assert rows[0] == ROWS[0]["answer"]
     content = path.read_bytes()
     path.write_bytes(content.replace(b"1 + 4", b"2 + 3"))
     if way == "held":
-        assert found[0] == ROWS[0]["answer"]
+        assert rows[0] == ROWS[0]["answer"]
     else:
         with pytest.raises(UserError, match=r"rows\.json:1: was changed while it was in use"):
-            found[0]
-    assert found[1] == ROWS[1]["answer"]
+            rows[0]
+    assert rows[1] == ROWS[1]["answer"]
 
 
 @pytest.mark.parametrize("content", ["{row}", "[{row}]"])
 def test_numbers_keep_the_text_that_the_file_has(file, content):
     row = '{"n": 12.50, "in": [1E5, 1.0], "whole": 3}'
-    (found,) = read_rows(file(content.replace("{row}", row)), dict)
-    assert found == {"n": 12.5, "in": [1e5, 1.0], "whole": 3}
-    assert [str(found["n"]), *map(str, found["in"])] == ["12.50", "1E5", "1.0"]
-    assert json.dumps(found) == '{"n": 12.5, "in": [100000.0, 1.0], "whole": 3}'
+    (read,) = read_rows(file(content.replace("{row}", row)), dict)
+    assert read == {"n": 12.5, "in": [1e5, 1.0], "whole": 3}
+    assert [str(read["n"]), *map(str, read["in"])] == ["12.50", "1E5", "1.0"]
+    assert json.dumps(read) == '{"n": 12.5, "in": [100000.0, 1.0], "whole": 3}'
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "pipe"])
@@ -227,11 +227,11 @@ def test_a_broken_array_says_where_reading_ended(file, content, expected):
 
 
 def test_twenty_problems_are_listed_and_the_rest_counted(file):
-    told = problems(file("".join(f'{{"k{line}": 1, "k{line}": 2}}\n' for line in range(1, 24))))
-    assert told[:20] == [
+    lines = problems(file("".join(f'{{"k{line}": 1, "k{line}": 2}}\n' for line in range(1, 24))))
+    assert lines[:20] == [
         f":{line}: field 'k{line}': expected each key once, it stands here twice" for line in range(1, 21)
     ]
-    assert told[20:] == [": and 3 more bad rows; nothing was trained"]
+    assert lines[20:] == [": and 3 more bad rows; nothing was trained"]
 
 
 def test_problem_of_many_rows_is_listed_once(file):
@@ -299,8 +299,14 @@ def test_names_with_commas_are_found_among_several(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a,b", "b", "c"):
         (tmp_path / name).touch()
-    found = {"a,b,c": ["a,b", "c"], "c,a,b": ["c", "a,b"], "b,c,a": ["b", "c", "a"], "a,b": ["a,b"], "c,b": ["c", "b"]}
-    assert {names: [*map(str, row_names(names))] for names in found} == found
+    expected = {
+        "a,b,c": ["a,b", "c"],
+        "c,a,b": ["c", "a,b"],
+        "b,c,a": ["b", "c", "a"],
+        "a,b": ["a,b"],
+        "c,b": ["c", "b"],
+    }
+    assert {names: [*map(str, row_names(names))] for names in expected} == expected
 
 
 @pytest.mark.parametrize("names", ["", "rows.json,", ",rows.json"])

@@ -130,10 +130,10 @@ READ = {
 @pytest.mark.parametrize("row", READ.values(), ids=READ)
 def test_keys_that_are_read_become_turns(row):
     given, prompt, answered = row
-    found = parsed(given)
-    assert (found.example.prompt, found.example.answered) == (prompt, answered)
-    assert found.unread == ()
-    assert parsed(given, strict=True) == found
+    got = parsed(given)
+    assert (got.example.prompt, got.example.answered) == (prompt, answered)
+    assert got.unread == ()
+    assert parsed(given, strict=True) == got
 
 
 BEDROCK = messages(
@@ -217,9 +217,9 @@ TRACE = messages(
 
 
 def test_agents_traces_become_calls_results_and_thinking():
-    found = parsed(TRACE).example
-    assert found.prompt == [ASK]
-    called, result, again, answer = found.answered
+    example = parsed(TRACE).example
+    assert example.prompt == [ASK]
+    called, result, again, answer = example.answered
     assert called == {
         "role": "assistant",
         "content": "I look.",
@@ -228,7 +228,7 @@ def test_agents_traces_become_calls_results_and_thinking():
     }
     assert result == {"role": "tool", "content": "21", "tool_call_id": "1"}
     assert (again, answer) == (AGAIN, MORE)
-    assert found.tools == [{"type": "function", "function": SCHEMA}]
+    assert example.tools == [{"type": "function", "function": SCHEMA}]
 
 
 @pytest.mark.parametrize(
@@ -330,8 +330,8 @@ def test_preferences_say_how_to_learn_the_chosen_answers():
     for row, way in ((pairs, "completion=chosen"), (whole, "messages=chosen"), (alpaca, "output=chosen")):
         with pytest.raises(RowRefused, match=f"preferences are not trained here; .* --columns {way}"):
             parsed(row)
-        found = parse_row((tuple(way.split("=")),), "every", None, row)
-        assert (found.example.answer, found.unread) == (ANSWER, ("rejected",))
+        got = parse_row((tuple(way.split("=")),), "every", None, row)
+        assert (got.example.answer, got.unread) == (ANSWER, ("rejected",))
 
 
 BAD_TURNS = {
@@ -528,10 +528,10 @@ def test_bad_rows_are_counted_and_strict_rows_refuses_their_file(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [*[said()] * 5, said(content=None), messages(ASK, AGAIN, {**ANSWER, "content": None})]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = Chat(validation_file=str(path)).dataset("validation")
-    assert len(found) == 5
-    told = "malformed (field 'messages[].content': expected text, got null or nothing)"
-    assert f"2 rows left out: {told} (lines 6, 7)" in found.notes
+    examples = Chat(validation_file=str(path)).dataset("validation")
+    assert len(examples) == 5
+    reason = "malformed (field 'messages[].content': expected text, got null or nothing)"
+    assert f"2 rows left out: {reason} (lines 6, 7)" in examples.notes
     with pytest.raises(UserError, match=r"rows.jsonl:6: field 'messages\[1\].content': expected text, got null"):
         Chat(validation_file=str(path), strict_rows=True).dataset("validation")
 
@@ -586,20 +586,20 @@ def test_one_line_names_and_counts_all_keys_not_read(tmp_path):
 def test_numbers_lists_and_objects_are_read_as_json():
     for value, as_text in ((5, "5"), (True, "true"), (["x", 0.5], '["x", 0.5]'), ({"a": "é"}, '{"a": "é"}')):
         for row in (said(content=value), {"instruction": "u", "output": value}, {"prompt": "u", "completion": value}):
-            found = parsed(row)
-            assert found.example.answer == {"role": "assistant", "content": as_text}
-            assert AS_JSON in found.notes
-    for found in ([], [{"name": "Bob", "role": "father"}]):
-        assert json.loads(parsed({"prompt": "u", "completion": found}).example.answer["content"]) == found
+            got = parsed(row)
+            assert got.example.answer == {"role": "assistant", "content": as_text}
+            assert AS_JSON in got.notes
+    for got in ([], [{"name": "Bob", "role": "father"}]):
+        assert json.loads(parsed({"prompt": "u", "completion": got}).example.answer["content"]) == got
     assert AS_JSON not in parsed(messages(ASK, {"role": "tool", "content": {"a": 1}}, ANSWER)).notes
 
 
 @pytest.mark.parametrize("system", [["s", "t"], [SYSTEM, {**SYSTEM, "content": "t"}]])
 def test_several_system_prompts_of_a_column_are_joined(system):
-    found = parsed({"instruction": "u", "output": "a", "system": system})
-    assert found.example.prompt[0] == {"role": "system", "content": "s\n\nt"}
-    assert JOINED.format("system") in found.notes
-    assert AS_JSON not in found.notes
+    got = parsed({"instruction": "u", "output": "a", "system": system})
+    assert got.example.prompt[0] == {"role": "system", "content": "s\n\nt"}
+    assert JOINED.format("system") in got.notes
+    assert AS_JSON not in got.notes
 
 
 def test_mark_on_a_turn_of_others_is_reported():
@@ -608,9 +608,9 @@ def test_mark_on_a_turn_of_others_is_reported():
 
 
 def test_video_mark_without_a_video_is_reported():
-    asked = {**ASK, "content": "What is <video> in HTML?"}
-    assert any("<video>" in note for note in parsed(messages(asked, ANSWER, videos=[])).notes)
-    assert len(parsed(messages(asked, ANSWER)).notes) == len(parsed(messages(ASK, ANSWER, videos=None)).notes) == 1
+    question = {**ASK, "content": "What is <video> in HTML?"}
+    assert any("<video>" in note for note in parsed(messages(question, ANSWER, videos=[])).notes)
+    assert len(parsed(messages(question, ANSWER)).notes) == len(parsed(messages(ASK, ANSWER, videos=None)).notes) == 1
 
 
 def test_template_variables_of_a_row_reach_its_conversation():

@@ -46,9 +46,9 @@ def rows(tmp_path):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in given))
         task = Chat(validation_file=str(path), **options)
-        found = task.dataset("validation")
-        turns = [(task.messages(example), task.target(example), task.tools(example)) for example in found]
-        return turns, found.notes
+        examples = task.dataset("validation")
+        turns = [(task.messages(example), task.target(example), task.tools(example)) for example in examples]
+        return turns, examples.notes
 
     return read
 
@@ -121,8 +121,8 @@ FORMS = {
 
 
 def test_every_form_becomes_the_same_turns(rows):
-    found, notes = rows(*(row for row, *_ in FORMS.values()))
-    for name, (_, prompt, answer, _), turns in zip(FORMS, FORMS.values(), found, strict=True):
+    chats, notes = rows(*(row for row, *_ in FORMS.values()))
+    for name, (_, prompt, answer, _), turns in zip(FORMS, FORMS.values(), chats, strict=True):
         assert turns == (prompt, answer, None), name
     assert len(notes) == len({form for *_, form in FORMS.values()})
     assert all(any(f"read as {form}" in note for note in notes) for *_, form in FORMS.values())
@@ -163,8 +163,8 @@ CALLS = {
 
 
 def test_calls_of_tools_are_learnt_and_their_results_are_not(rows):
-    found, _ = rows(*CALLS.values())
-    assert found == [(CALLING[:1], CALLING[1:], [TOOL])] * len(CALLS)
+    chats, _ = rows(*CALLS.values())
+    assert chats == [(CALLING[:1], CALLING[1:], [TOOL])] * len(CALLS)
 
 
 HELLO = {"role": "assistant", "content": "h"}
@@ -213,10 +213,10 @@ BLEMISHES = {
 
 
 def test_blemishes_are_fixed_and_named(rows):
-    found, notes = rows(*(messages(*turns) for turns, *_ in BLEMISHES.values()))
+    chats, notes = rows(*(messages(*turns) for turns, *_ in BLEMISHES.values()))
     wanted = [note for *_, note in BLEMISHES.values() if note]
     for line, (name, (_, prompt, answer, note)) in enumerate(BLEMISHES.items(), 1):
-        assert found[line - 1][:2] == (prompt, answer), name
+        assert chats[line - 1][:2] == (prompt, answer), name
         assert not note or [n for n in notes if note in n and n.endswith(f"(line {line})")], name
     assert len(notes) == 1 + len(wanted)
 
@@ -232,8 +232,8 @@ def test_blemishes_are_fixed_and_named(rows):
 )
 def test_row_without_anything_to_learn_is_left_out(rows, turns, learn, reason):
     good = messages(ASK, {**ANSWER, "train": True})
-    found, notes = rows(good, good, messages(*turns), learn=learn)
-    assert len(found) == 2
+    chats, notes = rows(good, good, messages(*turns), learn=learn)
+    assert len(chats) == 2
     assert notes[-1] == f"1 row left out: {reason} (line 3)"
 
 
@@ -247,15 +247,15 @@ def test_row_without_anything_to_learn_is_left_out(rows, turns, learn, reason):
 )
 def test_which_turns_are_learnt(rows, learn, prompt, answered):
     marked = [ASK, {**ANSWER, "weight": 1}, AGAIN, {**MORE, "train": False}, ASK, HELLO]
-    (found,), _ = rows(messages(*marked), learn=learn)
-    assert found[:2] == (prompt, answered)
+    (chat,), _ = rows(messages(*marked), learn=learn)
+    assert chat[:2] == (prompt, answered)
 
 
 def test_a_system_prompt_is_for_rows_without_one(rows):
-    found, notes = rows(
+    chats, notes = rows(
         messages(ASK, ANSWER), messages(SYSTEM, ASK, ANSWER), messages(SYSTEM, AGAIN, MORE), system_prompt="x"
     )
-    assert [prompt[0]["content"] for prompt, *_ in found] == ["x", "s", "s"]
+    assert [prompt[0]["content"] for prompt, *_ in chats] == ["x", "s", "s"]
     assert "1 row without a system prompt, which get --system-prompt (line 1)" in notes
 
 
@@ -326,11 +326,11 @@ def test_text_that_is_another_json_list_stays_text(rows, text):
 
 def test_cells_of_a_table_may_hold_lists_as_json(rows):
     turns = [ASK, ANSWER]
-    (found, pair), _ = rows(
+    (chat, pair), _ = rows(
         {"instruction": "u2", "output": "a2", "history": ' [ ["u", "a"]]'},
         {"prompt": f" {json.dumps([*turns, AGAIN])}", "completion": json.dumps([MORE])},
     )
-    assert found == ([ASK], [ANSWER, AGAIN, MORE], None)
+    assert chat == ([ASK], [ANSWER, AGAIN, MORE], None)
     assert pair == ([*turns, AGAIN], "a2", None)
     ((prompt, *_), _), _ = rows(*({"instruction": "u", "output": "a", "history": empty} for empty in ("[]", " ")))
     assert prompt == [ASK]
@@ -338,8 +338,8 @@ def test_cells_of_a_table_may_hold_lists_as_json(rows):
 
 def test_columns_by_other_names(rows):
     row = {"question": "u", "answer": "a", "persona": "s", "messages": "not meant"}
-    (found,), notes = rows(row, columns="prompt=question, completion=answer, system=persona")
-    assert found == ([SYSTEM, {**ASK, "continued": True}], "a", None)
+    (chat,), notes = rows(row, columns="prompt=question, completion=answer, system=persona")
+    assert chat == ([SYSTEM, {**ASK, "continued": True}], "a", None)
     assert notes == ["1 row read as prompt and completion (columns question, answer)", "not read: messages (1 row)"]
     _, notes = rows(row, columns="prompt=question, completion=answer, system=who")
     assert notes[1] == "1 row without the column who, which --columns names"
@@ -361,8 +361,8 @@ def test_columns_by_other_names(rows):
 
 
 def test_image_mark_without_an_image_is_reported(rows):
-    asked = {"prompt": "What is <image> in HTML?", "completion": "a"}
-    _, notes = rows({**asked, "images": []}, {**asked, "images": None}, asked)
+    question = {"prompt": "What is <image> in HTML?", "completion": "a"}
+    _, notes = rows({**question, "images": []}, {**question, "images": None}, question)
     (note,) = notes[1:]  # of two in three: lines are named of fewer only
     assert note == "2 rows with <image> in a text and no image in the row, where it stays a word"
 
@@ -495,7 +495,7 @@ def test_a_file_of_each_form_with_its_blemishes_is_encoded(files, tmp_path):
         task = Chat(train_file=str(path))
         train, validation = task.dataset("train"), task.dataset("validation")
         assert train.fingerprint, name
-        left_out = sum(each.rows for each in train.left_out())
+        left_out = sum(reason.rows for reason in train.left_out())
         assert len(train) + len(validation) + left_out == (
             200 if "CSV" not in name else len(path.read_text().split("\n")) - 2
         )
@@ -587,9 +587,11 @@ def test_check_names_rows_of_chat_files_by_line(tmp_path):
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     done = accel_sft("check", "chat", "--train-file", str(tmp_path / "chats.jsonl"), "--json")
     report = json.JSONDecoder().raw_decode(done.output)[0]
-    found = {each["code"]: [f"{row['file']}:{row['line']}" for row in each["rows"]] for each in report["findings"]}
+    reported = {
+        finding["code"]: [f"{row['file']}:{row['line']}" for row in finding["rows"]] for finding in report["findings"]
+    }
     expected = {"D101": [8], "D102": [12], "D104": [6, 10], "D401": [4]}
-    assert found == {code: [f"{tmp_path}/chats.jsonl:{line}" for line in lines] for code, lines in expected.items()}
+    assert reported == {code: [f"{tmp_path}/chats.jsonl:{line}" for line in lines] for code, lines in expected.items()}
 
 
 def test_rows_trained_on_and_evaluated_are_a_leak(tmp_path):
@@ -641,13 +643,13 @@ def test_images_of_every_form_are_parts_of_the_messages(rows, tmp_path, row):
 
 
 def test_images_are_looked_for_beside_the_file_that_names_them(tmp_path):
-    asked = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
+    question = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "rows.jsonl").write_text(json.dumps(messages(asked, ANSWER)) + "\n")
+        (tmp_path / folder / "rows.jsonl").write_text(json.dumps(messages(question, ANSWER)) + "\n")
     task = Chat(validation_file=f"{tmp_path}/one/rows.jsonl,{tmp_path}/two")
-    found = [task.messages(example)[0]["content"][0]["image"] for example in task.dataset("validation")]
-    assert found == [f"{tmp_path}/one/a.png", f"{tmp_path}/two/a.png"]
+    paths = [task.messages(example)[0]["content"][0]["image"] for example in task.dataset("validation")]
+    assert paths == [f"{tmp_path}/one/a.png", f"{tmp_path}/two/a.png"]
 
 
 def test_images_within_a_parquet_file_win_over_files_beside_it(tmp_path):
@@ -657,16 +659,16 @@ def test_images_within_a_parquet_file_win_over_files_beside_it(tmp_path):
         pictures.append(file.getvalue())
     (tmp_path / "a.png").write_bytes(pictures[1])
     said = {"role": "assistant", "content": [text("a")]}
-    within, asked = (
+    within, turns = (
         {"bytes": pictures[0], "path": "a.png"},
         [{"role": "user", "content": [part(), text("what?")]}, said],
     )
     forms = {
-        "bytes and path": {"messages": asked, "images": [within]},
-        "no path": {"messages": asked, "images": [{"bytes": pictures[0], "path": None}]},
+        "bytes and path": {"messages": turns, "images": [within]},
+        "no path": {"messages": turns, "images": [{"bytes": pictures[0], "path": None}]},
         "bytes alone": {"prompt": "<image>what?", "completion": "a", "image": pictures[0]},
         "a part": {"messages": [{"role": "user", "content": [{"type": "image", "image": within}]}, said]},
-        "no bytes": {"messages": asked, "images": [{"bytes": None, "path": "a.png"}]},
+        "no bytes": {"messages": turns, "images": [{"bytes": None, "path": "a.png"}]},
     }
     for form, row in forms.items():
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
@@ -683,9 +685,9 @@ def test_images_stay_with_their_turns_and_tell_rows_apart(rows, tmp_path):
     }
     plain = messages({"role": "user", "content": "what is <image>?"}, ANSWER)
     turns, _ = rows(row, plain)
-    (asked, target, _), (spoken, _, _) = turns
+    (prompt, target, _), (spoken, _, _) = turns
     place = [part(str(tmp_path / name)) for name in "123"]
-    assert asked == [{"role": "user", "content": [place[0], text(" and "), place[1], text("\n\nsay")]}]
+    assert prompt == [{"role": "user", "content": [place[0], text(" and "), place[1], text("\n\nsay")]}]
     assert target[1]["content"] == [text("now "), place[2]]
     assert spoken == plain["messages"][:1]
     same = [parse_row((), "every", None, {"prompt": "what?", "completion": "a", "images": [name]}) for name in "12"]
@@ -694,13 +696,13 @@ def test_images_stay_with_their_turns_and_tell_rows_apart(rows, tmp_path):
 
 @pytest.mark.parametrize("empty", ["", [None], [{}], [{"bytes": None, "path": ""}], {"path": None}])
 def test_places_of_images_without_any_are_passed_over(rows, tmp_path, empty):
-    (found, seen), _ = rows({"instruction": "u", "output": "a", "image": empty}, {**PICTURED["parts"], "image": empty})
-    assert found[0] == [ASK]
+    (plain, seen), _ = rows({"instruction": "u", "output": "a", "image": empty}, {**PICTURED["parts"], "image": empty})
+    assert plain[0] == [ASK]
     assert seen[0][0]["content"] == [part(str(tmp_path / "a.png")), text("what?")]
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ({"prompt": "<image>?", "completion": "a", "image": ""}, r"image\[0\]': expected an image's path or bytes"),
         ({"prompt": "<image><image>?", "completion": "a", "images": ["1"]}, "an image for each of 2 <image> .* got 1"),
@@ -709,8 +711,8 @@ def test_places_of_images_without_any_are_passed_over(rows, tmp_path, empty):
         (messages({"role": "user", "content": [part("a"), text("<image>")]}, ANSWER), "a text without <image>"),
     ],
 )
-def test_images_that_do_not_fit_their_texts_are_refused(rows, row, told):
-    with pytest.raises(UserError, match=told):
+def test_images_that_do_not_fit_their_texts_are_refused(rows, row, message):
+    with pytest.raises(UserError, match=message):
         rows(row, strict_rows=True)
 
 
@@ -718,8 +720,8 @@ def test_run_without_a_model_names_tiny_a_toy(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(messages(ASK, ANSWER)) + "\n")
     run = accel_sft("chat", "--train-file", str(tmp_path / "rows.jsonl"), "--dry-run")
     assert run.status == 0, run.output
-    told = "note: training the built-in toy model. For a real one: --model Qwen/Qwen2.5-0.5B-Instruct"
-    assert told in " ".join(run.output.split())
+    note = "note: training the built-in toy model. For a real one: --model Qwen/Qwen2.5-0.5B-Instruct"
+    assert note in " ".join(run.output.split())
     assert "toy" not in accel_sft("math", "--dry-run").output
 
 
@@ -738,7 +740,7 @@ def test_answers_of_one_word_are_best_scored_by_another_metric(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "answers", "told"),
+    ("options", "answers", "warned"),
     [
         ({"metric": "regex", "regex": r"#### (\d+)"}, ["\\boxed{1}"] * 3, True),
         ({"metric": "regex", "regex": r"#### (\d+)"}, ["1", "#### 2"], False),
@@ -746,16 +748,16 @@ def test_answers_of_one_word_are_best_scored_by_another_metric(tmp_path):
         ({"metric": "json"}, ["yes", "{}"], False),
     ],
 )
-def test_a_metric_that_matches_no_own_answer_is_named(tmp_path, options, answers, told):
+def test_a_metric_that_matches_no_own_answer_is_named(tmp_path, options, answers, warned):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": "u", "completion": answer}) + "\n" for answer in answers))
     task = Chat(validation_file=str(path), **options)
     lines = check_scoring(task, task.dataset("validation"))
-    assert [line.split(":")[0] for line in lines] == ["warning"] * told
+    assert [line.split(":")[0] for line in lines] == ["warning"] * warned
 
 
 @pytest.mark.parametrize(
-    ("rows", "options", "told"),
+    ("rows", "options", "message"),
     [
         (600, {}, "30 of 600 rows are held out of FILE: few, a score of 0.5 is ±0.17 (95%); --held-out 100: ±0.10"),
         (60, {}, "3 of 60 rows are held out of FILE: few, a score of 0.5 is ±0.37 (95%); --held-out 15: ±0.23"),
@@ -764,11 +766,11 @@ def test_a_metric_that_matches_no_own_answer_is_named(tmp_path, options, answers
         (60, {"metric": "loss"}, "3 of 60 rows are held out of FILE: to evaluate (--held-out"),
     ],
 )
-def test_few_rows_held_out_are_named_with_their_interval(tmp_path, rows, options, told):
+def test_few_rows_held_out_are_named_with_their_interval(tmp_path, rows, options, message):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": f"a {n}"}) + "\n" for n in range(rows)))
     (note,) = [n for n in Chat(train_file=str(path), **options).dataset("validation").notes if "held out" in n]
-    assert note.replace(str(path), "FILE").startswith(told)
+    assert note.replace(str(path), "FILE").startswith(message)
 
 
 def test_without_held_out_rows_some_trained_ones_are_evaluated(tmp_path):
@@ -826,8 +828,8 @@ def test_the_splits_of_a_folder_are_trained_on_and_evaluated(tmp_path):
     for split, count in {"train": 3, "test": 2}.items():
         (tmp_path / f"{split}.jsonl").write_text(f'{{"prompt": "u", "completion": "{split}"}}\n' * count)
     task = Chat(train_file=str(tmp_path), validation_file=str(tmp_path))
-    found = {split: [task.target(row) for row in task.dataset(split)] for split in ("train", "validation")}
-    assert found == {"train": ["train"] * 3, "validation": ["test"] * 2}
+    targets = {split: [task.target(row) for row in task.dataset(split)] for split in ("train", "validation")}
+    assert targets == {"train": ["train"] * 3, "validation": ["test"] * 2}
 
 
 def texts(folder, *documents, name="rows.jsonl"):

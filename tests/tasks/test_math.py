@@ -57,16 +57,16 @@ def test_built_in_answers_are_right_and_validation_is_apart(addends, held_out):
     task = Math(max_number=300, validation_examples=60, train_examples=900, addends=addends, held_out=held_out)
     train, validation = task.dataset("train"), task.dataset("validation")
     assert (len(train), len(validation)) == (900, 60)
-    asked = {example.number for example in validation}
-    assert len(asked) == 60
-    assert not asked & {example.number for example in train}
-    assert len(asked | {example.number for example in train}) == 300
+    numbers = {example.number for example in validation}
+    assert len(numbers) == 60
+    assert not numbers & {example.number for example in train}
+    assert len(numbers | {example.number for example in train}) == 300
     scores = [task.score(example, task.target(example)) for example in [*train, *validation]]
     result = task.aggregate(scores)
     assert result["accuracy"] == result["format_rate"] == 1.0
     assert result["nonzero_addends"] > 0.95
     if held_out == "largest":
-        assert min(asked) == 241
+        assert min(numbers) == 241
 
 
 def test_no_carry_means_that_no_digit_carries():

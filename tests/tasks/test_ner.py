@@ -180,8 +180,8 @@ def test_counts_by_hand():
         "strict": {"name": [1, 2, 2], "book": [1, 0, 0]},
         "unseen": [1, 1, 1],
     }
-    found = metrics((GOLD, answer), ({}, "{}"), ({"game": {"Go": [[0, 1]]}}, "no JSON"), training_surfaces={"Ann"})
-    assert found == pytest.approx(
+    scores = metrics((GOLD, answer), ({}, "{}"), ({"game": {"Go": [[0, 1]]}}, "no JSON"), training_surfaces={"Ann"})
+    assert scores == pytest.approx(
         {
             "valid_json": 2 / 3,
             "valid_shape": 2 / 3,
@@ -206,9 +206,9 @@ def test_counts_by_hand():
 
 
 def test_an_invented_type_lowers_micro_precision_only():
-    found = metrics((GOLD, json.dumps(GOLD | {"film": {"Bo": [[4, 5]]}})))
-    assert found["precision"] == 3 / 4
-    assert found["macro_precision"] == found["macro_f1"] == found["recall"] == 1
+    scores = metrics((GOLD, json.dumps(GOLD | {"film": {"Bo": [[4, 5]]}})))
+    assert scores["precision"] == 3 / 4
+    assert scores["macro_precision"] == scores["macro_f1"] == scores["recall"] == 1
 
 
 @pytest.mark.parametrize(
@@ -231,32 +231,32 @@ def test_an_invented_type_lowers_micro_precision_only():
     ],
 )
 def test_an_answer_that_is_not_valid_json_holds_no_entities(text):
-    found = scorer.score(GOLD, text, ())
-    assert found["valid_json"] == found["valid_shape"] == 0
-    assert found["entity"] == {"name": [0, 0, 2], "book": [0, 0, 1]}
-    assert found["unseen"] == [0, 0, 3]
+    scores = scorer.score(GOLD, text, ())
+    assert scores["valid_json"] == scores["valid_shape"] == 0
+    assert scores["entity"] == {"name": [0, 0, 2], "book": [0, 0, 1]}
+    assert scores["unseen"] == [0, 0, 3]
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"Ann"', '{"name": "Ann"}', '{"name": ["Ann"]}', '[{"name": {}}]'])
 def test_valid_json_of_another_shape_predicts_nothing(text):
-    found = scorer.score(GOLD, text, ())
-    assert (found["valid_json"], found["valid_shape"]) == (1, 0)
-    assert found["entity"] == {"name": [0, 0, 2], "book": [0, 0, 1]}
+    scores = scorer.score(GOLD, text, ())
+    assert (scores["valid_json"], scores["valid_shape"]) == (1, 0)
+    assert scores["entity"] == {"name": [0, 0, 2], "book": [0, 0, 1]}
 
 
 @pytest.mark.parametrize(
     "spans", ["null", "[]", "{}", "[null]", "[[4]]", "[[4, 5.0]]", "[[true, 5]]", "[[4, 1e999], 7]"]
 )
 def test_spans_of_another_shape_count_as_entity_not_strictly(spans):
-    found = scorer.score(GOLD, f' {{"name": {{"Bo": {spans}}}, "book": 7}}\n', ())
-    assert (found["valid_json"], found["valid_shape"]) == (1, 0)
-    assert found["entity"] == {"name": [1, 0, 1], "book": [0, 0, 1]}
-    assert found["strict"] == {"name": [0, 1, 3], "book": [0, 0, 1]}
+    scores = scorer.score(GOLD, f' {{"name": {{"Bo": {spans}}}, "book": 7}}\n', ())
+    assert (scores["valid_json"], scores["valid_shape"]) == (1, 0)
+    assert scores["entity"] == {"name": [1, 0, 1], "book": [0, 0, 1]}
+    assert scores["strict"] == {"name": [0, 1, 3], "book": [0, 0, 1]}
 
 
 def test_a_repeated_span_counts_once_and_escapes_are_text():
-    found = scorer.score({"name": {"叶": [[0, 0]]}}, '{"name": {"\\u53f6": [[0, 0], [0, 0]]}}', ())
-    assert found["strict"] == {"name": [1, 0, 0]}
+    scores = scorer.score({"name": {"叶": [[0, 0]]}}, '{"name": {"\\u53f6": [[0, 0], [0, 0]]}}', ())
+    assert scores["strict"] == {"name": [1, 0, 0]}
     assert scorer.score({"game": {"😀": [[0, 0]]}}, '{"game": {"\\ud83d\\ude00": [[0, 0]]}}', ())["unseen"] == [1, 0, 0]
 
 
@@ -268,10 +268,10 @@ def test_nothing_to_find_and_nothing_to_score():
 
 def test_gold_scores_one_and_unseen_counts_untrained_surfaces(ner):
     validation = ner.dataset("validation")
-    found = ner.aggregate([ner.score(example, ner.target(example)) for example in validation])
-    assert {value for name, value in found.items() if name != "unseen_entities"} == {1.0}
+    scores = ner.aggregate([ner.score(example, ner.target(example)) for example in validation])
+    assert {value for name, value in scores.items() if name != "unseen_entities"} == {1.0}
     trained = surfaces(ner.dataset("train"))
-    assert found["unseen_entities"] == sum(
+    assert scores["unseen_entities"] == sum(
         surface not in trained for sentence in validation for kind in sentence.label.values() for surface in kind
     )
-    assert ner.main_metric in found
+    assert ner.main_metric in scores
