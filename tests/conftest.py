@@ -25,7 +25,7 @@ from places import CONFIGS, SUPPORT
 
 from accel_sft.models.pretrained import LOWEST_TORCH
 
-pytest_plugins = ["overdue"]
+pytest_plugins = ["overdue", "shared_fixtures"]
 collect_ignore = ["stored_runs"]  # the test of a stored task is run by the test of ours
 pytest.register_assert_rewrite("reference_job", "stopping", "parsers", "planted")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for all that a script puts into the background

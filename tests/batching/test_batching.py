@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from fake_memory import Device
 from forwards import CPU, WAYS, batching_of, loss_and_gradients, rows
-from models import make_tiny
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -56,8 +55,8 @@ install(CPU)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return AutoModelForCausalLM.from_pretrained(make_tiny(tmp_path_factory.mktemp("tiny") / "model"))
+def model(tiny):
+    return AutoModelForCausalLM.from_pretrained(tiny)
 
 
 def by_hand(model, example):
@@ -372,9 +371,8 @@ def test_dropout_is_not_shared_between_rows(model):
     assert "not shared: rows of a step would share their dropout (attention_dropout)" in reasons
 
 
-def test_attention_without_our_mask_continues_from_a_cache(tmp_path):
-    folder = make_tiny(tmp_path / "model")
-    eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+def test_attention_without_our_mask_continues_from_a_cache(tiny):
+    eager = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="eager")
     batching, reasons = chosen(eager)
     assert (batching.layout, batching.attention) == ("shared", "cache"), reasons
     assert reasons.startswith("batching shared (one copy of what rows share, in a cache), up to ")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
-from models import Sums, encode, make_tiny
-from transformers import AutoTokenizer
+from models import Sums, encode, with_template
+from tokenizers import normalizers
 
 from accel_sft import UserError
 from accel_sft.chat.encoded import end_of_turn_ids
 from accel_sft.models.source import Source
 from accel_sft.models.tokenizer import load_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(make_tiny(tmp_path_factory.mktemp("tiny") / "model"))
 
 
 def encoded(tokenizer, task=None, examples=(24, 31), **rules):
@@ -32,36 +29,26 @@ def test_answer_and_its_end_of_turn_alone_carry_loss(tokenizer):
 
 
 def test_pad_token_equal_to_end_of_turn_changes_nothing(tokenizer):
-    import copy
-
     same = copy.deepcopy(tokenizer)
     same.pad_token = same.eos_token
     assert [e.input_ids for e in encoded(same).kept] == [e.input_ids for e in encoded(tokenizer).kept]
 
 
 def test_a_template_without_an_end_of_turn_gets_one(tokenizer):
-    import copy
-
-    bare = copy.deepcopy(tokenizer)
-    bare.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    bare = with_template(tokenizer, "{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
     (example,) = encoded(bare, examples=[24]).kept
     assert example.input_ids[-1] == bare.eos_token_id
 
 
 def test_prompt_that_is_no_prefix_is_refused_with_its_token(tokenizer):
-    import copy
-
-    odd = copy.deepcopy(tokenizer)
-    odd.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}{{ '?' if add_generation_prompt else '!' }}"
-        "{{ m['content'] }}{% endfor %}"
-    )
+    asks_otherwise = "<|im_start|>{{ m['role'] }}{{ '?' if add_generation_prompt else '!' }}{{ m['content'] }}"
+    odd = with_template(tokenizer, f"{{% for m in messages %}}{asks_otherwise}{{% endfor %}}")
     with pytest.raises(UserError, match=r"train example 0: the prompt is not a prefix .* part at token \d+"):
         encoded(odd)
 
 
 def test_long_examples_are_counted_and_named(tokenizer):
-    lengths = [len(e.input_ids) for e in encoded(tokenizer, examples=[5, 24, 7]).kept]
+    lengths = [len(row.input_ids) for row in encoded(tokenizer, examples=[5, 24, 7]).kept]
     longest = max(lengths)
     result = encoded(tokenizer, examples=[5, 24, 7], max_length=longest - 1)
     left_out = [index for index, length in enumerate(lengths) if length == longest]
@@ -109,13 +96,8 @@ def test_answer_without_tokens_is_left_out_by_name(tokenizer):
         def target(self, example):
             return "\u200b" if example == 24 else super().target(example)
 
-    import copy
-
-    from tokenizers import normalizers
-
-    bare = copy.deepcopy(tokenizer)
+    bare = with_template(tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}")
     bare.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
-    bare.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     for Unseen.asked in ("", "24="):  # one end-of-turn token, after no prompt or after one
         result = encoded(bare, task=Unseen())
         assert result.left_out == {"left out: the tokenizer leaves nothing of the answer to learn": [0]}
@@ -149,10 +131,7 @@ def test_a_task_that_fails_on_an_example_is_named(tokenizer):
 
 
 def test_no_chat_template_and_a_template_that_rejects(tokenizer, tmp_path):
-    import copy
-
-    bare = copy.deepcopy(tokenizer)
-    bare.chat_template = None
+    bare = with_template(tokenizer, None)
     bare.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="no chat template"):
         load_tokenizer(Source(str(tmp_path), str(tmp_path)), trust_remote_code=False)

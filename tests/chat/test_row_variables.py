@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import pytest
-from models import Sums, encode, make_base, make_tiny
+from models import Sums, encode, make_base, with_template
 from thinking_families import of_family
 from transformers import AutoTokenizer
 
@@ -43,11 +42,6 @@ class Rows(Sums):
         return example[2] if len(example) > 2 else None
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(make_tiny(tmp_path_factory.mktemp("tiny") / "model"))
-
-
 def encoded(tokenizer, *examples, **rules):
     rules = {"eos_ids": {tokenizer.eos_token_id}, "max_length": 512, "truncation": "drop", **rules}
     return encode(tokenizer, Rows(), list(examples), "train", **rules)
@@ -56,12 +50,6 @@ def encoded(tokenizer, *examples, **rules):
 def prompts(tokenizer, *examples, **rules):
     rows = encoded(tokenizer, *examples, **rules).kept
     return [tokenizer.decode(row.input_ids[: row.prompt_length]) for row in rows]
-
-
-def with_template(tokenizer, template):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = template
-    return own
 
 
 @pytest.mark.parametrize("family", ["Qwen3", OPENED])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from functools import cache, partial
 
 import fsdp2_on_cpu
 import pytest
@@ -40,14 +40,8 @@ FAMILIES = [pytest.param(name, marks=pytest.mark.long) for name in vision.FAMILI
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """`made(family)`: the folder of a model, made once."""
-    folders = {}
-
-    def folder(family="qwen2_vl"):
-        if family not in folders:
-            folders[family] = vision.make(tmp_path_factory.mktemp(family) / "model", family)
-        return folders[family]
-
-    return folder
+    make = cache(lambda family: vision.make(tmp_path_factory.mktemp(family) / "model", family))
+    return lambda family="qwen2_vl": make(family)
 
 
 @pytest.fixture
@@ -180,13 +174,17 @@ def test_sequence_parallelism_refuses_images(made, tmp_path):
     assert "which sequence parallelism would cut apart" in " ".join(refused.output.split())
 
 
+def loaded(folder):
+    """The model, and a row with a blank image for it."""
+    inputs = ImageInputs(lambda: load_processor(find_source(str(folder)), model=str(folder), trust_remote_code=False))
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32), blank_row(inputs)
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl", *FAMILIES])
 @pytest.mark.parametrize("head", ["labelled", "pieces", "everywhere"])
 def test_blank_image_reaches_all_weights_without_changing_gradients(made, family, head):
-    folder = made(family)
-    inputs = ImageInputs(lambda: load_processor(find_source(str(folder)), model=str(folder), trust_remote_code=False))
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    blank, cpu = blank_row(inputs), torch.device("cpu")
+    model, blank = loaded(made(family))
+    cpu = torch.device("cpu")
     rows = [Encoded(index, [3 + (7 * index + at) % 60 for at in range(9 - 2 * index)], 3) for index in range(2)]
     ways = Batching("padded", 512, head=head)
 
@@ -212,10 +210,7 @@ def test_blank_image_reaches_all_weights_without_changing_gradients(made, family
 
 
 def test_model_reading_images_in_sequence_is_refused_under_sharding(made, monkeypatch):
-    folder = made()
-    inputs = ImageInputs(lambda: load_processor(find_source(str(folder)), model=str(folder), trust_remote_code=False))
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    blank = blank_row(inputs)
+    model, blank = loaded(made())
     pictured = [
         blank._replace(index=index, input_ids=[*blank.input_ids, *range(5, 8 + index)], prompt_length=18)
         for index in range(3)

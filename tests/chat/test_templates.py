@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
 from answered import Answered, by_characters
-from conftest import accel_sft
-from models import Sums, encode, make_tiny
+from models import Sums, encode
+from models import with_template as tokenizer_with
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -75,11 +73,6 @@ class Says(Sums):
         return {"right": float(text == example)}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
 @pytest.fixture(scope="module", params=["bytes", "characters"])
 def tokenizer(request, tiny):
     made = AutoTokenizer.from_pretrained(tiny) if request.param == "bytes" else by_characters()
@@ -89,15 +82,16 @@ def tokenizer(request, tiny):
 
 
 def with_template(tokenizer, assistant: str):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = TURNS.replace("ANSWER", assistant)
-    return own
+    return tokenizer_with(tokenizer, TURNS.replace("ANSWER", assistant))
 
 
-def encoded(tokenizer, examples, truncation="drop", max_length=512):
-    eos = {tokenizer.eos_token_id}
-    rules = {"eos_ids": eos, "max_length": max_length, "truncation": truncation}
-    return encode(tokenizer, Says(), examples, "validation", **rules).kept
+def encoding(tokenizer, examples, split="train", task=None, truncation="drop", max_length=512):
+    rules = {"eos_ids": {tokenizer.eos_token_id}, "max_length": max_length, "truncation": truncation}
+    return encode(tokenizer, task or Says(), examples, split, **rules)
+
+
+def encoded(tokenizer, examples, **rules):
+    return encoding(tokenizer, examples, "validation", **rules).kept
 
 
 def scored(tokenizer, examples, answers):
@@ -115,12 +109,8 @@ def learnt(tokenizer, examples):
 
 
 def test_template_without_a_generation_prompt_is_warned_of_with_fix(tokenizer):
-    own = copy.deepcopy(tokenizer)
-
     def warnings(template):
-        own.chat_template = template
-        rules = {"eos_ids": {own.eos_token_id}, "max_length": 512, "truncation": "drop"}
-        notes = encode(own, Says(), ["odd"], "train", **rules).notes
+        notes = encoding(tokenizer_with(tokenizer, template), ["odd"]).notes
         return [note for note in notes if note.startswith(HEADER_LEARNT)]
 
     bare = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -188,24 +178,22 @@ def test_thinking_is_not_scored(tokenizer, name, generated, text):
 
 
 @pytest.mark.parametrize(
-    ("generated", "text"),
+    ("name", "generated", "text"),
     [
-        ("<|channel|>analysis<|message|>odd?<|end|><|start|>assistant<|channel|>final<|message|>odd<|im_end|>", "odd"),
-        ("<|channel|>analysis<|message|>odd?<|im_end|>", ""),
-        ("final odd<|im_end|>", "final odd"),
+        (
+            "a channel",
+            "<|channel|>analysis<|message|>odd?<|end|><|start|>assistant<|channel|>final<|message|>odd<|im_end|>",
+            "odd",
+        ),
+        ("a channel", "<|channel|>analysis<|message|>odd?<|im_end|>", ""),
+        ("a channel", "final odd<|im_end|>", "final odd"),
+        ("the end of a block only", "\nSo?\n</think>\n\nodd<|im_end|>", "odd"),
+        ("the end of a block only", "\nSo? It is od", ""),
+        ("the end of a block only", "\n</think>odd", "odd"),
     ],
 )
-def test_other_channels_are_not_scored(tokenizer, generated, text):
-    (sample,) = scored(with_template(tokenizer, SOUND["a channel"]), ["odd"], [generated]).samples
-    assert sample["generated"] == text
-
-
-@pytest.mark.parametrize(
-    ("generated", "text"),
-    [("\nSo?\n</think>\n\nodd<|im_end|>", "odd"), ("\nSo? It is od", ""), ("\n</think>odd", "odd")],
-)
-def test_a_block_that_the_prompt_opens_is_not_scored(tokenizer, generated, text):
-    (sample,) = scored(with_template(tokenizer, SOUND["the end of a block only"]), ["odd"], [generated]).samples
+def test_other_channels_and_opened_blocks_are_not_scored(tokenizer, name, generated, text):
+    (sample,) = scored(with_template(tokenizer, SOUND[name]), ["odd"], [generated]).samples
     assert sample["generated"] == text
 
 
@@ -222,8 +210,8 @@ def test_a_template_that_loses_the_answer_is_refused(tokenizer, name):
     with pytest.raises(UserError, match=r"^validation example 1: the answer would not be trained on: ") as refused:
         encoded(own, ["  ", losing.get(name, "odd")])
     (line,) = refused.value.problems
-    assert "\n" not in line
     assert "chat_template that writes an assistant's content whole" in line
+    assert line.endswith("or change target()")
     with pytest.raises(UserError, match="the answer would not be trained on"):  # also where the cut would hide it
         encoded(own, [losing.get(name, "odd")], truncation="right", max_length=16)
 
@@ -242,9 +230,8 @@ def test_template_dropping_a_message_is_refused_by_row_and_role(tokenizer, templ
     turns = [{"role": "system", "content": "Say it."}, {"role": "user", "content": "What?"}]
     turns += [{"role": "assistant", "content": "This."}, {"role": "user", "content": "Again?"}]
     task = type("Chat", (Says,), {"messages": lambda self, example: turns})()
-    rules = {"eos_ids": {own.eos_token_id}, "max_length": 512, "truncation": "drop"}
     with pytest.raises(UserError, match=rf"train example 0: .* drops .* of the {role} turn"):
-        encode(own, task, ["odd"], "train", **rules)
+        encoding(own, ["odd"], task=task)
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -252,8 +239,7 @@ def test_indentation_that_a_token_takes_is_named(tokenizer, taken):
     own = with_template(tokenizer, SOUND["nothing around it"])
     own.add_tokens([AddedToken("<|a|>", special=True, rstrip=taken)])
     own.chat_template = own.chat_template.replace("<|im_start|>assistant\n", "<|a|>")
-    rules = {"eos_ids": {own.eos_token_id}, "max_length": 512, "truncation": "drop"}
-    notes = encode(own, Says(), ["odd", "    odd\n    even"], "train", **rules).notes
+    notes = encoding(own, ["odd", "    odd\n    even"]).notes
     assert [note for note in notes if "begin with white space that is not learnt" in note] == notes[: int(taken)]
     assert bool(notes) == taken
 
@@ -281,8 +267,7 @@ def test_answer_naming_the_end_of_turn_is_not_cut(tokenizer):
 
 def test_end_of_turn_that_is_no_token_is_reported_unscored(tokenizer):
     own = with_template(tokenizer, "{{ m.content }}<|im_finish|>\n")
-    encoding = encode(own, Says(), ["odd"], "train", eos_ids={own.eos_token_id}, max_length=512, truncation="drop")
-    (line,) = encoding.lines()
+    (line,) = encoding(own, ["odd"]).lines()
     assert re.search(r'ends answers with "<\|im_finish\|>", which is no special token', line)
     assert scored(own, ["odd"], learnt(own, ["odd"])).metrics["right"] == 1.0
     rendering = Rendering(own)
@@ -321,12 +306,10 @@ def test_sound_template_is_not_refused_where_answers_are_cut(tokenizer):
     assert cut.input_ids == whole.input_ids[: whole.prompt_length + 2]
 
 
-def test_rows_that_an_earlier_version_kept_are_looked_at_again(tiny, monkeypatch, tmp_path):
+def test_rows_that_an_earlier_version_kept_are_looked_at_again(tiny, monkeypatch, own_cache):
     own = with_template(AutoTokenizer.from_pretrained(tiny), LOSING["cuts it"])
-    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path))
-    encoder = tokenization.SplitEncoder(
-        Accelerator(cpu=True), own, Says(), Rules(frozenset([own.eos_token_id]), 99, "drop")
-    )
+    rules = Rules(frozenset([own.eos_token_id]), 99, "drop")
+    encoder = tokenization.SplitEncoder(Accelerator(cpu=True), own, Says(), rules)
     with monkeypatch.context() as earlier:  # which looked at nothing, and whose code was another
         earlier.setattr("accel_sft.chat.dropped.holds", lambda *_: True)
         earlier.setattr(encoder, "_decided", [*encoder._decided, "earlier"])
@@ -334,17 +317,3 @@ def test_rows_that_an_earlier_version_kept_are_looked_at_again(tiny, monkeypatch
         assert "tokens from the cache" in encoder(["odd", "even"], "train").lines()[0]
     with pytest.raises(UserError, match="train example 0: the answer would not be trained on"):
         encoder(["odd", "even"], "train")
-
-
-def test_the_command_line_refuses_it_in_one_line(tiny, tmp_path):
-    with_template(AutoTokenizer.from_pretrained(tiny), LOSING["drops it"]).save_pretrained(tmp_path / "model")
-    for file in (*tiny.glob("*.safetensors"), tiny / "config.json"):
-        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
-    run = accel_sft("math", "--model", str(tmp_path / "model"), "--max-steps", "1", run_dir=tmp_path / "run")
-    assert run.status == 1
-    (line,) = [line for line in run.output.splitlines() if line.startswith("Error")]
-    assert line.startswith(
-        'Error: train example 0: the answer would not be trained on: the chat template makes "<|im_end|>'
-    )
-    assert line.endswith("or change target()")
-    assert "Traceback" not in run.output

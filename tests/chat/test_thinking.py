@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
@@ -16,7 +15,7 @@ from answered import Answered, by_characters
 from conftest import accel_sft, stopped
 from fake_plugins import GOOD, install
 from families import FAMILIES
-from models import Sums, encode, make_tiny
+from models import Sums, encode
 from thinking_families import DAY, MODES, of_family
 from transformers import AutoTokenizer
 
@@ -37,16 +36,6 @@ from accel_sft.models.tokenizer import load_tokenizer
 
 ANSWERS = ["odd", "<b>odd</b>", "a\n\nb", "{'a': '>'}", "final", "think", "7"]
 THOUGHTS = ["<think>two</think>odd", "<think>\nIs it?\nIt is.\n</think>\n\n<b>odd</b>"]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return AutoTokenizer.from_pretrained(tiny)
 
 
 class Says(Sums):
@@ -224,12 +213,11 @@ def test_evaluating_a_run_asks_as_the_run_did(whole_run, tmp_path):
     note = f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir / 'final'}\n"
     assert note in evaluated.output  # as generate, merge and push take them
     assert evaluated.result()["weights"] == {"model": str(run.run_dir / "best")}
-    after = json.loads((tmp_path / "own" / "result.json").read_text())["after"]
+    after = evaluated.result()["after"]
     assert after["eval_loss"] == pytest.approx(run.result()["after"]["eval_loss"], rel=1e-4)
     other = accel_sft(*command, "--thinking", "template", run_dir=tmp_path / "other")
     assert other.status == 0, other.output
-    loss = json.loads((tmp_path / "other" / "result.json").read_text())["after"]["eval_loss"]
-    assert loss != pytest.approx(after["eval_loss"], rel=1e-4)
+    assert other.result()["after"]["eval_loss"] != pytest.approx(after["eval_loss"], rel=1e-4)
 
 
 def test_the_cards_lines_ask_as_training_did(whole_run):
@@ -258,20 +246,14 @@ SPELT = [
     ("Nemotron 3", "template", "odd", "assistant\n<think>\n", "</think>odd<|im_end|>"),
     ("MiniMax-M2", "template", "odd", "]~b]ai\n<think>\n", "\n</think>\n\nodd[e~["),
     (
-        "Gemma 2",
-        "template",
-        "odd",
-        "<bos><start_of_turn>user\nSay it.\n\nWhat?<end_of_turn>\n<start_of_turn>model\n",
-        "odd<end_of_turn>",
+        *("Gemma 2", "template", "odd"),
+        *("<bos><start_of_turn>user\nSay it.\n\nWhat?<end_of_turn>\n<start_of_turn>model\n", "odd<end_of_turn>"),
     ),
     ("Gemma 4", "template", "odd", "<|turn>model\n<|channel>thought\n<channel|>", "odd<turn|>"),
     ("Mistral v0.3", "template", "odd", "<s>[INST] Say it.\n\nWhat?[/INST]", " odd</s>"),
     ("Phi-3", "template", "odd", "<|assistant|>\n", "odd<|end|>"),
     (
-        "SmolVLM",
-        "template",
-        "odd",
-        "System: Say it.<end_of_utterance>\nUser: What?<end_of_utterance>\nAssistant:",
+        *("SmolVLM", "template", "odd", "System: Say it.<end_of_utterance>\nUser: What?<end_of_utterance>\nAssistant:"),
         " odd<end_of_utterance>",
     ),
     ("gpt-oss", "template", "odd", "<|start|>assistant", "<|channel|>final<|message|>odd<|return|>"),
@@ -280,10 +262,7 @@ SPELT = [
         "<|channel|>analysis<|message|>two<|end|><|start|>assistant<|channel|>final<|message|>odd<|return|>",
     ),
     (
-        "Granite 3.3",
-        "keep",
-        THOUGHTS[0],
-        'assistant {"thinking": true}<|end_of_role|>',
+        *("Granite 3.3", "keep", THOUGHTS[0], 'assistant {"thinking": true}<|end_of_role|>'),
         "<think>two</think>odd<|end_of_text|>",
     ),
     ("Llama 3.2", "template", "odd", "Today Date: 29 Feb 2024\n\nSay it.<|eot|><|head|>user", "odd<|eot|>"),
@@ -392,21 +371,16 @@ def test_conversations_with_turns_or_without_system_message_are_learnt(tokenizer
         assert evaluation.metrics["right"] == 1.0
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-R1", "DeepSeek-V3.1", "EXAONE 4", "QwQ"])
-def test_dropped_thinking_is_refused_unless_it_is_kept(tokenizer, name):
-    own, ends = of_family(tokenizer, name)
-    for thinking in ("off", "template"):
-        with pytest.raises(
-            UserError, match=r"the answer would not be trained on: .*; learn the thinking with --thinking keep"
-        ):
-            encoded(own, ends, THOUGHTS[:1], thinking)
+DROPPING = [
+    (name, mode) for name in ("DeepSeek-R1", "DeepSeek-V3.1", "EXAONE 4", "QwQ") for mode in ("off", "template")
+]
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5"])
-def test_a_target_that_thinks_is_refused_where_thinking_is_off(tokenizer, name):
+@pytest.mark.parametrize(("name", "thinking"), [*DROPPING, ("Qwen3", "off"), ("Qwen3.5", "off")])
+def test_dropped_thinking_is_refused_unless_it_is_kept(tokenizer, name, thinking):
     own, ends = of_family(tokenizer, name)
-    with pytest.raises(UserError, match="learn the thinking with --thinking keep"):
-        encoded(own, ends, THOUGHTS[:1], "off")
+    with pytest.raises(UserError, match=r"would not be trained on: .*; learn the thinking with --thinking keep"):
+        encoded(own, ends, THOUGHTS[:1], thinking)
 
 
 def test_a_target_that_is_thinking_alone_has_no_answer(tokenizer):
@@ -461,12 +435,13 @@ def test_template_that_fails_is_one_line(tokenizer, failing):
 
 def test_template_that_writes_no_prompt_is_one_line(tokenizer):
     own, ends = of_family(tokenizer, "Qwen2.5")
-    own.chat_template = "{{ '' }}"
-    with pytest.raises(UserError, match="the answer would not be trained on"):
-        encoded(own, ends, ["odd"], "template")
-    own.chat_template = "{% if not add_generation_prompt %}{{ messages[-1].content }}{% endif %}"
-    with pytest.raises(UserError, match="left out: the chat template writes no prompt"):
-        encoded(own, ends, ["odd"], "template")
+    answer_alone = "{% if not add_generation_prompt %}{{ messages[-1].content }}{% endif %}"
+    for own.chat_template, message in (
+        ("{{ '' }}", "the answer would not be trained on"),
+        (answer_alone, "left out: the chat template writes no prompt"),
+    ):
+        with pytest.raises(UserError, match=message):
+            encoded(own, ends, ["odd"], "template")
 
 
 def test_messages_without_a_user_turn_are_warned_of(tokenizer):

@@ -14,7 +14,7 @@ from conftest import accel_sft
 from fake_plugins import install
 from families import FAMILIES
 from forwards import WAYS, batching_of, loss_and_gradients
-from models import Sums, encode, make_tiny
+from models import Sums, encode, with_template
 from thinking_families import DAY, MODES, of_family
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -67,29 +67,18 @@ class Chats(Sums):
         return {"right": float(text == example[1][-1]["content"])}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return AutoTokenizer.from_pretrained(tiny)
-
-
 def encoded(own, examples, *, ends=None, thinking="template", split="train", **rules):
     rules = {"max_length": 4096, "truncation": "drop", "day": DAY, **rules}
     return encode(own, Chats(), examples, split, eos_ids=ends or {own.eos_token_id}, thinking=thinking, **rules)
 
 
 def chatml(tokenizer, assistant="{{ m.content }}", prompt=""):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = (
+    return with_template(
+        tokenizer,
         "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
         "{% else %}<|im_start|>assistant\n" + assistant + "<|im_end|>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n" + prompt + "{% endif %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n" + prompt + "{% endif %}",
     )
-    return own
 
 
 FORGETFUL = (  # as Qwen3's: the thinking of an answer is written until the user speaks again
@@ -177,10 +166,9 @@ def test_turns_of_weight_0_and_of_others_carry_no_loss(tokenizer):
     [
         ([], [], "target() gave turns of which the last is not an assistant's"),
         ([user("5=")], [said("5"), user("6=")], "the last is not an assistant's"),
-        (
-            [user("5=")],
-            [said("5", weight=1.5)],
-            'a turn with "weight": 1.5, expected 0 or 1: a turn is learnt or not',
+        *(
+            ([user("5=")], [said("5", weight=weight)], f'a turn with "weight": {weight!r}, expected 0 or 1')
+            for weight in (-0.5, 0.5, 1.5, 1e-7, float("nan"), float("inf"), "0.5")
         ),
         ([user("5=")], [said("5", weight=0)], 'every assistant turn of target() has "weight": 0'),
         ([], [said("5")], "the first turn of all is an answer"),
@@ -207,10 +195,8 @@ def test_schemas_that_are_none_are_refused():
 # --- templates that write earlier answers otherwise ---
 
 
-def test_template_that_forgets_thinking_makes_a_row_per_answer(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path))
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = FORGETFUL
+def test_template_that_forgets_thinking_makes_a_row_per_answer(tokenizer, own_cache):
+    own = with_template(tokenizer, FORGETFUL)
     looped = [user("What?"), said("It is"), {"role": "tool", "content": "3"}, said("odd")]
     examples = [([SYSTEM], CHAT[1:5]), ([SYSTEM], looped), ([SYSTEM], CHAT[1:3])]
     rules = Rules(frozenset([own.eos_token_id]), 512, "drop")
@@ -232,10 +218,7 @@ def test_thinking_in_its_own_field_is_learnt_or_refused(tokenizer):
     for thinking in ("keep", "template"):
         (row,) = encoded(own, [([SYSTEM], thoughtful)], ends=ends, thinking=thinking).kept
         learnt = [own.decode(row.input_ids[begin:end]) for begin, end in row.spans]
-        assert learnt == [
-            "<think>\nIs it?\n</think>\n\nodd<|im_end|>",
-            "<think>\nNo.\n</think>\n\neven<|im_end|>",
-        ]
+        assert learnt == ["<think>\nIs it?\n</think>\n\nodd<|im_end|>", "<think>\nNo.\n</think>\n\neven<|im_end|>"]
     with pytest.raises(UserError, match=r"^train example 0: the answer would not .* --thinking keep"):
         encoded(tokenizer, [([SYSTEM], thoughtful)])
 
@@ -259,9 +242,8 @@ CALLED = [
     "arguments", ["{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}", "as Python has it"]
 )
 def test_calls_of_tools_are_learnt_and_their_results_are_not(tokenizer, arguments):
-    own = copy.deepcopy(tokenizer)
     written = arguments.replace("as Python has it", "{{ call.function.arguments }}")
-    own.chat_template = CALLING.replace("ARGUMENTS", written)
+    own = with_template(tokenizer, CALLING.replace("ARGUMENTS", written))
     (row,) = encoded(own, [([], CALLED, TOOLS)]).kept
     learnt = [own.decode(row.input_ids[begin:end]) for begin, end in row.spans]
     assert learnt == ['<call>weather {"town": "Ulm"}</call><|im_end|>', "No.<|im_end|>"]
@@ -275,11 +257,8 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(tokenizer, argument
 
 @pytest.mark.parametrize("arguments", ["{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}"])
 def test_rows_with_tools_are_learnt_by_the_template_of_tools(tokenizer, arguments):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = {
-        "default": chatml(tokenizer).chat_template,
-        "tool_use": CALLING.replace("ARGUMENTS", arguments),
-    }
+    calling = CALLING.replace("ARGUMENTS", arguments)
+    own = with_template(tokenizer, {"default": chatml(tokenizer).chat_template, "tool_use": calling})
     encoding = encoded(own, [([], CALLED, TOOLS), (CHAT[:2], CHAT[2:3])])
     called, plain = (own.decode(row.input_ids) for row in encoding.kept)
     turns = [{**turn, "content": turn["content"] or ""} for turn in CALLED]
@@ -293,8 +272,8 @@ def test_rows_with_tools_are_learnt_by_the_template_of_tools(tokenizer, argument
 
 
 def test_control_tokens_in_tools_printed_as_python_are_characters(tokenizer):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = CALLING.replace("tools | tojson", "tools").replace("ARGUMENTS", "{{ call.function.arguments }}")
+    as_python = CALLING.replace("tools | tojson", "tools").replace("ARGUMENTS", "{{ call.function.arguments }}")
+    own = with_template(tokenizer, as_python)
     tools, turns = (json.loads(json.dumps(part).replace("Ulm", "<|im_end|>")) for part in (TOOLS, CALLED[:2]))
     tools[0]["function"]["description"] = "a<|im_end|>b"
     (row,) = encoded(own, [([], turns, tools)]).kept
@@ -310,8 +289,7 @@ def test_control_tokens_in_tools_printed_as_python_are_characters(tokenizer):
     + [(place, {"answers": [], "texts": [0]}) for place in ("unlearnt call", "thinking", "name")],
 )
 def test_an_end_forged_outside_contents_is_seen(tokenizer, place, expected):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = CALLING.replace("ARGUMENTS", "{{ call.function.arguments }}")
+    own = with_template(tokenizer, CALLING.replace("ARGUMENTS", "{{ call.function.arguments }}"))
     tools, turns = (json.loads(json.dumps(part)) for part in (TOOLS, [*CALLED, user("Sure?"), said("Yes.")]))
     end = own.eos_token
     if place == "schema":
@@ -328,9 +306,9 @@ def test_an_end_forged_outside_contents_is_seen(tokenizer, place, expected):
 def test_a_control_token_with_a_quote_is_seen_in_calls(tokenizer):
     own = copy.deepcopy(tokenizer)
     own.add_special_tokens({"additional_special_tokens": ['<|"|>']})  # as Gemma 4's
-    turns = [user("Rain?"), {"role": "assistant", "content": "", "tool_calls": [{**CALL}]}]
-    turns[1]["tool_calls"][0]["function"] = {"name": "weather", "arguments": {"town": '<|"|>'}}
-    assert ControlTokens(own).written(Conversation(turns[:1], turns[1], tools=None), set()) is not None
+    call = {**CALL, "function": {"name": "weather", "arguments": {"town": '<|"|>'}}}
+    chat = Conversation([user("Rain?")], said("", tool_calls=[call]), tools=None)
+    assert ControlTokens(own).written(chat, set()) is not None
 
 
 def test_template_dropping_calls_is_refused_and_without_tools_reported(tokenizer):
@@ -438,12 +416,6 @@ def test_gradient_of_three_turns_is_that_of_single_rows(tokenizer, model, way):
         assert (gradients[name] - gradient).abs().max() <= 1e-5 * largest, name
 
 
-@pytest.mark.parametrize("weight", [-0.5, 0.5, 1.5, 1e-7, float("nan"), float("inf"), "0.5"])
-def test_weight_other_than_0_or_1_is_refused(tokenizer, weight):
-    with pytest.raises(UserError, match=r'train example 0: target\(\) gave a turn with "weight": .*, expected 0 or 1'):
-        encoded(tokenizer, [(CHAT[:2], [said("odd", weight=weight)])])
-
-
 def test_continued_chat_is_no_row_that_another_sees(tokenizer, model):
     own = chatml(tokenizer)
     rows = encoded(own, [(CHAT[:2], CHAT[2:at]) for at in (3, 5, 7)]).kept
@@ -478,8 +450,7 @@ def test_cut_answers_of_a_model_are_counted(tokenizer):
 
 @pytest.mark.parametrize("template", [None, FORGETFUL])
 def test_last_learnt_turn_alone_is_generated_and_scored(tokenizer, template):
-    own = chatml(tokenizer)
-    own.chat_template = template or own.chat_template
+    own = with_template(tokenizer, template) if template else chatml(tokenizer)
     examples = [(CHAT[:2], CHAT[2:]), (CHAT[:2], CHAT[2:5])]
     encoding = encoded(own, examples, split="validation")
     assert len(encoding.kept) == (5 if template else 2)
@@ -493,8 +464,7 @@ def test_last_learnt_turn_alone_is_generated_and_scored(tokenizer, template):
 
 
 def test_eval_limit_counts_examples_not_rows(tokenizer):
-    own = chatml(tokenizer)
-    own.chat_template = FORGETFUL
+    own = with_template(tokenizer, FORGETFUL)
     examples = [(CHAT[:2], CHAT[2:]), (CHAT[:2], CHAT[2:5]), (CHAT[:2], "odd")]
     encoding = encoded(own, examples, split="validation")
     config = TrainConfig(eval_limit=2).resolved({})
@@ -560,11 +530,10 @@ def test_a_run_on_chats_is_the_mathematics_of_their_turns(tmp_path):
 
 
 def test_the_prompt_of_an_answer_is_shown_turn_by_turn():
-    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
-    answer = {"role": "assistant", "content": "I."}
+    prompt, answer = [SYSTEM, user("Who?")], said("I.")
     assert Conversation(prompt, answer).asked == "Who?"
     call = {"function": {"name": "find", "arguments": {"of": "it"}}}
-    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    turns = [said("", tool_calls=[call]), {"role": "tool", "content": "5"}]
     assert Conversation([*prompt, *turns], answer).asked.split("\n") == [
         "user: Who?",
         'assistant: {"name": "find", "arguments": {"of": "it"}}',

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from conftest import accel_sft
 from fake_plugins import install
 from limits import limit
-from models import Sums, encode, make_tiny
+from models import Sums, encode
 from places import SUPPORT
 from transformers import AutoTokenizer
 
@@ -38,20 +38,7 @@ from accel_sft_math import Math
 EXAMPLES = list(range(20, 1400, 3))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model):
-    return AutoTokenizer.from_pretrained(model)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def rules(tokenizer, **changes):
@@ -402,17 +389,17 @@ print(encoding.kept.fingerprint, *encoding.lines())
 """
 
 
-def encoding_process(model, cache_folder, wrapper=()):
+def encoding_process(tiny, cache_folder, wrapper=()):
     environment = {**os.environ, "ACCEL_SFT_CACHE": str(cache_folder), "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
-    command = [*wrapper, sys.executable, "-c", ENCODE, str(model)]
+    command = [*wrapper, sys.executable, "-c", ENCODE, str(tiny)]
     process = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
     return process
 
 
-def test_two_runs_at_once_do_not_harm_each_other(model, own_cache):
-    processes = [encoding_process(model, own_cache) for _ in range(2)]
+def test_two_runs_at_once_do_not_harm_each_other(tiny, own_cache):
+    processes = [encoding_process(tiny, own_cache) for _ in range(2)]
     answers = [None, None]
 
     def answer(number):
@@ -430,15 +417,15 @@ def test_two_runs_at_once_do_not_harm_each_other(model, own_cache):
 
 
 @pytest.mark.parametrize("moment", [2, *(pytest.param(number, marks=pytest.mark.long) for number in (0, 4))])
-def test_run_killed_while_tokenizing_harms_no_other(model, own_cache, moment):
-    killed, other = (encoding_process(model, own_cache) for _ in range(2))
+def test_run_killed_while_tokenizing_harms_no_other(tiny, own_cache, moment):
+    killed, other = (encoding_process(tiny, own_cache) for _ in range(2))
     killed.stdin.write("go\n")
     killed.stdin.flush()
     time.sleep(0.2 * moment)
     killed.kill()
     killed.communicate()
     first = other.communicate("go\n")[0].split()
-    after = encoding_process(model, own_cache).communicate("go\n")[0]
+    after = encoding_process(tiny, own_cache).communicate("go\n")[0]
     assert after.split()[0] == first[0]
     assert "tokens from the cache" in after
     (entry,) = [name for name in entries(own_cache) if not name.startswith(".")]
@@ -522,11 +509,11 @@ def test_entry_unused_for_long_is_removed(tokenizer, own_cache):
     or subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True).returncode,
     reason="a small file system of one's own needs user namespaces",
 )
-def test_a_full_cache_is_done_without(model, tmp_path):
+def test_a_full_cache_is_done_without(tiny, tmp_path):
     (tmp_path / "small").mkdir()
     script = 'mount -t tmpfs -o size=64k,mode=700 tmpfs "$0" && exec "$@"'
     wrapper = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(tmp_path / "small"))
-    process = encoding_process(model, tmp_path / "small", wrapper)
+    process = encoding_process(tiny, tmp_path / "small", wrapper)
     answer = process.communicate("go\n")[0]
     assert process.returncode == 0
     assert "cannot be kept in" in answer
@@ -564,11 +551,11 @@ class Partly(Shipped):
 """
 
 
-def test_bad_example_of_the_second_rank_ends_both(model, tmp_path):
+def test_bad_example_of_the_second_rank_ends_both(tiny, tmp_path):
     (tmp_path / "site").mkdir()
     install(tmp_path / "site", "accel-sft-partly", "partly = accel_sft_partly:Partly", FINGERPRINTED)
     arguments = ("partly", "--train-examples", "3000", "--max-steps", "1", "--fails-on", "2998,2990")
-    arguments += ("--model", str(model))
+    arguments += ("--model", str(tiny))
     environment = {"PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")))}
     run = accel_sft(*arguments, yaml="ddp", run_dir=tmp_path / "run", environment=environment)
     assert run.status == 1

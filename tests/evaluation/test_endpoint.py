@@ -271,13 +271,7 @@ def test_an_address_that_cannot_be_used_is_refused(url, problem):
     assert SECRET not in str(error.value)
 
 
-UNHEARD = {
-    "max_length": 9,
-    "eval_batch_size": 9,
-    "template_date": "2026-01-31",
-    "control_tokens": "tokens",
-    "seed": 9,
-}
+UNHEARD = {"max_length": 9, "eval_batch_size": 9, "template_date": "2026-01-31", "control_tokens": "tokens", "seed": 9}
 """Options of `evaluate` that a server never gets."""
 
 

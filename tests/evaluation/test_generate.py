@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import accel_sft
-from models import Sums, encode, make_tiny
+from models import Sums, encode
 from peft import LoraConfig, get_peft_model
 from reference_job import layout
 from transformers import (
@@ -42,16 +42,6 @@ from accel_sft_math import Math
 
 NEW_TOKENS = 12
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "base")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return AutoTokenizer.from_pretrained(tiny)
 
 
 @pytest.fixture(scope="module")

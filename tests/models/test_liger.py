@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 from conftest import accel_sft
 from forwards import rows
-from models import make_tiny
 from places import SUPPORT
 from reference_job import FP32, ONCE
 from transformers import AutoModelForCausalLM
@@ -30,8 +29,8 @@ INSTALLED = importlib.util.find_spec("liger_kernel") and importlib.util.find_spe
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return AutoModelForCausalLM.from_pretrained(make_tiny(tmp_path_factory.mktemp("tiny") / "model"))
+def model(tiny):
+    return AutoModelForCausalLM.from_pretrained(tiny)
 
 
 def norm(self, hidden):
@@ -100,9 +99,9 @@ def test_liger_without_a_gpu_is_refused_before_loading(tmp_path):
     assert "--use-liger-kernel: its kernels need a GPU; leave it out" in run.output
 
 
-def test_kernels_that_compute_the_same_are_used_and_compared(tiny, package):
+def test_kernels_that_compute_the_same_are_used_and_compared(model, package):
     package(norm)
-    subject = trial(tiny)
+    subject = trial(model)
     line = use_liger_kernels(subject)
     assert line.startswith("Liger's kernels compute 9 layers: the loss of ")
     assert "of their norm" in line
@@ -111,19 +110,19 @@ def test_kernels_that_compute_the_same_are_used_and_compared(tiny, package):
 
 
 @pytest.mark.parametrize("kernel", [forgets_the_weight, loses_gradients, is_nan])
-def test_kernels_that_compute_another_loss_or_gradient_are_refused(tiny, package, kernel):
+def test_kernels_that_compute_another_loss_or_gradient_are_refused(model, package, kernel):
     package(kernel)
-    learnt = copy.deepcopy(tiny)
+    learnt = copy.deepcopy(model)
     torch.nn.init.uniform_(learnt.model.norm.weight)
     with pytest.raises(UserError, match=r"--use-liger-kernel: .* is off by .*; leave it out"):
         use_liger_kernels(trial(learnt))
 
 
-def test_family_without_fitting_kernels_is_refused(tiny, package):
+def test_family_without_fitting_kernels_is_refused(model, package):
     package(None)
     with pytest.raises(UserError, match=r"do not fit this model of type qwen2 \(Unsupported Qwen2 model type\)"):
-        use_liger_kernels(trial(tiny))
-    other = copy.deepcopy(tiny)
+        use_liger_kernels(trial(model))
+    other = copy.deepcopy(model)
     other.config.model_type = "bloom"
     with pytest.raises(UserError, match="no kernels for models of type bloom; leave it out"):
         use_liger_kernels(trial(other))

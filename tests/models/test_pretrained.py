@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -42,14 +43,7 @@ IDS = torch.arange(3, 15)[None]
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """`made(family)`: the folder of a model, made once."""
-    folders = {}
-
-    def folder(family):
-        if family not in folders:
-            folders[family] = architectures.make(tmp_path_factory.mktemp(family) / "model", family)
-        return folders[family]
-
-    return folder
+    return functools.cache(lambda family: architectures.make(tmp_path_factory.mktemp(family) / "model", family))
 
 
 def loaded(folder, lines=None, steps=10, **options):

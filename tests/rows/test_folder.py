@@ -11,10 +11,7 @@ from accel_sft import UserError, read_rows
 from accel_sft.rows import reading
 from accel_sft.rows.sources import absent_rows
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / ".cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def written(folder, *names):

@@ -22,9 +22,7 @@ JSONL = "".join(json.dumps({"answer": text}) + "\n" for text in TEXTS).encode()
 CSV = b'answer,more\n1 + 4,x\n"two\nlines, ""quoted""",\n\n' + "王大丫丫,y\n,z\n".encode()
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / ".cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def zstandard(content: bytes) -> bytes:
@@ -101,11 +99,7 @@ BAD = {
         b'answer\tmore\nx\ty\n"x\n',
         ":3: not CSV (unexpected end of data); the rest is unread",
     ),
-    "blanks behind commas": (
-        "a.csv",
-        b'answer,more\n"x", "y"\n',
-        ":2: not CSV (a blank between ',' and a quote",
-    ),
+    "blanks behind commas": ("a.csv", b'answer,more\n"x", "y"\n', ":2: not CSV (a blank between ',' and a quote"),
     "a header alone": ("a.csv", b"answer\n", ": no rows; expected a JSON array of objects, one"),
     "latin-1": ("a.csv", "answer\nx\né\n".encode("latin-1"), ": not UTF-8 (here or in the lines after); convert it"),
     "a bad line": ("a.jsonl.gz", gzip.compress(JSONL + b"{}"), ":5: field 'answer': expected text, got NoneType"),
@@ -174,11 +168,7 @@ ODD = {
     "a quote of several lines and tabs": ("a.tsv", b'answer\tmore\n"a\nb"\tx\n\n"c"\t"y"\n', ["a\nb", "c"]),
     "quotes that are one column": ("a.tsv", b'answer\n"a\nb"\n', ["a\nb"]),
     "a comma and a quote within quotes": ("a.csv", b'answer,more\n"x, ""y""","z, """\n', ['x, "y"']),
-    "Parquet under another name": (
-        "a.json",
-        parquet(io.BytesIO(), ROWS).getvalue(),
-        TEXTS,
-    ),
+    "Parquet under another name": ("a.json", parquet(io.BytesIO(), ROWS).getvalue(), TEXTS),
     "Feather": ("a.feather", feather(), TEXTS),
     "Feather under another name": ("a.arrow", feather("lz4"), TEXTS),
     "an index": ("a.csv", b",answer\n0,x\n1,y\n", ["x", "y"]),

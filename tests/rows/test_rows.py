@@ -17,9 +17,8 @@ from accel_sft.rows.sources import absent_rows, row_names
 
 
 @pytest.fixture(autouse=True, params=["held", "from the file"])
-def way(request, tmp_path, monkeypatch):
+def way(request, own_cache, monkeypatch):
     """Small files are held in memory; of large ones the place of each row is kept in the cache."""
-    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
     if request.param != "held":
         monkeypatch.setattr(row_reading, "IN_MEMORY_BYTES", 0)
     return request.param
@@ -92,7 +91,7 @@ def test_the_fingerprint_is_of_the_rows_and_the_parser(file):
     assert read_rows(path, lambda row: row["answer"]).fingerprint is None  # another lambda looks the same
 
 
-def test_a_large_file_is_checked_once(file, way, tmp_path, capsys):
+def test_a_large_file_is_checked_once(file, way, own_cache, capsys):
     path = file("\n".join(map(json.dumps, ROWS)))
     CALLS.clear()
     read_rows(path, answer)
@@ -101,7 +100,7 @@ def test_a_large_file_is_checked_once(file, way, tmp_path, capsys):
     assert len(CALLS) == (6 if way == "held" else 4)
     if way == "held":
         return
-    (places,) = (tmp_path / "cache").glob("rows/*/places.bin")
+    (places,) = own_cache.glob("rows/*/places.bin")
     content = bytearray(places.read_bytes())
     content[3] ^= 1
     places.write_bytes(content)
@@ -157,10 +156,7 @@ MALFORMED_LINES = {
     "not an object": ("[1]", ":2: expected a JSON object, got list"),
     "a bare word": ("answer", ":2: not JSON at column 1: Expecting value"),
     "cut off": ('{"answer": "1', ":2: not JSON at column 12: Unterminated string starting at"),
-    "single quotes": (
-        "{'answer': '1'}",
-        ":2: not JSON at column 2: Expecting property name enclosed in double quotes",
-    ),
+    "single quotes": ("{'answer': '1'}", ":2: not JSON at column 2: Expecting property name enclosed in double quotes"),
     "two objects": ('{"answer": "1"} {"answer": "2"}', ":2: not JSON at column 17: Extra data"),
     "key twice": ('{"answer": "1", "answer": "2"}', ":2: field 'answer': expected each key once, it stands here twice"),
     "key twice, inside": ('{"answer": "1", "x": {"y": 1, "y": 2}}', ":2: field 'y': expected each key once"),

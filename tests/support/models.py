@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,13 @@ class Sums(Task):
 def make_tiny(folder: Path, seed: int = 0) -> Path:
     build_tiny(folder, TEXTS, seed)
     return folder
+
+
+def with_template(tokenizer, template):
+    """A copy of the tokenizer with another chat template."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = template
+    return own
 
 
 def loaded(folder, steps=0, lines=None, *, precision="no", deepspeed=False, **options):

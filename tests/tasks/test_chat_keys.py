@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
 import pytest
+from chats import jsonl
 
 from accel_sft import RowLeftOut, RowProblem, UserError
 from accel_sft.chat.conversation import conversation
@@ -41,58 +43,61 @@ def text(words, **more):
     return {"type": "text", "text": words, **more}
 
 
-THOUGHT = [{**ANSWER, "reasoning_content": "t"}]
+SYSTEM_COLUMNS = {
+    "parts": [text("s")],
+    "a message": SYSTEM,
+    "messages as JSON": json.dumps([SYSTEM]),
+    "a message of ShareGPT": {"from": "system", "value": "s"},
+    "a part": {"text": "s"},
+    "a text in a list": ["s"],
+}
+PLAIN = {
+    "two marks": said(weight=1.0, train=True),
+    "loss: null": said(loss=None),
+    "a ShareGPT weight": {
+        "conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a", "weight": 1}]
+    },
+    "parts marked as learnt": said(content=[text("a", train=True, weight=1)]),
+    "a refusal": said(content=None, refusal="a"),
+    "Qwen's parts without types": messages({**ASK, "content": [{"text": "u"}]}, ANSWER),
+    "parts of responses": messages({**ASK, "content": [{"type": "input_text", "text": "u"}]}, ANSWER),
+    "a part in place of a list": said(content=text("a")),
+    "conversation": {"conversation": [ASK, ANSWER]},
+    "a request of OpenAI's batches": {"body": messages(ASK, ANSWER), "method": None},
+    "one message for a list": {"prompt": [ASK], "completion": ANSWER},
+    "conversations beside empty messages": {"messages": [], "conversations": [ASK, ANSWER]},
+}
+THINKING = {
+    "thinking": said(thinking="t"),
+    "reasoning": said(reasoning="t", thinking=""),
+    "the same thinking twice": said(reasoning="t", reasoning_content="t"),
+    "thinking in a part": said(content=[{"type": "thinking", "thinking": "t"}, text("a")]),
+    "thinking in parts of a part": said(content=[{"type": "thinking", "thinking": [text("t")]}, text("a")]),
+}
+CALLING = [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
 READ = {
     "a system_prompt column": (messages(ASK, ANSWER, system_prompt="s"), [SYSTEM, ASK], [ANSWER]),
-    "a system column of parts": (messages(ASK, ANSWER, system=[text("s")]), [SYSTEM, ASK], [ANSWER]),
-    "a system column that is a message": (messages(ASK, ANSWER, system=SYSTEM), [SYSTEM, ASK], [ANSWER]),
-    "a system column of messages as JSON": (
-        messages(ASK, ANSWER, system=json.dumps([SYSTEM])),
-        [SYSTEM, ASK],
-        [ANSWER],
-    ),
-    "a system column of ShareGPT": (
-        messages(ASK, ANSWER, system={"from": "system", "value": "s"}),
-        [SYSTEM, ASK],
-        [ANSWER],
-    ),
-    "a system column of a part": (messages(ASK, ANSWER, system={"text": "s"}), [SYSTEM, ASK], [ANSWER]),
-    "a system column of a text in a list": (messages(ASK, ANSWER, system=["s"]), [SYSTEM, ASK], [ANSWER]),
+    **{
+        f"a system column of {form}": (messages(ASK, ANSWER, system=system), [SYSTEM, ASK], [ANSWER])
+        for form, system in SYSTEM_COLUMNS.items()
+    },
+    **{
+        f"{filled} beside an empty {empty}": (
+            messages(ASK, ANSWER, **{filled: "s", empty: " "}),
+            [SYSTEM, ASK],
+            [ANSWER],
+        )
+        for filled, empty in (("system", "system_prompt"), ("system_prompt", "system"))
+    },
     "an empty system turn": (
         messages({**SYSTEM, "content": ""}, ASK, ANSWER),
         [{**SYSTEM, "content": ""}, ASK],
         [ANSWER],
     ),
-    "thinking": (said(thinking="t"), [ASK], THOUGHT),
-    "reasoning": (said(reasoning="t", thinking=""), [ASK], THOUGHT),
-    "the same thinking twice": (said(reasoning="t", reasoning_content="t"), [ASK], THOUGHT),
-    "thinking in a part": (said(content=[{"type": "thinking", "thinking": "t"}, text("a")]), [ASK], THOUGHT),
-    "thinking in parts of a part": (
-        said(content=[{"type": "thinking", "thinking": [text("t")]}, text("a")]),
-        [ASK],
-        THOUGHT,
-    ),
+    **{form: (row, [ASK], [ANSWER]) for form, row in PLAIN.items()},
+    **{form: (row, [ASK], [{**ANSWER, "reasoning_content": "t"}]) for form, row in THINKING.items()},
     "loss: false": (messages(ASK, {**ANSWER, "loss": False}, AGAIN, MORE), [ASK, ANSWER, AGAIN], [MORE]),
     "train: 0": (messages(ASK, {**ANSWER, "train": 0}, AGAIN, MORE), [ASK, ANSWER, AGAIN], [MORE]),
-    "two marks": (said(weight=1.0, train=True), [ASK], [ANSWER]),
-    "loss: null": (said(loss=None), [ASK], [ANSWER]),
-    "a ShareGPT weight": (
-        {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a", "weight": 1}]},
-        [ASK],
-        [ANSWER],
-    ),
-    "parts marked as learnt": (said(content=[text("a", train=True, weight=1)]), [ASK], [ANSWER]),
-    "a refusal": (said(content=None, refusal="a"), [ASK], [ANSWER]),
-    "Qwen's parts without types": (messages({**ASK, "content": [{"text": "u"}]}, ANSWER), [ASK], [ANSWER]),
-    "parts of responses": (
-        messages({**ASK, "content": [{"type": "input_text", "text": "u"}]}, ANSWER),
-        [ASK],
-        [ANSWER],
-    ),
-    "a part in place of a list": (said(content=text("a")), [ASK], [ANSWER]),
-    "conversation": ({"conversation": [ASK, ANSWER]}, [ASK], [ANSWER]),
-    "a request of OpenAI's batches": ({"body": messages(ASK, ANSWER), "method": None}, [ASK], [ANSWER]),
-    "one message for a list": ({"prompt": [ASK], "completion": ANSWER}, [ASK], [ANSWER]),
     "history of messages": (
         {"instruction": "u2", "output": "a2", "history": [ASK, ANSWER]},
         [ASK],
@@ -106,24 +111,11 @@ READ = {
     "xLAM": (
         {"query": "u", "answers": '[{"name": "w", "arguments": {"city": "Paris"}}]', "tools": json.dumps([SCHEMA])},
         [ASK],
-        [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
+        CALLING,
     ),
-    **{
-        f"{filled} beside an empty {empty}": (
-            messages(ASK, ANSWER, **{filled: "s", empty: " "}),
-            [SYSTEM, ASK],
-            [ANSWER],
-        )
-        for filled, empty in (("system", "system_prompt"), ("system_prompt", "system"))
-    },
-    "conversations beside empty messages": ({"messages": [], "conversations": [ASK, ANSWER]}, [ASK], [ANSWER]),
     "Dolly": ({"instruction": "x", "context": "y", "response": "a"}, [{**ASK, "content": "x\ny"}], [ANSWER]),
     "OpenOrca": ({"system_prompt": "s", "question": "u", "response": "a"}, [SYSTEM, ASK], [ANSWER]),
-    "a call with args": (
-        said(content="", tool_calls=[{"name": "w", "args": {"city": "Paris"}}]),
-        [ASK],
-        [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
-    ),
+    "a call with args": (said(content="", tool_calls=[{"name": "w", "args": {"city": "Paris"}}]), [ASK], CALLING),
 }
 
 
@@ -220,12 +212,8 @@ def test_agents_traces_become_calls_results_and_thinking():
     example = parsed(TRACE).example
     assert example.prompt == [ASK]
     called, result, again, answer = example.answered
-    assert called == {
-        "role": "assistant",
-        "content": "I look.",
-        "reasoning_content": "t",
-        "tool_calls": [{"id": "1", **CALL}],
-    }
+    thought = {"role": "assistant", "content": "I look.", "reasoning_content": "t"}
+    assert called == {**thought, "tool_calls": [{"id": "1", **CALL}]}
     assert result == {"role": "tool", "content": "21", "tool_call_id": "1"}
     assert (again, answer) == (AGAIN, MORE)
     assert example.tools == [{"type": "function", "function": SCHEMA}]
@@ -239,17 +227,25 @@ def test_a_flat_schema_of_a_tool_has_no_second_type(schema):
 
 
 MARKED = "a turn's mark: weight, train or loss"
+PAIR = {"prompt": "u", "completion": "a"}
+MARKS_OF_TURNS = {
+    "mask": said(mask=True),
+    "loss_mask": said(loss_mask=0),
+    "train_detail": said(train_detail=[{"begin_offset": 0}]),
+    "masked": said(masked=True),
+    "training": said(training=False),
+    "content[0].train": said(content=[text("a", train=False)]),
+    "content[0].weight": said(content=[text("a", weight=0.5)]),
+    "tool_calls[0].loss": said(tool_calls=[{**CALL, "loss": False}]),
+    "tool_calls[0].loss_mask": said(tool_calls=[{**CALL, "loss_mask": [0]}]),
+}
 REFUSED = {
     "a label beside raw text": ({"text": "u", "label": 1}, "label", "no label beside raw text; --columns prompt="),
     "loss_mask": (messages(ASK, ANSWER, loss_mask=[0, 1]), "loss_mask", MARKED),
-    "completion_mask": ({"prompt": "u", "completion": "a", "completion_mask": [1]}, "completion_mask", MARKED),
+    "completion_mask": ({**PAIR, "completion_mask": [1]}, "completion_mask", MARKED),
     "videos": (messages({**ASK, "content": "<video>"}, ANSWER, videos=["a.mp4"]), "videos", "text and images alone"),
     "audios beside raw text": ({"text": "<audio>", "audios": ["a.wav"]}, "audios", "text and images alone"),
-    "a turn's mask": (said(mask=True), "messages[1].mask", MARKED),
-    "a turn's loss_mask": (said(loss_mask=0), "messages[1].loss_mask", MARKED),
-    "train_detail": (said(train_detail=[{"begin_offset": 0}]), "messages[1].train_detail", MARKED),
-    "a part that is not learnt": (said(content=[text("a", train=False)]), "messages[1].content[0].train", MARKED),
-    "a part of less loss": (said(content=[text("a", weight=0.5)]), "messages[1].content[0].weight", MARKED),
+    **{f"a turn's {name}": (row, f"messages[1].{name}", MARKED) for name, row in MARKS_OF_TURNS.items()},
     "thinking that is not learnt": (
         said(content=[{"type": "thinking", "thinking": "t", "train": False}, text("a")]),
         "messages[1].content[0].train",
@@ -260,39 +256,25 @@ REFUSED = {
         "messages[1].content[0].weight",
         MARKED,
     ),
-    "a call that is not learnt": (
-        said(tool_calls=[{**CALL, "loss": False}]),
-        "messages[1].tool_calls[0].loss",
-        MARKED,
-    ),
-    "a mask of a call": (said(tool_calls=[{**CALL, "loss_mask": [0]}]), "messages[1].tool_calls[0].loss_mask", MARKED),
     "a turn's images": (messages({**ASK, "images": ["a"]}, ANSWER), "messages[0].images", "images as parts"),
-    "KTO": ({"prompt": "u", "completion": "a", "label": False}, "label", "no judgement of the answer"),
-    "LLaMA-Factory's KTO": (messages(ASK, ANSWER, kto_tag=True), "kto_tag", "no judgement of the answer"),
-    "KTO beside a prompt": (
-        {"prompt": "u", "completion": "a", "kto_tag": True},
-        "kto_tag",
-        "no judgement of the answer",
-    ),
-    "KTO beside messages": (messages(ASK, ANSWER, label=True), "label", "no judgement of the answer"),
+    **{
+        f"KTO's {name} beside {form}": ({**row, name: value}, name, "no judgement of the answer")
+        for form, row in (("a prompt", PAIR), ("messages", messages(ASK, ANSWER)))
+        for name, value in (("label", False), ("label", True), ("label", "False"), ("kto_tag", True))
+    },
     "ms-swift's second answer": (messages(ASK, ANSWER, rejected_response="b"), "rejected_response", "one answer: "),
     "ms-swift's second messages": (messages(ASK, ANSWER, rejected_messages=[ASK]), "rejected_messages", "one answer: "),
     "LLaMA-Factory's preferences": (messages(ASK, ANSWER, chosen=MORE, rejected=ANSWER), "chosen", "one answer, got "),
     **{
-        f"a row's {name} {value}": (messages(ASK, ANSWER, **{name: value}), name, MARKED)
-        for name in ("weight", "train", "loss", "loss_scale", "loss_weight", "mask")
-        for value in (0, 0.5, False, [1])
-    },
-    **{
         f"a row's {name} {value!r}": (messages(ASK, ANSWER, **{name: value}), name, MARKED)
-        for name, value in (("weight", 3), ("weight", "0.5"), ("weight", " 0 "), ("train", "False"), ("mask", True))
+        for name, value in (
+            *itertools.product(("weight", "train", "loss", "loss_scale", "loss_weight", "mask"), (0, 0.5, False, [1])),
+            *(("weight", 3), ("weight", "0.5"), ("weight", " 0 "), ("train", "False"), ("mask", True)),
+        )
     },
-    "KTO as CSV": ({"prompt": "u", "completion": "a", "label": "False"}, "label", "no judgement of the answer"),
     "a weight of raw text": ({"text": "u", "weight": 0}, "weight", MARKED),
-    "tokens": ({"prompt": "u", "completion": "a", "input_ids": [1, 2], "labels": [-100, 2]}, "labels", MARKED),
+    "tokens": ({**PAIR, "input_ids": [1, 2], "labels": [-100, 2]}, "labels", MARKED),
     "a turn's channel": (said(channel="analysis"), "messages[1].channel", "an answer's thinking"),
-    "a turn that is masked": (said(masked=True), "messages[1].masked", MARKED),
-    "a turn's training": (said(training=False), "messages[1].training", MARKED),
     **{
         f"columns as lists {first}": (
             {first: ["u", "u2"], second: ["a", "a2"]},
@@ -336,26 +318,20 @@ def test_preferences_say_how_to_learn_the_chosen_answers():
 
 BAD_TURNS = {
     "null": (said(content=None), "messages[].content", "text, got null or nothing"),
-    "a ShareGPT null": (
-        sharegpt(("human", None), ("gpt", "a")),
-        "conversations[].value",
-        "text, got null or nothing",
-    ),
+    "a ShareGPT null": (sharegpt(("human", None), ("gpt", "a")), "conversations[].value", "text, got null or nothing"),
     "a null output": ({"instruction": "u", "output": None}, "output", "text, got null or nothing"),
     "bytes": (said(content={"base64": "/w=="}), "messages[].content", "text, got bytes that are no UTF-8"),
     "an empty list": (said(content=[]), "messages[].content", "text, got an empty list"),
-    "a video part": (
-        messages({**ASK, "content": [{"type": "video"}, text("u")]}, ANSWER),
-        "messages[].content[]",
-        "a part of type text or image, not 'video'",
-    ),
     **{
-        f"a {name} part": (
-            messages({**ASK, "content": [{name: {}}, text("u")]}, ANSWER),
+        f"a part of {part}": (
+            messages({**ASK, "content": [part, text("u")]}, ANSWER),
             "messages[].content[]",
             f"a part of type text or image, not {name!r}",
         )
-        for name in ("document", "inlineData", "video")
+        for name, part in (
+            ("video", {"type": "video"}),
+            *((name, {name: {}}) for name in ("document", "inlineData", "video")),
+        )
     },
     "two thinkings": (said(thinking="t", reasoning="s"), "messages[]", "one thinking, got another text in each of "),
     "thinking of the user": (messages({**ASK, "thinking": "t"}, ANSWER), "messages[].thinking", "no thinking in a "),
@@ -399,11 +375,7 @@ BAD_TURNS = {
     "marks that differ": (said(weight=1, loss=False), "messages[].loss", "the same as weight 1, got False"),
     "a role with a name in it": (messages({"role": "Bob", "content": "u"}, ANSWER), "messages[].role", "system, user"),
     **{
-        f"a system column of {system}": (
-            {"prompt": "u", "completion": "a", "system_prompt": system},
-            "system_prompt",
-            "a system prompt",
-        )
+        f"a system column of {system}": ({**PAIR, "system_prompt": system}, "system_prompt", "a system prompt")
         for system in (ASK, {"s": 1}, {"base64": "/w=="}, 5, ["s", 5])
     },
     **{
@@ -413,9 +385,8 @@ BAD_TURNS = {
             "true or false as JSON",
         )
         for name, value in (
-            ("enable_thinking", "false"),
+            *itertools.product(["enable_thinking"], ["false", "no"]),
             ("thinking", "True"),
-            ("enable_thinking", "no"),
             ("enable_x", 0),
         )
         for given in ({name: value}, json.dumps({name: value}))
@@ -483,23 +454,15 @@ BAD_TURNS = {
         "messages",
         "a list of messages, or JSON of one (a lone surrogate",
     ),
-    "JSON without a bottom": (
-        {**messages(ASK, ANSWER), "tools": "[" * 99_999},
-        "tools",
-        "JSON of a list of tools (nest",
-    ),
-    "a user's call": (
-        messages({**ASK, "tool_calls": [CALL]}, ANSWER),
-        "messages[].tool_calls",
-        "no call in a turn of",
-    ),
+    "JSON without a bottom": (messages(ASK, ANSWER, tools="[" * 99_999), "tools", "JSON of a list of tools (nest"),
+    "a user's call": (messages({**ASK, "tool_calls": [CALL]}, ANSWER), "messages[].tool_calls", "no call in a turn of"),
     "calls in two words": (
         messages(ASK, {**ANSWER, "tool_calls": [CALL], "function_call": CALL["function"]}),
         "messages[].function_call",
         "calls in it or in tool_calls, not in both",
     ),
-    "a tool without a name": ({**messages(ASK, ANSWER), "tools": [{}]}, "tools[]", "a tool's schema"),
-    "tools that are no JSON": ({**messages(ASK, ANSWER), "tools": "x"}, "tools", "JSON of a list of tools"),
+    "a tool without a name": (messages(ASK, ANSWER, tools=[{}]), "tools[]", "a tool's schema"),
+    "tools that are no JSON": (messages(ASK, ANSWER, tools="x"), "tools", "JSON of a list of tools"),
     "variables that are a list": (messages(ASK, ANSWER, chat_template_kwargs=[1]), "chat_template_kwargs", "an object"),
 }
 
@@ -525,15 +488,14 @@ def test_a_call_of_another_tool_in_a_text_is_kept():
 
 
 def test_bad_rows_are_counted_and_strict_rows_refuses_their_file(tmp_path):
-    path = tmp_path / "rows.jsonl"
     rows = [*[said()] * 5, said(content=None), messages(ASK, AGAIN, {**ANSWER, "content": None})]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    examples = Chat(validation_file=str(path)).dataset("validation")
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    examples = Chat(validation_file=path).dataset("validation")
     assert len(examples) == 5
     reason = "malformed (field 'messages[].content': expected text, got null or nothing)"
     assert f"2 rows left out: {reason} (lines 6, 7)" in examples.notes
     with pytest.raises(UserError, match=r"rows.jsonl:6: field 'messages\[1\].content': expected text, got null"):
-        Chat(validation_file=str(path), strict_rows=True).dataset("validation")
+        Chat(validation_file=path, strict_rows=True).dataset("validation")
 
 
 UNREAD = {
@@ -557,10 +519,7 @@ UNREAD = {
         said(content=[text("a", cache_control={"type": "ephemeral"})], stop_reason="end_turn"),
         ("messages[].stop_reason", "messages[].content[].cache_control"),
     ),
-    "a call's": (
-        said(tool_calls=[{**CALL, "score": 1}]),
-        ("messages[].tool_calls[].score",),
-    ),
+    "a call's": (said(tool_calls=[{**CALL, "score": 1}]), ("messages[].tool_calls[].score",)),
     "of thinking": (
         said(content=[{"type": "thinking", "thinking": "t", "signature": "x", "train": True}, text("a")]),
         ("messages[].content[].signature",),
@@ -576,10 +535,8 @@ def test_other_keys_with_values_are_named(case):
 
 
 def test_one_line_names_and_counts_all_keys_not_read(tmp_path):
-    path = tmp_path / "rows.jsonl"
     rows = [{**said(), "id": n, "source": "x", **({"persona": "p"} if n > 6 else {})} for n in range(10)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    notes = Chat(validation_file=str(path)).dataset("validation").notes
+    notes = Chat(validation_file=jsonl(tmp_path / "rows.jsonl", rows)).dataset("validation").notes
     assert notes[1:] == ["not read: id, source (10 rows), persona (3 rows)"]
 
 
