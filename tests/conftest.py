@@ -136,6 +136,13 @@ def accel_sft(
     return Launched(run_dir or Path(), done.returncode, done.stdout + done.stderr, arguments, again)
 
 
+def finished(*arguments: str, **options) -> Launched:
+    """A launch, as by `accel_sft`, that ends with status 0."""
+    run = accel_sft(*arguments, **options)
+    assert run.status == 0, run.output[-6000:]
+    return run
+
+
 def stopped(whole, folder, step):
     """A copy of a run as it was when the checkpoint of this step was its newest."""
     shutil.copytree(whole.run_dir, folder)

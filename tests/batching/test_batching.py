@@ -154,8 +154,7 @@ def test_question_with_several_answers_is_computed_once(model):
     assert batch.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 5, 4]]
     learnt = zip(batch.keep[batch.sources].tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True)
     assert sorted(learnt) == [(2, 5, 4), (3, 6, 3), (3, 9, 1), (4, 7, 2), (4, 8, 1)]
-    expected = sum(by_hand(model, example) for example in examples)
-    assert nll_sum(model, batch).item() == pytest.approx(expected, rel=1e-6)
+    assert nll_sum(model, batch).item() == pytest.approx(sum(by_hand(model, row) for row in examples), rel=1e-6)
 
 
 @pytest.mark.parametrize("key_value_heads", [2, 1])
@@ -323,10 +322,8 @@ def test_least_work_wins_over_fewer_forwards_or_tokens(model):
 
 
 def test_smallest_of_nearly_equal_sizes_is_taken(model, monkeypatch):
-    job, sizes = (
-        trial(model, rows(64, instruction=0)),
-        [batching_of(("packed", "rows"), n) for n in (64, 128, 256, 4096)],
-    )
+    job = trial(model, rows(64, instruction=0))
+    sizes = [batching_of(("packed", "rows"), n) for n in (64, 128, 256, 4096)]
     assert least_work(job, sizes).tokens == 4096
     work = {64: 104.0, 128: 102.9, 256: 101.0, 4096: 100.0}
     monkeypatch.setattr(choice, "_work", lambda _, batching: work[batching.tokens])
@@ -384,13 +381,13 @@ def small(kind, **settings):
     return kind(**{**common, "num_hidden_layers": 2, "num_key_value_heads": 2, **settings})
 
 
-def test_rows_reaching_a_sliding_window_continue_from_a_cache():
+@pytest.mark.parametrize(("window", "attention"), [(512, "rows"), (16, "cache")])
+def test_rows_reaching_a_sliding_window_continue_from_a_cache(window, attention):
+    torch.manual_seed(0)
     layers = ["sliding_attention", "full_attention"]
-    for window, attention in ((512, "rows"), (16, "cache")):
-        torch.manual_seed(0)
-        config = small(Gemma3TextConfig, sliding_window=window, layer_types=layers)
-        batching, reasons = chosen(Gemma3ForCausalLM(config), batching="shared")
-        assert (batching.layout, batching.attention) == ("shared", attention), reasons
+    config = small(Gemma3TextConfig, sliding_window=window, layer_types=layers)
+    batching, reasons = chosen(Gemma3ForCausalLM(config), batching="shared")
+    assert (batching.layout, batching.attention) == ("shared", attention), reasons
 
 
 @pytest.mark.parametrize("window", [16, 512])
@@ -471,10 +468,8 @@ def test_flex_attention_shares_rows_behind_a_cache(model):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_head_in_pieces_gives_the_same_loss_and_gradients(model, way, monkeypatch):
     expected = loss_and_gradients(model, batching_of(way, 300), rows())
-    seen = []
-    monkeypatch.setattr(
-        loss, "_nll", lambda logits, targets, real=loss._nll: seen.append(len(logits)) or real(logits, targets)
-    )
+    seen, real = [], loss._nll
+    monkeypatch.setattr(loss, "_nll", lambda logits, targets: seen.append(len(logits)) or real(logits, targets))
     same(loss_and_gradients(model, batching_of(way, 300, head="pieces", most_logits=1000), rows()), expected)
     assert max(seen) <= 1000 // model.config.vocab_size
     assert "forward" not in vars(model.get_output_embeddings())
@@ -620,11 +615,6 @@ class Unaware(Wrapped):
         return super().forward(input_ids, attention_mask, position_ids, logits_to_keep)
 
 
-def test_a_model_that_knows_no_rows_gets_a_mask(model):
-    batching, reasons = chosen(Unaware(model), batching="shared")
-    assert (batching.layout, batching.attention) == ("shared", "mask"), reasons
-
-
 class Leaking(Wrapped):
     """A model whose attention ignores the mask it is given, as some do; all else is the real model."""
 
@@ -640,11 +630,13 @@ class Sighted(Unaware):
         return 1 if mask is not None else 1 + 1e-6 * (ids == 1).sum()
 
 
-@pytest.mark.parametrize(("wrapped", "attention"), [(Wrapped, "causal"), (Sighted, "mask")])
-def test_padded_rows_have_no_mask_unless_padding_would_be_seen(model, wrapped, attention):
-    model = model if wrapped is Wrapped else wrapped(model)
-    batching, reasons = chosen(model, batching="padded")
-    assert (batching.layout, batching.attention) == ("padded", attention), reasons
+@pytest.mark.parametrize(
+    ("wrapped", "layout", "attention"),
+    [(None, "padded", "causal"), (Sighted, "padded", "mask"), (Unaware, "shared", "mask")],
+)
+def test_rows_have_a_mask_only_where_it_is_needed(model, wrapped, layout, attention):
+    batching, reasons = chosen(wrapped(model) if wrapped else model, batching=layout)
+    assert (batching.layout, batching.attention) == (layout, attention), reasons
 
 
 class Refusing(Unaware):
@@ -678,13 +670,16 @@ class Smearing(Wrapped):
         return {"inputs_embeds": embedded, "attention_mask": mask, "position_ids": positions}
 
 
-def test_examples_that_would_see_each_other_are_detected(model):
-    batching, reasons = chosen(Leaking(model))
-    assert batching.layout == "padded"
-    assert "not shared: its loss is not that of single rows" in reasons
-    batching, reasons = chosen(Smearing(model))
-    assert batching.layout == "padded"
-    assert "not packed: a change in one row changes another" in reasons
+@pytest.mark.parametrize(
+    ("wrapped", "reason"),
+    [
+        (Leaking, "not shared: its loss is not that of single rows"),
+        (Smearing, "not packed: a change in one row changes another"),
+    ],
+)
+def test_examples_that_would_see_each_other_are_detected(model, wrapped, reason):
+    batching, reasons = chosen(wrapped(model))
+    assert (batching.layout, reason in reasons) == ("padded", True), reasons
 
 
 class Unplaced(Wrapped):

@@ -22,7 +22,7 @@ import vision
 from accelerate import Accelerator
 from chats import jsonl
 from click.testing import CliRunner
-from conftest import accel_sft
+from conftest import accel_sft, finished
 from models import make_tiny
 from peft import PeftModel
 from PIL import Image
@@ -74,8 +74,7 @@ def run(request, made, tmp_path_factory):
     """A family's model, and a short run of it."""
     folder = tmp_path_factory.mktemp("run")
     model = made(request.param)
-    done = accel_sft(TASK, *JOB, "--model", str(model), run_dir=folder / "run")
-    assert done.status == 0, done.output[-4000:]
+    done = finished(TASK, *JOB, "--model", str(model), run_dir=folder / "run")
     return model, done
 
 
@@ -166,8 +165,7 @@ def test_generate_answers_prompts_with_images_as_transformers_does(run, tmp_path
         {"messages": [{"role": "user", "content": [question]}]},
     ]
     file, out = jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
-    answered = accel_sft(*final, "--file", file, "--output", str(out))
-    assert answered.status == 0, answered.output
+    answered = finished(*final, "--file", file, "--output", str(out))
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["generated"] for row in written] == expected
     assert written[2]["messages"][-1]["content"] == [{"type": "image", "image": str(tmp_path / "1.png")}, question]
@@ -577,8 +575,7 @@ def test_earlier_answers_of_a_chat_have_the_images_before_them(monkeypatch):
 def test_an_adapter_leaves_what_reads_images_alone_and_is_merged(made, tmp_path, family):
     model, task = made(family), Colours()
     quick = ("--adapter", "lora", "--lora-r", "2", "--max-steps", "2", "--save-every", "off", "--eval-limit", "2")
-    done = accel_sft(TASK, *JOB, *quick, "--model", str(model), run_dir=tmp_path / "run")
-    assert done.status == 0, done.output[-4000:]
+    done = finished(TASK, *JOB, *quick, "--model", str(model), run_dir=tmp_path / "run")
     adapter = load_file(done.run_dir / "final" / "adapter_model.safetensors")
     assert adapter
     assert not [name for name in adapter if "visual" in name]
@@ -595,8 +592,7 @@ def test_an_adapter_leaves_what_reads_images_alone_and_is_merged(made, tmp_path,
 def test_ranks_have_the_losses_of_one_process(run, tmp_path, yaml):
     model, done = run
     full = {"yaml": yaml, "launcher": ("--mixed_precision", "no")}
-    ranks = accel_sft(TASK, *JOB, "--model", str(model), run_dir=tmp_path / "run", **full)
-    assert ranks.status == 0, ranks.output[-4000:]
+    ranks = finished(TASK, *JOB, "--model", str(model), run_dir=tmp_path / "run", **full)
     for one, two in zip(done.lines(), ranks.lines(), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
     assert ranks.result()["after"]["right"] == done.result()["after"]["right"]

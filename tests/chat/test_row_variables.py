@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from models import Sums, encode, make_base, with_template
+from models import Given, encode, make_base, with_template
 from thinking_families import of_family
 from transformers import AutoTokenizer
 
@@ -29,14 +29,8 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
 
 
 @dataclass(kw_only=True)
-class Rows(Sums):
+class Rows(Given):
     """An example is its prompt, its target, and what it sets in the template."""
-
-    def messages(self, example):
-        return example[0]
-
-    def target(self, example):
-        return example[1]
 
     def chat_template_kwargs(self, example):
         return example[2] if len(example) > 2 else None

@@ -10,7 +10,7 @@ import pytest
 import torch
 import vision
 from accelerate import Accelerator
-from conftest import accel_sft, stopped
+from conftest import accel_sft, finished, stopped
 from fsdp2_job import FP32, SHARDED
 from matrix import matrix, run
 from safetensors.torch import load_file
@@ -116,14 +116,12 @@ def a_resumed_run_ends_with_the_same_bits_and_the_export_is_loaded_by_transforme
     skip_unless_it_runs_here(layout)
     whole = trained(layout)
     again = stopped(whole, tmp_path / "run", 2)
-    went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=again, **LAUNCHES[layout])
-    assert went_on.status == 0, went_on.output[-4000:]
+    finished(*whole.arguments, "--resume", "auto", run_dir=again, **LAUNCHES[layout])
     one, other = (load_file(folder / "final" / "model.safetensors") for folder in (whole.run_dir, again))
     assert all(torch.equal(one[name], other[name]) for name in one)
     loaded = AutoModelForImageTextToText.from_pretrained(again / "final", dtype=torch.float32).state_dict()
     assert all(weight.equal(loaded[name]) for name, weight in loaded.items())
-    evaluated = accel_sft("evaluate", TASK, "--model", str(again), run_dir=tmp_path / "evaluation", **LAUNCHES[layout])
-    assert evaluated.status == 0, evaluated.output[-4000:]
+    finished("evaluate", TASK, "--model", str(again), run_dir=tmp_path / "evaluation", **LAUNCHES[layout])
     exported_metrics = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
     own = whole.result()["after"]
     assert exported_metrics["eval_loss"] == pytest.approx(own["eval_loss"], rel=2e-5)
@@ -134,8 +132,7 @@ def a_run_goes_on_under_another_layout(trained, tmp_path, first, then):
     skip_unless_it_runs_here(then)
     whole = trained(first)
     again = stopped(whole, tmp_path / "run", 2)
-    went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=again, **LAUNCHES[then])
-    assert went_on.status == 0, went_on.output[-4000:]
+    went_on = finished(*whole.arguments, "--resume", "auto", run_dir=again, **LAUNCHES[then])
     assert_same_curve(went_on, whole)
 
 

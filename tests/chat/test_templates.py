@@ -6,21 +6,19 @@ import re
 
 import pytest
 from accelerate import Accelerator
-from answered import Answered, by_characters
-from models import Sums, encode
+from answered import by_characters, scored_answers
+from models import Says, encode
 from models import with_template as tokenizer_with
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from accel_sft import UserError
-from accel_sft.api.config import TrainConfig
 from accel_sft.chat.answer_text import AnswerText
 from accel_sft.chat.conversation import Conversation
 from accel_sft.chat.encoded import Rules
 from accel_sft.chat.form import HEADER_LEARNT
 from accel_sft.chat.rendering import Rendering
 from accel_sft.data import tokenization
-from accel_sft.evaluation.evaluator import Evaluator, Generated
 
 TURNS = (
     "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -60,19 +58,6 @@ ANSWERS = [
 """Also words of the templates themselves, characters that normalisers change, and tokens of the tokenizer."""
 
 
-class Says(Sums):
-    """Examples are their own answers, and right only to the letter."""
-
-    def messages(self, example):
-        return [{"role": "system", "content": "Say it."}, {"role": "user", "content": "What?"}]
-
-    def target(self, example):
-        return example
-
-    def score(self, example, text):
-        return {"right": float(text == example)}
-
-
 @pytest.fixture(scope="module", params=["bytes", "characters"])
 def tokenizer(request, tiny):
     made = AutoTokenizer.from_pretrained(tiny) if request.param == "bytes" else by_characters()
@@ -96,12 +81,8 @@ def encoded(tokenizer, examples, **rules):
 
 def scored(tokenizer, examples, answers):
     """What the evaluator makes of answers (texts, or token ids) to these examples."""
-    rows = encoded(tokenizer, examples)
     ids = [tokenizer(a, add_special_tokens=False)["input_ids"] if isinstance(a, str) else a for a in answers]
-    backend = Answered(Generated(list(zip(rows, ids, strict=True)), 1.0, {}))
-    config = TrainConfig().resolved({})
-    evaluator = Evaluator(Accelerator(cpu=True), tokenizer, Says(), examples, rows, config, backend)
-    return evaluator.score_answers({"eval_loss": 0.0})
+    return scored_answers(tokenizer, Says(), examples, encoded(tokenizer, examples), ids)
 
 
 def learnt(tokenizer, examples):

@@ -9,13 +9,14 @@ import shutil
 import subprocess
 import sys
 
+import models
 import pytest
 from accelerate import Accelerator
-from answered import Answered, by_characters
-from conftest import accel_sft, stopped
+from answered import by_characters, scored_answers
+from conftest import accel_sft, finished, stopped
 from fake_plugins import GOOD, install
 from families import FAMILIES
-from models import Sums, encode
+from models import encode
 from thinking_families import DAY, MODES, of_family
 from transformers import AutoTokenizer
 
@@ -29,7 +30,6 @@ from accel_sft.chat.rendering import Rendering
 from accel_sft.chat.template import dated
 from accel_sft.cli.task_tools import TOOLS
 from accel_sft.data.tokenization import SplitEncoder
-from accel_sft.evaluation.evaluator import Evaluator, Generated
 from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.models.source import Source
 from accel_sft.models.tokenizer import load_tokenizer
@@ -38,15 +38,7 @@ ANSWERS = ["odd", "<b>odd</b>", "a\n\nb", "{'a': '>'}", "final", "think", "7"]
 THOUGHTS = ["<think>two</think>odd", "<think>\nIs it?\nIt is.\n</think>\n\n<b>odd</b>"]
 
 
-class Says(Sums):
-    """Examples are their own answers, and right only to the letter."""
-
-    def messages(self, example):
-        return [{"role": "system", "content": "Say it."}, {"role": "user", "content": "What?"}]
-
-    def target(self, example):
-        return example
-
+class Says(models.Says):
     def score(self, example, text):
         assert "think>" not in text
         return {"right": float(text == example.partition("</think>")[2].strip() or text == example)}
@@ -69,11 +61,8 @@ def texts(own, example):
 
 
 def scored(own, encoding, examples, answers, thinking, task=None):
-    """What the evaluator makes of token ids that were generated as answers to these examples."""
-    backend = Answered(Generated(list(zip(encoding.kept, answers, strict=True)), 1.0, {}))
-    config = TrainConfig(thinking=thinking, template_date=DAY).resolved({})
-    evaluator = Evaluator(Accelerator(cpu=True), own, task or Says(), examples, encoding.kept, config, backend)
-    return evaluator.score_answers({"eval_loss": 0.0})
+    settings = {"thinking": thinking, "template_date": DAY}
+    return scored_answers(own, task or Says(), examples, encoding.kept, answers, **settings)
 
 
 def learnt(encoding):
@@ -149,13 +138,11 @@ def test_thinking_in_targets_is_trained_evaluated_and_generated_with(tiny, tmp_p
     plugin, size = {"PYTHONPATH": str(tmp_path / "site")}, ("--size", "4")
     job = ("good", *size, "--thinking", "keep", "--model", str(tmp_path / "model"), "--max-steps", "60")
     job += ("--global-batch-size", "4", "--learning-rate", "1e-2", "--eval-every", "60")
-    run = accel_sft(*job, run_dir=tmp_path / "run", environment=plugin)
-    assert run.status == 0, run.output
+    run = finished(*job, run_dir=tmp_path / "run", environment=plugin)
     after = run.result()["after"]
     assert after["accuracy"] == 1.0
     command = ("evaluate", "good", *size, "--model", str(run.run_dir))
-    evaluated = accel_sft(*command, run_dir=tmp_path / "own", environment=plugin)
-    assert evaluated.status == 0, evaluated.output
+    evaluated = finished(*command, run_dir=tmp_path / "own", environment=plugin)
     assert evaluated.result()["after"]["accuracy"] == 1.0
     assert evaluated.result()["after"]["eval_loss"] == pytest.approx(after["eval_loss"], rel=1e-4)
     lines = re.search(r"```python\n(.*?)```", (run.run_dir / "final" / "README.md").read_text(), re.S)[1]
@@ -174,8 +161,7 @@ def whole_run(tiny, tmp_path_factory):
     )
     own.save_pretrained(folder / "model")
     arguments = ("math", "--model", str(folder / "model"), *JOB)
-    run = accel_sft(*arguments, "--template-date", DAY, "--thinking", "off", run_dir=folder / "run")
-    assert run.status == 0, run.output
+    run = finished(*arguments, "--template-date", DAY, "--thinking", "off", run_dir=folder / "run")
     return run, arguments
 
 
@@ -185,15 +171,14 @@ def test_run_with_a_dated_template_resumes_on_another_day(whole_run, tmp_path):
     assert (record["config"]["thinking"], record["config"]["template_date"]) == ("off", DAY)
     begun = stopped(run, tmp_path / "run", 3)
     same = ("--thinking", "off", "--resume", "auto")
-    resumed = accel_sft(*arguments, *same, run_dir=begun)  # today is another day
-    assert resumed.status == 0, resumed.output
+    resumed = finished(*arguments, *same, run_dir=begun)  # today is another day
     assert "step-000003 at step 3 of 6" in resumed.output
     assert json.loads((begun / "run.json").read_text())["config"]["template_date"] == DAY
     assert resumed.lines() != []
     name = "final/model.safetensors"
     assert (begun / name).read_bytes() == (run.run_dir / name).read_bytes()
-    finished = accel_sft(*arguments, *same, run_dir=begun)
-    assert "this run is finished" in finished.output
+    again = accel_sft(*arguments, *same, run_dir=begun)
+    assert "this run is finished" in again.output
 
 
 def test_another_day_or_another_thinking_is_refused_by_name(whole_run, tmp_path):
@@ -208,15 +193,13 @@ def test_another_day_or_another_thinking_is_refused_by_name(whole_run, tmp_path)
 def test_evaluating_a_run_asks_as_the_run_did(whole_run, tmp_path):
     run, _ = whole_run
     command = ("evaluate", "math", "--model", str(run.run_dir), "--validation-examples", "5")
-    evaluated = accel_sft(*command, run_dir=tmp_path / "own")
-    assert evaluated.status == 0, evaluated.output
+    evaluated = finished(*command, run_dir=tmp_path / "own")
     note = f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir / 'final'}\n"
     assert note in evaluated.output  # as generate, merge and push take them
     assert evaluated.result()["weights"] == {"model": str(run.run_dir / "best")}
     after = evaluated.result()["after"]
     assert after["eval_loss"] == pytest.approx(run.result()["after"]["eval_loss"], rel=1e-4)
-    other = accel_sft(*command, "--thinking", "template", run_dir=tmp_path / "other")
-    assert other.status == 0, other.output
+    other = finished(*command, "--thinking", "template", run_dir=tmp_path / "other")
     assert other.result()["after"]["eval_loss"] != pytest.approx(after["eval_loss"], rel=1e-4)
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 from accelerate import Accelerator
-from answered import Answered
-from conftest import accel_sft
+from answered import scored_answers
+from conftest import finished
 from fake_plugins import install
 from families import FAMILIES
 from forwards import WAYS, batching_of, loss_and_gradients
-from models import Sums, encode, with_template
+from models import Given, encode, with_template
 from thinking_families import DAY, MODES, of_family
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -30,7 +30,7 @@ from accel_sft.chat.conversation import Conversation, conversation, limited_exam
 from accel_sft.chat.encoded import Rules
 from accel_sft.chat.rendering import Rendering
 from accel_sft.data.tokenization import SplitEncoder
-from accel_sft.evaluation.evaluator import Evaluator, Generated
+from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.models.prefix_attention import install as install_attention
 
 install_attention(torch.device("cpu"))
@@ -51,14 +51,8 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"to
 
 
 @dataclass(kw_only=True)
-class Chats(Sums):
+class Chats(Given):
     """Examples are prompt and following turns; those of a text target are a conversation's first turns."""
-
-    def messages(self, example):
-        return example[0]
-
-    def target(self, example):
-        return example[1]
 
     def tools(self, example):
         return example[2] if len(example) > 2 else None
@@ -167,7 +161,7 @@ def test_turns_of_weight_0_and_of_others_carry_no_loss(tokenizer):
         ([], [], "target() gave turns of which the last is not an assistant's"),
         ([user("5=")], [said("5"), user("6=")], "the last is not an assistant's"),
         *(
-            ([user("5=")], [said("5", weight=weight)], f'a turn with "weight": {weight!r}, expected 0 or 1')
+            ([user("5=")], [said("5", weight=weight)], f'a turn with "weight": {weight}, expected 0 or 1')
             for weight in (-0.5, 0.5, 1.5, 1e-7, float("nan"), float("inf"), "0.5")
         ),
         ([user("5=")], [said("5", weight=0)], 'every assistant turn of target() has "weight": 0'),
@@ -428,13 +422,8 @@ def test_continued_chat_is_no_row_that_another_sees(tokenizer, model):
 # --- evaluation ---
 
 
-def evaluated(own, encoding, examples, answers, **settings):
-    rows = list({row.index: row for row in encoding.kept}.values())
-    backend = Answered(Generated(list(zip(rows, answers, strict=True)), 1.0, {}))
-    config = TrainConfig(template_date=DAY, **settings).resolved({})
-    evaluator = Evaluator(Accelerator(cpu=True), own, Chats(), examples, encoding.kept, config, backend)
-    assert evaluator.answered == rows
-    return evaluator.score_answers({"eval_loss": 0.0})
+def evaluated(own, encoding, examples, answers):
+    return scored_answers(own, Chats(), examples, encoding.kept, answers, template_date=DAY)
 
 
 def test_cut_answers_of_a_model_are_counted(tokenizer):
@@ -506,8 +495,7 @@ def test_a_run_on_chats_is_the_mathematics_of_their_turns(tmp_path):
     (tmp_path / "site").mkdir()
     install(tmp_path / "site", "accel-sft-talks", "talks = accel_sft_talks:Talks", TASK)
     options = ("--max-steps", "2", "--global-batch-size", "40", "--save-every", "off")
-    run = accel_sft("talks", *options, run_dir=tmp_path / "run", environment={"PYTHONPATH": str(tmp_path / "site")})
-    assert run.status == 0, run.output
+    run = finished("talks", *options, run_dir=tmp_path / "run", environment={"PYTHONPATH": str(tmp_path / "site")})
     base = tmp_path / "run" / "base"
     own, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
     answers = []

@@ -13,15 +13,17 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from accelerate import Accelerator
+from chats import jsonl
 from conftest import accel_sft
 from fake_plugins import install
 from limits import limit
-from models import Sums, encode
+from models import Given, Sums, encode
 from places import SUPPORT
 from transformers import AutoTokenizer
 
@@ -49,6 +51,10 @@ def encoder(tokenizer, task=None, **changes):
     return SplitEncoder(Accelerator(cpu=True), tokenizer, task or Sums(), rules(tokenizer, **changes))
 
 
+def on_the_spot(tokenizer):
+    return encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
+
+
 def entries(folder):
     return sorted(path.name for path in (folder / KIND).iterdir())
 
@@ -74,24 +80,16 @@ def two_ranks(tokenizer, monkeypatch):
     monkeypatch.setattr(ast, "parse", one_at_a_time)  # Python 3.11 counts the depth of all threads' trees together
 
     def run(*rows, task=None):
-        results = {}
-
         def encoded(number):
             rank.number = number
             place = SimpleNamespace(process_index=number, local_process_index=number, is_main_process=number == 0)
             try:
-                results[number] = SplitEncoder(place, tokenizer, task or Sums(), rules(tokenizer))(
-                    rows[number], "train"
-                )
+                return SplitEncoder(place, tokenizer, task or Sums(), rules(tokenizer))(rows[number], "train")
             except UserError as error:
-                results[number] = error
+                return error
 
-        threads = [threading.Thread(target=encoded, args=(number,)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results[0], results[1]
+        with ThreadPoolExecutor(2) as pool:
+            return tuple(pool.map(encoded, range(2)))
 
     return run
 
@@ -106,29 +104,13 @@ class Drawn(list):
 
 def test_ranks_whose_fingerprints_were_drawn_at_random_compare_their_rows(two_ranks, tokenizer):
     first, second = two_ranks(Drawn(EXAMPLES), Drawn(EXAMPLES))
-    expected = encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
-    assert list(first.kept) == list(second.kept) == expected
-
-
-def test_ranks_with_other_rows_are_refused(two_ranks):
-    for error in two_ranks(Drawn(EXAMPLES), Drawn(EXAMPLES[1:])):
-        assert "ranks got different examples" in str(error)
+    assert list(first.kept) == list(second.kept) == on_the_spot(tokenizer)
 
 
 class Named(list):
     """Rows that say they are the same on each rank, whatever they are."""
 
     fingerprint = "named"
-
-
-class Recited(Sums):
-    """What an example has is what the methods give."""
-
-    def messages(self, example):
-        return example[0]
-
-    def target(self, example):
-        return example[1]
 
 
 TURNS = [{"role": "user", "content": "5="}]
@@ -155,14 +137,15 @@ def test_difference_of_a_task_between_ranks_is_refused_everywhere(two_ranks, mon
     monkeypatch.setattr(token_key, "code_fingerprint", lambda *values: "known")
     good = [(TURNS, "5")] * 4
     for bad in (Named([*good[1:], nonsense]), Named([nonsense, *good[1:]])):  # in rank 1's share, and in rank 0's
-        first, second = two_ranks(Named(good), bad, task=Recited())
+        first, second = two_ranks(Named(good), bad, task=Given())
         assert isinstance(first, UserError)
         assert first.problems == second.problems
         assert message in str(first)
 
 
-def test_more_rows_on_one_rank_are_refused_on_both(two_ranks):
-    for error in two_ranks(Named(EXAMPLES), Named([*EXAMPLES, EXAMPLES[0]])):
+@pytest.mark.parametrize("other", [Drawn(EXAMPLES[1:]), Named([*EXAMPLES, EXAMPLES[0]])])
+def test_ranks_with_other_or_more_rows_are_refused(two_ranks, other):
+    for error in two_ranks(type(other)(EXAMPLES), other):
         assert "ranks got different examples" in str(error)
 
 
@@ -189,12 +172,13 @@ def test_stored_examples_are_those_encoded_on_the_spot(tokenizer, truncation):
 def test_what_is_left_out_is_named_by_file_and_line(tokenizer, tmp_path):
     turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     long = [turns[0], {"role": "assistant", "content": "2 " * 600}]
-    for name, rows in (("a", [turns, long]), ("b", [turns, turns, long])):
-        lines = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text("\n" + lines)
-    task = Chat(train_file=f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", validation_file=f"{tmp_path}/a.jsonl")
+    files = [
+        jsonl(tmp_path / name, [{"messages": row} for row in rows])
+        for name, rows in (("a.jsonl", [turns, long]), ("b.jsonl", [turns, turns, long]))
+    ]
+    task = Chat(train_file=",".join(files), validation_file=files[0])
     examples = task.dataset("train")
-    line = f"train: 2 left out: longer than --max-length 512 ({tmp_path}/a.jsonl:3, {tmp_path}/b.jsonl:4)"
+    line = f"train: 2 left out: longer than --max-length 512 ({files[0]}:2, {files[1]}:3)"
     for _ in "made", "from the cache":
         assert encoder(tokenizer, task)(examples, "train").lines()[-1] == line
     with pytest.raises(UserError) as raised:
@@ -230,17 +214,11 @@ def test_what_changes_the_tokens_misses_the_cache(tokenizer, tmp_path):
     other_template.chat_template = tokenizer.chat_template.replace("\n", " ")
     other_vocabulary.add_tokens(["the answer"])
     shorter = type("Shorter", (Sums,), {"target": lambda self, example: str(example)})()
-    keys = [
-        encoder(tokenizer).key(EXAMPLES, "train"),
-        encoder(tokenizer).key(EXAMPLES[:-1], "train"),
-        encoder(tokenizer).key(EXAMPLES[::-1], "train"),
-        encoder(tokenizer, shorter).key(EXAMPLES, "train"),
-        encoder(other_template).key(EXAMPLES, "train"),
-        encoder(other_vocabulary).key(EXAMPLES, "train"),
-        encoder(tokenizer, max_length=511).key(EXAMPLES, "train"),
-        encoder(tokenizer, truncation="right").key(EXAMPLES, "train"),
-        encoder(tokenizer, eos_ids=frozenset()).key(EXAMPLES, "train"),
-    ]
+    keys = [encoder(tokenizer).key(rows, "train") for rows in (EXAMPLES, EXAMPLES[:-1], EXAMPLES[::-1])]
+    changed = ({"max_length": 511}, {"truncation": "right"}, {"eos_ids": frozenset()}, {"task": shorter})
+    others = [encoder(tokenizer, **change) for change in changed]
+    others += [encoder(other_template), encoder(other_vocabulary)]
+    keys += [other.key(EXAMPLES, "train") for other in others]
     path = tmp_path / "rows.json"
     for output in ("1 + 4", "2 + 3"):
         path.write_text(json.dumps([{"instruction": "5=", "output": output}]))
@@ -365,7 +343,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tokenizer, tmp_path, mon
     encoding = encoder(tokenizer)(EXAMPLES, "train")
     (line,) = encoding.lines()
     assert line.startswith(f"train: tokens cannot be kept in {tmp_path / 'file' / 'cache'} (Not a directory, on ")
-    assert list(encoding.kept) == encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
+    assert list(encoding.kept) == on_the_spot(tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "the temporary file is gone once it is open"
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=r"cannot be kept in .*\nnor in .*nowhere"):
@@ -400,16 +378,8 @@ def encoding_process(tiny, cache_folder, wrapper=()):
 
 def test_two_runs_at_once_do_not_harm_each_other(tiny, own_cache):
     processes = [encoding_process(tiny, own_cache) for _ in range(2)]
-    answers = [None, None]
-
-    def answer(number):
-        answers[number] = processes[number].communicate("go\n")[0].split()
-
-    threads = [threading.Thread(target=answer, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        answers = [*pool.map(lambda process: process.communicate("go\n")[0].split(), processes)]
     assert [process.returncode for process in processes] == [0, 0]
     assert answers[0][0] == answers[1][0]
     (entry,) = entries(own_cache)
@@ -442,7 +412,7 @@ def test_a_cache_that_is_deleted_meanwhile_is_done_without(tokenizer, own_cache,
     monkeypatch.setattr(tokenization, "merge", deleted)
     encoding = encoder(tokenizer)(EXAMPLES, "train")
     assert f"train: tokens cannot be kept in {own_cache}" in encoding.lines()[0]
-    assert list(encoding.kept) == encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
+    assert list(encoding.kept) == on_the_spot(tokenizer)
 
 
 def test_second_to_publish_takes_or_replaces_the_first(own_cache):
@@ -559,7 +529,6 @@ def test_bad_example_of_the_second_rank_ends_both(tiny, tmp_path):
     environment = {"PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")))}
     run = accel_sft(*arguments, yaml="ddp", run_dir=tmp_path / "run", environment=environment)
     assert run.status == 1
-    printed = [line for line in run.output.splitlines() if line.startswith("Error: ")]
-    (line,) = printed
+    (line,) = [line for line in run.output.splitlines() if line.startswith("Error: ")]
     assert line.startswith("Error: train example 2990: the task failed: ValueError: bad (")
     assert "accel_sft_partly.py:" in line

@@ -8,7 +8,7 @@ import architectures
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import accel_sft
+from conftest import finished
 from models import Sums, encode
 from peft import LoraConfig, get_peft_model
 from reference_job import layout
@@ -386,17 +386,15 @@ def test_ranks_that_share_their_weights_give_the_same_answers(tiny, tokenizer, e
     tokenizer.save_pretrained(tmp_path / "model")
     arguments = ("evaluate", "math", "--model", str(tmp_path / "model"), "--validation-examples", "9")
     arguments += ("--max-new-tokens", "12", "--eval-batch-size", "3")
-    said = {}
-    for yaml in (None, "z3"):
-        launcher = ("--mixed_precision", "no") if yaml else ()
-        run = accel_sft(*arguments, yaml=yaml, launcher=launcher, run_dir=tmp_path / str(yaml))
-        assert run.status == 0, run.output
+    answers = []
+    for launch in ({}, {"yaml": "z3", "launcher": ("--mixed_precision", "no")}):
+        run = finished(*arguments, run_dir=tmp_path / launch.get("yaml", "alone"), **launch)
         assert "tokens that all prompts begin with are computed once" in run.output
         assert "full precision" not in run.output  # which is said of trainings without a launcher
         lines = (run.run_dir / "samples-tuned.jsonl").read_text().splitlines()
-        said[yaml] = [json.loads(line)["generated"] for line in lines]
-    assert len(set(said[None])) > 3
-    assert said["z3"] == said[None]
+        answers.append([json.loads(line)["generated"] for line in lines])
+    assert len(set(answers[0])) > 3
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("yaml", ["ddp", pytest.param("z3", marks=pytest.mark.long)])
@@ -405,8 +403,7 @@ def test_three_ranks_answer_as_plain_transformers_do(launched, tmp_path, yaml):
     launcher = {"yaml": yaml, "launcher": ("--mixed_precision", "no", "--num_processes", "3")}
     command = ("evaluate", "math", "--model", str(run.run_dir), "--validation-examples", "13", "--eval-limit", "11")
     command += ("--max-new-tokens", "20")
-    done = accel_sft(*command, run_dir=tmp_path / "found", **launcher)
-    assert done.status == 0, done.output
+    done = finished(*command, run_dir=tmp_path / "run", **launcher)
     task, folder = Math(train_examples=500, validation_examples=13), run.run_dir / "best"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     answers, scores = [], []
@@ -416,7 +413,7 @@ def test_three_ranks_answer_as_plain_transformers_do(launched, tmp_path, yaml):
         ids, length = model.generate(ids, do_sample=False, max_new_tokens=20), ids.shape[1]
         answers.append(tokenizer.decode(ids[0, length:], skip_special_tokens=True))
         scores.append(task.score(example, answers[-1]))
-    samples = [json.loads(line) for line in (tmp_path / "found" / "samples-tuned.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples-tuned.jsonl").read_text().splitlines()]
     assert [(sample["index"], sample["generated"]) for sample in samples] == list(enumerate(answers))
-    after = json.loads((tmp_path / "found" / "result.json").read_text())["after"]
+    after = done.result()["after"]
     assert {name: after[name] for name in task.aggregate(scores)} == pytest.approx(task.aggregate(scores), nan_ok=True)

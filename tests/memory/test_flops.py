@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import accel_sft
+from conftest import finished
 from peft import LoraConfig, get_peft_model
 from planned import LLAMA_8B, QWEN_7B, job_of, model
 from reference_job import FP32, JOB, ONCE
@@ -118,8 +118,7 @@ def test_untrained_step_or_unknown_device_has_no_mfu():
 def test_a_run_on_a_known_device_tells_its_mfu_everywhere(tmp_path):
     given = {"yaml": "ddp", "launcher": FP32, "run_dir": tmp_path / "run"}
     arguments = (*JOB, *ONCE, "--micro-batch-size", "2", "--batching", "padded", "--log-every", "1")
-    run = accel_sft(*arguments, **given, environment={"PLANTED_DEVICE": "NVIDIA L4"})
-    assert run.status == 0, run.output
+    run = finished(*arguments, **given, environment={"PLANTED_DEVICE": "NVIDIA L4"})
     flops = model_flops(job_of(json.loads((run.run_dir / "base/config.json").read_text())))
     for line in run.lines():
         least = flops.total(line["tokens"], line["supervised_tokens"], 0) / (line["seconds"] * 2 * 30e12)

@@ -1,11 +1,9 @@
 """What a vision tower takes by the closed form, against a real one's forward; and the row with most pixels."""
 
-import numpy as np
 import pytest
 import torch
 import vision
-from planned import job_of, saved_for_backward
-from torch.profiler import ProfilerActivity, profile
+from planned import allocated, job_of, saved_for_backward
 from transformers import AutoModelForImageTextToText
 
 from accel_sft.memory.activations import PIXEL, tower_bytes
@@ -25,11 +23,7 @@ def really_allocated(folder, trained):
     """Bytes that the tower's forward leaves, and its peak, as torch's allocator reports."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16).train().requires_grad_(trained)
     pixels, grid = torch.zeros(PATCHES, 3 * 2 * 14**2), torch.tensor([[1, 32, 32]])
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        features = model.get_image_features(pixels, grid)
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
-    assert features is not None
+    sizes = allocated(lambda: model.get_image_features(pixels, grid))
     return sizes[-1], sizes.max()
 
 

@@ -4,10 +4,12 @@ plain peft on the base as it was; what does not go together, or not under a laun
 from __future__ import annotations
 
 import json
+import sys
 
 import fsdp2_on_cpu
 import pytest
 import torch
+from accelerate import Accelerator
 from architectures import make
 from checkpoints import saved
 from fsdp2_job import FP32, SHARDED
@@ -37,8 +39,6 @@ LORA = {"adapter": "lora", "lora_r": 4, "learning_rate": 0.01}
 
 @pytest.fixture(scope="module")
 def accelerator():
-    from accelerate import Accelerator
-
     return Accelerator(cpu=True)
 
 
@@ -296,7 +296,7 @@ def test_the_plan_says_what_it_does_not_know(tiny):
 
 
 def test_without_bitsandbytes_what_needs_it_says_so(accelerator, tiny, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError, match=r"--optimizer adamw-8bit: needs bitsandbytes .*; pip install"):
         Job(accelerator, tiny, optimizer="adamw-8bit")
     with pytest.raises(UserError, match=r"--load-in-4bit: needs bitsandbytes .*; pip install"):

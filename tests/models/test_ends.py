@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import accel_sft
+from chats import jsonl
+from conftest import finished
 from models import Sums, encode, make_base
 from report_card import card
 from transformers import AutoTokenizer, GenerationConfig
@@ -22,21 +23,20 @@ from accel_sft.models.source import find_source
 from accel_sft.models.tiny import CHAT_TEMPLATE
 from accel_sft.models.tokenizer import encoding_rules, left_out, load_tokenizer
 
+
+def ending(mark):
+    return CHAT_TEMPLATE.replace("<|im_end|>", mark)
+
+
 ENDS = {
     "Qwen's base": (CHAT_TEMPLATE, "<|im_end|>"),
     "no line break behind it": (CHAT_TEMPLATE.replace("<|im_end|>\n", "<|im_end|>"), "<|im_end|>"),
-    "two marks": (CHAT_TEMPLATE.replace("<|im_end|>", "<|im_end|><|im_start|>"), "<|im_end|>"),
-    "another mark before it": (
-        CHAT_TEMPLATE.replace("<|im_end|>", "{{ '<|a|>' if message.role == 'assistant' }}<|im_end|>"),
-        "<|a|><|im_end|>",
-    ),
-    "two of answers alone": (
-        CHAT_TEMPLATE.replace("<|im_end|>", "{{ '<|a|><|im_end|>' if message.role == 'assistant' }}"),
-        "<|a|><|im_end|>",
-    ),
-    "the tokenizer's own": (CHAT_TEMPLATE.replace("<|im_end|>", "{{ eos_token }}"), "<|endoftext|>"),
-    "no token": (CHAT_TEMPLATE.replace("<|im_end|>", "</s>"), "</s>\n<|endoftext|>"),
-    "a line break": (CHAT_TEMPLATE.replace("<|im_end|>", "{{ '\\n' }}"), "\n\n<|endoftext|>"),
+    "two marks": (ending("<|im_end|><|im_start|>"), "<|im_end|>"),
+    "another mark before it": (ending("{{ '<|a|>' if message.role == 'assistant' }}<|im_end|>"), "<|a|><|im_end|>"),
+    "two of answers alone": (ending("{{ '<|a|><|im_end|>' if message.role == 'assistant' }}"), "<|a|><|im_end|>"),
+    "the tokenizer's own": (ending("{{ eos_token }}"), "<|endoftext|>"),
+    "no token": (ending("</s>"), "</s>\n<|endoftext|>"),
+    "a line break": (ending("{{ '\\n' }}"), "\n\n<|endoftext|>"),
 }
 """Chat templates of a tokenizer whose eos ends texts, and how an answer ends with each."""
 SAMPLED = {"temperature": 0.7, "top_p": 0.8, "eos_token_id": 0}
@@ -113,14 +113,11 @@ def test_export_stops_where_answers_end(tmp_path, adapter):
 
 
 def trained(folder, steps, *words, **launch):
-    (folder / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{n}=", "completion": "the answer"}) + "\n" for n in range(10, 30))
-    )
-    words += ("--train-file", str(folder / "rows.jsonl"), "--held-out", "0", "--max-steps", steps, "--max-new-tokens")
+    rows = jsonl(folder / "rows.jsonl", ({"prompt": f"{n}=", "completion": "the answer"} for n in range(10, 30)))
+    words += ("--train-file", rows, "--held-out", "0", "--max-steps", steps, "--max-new-tokens")
     words += ("9", "--learning-rate", "0.02", "--global-batch-size", "10")
     words += ("--eval-every", "off", "--save-every", "off", "--tracker", "none")
-    run = accel_sft("chat", "--model", str(base(folder / "base")), *words, run_dir=folder / "run", **launch)
-    assert run.status == 0, run.output
+    run = finished("chat", "--model", str(base(folder / "base")), *words, run_dir=folder / "run", **launch)
     return run
 
 

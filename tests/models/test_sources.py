@@ -10,6 +10,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from chats import jsonl
 from fake_hub import hub
 from models import loaded, make_base, make_tiny
 from safetensors.torch import load_file, save_file
@@ -225,17 +226,15 @@ def test_resumed_run_loads_the_commit_that_it_began_with(kept_by_the_hub, tmp_pa
 
 
 def test_evaluation_on_rows_trained_on_is_warned_of(tmp_path):
-    rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
-    rows.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": "yes"}) + "\n" for n in range(40)))
+    rows, run = [{"prompt": f"{n}?", "completion": "yes"} for n in range(40)], tmp_path / "run"
     (run / "final").mkdir(parents=True)
-    files = {"train_file": str(rows), "held_out": 4.0}
+    files = {"train_file": jsonl(tmp_path / "rows.jsonl", rows), "held_out": 4.0}
     options = {**files, "data_seed": 0}
     (run / "run.json").write_text(json.dumps({"task": "chat", "config": {}, "task_options": options}))
     assert _remembered(Trained(str(run)), "chat", Chat(**files)) == []
     for changed in ({"held_out": 30.0}, {"data_seed": 3}):
         (line,) = _remembered(Trained(str(run)), "chat", Chat(**files | changed))
         assert re.search(r"was trained on \d+ of these (30|4) examples, so scores show what it remembers", line)
-    other = tmp_path / "other.jsonl"  # which the record does not name, and must not have read
-    other.write_text(rows.read_text())
-    assert _remembered(Trained(str(run)), "chat", Chat(train_file=str(other), held_out=30.0)) == []
+    other = jsonl(tmp_path / "other.jsonl", rows)  # which the record does not name, and must not have read
+    assert _remembered(Trained(str(run)), "chat", Chat(train_file=other, held_out=30.0)) == []
     assert _remembered(Trained(str(run)), "math", Chat(**files | {"held_out": 30.0})) == []

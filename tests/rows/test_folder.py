@@ -22,14 +22,12 @@ def written(folder, *names):
     return str(folder)
 
 
+SHARDS = ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]
 SPLITS = {
     "a name alone": (["train.jsonl", "test.jsonl"], {"train": ["train.jsonl"], "test": ["test.jsonl"]}),
     "shards": (
-        ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/dev-00000-of-00001.jsonl"],
-        {
-            "train": ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"],
-            "dev": ["data/dev-00000-of-00001.jsonl"],
-        },
+        [*SHARDS, "data/dev-00000-of-00001.jsonl"],
+        {"train": SHARDS, "dev": ["data/dev-00000-of-00001.jsonl"]},
     ),
     "folders": (["train/a.jsonl", "dev/train.jsonl"], {"train": ["train/a.jsonl"], "validation": ["dev/train.jsonl"]}),
     "a folder of both": (
@@ -223,19 +221,17 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
 
 def test_saved_data_sets_keep_images_and_lose_arrow_nulls(tmp_path):
     datasets = pytest.importorskip("datasets")
+
+    def row(call, content):
+        return {"answer": "x", "call": call, "none": {"unit": None}, "at": {"bytes": content, "path": "a.png"}}
+
     calls = [{"city": "Paris"}, {"expr": "1"}]
-    rows = [
-        {"answer": "x", "call": call, "none": {"unit": None}, "at": {"bytes": b"\xff", "path": "a.png"}}
-        for call in calls
-    ]
+    rows = [row(call, b"\xff") for call in calls]
     saved = datasets.Dataset.from_list(rows)
     datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(tmp_path / "ds")
     saved.to_parquet(tmp_path / "a.parquet")
     (tmp_path / "ds" / "train" / "cache-0a.arrow").write_bytes(b"of map()")
-    expected = [
-        {"answer": "x", "call": call, "none": {"unit": None}, "at": {"bytes": {"base64": "/w=="}, "path": "a.png"}}
-        for call in calls
-    ]
+    expected = [row(call, {"base64": "/w=="}) for call in calls]
     assert list(read_rows(tmp_path / "ds", dict)) == expected
     assert list(read_rows(f"{tmp_path}/ds:test", dict)) == expected[:1]
     assert list(read_rows(tmp_path / "a.parquet", dict)) == expected
