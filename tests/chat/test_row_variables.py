@@ -65,7 +65,7 @@ def test_each_row_sets_its_own_template_variables(tokenizer, family):
     assert "--thinking off replaces enable_thinking of chat_template_kwargs" in closed.notes
 
 
-def test_variables_that_the_template_does_not_read_are_told(tokenizer):
+def test_variables_that_the_template_does_not_read_are_reported(tokenizer):
     (note,) = [line for line in encoded(tokenizer, ([ASK], "no", {"persona": "x"})).notes if "persona" in line]
     assert note == "warning: the chat template takes no persona; what chat_template_kwargs sets is not in the prompts"
 
@@ -114,7 +114,7 @@ def test_names_and_texts_missing_from_prompts_are_reported(tokenizer):
     assert encoded(written, (called, "no"), ([{**ASK, "name": "Bob"}], "no")).notes == []
 
 
-def test_a_template_that_drops_an_indentation_is_told(tokenizer):
+def test_a_template_that_drops_an_indentation_is_reported(tokenizer):
     own = with_template(tokenizer, TURNS.replace("m.content", "m.content | trim"))
     note = "warning: the chat template drops the white space that answers begin with, such as an indentation"
     for answer, notes in (("  y = x\n", [note]), ("y = x\n", [])):
@@ -128,7 +128,7 @@ def test_an_empty_system_turn_is_left_out_where_refused(tokenizer, refused):
     assert prompts(own, ([EMPTY, ASK], "no")) == prompts(own, ([ASK], "no"))
 
 
-def test_rendered_text_gets_no_second_end_and_is_told(tokenizer):
+def test_rendered_text_gets_no_second_end_and_is_reported(tokenizer):
     own = with_template(tokenizer, TURNS)
     text = own.apply_chat_template([ASK, ANSWER], tokenize=False)
     (row,) = encoded(own, ([], text), control_tokens="tokens").kept
@@ -165,16 +165,16 @@ def test_server_gets_no_row_without_its_variables():
         refuse_beyond_text([conversation(Rows(), [([ASK], "no", {"a": 1})], "validation", 0)])
 
 
-@pytest.mark.parametrize("given", [3, [1], {1: 2}])
-def test_template_variables_are_an_object(given):
-    with pytest.raises(UserError, match=r"train example 0: chat_template_kwargs\(\) gave .*, expected an object"):
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        *((given, ".*, expected an object") for given in (3, [1], {1: 2})),
+        *(({name: []}, f"{name}, which the trainer gives itself") for name in ("tools", "add_generation_prompt")),
+    ],
+)
+def test_template_variables_are_an_object_of_the_rows_own(given, problem):
+    with pytest.raises(UserError, match=rf"train example 0: chat_template_kwargs\(\) gave {problem}"):
         conversation(Rows(), [([ASK], "no", given)], "train", 0)
-
-
-@pytest.mark.parametrize("name", ["tools", "add_generation_prompt"])
-def test_template_variables_that_the_trainer_gives_are_refused(name):
-    with pytest.raises(UserError, match=rf"chat_template_kwargs\(\) gave {name}, which the trainer gives itself"):
-        conversation(Rows(), [([ASK], "no", {name: []})], "train", 0)
 
 
 def test_a_continued_text_is_a_user_turn_for_a_template(tokenizer):

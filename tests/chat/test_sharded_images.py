@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from functools import cache, partial
+from types import SimpleNamespace
 
 import fsdp2_on_cpu
 import pytest
 import torch
 import vision
 from accelerate import Accelerator
-from conftest import accel_sft, finished, stopped
+from conftest import finished, stopped
 from fsdp2_job import FP32, SHARDED
 from matrix import matrix, run
 from safetensors.torch import load_file
@@ -27,6 +28,7 @@ from accel_sft.chat.encoded import Encoded
 from accel_sft.chat.image_inputs import ImageInputs
 from accel_sft.models.source import find_source
 from accel_sft.models.tokenizer import load_processor
+from accel_sft.training import prepare
 
 TASK = f"{vision.__file__}:Colours"
 JOB = ("--global-batch-size", "4", "--micro-batch-size", "1", "--max-new-tokens", "6", "--learning-rate", "0.003")
@@ -165,10 +167,11 @@ def test_images_under_sharded_launches(check, request):
     run(check, request)
 
 
-def test_sequence_parallelism_refuses_images(made, tmp_path):
-    refused = accel_sft(TASK, *JOB, "--model", str(made()), run_dir=tmp_path / "run", yaml="z3_sp", **FP32)
-    assert refused.status == 1
-    assert "which sequence parallelism would cut apart" in " ".join(refused.output.split())
+def test_sequence_parallelism_refuses_images(monkeypatch):
+    monkeypatch.setattr(prepare, "sequence_ranks", lambda accelerator: 2)
+    pictured = SimpleNamespace(kept=SimpleNamespace(pictured=[0]))
+    with pytest.raises(UserError, match="sequence parallelism would cut an image's tokens apart; launch with"):
+        prepare.Assembly.load_model(SimpleNamespace(accelerator=None), pictured)
 
 
 def loaded(folder):

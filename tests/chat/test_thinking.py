@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -181,15 +182,6 @@ def test_run_with_a_dated_template_resumes_on_another_day(whole_run, tmp_path):
     assert "this run is finished" in again.output
 
 
-def test_another_day_or_another_thinking_is_refused_by_name(whole_run, tmp_path):
-    run, arguments = whole_run
-    begun = stopped(run, tmp_path / "run", 3)
-    refused = accel_sft(*arguments, "--template-date", "2024-03-01", "--resume", "auto", run_dir=begun)
-    assert refused.status == 1
-    assert f"--template-date: the run was started with {DAY}, not 2024-03-01" in refused.output
-    assert "--thinking: the run was started with off, not template" in refused.output
-
-
 def test_evaluating_a_run_asks_as_the_run_did(whole_run, tmp_path):
     run, _ = whole_run
     command = ("evaluate", "math", "--model", str(run.run_dir), "--validation-examples", "5")
@@ -354,9 +346,7 @@ def test_conversations_with_turns_or_without_system_message_are_learnt(tokenizer
         assert evaluation.metrics["right"] == 1.0
 
 
-DROPPING = [
-    (name, mode) for name in ("DeepSeek-R1", "DeepSeek-V3.1", "EXAONE 4", "QwQ") for mode in ("off", "template")
-]
+DROPPING = [*itertools.product(("DeepSeek-R1", "DeepSeek-V3.1", "EXAONE 4", "QwQ"), ("off", "template"))]
 
 
 @pytest.mark.parametrize(("name", "thinking"), [*DROPPING, ("Qwen3", "off"), ("Qwen3.5", "off")])
@@ -510,7 +500,8 @@ def test_the_settings_of_the_templates_are_part_of_the_run():
     assert changed(before, {**before}) == []
     (line,) = changed(before, {**before, "thinking": "keep"})
     assert line == "--thinking: the run was started with template, not keep"
-    assert changed(before, {**before, "template_date": "2024-03-01"}) != []
+    (line,) = changed(before, {**before, "template_date": "2024-03-01"})
+    assert line == f"--template-date: the run was started with {DAY}, not 2024-03-01"
     earlier = {key: value for key, value in before.items() if key not in ("thinking", "template_date")}
     assert changed(earlier, before) == []
     assert changed(earlier, {**before, "thinking": "off"}) != []

@@ -119,9 +119,8 @@ def test_every_answer_is_learnt_as_answer_to_its_predecessors(tokenizer, name, t
 def test_single_row_is_the_rendering_and_begins_with_every_prompt(tokenizer, name):
     own, ends = of_family(tokenizer, name)
     own.chat_template = own.chat_template.replace("strftime_now('%Y-%m-%d')", repr(DAY))
-    own.chat_template = own.chat_template.replace("strftime_now is defined", "false").replace(
-        "strftime_now('%d %B %Y')", "'29 February 2024'"
-    )
+    own.chat_template = own.chat_template.replace("strftime_now('%d %B %Y')", "'29 February 2024'")
+    own.chat_template = own.chat_template.replace("strftime_now is defined", "false")
     (row,) = encoded(own, [(CHAT[:2], CHAT[2:])], ends=ends).kept
     whole = own.apply_chat_template(CHAT, return_dict=False)
     assert whole[: len(row.input_ids)] == row.input_ids
@@ -131,10 +130,11 @@ def test_single_row_is_the_rendering_and_begins_with_every_prompt(tokenizer, nam
 
 
 def test_generation_marks_make_no_difference_and_are_transformers_own_mask(tokenizer):
-    marked = chatml(tokenizer, "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
-    marked.chat_template = marked.chat_template.replace(
-        "{% endgeneration %}<|im_end|>\n", "{% endgeneration %}{{ '\n' }}"
+    marked, end = (
+        chatml(tokenizer, "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"),
+        "{% endgeneration %}",
     )
+    marked.chat_template = marked.chat_template.replace(f"{end}<|im_end|>\n", f"{end}{{{{ '\n' }}}}")
     (row,), (plain,) = (encoded(own, [(CHAT[:2], CHAT[2:])]).kept for own in (marked, chatml(tokenizer)))
     assert row == plain
     theirs = marked.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
@@ -158,6 +158,12 @@ def test_turns_of_weight_0_and_of_others_carry_no_loss(tokenizer):
 @pytest.mark.parametrize(
     ("messages", "target", "message"),
     [
+        ("5=", "5", "messages() gave"),
+        ([{"role": "user"}], "5", "messages() gave"),
+        ([said("x")], "5", "messages() ends with an assistant turn"),
+        ([user("\udfff")], "5", "a lone surrogate"),
+        ([user("5=")], 5, "target() gave int"),
+        ([user("5=")], "a \ud800", "a lone surrogate"),
         ([], [], "target() gave turns of which the last is not an assistant's"),
         ([user("5=")], [said("5"), user("6=")], "the last is not an assistant's"),
         *(
@@ -445,10 +451,8 @@ def test_last_learnt_turn_alone_is_generated_and_scored(tokenizer, template):
     assert len(encoding.kept) == (5 if template else 2)
     ids = [own(f"{text}<|im_end|>")["input_ids"] for text in ("a\n\nb", "odd")]
     evaluation = evaluated(own, encoding, examples, ids)
-    assert [(sample["index"], sample["generated"], sample["expected"]) for sample in evaluation.samples] == [
-        (0, "a\n\nb", "a\n\nb"),
-        (1, "odd", "<b>even</b>"),
-    ]
+    samples = [(sample["index"], sample["generated"], sample["expected"]) for sample in evaluation.samples]
+    assert samples == [(0, "a\n\nb", "a\n\nb"), (1, "odd", "<b>even</b>")]
     assert evaluation.metrics["right"] == 0.5
 
 
@@ -512,9 +516,8 @@ def test_a_run_on_chats_is_the_mathematics_of_their_turns(tmp_path):
     assert line["supervised_tokens"] == tokens
     assert line["loss"] == pytest.approx(total / tokens, rel=1e-5)
     samples = [json.loads(sample) for sample in next((tmp_path / "run" / "samples").iterdir()).read_text().splitlines()]
-    assert [(sample["index"], sample["expected"]) for sample in samples] == [
-        (at, str(at + 40 + (at + 40) % 3)) for at in range(4)
-    ]
+    expected = [str(at + at % 3) for at in range(40, 44)]
+    assert [(sample["index"], sample["expected"]) for sample in samples] == [*enumerate(expected)]
 
 
 def test_the_prompt_of_an_answer_is_shown_turn_by_turn():
@@ -522,11 +525,8 @@ def test_the_prompt_of_an_answer_is_shown_turn_by_turn():
     assert Conversation(prompt, answer).asked == "Who?"
     call = {"function": {"name": "find", "arguments": {"of": "it"}}}
     turns = [said("", tool_calls=[call]), {"role": "tool", "content": "5"}]
-    assert Conversation([*prompt, *turns], answer).asked.split("\n") == [
-        "user: Who?",
-        'assistant: {"name": "find", "arguments": {"of": "it"}}',
-        "tool: 5",
-    ]
+    lines = ["user: Who?", 'assistant: {"name": "find", "arguments": {"of": "it"}}', "tool: 5"]
+    assert Conversation([*prompt, *turns], answer).asked.split("\n") == lines
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,8 @@ def test_steps_keep_the_shares_and_repeat_sources_as_needed(data):
     for rows in steps:
         so_far.append({key: so_far[-1][key] + n for key, n in plan.by_source(rows).items()})
     for step in {0, 1, len(steps) // 2, len(steps)}:
-        assert [source[key] for source in plan.seen(step) for key in ("rows_seen", "tokens_seen")] == [
-            *so_far[step].values()
-        ]
+        seen = [source[key] for source in plan.seen(step) for key in ("rows_seen", "tokens_seen")]
+        assert seen == [*so_far[step].values()]
     ends = [step for step in range(1, len(steps) + 1) if plan.ends_epoch(step)]
     row_of_longest = np.flatnonzero(source_of[stream] == longest)
     last_of_pass = [row_of_longest[e * sizes[longest] - 1] for e in range(1, int(epochs) + 1)]
@@ -92,12 +91,8 @@ def test_means_and_words_count_sources_by_their_shares():
     assert plan.mean(plan.lengths) == pytest.approx((3 * means[0] + means[1]) / 4)
     assert plan.epoch_rows == 40  # the 30 and, by their shares, 10 of the other source between them
     assert in_words(plan) == "3 : 1 of 0.jsonl (30 rows), 1.jsonl (5 rows, seen 2.0 times an epoch)"
-    assert plan.by_source(np.arange(4)) == {
-        "rows/0.jsonl": 2,
-        "tokens/0.jsonl": 22,
-        "rows/1.jsonl": 2,
-        "tokens/1.jsonl": 24,
-    }
+    counts = plan.by_source(np.arange(4))
+    assert counts == {"rows/0.jsonl": 2, "tokens/0.jsonl": 22, "rows/1.jsonl": 2, "tokens/1.jsonl": 24}
 
 
 @pytest.mark.parametrize(

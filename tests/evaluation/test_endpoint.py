@@ -64,7 +64,7 @@ def test_the_key_goes_into_the_header_and_nowhere_else(served, monkeypatch):
         assert served.asked[-1][1]["Authorization"] == f"Bearer {SECRET}"
         for status, problem in ((418, ""), (401, "; the key that was sent is not accepted")):
             served.status = [status]
-            with pytest.raises(UserError, match=rf"answered {status} \(no: Bearer \*\*\*\){problem}"):
+            with pytest.raises(UserError, match=rf"{status} \(no: Bearer \*\*\*\){problem}"):
                 Endpoint(url, None, "OTHER_KEY")
         assert Endpoint(url, None).model == "tuned"
         assert "Authorization" not in served.asked[-1][1]

@@ -229,10 +229,7 @@ def test_a_row_starts_while_others_go_on(tiny, tokenizer, examples, monkeypatch)
 
 def test_questions_without_a_common_prefix_are_answered_alike(tiny, tokenizer, examples):
     model = build("llama", tiny, len(tokenizer))
-    bare = [
-        Encoded(example.index, example.input_ids[example.index :], example.prompt_length - example.index)
-        for example in examples
-    ]
+    bare = [Encoded(row.index, row.input_ids[row.index :], row.prompt_length - row.index) for row in examples]
     expected = end_early(model, tokenizer, bare)
     answers, generator = generated(model, tokenizer, bare)
     assert generator.message == "answers: prompts begin with fewer than 8 common tokens; each is computed whole"
@@ -331,12 +328,10 @@ def test_an_evaluation_without_memory_ends_with_one_line(tiny, tokenizer, exampl
         raise torch.OutOfMemoryError("no room")
 
     model = build("tiny", tiny, len(tokenizer))
-    monkeypatch.setattr(Generator, "__call__", full)
-    with pytest.raises(UserError, match=r"evaluation: out of device memory \(no room\); lower --eval-batch-size"):
-        evaluated(model, tokenizer, examples, Sums())
-    monkeypatch.setattr(model, "forward", full)  # the loss comes first
-    with pytest.raises(UserError, match=r"evaluation: out of device memory \(no room\); lower --max-length"):
-        evaluated(model, tokenizer, examples, Sums())
+    for full_up, method, flag in ((Generator, "__call__", "--eval-batch-size"), (model, "forward", "--max-length")):
+        monkeypatch.setattr(full_up, method, full)  # the loss is computed before the answers
+        with pytest.raises(UserError, match=rf"evaluation: out of device memory \(no room\); lower {flag}"):
+            evaluated(model, tokenizer, examples, Sums())
 
 
 def test_an_evaluation_that_finds_no_room_goes_on_in_halves(tiny, tokenizer, examples, capsys):

@@ -303,7 +303,7 @@ SETTINGS = [
 ]
 
 
-def curve_of(launched, folder, tied, adapter, name):
+def trained(launched, folder, tied, adapter, name):
     model = ("--model", str(folder / f"tied {tied}"), "--adapter", adapter, "--chat-template", "chatml")
     options = {} if name == "plain" else {"yaml": name, "launcher": FP32, "real": name == "z3"}
     arguments = ("chat", *model, "--train-file", str(folder / "chats.jsonl"), *STEPS, "--eval-every", "off")
@@ -312,14 +312,14 @@ def curve_of(launched, folder, tied, adapter, name):
 
 @pytest.mark.parametrize(("tied", "adapter", "name"), SETTINGS)
 def test_a_base_models_curve_is_the_same_on_every_layout(launched, folder, tied, adapter, name):
-    plain, other = curve_of(launched, folder, tied, adapter, "plain"), curve_of(launched, folder, tied, adapter, name)
+    plain, other = trained(launched, folder, tied, adapter, "plain"), trained(launched, folder, tied, adapter, name)
     same_curve(plain.lines(), other.lines())
 
 
 @LONG
 @pytest.mark.parametrize(("adapter", "name"), [("lora", "plain"), ("lora", "z3"), ("none", "z2")])
 def test_run_with_new_tokens_resumes_under_its_template_alone(launched, folder, tmp_path, adapter, name):
-    whole = curve_of(launched, folder, False, adapter, name)
+    whole = trained(launched, folder, False, adapter, name)
     copy = stopped(whole, tmp_path / "run", 3)
     other = accel_sft(*whole.arguments, "--chat-template", str(folder / "tied True"), "--resume", "auto", run_dir=copy)
     assert other.status == 1

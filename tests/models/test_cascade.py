@@ -267,12 +267,9 @@ def test_the_kernels_are_found_whatever_goes_on_around(mode, monkeypatch):
         if mode == "bfloat16":
             torch.set_default_dtype(torch.bfloat16)
             stack.callback(torch.set_default_dtype, torch.float32)
+        elif mode == "meta":
+            stack.enter_context(torch.device("meta"))
         else:
-            modes = {
-                "inference": torch.inference_mode,
-                "meta": lambda: torch.device("meta"),
-                "no gradients": torch.no_grad,
-            }
-            stack.enter_context(modes[mode]())
+            stack.enter_context(torch.inference_mode() if mode == "inference" else torch.no_grad())
         forget(monkeypatch)
     assert usable(*tensors, 7)

@@ -54,6 +54,13 @@ def base(folder: Path, template: str = CHAT_TEMPLATE, **generation) -> Path:
     return folder
 
 
+def warning_of(folder):
+    """What loading the model says of its generation settings."""
+    model, tokenizer, _ = loaded(folder, lines := [])
+    (line,) = [line for line in lines if "generation_config" in line]
+    return line, model, tokenizer
+
+
 def loaded(folder: Path, lines=None, **options):
     config = TrainConfig(**options).resolved({})
     source = find_source(str(folder))
@@ -142,9 +149,7 @@ def test_adapter_of_a_chatml_base_serves_to_the_end(tmp_path, monkeypatch):
 
 
 def test_settings_that_cannot_be_saved_are_removed_and_named(tmp_path):
-    lines = []
-    model, tokenizer, _ = loaded(base(tmp_path / "base", **SAMPLED), lines)
-    (line,) = [line for line in lines if "generation_config" in line]
+    line, model, tokenizer = warning_of(base(tmp_path / "base", **SAMPLED))
     assert "temperature 0.7, top_p 0.8: without effect" in line
     checkpoint.export(Accelerator(cpu=True), model, tokenizer, tmp_path / "out", "")
     settings = GenerationConfig.from_pretrained(tmp_path / "out")
@@ -160,12 +165,8 @@ def test_penalties_of_the_base_are_named_and_left_out(tmp_path):
 
     plain = answer(loaded(folder)[0])
     given = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "suppress_tokens": plain[0], "min_new_tokens": 12}
-    lines = []
-    model, _, _ = loaded(base(folder, **given, bad_words_ids=[[plain[0][0]]], eos_token_id=0), lines)
-    (line,) = [line for line in lines if "generation_config" in line]
-    assert line.startswith(
-        "generation_config.json: repetition_penalty, no_repeat_ngram_size, min_new_tokens, bad_words"
-    )
+    line, model, _ = warning_of(base(folder, **given, bad_words_ids=[[plain[0][0]]], eos_token_id=0))
+    assert line.startswith("generation_config.json: repetition_penalty, no_repeat_ngram_size, min_new_tokens, bad_w")
     assert answer(model) == plain
     arguments = left_out(model.generation_config)
     assert "do_sample=False, repetition_penalty=1.0, no_repeat_ngram_size=0" in card(left_out=arguments)
@@ -174,9 +175,7 @@ def test_penalties_of_the_base_are_named_and_left_out(tmp_path):
 
 
 def test_cap_of_answers_in_the_bases_settings_is_named(tmp_path):
-    lines = []
-    loaded(base(tmp_path / "base", max_new_tokens=4), lines)
-    (line,) = [line for line in lines if "generation_config" in line]
+    line, *_ = warning_of(base(tmp_path / "base", max_new_tokens=4))
     assert line.startswith("generation_config.json: max_new_tokens 4: servers and plain generate end answers there")
 
 

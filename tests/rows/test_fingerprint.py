@@ -67,16 +67,10 @@ def having(tmp_path, monkeypatch):
 
 
 def of_all(module):
-    return [
-        code_fingerprint(module.Thing()),
-        code_fingerprint(module.Thing(size=4)),
-        code_fingerprint(module.Thing(names=("b",))),
-        code_fingerprint(module.Thing().parse),
-        code_fingerprint(module.parse),
-        code_fingerprint(functools.partial(module.parse, 3)),
-        code_fingerprint(functools.partial(module.parse, frozenset(["x", "y"]))),
-        code_fingerprint(module.Thing),
-    ]
+    things = [module.Thing(), module.Thing(size=4), module.Thing(names=("b",)), module.Thing]
+    parsers = [module.Thing().parse, module.parse, functools.partial(module.parse, 3)]
+    parsers.append(functools.partial(module.parse, frozenset(["x", "y"])))
+    return [code_fingerprint(value) for value in (*things, *parsers)]
 
 
 def test_values_and_every_file_of_the_package_decide(having):
@@ -193,9 +187,7 @@ def test_imported_libraries_count_by_all_their_installed_versions(having, tmp_pa
 
 def test_a_script_is_not_known(having, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(
-        TASK + "from accel_sft.rows.fingerprint import code_fingerprint\nprint(code_fingerprint(parse))\n"
-    )
+    script.write_text(f"{TASK}from accel_sft.rows.fingerprint import code_fingerprint as of\nprint(of(parse))\n")
     having()
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "None"

@@ -18,8 +18,10 @@ from accel_sft_chat.task import parse_row
 from accel_sft_chat.turns import JOINED
 
 SYSTEM, ASK, ANSWER = ({"role": role, "content": role[:1]} for role in ("system", "user", "assistant"))
+EMPTY = {"role": "system", "content": ""}
 AGAIN, MORE = {"role": "user", "content": "u2"}, {"role": "assistant", "content": "a2"}
 CALL = {"type": "function", "function": {"name": "w", "arguments": {"city": "Paris"}}}
+USED = {"name": "w", "input": {}}
 SCHEMA = {"name": "w", "description": "d", "parameters": {"type": "object"}}
 
 
@@ -89,20 +91,12 @@ READ = {
         )
         for filled, empty in (("system", "system_prompt"), ("system_prompt", "system"))
     },
-    "an empty system turn": (
-        messages({**SYSTEM, "content": ""}, ASK, ANSWER),
-        [{**SYSTEM, "content": ""}, ASK],
-        [ANSWER],
-    ),
+    "an empty system turn": (messages(EMPTY, ASK, ANSWER), [EMPTY, ASK], [ANSWER]),
     **{form: (row, [ASK], [ANSWER]) for form, row in PLAIN.items()},
     **{form: (row, [ASK], [{**ANSWER, "reasoning_content": "t"}]) for form, row in THINKING.items()},
     "loss: false": (messages(ASK, {**ANSWER, "loss": False}, AGAIN, MORE), [ASK, ANSWER, AGAIN], [MORE]),
     "train: 0": (messages(ASK, {**ANSWER, "train": 0}, AGAIN, MORE), [ASK, ANSWER, AGAIN], [MORE]),
-    "history of messages": (
-        {"instruction": "u2", "output": "a2", "history": [ASK, ANSWER]},
-        [ASK],
-        [ANSWER, AGAIN, MORE],
-    ),
+    "history": ({"instruction": "u2", "output": "a2", "history": [ASK, ANSWER]}, [ASK], [ANSWER, AGAIN, MORE]),
     "history beside a prompt": (
         {"prompt": "u2", "completion": "a2", "history": [["u", "a"]]},
         [ASK, ANSWER, {**AGAIN, "continued": True}],
@@ -252,7 +246,7 @@ REFUSED = {
         MARKED,
     ),
     "a call of less loss": (
-        said(content=[{"type": "tool_use", "name": "w", "input": {}, "weight": 0}]),
+        said(content=[{"type": "tool_use", **USED, "weight": 0}]),
         "messages[1].content[0].weight",
         MARKED,
     ),
@@ -276,19 +270,11 @@ REFUSED = {
     "tokens": ({**PAIR, "input_ids": [1, 2], "labels": [-100, 2]}, "labels", MARKED),
     "a turn's channel": (said(channel="analysis"), "messages[1].channel", "an answer's thinking"),
     **{
-        f"columns as lists {first}": (
-            {first: ["u", "u2"], second: ["a", "a2"]},
-            first,
-            f"one text, got 2 here and in {second}",
-        )
+        f"lists of {first}": ({first: ["u"] * 2, second: ["a"] * 2}, first, f"one text, got 2 here and in {second}")
         for first, second in (("prompt", "completion"), ("instruction", "output"))
     },
     **{
-        f"Python's repr {first} {text[:9]!r}": (
-            {first: "u", second: text},
-            second,
-            "JSON of messages, got Python's repr",
-        )
+        f"Python's repr {first} {text[:9]!r}": ({first: "u", second: text}, second, "JSON of messages, got Python's ")
         for first, second in (("prompt", "completion"), ("instruction", "output"))
         for text in (repr([ANSWER]), repr([{"from": "gpt", "value": "a"}]), f" {repr([ANSWER])[:-1]}\n {ASK}]")
     },
@@ -316,6 +302,7 @@ def test_preferences_say_how_to_learn_the_chosen_answers():
         assert (got.example.answer, got.unread) == (ANSWER, ("rejected",))
 
 
+FORMS = "messages or conversations, prompt and completion, instruction and output, or text"
 BAD_TURNS = {
     "null": (said(content=None), "messages[].content", "text, got null or nothing"),
     "a ShareGPT null": (sharegpt(("human", None), ("gpt", "a")), "conversations[].value", "text, got null or nothing"),
@@ -336,31 +323,18 @@ BAD_TURNS = {
     "two thinkings": (said(thinking="t", reasoning="s"), "messages[]", "one thinking, got another text in each of "),
     "thinking of the user": (messages({**ASK, "thinking": "t"}, ANSWER), "messages[].thinking", "no thinking in a "),
     "a text behind a call": (
-        said(content=[{"type": "tool_use", "name": "w", "input": {}}, text("a")]),
+        said(content=[{"type": "tool_use", **USED}, text("a")]),
         "messages[].content",
-        "thinking or results of tools, then text, then calls of tools",
+        "thinking or",
     ),
     "thinking in two places": (said(content="<think>t</think>a", thinking="t"), "messages[].content", "no <think>, as"),
-    "thinking that an answer closes": (
-        said(content="t</think>a", thinking="t"),
-        "messages[].content",
-        "no <think>, as",
-    ),
+    "thinking that is closed": (said(content="t</think>a", thinking="t"), "messages[].content", "no <think>, as"),
     **{
-        f"a call {way} as text {text}": (
-            messages(ASK, *turns),
-            "messages[]",
-            "calls in tool_calls alone, not as text in the content too",
-        )
+        f"a call {way} as text {text}": (messages(ASK, *turns), "messages[]", "calls in tool_calls alone, not as text")
         for text in (
             '<tool_call>\n{"name": "w", "arguments": {"city": "Paris"}}\n</tool_call>',
-            "I look. <tool_call>w<arg_key>city</arg_key>",
-            '[TOOL_CALLS][{"name": "w"',
-            "<|tool_call|>[w]",
-            "<minimax:tool_call>",
-            "<｜tool▁calls▁begin｜>w",
-            "<|python_tag|>w.call()",
-            "<function=w>",
+            *("I look. <tool_call>w<arg_key>city</arg_key>", '[TOOL_CALLS][{"name": "w"', "<|tool_call|>[w]"),
+            *("<minimax:tool_call>", "<｜tool▁calls▁begin｜>w", "<|python_tag|>w.call()", "<function=w>"),
             'ok {"name": "w", "parameters": {"city": "Paris"}}',
         )
         for way, turns in enumerate(
@@ -385,19 +359,20 @@ BAD_TURNS = {
             "true or false as JSON",
         )
         for name, value in (
-            *itertools.product(["enable_thinking"], ["false", "no"]),
+            ("enable_thinking", "false"),
+            ("enable_thinking", "no"),
             ("thinking", "True"),
             ("enable_x", 0),
         )
         for given in ({name: value}, json.dumps({name: value}))
     },
     **{
-        f"a begun answer before {kind}": (
+        f"a begun answer before {completion}": (
             {"prompt": [ASK, ANSWER], "completion": completion},
             "prompt",
-            "no begun answer at its end, which completion would go on with",
+            "no begun answer at its end",
         )
-        for kind, completion in (("a text", "b"), ("messages", [MORE]))
+        for completion in ("b", [MORE])
     },
     "a switch that is no word of JSON": (messages(ASK, ANSWER, enable_thinking="no"), "enable_thinking", "true or"),
     "a budget that is true": (messages(ASK, ANSWER, thinking_budget=True), "thinking_budget", "a whole number"),
@@ -406,12 +381,7 @@ BAD_TURNS = {
         "reasoning_effort",
         "the same as in chat_template_kwargs",
     ),
-    "a null text": (
-        {"text": None, "id": 3},
-        None,
-        "columns messages or conversations, prompt and completion, instruction and output, or text, "
-        "got text (null), id; name others",
-    ),
+    "a null text": ({"text": None, "id": 3}, None, f"columns {FORMS}, got text (null), id; name others"),
     "not a list": ({"messages": 3}, "messages", "a list of messages, got int"),
     "no messages": ({"messages": []}, "messages", "a list of messages, got an empty list"),
     "not JSON": ({"messages": "[{"}, "messages", "a list of messages, or JSON of one"),
@@ -426,38 +396,32 @@ BAD_TURNS = {
         )
         for weight in (0.5, -0.5, 2, "1")
     },
-    "a call without a name": (
-        messages(ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}),
-        "messages[].tool_calls[]",
-        "a call with a name and arguments",
-    ),
-    "arguments that are no JSON": (
-        messages(ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}),
-        "messages[].tool_calls[].arguments",
-        "JSON of a call",
-    ),
-    "a call that is no JSON": (
-        sharegpt(("human", "u"), ("function_call", "f()")),
-        "conversations[].value",
-        "JSON of a",
-    ),
+    **{
+        f"a call {call}": (
+            said(content=None, tool_calls=[{"function": call}]),
+            f"messages[].tool_calls[]{key}",
+            expected,
+        )
+        for call, key, expected in (
+            ({"arguments": "{}"}, "", "a call with a name and arguments"),
+            ({"name": "f", "arguments": "{"}, ".arguments", "JSON of a call"),
+        )
+    },
+    "a call that is no JSON": (sharegpt(("human", "u"), ("function_call", "f()")), "conversations[].value", "JSON of "),
     "a null in a pair": ({"prompt": "u", "completion": None}, "completion", "text, got null or nothing"),
     "half a history": ({"instruction": "u", "output": "a", "history": [["x"]]}, "history[]", "[question, answer]"),
     "a history that is no JSON": ({"instruction": "u", "output": "a", "history": "none"}, "history", "JSON of a list"),
-    "JSON that would lose something": (
-        {"messages": '[{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "content": "b"}]'},
-        "messages",
-        "a list of messages, or JSON of one (a key twice among role, content, content)",
-    ),
-    "JSON that is no text": (
-        {"messages": r'[{"role": "user", "content": "\ud800"}]'},
-        "messages",
-        "a list of messages, or JSON of one (a lone surrogate",
-    ),
+    **{
+        f"JSON of {turn}": ({"messages": f"[{turn}]"}, "messages", f"a list of messages, or JSON of one ({problem}")
+        for turn, problem in (
+            ('{"role": "user", "content": "a", "content": "b"}', "a key twice among role, content, content)"),
+            (r'{"role": "user", "content": "\ud800"}', "a lone surrogate"),
+        )
+    },
     "JSON without a bottom": (messages(ASK, ANSWER, tools="[" * 99_999), "tools", "JSON of a list of tools (nest"),
     "a user's call": (messages({**ASK, "tool_calls": [CALL]}, ANSWER), "messages[].tool_calls", "no call in a turn of"),
     "calls in two words": (
-        messages(ASK, {**ANSWER, "tool_calls": [CALL], "function_call": CALL["function"]}),
+        said(tool_calls=[CALL], function_call=CALL["function"]),
         "messages[].function_call",
         "calls in it or in tool_calls, not in both",
     ),

@@ -137,18 +137,23 @@ def test_all_problems_of_a_row_stand_on_its_line(tmp_path):
     assert line.endswith("; and 4 more in this row")
 
 
-def test_one_file_alone_is_refused(tmp_path):
-    task = Ner(train_file=write(tmp_path / "train.json", ROW))
-    assert [line.split(":")[0] for line in task.problems()] == ["--validation-file"]
-    with pytest.raises(UserError, match="needed beside --train-file"):
+TWO_FILES = {"train_file": "train.json", "validation_file": "dev.json"}
+
+
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ({"train_file": "train.json"}, ["--validation-file"]),
+        ({"validation_file": "dev.json"}, ["--train-file"]),
+        ({**TWO_FILES, "language": "zh", "data_seed": 3}, ["--language", "--data-seed"]),
+        ({"allow_overlap": True}, ["--allow-overlap"]),
+    ],
+)
+def test_options_without_their_file_or_effect_are_refused(options, flags):
+    task = Ner(**options)
+    assert [line.split(":")[0] for line in task.problems()] == flags
+    with pytest.raises(UserError, match=flags[0]):
         task.dataset("train")
-    assert [line.split(":")[0] for line in Ner(validation_file="dev.json").problems()] == ["--train-file"]
-
-
-def test_options_that_would_do_nothing_are_refused():
-    task = Ner(train_file="train.json", validation_file="dev.json", language="zh", data_seed=3)
-    assert [line.split(":")[0] for line in task.problems()] == ["--language", "--data-seed"]
-    assert [line.split(":")[0] for line in Ner(allow_overlap=True).problems()] == ["--allow-overlap"]
 
 
 def test_validation_sentences_that_are_trained_on_are_refused_unless_allowed(tmp_path):
@@ -181,28 +186,17 @@ def test_counts_by_hand():
         "unseen": [1, 1, 1],
     }
     scores = metrics((GOLD, answer), ({}, "{}"), ({"game": {"Go": [[0, 1]]}}, "no JSON"), training_surfaces={"Ann"})
-    assert scores == pytest.approx(
-        {
-            "valid_json": 2 / 3,
-            "valid_shape": 2 / 3,
-            "precision": 2 / 3,
-            "recall": 2 / 4,
-            "f1": 4 / 7,
-            "macro_precision": (1 / 2 + 1 + 0) / 3,
-            "macro_recall": (1 / 2 + 1 + 0) / 3,
-            "macro_f1": (2 / 4 + 1 + 0) / 3,
-            "strict_precision": 2 / 4,
-            "strict_recall": 2 / 5,
-            "strict_f1": 4 / 9,
-            "strict_macro_precision": (1 / 3 + 1 + 0) / 3,
-            "strict_macro_recall": (1 / 3 + 1 + 0) / 3,
-            "strict_macro_f1": (2 / 6 + 1 + 0) / 3,
-            "unseen_precision": 1 / 2,
-            "unseen_recall": 1 / 3,
-            "unseen_f1": 2 / 5,
-            "unseen_entities": 3,
-        }
-    )
+    precision_recall_f1 = {
+        "": (2 / 3, 2 / 4, 4 / 7),
+        "macro_": ((1 / 2 + 1 + 0) / 3, (1 / 2 + 1 + 0) / 3, (2 / 4 + 1 + 0) / 3),
+        "strict_": (2 / 4, 2 / 5, 4 / 9),
+        "strict_macro_": ((1 / 3 + 1 + 0) / 3, (1 / 3 + 1 + 0) / 3, (2 / 6 + 1 + 0) / 3),
+        "unseen_": (1 / 2, 1 / 3, 2 / 5),
+    }
+    expected = {"valid_json": 2 / 3, "valid_shape": 2 / 3, "unseen_entities": 3}
+    for kind, values in precision_recall_f1.items():
+        expected |= {f"{kind}{name}": value for name, value in zip(("precision", "recall", "f1"), values, strict=True)}
+    assert scores == pytest.approx(expected)
 
 
 def test_an_invented_type_lowers_micro_precision_only():
@@ -214,20 +208,22 @@ def test_an_invented_type_lowers_micro_precision_only():
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "Sure! " + json.dumps(GOLD),
-        "```json\n" + json.dumps(GOLD) + "\n```",
-        "{'name': {}}",
-        '{"name": {"Ann": [[0, NaN]]}}',
-        '{"name": {"Ann": [[0, 2]]}, "name": {"Bo": [[4, 5]]}}',
-        '{"name": {"\\ud800": [[0, 0]]}}',
-        '{"name": {"\ud800": [[0, 0]]}}',
+        *(
+            "",
+            "Sure! " + json.dumps(GOLD),
+            "```json\n" + json.dumps(GOLD) + "\n```",
+            json.dumps(GOLD)[:-1],
+            "{'name': {}}",
+        ),
+        *('{"name": {"Ann": [[0, NaN]]}}', '{"name": {"Ann": [[0, 2]]}, "name": {"Bo": [[4, 5]]}}'),
+        *('{"name": {"\\ud800": [[0, 0]]}}', '{"name": {"\ud800": [[0, 0]]}}'),
         '{"a":' * 500 + '{"\\ud800": 0}' + "}" * 500,
-        "[" * 100_000,
-        '{"a":' * 100_000,
-        '{"name": {"Ann": [[0, ' + "9" * 10_000 + "]]}}",
-        json.dumps(GOLD)[:-1],
-        "__import__('os').abort()",
+        *(
+            "[" * 100_000,
+            '{"a":' * 100_000,
+            '{"name": {"Ann": [[0, ' + "9" * 10_000 + "]]}}",
+            "__import__('os').abort()",
+        ),
     ],
 )
 def test_an_answer_that_is_not_valid_json_holds_no_entities(text):
