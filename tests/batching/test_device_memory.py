@@ -110,8 +110,7 @@ def test_smallest_size_without_room_of_all_ranks_is_kept(tmp_path, monkeypatch):
     def cramped(module, inputs):
         raise torch.OutOfMemoryError("no room")
 
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model, accelerator = LlamaForCausalLM(LlamaConfig(vocab_size=32, **shape)), Accelerator(cpu=True)
+    model, accelerator = tiny_llama(), Accelerator(cpu=True)
     model.model.embed_tokens.register_forward_pre_hook(cramped)
     monkeypatch.setattr(Stepper, "forwards_alone", False)  # ranks wait for each other amid a forward
     stepper = Stepper(accelerator, model, new_optimizer(model, TrainConfig().resolved({})), 1.0)
