@@ -25,7 +25,7 @@ from places import CONFIGS, SUPPORT
 
 from accel_sft.models.pretrained import LOWEST_TORCH
 
-pytest_plugins = ["overdue"]
+pytest_plugins = ["overdue", "shared_fixtures"]
 collect_ignore = ["stored_runs"]  # the test of a stored task is run by the test of ours
 pytest.register_assert_rewrite("reference_job", "stopping", "parsers", "planted")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for all that a script puts into the background
@@ -134,6 +134,13 @@ def accel_sft(
             done = forked.run(command, env, Path(folder))
     again = {"yaml": yaml, "torchrun": torchrun, "launcher": launcher, "module": module, "real": real}
     return Launched(run_dir or Path(), done.returncode, done.stdout + done.stderr, arguments, again)
+
+
+def finished(*arguments: str, **options) -> Launched:
+    """A launch, as by `accel_sft`, that ends with status 0."""
+    run = accel_sft(*arguments, **options)
+    assert run.status == 0, run.output[-6000:]
+    return run
 
 
 def stopped(whole, folder, step):

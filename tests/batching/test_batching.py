@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from fake_memory import Device
 from forwards import CPU, WAYS, batching_of, loss_and_gradients, rows
-from models import make_tiny
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -56,8 +55,8 @@ install(CPU)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return AutoModelForCausalLM.from_pretrained(make_tiny(tmp_path_factory.mktemp("tiny") / "model"))
+def model(tiny):
+    return AutoModelForCausalLM.from_pretrained(tiny)
 
 
 def by_hand(model, example):
@@ -66,11 +65,11 @@ def by_hand(model, example):
     return -sum(logs[t - 1, ids[0, t]].item() for t in range(max(example.prompt_length, 1), ids.shape[1]))
 
 
-def same(found, expected):
+def same(got, expected):
     """Whether losses and gradients, as `loss_and_gradients` returns them, are the same to float error."""
-    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert got[0] == pytest.approx(expected[0], rel=1e-6)
     for name, gradient in expected[1].items():
-        assert (found[1][name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+        assert (got[1][name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
 
 
 # --- who runs what ---
@@ -81,7 +80,7 @@ def same(found, expected):
 @pytest.mark.parametrize(
     "limit", [{"rows": 1}, {"rows": 3}, {"rows": 64}, {"tokens": 60}, {"tokens": 200}, {"tokens": 5}]
 )
-def test_ranks_share_a_step_in_equally_many_forwards_in_any_order(way, world_size, limit):
+def test_ranks_get_equally_many_forwards_in_any_order(way, world_size, limit):
     examples = rows(17)
     batching = batching_of(way, limit.get("tokens", 1024), limit.get("rows"))
     ranks = batching.divide(examples, world_size)
@@ -147,16 +146,15 @@ def test_every_layout_gives_the_loss_and_gradients_of_padded_rows(model, way, to
     same(loss_and_gradients(model, batching_of(way, tokens), rows(), world_size=2), expected)
 
 
-def test_one_question_with_several_answers_is_computed_once_and_each_answer_learnt(model):
+def test_question_with_several_answers_is_computed_once(model):
     answers = ([5, 6, 7], [5, 6, 8], [5, 9], [5, 6, 7])
     examples = [Encoded(index, [1, 2, 3, *answer], 3) for index, answer in enumerate(answers)]
     batch = Batching("shared", 64).batch(sorted(examples, key=lambda e: e.input_ids), 0, CPU)
     assert batch.inputs["input_ids"].tolist() == [[1, 2, 3, 5, 6, 7, 8, 9]]
     assert batch.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 5, 4]]
-    told = zip(batch.keep[batch.sources].tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True)
-    assert sorted(told) == [(2, 5, 4), (3, 6, 3), (3, 9, 1), (4, 7, 2), (4, 8, 1)]
-    expected = sum(by_hand(model, example) for example in examples)
-    assert nll_sum(model, batch).item() == pytest.approx(expected, rel=1e-6)
+    learnt = zip(batch.keep[batch.sources].tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True)
+    assert sorted(learnt) == [(2, 5, 4), (3, 6, 3), (3, 9, 1), (4, 7, 2), (4, 8, 1)]
+    assert nll_sum(model, batch).item() == pytest.approx(sum(by_hand(model, row) for row in examples), rel=1e-6)
 
 
 @pytest.mark.parametrize("key_value_heads", [2, 1])
@@ -170,19 +168,19 @@ def test_grouped_heads_and_reduced_precision_are_the_same_to_rounding(way, key_v
         assert got == pytest.approx(expected, rel=tolerance)
 
 
-def test_a_mask_is_kept_once_for_the_backward_and_not_in_each_layer():
+def test_mask_is_kept_once_and_not_by_layer():
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(small(Qwen2Config, num_hidden_layers=4)).train()
     batch = batching_of(("packed", "mask"), 4096).batch(rows(24), 0, CPU)
     mask = 4 * batch.inputs["attention_mask"].numel()
-    kept = []
+    sizes = []
     for _ in range(2):
         with Device() as device:
             total = nll_sum(model, batch)
-            kept.append(device.live)
+            sizes.append(device.live)
         batch.inputs["attention_mask"] = batch.inputs["attention_mask"][:, :, :1, :1]  # plain causal attention
     assert total.item() > 0
-    assert kept[0] - kept[1] < 2 * mask
+    assert sizes[0] - sizes[1] < 2 * mask
 
 
 def test_a_forward_without_examples_gives_a_connected_zero(model):
@@ -193,14 +191,14 @@ def test_a_forward_without_examples_gives_a_connected_zero(model):
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_rows_behind_a_prefix_have_no_mask_of_tokens_by_tokens():
+def test_rows_behind_a_prefix_have_no_quadratic_mask():
     alike = [Encoded(number, [7] * 300 + [number] * 300, 310) for number in range(1, 4)]
     inputs = batching_of(("shared", "rows"), 4096).batch(alike, 0, CPU).inputs
     tensors = [*inputs.values(), *vars(inputs["rows"]).values()]
-    assert max(each.numel() for each in tensors if torch.is_tensor(each)) == 300 + 3 * 300
+    assert max(tensor.numel() for tensor in tensors if torch.is_tensor(tensor)) == 300 + 3 * 300
 
 
-def test_ranks_without_a_row_leave_a_steps_loss_what_it_is(model, tmp_path):
+def test_ranks_without_a_row_do_not_change_the_loss(model, tmp_path):
     """Two of three ranks have nothing to learn from: theirs is a part of a sum, and no 0.0 in a mean."""
     model, examples, parts = copy.deepcopy(model), rows(1), []
     for rank in range(3):
@@ -214,7 +212,7 @@ def test_ranks_without_a_row_leave_a_steps_loss_what_it_is(model, tmp_path):
     assert sum(parts) == pytest.approx(by_hand(model, examples[0]) / examples[0].supervised_tokens, rel=1e-5)
 
 
-def test_a_pad_token_that_ends_the_turn_is_learnt_where_it_ends_it():
+def test_pad_token_is_learnt_where_it_ends_the_turn():
     examples = [Encoded(0, [5, 6, 7, 8, 3], 3), Encoded(1, [5, 9, 3], 1)]
     batch = batching_of(WAYS[-1], 64).batch(examples, 3, CPU)
     assert batch.inputs["input_ids"].tolist() == [[5, 6, 7, 8, 3], [5, 9, 3, 3, 3]]
@@ -239,10 +237,10 @@ def chosen(model, examples=None, train=True, **settings):
 
 
 def test_a_plain_model_shares_prefixes(model):
-    batching, told = chosen(model, batching="shared")
+    batching, message = chosen(model, batching="shared")
     assert batching.layout == "shared"
     line = f"batching shared (one copy of what rows share), up to {batching.tokens:,} tokens a forward"
-    assert told == f"{line}, the least work of 6 sizes"
+    assert message == f"{line}, the least work of 6 sizes"
 
 
 @pytest.fixture
@@ -251,7 +249,7 @@ def untouched(monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
 
 
-def test_attention_of_rows_is_registered_only_once_a_model_takes_it(model, untouched):
+def test_attention_of_rows_is_registered_when_first_used(model, untouched):
     assert chosen(model, batching="padded")[0].layout == "padded"
     by_rows = batching_of(("shared", "rows"), 64)
     assert AttentionInterface()["sdpa"] is sdpa_attention_forward
@@ -268,16 +266,16 @@ def test_the_settings_win(model):
     assert chosen(model, micro_batch_size="4")[0] == batching_of(("shared", "rows"), UNLIMITED, 4, head="pieces")
 
 
-def test_what_a_run_had_chosen_is_kept_while_it_is_exact(model):
-    kept = batching_of(("shared", "rows"), 777, head="pieces")
+def test_earlier_choice_is_kept_while_it_is_exact(model):
+    earlier = batching_of(("shared", "rows"), 777, head="pieces")
     for attention in ("sdpa", "eager"):
         changed = copy.deepcopy(model)
         changed.set_attn_implementation(attention)
-        batching, _ = choose_batching(trial(changed, rows()), before=kept)
-        assert (batching == kept) is (attention == "sdpa")
+        batching, _ = choose_batching(trial(changed, rows()), before=earlier)
+        assert (batching == earlier) is (attention == "sdpa")
 
 
-def test_a_batching_is_recorded_in_the_words_that_runs_hold_and_comes_back():
+def test_recorded_batching_keeps_its_words_and_comes_back():
     for layout, head in itertools.product(LAYOUTS, loss.HEADS):
         batching = Batching(layout.name, 64, attention=layout.attention, head=head)
         record = json.loads(json.dumps(choice.recorded(["auto", "auto"], batching)))
@@ -314,7 +312,7 @@ def test_two_starts_choose_alike_and_read_no_clock(model, monkeypatch, tried):
         assert chosen(model)[0] == batching_of(("padded", "causal"), 64) != batching
 
 
-def test_the_least_work_wins_over_fewer_forwards_and_over_fewer_tokens(model):
+def test_least_work_wins_over_fewer_forwards_or_tokens(model):
     long = rows(64, instruction=300, longest=30)
     width, by_rows, by_mask = model.config.hidden_size, ("shared", "rows"), ("shared", "mask")
     assert batching_of(by_rows, 4096).computed_tokens(long, 1) > batching_of(by_mask, 4096).computed_tokens(long, 1)
@@ -323,23 +321,21 @@ def test_the_least_work_wins_over_fewer_forwards_and_over_fewer_tokens(model):
     assert large < small  # each forward computes the instruction again
 
 
-def test_of_sizes_with_nearly_the_same_work_the_smallest_is_taken_and_few_forwards_are_less_work(model, monkeypatch):
-    job, sizes = (
-        trial(model, rows(64, instruction=0)),
-        [batching_of(("packed", "rows"), n) for n in (64, 128, 256, 4096)],
-    )
+def test_smallest_of_nearly_equal_sizes_is_taken(model, monkeypatch):
+    job = trial(model, rows(64, instruction=0))
+    sizes = [batching_of(("packed", "rows"), n) for n in (64, 128, 256, 4096)]
     assert least_work(job, sizes).tokens == 4096
     work = {64: 104.0, 128: 102.9, 256: 101.0, 4096: 100.0}
     monkeypatch.setattr(choice, "_work", lambda _, batching: work[batching.tokens])
     assert least_work(job, sizes).tokens == 128
 
 
-def test_a_runs_choice_is_kept_in_its_folder_for_its_own_job_and_launch(tmp_path):
-    accelerator, batching, asked = Accelerator(cpu=True), Batching("packed", 64, head="pieces"), ["auto", "auto"]
+def test_runs_choice_is_read_for_its_own_job_and_launch(tmp_path):
+    accelerator, batching, options = Accelerator(cpu=True), Batching("packed", 64, head="pieces"), ["auto", "auto"]
     assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None
-    choice.write(accelerator, RunDir(tmp_path), asked, batching, ["job"])
+    choice.write(accelerator, RunDir(tmp_path), options, batching, ["job"])
     record = choice.read(accelerator, RunDir(tmp_path), ["job"])
-    assert choice.restored(record, asked) == batching
+    assert choice.restored(record, options) == batching
     assert choice.restored(record, ["auto", "4"]) is None, "something else is asked for now"
     assert choice.read(accelerator, RunDir(tmp_path), ["other data"]) is None
     record = json.loads((tmp_path / "batching.json").read_text())
@@ -367,18 +363,17 @@ def test_a_folder_in_the_place_of_the_record_is_named(tmp_path):
 def test_dropout_is_not_shared_between_rows(model):
     dropping = copy.deepcopy(model)
     dropping.config.attention_dropout = 0.1
-    batching, told = chosen(dropping, batching="shared")
+    batching, reasons = chosen(dropping, batching="shared")
     assert batching.layout == "packed"
-    assert "not shared: rows of a step would share their dropout (attention_dropout)" in told
+    assert "not shared: rows of a step would share their dropout (attention_dropout)" in reasons
 
 
-def test_attention_that_takes_no_mask_of_ours_has_rows_go_on_from_a_cache(tmp_path):
-    folder = make_tiny(tmp_path / "model")
-    eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    batching, told = chosen(eager)
-    assert (batching.layout, batching.attention) == ("shared", "cache"), told
-    assert told.startswith("batching shared (one copy of what rows share, in a cache), up to ")
-    assert "not packed: attention eager cannot take a mask of rows" in told
+def test_attention_without_our_mask_continues_from_a_cache(tiny):
+    eager = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="eager")
+    batching, reasons = chosen(eager)
+    assert (batching.layout, batching.attention) == ("shared", "cache"), reasons
+    assert reasons.startswith("batching shared (one copy of what rows share, in a cache), up to ")
+    assert "not packed: attention eager cannot take a mask of rows" in reasons
 
 
 def small(kind, **settings):
@@ -386,33 +381,33 @@ def small(kind, **settings):
     return kind(**{**common, "num_hidden_layers": 2, "num_key_value_heads": 2, **settings})
 
 
-def test_rows_that_reach_a_sliding_window_go_on_from_a_cache_and_others_stand_in_a_sequence():
+@pytest.mark.parametrize(("window", "attention"), [(512, "rows"), (16, "cache")])
+def test_rows_reaching_a_sliding_window_continue_from_a_cache(window, attention):
+    torch.manual_seed(0)
     layers = ["sliding_attention", "full_attention"]
-    for window, attention in ((512, "rows"), (16, "cache")):
-        torch.manual_seed(0)
-        config = small(Gemma3TextConfig, sliding_window=window, layer_types=layers)
-        batching, told = chosen(Gemma3ForCausalLM(config), batching="shared")
-        assert (batching.layout, batching.attention) == ("shared", attention), told
+    config = small(Gemma3TextConfig, sliding_window=window, layer_types=layers)
+    batching, reasons = chosen(Gemma3ForCausalLM(config), batching="shared")
+    assert (batching.layout, batching.attention) == ("shared", attention), reasons
 
 
 @pytest.mark.parametrize("window", [16, 512])
-def test_a_window_that_all_layers_have_is_seen_and_so_is_a_longer_row_that_is_only_judged(window):
+def test_window_of_all_layers_is_seen_by_judged_rows_too(window):
     torch.manual_seed(0)
     model = MistralForCausalLM(small(MistralConfig, sliding_window=window))
     short = [row for row in rows(64, instruction=4, longest=8) if len(row.input_ids) <= 16]
     (longer,) = rows(1, instruction=40, longest=8)
     assert chosen(model, short, batching="shared")[0].attention == "rows"
-    batching, told = choose_batching(trial(model, short, batching="shared"), also=[longer])
-    assert batching.attention == ("cache" if window == 16 else "rows"), told
+    batching, reasons = choose_batching(trial(model, short, batching="shared"), also=[longer])
+    assert batching.attention == ("cache" if window == 16 else "rows"), reasons
 
 
-def test_a_window_that_the_configuration_does_not_tell_of_is_found_by_the_longest_row(monkeypatch):
+def test_undeclared_window_is_detected_by_the_longest_row(monkeypatch):
     torch.manual_seed(0)
     model = MistralForCausalLM(small(MistralConfig, sliding_window=16, initializer_range=0.5))
     monkeypatch.setattr("accel_sft.batching.forward_layouts.limited_layers", lambda model, longest: None)
-    batching, told = chosen(model, rows(64, instruction=4, longest=40), batching="packed")
+    batching, reasons = chosen(model, rows(64, instruction=4, longest=40), batching="packed")
     assert batching.layout == "padded"
-    assert "its loss is not that of single rows" in told
+    assert "its loss is not that of single rows" in reasons
 
 
 def opt_with_dropout():
@@ -445,15 +440,15 @@ def flash(module, query, key, value, attention_mask, cu_seq_lens_q=None, max_len
 
 
 @pytest.mark.parametrize("name", ["flash_stand_in", "kernels-community/flash-attn2"])  # as transformers renames it
-def test_flash_attention_is_told_where_packed_rows_end(model, name):
+def test_flash_attention_gets_the_ends_of_packed_rows(model, name):
     AttentionInterface.register(name, flash)
     AttentionMaskInterface.register(name, sdpa_mask)
     flashing = copy.deepcopy(model)
     flashing.config._attn_implementation = name
-    batching, told = chosen(flashing, batching="packed")
-    assert (batching.layout, batching.attention) == ("packed", "varlen"), told
-    batching, told = chosen(flashing, batching="shared")
-    assert (batching.layout, batching.attention) == ("shared", "cache"), told
+    batching, reasons = chosen(flashing, batching="packed")
+    assert (batching.layout, batching.attention) == ("packed", "varlen"), reasons
+    batching, reasons = chosen(flashing, batching="shared")
+    assert (batching.layout, batching.attention) == ("shared", "cache"), reasons
     expected = loss_and_gradients(model, batching_of(WAYS[-1], 4096), rows())
     same(loss_and_gradients(flashing, batching_of(("packed", "varlen"), 300), rows()), expected)
 
@@ -462,8 +457,8 @@ def test_flex_attention_shares_rows_behind_a_cache(model):
     flexing = copy.deepcopy(model)
     flexing.set_attn_implementation("flex_attention")
     with torch.compiler.set_stance("force_eager"):  # the same arithmetic without a compiler's minute
-        batching, told = chosen(flexing, train=False, batching="shared")  # on a CPU it has no backward
-        assert (batching.layout, batching.attention) == ("shared", "cache"), told
+        batching, reasons = chosen(flexing, train=False, batching="shared")  # on a CPU it has no backward
+        assert (batching.layout, batching.attention) == ("shared", "cache"), reasons
         with torch.no_grad():
             forwards = (batching.batch(forward, 0, CPU) for forward in batching.divide(rows(), 1)[0])
             got = sum(nll_sum(flexing, batch).item() for batch in forwards)
@@ -473,10 +468,8 @@ def test_flex_attention_shares_rows_behind_a_cache(model):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_head_in_pieces_gives_the_same_loss_and_gradients(model, way, monkeypatch):
     expected = loss_and_gradients(model, batching_of(way, 300), rows())
-    seen = []
-    monkeypatch.setattr(
-        loss, "_nll", lambda logits, targets, real=loss._nll: seen.append(len(logits)) or real(logits, targets)
-    )
+    seen, real = [], loss._nll
+    monkeypatch.setattr(loss, "_nll", lambda logits, targets: seen.append(len(logits)) or real(logits, targets))
     same(loss_and_gradients(model, batching_of(way, 300, head="pieces", most_logits=1000), rows()), expected)
     assert max(seen) <= 1000 // model.config.vocab_size
     assert "forward" not in vars(model.get_output_embeddings())
@@ -543,8 +536,10 @@ def room_for(tokens):
             raise torch.OutOfMemoryError("no room")
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
-    yield
-    handle.remove()
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def trial(model, examples, train=True, **settings):
@@ -553,7 +548,7 @@ def trial(model, examples, train=True, **settings):
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_the_largest_forward_that_goes_there_and_back_bounds_what_is_tried(model, train):
+def test_largest_forward_and_backward_bounds_the_tried_sizes(model, train):
     model = copy.deepcopy(model).train()
     exact = [Batching("shared", 0), Batching("padded", 0)]
     with room_for(300):
@@ -563,23 +558,23 @@ def test_the_largest_forward_that_goes_there_and_back_bounds_what_is_tried(model
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sizes_above_a_ranks_part_of_a_step_are_not_tried(model, monkeypatch, ranks):
+def test_sizes_above_a_ranks_share_are_not_tried(model, monkeypatch, ranks):
     job = trial(model, rows(200), global_batch_size=4 * ranks)
     monkeypatch.setattr(Accelerator, "num_processes", ranks)
     sizes = within_memory(job, [Batching("packed", 0)], (64, 128, 256, 512))
     assert [batching.tokens for batching in sizes] == [64, 128, 256]
 
 
-def test_a_device_without_room_for_the_smallest_forward_is_an_error_that_names_the_longest_example(model):
-    with room_for(20), pytest.raises(UserError, match=r"not even 64 tokens .*the longest example, \d+, has 5\d\)"):
+def test_device_without_room_is_an_error_naming_the_longest_example(model):
+    with room_for(20), pytest.raises(UserError, match=r"not even 64 tokens fit \(longest example, \d+: 5\d\)"):
         within_memory(trial(model, rows(200)), [Batching("shared", 0)], (64, 128))
 
 
-def test_a_reason_on_another_rank_rules_a_layout_out_on_all(model, monkeypatch):
+def test_reason_on_one_rank_rules_a_layout_out(model, monkeypatch):
     monkeypatch.setattr(collectives, "gather_object", lambda mine: [*mine, "the other rank says so"])
-    batching, told = chosen(model)
+    batching, reasons = chosen(model)
     assert (batching.layout, batching.head) == ("padded", "everywhere")
-    assert "not shared: the other rank says so" in told
+    assert "not shared: the other rank says so" in reasons
 
 
 def test_one_long_row_does_not_fill_many_short_ones_up():
@@ -622,11 +617,6 @@ class Unaware(Wrapped):
         return super().forward(input_ids, attention_mask, position_ids, logits_to_keep)
 
 
-def test_a_model_that_knows_no_rows_gets_a_mask(model):
-    batching, told = chosen(Unaware(model), batching="shared")
-    assert (batching.layout, batching.attention) == ("shared", "mask"), told
-
-
 class Leaking(Wrapped):
     """A model whose attention ignores the mask it is given, as some do; all else is the real model."""
 
@@ -642,11 +632,13 @@ class Sighted(Unaware):
         return 1 if mask is not None else 1 + 1e-6 * (ids == 1).sum()
 
 
-@pytest.mark.parametrize(("wrapped", "attention"), [(Wrapped, "causal"), (Sighted, "mask")])
-def test_padded_rows_have_no_mask_unless_padding_would_be_seen(model, wrapped, attention):
-    model = model if wrapped is Wrapped else wrapped(model)
-    batching, told = chosen(model, batching="padded")
-    assert (batching.layout, batching.attention) == ("padded", attention), told
+@pytest.mark.parametrize(
+    ("wrapped", "layout", "attention"),
+    [(None, "padded", "causal"), (Sighted, "padded", "mask"), (Unaware, "shared", "mask")],
+)
+def test_rows_have_a_mask_only_where_it_is_needed(model, wrapped, layout, attention):
+    batching, reasons = chosen(wrapped(model) if wrapped else model, batching=layout)
+    assert (batching.layout, batching.attention) == (layout, attention), reasons
 
 
 class Refusing(Unaware):
@@ -661,12 +653,12 @@ class Refusing(Unaware):
 
 
 @pytest.mark.parametrize("refusal", [AssertionError, NotImplementedError, KeyError])
-def test_a_model_that_refuses_a_layout_without_a_word_gets_padded_rows(model, refusal):
+def test_model_refusing_without_a_message_gets_padded_rows(model, refusal):
     refusing = Refusing(model)
     refusing.refusal = refusal
-    batching, told = chosen(refusing)
+    batching, reasons = chosen(refusing)
     assert batching.layout == "padded"
-    assert told.count(f"the model does not take it ({refusal.__name__})") == 2, told
+    assert reasons.count(f"the model does not take it ({refusal.__name__})") == 2, reasons
 
 
 class Smearing(Wrapped):
@@ -680,13 +672,16 @@ class Smearing(Wrapped):
         return {"inputs_embeds": embedded, "attention_mask": mask, "position_ids": positions}
 
 
-def test_examples_that_would_see_each_other_are_found_out(model):
-    batching, told = chosen(Leaking(model))
-    assert batching.layout == "padded"
-    assert "not shared: its loss is not that of single rows" in told
-    batching, told = chosen(Smearing(model))
-    assert batching.layout == "padded"
-    assert "not packed: a change in one row changes another" in told
+@pytest.mark.parametrize(
+    ("wrapped", "reason"),
+    [
+        (Leaking, "not shared: its loss is not that of single rows"),
+        (Smearing, "not packed: a change in one row changes another"),
+    ],
+)
+def test_examples_that_would_see_each_other_are_detected(model, wrapped, reason):
+    batching, reasons = chosen(wrapped(model))
+    assert (batching.layout, reason in reasons) == ("padded", True), reasons
 
 
 class Unplaced(Wrapped):
@@ -697,7 +692,7 @@ class Unplaced(Wrapped):
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_model_that_ignores_positions_is_found_out_in_any_precision(precision, request):
+def test_model_that_ignores_positions_is_detected_in_any_precision(precision, request):
     AcceleratorState._reset_state()
     request.addfinalizer(AcceleratorState._reset_state)
     torch.manual_seed(0)
@@ -706,8 +701,8 @@ def test_a_model_that_ignores_positions_is_found_out_in_any_precision(precision,
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     for subject, layout in ((model, "shared"), (Unplaced(model), "padded")):
         prepared = accelerator.prepare(copy.deepcopy(subject))
-        batching, told = choose_batching(Trial(accelerator, prepared, TrainConfig().resolved({}), rows(), 0))
-        assert batching.layout == layout, told
+        batching, reasons = choose_batching(Trial(accelerator, prepared, TrainConfig().resolved({}), rows(), 0))
+        assert batching.layout == layout, reasons
 
 
 class Wavering(Smearing):
@@ -719,14 +714,14 @@ class Wavering(Smearing):
         return 1 + 3e-7 * torch.randn_like(logits)
 
 
-def test_rounding_that_wavers_is_neither_dropout_nor_a_leak_and_hides_none(model):
+def test_wavering_rounding_is_no_leak_and_hides_none(model):
     wavering = Wavering(model)
-    batching, told = chosen(wavering, batching="shared")
-    assert batching.layout == "shared", told
+    batching, reasons = chosen(wavering, batching="shared")
+    assert batching.layout == "shared", reasons
     wavering.leak = 1e-4
-    batching, told = chosen(wavering)
+    batching, reasons = chosen(wavering)
     assert batching.layout == "padded"
-    assert "not packed: a change in one row changes another" in told
+    assert "not packed: a change in one row changes another" in reasons
 
 
 class WholeHead(Wrapped):
@@ -736,7 +731,7 @@ class WholeHead(Wrapped):
         return self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
 
 
-def test_a_model_without_logits_to_keep_is_trained_with_its_whole_head(model):
+def test_model_without_logits_to_keep_trains_its_whole_head(model):
     batching, _ = chosen(WholeHead(model))
     assert batching.head == "everywhere"
     examples = sorted(rows(4), key=lambda e: e.input_ids)

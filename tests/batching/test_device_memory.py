@@ -13,7 +13,7 @@ import architectures
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import accel_sft
+from conftest import accel_sft, finished
 from fake_memory import WAYS, Device
 from fake_plugins import install
 from reference_job import FP32, JOB, ONCE, layout, same_curve
@@ -79,23 +79,21 @@ def plugin(tmp_path, name, source):
 
 def test_all_ranks_repeat_the_step_where_one_finds_no_room(launched, tmp_path):
     arguments = ("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "5")
-    run = accel_sft(*arguments, yaml="z2", launcher=FP32, **plugin(tmp_path, "cramped", CRAMPED))
-    assert run.status == 0, run.output
+    run = finished(*arguments, yaml="z2", launcher=FP32, **plugin(tmp_path, "cramped", CRAMPED))
     assert "step 1: out of device memory in a forward of" in run.output
     assert "the longest of its rows, training example" in run.output
     same_curve(layout(launched, "plain").lines(), run.lines())
     assert run.result()["batching"]["tokens"] < 80  # half of what found no room, or of half of that
 
 
-def test_ranks_that_wait_for_each_other_end_and_resume_with_smaller_forwards(launched, tmp_path):
+def test_ranks_sharing_weights_end_and_resume_with_smaller_forwards(launched, tmp_path):
     options = {"yaml": "z3", "launcher": FP32, **plugin(tmp_path, "cramped", CRAMPED)}
     arguments = ("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "2")
     run = accel_sft(*arguments, **options)
     assert run.status == 1
     assert "step 1: out of device memory in a forward of" in run.output
     assert f"go on with --resume auto --output-dir {tmp_path / 'run'}: it keeps to" in run.output
-    run = accel_sft(*arguments, "--resume", "auto", **options)
-    assert run.status == 0, run.output
+    run = finished(*arguments, "--resume", "auto", **options)
     same_curve(layout(launched, "plain").lines(), run.lines())
     limit = json.loads((tmp_path / "run" / "most-tokens.json").read_text())
     assert run.result()["batching"]["tokens"] == limit["tokens"]
@@ -108,31 +106,29 @@ def test_a_limit_that_cannot_be_read_is_named(tmp_path, content):
         TrainStep(None, Batching("padded", 64), 0, RunDir(tmp_path), print)
 
 
-def test_the_least_of_what_several_ranks_found_no_room_for_is_kept(tmp_path, monkeypatch):
+def test_smallest_size_without_room_of_all_ranks_is_kept(tmp_path, monkeypatch):
     def cramped(module, inputs):
         raise torch.OutOfMemoryError("no room")
 
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model, accelerator = LlamaForCausalLM(LlamaConfig(vocab_size=32, **shape)), Accelerator(cpu=True)
+    model, accelerator = tiny_llama(), Accelerator(cpu=True)
     model.model.embed_tokens.register_forward_pre_hook(cramped)
     monkeypatch.setattr(Stepper, "forwards_alone", False)  # ranks wait for each other amid a forward
     stepper = Stepper(accelerator, model, new_optimizer(model, TrainConfig().resolved({})), 1.0)
     padded = Batching("padded", 0, rows=2)
     ranks = [TrainStep(stepper, padded, 0, RunDir(tmp_path), print) for _ in range(3)]
-    for rank, length, kept in zip(ranks, (20, 6, 40), (20, 6, 6), strict=True):
+    for rank, length, smallest in zip(ranks, (20, 6, 40), (20, 6, 6), strict=True):
         rows = [Encoded(index, [3] * length, 2) for index in range(2)]
-        with pytest.raises(UserError, match=f"it keeps to {kept} tokens a forward"):
+        with pytest.raises(UserError, match=f"it keeps to {smallest} tokens a forward"):
             rank.forward_backward(rows, 2, 1)
     assert json.loads((tmp_path / "most-tokens.json").read_text()) == {"tokens": 6}
     assert TrainStep(stepper, padded, 0, RunDir(tmp_path), print).batching.tokens == 6
 
 
-def test_nothing_is_tried_under_zero_3_where_experts_are_gathered_whole(tmp_path):
+def test_zero_3_tries_no_sizes_where_experts_are_gathered(tmp_path):
     """Ranks would wait for one that finds no room; and a backward without the weights would reduce their gradients."""
     model = architectures.make(tmp_path / "model", "mixtral")
     arguments = ("tried", *JOB[1:], *ONCE, "--max-steps", "2", "--model", str(model))
-    run = accel_sft(*arguments, yaml="z3", launcher=FP32, **plugin(tmp_path, "tried", TRIED))
-    assert run.status == 0, run.output
+    run = finished(*arguments, yaml="z3", launcher=FP32, **plugin(tmp_path, "tried", TRIED))
     assert "sizes (not tried: ranks share the weights)" in " ".join(run.output.split())
 
 
@@ -165,7 +161,7 @@ def trained(stepper, batching, examples, folder):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_trial_finds_room_for_trains_and_what_it_does_not_is_found_however_it_is_said(tmp_path, way):
+def test_trial_finds_exactly_the_sizes_that_train(tmp_path, way):
     """Budgets from where nothing fits to where all does."""
     sizes, counts = (32, 64, 128, 256, 512), []
     for mebibytes in (1.2, 2.4, 3.0, 4.5, 12):
@@ -178,14 +174,13 @@ def test_what_a_trial_finds_room_for_trains_and_what_it_does_not_is_found_howeve
             if fitting:
                 assert trained(stepper, fitting[-1], examples, tmp_path)[1] == fitting[-1], "a step found no room"
                 assert device.peak <= device.budget
-    assert counts[0] == 0
+    assert (counts[0], counts[-1]) == (0, len(sizes))
     assert counts == sorted(counts)
-    assert counts[-1] == len(sizes)
     assert len(set(counts)) > 3
 
 
 @pytest.mark.parametrize("way", [*WAYS, "backward"])
-def test_step_without_room_is_repeated_in_halves_however_it_is_said(tmp_path, way, capsys):
+def test_step_without_room_is_repeated_in_halves(tmp_path, way, capsys):
     _, stepper, examples = job(tiny_llama())
     expected, _ = trained(stepper, Batching("padded", 512), examples, tmp_path)
 
@@ -249,11 +244,12 @@ def test_reserved_is_what_the_first_update_still_allocates():
 def test_without_a_job_the_smallest_forward_is_taken(monkeypatch):
     trial = dataclasses.replace(job(tiny_llama())[0], job=None)
     monkeypatch.setattr(choice, "free_bytes", lambda device: 2**40)
-    assert [each.tokens for each in choice.expected_to_fit(trial, [Batching("padded", 0)], (1024, 2048))] == [1024]
+    (smallest,) = choice.expected_to_fit(trial, [Batching("padded", 0)], (1024, 2048))
+    assert smallest.tokens == 1024
     assert choice.with_sized_pieces(trial, [Batching("padded", 0)]) == [Batching("padded", 0)]
 
 
-def test_what_is_expected_of_a_forward_is_about_what_it_takes():
+def test_expected_bytes_of_a_forward_are_about_right():
     for recomputed in (False, True):
         with Device() as device:
             trial, _, examples = job(tiny_llama().train())
@@ -267,23 +263,23 @@ def test_what_is_expected_of_a_forward_is_about_what_it_takes():
         assert taken / 3 < expected < 3 * taken
 
 
-def test_without_a_trial_forwards_are_as_large_as_the_estimate_lets_them(monkeypatch):
+def test_without_a_trial_the_estimate_bounds_forwards(monkeypatch):
     """Where ranks share weights, nothing is tried."""
     trial, *_ = job(tiny_llama())
     sizes = (1024, 2048, 4096, 8192)
 
-    def found(free):
+    def fitting(free):
         monkeypatch.setattr(choice, "free_bytes", lambda device: free)
-        return [each.tokens for each in choice.expected_to_fit(trial, [Batching("padded", 0)], sizes)]
+        return [batching.tokens for batching in choice.expected_to_fit(trial, [Batching("padded", 0)], sizes)]
 
-    assert found(math.inf) == [*sizes]
-    assert found(0) == [1024]  # the smallest, whatever is predicted
-    some = [len(found(mebibytes * 2**20)) for mebibytes in (16, 32, 64, 128)]
+    assert fitting(math.inf) == [*sizes]
+    assert fitting(0) == [1024]  # the smallest, whatever is predicted
+    some = [len(fitting(mebibytes * 2**20)) for mebibytes in (16, 32, 64, 128)]
     assert some == sorted(some)
     assert len(set(some)) > 2
 
 
-def test_pieces_of_the_head_are_as_large_as_the_device_has_room_for_and_a_resumed_run_keeps_them(monkeypatch):
+def test_head_pieces_fit_the_device_and_survive_a_resume(monkeypatch):
     trial, *_ = job(tiny_llama())
     monkeypatch.setattr(choice, "TRIED_ON_DEVICE", (64, 128))
     monkeypatch.setattr(choice, "UNTRIED", set())
@@ -308,10 +304,9 @@ def test_pieces_of_the_head_are_as_large_as_the_device_has_room_for_and_a_resume
 
 # for each batching other code is compiled
 @pytest.mark.parametrize("batching", ["padded", pytest.param("shared", marks=pytest.mark.long)])
-def test_compiled_blocks_draw_the_same_curve_and_say_what_compiling_took(launched, tmp_path, batching):
+def test_compiled_blocks_draw_the_same_curve_and_record_time(launched, tmp_path, batching):
     forwards = ("--batching", batching, "--micro-batch-size", "10")
-    run = accel_sft(*JOB, *ONCE, "--compile", *forwards, run_dir=tmp_path / "run")
-    assert run.status == 0, run.output
+    run = finished(*JOB, *ONCE, "--compile", *forwards, run_dir=tmp_path / "run")
     same_curve(layout(launched, "plain").lines(), run.lines())
     assert run.result()["compile_seconds"] > 0
 

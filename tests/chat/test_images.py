@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import json
 import os
@@ -19,7 +20,9 @@ import pytest
 import torch
 import vision
 from accelerate import Accelerator
-from conftest import accel_sft
+from chats import jsonl
+from click.testing import CliRunner
+from conftest import accel_sft, finished
 from models import make_tiny
 from peft import PeftModel
 from PIL import Image
@@ -36,6 +39,7 @@ from accel_sft.chat.encoded import Encoded, Rules
 from accel_sft.chat.image_inputs import ImageInputs, RowImages, begin_images
 from accel_sft.chat.pictures import Picture
 from accel_sft.commands import export_data
+from accel_sft.commands.generate import generate
 from accel_sft.commands.merge import write_merged
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.prompts import prompt_with, read_prompts
@@ -59,14 +63,7 @@ JOB = (
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """`made(family)`: the folder of a model, made once."""
-    folders = {}
-
-    def folder(family):
-        if family not in folders:
-            folders[family] = vision.make(tmp_path_factory.mktemp(family) / "model", family)
-        return folders[family]
-
-    return folder
+    return functools.cache(lambda family: vision.make(tmp_path_factory.mktemp(family) / "model", family))
 
 
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in vision.FAMILIES if name != "qwen2_vl"]
@@ -77,8 +74,7 @@ def run(request, made, tmp_path_factory):
     """A family's model, and a short run of it."""
     folder = tmp_path_factory.mktemp("run")
     model = made(request.param)
-    done = accel_sft(TASK, *JOB, "--model", str(model), run_dir=folder / "run")
-    assert done.status == 0, done.output[-4000:]
+    done = finished(TASK, *JOB, "--model", str(model), run_dir=folder / "run")
     return model, done
 
 
@@ -97,13 +93,13 @@ class Transformers:
     @torch.no_grad()
     def losses(self, task, example):
         """The loss of each token of the answer, its end included."""
-        asked = self.inputs(task.messages(example), add_generation_prompt=True)["input_ids"].shape[1]
+        begin = self.inputs(task.messages(example), add_generation_prompt=True)["input_ids"].shape[1]
         said = {"role": "assistant", "content": [{"type": "text", "text": task.target(example)}]}
         whole = self.inputs([*task.messages(example), said])
         ids = whole["input_ids"]
         end = int((ids[0] == self.processor.tokenizer.eos_token_id).nonzero()[-1])
         logits = self.model(**whole, use_cache=False).logits[0, :-1]
-        return torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")[asked - 1 : end].tolist()
+        return torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")[begin - 1 : end].tolist()
 
     @torch.no_grad()
     def answer(self, messages):
@@ -153,27 +149,26 @@ def test_generate_answers_prompts_with_images_as_transformers_does(run, tmp_path
     for number, image in enumerate(images):
         vision.write_picture(image, tmp_path / f"{number}.png")
     system, parts = {"role": "system", "content": "You see."}, [{"type": "image", "image": image} for image in images]
-    asked = {"type": "text", "text": "What is this?"}
+    question = {"type": "text", "text": "What is this?"}
     expected = [
         theirs.answer([system, {"role": "user", "content": content}])
-        for content in ([*parts, asked], [parts[0], asked, parts[1]], [parts[1], asked], [asked])
+        for content in ([*parts, question], [parts[0], question, parts[1]], [parts[1], question], [question])
     ]
     files = ("--image", str(tmp_path / "0.png"), "--image", str(tmp_path / "1.png"))
     final = ("generate", str(done.run_dir / "final"), "--max-new-tokens", "6")
-    told = accel_sft(*final, "What is this?", *files)
-    assert told.output.startswith(printable(expected[0]) + "\n"), told.output
+    answered = accel_sft(*final, "What is this?", *files)
+    assert answered.output.startswith(printable(expected[0]) + "\n"), answered.output
     rows = [
         {"prompt": "What is this?", "images": ["0.png", "1.png"]},
         {"prompt": "<image>What is this?<image>", "images": ["0.png", "1.png"]},
-        {"messages": [{"role": "user", "content": [{"type": "image", "path": "1.png"}, asked]}]},
-        {"messages": [{"role": "user", "content": [asked]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "path": "1.png"}, question]}]},
+        {"messages": [{"role": "user", "content": [question]}]},
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = accel_sft(*final, "--file", str(tmp_path / "rows.jsonl"), "--output", str(out := tmp_path / "out.jsonl"))
-    assert told.status == 0, told.output
+    file, out = jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
+    answered = finished(*final, "--file", file, "--output", str(out))
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["generated"] for row in written] == expected
-    assert written[2]["messages"][-1]["content"] == [{"type": "image", "image": str(tmp_path / "1.png")}, asked]
+    assert written[2]["messages"][-1]["content"] == [{"type": "image", "image": str(tmp_path / "1.png")}, question]
 
 
 def test_prompts_whose_images_are_not_there_are_named(tmp_path, made):
@@ -190,8 +185,9 @@ def test_prompts_whose_images_are_not_there_are_named(tmp_path, made):
         assert str(raised.value).startswith(f"{rows}:1")
     with pytest.raises(UserError, match=r"PROMPT gave the image 'c\.png'; there is no such file"):
         prompt_with("?", ["c.png"], None)
-    refused = accel_sft("generate", str(made("qwen2_vl")), "--interactive", "--image", "a.png")
-    assert "--image goes with a PROMPT" in refused.output
+    arguments = (str(made("qwen2_vl")), "--interactive", "--image", "a.png")
+    with pytest.raises(UserError, match="--image goes with a PROMPT"):
+        CliRunner().invoke(generate, arguments, catch_exceptions=False)
 
 
 def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
@@ -199,7 +195,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
     goes_on_to_the_same_bits(done, tmp_path / "run", 2)
 
 
-def test_what_reads_images_is_as_it_was_and_the_export_has_the_processor(run):
+def test_vision_weights_stay_frozen_and_export_has_the_processor(run):
     model, done = run
     before, after = (load_file(folder / "model.safetensors") for folder in (model, done.run_dir / "final"))
     eyes = [name for name in before if "visual" in name or "vision_tower" in name]
@@ -208,7 +204,9 @@ def test_what_reads_images_is_as_it_was_and_the_export_has_the_processor(run):
     assert not all(torch.equal(before[name], after[name]) for name in before.keys() - {*eyes})
     image = Image.new("RGB", (24, 16))
     processors = [processor_of(folder) for folder in (model, done.run_dir / "final")]
-    one, other = (each(text=[each.image_token], images=[[image]], return_tensors="pt") for each in processors)
+    one, other = (
+        processor(text=[processor.image_token], images=[[image]], return_tensors="pt") for processor in processors
+    )
     assert torch.equal(one["pixel_values"], other["pixel_values"])
 
 
@@ -241,26 +239,30 @@ def encoder(model, task, **rules):
     return SplitEncoder(Accelerator(cpu=True), tokenizer, task, rules, lambda: processor_of(model))
 
 
-def test_equal_texts_with_other_images_have_other_tokens_in_the_cache_and_another_loss(made, tmp_path):
+def batch_of(rows, device="cpu"):
+    return Batching("padded", 512).batch(rows, 0, torch.device(device))
+
+
+def test_changed_image_misses_the_cache_and_changes_the_loss(made, tmp_path):
     task = Colours(folder=str(tmp_path / "images"), text_too=False)
     encode = encoder(made("qwen2_vl"), task)
     examples = vision.Kept(task.dataset("train"), "a fingerprint of the rows, which says nothing of files")
     before = encode(examples, "train").kept
     assert encode(examples, "train").notes == ["train: 20 examples, tokens from the cache"]
-    batch = Batching("padded", 512).batch(before[:2], 0, torch.device("cpu"))
+    batch = batch_of(before[:2])
     model = AutoModelForImageTextToText.from_pretrained(made("qwen2_vl"))
     logits = model(**batch.inputs).logits
     (path,) = (tmp_path / "images").glob("1-*.png")
     vision.write_picture(Image.new("RGB", (24, 16), (1, 2, 3)), path)  # of the same size, and so the same tokens
     with pytest.raises(UserError, match="train example 1: its images are others than at the start"):
-        Batching("padded", 512).batch(before[:2], 0, torch.device("cpu"))
+        batch_of(before[:2])
     after = encode(examples, "train")
     assert after.notes == []
     changed = [row.index for row, other in zip(before, after.kept, strict=True) if row != other]
     assert changed == [1]
     assert before[1].input_ids == after.kept[1].input_ids
     assert before.fingerprint != after.kept.fingerprint
-    other = model(**Batching("padded", 512).batch(after.kept[:2], 0, torch.device("cpu")).inputs).logits
+    other = model(**batch_of(after.kept[:2]).inputs).logits
     assert torch.equal(logits[0], other[0])
     assert not torch.allclose(logits[1], other[1], atol=0.1)
 
@@ -269,45 +271,45 @@ def test_equal_texts_with_other_images_have_other_tokens_in_the_cache_and_anothe
 def test_processors_compute_on_the_host_whatever_the_device(made, family):
     """On GPUs `Batching.batch` makes tensors where the default device is the GPU; processors that heed it would too."""
     row = blank_row(ImageInputs(lambda: processor_of(made(family))))
-    batch = Batching("padded", 512).batch([row], 0, torch.device("meta"))
+    batch = batch_of([row], "meta")
     assert {value.device.type for value in batch.inputs.values()} == {"meta"}
 
 
 def test_images_that_a_thread_prepared_make_the_same_batch(made, monkeypatch):
-    kept = encoder(made("qwen2_vl"), Colours(text_too=False))(range(20), "train").kept
-    calls, cpu = [], torch.device("cpu")
+    rows = encoder(made("qwen2_vl"), Colours(text_too=False))(range(20), "train").kept
+    calls = []
     real = ImageInputs._processed
     monkeypatch.setattr(ImageInputs, "_processed", lambda *given: calls.append(given) or real(*given))
-    expected = Batching("padded", 512).batch(kept[:3], 0, cpu).inputs
+    expected = batch_of(rows[:3]).inputs
     state = torch.get_rng_state()
-    for begun, processed in ((kept[:3], 2), (kept[3:5], 4)):
+    for begun, processed in ((rows[:3], 2), (rows[3:5], 4)):
         begin_images([row.images for row in begun])
-        found = Batching("padded", 512).batch(kept[:3], 0, cpu).inputs
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        inputs = batch_of(rows[:3]).inputs
+        assert all(torch.equal(inputs[name], value) for name, value in expected.items())
         assert len(calls) == processed
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_an_error_in_the_thread_of_images_is_raised_in_the_step(made, monkeypatch):
-    kept = encoder(made("qwen2_vl"), Colours(text_too=False))(range(20), "train").kept
-    kept[0].images.origin.inputs.processor.image_processor = None
-    told = []
-    for begun in ([], [kept[0].images]):
+def test_error_in_the_image_thread_is_raised_in_the_step(made, monkeypatch):
+    rows = encoder(made("qwen2_vl"), Colours(text_too=False))(range(20), "train").kept
+    rows[0].images.origin.inputs.processor.image_processor = None
+    messages = []
+    for begun in ([], [rows[0].images]):
         begin_images(begun)
         with pytest.raises(UserError) as error:
-            Batching("padded", 512).batch(kept[:1], 0, torch.device("cpu"))
-        told.append(str(error.value))
-    assert told[0] == told[1]
-    assert told[0].startswith("train example 0: the model's processor cannot make it input")
+            batch_of(rows[:1])
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("train example 0: the model's processor cannot make it input")
 
 
-def test_each_forwards_images_are_begun_before_the_backward_ahead_of_it(monkeypatch, tmp_path):
+def test_images_of_a_forward_begin_before_the_previous_backward(monkeypatch, tmp_path):
     happened = []
     pictured = [Encoded(number, [1, 2], 1, images=RowImages(number, 1, b"")) for number in range(4)]
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, parallelism_config=None)
     stepper = SimpleNamespace(accelerator=accelerator, forwards_alone=True, alone=True, averaged_over=1)
     stepper.boundary, stepper.backward = (lambda last: nullcontext()), lambda loss: happened.append("backward")
-    begun = lambda images: happened.append(("begun", [each.index for each in images]))  # noqa: E731
+    begun = lambda images: happened.append(("begun", [image.index for image in images]))  # noqa: E731
     monkeypatch.setattr(training_step, "begin_images", begun)
     monkeypatch.setattr(TrainStep, "_nll", lambda self, rows, step: happened.append(rows[0].index) or torch.zeros(()))
     step = TrainStep(stepper, Batching("padded", 512, rows=1), 0, RunDir(tmp_path), print)
@@ -320,7 +322,7 @@ def test_rows_that_would_lose_image_tokens_are_left_out(made):
     most = max(len(row.input_ids) for row in whole) - 1
     cut = encoder(made("qwen2_vl"), Colours(), max_length=most, truncation="right")(range(20), "train")
     for row in cut.kept:
-        assert row.input_ids == next(each.input_ids for each in whole if each.index == row.index)
+        assert row.input_ids == next(uncut.input_ids for uncut in whole if uncut.index == row.index)
     (left_out,) = cut.left_out.values()
     assert left_out == [row.index for row in whole if len(row.input_ids) > most]
     assert cut.cut == []
@@ -335,13 +337,16 @@ class Given(Colours):
         return [{"role": "user", "content": list(self.parts)}]
 
 
-def png(colour=(1, 2, 3), size=(16, 16), mode="RGB"):
-    file = io.BytesIO()
-    Image.new(mode, size, colour if mode == "RGB" else 1).save(file, "png")
+def as_file(image, kind="png", **options):
+    image.save(file := io.BytesIO(), kind, **options)
     return file.getvalue()
 
 
-def test_an_image_is_the_same_in_every_form_in_which_it_is_given(made, tmp_path, monkeypatch):
+def png(colour=(1, 2, 3), size=(16, 16), mode="RGB"):
+    return as_file(Image.new(mode, size, colour if mode == "RGB" else 1))
+
+
+def test_image_is_the_same_in_every_given_form(made, tmp_path, monkeypatch):
     (tmp_path / "a.png").write_bytes(png())
     encoded = base64.b64encode(png()).decode()
     forms = [
@@ -359,18 +364,6 @@ def test_an_image_is_the_same_in_every_form_in_which_it_is_given(made, tmp_path,
         rows.append(row)
     assert len({tuple(row.input_ids) for row in rows}) == 1
     assert len({row.images.digest for row in rows[:-1]}) == 1
-
-
-def floats():
-    file = io.BytesIO()
-    Image.new("F", (16, 16), 0.5).save(file, "tiff")
-    return file.getvalue()
-
-
-def postscript():
-    file = io.BytesIO()
-    Image.new("RGB", (16, 16)).save(file, "eps")
-    return file.getvalue()
 
 
 def png_of_16_bits(kind, values):
@@ -391,12 +384,7 @@ def transparent(mode):
     if mode == "P":
         image.putpalette([0, 0, 0, 90, 90, 90])
     image.putpixel((1, 0), {"RGBA": (90, 90, 90, 255), "LA": (90, 255), "P": 1, "RGB": (90, 90, 90), "L": 90}[mode])
-    image.save(
-        file := io.BytesIO(),
-        "png",
-        **({} if mode.endswith("A") else {"transparency": (0, 0, 0) if mode == "RGB" else 0}),
-    )
-    return file.getvalue()
+    return as_file(image, **({} if mode.endswith("A") else {"transparency": (0, 0, 0) if mode == "RGB" else 0}))
 
 
 TRANSPARENT = {mode: transparent(mode) for mode in ("RGBA", "LA", "P", "RGB", "L")} | {
@@ -417,10 +405,9 @@ def test_a_half_transparent_image_stays_upright():
     image = Image.new("RGBA", (4, 2), (0, 0, 0, 51))
     exif = image.getexif()
     exif[0x0112] = 6  # turned by 90 degrees
-    image.save(file := io.BytesIO(), "png", exif=exif)
-    found = Picture(file.getvalue()).opened()
-    assert found.size == (2, 4)
-    assert found.getpixel((0, 0)) == (204, 204, 204)
+    opened = Picture(as_file(image, exif=exif)).opened()
+    assert opened.size == (2, 4)
+    assert opened.getpixel((0, 0)) == (204, 204, 204)
 
 
 def test_pil_images_with_other_palettes_are_others():
@@ -430,21 +417,22 @@ def test_pil_images_with_other_palettes_are_others():
     assert Picture(one).digest != Picture(other).digest
 
 
-def test_a_text_with_an_image_s_token_is_refused_beside_rows_with_images(made, monkeypatch):
-    asked = Colours.messages
+def test_text_with_an_image_token_is_refused_beside_images(made, monkeypatch):
+    original = Colours.messages
 
     def with_token(self, example):
-        turns = asked(self, example)
+        turns = original(self, example)
         return [*turns[:-1], {"role": "user", "content": "<|image_pad|>"}] if example == 13 else turns
 
-    encode = encoder(made("qwen2_vl"), Colours())
-    Assembly._check_texts(SimpleNamespace(encode=encode), encode(range(20), "train"))
-    monkeypatch.setattr(Colours, "messages", with_token)
-    encode = encoder(made("qwen2_vl"), Colours())
-    Assembly._check_texts(SimpleNamespace(encode=encode), encode(range(20), "train"))  # it is characters
-    encode = encoder(made("qwen2_vl"), Colours(), control_tokens="tokens")
-    with pytest.raises(UserError, match=r"^train example 13: its text has <\|image_pad\|>, which stands for an image"):
+    def check(**rules):
+        encode = encoder(made("qwen2_vl"), Colours(), **rules)
         Assembly._check_texts(SimpleNamespace(encode=encode), encode(range(20), "train"))
+
+    check()
+    monkeypatch.setattr(Colours, "messages", with_token)
+    check()  # it is characters
+    with pytest.raises(UserError, match=r"^train example 13: its text has <\|image_pad\|>, which stands for an image"):
+        check(control_tokens="tokens")
 
 
 @pytest.mark.parametrize("form", ["files", "PIL images", "bytes"])
@@ -459,18 +447,18 @@ def test_exported_rows_have_their_images(tmp_path, monkeypatch, form):
     for split in export_data.SPLITS:
         ours, theirs = read_split(task, split), read_split(again, split)
         for index in range(len(ours)):
-            expected, found = conversation(task, ours, split, index), conversation(again, theirs, split, index)
-            assert (found.turns, found.answer) == (expected.turns, expected.answer)
-            one, other = ([picture.opened().tobytes() for picture in chat.images] for chat in (expected, found))
+            expected, got = conversation(task, ours, split, index), conversation(again, theirs, split, index)
+            assert (got.turns, got.answer) == (expected.turns, expected.answer)
+            one, other = ([picture.opened().tobytes() for picture in chat.images] for chat in (expected, got))
             assert one == other
     assert form != "bytes" or len([*(tmp_path / "moved" / "images").iterdir()]) == 1
 
 
-def test_an_image_that_cannot_be_exported_is_named_and_leaves_no_folder(tmp_path, monkeypatch):
-    kept = export_data.conversation
+def test_image_that_cannot_be_exported_leaves_no_folder(tmp_path, monkeypatch):
+    real = export_data.conversation
 
     def then_gone(task, examples, split, index):
-        chat = kept(task, examples, split, index)
+        chat = real(task, examples, split, index)
         for path in (tmp_path / "images").glob("2-*.png"):
             path.unlink()
         return chat
@@ -489,10 +477,10 @@ def test_no_file_that_is_no_image_gets_into_an_export(tmp_path, monkeypatch, how
     named = {"its path": "../secret.png", "a link": "link.png", "proc": "/proc/self/environ"}.get(how, "pipe")
     if named == "pipe":
         (tmp_path / "data" / "pipe").write_bytes(png())
-        kept = export_data.conversation
+        real = export_data.conversation
 
         def then_a_pipe(*which):
-            chat = kept(*which)
+            chat = real(*which)
             (tmp_path / "data" / "pipe").unlink(missing_ok=True)
             os.mkfifo(tmp_path / "data" / "pipe")
             return chat
@@ -501,35 +489,32 @@ def test_no_file_that_is_no_image_gets_into_an_export(tmp_path, monkeypatch, how
     rows = tmp_path / "data" / "rows.jsonl"
     image = {"type": "image", "image": named}
     turns = [{"role": "user", "content": [image]}, {"role": "assistant", "content": "a"}]
-    rows.write_text(json.dumps({"messages": turns}) + "\n")
+    file = jsonl(rows, [{"messages": turns}])
     with pytest.raises(UserError) as raised:
-        export_data.run(Chat(train_file=str(rows), validation_file=str(rows)), str(tmp_path / "out"))
+        export_data.run(Chat(train_file=file, validation_file=file), str(tmp_path / "out"))
     (line,) = raised.value.problems
     assert line.startswith(f"train example 0 ({rows}:1): the image {tmp_path / 'data' / named}")
     assert not (tmp_path / "out").exists()
 
 
 REFUSED = {
-    "a stripe": (
-        {"image": Image.new("RGB", (2001, 2))},
-        "cannot make it input (ValueError: absolute aspect ratio must be",
-    ),
+    "a stripe": ({"image": Image.new("RGB", (2001, 2))}, "cannot make it input (ValueError: absolute aspect ratio"),
     "a missing file": ({"path": "nowhere.png"}, "'nowhere.png'; there is no such file"),
     "an address": ({"url": "https://example.com/a.png"}, "fetched again in every epoch; download it"),
     "no image": ({"image": b"no image"}, "image 2 of the row cannot be read: it is in no format"),
     "another machine": ({"url": "file://host/a.png"}, "'file://host/a.png', which would be fetched again"),
-    "pixels of any size": (
-        {"image": Image.new("F", (16, 16))},
-        "image 2 of the row has more than 8 bits a channel (Pillow's mode F)",
+    "pixels of any size": ({"image": Image.new("F", (16, 16))}, "more than 8 bits a channel (Pillow's mode F)"),
+    "a file of them": (
+        {"image": as_file(Image.new("F", (16, 16), 0.5), "tiff")},
+        "more than 8 bits a channel (Pillow's mode F)",
     ),
-    "a file of them": ({"image": floats()}, "image 2 of the row has more than 8 bits a channel (Pillow's mode F)"),
     "grey of 16 bits": ({"image": png_of_16_bits(0, [7, 9])}, "more than 8 bits a channel (Pillow's mode I;16)"),
     "a device": ({"path": "/dev/zero"}, "'/dev/zero'; a folder, a pipe or a device, not a file"),
-    "a program": ({"image": postscript()}, "image 2 of the row: EPS is a program, not pixels; convert it to PNG"),
-    "too many pixels": (
-        {"image": png(size=(9500, 9500), mode="1")},
-        "image 2 of the row has 9,500 x 9,500 pixels; 89,478,485 are the most",
+    "a program": (
+        {"image": as_file(Image.new("RGB", (16, 16)), "eps")},
+        "image 2 of the row: EPS is a program, not pixels",
     ),
+    "too many pixels": ({"image": png(size=(9500, 9500), mode="1")}, "9,500 x 9,500 pixels; 89,478,485 are the most"),
     "nothing": ({}, "expected one image in it"),
     "two": ({"image": png(), "path": "a.png"}, "expected one image in it"),
     "a video": ({"type": "video", "video": "a.mp4"}, 'expected {"type": "text"'),
@@ -538,15 +523,15 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("part", "told"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_used_is_refused_by_row(made, monkeypatch, part, told):
+@pytest.mark.parametrize(("part", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_used_is_refused_by_row(made, monkeypatch, part, message):
     monkeypatch.setattr(Given, "parts", ({"type": "image", "image": png()}, {"type": "image", **part}))
     encode = encoder(made("qwen2_vl"), Given(), control_tokens="tokens")
     with pytest.raises(UserError) as raised:
         list(encode.parts([0], [0], "train"))
     (line,) = raised.value.problems
     assert line.startswith("train example 0: ")
-    assert told in line
+    assert message in line
 
 
 def test_a_model_that_reads_no_images_is_named(tmp_path):
@@ -565,9 +550,7 @@ def test_a_torchvision_that_does_not_load_is_named(made, tmp_path, monkeypatch):
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("transformers.utils.is_torchvision_available", lambda: True)
-    with pytest.raises(
-        UserError, match=r"cannot be loaded \(operator torchvision::nms does not exist\); install the build"
-    ):
+    with pytest.raises(UserError, match=r"cannot be loaded \(operator torchvision::nms does not exist\)"):
         processor_of(made("qwen2_vl"))
 
 
@@ -581,7 +564,7 @@ def test_earlier_answers_of_a_chat_have_the_images_before_them(monkeypatch):
     following += [{"role": "assistant", "content": "what is left", "weight": 0}]
     monkeypatch.setattr(Given, "target", lambda self, example: following)
     chat = conversation(Given(), [0], "train", 0)
-    assert [len(each.images) for each in chat.each()] == [1, 2]
+    assert [len(part.images) for part in chat.each()] == [1, 2]
     assert len(chat.images) == 2
     following[2] = {"role": "assistant", "content": [red]}
     with pytest.raises(UserError, match="an answer with an image; only texts are learnt"):
@@ -592,8 +575,7 @@ def test_earlier_answers_of_a_chat_have_the_images_before_them(monkeypatch):
 def test_an_adapter_leaves_what_reads_images_alone_and_is_merged(made, tmp_path, family):
     model, task = made(family), Colours()
     quick = ("--adapter", "lora", "--lora-r", "2", "--max-steps", "2", "--save-every", "off", "--eval-limit", "2")
-    done = accel_sft(TASK, *JOB, *quick, "--model", str(model), run_dir=tmp_path / "run")
-    assert done.status == 0, done.output[-4000:]
+    done = finished(TASK, *JOB, *quick, "--model", str(model), run_dir=tmp_path / "run")
     adapter = load_file(done.run_dir / "final" / "adapter_model.safetensors")
     assert adapter
     assert not [name for name in adapter if "visual" in name]
@@ -610,8 +592,7 @@ def test_an_adapter_leaves_what_reads_images_alone_and_is_merged(made, tmp_path,
 def test_ranks_have_the_losses_of_one_process(run, tmp_path, yaml):
     model, done = run
     full = {"yaml": yaml, "launcher": ("--mixed_precision", "no")}
-    ranks = accel_sft(TASK, *JOB, "--model", str(model), run_dir=tmp_path / "run", **full)
-    assert ranks.status == 0, ranks.output[-4000:]
+    ranks = finished(TASK, *JOB, "--model", str(model), run_dir=tmp_path / "run", **full)
     for one, two in zip(done.lines(), ranks.lines(), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
     assert ranks.result()["after"]["right"] == done.result()["after"]["right"]

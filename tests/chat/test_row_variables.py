@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import pytest
-from models import Sums, encode, make_base, make_tiny
+from models import Given, encode, make_base, with_template
 from thinking_families import of_family
 from transformers import AutoTokenizer
 
@@ -30,22 +29,11 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
 
 
 @dataclass(kw_only=True)
-class Rows(Sums):
+class Rows(Given):
     """An example is its prompt, its target, and what it sets in the template."""
-
-    def messages(self, example):
-        return example[0]
-
-    def target(self, example):
-        return example[1]
 
     def chat_template_kwargs(self, example):
         return example[2] if len(example) > 2 else None
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(make_tiny(tmp_path_factory.mktemp("tiny") / "model"))
 
 
 def encoded(tokenizer, *examples, **rules):
@@ -54,14 +42,8 @@ def encoded(tokenizer, *examples, **rules):
 
 
 def prompts(tokenizer, *examples, **rules):
-    kept = encoded(tokenizer, *examples, **rules).kept
-    return [tokenizer.decode(row.input_ids[: row.prompt_length]) for row in kept]
-
-
-def with_template(tokenizer, template):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = template
-    return own
+    rows = encoded(tokenizer, *examples, **rules).kept
+    return [tokenizer.decode(row.input_ids[: row.prompt_length]) for row in rows]
 
 
 @pytest.mark.parametrize("family", ["Qwen3", OPENED])
@@ -83,7 +65,7 @@ def test_each_row_sets_its_own_template_variables(tokenizer, family):
     assert "--thinking off replaces enable_thinking of chat_template_kwargs" in closed.notes
 
 
-def test_variables_that_the_template_does_not_read_are_told(tokenizer):
+def test_variables_that_the_template_does_not_read_are_reported(tokenizer):
     (note,) = [line for line in encoded(tokenizer, ([ASK], "no", {"persona": "x"})).notes if "persona" in line]
     assert note == "warning: the chat template takes no persona; what chat_template_kwargs sets is not in the prompts"
 
@@ -97,29 +79,29 @@ def test_control_tokens_in_template_variables_are_characters(tokenizer):
 def test_an_empty_system_turn_is_no_default_system_prompt(tokenizer):
     own = with_template(tokenizer, DEFAULT)
     rows = ([EMPTY, ASK], "no"), ([ASK], "no")
-    asked = [own.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns, _ in rows]
-    assert prompts(own, *rows) == asked
-    assert "kind helper" in asked[1]
-    assert "kind helper" not in asked[0]
-    told = 'chat template: rows without a system prompt get its own: "You are a kind helper."'
-    assert encoded(own, rows[1]).notes == [told]
+    expected = [own.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns, _ in rows]
+    assert prompts(own, *rows) == expected
+    assert "kind helper" in expected[1]
+    assert "kind helper" not in expected[0]
+    line = 'chat template: rows without a system prompt get its own: "You are a kind helper."'
+    assert encoded(own, rows[1]).notes == [line]
     assert encoded(own, rows[0]).notes == encoded(with_template(tokenizer, TURNS), rows[1]).notes == []
 
 
 def test_name_of_a_user_is_no_system_prompt(tokenizer):
     named = {**ASK, "name": "Bob"}
-    plain, told = (
+    plain, with_name = (
         text.replace("{{ m.role }}", "{{ m.role ~ (' name=' ~ m.name if m.name else '') }}")
         for text in (TURNS, DEFAULT)
     )
     own = 'chat template: rows without a system prompt get its own: "You are a kind helper."'
-    for template, notes in ((plain, []), (told, [own])):
+    for template, notes in ((plain, []), (with_name, [own])):
         model = with_template(tokenizer, template)
         assert encoded(model, ([named], "no")).notes == notes
         assert "user name=Bob\n" in prompts(model, ([named], "no"))[0]
 
 
-def test_names_and_texts_beside_calls_that_no_prompt_has_are_told(tokenizer):
+def test_names_and_texts_missing_from_prompts_are_reported(tokenizer):
     own = with_template(tokenizer, TURNS.replace("{{ m.content }}", "{{ m.tool_calls or m.content }}"))
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     called = [ASK, {"role": "assistant", "content": "I look.", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
@@ -132,7 +114,7 @@ def test_names_and_texts_beside_calls_that_no_prompt_has_are_told(tokenizer):
     assert encoded(written, (called, "no"), ([{**ASK, "name": "Bob"}], "no")).notes == []
 
 
-def test_a_template_that_drops_an_indentation_is_told(tokenizer):
+def test_a_template_that_drops_an_indentation_is_reported(tokenizer):
     own = with_template(tokenizer, TURNS.replace("m.content", "m.content | trim"))
     note = "warning: the chat template drops the white space that answers begin with, such as an indentation"
     for answer, notes in (("  y = x\n", [note]), ("y = x\n", [])):
@@ -146,7 +128,7 @@ def test_an_empty_system_turn_is_left_out_where_refused(tokenizer, refused):
     assert prompts(own, ([EMPTY, ASK], "no")) == prompts(own, ([ASK], "no"))
 
 
-def test_rendered_text_gets_no_second_end_and_is_told(tokenizer):
+def test_rendered_text_gets_no_second_end_and_is_reported(tokenizer):
     own = with_template(tokenizer, TURNS)
     text = own.apply_chat_template([ASK, ANSWER], tokenize=False)
     (row,) = encoded(own, ([], text), control_tokens="tokens").kept
@@ -155,19 +137,19 @@ def test_rendered_text_gets_no_second_end_and_is_told(tokenizer):
     assert encoded(own, ([], text), control_tokens="tokens").control_tokens == {"answers": [], "texts": []}
     assert encoded(own, ([], text), ([], "plain")).control_tokens == {"answers": [], "texts": [0]}
     chat = conversation(Rows(), [([], text)], "train", 0)
-    found = {
+    texts = {
         as_text: SpecialTokens(own, frozenset({own.eos_token_id}), as_text).faults(chat) for as_text in (True, False)
     }
-    assert [code for code, _ in found[True]] == ["D208"]
-    assert found[False] == []
+    assert [code for code, _ in texts[True]] == ["D208"]
+    assert texts[False] == []
 
 
 @pytest.mark.parametrize("bos", [False, True])
 def test_without_a_template_a_continued_text_is_concatenated(tmp_path, bos):
     own = AutoTokenizer.from_pretrained(make_base(tmp_path / "base", bos=bos))
     assert own.chat_template is None
-    asked = {"role": "user", "content": "12=", "continued": True}
-    whole = encoded(own, ([asked], "the answer is 6 + 6"))
+    question = {"role": "user", "content": "12=", "continued": True}
+    whole = encoded(own, ([question], "the answer is 6 + 6"))
     (row,) = whole.kept
     assert row.input_ids[: row.prompt_length] == own("12=")["input_ids"]
     assert own.decode(row.input_ids[row.prompt_length :]) == "the answer is 6 + 6<|endoftext|>"
@@ -175,24 +157,24 @@ def test_without_a_template_a_continued_text_is_concatenated(tmp_path, bos):
     (note,) = whole.notes
     assert note.startswith("no chat template: answers follow their prompts as they are, up to <|endoftext|>")
     with pytest.raises(UserError, match="its tokenizer has no chat template"):
-        encoded(own, ([asked], "6"), ([{"role": "user", "content": "12="}], "6"))
+        encoded(own, ([question], "6"), ([{"role": "user", "content": "12="}], "6"))
 
 
-def test_a_server_is_not_asked_without_the_variables_of_a_row():
+def test_server_gets_no_row_without_its_variables():
     with pytest.raises(UserError, match="validation example 0 sets chat_template_kwargs; a server is asked for texts"):
         refuse_beyond_text([conversation(Rows(), [([ASK], "no", {"a": 1})], "validation", 0)])
 
 
-@pytest.mark.parametrize("given", [3, [1], {1: 2}])
-def test_template_variables_are_an_object(given):
-    with pytest.raises(UserError, match=r"train example 0: chat_template_kwargs\(\) gave .*, expected an object"):
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        *((given, ".*, expected an object") for given in (3, [1], {1: 2})),
+        *(({name: []}, f"{name}, which the trainer gives itself") for name in ("tools", "add_generation_prompt")),
+    ],
+)
+def test_template_variables_are_an_object_of_the_rows_own(given, problem):
+    with pytest.raises(UserError, match=rf"train example 0: chat_template_kwargs\(\) gave {problem}"):
         conversation(Rows(), [([ASK], "no", given)], "train", 0)
-
-
-@pytest.mark.parametrize("name", ["tools", "add_generation_prompt"])
-def test_template_variables_that_the_trainer_gives_are_refused(name):
-    with pytest.raises(UserError, match=rf"chat_template_kwargs\(\) gave {name}, which the trainer gives itself"):
-        conversation(Rows(), [([ASK], "no", {name: []})], "train", 0)
 
 
 def test_a_continued_text_is_a_user_turn_for_a_template(tokenizer):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from functools import cache, partial
+from types import SimpleNamespace
 
 import fsdp2_on_cpu
 import pytest
 import torch
 import vision
 from accelerate import Accelerator
-from conftest import accel_sft, stopped
+from conftest import finished, stopped
 from fsdp2_job import FP32, SHARDED
 from matrix import matrix, run
 from safetensors.torch import load_file
@@ -27,6 +28,7 @@ from accel_sft.chat.encoded import Encoded
 from accel_sft.chat.image_inputs import ImageInputs
 from accel_sft.models.source import find_source
 from accel_sft.models.tokenizer import load_processor
+from accel_sft.training import prepare
 
 TASK = f"{vision.__file__}:Colours"
 JOB = ("--global-batch-size", "4", "--micro-batch-size", "1", "--max-new-tokens", "6", "--learning-rate", "0.003")
@@ -40,14 +42,8 @@ FAMILIES = [pytest.param(name, marks=pytest.mark.long) for name in vision.FAMILI
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """`made(family)`: the folder of a model, made once."""
-    folders = {}
-
-    def folder(family="qwen2_vl"):
-        if family not in folders:
-            folders[family] = vision.make(tmp_path_factory.mktemp(family) / "model", family)
-        return folders[family]
-
-    return folder
+    make = cache(lambda family: vision.make(tmp_path_factory.mktemp(family) / "model", family))
+    return lambda family="qwen2_vl": make(family)
 
 
 @pytest.fixture
@@ -122,26 +118,23 @@ def a_resumed_run_ends_with_the_same_bits_and_the_export_is_loaded_by_transforme
     skip_unless_it_runs_here(layout)
     whole = trained(layout)
     again = stopped(whole, tmp_path / "run", 2)
-    went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=again, **LAUNCHES[layout])
-    assert went_on.status == 0, went_on.output[-4000:]
+    finished(*whole.arguments, "--resume", "auto", run_dir=again, **LAUNCHES[layout])
     one, other = (load_file(folder / "final" / "model.safetensors") for folder in (whole.run_dir, again))
     assert all(torch.equal(one[name], other[name]) for name in one)
     loaded = AutoModelForImageTextToText.from_pretrained(again / "final", dtype=torch.float32).state_dict()
     assert all(weight.equal(loaded[name]) for name, weight in loaded.items())
-    evaluated = accel_sft("evaluate", TASK, "--model", str(again), run_dir=tmp_path / "evaluation", **LAUNCHES[layout])
-    assert evaluated.status == 0, evaluated.output[-4000:]
-    found = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
+    finished("evaluate", TASK, "--model", str(again), run_dir=tmp_path / "evaluation", **LAUNCHES[layout])
+    exported_metrics = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
     own = whole.result()["after"]
-    assert found["eval_loss"] == pytest.approx(own["eval_loss"], rel=2e-5)
-    assert found["right"] == own["right"]
+    assert exported_metrics["eval_loss"] == pytest.approx(own["eval_loss"], rel=2e-5)
+    assert exported_metrics["right"] == own["right"]
 
 
 def a_run_goes_on_under_another_layout(trained, tmp_path, first, then):
     skip_unless_it_runs_here(then)
     whole = trained(first)
     again = stopped(whole, tmp_path / "run", 2)
-    went_on = accel_sft(*whole.arguments, "--resume", "auto", run_dir=again, **LAUNCHES[then])
-    assert went_on.status == 0, went_on.output[-4000:]
+    went_on = finished(*whole.arguments, "--resume", "auto", run_dir=again, **LAUNCHES[then])
     assert_same_curve(went_on, whole)
 
 
@@ -174,19 +167,24 @@ def test_images_under_sharded_launches(check, request):
     run(check, request)
 
 
-def test_sequence_parallelism_refuses_images(made, tmp_path):
-    refused = accel_sft(TASK, *JOB, "--model", str(made()), run_dir=tmp_path / "run", yaml="z3_sp", **FP32)
-    assert refused.status == 1
-    assert "which sequence parallelism would cut apart" in " ".join(refused.output.split())
+def test_sequence_parallelism_refuses_images(monkeypatch):
+    monkeypatch.setattr(prepare, "sequence_ranks", lambda accelerator: 2)
+    pictured = SimpleNamespace(kept=SimpleNamespace(pictured=[0]))
+    with pytest.raises(UserError, match="sequence parallelism would cut an image's tokens apart; launch with"):
+        prepare.Assembly.load_model(SimpleNamespace(accelerator=None), pictured)
+
+
+def loaded(folder):
+    """The model, and a row with a blank image for it."""
+    inputs = ImageInputs(lambda: load_processor(find_source(str(folder)), model=str(folder), trust_remote_code=False))
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32), blank_row(inputs)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", *FAMILIES])
 @pytest.mark.parametrize("head", ["labelled", "pieces", "everywhere"])
-def test_a_blank_image_reaches_every_weight_and_changes_neither_loss_nor_gradient(made, family, head):
-    folder = made(family)
-    inputs = ImageInputs(lambda: load_processor(find_source(str(folder)), model=str(folder), trust_remote_code=False))
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    blank, cpu = blank_row(inputs), torch.device("cpu")
+def test_blank_image_reaches_all_weights_without_changing_gradients(made, family, head):
+    model, blank = loaded(made(family))
+    cpu = torch.device("cpu")
     rows = [Encoded(index, [3 + (7 * index + at) % 60 for at in range(9 - 2 * index)], 3) for index in range(2)]
     ways = Batching("padded", 512, head=head)
 
@@ -197,11 +195,11 @@ def test_a_blank_image_reaches_every_weight_and_changes_neither_loss_nor_gradien
         return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
 
     loss, plain = gradients(rows, None)
-    with_blank, found = gradients(rows, blank)
+    with_blank, without = gradients(rows, blank)
     assert with_blank.item() == pytest.approx(loss.item(), rel=1e-6)
-    eyes = [name for name in found if plain[name] is None]
+    eyes = [name for name in without if plain[name] is None]
     assert eyes
-    for name, gradient in found.items():
+    for name, gradient in without.items():
         if name in eyes:
             assert not gradient.any(), name
         else:
@@ -211,11 +209,8 @@ def test_a_blank_image_reaches_every_weight_and_changes_neither_loss_nor_gradien
     assert all(gradient is not None and not gradient.any() for gradient in of_nothing.values())
 
 
-def test_a_model_that_reads_images_one_after_the_other_is_refused_where_ranks_would_wait(made, monkeypatch):
-    folder = made()
-    inputs = ImageInputs(lambda: load_processor(find_source(str(folder)), model=str(folder), trust_remote_code=False))
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    blank = blank_row(inputs)
+def test_model_reading_images_in_sequence_is_refused_under_sharding(made, monkeypatch):
+    model, blank = loaded(made())
     pictured = [
         blank._replace(index=index, input_ids=[*blank.input_ids, *range(5, 8 + index)], prompt_length=18)
         for index in range(3)
@@ -228,9 +223,9 @@ def test_a_model_that_reads_images_one_after_the_other_is_refused_where_ranks_wo
 
     def one_by_one(self, pixel_values, image_grid_thw, **more):
         pixels = pixel_values.split(image_grid_thw.prod(-1).tolist())
-        each = [whole(self, of_one, image_grid_thw[at : at + 1], **more) for at, of_one in enumerate(pixels)]
-        each[0].pooler_output = tuple(part for one in each for part in one.pooler_output)
-        return each[0]
+        outputs = [whole(self, of_one, image_grid_thw[at : at + 1], **more) for at, of_one in enumerate(pixels)]
+        outputs[0].pooler_output = tuple(part for one in outputs for part in one.pooler_output)
+        return outputs[0]
 
     monkeypatch.setattr(type(model.model), "get_image_features", one_by_one)
     with pytest.raises(UserError, match="reads images one by one"):

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
-from answered import Answered, by_characters
-from conftest import accel_sft
-from models import Sums, encode, make_tiny
+from answered import by_characters, scored_answers
+from models import Says, encode
+from models import with_template as tokenizer_with
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from accel_sft import UserError
-from accel_sft.api.config import TrainConfig
 from accel_sft.chat.answer_text import AnswerText
 from accel_sft.chat.conversation import Conversation
 from accel_sft.chat.encoded import Rules
 from accel_sft.chat.form import HEADER_LEARNT
 from accel_sft.chat.rendering import Rendering
 from accel_sft.data import tokenization
-from accel_sft.evaluation.evaluator import Evaluator, Generated
 
 TURNS = (
     "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -62,24 +58,6 @@ ANSWERS = [
 """Also words of the templates themselves, characters that normalisers change, and tokens of the tokenizer."""
 
 
-class Says(Sums):
-    """Examples are their own answers, and right only to the letter."""
-
-    def messages(self, example):
-        return [{"role": "system", "content": "Say it."}, {"role": "user", "content": "What?"}]
-
-    def target(self, example):
-        return example
-
-    def score(self, example, text):
-        return {"right": float(text == example)}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
 @pytest.fixture(scope="module", params=["bytes", "characters"])
 def tokenizer(request, tiny):
     made = AutoTokenizer.from_pretrained(tiny) if request.param == "bytes" else by_characters()
@@ -89,38 +67,31 @@ def tokenizer(request, tiny):
 
 
 def with_template(tokenizer, assistant: str):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = TURNS.replace("ANSWER", assistant)
-    return own
+    return tokenizer_with(tokenizer, TURNS.replace("ANSWER", assistant))
 
 
-def encoded(tokenizer, examples, truncation="drop", max_length=512):
-    eos = {tokenizer.eos_token_id}
-    rules = {"eos_ids": eos, "max_length": max_length, "truncation": truncation}
-    return encode(tokenizer, Says(), examples, "validation", **rules).kept
+def encoding(tokenizer, examples, split="train", task=None, truncation="drop", max_length=512):
+    rules = {"eos_ids": {tokenizer.eos_token_id}, "max_length": max_length, "truncation": truncation}
+    return encode(tokenizer, task or Says(), examples, split, **rules)
+
+
+def encoded(tokenizer, examples, **rules):
+    return encoding(tokenizer, examples, "validation", **rules).kept
 
 
 def scored(tokenizer, examples, answers):
     """What the evaluator makes of answers (texts, or token ids) to these examples."""
-    kept = encoded(tokenizer, examples)
     ids = [tokenizer(a, add_special_tokens=False)["input_ids"] if isinstance(a, str) else a for a in answers]
-    backend = Answered(Generated(list(zip(kept, ids, strict=True)), 1.0, {}))
-    config = TrainConfig().resolved({})
-    evaluator = Evaluator(Accelerator(cpu=True), tokenizer, Says(), examples, kept, config, backend)
-    return evaluator.score_answers({"eval_loss": 0.0})
+    return scored_answers(tokenizer, Says(), examples, encoded(tokenizer, examples), ids)
 
 
 def learnt(tokenizer, examples):
     return [example.input_ids[example.prompt_length :] for example in encoded(tokenizer, examples)]
 
 
-def test_a_template_that_ends_no_prompt_in_the_header_of_answers_is_warned_of_with_what_fixes_it(tokenizer):
-    own = copy.deepcopy(tokenizer)
-
+def test_template_without_a_generation_prompt_is_warned_of_with_fix(tokenizer):
     def warnings(template):
-        own.chat_template = template
-        rules = {"eos_ids": {own.eos_token_id}, "max_length": 512, "truncation": "drop"}
-        notes = encode(own, Says(), ["odd"], "train", **rules).notes
+        notes = encoding(tokenizer_with(tokenizer, template), ["odd"]).notes
         return [note for note in notes if note.startswith(HEADER_LEARNT)]
 
     bare = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -144,7 +115,7 @@ def test_an_answer_that_is_reproduced_to_the_token_is_right(tokenizer, assistant
 
 
 @pytest.mark.parametrize("assistant", SOUND.values(), ids=SOUND)
-def test_another_answer_is_scored_as_it_is_without_what_surrounds_it(tokenizer, assistant):
+def test_other_answer_is_scored_without_what_surrounds_it(tokenizer, assistant):
     own = with_template(tokenizer, assistant)
     said = ["even", "final", "m and <b>m</b>", "a\n\nb."]
     evaluation = scored(own, ["odd"] * len(said), learnt(own, said))
@@ -152,7 +123,7 @@ def test_another_answer_is_scored_as_it_is_without_what_surrounds_it(tokenizer, 
     assert evaluation.metrics["right"] == 0.0
 
 
-def test_a_tokenizer_that_decodes_blanks_behind_special_tokens_scores_no_answer_as_another():
+def test_tokenizer_that_decodes_blanks_behind_tokens_confuses_no_answers():
     characters = ["\u2581", "\n", *map(chr, range(33, 127))]
     tokens = {"<unk>": 0, "<s>": 1, **{character: number for number, character in enumerate(characters, 2)}}
     spelling = Tokenizer(models.BPE(tokens, [], unk_token="<unk>"))
@@ -164,8 +135,8 @@ def test_a_tokenizer_that_decodes_blanks_behind_special_tokens_scores_no_answer_
     generated = {"assistant\nyes": "yes", "assistant\nno": "no", "rubbish": "", "": ""}
     for text, scored in generated.items():
         ids = tokenizer(f"<|im_start|>{text}<|im_end|>", add_special_tokens=False)["input_ids"]
-        asked = Conversation([{"role": "user", "content": "hello"}], {"role": "assistant", "content": "yes"})
-        assert AnswerText(Rendering(tokenizer))(asked, ids) == scored
+        chat = Conversation([{"role": "user", "content": "hello"}], {"role": "assistant", "content": "yes"})
+        assert AnswerText(Rendering(tokenizer))(chat, ids) == scored
 
 
 @pytest.mark.parametrize("name", ["an empty thinking block", "a thinking block that is filled in", "an element"])
@@ -188,24 +159,22 @@ def test_thinking_is_not_scored(tokenizer, name, generated, text):
 
 
 @pytest.mark.parametrize(
-    ("generated", "text"),
+    ("name", "generated", "text"),
     [
-        ("<|channel|>analysis<|message|>odd?<|end|><|start|>assistant<|channel|>final<|message|>odd<|im_end|>", "odd"),
-        ("<|channel|>analysis<|message|>odd?<|im_end|>", ""),
-        ("final odd<|im_end|>", "final odd"),
+        (
+            "a channel",
+            "<|channel|>analysis<|message|>odd?<|end|><|start|>assistant<|channel|>final<|message|>odd<|im_end|>",
+            "odd",
+        ),
+        ("a channel", "<|channel|>analysis<|message|>odd?<|im_end|>", ""),
+        ("a channel", "final odd<|im_end|>", "final odd"),
+        ("the end of a block only", "\nSo?\n</think>\n\nodd<|im_end|>", "odd"),
+        ("the end of a block only", "\nSo? It is od", ""),
+        ("the end of a block only", "\n</think>odd", "odd"),
     ],
 )
-def test_other_channels_are_not_scored(tokenizer, generated, text):
-    (sample,) = scored(with_template(tokenizer, SOUND["a channel"]), ["odd"], [generated]).samples
-    assert sample["generated"] == text
-
-
-@pytest.mark.parametrize(
-    ("generated", "text"),
-    [("\nSo?\n</think>\n\nodd<|im_end|>", "odd"), ("\nSo? It is od", ""), ("\n</think>odd", "odd")],
-)
-def test_a_block_that_the_prompt_opens_is_not_scored(tokenizer, generated, text):
-    (sample,) = scored(with_template(tokenizer, SOUND["the end of a block only"]), ["odd"], [generated]).samples
+def test_other_channels_and_opened_blocks_are_not_scored(tokenizer, name, generated, text):
+    (sample,) = scored(with_template(tokenizer, SOUND[name]), ["odd"], [generated]).samples
     assert sample["generated"] == text
 
 
@@ -222,8 +191,8 @@ def test_a_template_that_loses_the_answer_is_refused(tokenizer, name):
     with pytest.raises(UserError, match=r"^validation example 1: the answer would not be trained on: ") as refused:
         encoded(own, ["  ", losing.get(name, "odd")])
     (line,) = refused.value.problems
-    assert "\n" not in line
     assert "chat_template that writes an assistant's content whole" in line
+    assert line.endswith("or change target()")
     with pytest.raises(UserError, match="the answer would not be trained on"):  # also where the cut would hide it
         encoded(own, [losing.get(name, "odd")], truncation="right", max_length=16)
 
@@ -236,15 +205,14 @@ def test_a_template_that_loses_the_answer_is_refused(tokenizer, name):
         ("{% for m in messages %}{% set m = {'role': m.role, 'content': m.content[:6]} %}", "system"),
     ],
 )
-def test_a_template_that_drops_a_message_is_refused_by_row_and_role(tokenizer, template, role):
+def test_template_dropping_a_message_is_refused_by_row_and_role(tokenizer, template, role):
     own = with_template(tokenizer, "{{ m.content }}<|im_end|>\n")
     own.chat_template = own.chat_template.replace("{% for m in messages %}", template)
     turns = [{"role": "system", "content": "Say it."}, {"role": "user", "content": "What?"}]
     turns += [{"role": "assistant", "content": "This."}, {"role": "user", "content": "Again?"}]
     task = type("Chat", (Says,), {"messages": lambda self, example: turns})()
-    rules = {"eos_ids": {own.eos_token_id}, "max_length": 512, "truncation": "drop"}
     with pytest.raises(UserError, match=rf"train example 0: .* drops .* of the {role} turn"):
-        encode(own, task, ["odd"], "train", **rules)
+        encoding(own, ["odd"], task=task)
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -252,8 +220,7 @@ def test_indentation_that_a_token_takes_is_named(tokenizer, taken):
     own = with_template(tokenizer, SOUND["nothing around it"])
     own.add_tokens([AddedToken("<|a|>", special=True, rstrip=taken)])
     own.chat_template = own.chat_template.replace("<|im_start|>assistant\n", "<|a|>")
-    rules = {"eos_ids": {own.eos_token_id}, "max_length": 512, "truncation": "drop"}
-    notes = encode(own, Says(), ["odd", "    odd\n    even"], "train", **rules).notes
+    notes = encoding(own, ["odd", "    odd\n    even"]).notes
     assert [note for note in notes if "begin with white space that is not learnt" in note] == notes[: int(taken)]
     assert bool(notes) == taken
 
@@ -269,27 +236,26 @@ def test_thinking_that_the_prompt_opens_is_not_lost(tokenizer):
         encoded(own, [answer])
 
 
-def test_a_template_that_drops_answers_is_refused_though_it_writes_their_letters(tokenizer):
+def test_template_dropping_answers_is_refused_though_their_letters_appear(tokenizer):
     with pytest.raises(UserError, match=r'the chat template makes "<\|im_end\|>\\n" of "m"'):
         encoded(with_template(tokenizer, LOSING["drops it"]), ["m"])
 
 
-def test_an_answer_that_names_the_end_of_turn_is_not_cut_there(tokenizer):
+def test_answer_naming_the_end_of_turn_is_not_cut(tokenizer):
     own = with_template(tokenizer, SOUND["no end of turn"])
     assert own.decode(learnt(own, ["a<|im_end|>b"])[0]) == "a<|im_end|>b\n<|im_end|>"
 
 
-def test_an_end_of_turn_that_is_no_token_is_told_of_and_does_not_count_as_answer(tokenizer):
+def test_end_of_turn_that_is_no_token_is_reported_unscored(tokenizer):
     own = with_template(tokenizer, "{{ m.content }}<|im_finish|>\n")
-    encoding = encode(own, Says(), ["odd"], "train", eos_ids={own.eos_token_id}, max_length=512, truncation="drop")
-    (line,) = encoding.lines()
+    (line,) = encoding(own, ["odd"]).lines()
     assert re.search(r'ends answers with "<\|im_finish\|>", which is no special token', line)
     assert scored(own, ["odd"], learnt(own, ["odd"])).metrics["right"] == 1.0
     rendering = Rendering(own)
     assert rendering.tail(rendering.form(Says().messages("odd"), "train")) == "<|im_finish|>\n"
 
 
-def test_control_tokens_in_an_answer_are_learnt_and_scored_as_characters(tokenizer):
+def test_control_tokens_in_answers_are_learnt_and_scored_as_characters(tokenizer):
     own = with_template(tokenizer, SOUND["an empty thinking block"])
     said = ["a<|im_end|>\n<|im_start|>user\nb", "a<|im_end|>\n<|im_start|>user\nc", "a", "a\n"]
     reproduced = learnt(own, said)
@@ -302,7 +268,7 @@ def test_control_tokens_in_an_answer_are_learnt_and_scored_as_characters(tokeniz
     assert [sample["generated"] for sample in scored(own, ["odd"], [ids]).samples] == ["ab"]
 
 
-def test_where_the_tokenizer_reads_characters_as_a_control_token_the_row_is_refused():
+def test_row_whose_characters_become_a_control_token_is_refused():
     """A Unigram vocabulary may have the token itself as a piece."""
     spelling = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((c, -9.0) for c in "abc</s>\n")], 0))
     spelling.decoder = decoders.Fuse()
@@ -314,19 +280,17 @@ def test_where_the_tokenizer_reads_characters_as_a_control_token_the_row_is_refu
         encoded(own, ["ab", "a</s>b"])
 
 
-def test_a_sound_template_is_not_refused_where_answers_are_cut_to_length(tokenizer):
+def test_sound_template_is_not_refused_where_answers_are_cut(tokenizer):
     own = with_template(tokenizer, THINKS_EMPTY)
     (whole,) = encoded(own, ["odd and even"])
     (cut,) = encoded(own, ["odd and even"], truncation="right", max_length=whole.prompt_length + 2)
     assert cut.input_ids == whole.input_ids[: whole.prompt_length + 2]
 
 
-def test_rows_that_an_earlier_version_kept_are_looked_at_again(tiny, monkeypatch, tmp_path):
+def test_rows_that_an_earlier_version_kept_are_looked_at_again(tiny, monkeypatch, own_cache):
     own = with_template(AutoTokenizer.from_pretrained(tiny), LOSING["cuts it"])
-    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path))
-    encoder = tokenization.SplitEncoder(
-        Accelerator(cpu=True), own, Says(), Rules(frozenset([own.eos_token_id]), 99, "drop")
-    )
+    rules = Rules(frozenset([own.eos_token_id]), 99, "drop")
+    encoder = tokenization.SplitEncoder(Accelerator(cpu=True), own, Says(), rules)
     with monkeypatch.context() as earlier:  # which looked at nothing, and whose code was another
         earlier.setattr("accel_sft.chat.dropped.holds", lambda *_: True)
         earlier.setattr(encoder, "_decided", [*encoder._decided, "earlier"])
@@ -334,17 +298,3 @@ def test_rows_that_an_earlier_version_kept_are_looked_at_again(tiny, monkeypatch
         assert "tokens from the cache" in encoder(["odd", "even"], "train").lines()[0]
     with pytest.raises(UserError, match="train example 0: the answer would not be trained on"):
         encoder(["odd", "even"], "train")
-
-
-def test_the_command_line_refuses_it_in_one_line(tiny, tmp_path):
-    with_template(AutoTokenizer.from_pretrained(tiny), LOSING["drops it"]).save_pretrained(tmp_path / "model")
-    for file in (*tiny.glob("*.safetensors"), tiny / "config.json"):
-        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
-    run = accel_sft("math", "--model", str(tmp_path / "model"), "--max-steps", "1", run_dir=tmp_path / "run")
-    assert run.status == 1
-    (line,) = [line for line in run.output.splitlines() if line.startswith("Error")]
-    assert line.startswith(
-        'Error: train example 0: the answer would not be trained on: the chat template makes "<|im_end|>'
-    )
-    assert line.endswith("or change target()")
-    assert "Traceback" not in run.output

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
+import models
 import pytest
 from accelerate import Accelerator
-from answered import Answered, by_characters
-from conftest import accel_sft, stopped
+from answered import by_characters, scored_answers
+from conftest import accel_sft, finished, stopped
 from fake_plugins import GOOD, install
 from families import FAMILIES
-from models import Sums, encode, make_tiny
+from models import encode
 from thinking_families import DAY, MODES, of_family
 from transformers import AutoTokenizer
 
@@ -30,7 +31,6 @@ from accel_sft.chat.rendering import Rendering
 from accel_sft.chat.template import dated
 from accel_sft.cli.task_tools import TOOLS
 from accel_sft.data.tokenization import SplitEncoder
-from accel_sft.evaluation.evaluator import Evaluator, Generated
 from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.models.source import Source
 from accel_sft.models.tokenizer import load_tokenizer
@@ -39,25 +39,7 @@ ANSWERS = ["odd", "<b>odd</b>", "a\n\nb", "{'a': '>'}", "final", "think", "7"]
 THOUGHTS = ["<think>two</think>odd", "<think>\nIs it?\nIt is.\n</think>\n\n<b>odd</b>"]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return AutoTokenizer.from_pretrained(tiny)
-
-
-class Says(Sums):
-    """Examples are their own answers, and right only to the letter."""
-
-    def messages(self, example):
-        return [{"role": "system", "content": "Say it."}, {"role": "user", "content": "What?"}]
-
-    def target(self, example):
-        return example
-
+class Says(models.Says):
     def score(self, example, text):
         assert "think>" not in text
         return {"right": float(text == example.partition("</think>")[2].strip() or text == example)}
@@ -80,11 +62,8 @@ def texts(own, example):
 
 
 def scored(own, encoding, examples, answers, thinking, task=None):
-    """What the evaluator makes of token ids that were generated as answers to these examples."""
-    backend = Answered(Generated(list(zip(encoding.kept, answers, strict=True)), 1.0, {}))
-    config = TrainConfig(thinking=thinking, template_date=DAY).resolved({})
-    evaluator = Evaluator(Accelerator(cpu=True), own, task or Says(), examples, encoding.kept, config, backend)
-    return evaluator.score_answers({"eval_loss": 0.0})
+    settings = {"thinking": thinking, "template_date": DAY}
+    return scored_answers(own, task or Says(), examples, encoding.kept, answers, **settings)
 
 
 def learnt(encoding):
@@ -98,8 +77,8 @@ def test_every_family_learns_answers_and_scores_them_in_every_mode(any_tokenizer
     encoding = encoded(own, ends, ANSWERS, thinking)
     assert len(encoding.kept) == len(ANSWERS)
     stop = own.convert_tokens_to_ids(FAMILIES[name].learnt_end)
-    asked = {tuple(example.input_ids[: example.prompt_length]) for example in encoding.kept}
-    assert len(asked) == 1  # nothing of an answer is in its prompt
+    prompts = {tuple(example.input_ids[: example.prompt_length]) for example in encoding.kept}
+    assert len(prompts) == 1  # nothing of an answer is in its prompt
     for answer, ids in zip(ANSWERS, learnt(encoding), strict=True):
         assert [token for token in ids if token in ends] == [ids[-1]] == [stop]
         assert "".join(answer.split()) in "".join(own.decode(ids).split())
@@ -111,7 +90,7 @@ def test_every_family_learns_answers_and_scores_them_in_every_mode(any_tokenizer
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_learns_the_targets_thinking_and_scores_the_answer_alone(any_tokenizer, name):
+def test_every_family_learns_thinking_and_scores_the_answer_alone(any_tokenizer, name):
     own, ends = of_family(any_tokenizer, name)
     encoding = encoded(own, ends, THOUGHTS, "keep")
     for ids, (thinking, answer) in zip(learnt(encoding), [("two", "odd"), ("It is.", "<b>odd</b>")], strict=True):
@@ -125,7 +104,7 @@ def test_every_family_learns_the_targets_thinking_and_scores_the_answer_alone(an
     assert evaluation.metrics["right"] == 1.0
 
 
-def test_a_task_is_tried_on_targets_without_the_thinking_that_is_kept():
+def test_scoring_check_leaves_out_kept_thinking():
     check_scoring(Says(), THOUGHTS, "keep")
     with pytest.raises(UserError, match=r"score\(\) failed on '<think>two"):
         check_scoring(Says(), THOUGHTS, "template")
@@ -160,13 +139,11 @@ def test_thinking_in_targets_is_trained_evaluated_and_generated_with(tiny, tmp_p
     plugin, size = {"PYTHONPATH": str(tmp_path / "site")}, ("--size", "4")
     job = ("good", *size, "--thinking", "keep", "--model", str(tmp_path / "model"), "--max-steps", "60")
     job += ("--global-batch-size", "4", "--learning-rate", "1e-2", "--eval-every", "60")
-    run = accel_sft(*job, run_dir=tmp_path / "run", environment=plugin)
-    assert run.status == 0, run.output
+    run = finished(*job, run_dir=tmp_path / "run", environment=plugin)
     after = run.result()["after"]
     assert after["accuracy"] == 1.0
     command = ("evaluate", "good", *size, "--model", str(run.run_dir))
-    evaluated = accel_sft(*command, run_dir=tmp_path / "own", environment=plugin)
-    assert evaluated.status == 0, evaluated.output
+    evaluated = finished(*command, run_dir=tmp_path / "own", environment=plugin)
     assert evaluated.result()["after"]["accuracy"] == 1.0
     assert evaluated.result()["after"]["eval_loss"] == pytest.approx(after["eval_loss"], rel=1e-4)
     lines = re.search(r"```python\n(.*?)```", (run.run_dir / "final" / "README.md").read_text(), re.S)[1]
@@ -185,59 +162,45 @@ def whole_run(tiny, tmp_path_factory):
     )
     own.save_pretrained(folder / "model")
     arguments = ("math", "--model", str(folder / "model"), *JOB)
-    run = accel_sft(*arguments, "--template-date", DAY, "--thinking", "off", run_dir=folder / "run")
-    assert run.status == 0, run.output
+    run = finished(*arguments, "--template-date", DAY, "--thinking", "off", run_dir=folder / "run")
     return run, arguments
 
 
-def test_a_run_with_a_date_in_its_template_goes_on_on_another_day(whole_run, tmp_path):
+def test_run_with_a_dated_template_resumes_on_another_day(whole_run, tmp_path):
     run, arguments = whole_run
     record = json.loads((run.run_dir / "run.json").read_text())
     assert (record["config"]["thinking"], record["config"]["template_date"]) == ("off", DAY)
     begun = stopped(run, tmp_path / "run", 3)
     same = ("--thinking", "off", "--resume", "auto")
-    resumed = accel_sft(*arguments, *same, run_dir=begun)  # today is another day
-    assert resumed.status == 0, resumed.output
+    resumed = finished(*arguments, *same, run_dir=begun)  # today is another day
     assert "step-000003 at step 3 of 6" in resumed.output
     assert json.loads((begun / "run.json").read_text())["config"]["template_date"] == DAY
     assert resumed.lines() != []
     name = "final/model.safetensors"
     assert (begun / name).read_bytes() == (run.run_dir / name).read_bytes()
-    finished = accel_sft(*arguments, *same, run_dir=begun)
-    assert "this run is finished" in finished.output
-
-
-def test_another_day_or_another_thinking_is_refused_by_name(whole_run, tmp_path):
-    run, arguments = whole_run
-    begun = stopped(run, tmp_path / "run", 3)
-    refused = accel_sft(*arguments, "--template-date", "2024-03-01", "--resume", "auto", run_dir=begun)
-    assert refused.status == 1
-    assert f"--template-date: the run was started with {DAY}, not 2024-03-01" in refused.output
-    assert "--thinking: the run was started with off, not template" in refused.output
+    again = accel_sft(*arguments, *same, run_dir=begun)
+    assert "this run is finished" in again.output
 
 
 def test_evaluating_a_run_asks_as_the_run_did(whole_run, tmp_path):
     run, _ = whole_run
     command = ("evaluate", "math", "--model", str(run.run_dir), "--validation-examples", "5")
-    evaluated = accel_sft(*command, run_dir=tmp_path / "own")
-    assert evaluated.status == 0, evaluated.output
+    evaluated = finished(*command, run_dir=tmp_path / "own")
     note = f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir / 'final'}\n"
     assert note in evaluated.output  # as generate, merge and push take them
     assert evaluated.result()["weights"] == {"model": str(run.run_dir / "best")}
-    after = json.loads((tmp_path / "own" / "result.json").read_text())["after"]
+    after = evaluated.result()["after"]
     assert after["eval_loss"] == pytest.approx(run.result()["after"]["eval_loss"], rel=1e-4)
-    other = accel_sft(*command, "--thinking", "template", run_dir=tmp_path / "other")
-    assert other.status == 0, other.output
-    loss = json.loads((tmp_path / "other" / "result.json").read_text())["after"]["eval_loss"]
-    assert loss != pytest.approx(after["eval_loss"], rel=1e-4)
+    other = finished(*command, "--thinking", "template", run_dir=tmp_path / "other")
+    assert other.result()["after"]["eval_loss"] != pytest.approx(after["eval_loss"], rel=1e-4)
 
 
 def test_the_cards_lines_ask_as_training_did(whole_run):
     run, _ = whole_run
     (block,) = re.findall(r"^```python\n(.*?)^```", (run.run_dir / "final" / "README.md").read_text(), re.S | re.M)
     assert "enable_thinking=False" in block
-    told = subprocess.run([sys.executable, "-c", block], cwd=run.run_dir / "final", capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
+    done = subprocess.run([sys.executable, "-c", block], cwd=run.run_dir / "final", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 SPELT = [
@@ -258,20 +221,14 @@ SPELT = [
     ("Nemotron 3", "template", "odd", "assistant\n<think>\n", "</think>odd<|im_end|>"),
     ("MiniMax-M2", "template", "odd", "]~b]ai\n<think>\n", "\n</think>\n\nodd[e~["),
     (
-        "Gemma 2",
-        "template",
-        "odd",
-        "<bos><start_of_turn>user\nSay it.\n\nWhat?<end_of_turn>\n<start_of_turn>model\n",
-        "odd<end_of_turn>",
+        *("Gemma 2", "template", "odd"),
+        *("<bos><start_of_turn>user\nSay it.\n\nWhat?<end_of_turn>\n<start_of_turn>model\n", "odd<end_of_turn>"),
     ),
     ("Gemma 4", "template", "odd", "<|turn>model\n<|channel>thought\n<channel|>", "odd<turn|>"),
     ("Mistral v0.3", "template", "odd", "<s>[INST] Say it.\n\nWhat?[/INST]", " odd</s>"),
     ("Phi-3", "template", "odd", "<|assistant|>\n", "odd<|end|>"),
     (
-        "SmolVLM",
-        "template",
-        "odd",
-        "System: Say it.<end_of_utterance>\nUser: What?<end_of_utterance>\nAssistant:",
+        *("SmolVLM", "template", "odd", "System: Say it.<end_of_utterance>\nUser: What?<end_of_utterance>\nAssistant:"),
         " odd<end_of_utterance>",
     ),
     ("gpt-oss", "template", "odd", "<|start|>assistant", "<|channel|>final<|message|>odd<|return|>"),
@@ -280,10 +237,7 @@ SPELT = [
         "<|channel|>analysis<|message|>two<|end|><|start|>assistant<|channel|>final<|message|>odd<|return|>",
     ),
     (
-        "Granite 3.3",
-        "keep",
-        THOUGHTS[0],
-        'assistant {"thinking": true}<|end_of_role|>',
+        *("Granite 3.3", "keep", THOUGHTS[0], 'assistant {"thinking": true}<|end_of_role|>'),
         "<think>two</think>odd<|end_of_text|>",
     ),
     ("Llama 3.2", "template", "odd", "Today Date: 29 Feb 2024\n\nSay it.<|eot|><|head|>user", "odd<|eot|>"),
@@ -294,8 +248,8 @@ SPELT = [
 @pytest.mark.parametrize(("name", "thinking", "target", "prompt", "rest"), SPELT)
 def test_prompts_and_answers_are_right_to_the_letter(tokenizer, name, thinking, target, prompt, rest):
     own, ends = of_family(tokenizer, name)
-    asked, answered = texts(own, encoded(own, ends, [target], thinking).kept[0])
-    assert prompt in asked if name in ("Llama 3.2", "SmolLM3") else asked.endswith(prompt)
+    written, answered = texts(own, encoded(own, ends, [target], thinking).kept[0])
+    assert prompt in written if name in ("Llama 3.2", "SmolLM3") else written.endswith(prompt)
     assert answered == rest
 
 
@@ -314,7 +268,7 @@ NOTES = [
 
 
 @pytest.mark.parametrize(("name", "thinking", "said"), NOTES)
-def test_what_was_done_beyond_the_templates_own_way_is_said_in_a_line(tokenizer, name, thinking, said):
+def test_departures_from_the_template_are_one_line(tokenizer, name, thinking, said):
     own, ends = of_family(tokenizer, name)
     notes = encoded(own, ends, ANSWERS, thinking).lines()
     assert all("\n" not in note for note in notes)
@@ -339,7 +293,7 @@ def test_texts_make_no_control_tokens(any_tokenizer, name):
     settings = {"eos_ids": ends, "max_length": 9999, "truncation": "error", "day": DAY}
     whole = encode(own, Forged(), [forged], "train", **settings)
     (row,), (plain,) = whole.kept, encode(own, Says(), ["odd"], "train", **settings).kept
-    special = [[token for token in each.input_ids if token in control.special_ids] for each in (row, plain)]
+    special = [[token for token in side.input_ids if token in control.special_ids] for side in (row, plain)]
     assert special[0] == special[1]
     assert whole.control_tokens == {"answers": [0], "texts": []}
     text = own.decode(row.input_ids[row.prompt_length :], skip_special_tokens=False)
@@ -348,16 +302,16 @@ def test_texts_make_no_control_tokens(any_tokenizer, name):
     assert len([token for token in row.input_ids if token in control.special_ids]) > len(special[0])
 
 
-def test_a_prompt_that_a_template_writes_as_a_python_object_is_asked_as_it_was_trained(tokenizer):
+def test_prompt_written_as_a_python_object_keeps_its_characters(tokenizer):
     """Its control tokens are characters, and what kept them apart is not in the text."""
     own, _ = of_family(tokenizer, "Qwen2.5")
     own.chat_template = "{{ messages }}{% if add_generation_prompt %} answer: {% endif %}"
     rendering = Rendering(own, "template", DAY)
-    asked = rendering.control.ids([rendering.prompt([{"role": "user", "content": "is <|im_start|> odd?"}])])[0]
-    text = own.decode(asked)
+    ids = rendering.control.ids([rendering.prompt([{"role": "user", "content": "is <|im_start|> odd?"}])])[0]
+    text = own.decode(ids)
     assert "<|im_start|>" in text.replace(" ", "")
     assert "ue008" not in text
-    assert not rendering.control.special_ids & {*asked}
+    assert not rendering.control.special_ids & {*ids}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -367,13 +321,13 @@ def test_prompts_of_training_are_what_is_generated_from(tokenizer, name):
     turns = Says().messages("odd")
     given = rendering.form(turns, "train").given(turns)
     own.chat_template = dated(own.chat_template, DAY)
-    asked = own.apply_chat_template(given, add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = own.apply_chat_template(given, add_generation_prompt=True, return_dict=True)["input_ids"]
     (example,) = encoded(own, ends, ["odd"], "template").kept
-    assert example.input_ids[: example.prompt_length] == asked
+    assert example.input_ids[: example.prompt_length] == ids
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_conversations_of_several_turns_and_without_a_system_message_are_learnt_too(tokenizer, name):
+def test_conversations_with_turns_or_without_system_message_are_learnt(tokenizer, name):
     class Talks(Says):
         def messages(self, example):
             talk = [("user", "Hello."), ("assistant", "Good day."), ("user", "What?")]
@@ -384,29 +338,22 @@ def test_conversations_of_several_turns_and_without_a_system_message_are_learnt_
     for thinking in MODES:
         encoding = encoded(own, ends, ["odd", "even"], thinking, Talks())
         for example, answer in zip(encoding.kept, ("odd", "even"), strict=True):
-            asked, rest = texts(own, example)
+            prompt, rest = texts(own, example)
             assert answer in rest
-            assert ("Say it." in asked) == (answer == "odd")
-            assert asked.index("Hello.") < asked.index("Good day.") < asked.index("What?")
+            assert ("Say it." in prompt) == (answer == "odd")
+            assert prompt.index("Hello.") < prompt.index("Good day.") < prompt.index("What?")
         evaluation = scored(own, encoding, ["odd", "even"], learnt(encoding), thinking, Talks())
         assert evaluation.metrics["right"] == 1.0
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-R1", "DeepSeek-V3.1", "EXAONE 4", "QwQ"])
-def test_thinking_that_a_template_drops_is_refused_unless_it_is_kept(tokenizer, name):
-    own, ends = of_family(tokenizer, name)
-    for thinking in ("off", "template"):
-        with pytest.raises(
-            UserError, match=r"the answer would not be trained on: .*; learn the thinking with --thinking keep"
-        ):
-            encoded(own, ends, THOUGHTS[:1], thinking)
+DROPPING = [*itertools.product(("DeepSeek-R1", "DeepSeek-V3.1", "EXAONE 4", "QwQ"), ("off", "template"))]
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5"])
-def test_a_target_that_thinks_is_refused_where_thinking_is_off(tokenizer, name):
+@pytest.mark.parametrize(("name", "thinking"), [*DROPPING, ("Qwen3", "off"), ("Qwen3.5", "off")])
+def test_dropped_thinking_is_refused_unless_it_is_kept(tokenizer, name, thinking):
     own, ends = of_family(tokenizer, name)
-    with pytest.raises(UserError, match="learn the thinking with --thinking keep"):
-        encoded(own, ends, THOUGHTS[:1], "off")
+    with pytest.raises(UserError, match=r"would not be trained on: .*; learn the thinking with --thinking keep"):
+        encoded(own, ends, THOUGHTS[:1], thinking)
 
 
 def test_a_target_that_is_thinking_alone_has_no_answer(tokenizer):
@@ -427,7 +374,7 @@ UNSOUND = {
 
 
 @pytest.mark.parametrize("unsound", UNSOUND.values(), ids=UNSOUND)
-def test_a_prompt_that_no_sound_way_makes_a_prefix_is_refused(tokenizer, unsound):
+def test_prompt_that_is_never_a_prefix_is_refused(tokenizer, unsound):
     own, ends = of_family(tokenizer, "Qwen2.5")
     own.chat_template = unsound
     for thinking, target in (("template", "odd"), ("off", "odd"), ("keep", "odd"), ("keep", THOUGHTS[0])):
@@ -449,24 +396,25 @@ FAILING = {
 
 
 @pytest.mark.parametrize("failing", FAILING)
-def test_a_template_that_fails_is_told_in_one_line(tokenizer, failing):
+def test_template_that_fails_is_one_line(tokenizer, failing):
     own, ends = of_family(tokenizer, "Qwen2.5")
     own.chat_template = failing
-    with pytest.raises(UserError, match=r"^validation( example 0)?: the model's chat .*roles system/user") as told:
+    with pytest.raises(UserError, match=r"^validation( example 0)?: the model's chat .*roles system/user") as refused:
         encoded(own, ends, ["odd"], "template")
-    (line,) = told.value.problems
+    (line,) = refused.value.problems
     assert re.search(FAILING[failing], line)
     assert line.isprintable()
 
 
-def test_a_template_that_writes_no_prompt_is_told_in_one_line(tokenizer):
+def test_template_that_writes_no_prompt_is_one_line(tokenizer):
     own, ends = of_family(tokenizer, "Qwen2.5")
-    own.chat_template = "{{ '' }}"
-    with pytest.raises(UserError, match="the answer would not be trained on"):
-        encoded(own, ends, ["odd"], "template")
-    own.chat_template = "{% if not add_generation_prompt %}{{ messages[-1].content }}{% endif %}"
-    with pytest.raises(UserError, match="left out: the chat template writes no prompt"):
-        encoded(own, ends, ["odd"], "template")
+    answer_alone = "{% if not add_generation_prompt %}{{ messages[-1].content }}{% endif %}"
+    for own.chat_template, message in (
+        ("{{ '' }}", "the answer would not be trained on"),
+        (answer_alone, "left out: the chat template writes no prompt"),
+    ):
+        with pytest.raises(UserError, match=message):
+            encoded(own, ends, ["odd"], "template")
 
 
 def test_messages_without_a_user_turn_are_warned_of(tokenizer):
@@ -489,8 +437,8 @@ def test_the_day_is_the_runs_and_not_todays(tokenizer):
         own.chat_template = (
             "\n  {% macro m() %}{{ strftime_now('" + formats + "') }}{% endmacro %}[{{ m() }}]" + own.chat_template
         )
-        asked, _ = texts(own, encoded(own, ends, ["odd"], "template", day=day).kept[0])
-        assert asked.startswith(f"\n[{expected}]<|im_start|>system")
+        prompt, _ = texts(own, encoded(own, ends, ["odd"], "template", day=day).kept[0])
+        assert prompt.startswith(f"\n[{expected}]<|im_start|>system")
     assert dated("no date", DAY) == "no date"
 
 
@@ -505,7 +453,7 @@ def test_thinking_and_the_day_are_part_of_the_caches_key(tokenizer):
     assert key("Qwen3") == key("Qwen3", day="2024-03-01")  # which writes no date
 
 
-def test_the_notes_are_printed_again_where_the_tokens_are_from_the_cache(tokenizer, monkeypatch, tmp_path):
+def test_notes_are_printed_again_for_cached_tokens(tokenizer, monkeypatch, tmp_path):
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path))
     own, ends = of_family(tokenizer, "Gemma 2")
     rules = Rules(frozenset(ends), 512, "drop")
@@ -517,7 +465,7 @@ def test_the_notes_are_printed_again_where_the_tokens_are_from_the_cache(tokeniz
 
 
 @pytest.mark.parametrize("name", ["chat_template.json", "chat_template.jinja"])
-def test_a_template_that_is_in_a_file_of_its_own_is_found(tiny, tmp_path, name):
+def test_template_in_a_file_of_its_own_is_read(tiny, tmp_path, name):
     shutil.copytree(tiny, tmp_path / "model")
     (jinja,) = (tmp_path / "model").glob("chat_template.jinja")
     text = jinja.read_text()
@@ -552,7 +500,8 @@ def test_the_settings_of_the_templates_are_part_of_the_run():
     assert changed(before, {**before}) == []
     (line,) = changed(before, {**before, "thinking": "keep"})
     assert line == "--thinking: the run was started with template, not keep"
-    assert changed(before, {**before, "template_date": "2024-03-01"}) != []
+    (line,) = changed(before, {**before, "template_date": "2024-03-01"})
+    assert line == f"--template-date: the run was started with {DAY}, not 2024-03-01"
     earlier = {key: value for key, value in before.items() if key not in ("thinking", "template_date")}
     assert changed(earlier, before) == []
     assert changed(earlier, {**before, "thinking": "off"}) != []

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 from accelerate import Accelerator
-from answered import Answered
-from conftest import accel_sft
+from answered import scored_answers
+from conftest import finished
 from fake_plugins import install
 from families import FAMILIES
 from forwards import WAYS, batching_of, loss_and_gradients
-from models import Sums, encode, make_tiny
+from models import Given, encode, with_template
 from thinking_families import DAY, MODES, of_family
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -30,7 +30,7 @@ from accel_sft.chat.conversation import Conversation, conversation, limited_exam
 from accel_sft.chat.encoded import Rules
 from accel_sft.chat.rendering import Rendering
 from accel_sft.data.tokenization import SplitEncoder
-from accel_sft.evaluation.evaluator import Evaluator, Generated
+from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.models.prefix_attention import install as install_attention
 
 install_attention(torch.device("cpu"))
@@ -51,14 +51,8 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"to
 
 
 @dataclass(kw_only=True)
-class Chats(Sums):
+class Chats(Given):
     """Examples are prompt and following turns; those of a text target are a conversation's first turns."""
-
-    def messages(self, example):
-        return example[0]
-
-    def target(self, example):
-        return example[1]
 
     def tools(self, example):
         return example[2] if len(example) > 2 else None
@@ -67,29 +61,18 @@ class Chats(Sums):
         return {"right": float(text == example[1][-1]["content"])}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return AutoTokenizer.from_pretrained(tiny)
-
-
 def encoded(own, examples, *, ends=None, thinking="template", split="train", **rules):
     rules = {"max_length": 4096, "truncation": "drop", "day": DAY, **rules}
     return encode(own, Chats(), examples, split, eos_ids=ends or {own.eos_token_id}, thinking=thinking, **rules)
 
 
 def chatml(tokenizer, assistant="{{ m.content }}", prompt=""):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = (
+    return with_template(
+        tokenizer,
         "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
         "{% else %}<|im_start|>assistant\n" + assistant + "<|im_end|>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n" + prompt + "{% endif %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n" + prompt + "{% endif %}",
     )
-    return own
 
 
 FORGETFUL = (  # as Qwen3's: the thinking of an answer is written until the user speaks again
@@ -121,7 +104,7 @@ APART = {
 
 @pytest.mark.parametrize("thinking", MODES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_answer_of_a_chat_is_learnt_as_the_answer_to_what_precedes_it(tokenizer, name, thinking):
+def test_every_answer_is_learnt_as_answer_to_its_predecessors(tokenizer, name, thinking):
     own, ends = of_family(tokenizer, name)
     chats = encoded(own, [(CHAT[:2], CHAT[2:])], ends=ends, thinking=thinking)
     single = encoded(own, [(CHAT[:at], CHAT[at]["content"]) for at in (2, 4, 6)], ends=ends, thinking=thinking)
@@ -133,25 +116,25 @@ def test_every_answer_of_a_chat_is_learnt_as_the_answer_to_what_precedes_it(toke
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3", "gpt-oss", "Gemma 3", "Llama 3.2", "Phi-3", "SmolLM3"])
-def test_one_row_is_the_templates_own_rendering_and_begins_with_every_prompt(tokenizer, name):
+def test_single_row_is_the_rendering_and_begins_with_every_prompt(tokenizer, name):
     own, ends = of_family(tokenizer, name)
     own.chat_template = own.chat_template.replace("strftime_now('%Y-%m-%d')", repr(DAY))
-    own.chat_template = own.chat_template.replace("strftime_now is defined", "false").replace(
-        "strftime_now('%d %B %Y')", "'29 February 2024'"
-    )
+    own.chat_template = own.chat_template.replace("strftime_now('%d %B %Y')", "'29 February 2024'")
+    own.chat_template = own.chat_template.replace("strftime_now is defined", "false")
     (row,) = encoded(own, [(CHAT[:2], CHAT[2:])], ends=ends).kept
     whole = own.apply_chat_template(CHAT, return_dict=False)
     assert whole[: len(row.input_ids)] == row.input_ids
     for at, (begin, _) in zip((2, 4, 6), row.spans, strict=True):
-        asked = own.apply_chat_template(CHAT[:at], add_generation_prompt=True, return_dict=False)
-        assert row.input_ids[:begin] == asked
+        prompt = own.apply_chat_template(CHAT[:at], add_generation_prompt=True, return_dict=False)
+        assert row.input_ids[:begin] == prompt
 
 
 def test_generation_marks_make_no_difference_and_are_transformers_own_mask(tokenizer):
-    marked = chatml(tokenizer, "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
-    marked.chat_template = marked.chat_template.replace(
-        "{% endgeneration %}<|im_end|>\n", "{% endgeneration %}{{ '\n' }}"
+    marked, end = (
+        chatml(tokenizer, "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"),
+        "{% endgeneration %}",
     )
+    marked.chat_template = marked.chat_template.replace(f"{end}<|im_end|>\n", f"{end}{{{{ '\n' }}}}")
     (row,), (plain,) = (encoded(own, [(CHAT[:2], CHAT[2:])]).kept for own in (marked, chatml(tokenizer)))
     assert row == plain
     theirs = marked.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
@@ -173,14 +156,19 @@ def test_turns_of_weight_0_and_of_others_carry_no_loss(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("messages", "target", "told"),
+    ("messages", "target", "message"),
     [
+        ("5=", "5", "messages() gave"),
+        ([{"role": "user"}], "5", "messages() gave"),
+        ([said("x")], "5", "messages() ends with an assistant turn"),
+        ([user("\udfff")], "5", "a lone surrogate"),
+        ([user("5=")], 5, "target() gave int"),
+        ([user("5=")], "a \ud800", "a lone surrogate"),
         ([], [], "target() gave turns of which the last is not an assistant's"),
         ([user("5=")], [said("5"), user("6=")], "the last is not an assistant's"),
-        (
-            [user("5=")],
-            [said("5", weight=1.5)],
-            'a turn with "weight": 1.5, expected 0 or 1: a turn is learnt or not',
+        *(
+            ([user("5=")], [said("5", weight=weight)], f'a turn with "weight": {weight}, expected 0 or 1')
+            for weight in (-0.5, 0.5, 1.5, 1e-7, float("nan"), float("inf"), "0.5")
         ),
         ([user("5=")], [said("5", weight=0)], 'every assistant turn of target() has "weight": 0'),
         ([], [said("5")], "the first turn of all is an answer"),
@@ -193,10 +181,10 @@ def test_turns_of_weight_0_and_of_others_carry_no_loss(tokenizer):
         ([user("5=")], [said("\ud800")], "a lone surrogate"),
     ],
 )
-def test_turns_that_are_none_are_refused_by_example(messages, target, told):
+def test_turns_that_are_none_are_refused_by_example(messages, target, message):
     with pytest.raises(UserError, match=r"^train example 1: ") as refused:
         conversation(Chats(), [(messages, target)] * 2, "train", 1)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_schemas_that_are_none_are_refused():
@@ -207,10 +195,8 @@ def test_schemas_that_are_none_are_refused():
 # --- templates that write earlier answers otherwise ---
 
 
-def test_a_template_that_forgets_thinking_makes_a_row_for_each_answer_and_says_so(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path))
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = FORGETFUL
+def test_template_that_forgets_thinking_makes_a_row_per_answer(tokenizer, own_cache):
+    own = with_template(tokenizer, FORGETFUL)
     looped = [user("What?"), said("It is"), {"role": "tool", "content": "3"}, said("odd")]
     examples = [([SYSTEM], CHAT[1:5]), ([SYSTEM], looped), ([SYSTEM], CHAT[1:3])]
     rules = Rules(frozenset([own.eos_token_id]), 512, "drop")
@@ -226,16 +212,13 @@ def test_a_template_that_forgets_thinking_makes_a_row_for_each_answer_and_says_s
     assert "assistant\nodd<|im_end|>\n" in second
 
 
-def test_thinking_in_a_field_of_its_own_is_learnt_under_keep_and_refused_where_it_would_be_lost(tokenizer):
+def test_thinking_in_its_own_field_is_learnt_or_refused(tokenizer):
     thoughtful = [user("What?"), said("odd", reasoning_content="Is it?"), user("2?"), said("<think>No.</think>even")]
     own, ends = of_family(tokenizer, "Qwen3")
     for thinking in ("keep", "template"):
         (row,) = encoded(own, [([SYSTEM], thoughtful)], ends=ends, thinking=thinking).kept
         learnt = [own.decode(row.input_ids[begin:end]) for begin, end in row.spans]
-        assert learnt == [
-            "<think>\nIs it?\n</think>\n\nodd<|im_end|>",
-            "<think>\nNo.\n</think>\n\neven<|im_end|>",
-        ]
+        assert learnt == ["<think>\nIs it?\n</think>\n\nodd<|im_end|>", "<think>\nNo.\n</think>\n\neven<|im_end|>"]
     with pytest.raises(UserError, match=r"^train example 0: the answer would not .* --thinking keep"):
         encoded(tokenizer, [([SYSTEM], thoughtful)])
 
@@ -259,9 +242,8 @@ CALLED = [
     "arguments", ["{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}", "as Python has it"]
 )
 def test_calls_of_tools_are_learnt_and_their_results_are_not(tokenizer, arguments):
-    own = copy.deepcopy(tokenizer)
     written = arguments.replace("as Python has it", "{{ call.function.arguments }}")
-    own.chat_template = CALLING.replace("ARGUMENTS", written)
+    own = with_template(tokenizer, CALLING.replace("ARGUMENTS", written))
     (row,) = encoded(own, [([], CALLED, TOOLS)]).kept
     learnt = [own.decode(row.input_ids[begin:end]) for begin, end in row.spans]
     assert learnt == ['<call>weather {"town": "Ulm"}</call><|im_end|>', "No.<|im_end|>"]
@@ -275,11 +257,8 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(tokenizer, argument
 
 @pytest.mark.parametrize("arguments", ["{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}"])
 def test_rows_with_tools_are_learnt_by_the_template_of_tools(tokenizer, arguments):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = {
-        "default": chatml(tokenizer).chat_template,
-        "tool_use": CALLING.replace("ARGUMENTS", arguments),
-    }
+    calling = CALLING.replace("ARGUMENTS", arguments)
+    own = with_template(tokenizer, {"default": chatml(tokenizer).chat_template, "tool_use": calling})
     encoding = encoded(own, [([], CALLED, TOOLS), (CHAT[:2], CHAT[2:3])])
     called, plain = (own.decode(row.input_ids) for row in encoding.kept)
     turns = [{**turn, "content": turn["content"] or ""} for turn in CALLED]
@@ -292,10 +271,10 @@ def test_rows_with_tools_are_learnt_by_the_template_of_tools(tokenizer, argument
     assert prompt.startswith("<|im_start|>tools") == called.startswith("<|im_start|>tools") is True
 
 
-def test_control_tokens_in_tools_are_characters_where_a_template_prints_them_as_python_does(tokenizer):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = CALLING.replace("tools | tojson", "tools").replace("ARGUMENTS", "{{ call.function.arguments }}")
-    tools, turns = (json.loads(json.dumps(each).replace("Ulm", "<|im_end|>")) for each in (TOOLS, CALLED[:2]))
+def test_control_tokens_in_tools_printed_as_python_are_characters(tokenizer):
+    as_python = CALLING.replace("tools | tojson", "tools").replace("ARGUMENTS", "{{ call.function.arguments }}")
+    own = with_template(tokenizer, as_python)
+    tools, turns = (json.loads(json.dumps(part).replace("Ulm", "<|im_end|>")) for part in (TOOLS, CALLED[:2]))
     tools[0]["function"]["description"] = "a<|im_end|>b"
     (row,) = encoded(own, [([], turns, tools)]).kept
     text = own.decode(row.input_ids)
@@ -305,14 +284,13 @@ def test_control_tokens_in_tools_are_characters_where_a_template_prints_them_as_
 
 
 @pytest.mark.parametrize(
-    ("place", "found"),
+    ("place", "expected"),
     [("call", {"answers": [0], "texts": []}), ("schema", {"answers": [], "texts": [0]})]
     + [(place, {"answers": [], "texts": [0]}) for place in ("unlearnt call", "thinking", "name")],
 )
-def test_an_end_forged_outside_contents_is_seen(tokenizer, place, found):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = CALLING.replace("ARGUMENTS", "{{ call.function.arguments }}")
-    tools, turns = (json.loads(json.dumps(each)) for each in (TOOLS, [*CALLED, user("Sure?"), said("Yes.")]))
+def test_an_end_forged_outside_contents_is_seen(tokenizer, place, expected):
+    own = with_template(tokenizer, CALLING.replace("ARGUMENTS", "{{ call.function.arguments }}"))
+    tools, turns = (json.loads(json.dumps(part)) for part in (TOOLS, [*CALLED, user("Sure?"), said("Yes.")]))
     end = own.eos_token
     if place == "schema":
         tools[0]["function"]["parameters"] = {end: 1}
@@ -322,18 +300,18 @@ def test_an_end_forged_outside_contents_is_seen(tokenizer, place, found):
         turns[2]["name"] = end
     else:
         turns[1] |= {"tool_calls": [json.loads(json.dumps(CALL).replace("Ulm", end))], "weight": int(place == "call")}
-    assert encoded(own, [([], turns, tools)]).control_tokens == found
+    assert encoded(own, [([], turns, tools)]).control_tokens == expected
 
 
 def test_a_control_token_with_a_quote_is_seen_in_calls(tokenizer):
     own = copy.deepcopy(tokenizer)
     own.add_special_tokens({"additional_special_tokens": ['<|"|>']})  # as Gemma 4's
-    turns = [user("Rain?"), {"role": "assistant", "content": "", "tool_calls": [{**CALL}]}]
-    turns[1]["tool_calls"][0]["function"] = {"name": "weather", "arguments": {"town": '<|"|>'}}
-    assert ControlTokens(own).written(Conversation(turns[:1], turns[1], tools=None), set()) is not None
+    call = {**CALL, "function": {"name": "weather", "arguments": {"town": '<|"|>'}}}
+    chat = Conversation([user("Rain?")], said("", tool_calls=[call]), tools=None)
+    assert ControlTokens(own).written(chat, set()) is not None
 
 
-def test_a_template_that_drops_calls_is_refused_and_one_without_tools_is_told(tokenizer):
+def test_template_dropping_calls_is_refused_and_without_tools_reported(tokenizer):
     own = chatml(tokenizer)
     with pytest.raises(UserError, match=r"^train example 1: the answer would not be trained on: .*, with weather"):
         encoded(own, [(CHAT[:2], CHAT[2:]), ([], CALLED)])
@@ -341,7 +319,7 @@ def test_a_template_that_drops_calls_is_refused_and_one_without_tools_is_told(to
     assert notes == ["warning: the chat template takes no tools; what tools() gives is not in the prompts"]
 
 
-def test_a_template_that_rejects_an_order_of_turns_names_the_example(tokenizer):
+def test_template_rejecting_an_order_of_turns_names_the_example(tokenizer):
     own, ends = of_family(tokenizer, "Gemma 2")
     with pytest.raises(UserError, match=r"^train example 2: the model's chat template rejects .*roles user/user"):
         encoded(own, [(CHAT[:2], CHAT[2:]), ([], CHAT[1:3]), ([], [user("a"), user("b"), said("c")])], ends=ends)
@@ -350,7 +328,7 @@ def test_a_template_that_rejects_an_order_of_turns_names_the_example(tokenizer):
 # --- --max-length ---
 
 
-def test_a_chat_that_is_too_long_is_left_out_or_cut_within_an_answer_or_between_two(tokenizer):
+def test_long_chat_is_left_out_or_cut_in_answers(tokenizer):
     own = chatml(tokenizer)
     chat = [(CHAT[:2], CHAT[2:])]
     (whole,) = encoded(own, chat).kept
@@ -381,7 +359,7 @@ def test_a_chat_that_is_too_long_is_left_out_or_cut_within_an_answer_or_between_
     assert [row.index for row in dropped.kept] == [1]
 
 
-def test_texts_of_one_chat_are_tokenized_piece_by_piece_only_where_that_is_exact():
+def test_texts_are_tokenized_in_pieces_only_where_exact():
     pieces = {piece: at for at, piece in enumerate(["a", "b", "<", "s", ">", "b<"])}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(pieces, [("b", "<")])))
     tokenizer.add_tokens(["<s>"], special_tokens=True)
@@ -413,7 +391,7 @@ def plain_loss_and_gradients(model, answers):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_gradient_of_three_turns_is_that_of_their_single_rows(tokenizer, model, way):
+def test_gradient_of_three_turns_is_that_of_single_rows(tokenizer, model, way):
     own = chatml(tokenizer)
     again = [*CHAT[:4], said("no"), user("7?"), said("odd")]  # begins alike, so that spans lie in what is shared
     partly = [CHAT[2] | {"weight": 0}, *CHAT[3:5]]
@@ -425,7 +403,7 @@ def test_the_gradient_of_three_turns_is_that_of_their_single_rows(tokenizer, mod
         for chat, places in ((CHAT, (2, 4, 6)), (again, (2, 4, 6)), ([*CHAT[:2], said("even")], (2,)), (CHAT, (4,)))
         for at in places
     ]
-    ids = [(asked + own(f"{text}<|im_end|>")["input_ids"], len(asked)) for asked, text in answers]
+    ids = [(prompt + own(f"{text}<|im_end|>")["input_ids"], len(prompt)) for prompt, text in answers]
     expected, expected_gradients = plain_loss_and_gradients(model, ids)
     total = sum(len(row) - begin for row, begin in ids)
     assert sum(row.supervised_tokens for row in rows) == total
@@ -438,31 +416,20 @@ def test_the_gradient_of_three_turns_is_that_of_their_single_rows(tokenizer, mod
         assert (gradients[name] - gradient).abs().max() <= 1e-5 * largest, name
 
 
-@pytest.mark.parametrize("weight", [-0.5, 0.5, 1.5, 1e-7, float("nan"), float("inf"), "0.5"])
-def test_weight_other_than_0_or_1_is_refused(tokenizer, weight):
-    with pytest.raises(UserError, match=r'train example 0: target\(\) gave a turn with "weight": .*, expected 0 or 1'):
-        encoded(tokenizer, [(CHAT[:2], [said("odd", weight=weight)])])
-
-
-def test_a_chat_after_some_of_its_turns_is_no_row_that_another_sees(tokenizer, model):
+def test_continued_chat_is_no_row_that_another_sees(tokenizer, model):
     own = chatml(tokenizer)
     rows = encoded(own, [(CHAT[:2], CHAT[2:at]) for at in (3, 5, 7)]).kept
     assert rows[2].input_ids[: len(rows[0].input_ids)] == rows[0].input_ids
     config = TrainConfig(batching="shared").resolved({})
-    found, reasons = exact_batchings(Trial(Accelerator(cpu=True), model, config, rows, 0), rows)
-    assert {each.attention for each in found} == {"rows", "mask"}, reasons
+    exact, reasons = exact_batchings(Trial(Accelerator(cpu=True), model, config, rows, 0), rows)
+    assert {batching.attention for batching in exact} == {"rows", "mask"}, reasons
 
 
 # --- evaluation ---
 
 
-def evaluated(own, encoding, examples, answers, **settings):
-    rows = list({row.index: row for row in encoding.kept}.values())
-    backend = Answered(Generated(list(zip(rows, answers, strict=True)), 1.0, {}))
-    config = TrainConfig(template_date=DAY, **settings).resolved({})
-    evaluator = Evaluator(Accelerator(cpu=True), own, Chats(), examples, encoding.kept, config, backend)
-    assert evaluator.answered == rows
-    return evaluator.score_answers({"eval_loss": 0.0})
+def evaluated(own, encoding, examples, answers):
+    return scored_answers(own, Chats(), examples, encoding.kept, answers, template_date=DAY)
 
 
 def test_cut_answers_of_a_model_are_counted(tokenizer):
@@ -471,30 +438,26 @@ def test_cut_answers_of_a_model_are_counted(tokenizer):
     encoding = encoded(own, chats)
     end, most = encoding.kept[0].input_ids[-1], encoding.kept[0].answer_tokens
     other = encoding.kept[0].input_ids[0]
-    found = evaluated(own, encoding, chats, [[other] * most, [other] * (most - 1) + [end], [other]])
-    assert found.unusual == {"length": 1}
-    assert "of 3 answers: 1 cut (raise --max-new-tokens)" in found.lines[0]
+    evaluation = evaluated(own, encoding, chats, [[other] * most, [other] * (most - 1) + [end], [other]])
+    assert evaluation.unusual == {"length": 1}
+    assert "of 3 answers: 1 cut (raise --max-new-tokens)" in evaluation.lines[0]
 
 
 @pytest.mark.parametrize("template", [None, FORGETFUL])
-def test_the_answer_to_all_before_the_last_learnt_turn_is_generated_and_scored(tokenizer, template):
-    own = chatml(tokenizer)
-    own.chat_template = template or own.chat_template
+def test_last_learnt_turn_alone_is_generated_and_scored(tokenizer, template):
+    own = with_template(tokenizer, template) if template else chatml(tokenizer)
     examples = [(CHAT[:2], CHAT[2:]), (CHAT[:2], CHAT[2:5])]
     encoding = encoded(own, examples, split="validation")
     assert len(encoding.kept) == (5 if template else 2)
     ids = [own(f"{text}<|im_end|>")["input_ids"] for text in ("a\n\nb", "odd")]
     evaluation = evaluated(own, encoding, examples, ids)
-    assert [(each["index"], each["generated"], each["expected"]) for each in evaluation.samples] == [
-        (0, "a\n\nb", "a\n\nb"),
-        (1, "odd", "<b>even</b>"),
-    ]
+    samples = [(sample["index"], sample["generated"], sample["expected"]) for sample in evaluation.samples]
+    assert samples == [(0, "a\n\nb", "a\n\nb"), (1, "odd", "<b>even</b>")]
     assert evaluation.metrics["right"] == 0.5
 
 
 def test_eval_limit_counts_examples_not_rows(tokenizer):
-    own = chatml(tokenizer)
-    own.chat_template = FORGETFUL
+    own = with_template(tokenizer, FORGETFUL)
     examples = [(CHAT[:2], CHAT[2:]), (CHAT[:2], CHAT[2:5]), (CHAT[:2], "odd")]
     encoding = encoded(own, examples, split="validation")
     config = TrainConfig(eval_limit=2).resolved({})
@@ -536,8 +499,7 @@ def test_a_run_on_chats_is_the_mathematics_of_their_turns(tmp_path):
     (tmp_path / "site").mkdir()
     install(tmp_path / "site", "accel-sft-talks", "talks = accel_sft_talks:Talks", TASK)
     options = ("--max-steps", "2", "--global-batch-size", "40", "--save-every", "off")
-    run = accel_sft("talks", *options, run_dir=tmp_path / "run", environment={"PYTHONPATH": str(tmp_path / "site")})
-    assert run.status == 0, run.output
+    run = finished("talks", *options, run_dir=tmp_path / "run", environment={"PYTHONPATH": str(tmp_path / "site")})
     base = tmp_path / "run" / "base"
     own, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
     answers = []
@@ -545,31 +507,26 @@ def test_a_run_on_chats_is_the_mathematics_of_their_turns(tmp_path):
         turns = [{"role": "system", "content": "Count on."}]
         for at in range(1 + example % 3):
             turns.append(user(str(example + at)))
-            asked = own.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-            answers.append((asked + own(f"{example + at}<|im_end|>")["input_ids"], len(asked)))
+            prompt = own.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+            answers.append((prompt + own(f"{example + at}<|im_end|>")["input_ids"], len(prompt)))
             turns.append(said(str(example + at)))
     total, _ = plain_loss_and_gradients(model, answers)
     tokens = sum(len(ids) - begin for ids, begin in answers)
     line = run.lines()[0]
     assert line["supervised_tokens"] == tokens
     assert line["loss"] == pytest.approx(total / tokens, rel=1e-5)
-    samples = [json.loads(each) for each in next((tmp_path / "run" / "samples").iterdir()).read_text().splitlines()]
-    assert [(each["index"], each["expected"]) for each in samples] == [
-        (at, str(at + 40 + (at + 40) % 3)) for at in range(4)
-    ]
+    samples = [json.loads(sample) for sample in next((tmp_path / "run" / "samples").iterdir()).read_text().splitlines()]
+    expected = [str(at + at % 3) for at in range(40, 44)]
+    assert [(sample["index"], sample["expected"]) for sample in samples] == [*enumerate(expected)]
 
 
 def test_the_prompt_of_an_answer_is_shown_turn_by_turn():
-    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
-    answer = {"role": "assistant", "content": "I."}
-    assert Conversation(asked, answer).asked == "Who?"
+    prompt, answer = [SYSTEM, user("Who?")], said("I.")
+    assert Conversation(prompt, answer).asked == "Who?"
     call = {"function": {"name": "find", "arguments": {"of": "it"}}}
-    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
-    assert Conversation([*asked, *turns], answer).asked.split("\n") == [
-        "user: Who?",
-        'assistant: {"name": "find", "arguments": {"of": "it"}}',
-        "tool: 5",
-    ]
+    turns = [said("", tool_calls=[call]), {"role": "tool", "content": "5"}]
+    lines = ["user: Who?", 'assistant: {"name": "find", "arguments": {"of": "it"}}', "tool: 5"]
+    assert Conversation([*prompt, *turns], answer).asked.split("\n") == lines
 
 
 @pytest.mark.parametrize(
@@ -585,8 +542,8 @@ def test_train_limit_takes_the_first_examples_of_any_sequence(limit, left):
             return at**2  # a slice is an error
 
     assert [*limited_examples([*range(25)], limit)] == [*range(25)][:left]
-    found = limited_examples(Squares(), limit)
-    assert [found[at] for at in range(len(found))] == [at**2 for at in range(left)]
+    limited = limited_examples(Squares(), limit)
+    assert [limited[at] for at in range(len(limited))] == [at**2 for at in range(left)]
 
 
 def test_train_limit_draws_rows_of_a_file_sorted_by_label(tmp_path):
@@ -601,6 +558,6 @@ def test_train_limit_draws_rows_of_a_file_sorted_by_label(tmp_path):
 
 
 @pytest.mark.parametrize("limit", ["0", "0%", "100.1%", "-3", "some", "1.5", "%"])
-def test_a_train_limit_that_is_neither_number_nor_share_is_refused(limit):
+def test_train_limit_neither_number_nor_share_is_refused(limit):
     (line,) = TrainConfig(train_limit=limit).problems()
     assert line.startswith(f"--train-limit {limit}: expected a number of examples, or a share")

@@ -48,16 +48,16 @@ def test_a_step_is_a_pure_function():
 
 
 @pytest.mark.parametrize(
-    ("batch", "epochs", "steps", "told"),
+    ("batch", "epochs", "steps", "expected"),
     [(23, 9.0, None, False), (24, 9.0, None, True), (24, 1.0, None, False), (24, None, 1, True)],
 )
-def test_a_step_with_some_rows_twice_is_announced(batch, epochs, steps, told):
-    kept = type("Kept", (list,), {"examples": 23})(range(23))
-    split = SimpleNamespace(kept=kept, left_out={}, lines=list, examples=())
+def test_a_step_with_some_rows_twice_is_announced(batch, epochs, steps, expected):
+    rows = type("Kept", (list,), {"examples": 23})(range(23))
+    split = SimpleNamespace(kept=rows, left_out={}, lines=list, examples=())
     assembly = SimpleNamespace(config=TrainConfig(), source=SimpleNamespace(adapter=None), template=None)
     lines = Prepared(None, assembly, split, split, plan(batch, epochs, steps)).lines
     repeated = len({*plan(batch, epochs, steps).examples(0)}) < len(plan(batch, epochs, steps).examples(0))
-    assert ("--global-batch-size 24 is more than the rows" in str(lines)) is told is repeated
+    assert ("--global-batch-size 24 is more than the rows" in str(lines)) is expected is repeated
 
 
 def test_the_epoch_ends_where_it_ends():

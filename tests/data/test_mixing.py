@@ -40,7 +40,7 @@ def mixed(sizes, shares, *, seed=3, batch=5, epochs=2.0, max_steps=None):
 
 @given(st.data())
 @settings(max_examples=40, deadline=None)
-def test_the_rows_of_all_steps_keep_to_the_shares_and_pass_over_each_source_as_often_as_that_takes(data):
+def test_steps_keep_the_shares_and_repeat_sources_as_needed(data):
     shares = read_shares(",".join(map(str, data.draw(SHARES))))
     sizes = data.draw(st.lists(st.integers(1, 40), min_size=len(shares), max_size=len(shares)))
     batch, epochs = data.draw(st.integers(1, 50)), data.draw(st.sampled_from([1.0, 2.0, 2.5]))
@@ -57,15 +57,14 @@ def test_the_rows_of_all_steps_keep_to_the_shares_and_pass_over_each_source_as_o
     for source, size in enumerate(sizes):
         seen = stream[source_of[stream] == source]
         passes = [seen[at : at + size] for at in range(0, len(seen), size)]
-        assert all(len({*each}) == len(each) for each in passes)
-        assert all(sorted(each) == np.flatnonzero(source_of == source).tolist() for each in passes[:-1])
+        assert all(len({*one_pass}) == len(one_pass) for one_pass in passes)
+        assert all(sorted(one_pass) == np.flatnonzero(source_of == source).tolist() for one_pass in passes[:-1])
     so_far = [dict.fromkeys(plan.by_source(stream), 0)]
     for rows in steps:
         so_far.append({key: so_far[-1][key] + n for key, n in plan.by_source(rows).items()})
     for step in {0, 1, len(steps) // 2, len(steps)}:
-        assert [each[key] for each in plan.seen(step) for key in ("rows_seen", "tokens_seen")] == [
-            *so_far[step].values()
-        ]
+        seen = [source[key] for source in plan.seen(step) for key in ("rows_seen", "tokens_seen")]
+        assert seen == [*so_far[step].values()]
     ends = [step for step in range(1, len(steps) + 1) if plan.ends_epoch(step)]
     row_of_longest = np.flatnonzero(source_of[stream] == longest)
     last_of_pass = [row_of_longest[e * sizes[longest] - 1] for e in range(1, int(epochs) + 1)]
@@ -73,7 +72,7 @@ def test_the_rows_of_all_steps_keep_to_the_shares_and_pass_over_each_source_as_o
     assert plan.epoch(len(steps)) == pytest.approx(round(epochs * sizes[longest]) / sizes[longest])
 
 
-def test_a_mixed_step_is_a_pure_function_that_seeds_and_sources_draw_apart():
+def test_mixed_step_is_a_pure_function_of_seed_and_sources():
     plan, source_of = mixed([12, 12], (1, 1), epochs=4.0)
     again, _ = mixed([12, 12], (1, 1), epochs=4.0)
     there = [plan.examples(step).tolist() for step in range(plan.total_steps)]
@@ -88,16 +87,12 @@ def test_a_mixed_step_is_a_pure_function_that_seeds_and_sources_draw_apart():
 
 def test_means_and_words_count_sources_by_their_shares():
     plan, source_of = mixed([30, 5], (3, 1), batch=4, epochs=1.0)
-    each = [plan.lengths[source_of == source].mean() for source in (0, 1)]
-    assert plan.mean(plan.lengths) == pytest.approx((3 * each[0] + each[1]) / 4)
+    means = [plan.lengths[source_of == source].mean() for source in (0, 1)]
+    assert plan.mean(plan.lengths) == pytest.approx((3 * means[0] + means[1]) / 4)
     assert plan.epoch_rows == 40  # the 30 and, by their shares, 10 of the other source between them
     assert in_words(plan) == "3 : 1 of 0.jsonl (30 rows), 1.jsonl (5 rows, seen 2.0 times an epoch)"
-    assert plan.by_source(np.arange(4)) == {
-        "rows/0.jsonl": 2,
-        "tokens/0.jsonl": 22,
-        "rows/1.jsonl": 2,
-        "tokens/1.jsonl": 24,
-    }
+    counts = plan.by_source(np.arange(4))
+    assert counts == {"rows/0.jsonl": 2, "tokens/0.jsonl": 22, "rows/1.jsonl": 2, "tokens/1.jsonl": 24}
 
 
 @pytest.mark.parametrize(
@@ -123,15 +118,15 @@ def test_a_limit_on_examples_is_refused_beside_a_mix():
     assert line.startswith("--train-limit: ")
 
 
-def test_sources_are_what_the_option_names_and_stay_with_their_rows(tmp_path):
+def test_sources_follow_the_option_and_stay_with_rows(tmp_path):
     for folder, name, rows in (("a", "x.jsonl", 3), ("b", "x.jsonl", 4), ("b", "y.jsonl", 2), (".", "z.jsonl", 5)):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / name).write_text("".join(f'{{"n": "{folder}{n}"}}\n' for n in range(rows)))
     names = [str(tmp_path / name) for name in ("a/x.jsonl", "b", "z.jsonl")]
     rows = read_rows(",".join(names), lambda row: row["n"])
     assert rows.sources == ["x.jsonl", "b", "z.jsonl"]
-    kept, _ = rows.held_out(4, seed=1)
-    for part in (rows, kept, rows[5:12]):
+    train, _ = rows.held_out(4, seed=1)
+    for part in (rows, train, rows[5:12]):
         folders = ["a", "b", "."]
         assert [folders[n] for n in part.sources_of(range(len(part)))] == [row[0] for row in part]
     assert read_rows(f"{names[0]},{tmp_path}/b/x.jsonl", dict).sources == ["a/x.jsonl", "b/x.jsonl"]

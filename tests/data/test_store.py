@@ -13,15 +13,17 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from accelerate import Accelerator
+from chats import jsonl
 from conftest import accel_sft
 from fake_plugins import install
 from limits import limit
-from models import Sums, encode, make_tiny
+from models import Given, Sums, encode
 from places import SUPPORT
 from transformers import AutoTokenizer
 
@@ -38,20 +40,7 @@ from accel_sft_math import Math
 EXAMPLES = list(range(20, 1400, 3))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model):
-    return AutoTokenizer.from_pretrained(model)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def rules(tokenizer, **changes):
@@ -60,6 +49,10 @@ def rules(tokenizer, **changes):
 
 def encoder(tokenizer, task=None, **changes):
     return SplitEncoder(Accelerator(cpu=True), tokenizer, task or Sums(), rules(tokenizer, **changes))
+
+
+def on_the_spot(tokenizer):
+    return encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
 
 
 def entries(folder):
@@ -87,24 +80,16 @@ def two_ranks(tokenizer, monkeypatch):
     monkeypatch.setattr(ast, "parse", one_at_a_time)  # Python 3.11 counts the depth of all threads' trees together
 
     def run(*rows, task=None):
-        results = {}
-
         def encoded(number):
             rank.number = number
             place = SimpleNamespace(process_index=number, local_process_index=number, is_main_process=number == 0)
             try:
-                results[number] = SplitEncoder(place, tokenizer, task or Sums(), rules(tokenizer))(
-                    rows[number], "train"
-                )
+                return SplitEncoder(place, tokenizer, task or Sums(), rules(tokenizer))(rows[number], "train")
             except UserError as error:
-                results[number] = error
+                return error
 
-        threads = [threading.Thread(target=encoded, args=(number,)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results[0], results[1]
+        with ThreadPoolExecutor(2) as pool:
+            return tuple(pool.map(encoded, range(2)))
 
     return run
 
@@ -119,13 +104,7 @@ class Drawn(list):
 
 def test_ranks_whose_fingerprints_were_drawn_at_random_compare_their_rows(two_ranks, tokenizer):
     first, second = two_ranks(Drawn(EXAMPLES), Drawn(EXAMPLES))
-    expected = encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
-    assert list(first.kept) == list(second.kept) == expected
-
-
-def test_ranks_with_other_rows_are_refused(two_ranks):
-    for error in two_ranks(Drawn(EXAMPLES), Drawn(EXAMPLES[1:])):
-        assert "ranks got different examples" in str(error)
+    assert list(first.kept) == list(second.kept) == on_the_spot(tokenizer)
 
 
 class Named(list):
@@ -134,21 +113,11 @@ class Named(list):
     fingerprint = "named"
 
 
-class Recited(Sums):
-    """What an example has is what the methods give."""
-
-    def messages(self, example):
-        return example[0]
-
-    def target(self, example):
-        return example[1]
-
-
 TURNS = [{"role": "user", "content": "5="}]
 
 
 @pytest.mark.parametrize(
-    ("nonsense", "told"),
+    ("nonsense", "message"),
     [
         ((None, "5"), "messages() gave 'None'"),
         (([], "5"), "gave something else the second time"),
@@ -163,19 +132,20 @@ TURNS = [{"role": "user", "content": "5="}]
         ((TURNS, "6"), "gave something else the second time"),
     ],
 )
-def test_what_a_task_gives_on_one_rank_only_is_refused_on_both(two_ranks, monkeypatch, nonsense, told):
+def test_difference_of_a_task_between_ranks_is_refused_everywhere(two_ranks, monkeypatch, nonsense, message):
     # else every row is read first, and ranks differ
     monkeypatch.setattr(token_key, "code_fingerprint", lambda *values: "known")
     good = [(TURNS, "5")] * 4
     for bad in (Named([*good[1:], nonsense]), Named([nonsense, *good[1:]])):  # in rank 1's share, and in rank 0's
-        first, second = two_ranks(Named(good), bad, task=Recited())
+        first, second = two_ranks(Named(good), bad, task=Given())
         assert isinstance(first, UserError)
         assert first.problems == second.problems
-        assert told in str(first)
+        assert message in str(first)
 
 
-def test_more_rows_on_one_rank_are_refused_on_both(two_ranks):
-    for error in two_ranks(Named(EXAMPLES), Named([*EXAMPLES, EXAMPLES[0]])):
+@pytest.mark.parametrize("other", [Drawn(EXAMPLES[1:]), Named([*EXAMPLES, EXAMPLES[0]])])
+def test_ranks_with_other_or_more_rows_are_refused(two_ranks, other):
+    for error in two_ranks(type(other)(EXAMPLES), other):
         assert "ranks got different examples" in str(error)
 
 
@@ -202,17 +172,18 @@ def test_stored_examples_are_those_encoded_on_the_spot(tokenizer, truncation):
 def test_what_is_left_out_is_named_by_file_and_line(tokenizer, tmp_path):
     turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     long = [turns[0], {"role": "assistant", "content": "2 " * 600}]
-    for name, rows in (("a", [turns, long]), ("b", [turns, turns, long])):
-        lines = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text("\n" + lines)
-    task = Chat(train_file=f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", validation_file=f"{tmp_path}/a.jsonl")
+    files = [
+        jsonl(tmp_path / name, [{"messages": row} for row in rows])
+        for name, rows in (("a.jsonl", [turns, long]), ("b.jsonl", [turns, turns, long]))
+    ]
+    task = Chat(train_file=",".join(files), validation_file=files[0])
     examples = task.dataset("train")
-    told = f"train: 2 left out: longer than --max-length 512 ({tmp_path}/a.jsonl:3, {tmp_path}/b.jsonl:4)"
+    line = f"train: 2 left out: longer than --max-length 512 ({files[0]}:2, {files[1]}:3)"
     for _ in "made", "from the cache":
-        assert encoder(tokenizer, task)(examples, "train").lines()[-1] == told
+        assert encoder(tokenizer, task)(examples, "train").lines()[-1] == line
     with pytest.raises(UserError) as raised:
         encoder(tokenizer, task, truncation="error")(examples, "train")
-    assert told in raised.value.problems
+    assert line in raised.value.problems
 
 
 def test_parts_of_which_nothing_is_left_harm_no_other(tokenizer, monkeypatch):
@@ -243,17 +214,11 @@ def test_what_changes_the_tokens_misses_the_cache(tokenizer, tmp_path):
     other_template.chat_template = tokenizer.chat_template.replace("\n", " ")
     other_vocabulary.add_tokens(["the answer"])
     shorter = type("Shorter", (Sums,), {"target": lambda self, example: str(example)})()
-    keys = [
-        encoder(tokenizer).key(EXAMPLES, "train"),
-        encoder(tokenizer).key(EXAMPLES[:-1], "train"),
-        encoder(tokenizer).key(EXAMPLES[::-1], "train"),
-        encoder(tokenizer, shorter).key(EXAMPLES, "train"),
-        encoder(other_template).key(EXAMPLES, "train"),
-        encoder(other_vocabulary).key(EXAMPLES, "train"),
-        encoder(tokenizer, max_length=511).key(EXAMPLES, "train"),
-        encoder(tokenizer, truncation="right").key(EXAMPLES, "train"),
-        encoder(tokenizer, eos_ids=frozenset()).key(EXAMPLES, "train"),
-    ]
+    keys = [encoder(tokenizer).key(rows, "train") for rows in (EXAMPLES, EXAMPLES[:-1], EXAMPLES[::-1])]
+    changed = ({"max_length": 511}, {"truncation": "right"}, {"eos_ids": frozenset()}, {"task": shorter})
+    others = [encoder(tokenizer, **change) for change in changed]
+    others += [encoder(other_template), encoder(other_vocabulary)]
+    keys += [other.key(EXAMPLES, "train") for other in others]
     path = tmp_path / "rows.json"
     for output in ("1 + 4", "2 + 3"):
         path.write_text(json.dumps([{"instruction": "5=", "output": output}]))
@@ -306,15 +271,15 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize(("name", "damage", "told"), DAMAGES.values(), ids=DAMAGES)
-def test_what_is_damaged_is_found_and_made_again(tokenizer, own_cache, capsys, name, damage, told):
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_what_is_damaged_is_found_and_made_again(tokenizer, own_cache, capsys, name, damage, message):
     first = encoder(tokenizer)(EXAMPLES, "train")
     (entry,) = entries(own_cache)
     damage(own_cache / KIND / entry / name)
     again = encoder(tokenizer)(EXAMPLES, "train")
     said = capsys.readouterr().out
     assert said.startswith(f"{own_cache / KIND / entry}: damaged (")
-    assert told in said
+    assert message in said
     assert "it is made again" in said
     assert again.kept.fingerprint == first.kept.fingerprint
     assert "tokens from the cache" in encoder(tokenizer)(EXAMPLES, "train").lines()[0]
@@ -333,7 +298,7 @@ def test_entry_of_another_user_is_not_read(tokenizer, own_cache, level):
     assert "they are made for this run only" in line
 
 
-def test_the_cache_is_made_for_its_user_alone_whatever_the_umask(own_cache):
+def test_cache_is_private_whatever_the_umask(own_cache):
     before = os.umask(0)
     try:
         with cache.partial("things") as made:
@@ -343,7 +308,7 @@ def test_the_cache_is_made_for_its_user_alone_whatever_the_umask(own_cache):
         os.umask(before)
 
 
-def test_the_data_of_a_run_is_known_by_its_tokens_and_not_by_what_an_entry_says(tokenizer, own_cache):
+def test_data_fingerprint_is_of_tokens_not_of_an_entrys_word(tokenizer, own_cache):
     first = encoder(tokenizer)(EXAMPLES, "train")
     (name,) = entries(own_cache)
     entry = own_cache / KIND / name
@@ -378,7 +343,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tokenizer, tmp_path, mon
     encoding = encoder(tokenizer)(EXAMPLES, "train")
     (line,) = encoding.lines()
     assert line.startswith(f"train: tokens cannot be kept in {tmp_path / 'file' / 'cache'} (Not a directory, on ")
-    assert list(encoding.kept) == encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
+    assert list(encoding.kept) == on_the_spot(tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "the temporary file is gone once it is open"
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=r"cannot be kept in .*\nnor in .*nowhere"):
@@ -402,43 +367,35 @@ print(encoding.kept.fingerprint, *encoding.lines())
 """
 
 
-def encoding_process(model, cache_folder, wrapper=()):
+def encoding_process(tiny, cache_folder, wrapper=()):
     environment = {**os.environ, "ACCEL_SFT_CACHE": str(cache_folder), "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
-    command = [*wrapper, sys.executable, "-c", ENCODE, str(model)]
+    command = [*wrapper, sys.executable, "-c", ENCODE, str(tiny)]
     process = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
     return process
 
 
-def test_two_runs_at_once_do_not_harm_each_other(model, own_cache):
-    processes = [encoding_process(model, own_cache) for _ in range(2)]
-    answers = [None, None]
-
-    def answer(number):
-        answers[number] = processes[number].communicate("go\n")[0].split()
-
-    threads = [threading.Thread(target=answer, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def test_two_runs_at_once_do_not_harm_each_other(tiny, own_cache):
+    processes = [encoding_process(tiny, own_cache) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        answers = [*pool.map(lambda process: process.communicate("go\n")[0].split(), processes)]
     assert [process.returncode for process in processes] == [0, 0]
     assert answers[0][0] == answers[1][0]
     (entry,) = entries(own_cache)
     assert cache.find(KIND, entry)[1]["fingerprint"] == answers[0][0]
 
 
-@pytest.mark.parametrize("moment", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (0, 4))])
-def test_a_run_that_is_killed_as_it_tokenizes_harms_no_other(model, own_cache, moment):
-    killed, other = (encoding_process(model, own_cache) for _ in range(2))
+@pytest.mark.parametrize("moment", [2, *(pytest.param(number, marks=pytest.mark.long) for number in (0, 4))])
+def test_run_killed_while_tokenizing_harms_no_other(tiny, own_cache, moment):
+    killed, other = (encoding_process(tiny, own_cache) for _ in range(2))
     killed.stdin.write("go\n")
     killed.stdin.flush()
     time.sleep(0.2 * moment)
     killed.kill()
     killed.communicate()
     first = other.communicate("go\n")[0].split()
-    after = encoding_process(model, own_cache).communicate("go\n")[0]
+    after = encoding_process(tiny, own_cache).communicate("go\n")[0]
     assert after.split()[0] == first[0]
     assert "tokens from the cache" in after
     (entry,) = [name for name in entries(own_cache) if not name.startswith(".")]
@@ -455,10 +412,10 @@ def test_a_cache_that_is_deleted_meanwhile_is_done_without(tokenizer, own_cache,
     monkeypatch.setattr(tokenization, "merge", deleted)
     encoding = encoder(tokenizer)(EXAMPLES, "train")
     assert f"train: tokens cannot be kept in {own_cache}" in encoding.lines()[0]
-    assert list(encoding.kept) == encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
+    assert list(encoding.kept) == on_the_spot(tokenizer)
 
 
-def test_the_second_to_publish_takes_what_is_there_or_replaces_what_is_damaged(own_cache):
+def test_second_to_publish_takes_or_replaces_the_first(own_cache):
     with contextlib.ExitStack() as stack:
         made = [stack.enter_context(cache.partial("things")) for _ in range(3)]
         for folder in made:
@@ -499,21 +456,21 @@ def test_without_a_home_folder_nothing_is_kept(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_nobody_has_used_for_long_is_removed_when_something_is_made(tokenizer, own_cache):
+def test_entry_unused_for_long_is_removed(tokenizer, own_cache):
     encoder(tokenizer)(EXAMPLES, "train")
     used = encoder(tokenizer)(EXAMPLES[1:], "train")
-    unused, kept = sorted((own_cache / KIND).iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    unused, reused = sorted((own_cache / KIND).iterdir(), key=lambda path: path.stat().st_mtime_ns)
     long_ago = time.time() - (cache.UNUSED_DAYS + 1) * 86400
-    for path in (unused, kept):
+    for path in (unused, reused):
         os.utime(path, (long_ago, long_ago))
     encoder(tokenizer)(EXAMPLES[1:], "train")  # uses one of them
-    assert {unused.name, kept.name} == set(entries(own_cache))
+    assert {unused.name, reused.name} == set(entries(own_cache))
     encoder(tokenizer)(EXAMPLES[2:], "train")
-    assert (unused.exists(), kept.exists()) == (False, True)
+    assert (unused.exists(), reused.exists()) == (False, True)
     assert len(entries(own_cache)) == 2
-    os.utime(kept, (long_ago, long_ago))
+    os.utime(reused, (long_ago, long_ago))
     encoder(tokenizer)(EXAMPLES[3:], "train")
-    assert not kept.exists()
+    assert not reused.exists()
     assert len(list(used.kept)) == len(EXAMPLES) - 1  # a run that had it open keeps it
 
 
@@ -522,11 +479,11 @@ def test_what_nobody_has_used_for_long_is_removed_when_something_is_made(tokeniz
     or subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True).returncode,
     reason="a small file system of one's own needs user namespaces",
 )
-def test_a_full_cache_is_done_without(model, tmp_path):
+def test_a_full_cache_is_done_without(tiny, tmp_path):
     (tmp_path / "small").mkdir()
     script = 'mount -t tmpfs -o size=64k,mode=700 tmpfs "$0" && exec "$@"'
     wrapper = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(tmp_path / "small"))
-    process = encoding_process(model, tmp_path / "small", wrapper)
+    process = encoding_process(tiny, tmp_path / "small", wrapper)
     answer = process.communicate("go\n")[0]
     assert process.returncode == 0
     assert "cannot be kept in" in answer
@@ -564,15 +521,14 @@ class Partly(Shipped):
 """
 
 
-def test_a_bad_example_in_the_second_ranks_share_ends_both_with_its_line(model, tmp_path):
+def test_bad_example_of_the_second_rank_ends_both(tiny, tmp_path):
     (tmp_path / "site").mkdir()
     install(tmp_path / "site", "accel-sft-partly", "partly = accel_sft_partly:Partly", FINGERPRINTED)
     arguments = ("partly", "--train-examples", "3000", "--max-steps", "1", "--fails-on", "2998,2990")
-    arguments += ("--model", str(model))
+    arguments += ("--model", str(tiny))
     environment = {"PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")))}
     run = accel_sft(*arguments, yaml="ddp", run_dir=tmp_path / "run", environment=environment)
     assert run.status == 1
-    printed = [line for line in run.output.splitlines() if line.startswith("Error: ")]
-    (line,) = printed
+    (line,) = [line for line in run.output.splitlines() if line.startswith("Error: ")]
     assert line.startswith("Error: train example 2990: the task failed: ValueError: bad (")
     assert "accel_sft_partly.py:" in line

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from accelerate import Accelerator
+from click.testing import CliRunner
 from conftest import accel_sft
 from models import Sums
 from reference_job import layout
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
 from accel_sft.api.tool_configs import EvaluateConfig
+from accel_sft.cli.group import cli
 from accel_sft.evaluation import endpoint as client
 from accel_sft.evaluation import served as evaluation
 from accel_sft.evaluation.endpoint import Endpoint
@@ -48,9 +50,7 @@ def test_a_server_scores_as_the_run_scored_itself(run, served, tmp_path):
     assert samples == RunDir(run.run_dir).read_samples(6)
     expected, result = run.result()["after"], done.result()
     assert (result["model"], result["url"]) == ("other", url)
-    assert {name: result["after"][name] for name in ("accuracy", "format_rate")} == {
-        name: expected[name] for name in ("accuracy", "format_rate")
-    }
+    assert all(result["after"][name] == expected[name] for name in ("accuracy", "format_rate"))
     bodies = [body for path, _, body in served.asked if path == "/v1/chat/completions"]
     assert {body["model"] for body in bodies} == {"other"}
     assert {*map(len, (body["messages"] for body in bodies))} == {2}
@@ -62,18 +62,15 @@ def test_the_key_goes_into_the_header_and_nowhere_else(served, monkeypatch):
     with serving(served) as url:
         assert Endpoint(url, None, "OTHER_KEY").model == "tuned"
         assert served.asked[-1][1]["Authorization"] == f"Bearer {SECRET}"
-        served.status = [418]
-        with pytest.raises(UserError, match=r"answered 418 \(no: Bearer \*\*\*\)"):
-            Endpoint(url, None, "OTHER_KEY")
-        served.status = [401]
-        with pytest.raises(UserError, match=r"401 \(no: Bearer \*\*\*\); the key that was sent is not accepted"):
-            Endpoint(url, None, "OTHER_KEY")
+        for status, problem in ((418, ""), (401, "; the key that was sent is not accepted")):
+            served.status = [status]
+            with pytest.raises(UserError, match=rf"{status} \(no: Bearer \*\*\*\){problem}"):
+                Endpoint(url, None, "OTHER_KEY")
         assert Endpoint(url, None).model == "tuned"
         assert "Authorization" not in served.asked[-1][1]
-    with pytest.raises(UserError, match="--key-from NO_KEY: this environment variable is not set"):
-        Endpoint(url, None, "NO_KEY")
-    with pytest.raises(UserError, match=r"--key-from \*\*\*: this environment variable is not set"):
-        Endpoint(url, None, SECRET)
+    for key, shown in (("NO_KEY", "NO_KEY"), (SECRET, r"\*\*\*")):
+        with pytest.raises(UserError, match=f"--key-from {shown}: this environment variable is not set"):
+            Endpoint(url, None, key)
     monkeypatch.setenv("OTHER_KEY", f"{SECRET}\n")
     with pytest.raises(UserError, match="OTHER_KEY: the key has characters that no header may have") as error:
         Endpoint(url, None, "OTHER_KEY")
@@ -102,22 +99,21 @@ def test_a_server_that_takes_the_newer_limit_alone_gets_it(served, form):
     assert [body["max_completion_tokens"] for body in bodies if "max_tokens" not in body][-2:] == [2, 1]
 
 
-def test_a_busy_server_is_asked_again_and_a_refusal_is_final(served):
+def test_busy_server_is_retried_and_a_refusal_is_final(served):
     with serving(served) as url:
         endpoint = Endpoint(url, None)
         served.status = [429, 503, 0, 500]
         assert endpoint.chat(CHAT, 3).tokens
         assert [path for path, _, _ in served.asked[1:]] == ["/v1/chat/completions"] * 5
         served.asked.clear()
-        served.status = [401]
-        with pytest.raises(UserError, match=r"401 \(no: None\); give the server's key in \$ACCEL_SFT_API_KEY"):
-            endpoint.chat(CHAT, 3)
-        served.status = [302]
-        with pytest.raises(UserError, match=r"redirects to http://127.0.0.1:9/v1, which is not followed"):
-            endpoint.chat(CHAT, 3)
-        served.status = [404]
-        with pytest.raises(UserError, match="the server answered 404"):
-            endpoint.chat(CHAT, 3)
+        for status, problem in (
+            (401, r"401 \(no: None\); give the server's key in \$ACCEL_SFT_API_KEY"),
+            (302, r"redirects to http://127.0.0.1:9/v1, which is not followed"),
+            (404, "the server answered 404"),
+        ):
+            served.status = [status]
+            with pytest.raises(UserError, match=problem):
+                endpoint.chat(CHAT, 3)
         assert len(served.asked) == 3
         for other in (url.removesuffix("/v1"), f"{url}/chat/completions"):
             with pytest.raises(UserError, match=f"name one with --model, or give --url {url} if that is its address"):
@@ -157,10 +153,10 @@ def answering(*answers):
 
     def answer():
         with server:
-            for found in answers:
+            for content in answers:
                 with server.accept()[0] as connection:
                     connection.recv(1 << 16)
-                    connection.sendall(found)
+                    connection.sendall(content)
 
     threading.Thread(target=answer, daemon=True).start()
     return f"http://127.0.0.1:{server.getsockname()[1]}/v1"
@@ -175,10 +171,7 @@ def response(body, status="200 OK", *headers):
     ("answer", "problem"),
     [
         (response(f"Bearer {SECRET}"), r"answered Bearer \*\*\*; is it an OpenAI-compatible server"),
-        (
-            response({}, "302 Found", f"Location: http://x/?k={SECRET}"),
-            r"redirects to http://x/\?k=\*\*\*, which is not",
-        ),
+        (response({}, "302 Found", f"Location: http://x/?k={SECRET}"), r"redirects to http://x/\?k=\*\*\*, which"),
         (response({"data": [{"id": SECRET}, {"id": "b"}]}), r"the server has \*\*\*, b; name one with --model"),
         (response(b"[" * 60_000, "400 Bad"), r"the server answered 400 \(\[\["),
         (response(b"[" * 200_000), "the answer is no JSON"),
@@ -192,7 +185,7 @@ def test_what_a_server_says_is_one_line_without_the_key(monkeypatch, answer, pro
     assert SECRET not in str(error.value)
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again_and_a_refusal_that_does_is_told(monkeypatch):
+def test_broken_answer_is_retried_and_a_broken_refusal_named(monkeypatch):
     monkeypatch.setattr(client, "PAUSE_SECONDS", 0.01)
     models = response({"data": [{"id": "tuned"}]})
     whole = response({"choices": [{"message": {"content": "7"}, "finish_reason": "stop"}]})
@@ -218,7 +211,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again_and_a_refusal_that_does_is
         ({"content": "a"}, {"tokens": ["a"], "token_logprobs": [10**400]}, "a", []),
     ],
 )
-def test_what_an_answer_may_lack_or_have_in_another_form_stops_nothing(message, logprobs, text, known):
+def test_answer_of_another_form_stops_nothing(message, logprobs, text, known):
     choice = {"message": message, "logprobs": logprobs}
     reply = Endpoint(answering(response({"choices": [choice]})), "m").chat(CHAT, 3)
     assert (reply.text, reply.logprobs) == (text, known)
@@ -231,14 +224,14 @@ def test_answers_that_are_not_whole_are_counted(monkeypatch):
     choices = [{"message": {"content": text}, "finish_reason": finish} for text, finish in endings]
     address = answering(*(response({"choices": [choice]}) for choice in choices))
     config = EvaluateConfig(url=address, model="m", max_new_tokens=9).resolved({})
-    found = evaluation.evaluate(Accelerator(cpu=True), Sums(), config, Endpoint(address, "m"))
-    assert found.lines == [
+    result = evaluation.evaluate(Accelerator(cpu=True), Sums(), config, Endpoint(address, "m"))
+    assert result.lines == [
         "warning: of 7 answers: 2 cut (raise --max-new-tokens), 1 withheld by the server's filter, 1 tool calls, "
         "2 empty; scored as they are"
     ]
 
 
-def test_requests_at_the_same_time_all_leave_out_what_a_server_refuses(served):
+def test_concurrent_requests_leave_out_what_a_server_refuses(served):
     served.form = "plain"
     late, post = threading.Barrier(2), Endpoint.post
 
@@ -271,7 +264,7 @@ def test_an_address_that_cannot_be_used_is_refused(url, problem):
     assert SECRET not in str(error.value)
 
 
-UNHEARD = {
+OF_A_MODEL = {
     "max_length": 9,
     "eval_batch_size": 9,
     "template_date": "2026-01-31",
@@ -282,8 +275,9 @@ UNHEARD = {
 
 
 def test_same_data_is_refused_with_url(run):
-    done = accel_sft(*ARGUMENTS, "--url", "http://127.0.0.1:1/v1", "--model", str(run.run_dir), "--same-data")
-    assert "Error: --same-data: a server records no data; with --url name the data by its options" in done.output
+    command = (*ARGUMENTS, "--url", "http://127.0.0.1:1/v1", "--model", str(run.run_dir), "--same-data")
+    with pytest.raises(UserError, match=r"^--same-data: a server records no data; with --url name the data by"):
+        CliRunner().invoke(cli, command, catch_exceptions=False)
 
 
 @pytest.mark.parametrize(
@@ -292,14 +286,14 @@ def test_same_data_is_refused_with_url(run):
         ({"url": None}, "--model: a value is needed"),
         ({"url": None, "model": "m", "key_from": "K"}, "--key-from: goes with --url"),
         ({"url": None, "model": "m", "timeout": 9}, "--timeout: goes with --url"),
-        *(({key: value}, f"leave --{key.replace('_', '-')} out") for key, value in UNHEARD.items()),
+        *(({key: value}, f"leave --{key.replace('_', '-')} out") for key, value in OF_A_MODEL.items()),
         ({"base": "auto", "dtype": "float32"}, "a server has its own weights and settings; leave --base, --dtype out"),
         ({"timeout": 0}, "--timeout 0: must be at least 1"),
     ],
 )
 def test_settings_that_do_not_go_with_a_server_are_refused(more, problem):
-    (found,) = EvaluateConfig(**{"url": "http://127.0.0.1:1/v1", **more}).problems()
-    assert problem in found
+    (line,) = EvaluateConfig(**{"url": "http://127.0.0.1:1/v1", **more}).problems()
+    assert problem in line
 
 
 def test_what_a_server_is_not_asked_is_refused(served):

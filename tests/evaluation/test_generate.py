@@ -8,8 +8,8 @@ import architectures
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import accel_sft
-from models import Sums, encode, make_tiny
+from conftest import finished
+from models import Sums, encode
 from peft import LoraConfig, get_peft_model
 from reference_job import layout
 from transformers import (
@@ -45,23 +45,13 @@ SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "nu
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "base")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return AutoTokenizer.from_pretrained(tiny)
-
-
-@pytest.fixture(scope="module")
 def examples(tokenizer):
     """Prompts of several lengths behind one instruction."""
     numbers = [7, 12, 123, 5, 48, 1234, 12, 99, 31, 8]
     eos = {tokenizer.eos_token_id}
-    kept = encode(tokenizer, Sums(), numbers, "validation", eos_ids=eos, max_length=99, truncation="drop").kept
-    assert len({example.prompt_length for example in kept}) == 4
-    return kept
+    encoded = encode(tokenizer, Sums(), numbers, "validation", eos_ids=eos, max_length=99, truncation="drop").kept
+    assert len({example.prompt_length for example in encoded}) == 4
+    return encoded
 
 
 class Strict(Qwen2ForCausalLM):
@@ -175,7 +165,7 @@ def test_answers_behind_a_shared_prefix_are_those_of_separate_questions(kind, ba
     assert answers == expected
 
 
-def test_under_autocast_keys_are_kept_in_the_type_that_attention_computes_in(tiny, tokenizer, examples, monkeypatch):
+def test_autocast_caches_keys_in_the_type_of_attention(tiny, tokenizer, examples, monkeypatch):
     """Rotary positions make them float32; a cache of those would be cast for every token, to the same scores."""
     model = build("llama", tiny, len(tokenizer))
     prefix = common_prefix(examples)
@@ -197,7 +187,7 @@ def test_under_autocast_keys_are_kept_in_the_type_that_attention_computes_in(tin
     assert torch.equal(logits, cast_at_every_token)
 
 
-def test_long_answers_to_questions_read_in_several_forwards_are_the_same(tiny, tokenizer, examples, monkeypatch):
+def test_long_answers_after_several_reading_forwards_are_the_same(tiny, tokenizer, examples, monkeypatch):
     model = build("tiny", tiny, len(tokenizer))
     model.generation_config.eos_token_id = None
     monkeypatch.setattr(decoder, "READ_TOKENS", 40)
@@ -207,7 +197,7 @@ def test_long_answers_to_questions_read_in_several_forwards_are_the_same(tiny, t
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_each_token_is_computed_once_and_none_of_a_row_that_has_ended(batch_size, tiny, tokenizer, examples):
+def test_each_token_is_computed_once_until_its_row_ends(batch_size, tiny, tokenizer, examples):
     model = build("llama", tiny, len(tokenizer))
     whole = separately(model, tokenizer, examples)
     model.generation_config.eos_token_id = [whole[examples[0].index][0], whole[examples[1].index][4]]
@@ -237,19 +227,16 @@ def test_a_row_starts_while_others_go_on(tiny, tokenizer, examples, monkeypatch)
     assert joined
 
 
-def test_questions_without_a_common_beginning_are_answered_in_the_same_way(tiny, tokenizer, examples):
+def test_questions_without_a_common_prefix_are_answered_alike(tiny, tokenizer, examples):
     model = build("llama", tiny, len(tokenizer))
-    bare = [
-        Encoded(example.index, example.input_ids[example.index :], example.prompt_length - example.index)
-        for example in examples
-    ]
+    bare = [Encoded(row.index, row.input_ids[row.index :], row.prompt_length - row.index) for row in examples]
     expected = end_early(model, tokenizer, bare)
     answers, generator = generated(model, tokenizer, bare)
     assert generator.message == "answers: prompts begin with fewer than 8 common tokens; each is computed whole"
     assert answers == expected
 
 
-def test_a_question_that_all_others_begin_with_keeps_a_token_of_its_own(tiny, tokenizer, examples):
+def test_question_that_others_begin_with_keeps_a_token(tiny, tokenizer, examples):
     model = build("tiny", tiny, len(tokenizer))
     ids = examples[0].input_ids
     nested = [Encoded(index, ids, 20 + index) for index in range(5)]
@@ -270,7 +257,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_that_cannot_share_is_left_to_transformers_with_the_reason(kind, tiny, tokenizer, examples):
+def test_model_that_cannot_share_generates_by_transformers_with_reason(kind, tiny, tokenizer, examples):
     model = build(kind, tiny, len(tokenizer))
     expected, before = end_early(model, tokenizer, examples), heartbeat_count()
     answers, generator = generated(model, tokenizer, examples, batch_size=4)
@@ -279,20 +266,20 @@ def test_a_model_that_cannot_share_is_left_to_transformers_with_the_reason(kind,
     assert heartbeat_count() - before >= max(map(len, answers.values()))  # one a token, for the watch over hangs
 
 
-def test_prompts_that_padding_would_change_are_answered_with_others_of_their_length(tmp_path):
+def test_prompts_that_padding_changes_are_answered_by_length(tmp_path):
     folder = architectures.make(tmp_path / "model", "deepseek_v4")
     model, tokenizer = architectures.load(folder), AutoTokenizer.from_pretrained(folder)
     numbers = [7, 12, 123, 5, 48, 1234, 12, 10**6, 10**12, 10**20]
     eos = {tokenizer.eos_token_id}
-    kept = encode(tokenizer, Sums(), numbers, "validation", eos_ids=eos, max_length=199, truncation="drop").kept
-    answers, generator = generated(model, tokenizer, kept)
+    rows = encode(tokenizer, Sums(), numbers, "validation", eos_ids=eos, max_length=199, truncation="drop").kept
+    answers, generator = generated(model, tokenizer, rows)
     assert "; prompts of equal length only are answered together, as padding changes its pred" in generator.message
-    assert answers == separately(model, tokenizer, kept)
+    assert answers == separately(model, tokenizer, rows)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 16])
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
-def test_batches_give_each_row_to_one_rank_and_all_ranks_as_many(ranks, batch_size, examples):
+def test_batches_give_every_row_to_one_rank_evenly(ranks, batch_size, examples):
     few = [[Encoded(index, [1] * (5 + index % 4), 4) for index in range(count)] for count in range(1, 20)]
     for rows, alike in [(examples, True), *((rows, False) for rows in (examples, *few))]:
         batches = divide(rows, ranks, batch_size, equal_lengths=alike)
@@ -309,9 +296,9 @@ def test_batches_give_each_row_to_one_rank_and_all_ranks_as_many(ranks, batch_si
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 16])
 def test_ranks_have_about_as_many_tokens_to_compute(ranks, examples):
-    found = shares(examples, ranks)
-    assert sorted(row.index for share in found for row in share) == [example.index for example in examples]
-    tokens = [sum(len(row.input_ids) for row in share) for share in found]
+    parts = shares(examples, ranks)
+    assert sorted(row.index for share in parts for row in share) == [example.index for example in examples]
+    tokens = [sum(len(row.input_ids) for row in share) for share in parts]
     assert max(tokens) - min(tokens) <= max(len(example.input_ids) for example in examples)
 
 
@@ -323,7 +310,7 @@ def evaluated(model, tokenizer, examples, task):
     return evaluator(model, Batching("shared", 256))
 
 
-def test_an_evaluation_leaves_mode_gradients_and_random_state_as_they_were(tiny, tokenizer, examples, capsys):
+def test_evaluation_leaves_mode_gradients_and_random_state(tiny, tokenizer, examples, capsys):
     model = build("lora", tiny, len(tokenizer)).train()
     state = torch.get_rng_state()
     evaluated(model, tokenizer, examples, Sums())
@@ -341,12 +328,10 @@ def test_an_evaluation_without_memory_ends_with_one_line(tiny, tokenizer, exampl
         raise torch.OutOfMemoryError("no room")
 
     model = build("tiny", tiny, len(tokenizer))
-    monkeypatch.setattr(Generator, "__call__", full)
-    with pytest.raises(UserError, match=r"evaluation: out of device memory \(no room\); lower --eval-batch-size"):
-        evaluated(model, tokenizer, examples, Sums())
-    monkeypatch.setattr(model, "forward", full)  # the loss comes first
-    with pytest.raises(UserError, match=r"evaluation: out of device memory \(no room\); lower --max-length"):
-        evaluated(model, tokenizer, examples, Sums())
+    for full_up, method, flag in ((Generator, "__call__", "--eval-batch-size"), (model, "forward", "--max-length")):
+        monkeypatch.setattr(full_up, method, full)  # the loss is computed before the answers
+        with pytest.raises(UserError, match=rf"evaluation: out of device memory \(no room\); lower {flag}"):
+            evaluated(model, tokenizer, examples, Sums())
 
 
 def test_an_evaluation_that_finds_no_room_goes_on_in_halves(tiny, tokenizer, examples, capsys):
@@ -358,16 +343,16 @@ def test_an_evaluation_that_finds_no_room_goes_on_in_halves(tiny, tokenizer, exa
             raise torch.OutOfMemoryError("no room")
 
     model.get_input_embeddings().register_forward_pre_hook(cramped)
-    found = evaluated(model, tokenizer, examples, Sums())
+    halved = evaluated(model, tokenizer, examples, Sums())
     said = capsys.readouterr().out
     assert f"out of device memory with {len(examples)} rows at once: they are computed in halves" in said  # answers
     assert len(re.findall("out of device memory with [2-9] rows at once", said)) >= 2  # and the loss
-    assert [sample["generated"] for sample in found.samples] == [sample["generated"] for sample in whole.samples]
-    assert found.metrics["eval_loss"] == pytest.approx(whole.metrics["eval_loss"], rel=1e-6)
+    assert [sample["generated"] for sample in halved.samples] == [sample["generated"] for sample in whole.samples]
+    assert halved.metrics["eval_loss"] == pytest.approx(whole.metrics["eval_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("most", [1, 0])
-def test_the_decoders_check_takes_no_lack_of_memory_for_a_refusal(most, tiny, tokenizer, examples, monkeypatch):
+def test_decoder_check_takes_no_shortage_for_a_refusal(most, tiny, tokenizer, examples, monkeypatch):
     def forward(self, new=(), real=Decoder.forward):
         if len(new) > most:
             raise torch.OutOfMemoryError("no room")
@@ -396,37 +381,34 @@ def test_ranks_that_share_their_weights_give_the_same_answers(tiny, tokenizer, e
     tokenizer.save_pretrained(tmp_path / "model")
     arguments = ("evaluate", "math", "--model", str(tmp_path / "model"), "--validation-examples", "9")
     arguments += ("--max-new-tokens", "12", "--eval-batch-size", "3")
-    said = {}
-    for yaml in (None, "z3"):
-        launcher = ("--mixed_precision", "no") if yaml else ()
-        run = accel_sft(*arguments, yaml=yaml, launcher=launcher, run_dir=tmp_path / str(yaml))
-        assert run.status == 0, run.output
+    answers = []
+    for launch in ({}, {"yaml": "z3", "launcher": ("--mixed_precision", "no")}):
+        run = finished(*arguments, run_dir=tmp_path / launch.get("yaml", "alone"), **launch)
         assert "tokens that all prompts begin with are computed once" in run.output
         assert "full precision" not in run.output  # which is said of trainings without a launcher
         lines = (run.run_dir / "samples-tuned.jsonl").read_text().splitlines()
-        said[yaml] = [json.loads(line)["generated"] for line in lines]
-    assert len(set(said[None])) > 3
-    assert said["z3"] == said[None]
+        answers.append([json.loads(line)["generated"] for line in lines])
+    assert len(set(answers[0])) > 3
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("yaml", ["ddp", pytest.param("z3", marks=pytest.mark.long)])
-def test_three_ranks_answer_and_count_each_example_once_as_plain_transformers_do(launched, tmp_path, yaml):
+def test_three_ranks_answer_as_plain_transformers_do(launched, tmp_path, yaml):
     run = layout(launched, "plain")
     launcher = {"yaml": yaml, "launcher": ("--mixed_precision", "no", "--num_processes", "3")}
     command = ("evaluate", "math", "--model", str(run.run_dir), "--validation-examples", "13", "--eval-limit", "11")
     command += ("--max-new-tokens", "20")
-    done = accel_sft(*command, run_dir=tmp_path / "found", **launcher)
-    assert done.status == 0, done.output
+    done = finished(*command, run_dir=tmp_path / "run", **launcher)
     task, folder = Math(train_examples=500, validation_examples=13), run.run_dir / "best"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     answers, scores = [], []
     for example in list(task.dataset("validation"))[:11]:
-        asked = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        ids = tokenizer.apply_chat_template(task.messages(example), **asked)["input_ids"]
+        form = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        ids = tokenizer.apply_chat_template(task.messages(example), **form)["input_ids"]
         ids, length = model.generate(ids, do_sample=False, max_new_tokens=20), ids.shape[1]
         answers.append(tokenizer.decode(ids[0, length:], skip_special_tokens=True))
         scores.append(task.score(example, answers[-1]))
-    found = [json.loads(line) for line in (tmp_path / "found" / "samples-tuned.jsonl").read_text().splitlines()]
-    assert [(each["index"], each["generated"]) for each in found] == list(enumerate(answers))
-    after = json.loads((tmp_path / "found" / "result.json").read_text())["after"]
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples-tuned.jsonl").read_text().splitlines()]
+    assert [(sample["index"], sample["generated"]) for sample in samples] == list(enumerate(answers))
+    after = done.result()["after"]
     assert {name: after[name] for name in task.aggregate(scores)} == pytest.approx(task.aggregate(scores), nan_ok=True)

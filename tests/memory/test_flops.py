@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import accel_sft
+from conftest import finished
 from peft import LoraConfig, get_peft_model
 from planned import LLAMA_8B, QWEN_7B, job_of, model
 from reference_job import FP32, JOB, ONCE
@@ -52,13 +52,12 @@ def test_recomputation_and_launch_change_no_model_flops():
 )
 def test_model_flops_of_lora_are_those_that_nemo_automodel_reports(config, tokens_per_second, teraflops):
     """docs/performance-summary.md in github.com/NVIDIA-NeMo/Automodel: LoRA on one H100, rows of 4,096 tokens."""
-    found = model_flops(job_of(config, adapter="lora"))
-    attention = found.pair * 4096 / 2
-    assert found.total(1, 1, 4096 / 2) * tokens_per_second == pytest.approx(teraflops * 1e12, rel=0.04)
+    flops = model_flops(job_of(config, adapter="lora"))
+    attention = flops.pair * 4096 / 2
+    assert flops.total(1, 1, 4096 / 2) * tokens_per_second == pytest.approx(teraflops * 1e12, rel=0.04)
     # exactly, with attention's gradients at a half, as it counts them under LoRA
-    assert (found.total(1, 1, 4096 / 2) - attention / 3) * tokens_per_second == pytest.approx(
-        teraflops * 1e12, rel=0.003
-    )
+    less = flops.total(1, 1, 4096 / 2) - attention / 3
+    assert less * tokens_per_second == pytest.approx(teraflops * 1e12, rel=0.003)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +107,8 @@ def test_untrained_step_or_unknown_device_has_no_mfu():
     assert all(Prediction.mfu(known, step, 900, norm, 0.5) == {} for norm in (0.0, math.nan, math.inf))
     assert Prediction.mfu(SimpleNamespace(flops=flops, peak_flops=None), step, 900, 0.7, 0.5) == {}
     assert Prediction.mfu(SimpleNamespace(flops=None, peak_flops=1.0), step, 900, 0.7, 0.5) == {}
-    assert mean_mfu([{"mfu": 0.1, "seconds": 1.0}, {"seconds": 9.0}, {"mfu": 0.4, "seconds": 2.0}]) == pytest.approx(
-        0.3
-    )
+    steps = [{"mfu": 0.1, "seconds": 1.0}, {"seconds": 9.0}, {"mfu": 0.4, "seconds": 2.0}]
+    assert mean_mfu(steps) == pytest.approx(0.3)
     assert mean_mfu([{"seconds": 9.0}]) is None
     assert mean_mfu([{"mfu": 0.4}]) is None  # another tool's line
 
@@ -118,8 +116,7 @@ def test_untrained_step_or_unknown_device_has_no_mfu():
 def test_a_run_on_a_known_device_tells_its_mfu_everywhere(tmp_path):
     given = {"yaml": "ddp", "launcher": FP32, "run_dir": tmp_path / "run"}
     arguments = (*JOB, *ONCE, "--micro-batch-size", "2", "--batching", "padded", "--log-every", "1")
-    run = accel_sft(*arguments, **given, environment={"PLANTED_DEVICE": "NVIDIA L4"})
-    assert run.status == 0, run.output
+    run = finished(*arguments, **given, environment={"PLANTED_DEVICE": "NVIDIA L4"})
     flops = model_flops(job_of(json.loads((run.run_dir / "base/config.json").read_text())))
     for line in run.lines():
         least = flops.total(line["tokens"], line["supervised_tokens"], 0) / (line["seconds"] * 2 * 30e12)

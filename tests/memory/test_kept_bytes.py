@@ -62,13 +62,13 @@ def test_the_bytes_kept_for_the_backward_are_those_expected(model, prefix, own, 
         monkeypatch.setitem(cascade.KERNELS, "cpu", VARLEN)
         monkeypatch.setattr(cascade, "_right", {("cpu", 32): True})
     with varlen_on_cpu(forward=only_shapes):
-        kept = kept_by(model, batching, rows)
+        measured = kept_by(model, batching, rows)
     # as `plan` predicts it for a GPU
     monkeypatch.setattr(Job, "copies", kernels is None)
     planned = forward_bytes(
         job_of_rows(model, "z2", True, batching.way.tokens_in(rows), batching.way.copied_keys(rows))
     )
-    assert planned / 1.3 < kept < 1.3 * planned
+    assert planned / 1.3 < measured < 1.3 * planned
 
 
 def job_of_rows(model, name, bf16, tokens, copied_keys):
@@ -119,7 +119,7 @@ def test_what_layers_with_a_state_keep_is_counted(family, attention, bf16):
     common, *others = (torch.randint(2, 250, (size,), generator=draw).tolist() for size in (100, *range(20, 60, 5)))
     rows = [Encoded(index, common + row, len(common) + 15) for index, row in enumerate(others)]
     batching = Batching("shared" if attention == "cache" else "padded", 10**6, attention=attention)
-    kept, way = kept_by(model, batching, rows), batching.way
+    measured, way = kept_by(model, batching, rows), batching.way
     job = job_of(
         json.loads(config.to_json_string()),
         device="cpu",
@@ -132,4 +132,4 @@ def test_what_layers_with_a_state_keep_is_counted(family, attention, bf16):
         in_cache=attention == "cache",
     )
     assert all(block.recurrent for block in job.shape.blocks if any(m.group == "recurrent" for m in block.matrices))
-    assert kept / 1.12 < forward_bytes(job) < 1.12 * kept
+    assert measured / 1.12 < forward_bytes(job) < 1.12 * measured

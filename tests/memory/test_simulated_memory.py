@@ -6,8 +6,7 @@ import statistics
 import pytest
 import torch
 from conftest import AS_COUNTED
-from planned import count, job_of, model
-from torch.profiler import ProfilerActivity, profile
+from planned import allocated, count, job_of, model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_sft.batching import collate, loss
@@ -38,14 +37,7 @@ def really_allocated(config, head, recomputed):
     inputs = {"input_ids": ids, "position_ids": torch.arange(512)[None], "attention_mask": None}
     targets, weights = torch.zeros(300, dtype=torch.long), torch.ones(300)
     batch = collate.Batch(inputs, keep, None, targets, weights, head)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        loss.nll_sum(network, batch).backward()
-    events = (event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]")
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
+    return allocated(lambda: loss.nll_sum(network, batch).backward()).max()
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -58,23 +50,24 @@ def test_fake_tensors_take_what_real_ones_do(monkeypatch, head, most, tied, reco
     config = {**SMALL, "tie_word_embeddings": tied}
     if most:
         monkeypatch.setattr(loss, "MOST_LOGITS", most * config["vocab_size"])
-    found = forward_backward(job(config, head=head, gradient_checkpointing=recomputed), config)
-    assert found.activations + found.logits == pytest.approx(really_allocated(config, head, recomputed), rel=0.02)
+    simulated = forward_backward(job(config, head=head, gradient_checkpointing=recomputed), config)
+    real = really_allocated(config, head, recomputed)
+    assert simulated.activations + simulated.logits == pytest.approx(real, rel=0.02)
 
 
 def test_simulated_model_has_weights_and_state_of_the_real():
-    found = forward_backward(job(SMALL, "ddp"), SMALL)
+    simulated = forward_backward(job(SMALL, "ddp"), SMALL)
     parameters = count(SMALL).parameters
-    assert found.weights == pytest.approx(4 * parameters, rel=1e-3)  # and the angles of positions
-    assert found.gradients == 4 * parameters
-    assert found.optimizer == pytest.approx(8 * parameters, rel=1e-3)
+    assert simulated.weights == pytest.approx(4 * parameters, rel=1e-3)  # and the angles of positions
+    assert simulated.gradients == 4 * parameters
+    assert simulated.optimizer == pytest.approx(8 * parameters, rel=1e-3)
 
 
 def test_frozen_weights_have_neither_gradients_nor_state():
     lora = job(SMALL, "ddp", adapter="lora")
-    found = forward_backward(lora, SMALL)
-    assert found.gradients == 4 * lora.trained
-    assert found.optimizer == pytest.approx(8 * lora.trained, rel=0.01)
+    simulated = forward_backward(lora, SMALL)
+    assert simulated.gradients == 4 * lora.trained
+    assert simulated.optimizer == pytest.approx(8 * lora.trained, rel=0.01)
 
 
 FORWARDS = [

@@ -1,11 +1,9 @@
 """What a vision tower takes by the closed form, against a real one's forward; and the row with most pixels."""
 
-import numpy as np
 import pytest
 import torch
 import vision
-from planned import job_of, saved_for_backward
-from torch.profiler import ProfilerActivity, profile
+from planned import allocated, job_of, saved_for_backward
 from transformers import AutoModelForImageTextToText
 
 from accel_sft.memory.activations import PIXEL, tower_bytes
@@ -25,11 +23,7 @@ def really_allocated(folder, trained):
     """Bytes that the tower's forward leaves, and its peak, as torch's allocator reports."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16).train().requires_grad_(trained)
     pixels, grid = torch.zeros(PATCHES, 3 * 2 * 14**2), torch.tensor([[1, 32, 32]])
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        found = model.get_image_features(pixels, grid)
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
-    assert found is not None
+    sizes = allocated(lambda: model.get_image_features(pixels, grid))
     return sizes[-1], sizes.max()
 
 
@@ -41,10 +35,10 @@ def counted(folder, launch, pixels, trained):
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_tower_takes_what_is_counted(folder, trained):
-    kept, most = counted(folder, "z2", PATCHES * 3 * 2 * 14**2, trained)
+    measured, most = counted(folder, "z2", PATCHES * 3 * 2 * 14**2, trained)
     really_kept, really_most = really_allocated(folder, trained)
     assert most == pytest.approx(really_most, rel=0.1)
-    assert kept == (pytest.approx(really_kept, rel=0.1) if trained else 0)
+    assert measured == (pytest.approx(really_kept, rel=0.1) if trained else 0)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
@@ -60,8 +54,8 @@ def test_what_autocast_keeps_is_counted(tmp_path, family):
     with torch.autocast("cpu", torch.bfloat16), saved_for_backward(model) as saved:
         features = model.get_image_features(*images)
     assert features is not None
-    kept, _ = counted(folder, "ddp", images[0].numel(), True)
-    assert kept == pytest.approx(saved(), rel=0.1)
+    measured, _ = counted(folder, "ddp", images[0].numel(), True)
+    assert measured == pytest.approx(saved(), rel=0.1)
 
 
 def test_a_tower_s_sizes_have_several_names():

@@ -4,14 +4,16 @@ plain peft on the base as it was; what does not go together, or not under a laun
 from __future__ import annotations
 
 import json
+import sys
 
 import fsdp2_on_cpu
 import pytest
 import torch
+from accelerate import Accelerator
 from architectures import make
 from checkpoints import saved
 from fsdp2_job import FP32, SHARDED
-from models import loaded, make_tiny
+from models import loaded
 from peft import PeftModel
 from reference_job import goes_on_to_the_same_bits
 from safetensors.torch import load_file
@@ -37,14 +39,7 @@ LORA = {"adapter": "lora", "lora_r": 4, "learning_rate": 0.01}
 
 @pytest.fixture(scope="module")
 def accelerator():
-    from accelerate import Accelerator
-
     return Accelerator(cpu=True)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "base")
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +51,9 @@ def experts(tmp_path_factory):
 class Job:
     """A small training in this process, with the package's own parts."""
 
-    def __init__(self, accelerator, base, **options):
-        self.config = TrainConfig(model=str(base), **options).resolved({})
-        self.model = loaded(base, 4, **options)
+    def __init__(self, accelerator, tiny, **options):
+        self.config = TrainConfig(model=str(tiny), **options).resolved({})
+        self.model = loaded(tiny, 4, **options)
         self.accelerator, self.optimizer = accelerator, new_optimizer(self.model, self.config)
         self.stepper = Stepper(accelerator, self.model, self.optimizer, 1.0)
 
@@ -97,10 +92,10 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variant_learns_resumes_to_same_bits_and_reloads(accelerator, base, experts, tmp_path, variant):
+def test_variant_learns_resumes_to_same_bits_and_reloads(accelerator, tiny, experts, tmp_path, variant):
     options = LORA | VARIANTS[variant]
     needs(**options)
-    source, run_dir = experts if variant == "experts" else base, RunDir(tmp_path)
+    source, run_dir = experts if variant == "experts" else tiny, RunDir(tmp_path)
     original = AutoModelForCausalLM.from_pretrained(source).eval()
     whole = Job(accelerator, source, **options)
     with torch.no_grad():
@@ -135,18 +130,18 @@ def resumed_to_the_same_bits(whole, run_dir, *job, **options):
     return [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
 
 
-def test_an_optimizer_of_all_weights_goes_on_to_the_same_bits(accelerator, base, tmp_path):
+def test_optimizer_of_all_weights_resumes_to_same_bits(accelerator, tiny, tmp_path):
     options = {"optimizer": "adamw-8bit", "learning_rate": 0.01}
     needs(**options)
-    whole = Job(accelerator, base, **options)
-    assert resumed_to_the_same_bits(whole, RunDir(tmp_path), accelerator, base, **options)
+    whole = Job(accelerator, tiny, **options)
+    assert resumed_to_the_same_bits(whole, RunDir(tmp_path), accelerator, tiny, **options)
     assert any("absmax1" in state for state in whole.optimizer.state.values())
 
 
 def test_settings_of_an_adapter_without_one_are_warned_of():
     unused = audit(TrainConfig(lora_r=32, lora_dropout=0.1), read_launch({}, []), devices=0)
-    told = [str(finding) for finding in unused if "is not used" in str(finding)]
-    assert [line.split("--", 1)[1].split()[:2] for line in told] == [["lora-r", "32"], ["lora-dropout", "0.1"]]
+    lines = [str(finding) for finding in unused if "is not used" in str(finding)]
+    assert [line.split("--", 1)[1].split()[:2] for line in lines] == [["lora-r", "32"], ["lora-dropout", "0.1"]]
     for fine in ({"adapter": "lora", "lora_r": 32}, {"lora_r": 8}):
         assert "is not used" not in str(audit(TrainConfig(**fine), read_launch({}, []), devices=0))
 
@@ -173,9 +168,9 @@ def test_variant_under_a_launch_draws_the_curve_of_one_process(launched, tmp_pat
     run = launched(f"variant {name}", *job, **sharing)
     for ours, theirs in zip(run.lines(), alone.lines(), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
-    ours, theirs = (load_file(each.run_dir / "final" / "adapter_model.safetensors") for each in (run, alone))
+    ours, theirs = (load_file(launch.run_dir / "final" / "adapter_model.safetensors") for launch in (run, alone))
     assert {key: tensor.shape for key, tensor in ours.items()} == {key: tensor.shape for key, tensor in theirs.items()}
-    after = [each.result()["after"]["eval_loss"] for each in (run, alone)]
+    after = [launch.result()["after"]["eval_loss"] for launch in (run, alone)]
     assert after[0] == pytest.approx(after[1], rel=2e-5)
     goes_on_to_the_same_bits(run, tmp_path / "run", 2, **sharing)
 
@@ -190,7 +185,7 @@ def test_variant_under_a_launch_draws_the_curve_of_one_process(launched, tmp_pat
         ({"optimizer": "adam"}, "--optimizer adam: not one of adamw, adamw-8bit"),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_anything_is_loaded(options, said):
+def test_options_that_exclude_each_other_are_refused_before_loading(options, said):
     (problem,) = TrainConfig(**options).problems()
     assert said in problem
 
@@ -223,9 +218,9 @@ def test_what_a_launch_cannot_train_is_refused_with_the_reason(options, backend,
         ({"lora_target_parameters": "experts.up"}, "no such matrices in this model; it has no experts in one tensor"),
     ],
 )
-def test_names_that_the_model_does_not_have_are_refused(accelerator, base, options, said):
+def test_names_that_the_model_does_not_have_are_refused(accelerator, tiny, options, said):
     with pytest.raises(UserError, match=said):
-        Job(accelerator, base, **(LORA | options))
+        Job(accelerator, tiny, **(LORA | options))
 
 
 def test_refusal_of_unknown_experts_names_those_there_are(accelerator, experts):
@@ -233,8 +228,8 @@ def test_refusal_of_unknown_experts_names_those_there_are(accelerator, experts):
         Job(accelerator, experts, **LORA, lora_target_parameters="experts.up")
 
 
-def test_an_adapter_that_is_trained_on_keeps_how_it_was_made(accelerator, base, tmp_path):
-    Job(accelerator, base, **LORA, use_dora=True, lora_modules_to_save="norm").model.save_pretrained(tmp_path)
+def test_adapter_trained_further_keeps_how_it_was_made(accelerator, tiny, tmp_path):
+    Job(accelerator, tiny, **LORA, use_dora=True, lora_modules_to_save="norm").model.save_pretrained(tmp_path)
     same = LORA | {"use_dora": True, "lora_modules_to_save": "norm"}
     for other, said in (
         ({"use_dora": False}, "--use-dora False: the adapter in .* has True"),
@@ -245,12 +240,12 @@ def test_an_adapter_that_is_trained_on_keeps_how_it_was_made(accelerator, base, 
     assert Job(accelerator, tmp_path, **same).stepper.adapted.peft_config["default"].use_dora
 
 
-def counted(base, **options):
+def counted(tiny, **options):
     """The job of such a run, as `plan` sees it."""
-    config = TrainConfig(model=str(base), **options).resolved({})
+    config = TrainConfig(model=str(tiny), **options).resolved({})
     more = {name: getattr(config, name) for name in AS_CONFIGURED}
     launch = read_launch({}, [])
-    shape = read_shape(json.loads((base / "config.json").read_text()), "model")
+    shape = read_shape(json.loads((tiny / "config.json").read_text()), "model")
     return Planned(shape=shape, launch=launch, device="cpu", target_modules=config.lora_target_modules, **more)
 
 
@@ -264,9 +259,9 @@ def counted(base, **options):
     ],
     ids=["full", "tied module", "dora", "a module that is not adapted"],
 )
-def test_the_plan_counts_what_is_trained_and_the_optimizers_state(accelerator, base, options):
+def test_the_plan_counts_what_is_trained_and_the_optimizers_state(accelerator, tiny, options):
     needs(**options)
-    job, predicted = Job(accelerator, base, **options), counted(base, **options)
+    job, predicted = Job(accelerator, tiny, **options), counted(tiny, **options)
     job.train(range(1))
     assert predicted.trained == parameter_counts(job.model)[0]
     tensors = [value for state in job.optimizer.state.values() for key, value in state.items() if key != "step"]
@@ -278,37 +273,37 @@ def test_the_plan_counts_experts_that_are_named(accelerator, experts):
     assert counted(experts, **options).trained == parameter_counts(Job(accelerator, experts, **options).model)[0]
 
 
-def test_the_plan_knows_weights_in_4_bits_and_states_in_8(accelerator, base):
+def test_plan_counts_4_bit_weights_and_8_bit_states(accelerator, tiny):
     options = LORA | {"load_in_4bit": True}
     needs(**options)
-    job, predicted = Job(accelerator, base, **options), counted(base, **options)
+    job, predicted = Job(accelerator, tiny, **options), counted(tiny, **options)
     real = sum(parameter.nbytes for parameter in job.model.parameters())
     for parameter in job.model.parameters():
         if state := getattr(parameter, "quant_state", None):
             real += state.absmax.nbytes + state.state2.absmax.nbytes
     assert predicted.weights_bytes(4) == pytest.approx(real, rel=0.01)
-    job = Job(accelerator, base, optimizer="adamw-8bit")
+    job = Job(accelerator, tiny, optimizer="adamw-8bit")
     job.train(range(1))
-    kept = ("state1", "state2", "absmax1", "absmax2")
-    real = sum(state[key].nbytes for state in job.optimizer.state.values() for key in kept if key in state)
-    assert counted(base, optimizer="adamw-8bit").moments_bytes(4) == pytest.approx(real, rel=0.02)
+    states = ("state1", "state2", "absmax1", "absmax2")
+    real = sum(state[key].nbytes for state in job.optimizer.state.values() for key in states if key in state)
+    assert counted(tiny, optimizer="adamw-8bit").moments_bytes(4) == pytest.approx(real, rel=0.02)
 
 
-def test_the_plan_says_what_it_does_not_know(base):
-    (note,) = estimate(counted(base, **LORA, use_dora=True)).notes
+def test_the_plan_says_what_it_does_not_know(tiny):
+    (note,) = estimate(counted(tiny, **LORA, use_dora=True)).notes
     assert note.startswith("DoRA makes the updated weights of a layer whole in each forward: left out")
-    assert estimate(counted(base, **LORA)).notes == ()
+    assert estimate(counted(tiny, **LORA)).notes == ()
 
 
-def test_without_bitsandbytes_what_needs_it_says_so(accelerator, base, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+def test_without_bitsandbytes_what_needs_it_says_so(accelerator, tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError, match=r"--optimizer adamw-8bit: needs bitsandbytes .*; pip install"):
-        Job(accelerator, base, optimizer="adamw-8bit")
+        Job(accelerator, tiny, optimizer="adamw-8bit")
     with pytest.raises(UserError, match=r"--load-in-4bit: needs bitsandbytes .*; pip install"):
-        Job(accelerator, base, **LORA, load_in_4bit=True)
+        Job(accelerator, tiny, **LORA, load_in_4bit=True)
 
 
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "kernels-community/flash-attn3"])
-def test_attention_that_needs_a_gpu_is_refused_without_one(accelerator, base, kernel):
+def test_attention_that_needs_a_gpu_is_refused_without_one(accelerator, tiny, kernel):
     with pytest.raises(UserError, match=f"--attn-implementation {kernel}: its kernels need a GPU; leave it out"):
-        Job(accelerator, base, attn_implementation=kernel)
+        Job(accelerator, tiny, attn_implementation=kernel)

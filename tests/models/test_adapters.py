@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from checkpoints import saved
-from models import loaded, make_tiny
+from models import loaded
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from planned import saved_for_backward
 from safetensors import safe_open
@@ -28,16 +29,12 @@ from accel_sft.training.optimizer import Stepper
 
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
 ADALORA = {"init_r": 4, "target_r": 2, "total_step": 30, "tinit": 2, "tfinal": 5, "deltaT": 2}
+CONFIGS = {"lora": LoraConfig(r=2, **LORA), "adalora": AdaLoraConfig(**ADALORA, **LORA)}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "base")
-
-
-def adapted(base, config):
+def adapted(tiny, config):
     torch.manual_seed(0)
-    return get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), copy.deepcopy(config))  # peft fills it in
 
 
 def test_each_type_is_a_choice_that_every_backend_trains():
@@ -48,13 +45,13 @@ def test_each_type_is_a_choice_that_every_backend_trains():
         assert launch_problem(TrainConfig(adapter=name), backend, 3) is None
 
 
-def test_under_autocast_no_layer_casts_its_input_for_the_adapter(base):
+def test_under_autocast_no_layer_casts_its_input_for_the_adapter(tiny):
     """Autocast would cast it back; the copy would be kept for the backward."""
-    model = loaded(base, 9, precision="bf16", adapter="lora")
+    model = loaded(tiny, 9, precision="bf16", adapter="lora")
     adapters = [module for module in model.modules() if hasattr(module, "cast_input_dtype_enabled")]
     for layer in adapters:
         torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.02)
-    ids, found = torch.arange(3, 35)[None], []
+    ids, cast_inputs = torch.arange(3, 35)[None], []
     for casts in (False, True):  # as the model is loaded, and as peft makes it
         assert casts or not any(layer.cast_input_dtype_enabled for layer in adapters)
         for layer in adapters:
@@ -64,8 +61,8 @@ def test_under_autocast_no_layer_casts_its_input_for_the_adapter(base):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        found.append((loss.item(), gradients, bytes_saved()))
-    (loss, gradients, less), (same, others, more) = found
+        cast_inputs.append((loss.item(), gradients, bytes_saved()))
+    (loss, gradients, less), (same, others, more) = cast_inputs
     assert loss == same
     assert all(torch.equal(one, other) for one, other in zip(gradients, others, strict=True))
     assert less < more
@@ -90,11 +87,11 @@ class IA3(Adapter):
         return ()
 
 
-def test_new_type_needs_an_entry_in_each_registry_alone(base, monkeypatch):
+def test_new_type_needs_an_entry_in_each_registry_alone(tiny, monkeypatch):
     ours = IA3()
     monkeypatch.setitem(ADAPTERS, "ia3", {})
     monkeypatch.setitem(TYPES, "ia3", ours)
-    model = loaded(base, 10, adapter="ia3")
+    model = loaded(tiny, 10, adapter="ia3")
     assert (type_of(model), 0 < parameter_counts(model)[0] < 10_000) == ("ia3", True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     stepper = Stepper(Accelerator(cpu=True), model, optimizer, 1.0)
@@ -104,18 +101,18 @@ def test_new_type_needs_an_entry_in_each_registry_alone(base, monkeypatch):
     assert ours.steps == [0, 1]
 
 
-def test_unmergeable_adapter_is_refused_for_full_training(base, tmp_path):
+def test_unmergeable_adapter_is_refused_for_full_training(tiny, tmp_path):
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    model = adapted(base, config)
+    model = adapted(tiny, config)
     model.save_pretrained(tmp_path)
     assert not is_mergeable(model)
     with pytest.raises(UserError, match=r"is of type prompt_tuning, .*; start from one of lora, adalora, or from"):
         loaded(tmp_path, 10)
 
 
-@pytest.mark.parametrize("config", [LoraConfig(r=2, **LORA), AdaLoraConfig(**ADALORA, **LORA)], ids=["lora", "adalora"])
-def test_adapter_is_merged_for_full_training(base, tmp_path, config):
-    model = adapted(base, config).eval()
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_adapter_is_merged_for_full_training(tiny, tmp_path, config):
+    model = adapted(tiny, config).eval()
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -128,10 +125,10 @@ def test_adapter_is_merged_for_full_training(base, tmp_path, config):
         torch.testing.assert_close(whole(ids).logits, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("config", [LoraConfig(r=2, **LORA), AdaLoraConfig(**ADALORA, **LORA)], ids=["lora", "adalora"])
-def test_an_adapter_that_is_trained_on_keeps_type_and_rank(base, tmp_path, config):
-    adapted(base, config).save_pretrained(tmp_path)
-    name, other = ("adalora", "lora") if isinstance(config, AdaLoraConfig) else ("lora", "adalora")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_adapter_that_is_trained_on_keeps_type_and_rank(tiny, tmp_path, name):
+    config, (other,) = CONFIGS[name], CONFIGS.keys() - {name}
+    adapted(tiny, config).save_pretrained(tmp_path)
     same = {"lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
     assert type_of(loaded(tmp_path, 10, adapter=name, lora_r=2, **same)) == name
     with pytest.raises(UserError, match=r"--lora-r 3: the adapter in .* has 2; give that"):
@@ -141,8 +138,8 @@ def test_an_adapter_that_is_trained_on_keeps_type_and_rank(base, tmp_path, confi
 
 
 @pytest.mark.parametrize(("steps", "known"), [(10, {"ipt", "exp_avg_ipt", "exp_avg_unc"}), (26, {"rank_pattern"})])
-def test_what_adalora_knows_of_its_directions_comes_back_from_a_checkpoint(base, tmp_path, steps, known):
-    model = adapted(base, AdaLoraConfig(**ADALORA, **LORA))
+def test_adalora_sensitivities_come_back_from_a_checkpoint(tiny, tmp_path, steps, known):
+    model = adapted(tiny, AdaLoraConfig(**ADALORA, **LORA))
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     stepper = Stepper(accelerator, model, optimizer, 1.0)
@@ -156,7 +153,7 @@ def test_what_adalora_knows_of_its_directions_comes_back_from_a_checkpoint(base,
     with safe_open(file, framework="pt") as stored:
         written = {tuple(key.split(":", 2)) for key in stored.keys()}  # noqa: SIM118, not a mapping
     assert {(kind, "0", name) for kind, tensors in before.items() for name in tensors} <= written
-    fresh = adapted(base, AdaLoraConfig(**ADALORA, **LORA))
+    fresh = adapted(tiny, AdaLoraConfig(**ADALORA, **LORA))
     optimizer = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad], lr=0.01)
     checkpoint.load(accelerator, fresh, optimizer, path)
     adapter_of(fresh).set_extra_state(fresh, shards.read_extra(path), accelerator.device)
@@ -167,26 +164,26 @@ def test_what_adalora_knows_of_its_directions_comes_back_from_a_checkpoint(base,
         assert all(torch.equal(tensor, after[kind][name]) for name, tensor in tensors.items())
 
 
-def test_final_ranks_of_adalora_wait_for_a_finite_gradient(base, tmp_path):
+def test_final_ranks_of_adalora_wait_for_a_finite_gradient(tiny, tmp_path):
     few = {"init_r": 4, "target_r": 2, "total_step": 8, "tinit": 1, "tfinal": 3, "deltaT": 9}  # final in step 5 alone
-    model, ids = adapted(base, AdaLoraConfig(**few, **LORA)), torch.tensor([[1, 2, 3, 4]])
+    model, ids = adapted(tiny, AdaLoraConfig(**few, **LORA)), torch.tensor([[1, 2, 3, 4]])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    stepper, kept = Stepper(Accelerator(cpu=True), model, optimizer, 1.0), []
+    stepper, ranks = Stepper(Accelerator(cpu=True), model, optimizer, 1.0), []
     for step in range(8):
         stepper.backward(model(ids, labels=ids).loss * (float("nan") if step == 5 else 1))
         stepper.update(step)
         pattern = model.peft_config["default"].rank_pattern or {}
-        kept.append(sum(map(sum, pattern.values())))
+        ranks.append(sum(map(sum, pattern.values())))
     matrices = len(pattern)
-    assert kept == [0] * 6 + [2 * matrices] * 2
+    assert ranks == [0] * 6 + [2 * matrices] * 2
     with torch.no_grad():
         expected = model.eval()(ids).logits
         model.save_pretrained(tmp_path)
         saved = load_file(tmp_path / "adapter_model.safetensors")
         assert sum(len(tensor) for name, tensor in saved.items() if "lora_E" in name) == 2 * matrices
-        again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path).eval()
+        again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), tmp_path).eval()
         torch.testing.assert_close(again(ids).logits, expected, rtol=1e-5, atol=1e-5)
-        assert not torch.allclose(expected, AutoModelForCausalLM.from_pretrained(base)(ids).logits, atol=1e-2)
+        assert not torch.allclose(expected, AutoModelForCausalLM.from_pretrained(tiny)(ids).logits, atol=1e-2)
 
 
 def test_an_entry_of_the_registry_is_plain_data():

@@ -7,7 +7,7 @@ import json
 import architectures
 import pytest
 import torch
-from conftest import accel_sft
+from conftest import accel_sft, finished
 from models import encode
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -45,8 +45,8 @@ def rows(model, split):
     tokenizer = AutoTokenizer.from_pretrained(model)
     rules = {"eos_ids": {tokenizer.eos_token_id}, "max_length": 512, "truncation": "error"}
     task = Math(**DATA)
-    kept = encode(tokenizer, task, task.dataset(split), split, **rules).kept
-    return architectures.load(model), tokenizer, kept
+    encoded = encode(tokenizer, task, task.dataset(split), split, **rules).kept
+    return architectures.load(model), tokenizer, encoded
 
 
 @torch.no_grad()
@@ -81,8 +81,7 @@ MORE = ("gpt_oss", "llama4", "deepseek_v4", "nemotron_h", "falcon_mamba", "zamba
 def test_an_adapter_trains_and_plain_peft_loads_it_again(family, tmp_path):
     model = architectures.make(tmp_path / "model", family)
     quick = "--adapter", "lora", "--lora-r", "2", "--learning-rate", "0.01", "--eval-limit", "1"
-    launched = accel_sft("math", *JOB, *quick, "--model", str(model), run_dir=tmp_path / "run")
-    assert launched.status == 0, launched.output[-3000:]
+    launched = finished("math", *JOB, *quick, "--model", str(model), run_dir=tmp_path / "run")
     first, second = (line["loss"] for line in launched.lines())
     network, _, examples = rows(model, "validation")
     if type(network.config) in AutoModelForCausalLM._model_mapping:  # of multimodal weights it is the language model
@@ -95,7 +94,7 @@ def test_an_adapter_trains_and_plain_peft_loads_it_again(family, tmp_path):
 
 
 @torch.no_grad()
-def test_answers_are_those_of_greedy_search_one_prompt_at_a_time(run):
+def test_answers_are_those_of_greedy_search_by_prompt(run):
     model, launched = run
     assert launched.status == 0, launched.output[-3000:]
     network, tokenizer, examples = rows(model, "validation")

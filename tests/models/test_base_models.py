@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from functools import partial
 
 import pytest
 import torch
 from accelerate import Accelerator
+from chats import jsonl
 from click.testing import CliRunner
-from conftest import accel_sft, stopped
+from conftest import accel_sft, finished, stopped
 from models import Sums, encode, make_base, make_tiny
 from peft import AutoPeftModelForCausalLM
 from peft.tuners.trainable_tokens import TrainableTokensLayer
@@ -89,12 +89,17 @@ def test_a_template_that_is_none_is_refused(tmp_path, template, said):
         given(base, base if template == "base" else file)
 
 
+def loaded(source, tokenizer, template, **options):
+    """A base model as a training loads it that adds chatml's tokens."""
+    config = TrainConfig(chat_template="chatml", **options).resolved({})
+    tokens = {"tokenizer": tokenizer, "new_tokens": template.new_tokens}
+    return load_model(source, config, precision="no", deepspeed=False, total_steps=3, **tokens)
+
+
 def adapter_with_rows(folder, **options):
     """An adapter on a base model, with its new rows as training might leave them, and its tokenizer."""
     tokenizer, template, source = given(folder, "chatml")
-    config = TrainConfig(adapter="lora", chat_template="chatml", **options).resolved({})
-    tokens = {"tokenizer": tokenizer, "new_tokens": template.new_tokens}
-    model = load_model(source, config, precision="no", deepspeed=False, total_steps=3, **tokens)
+    model = loaded(source, tokenizer, template, adapter="lora", **options)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "trainable_tokens" in name or "lora_B" in name:
@@ -137,22 +142,17 @@ def test_wholly_trained_embeddings_get_no_rows_besides(tmp_path):
 def test_train_only_must_name_the_embedding_of_new_tokens(tmp_path):
     tokenizer, template, source = given(make_base(tmp_path / "base"), "chatml")
 
-    def load(named):
-        config = TrainConfig(chat_template="chatml", train_only=named).resolved({})
-        tokens = {"tokenizer": tokenizer, "new_tokens": template.new_tokens}
-        return load_model(source, config, precision="no", deepspeed=False, total_steps=1, **tokens)
-
     with pytest.raises(UserError, match="--train-only mlp: --chat-template adds 2 tokens"):
-        load("mlp")
-    assert load("mlp|embed_tokens").model.embed_tokens.weight.requires_grad
+        loaded(source, tokenizer, template, train_only="mlp")
+    model = loaded(source, tokenizer, template, train_only="mlp|embed_tokens")
+    assert model.model.embed_tokens.weight.requires_grad
 
 
 def test_new_rows_are_a_function_of_the_seed(tmp_path):
     tokenizer, template, source = given(make_base(tmp_path / "base", tied=False), "chatml")
 
     def ends(seed):
-        config = TrainConfig(chat_template="chatml", seed=seed).resolved({})
-        model = load_model(source, config, precision="no", deepspeed=False, total_steps=1, tokenizer=tokenizer)
+        model = loaded(source, tokenizer, template, seed=seed)
         return [part.weight[template.new_tokens].detach() for part in (model.model.embed_tokens, model.lm_head)]
 
     torch.manual_seed(0)
@@ -171,9 +171,7 @@ def test_spare_rows_of_new_tokens_start_as_added_ones_do(tmp_path, tied):
     for name in [name for name in weights if name.endswith(("embed_tokens.weight", "lm_head.weight"))]:
         weights[name][min(template.new_tokens) :] = 0
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = TrainConfig(chat_template="chatml", seed=3).resolved({})
-    load = partial(load_model, precision="no", deepspeed=False, tokenizer=tokenizer)
-    model = load(source, config, total_steps=1, new_tokens=template.new_tokens)
+    model = loaded(source, tokenizer, template, seed=3)
     ends = [part.weight.detach() for part in (model.get_input_embeddings(), model.get_output_embeddings())]
     spread = ends[0][: min(template.new_tokens)].std(0).mean()
     for rows in (end[template.new_tokens] for end in ends):
@@ -183,7 +181,8 @@ def test_spare_rows_of_new_tokens_start_as_added_ones_do(tmp_path, tied):
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
     tokenizer.save_pretrained(tmp_path / "trained")
     as_it_began = Source(source.weights, str(tmp_path / "trained"), adds_tokens=True, rows_seed=3)
-    began = load(as_it_began, TrainConfig().resolved({}), total_steps=0)
+    how = {"precision": "no", "deepspeed": False, "total_steps": 0, "tokenizer": tokenizer}
+    began = load_model(as_it_began, TrainConfig().resolved({}), **how)
     assert torch.equal(began.get_input_embeddings().weight, ends[0])
 
 
@@ -243,17 +242,16 @@ def folder(tmp_path_factory):
     same = [{"prompt": f"{n}=", "completion": "the answer"} for n in range(10, 20)]
     texts = [{"text": f"the answer is {n} + {n} " * (1 + n % 4)} for n in range(40)]
     for name, rows in {"chats": chats, "same": same, "texts": texts}.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        jsonl(folder / f"{name}.jsonl", rows)
     return folder
 
 
 def test_the_perplexity_of_raw_text_is_that_of_plain_transformers(folder, tmp_path):
-    run = accel_sft(
+    run = finished(
         *("chat", "--model", str(folder / "tied True"), "--train-file", str(folder / "texts.jsonl"), *STEPS),
         *("--validation-file", str(folder / "texts.jsonl"), "--eval-limit", "9"),
         run_dir=tmp_path / "run",
     )
-    assert run.status == 0, run.output
     assert " texts above --max-length become windows" in run.output
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final").eval()
@@ -269,61 +267,59 @@ def test_the_perplexity_of_raw_text_is_that_of_plain_transformers(folder, tmp_pa
             count += len(window) - 1
     assert run.result()["after"]["perplexity"] == pytest.approx(math.exp(nll / count), rel=1e-5)
     assert run.result()["main_metric"] == "perplexity"
-    asked, folder = "the answer is 12", str(tmp_path / "run")
-    ids = torch.tensor([tokenizer(asked)["input_ids"]])
+    question, folder = "the answer is 12", str(tmp_path / "run")
+    ids = torch.tensor([tokenizer(question)["input_ids"]])
     expected = tokenizer.decode(model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :], True)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": asked}) + "\n")
-    files = "--file", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "answers.jsonl")
-    done = accel_sft("generate", folder, *files, "--max-new-tokens", "9")
-    assert done.status == 0, done.output
+    rows = jsonl(tmp_path / "rows.jsonl", [{"prompt": question}])
+    files = "--file", rows, "--output", str(tmp_path / "answers.jsonl")
+    finished("generate", folder, *files, "--max-new-tokens", "9")
     assert json.loads((tmp_path / "answers.jsonl").read_text())["generated"] == expected
     with pytest.raises(UserError, match="raw text has no answers"):
         CliRunner().invoke(parity, (folder, "--url", "http://127.0.0.1:9/v1"), catch_exceptions=False)
     assert "/v1/completions" in CliRunner().invoke(serve, (folder, "--print")).stderr
     with pytest.raises(UserError, match="trained on raw text"):
-        CliRunner().invoke(generate, (folder, asked, "--system", "Be kind."), catch_exceptions=False)
+        CliRunner().invoke(generate, (folder, question, "--system", "Be kind."), catch_exceptions=False)
 
 
 @LONG
 def test_base_model_learns_where_answers_end(folder, tmp_path):
-    run = accel_sft(
+    run = finished(
         *("chat", "--model", str(folder / "tied False"), "--train-file", str(folder / "same.jsonl"), *STEPS),
         *("--held-out", "0", "--chat-template", "chatml", "--max-steps", "40", "--max-new-tokens", "30"),
         *("--eval-every", "40", "--save-every", "off"),
         run_dir=tmp_path / "run",
     )
-    assert run.status == 0, run.output
     assert run.result()["after"]["token_f1"] == 1.0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
-    asked = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    said = model.generate(**asked, max_new_tokens=30, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    prompt = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    said = model.generate(**prompt, max_new_tokens=30, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(said) == "the answer<|im_end|>"
 
 
-CELLS = [
+SETTINGS = [
     pytest.param(tied, adapter, name, marks=() if (tied, adapter, name) == (False, "lora", "z2") else LONG)
     for tied, adapter, name in itertools.product((False, True), ("lora", "none"), ("z2", "ddp", "z3"))
 ]
 
 
-def cell(launched, folder, tied, adapter, name):
+def trained(launched, folder, tied, adapter, name):
     model = ("--model", str(folder / f"tied {tied}"), "--adapter", adapter, "--chat-template", "chatml")
     options = {} if name == "plain" else {"yaml": name, "launcher": FP32, "real": name == "z3"}
     arguments = ("chat", *model, "--train-file", str(folder / "chats.jsonl"), *STEPS, "--eval-every", "off")
     return launched(f"base {tied} {adapter} {name}", *arguments, **options)
 
 
-@pytest.mark.parametrize(("tied", "adapter", "name"), CELLS)
+@pytest.mark.parametrize(("tied", "adapter", "name"), SETTINGS)
 def test_a_base_models_curve_is_the_same_on_every_layout(launched, folder, tied, adapter, name):
-    plain, other = cell(launched, folder, tied, adapter, "plain"), cell(launched, folder, tied, adapter, name)
+    plain, other = trained(launched, folder, tied, adapter, "plain"), trained(launched, folder, tied, adapter, name)
     same_curve(plain.lines(), other.lines())
 
 
 @LONG
 @pytest.mark.parametrize(("adapter", "name"), [("lora", "plain"), ("lora", "z3"), ("none", "z2")])
 def test_run_with_new_tokens_resumes_under_its_template_alone(launched, folder, tmp_path, adapter, name):
-    whole = cell(launched, folder, False, adapter, name)
+    whole = trained(launched, folder, False, adapter, name)
     copy = stopped(whole, tmp_path / "run", 3)
     other = accel_sft(*whole.arguments, "--chat-template", str(folder / "tied True"), "--resume", "auto", run_dir=copy)
     assert other.status == 1
@@ -336,8 +332,7 @@ def test_a_template_file_that_changed_is_refused_at_a_resume(folder, tmp_path):
     template.write_text(OTHER)
     arguments = ("chat", "--model", str(folder / "tied True"), "--train-file", str(folder / "chats.jsonl"), *STEPS)
     arguments += ("--eval-every", "off", "--chat-template", str(template))
-    run = accel_sft(*arguments, run_dir=tmp_path / "run")
-    assert run.status == 0, run.output
+    finished(*arguments, run_dir=tmp_path / "run")
     (tmp_path / "run" / "result.json").write_text('{"status": "running"}')
     template.write_text(OTHER.replace("<turn>", "<turn> "))
     again = accel_sft(*arguments, "--resume", "auto", run_dir=tmp_path / "run")

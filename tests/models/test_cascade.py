@@ -84,15 +84,15 @@ def compared(prefix, sizes, heads, scale, monkeypatch):
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_rows_get_the_same_and_give_the_same_gradients(prefix, sizes, heads, scale, monkeypatch):
-    found, expected = compared(prefix, sizes, heads, scale, monkeypatch)
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+    results, expected = compared(prefix, sizes, heads, scale, monkeypatch)
+    torch.testing.assert_close(results, expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize(("prefix", "sizes"), [*SHAPES, (0, [5, 3, 1]), (0, [1, 1]), (1, [1])])
 @pytest.mark.parametrize(("heads", "scale"), [((4, 4), None), ((6, 2), 0.3)])
 def test_so_do_rows_on_a_gpu_by_their_bounds(prefix, sizes, heads, scale, monkeypatch, as_on_a_gpu):
-    found, expected = compared(prefix, sizes, heads, scale, monkeypatch)
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+    results, expected = compared(prefix, sizes, heads, scale, monkeypatch)
+    torch.testing.assert_close(results, expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("layout", ["shared", "packed"])
@@ -115,10 +115,10 @@ def test_stand_ins_for_gpu_kernels_have_their_shapes():
         ours = torch.ops.aten._flash_attention_forward(query, key, key, *where, False)[:2]
         back = torch.ops.aten._flash_attention_backward(query, query, key, key, *ours, *where, *how)
     meta = [tensor.to("meta") for tensor in (query, key, key)]
-    on_meta = [each.to("meta") if isinstance(each, torch.Tensor) else each for each in where]
+    on_meta = [value.to("meta") if isinstance(value, torch.Tensor) else value for value in where]
     real = torch.ops.aten._flash_attention_forward(*meta, *on_meta, False)[:2]
     of_real = torch.ops.aten._flash_attention_backward(
-        meta[0], *meta, *real, *on_meta, *(each.to("meta") for each in how)
+        meta[0], *meta, *real, *on_meta, *(value.to("meta") for value in how)
     )
     for one, other in zip((*ours, *back), (*real, *of_real), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -136,18 +136,18 @@ def test_what_it_cannot_do_is_done_with_copies(why, monkeypatch):
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_under_autocast_queries_and_keys_are_cast_before_they_are_cut(copied, monkeypatch):
+def test_autocast_casts_queries_and_keys_before_the_cut(copied, monkeypatch):
     """Rotation gives queries and keys in float32; the product would cast them in any case."""
     (query, key, value), rows = sequence(7, [5, 3], 4, 2, 16)
     tensors = query, key, value.detach().bfloat16().requires_grad_()
     if copied:
         monkeypatch.setattr("accel_sft.models.prefix_attention.usable", lambda *tensors: None)
-    kept = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda one: one)
+    saved = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda one: one)
     with torch.autocast("cpu", dtype=torch.bfloat16), hooks:
         got, _ = rows_attention(SimpleNamespace(num_key_value_groups=2), *tensors, None, rows=rows)
     assert got.dtype == torch.bfloat16
-    assert {each.dtype for each in kept if each.is_floating_point() and each.ndim > 3} == {torch.bfloat16}
+    assert {value.dtype for value in saved if value.is_floating_point() and value.ndim > 3} == {torch.bfloat16}
     expected = by_mask(*(tensor.float() for tensor in tensors), 7, [5, 3])
     torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
 
@@ -160,8 +160,8 @@ def test_reduced_precision_is_as_near_as_plain_attention():
     expected = by_mask(*exact, 40, [9, 4, 30])
     wanted = torch.autograd.grad(expected.square().sum(), exact)
     assert got.dtype == torch.bfloat16
-    for found, true in zip((got, *gradients), (expected, *wanted), strict=True):
-        assert (found - true).norm() <= 0.02 * true.norm()
+    for approximate, true in zip((got, *gradients), (expected, *wanted), strict=True):
+        assert (approximate - true).norm() <= 0.02 * true.norm()
 
 
 class Backwards(TorchDispatchMode):
@@ -180,11 +180,11 @@ class Backwards(TorchDispatchMode):
 @pytest.mark.parametrize(("length", "dtype"), [(SHORT, torch.float32), (SHORT + 1, torch.bfloat16)])
 def test_in_half_precision_short_rows_have_their_backward_in_float32(length, dtype):
     tensors, rows = sequence(3, [length], 2, 2, 16, torch.bfloat16)
-    with Backwards() as found:
+    with Backwards() as backwards:
         got, _ = rows_attention(None, *tensors, None, rows=rows)
         gradients = torch.autograd.grad(got.float().square().sum(), tensors)
-    assert {each.dtype for each in (got, *gradients)} == {torch.bfloat16}
-    assert set(found.types) == {dtype, torch.float32}  # the prefix has three keys
+    assert {value.dtype for value in (got, *gradients)} == {torch.bfloat16}
+    assert set(backwards.types) == {dtype, torch.float32}  # the prefix has three keys
     exact = [tensor.detach().float().requires_grad_() for tensor in tensors]
     wanted = torch.autograd.grad(by_mask(*exact, 3, [length]).square().sum(), exact)
     for one, other in zip(gradients, wanted, strict=True):
@@ -198,7 +198,7 @@ def forget(monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["gone", "backward", "forward"])
-def test_kernels_that_are_gone_or_mean_something_else_are_found_out(change, monkeypatch):
+def test_missing_or_changed_kernels_are_detected(change, monkeypatch):
     tensors, _ = sequence(7, [5, 3], 2, 2, 16)
     forget(monkeypatch)
     assert usable(*tensors, 7) is PADDED
@@ -255,9 +255,9 @@ def test_a_compiler_takes_the_kernels_as_they_are(as_on_a_gpu):
     def compiled(*tensors):
         return cascade(*tensors, rows, None, module.KERNELS["cpu"])
 
-    found = torch.autograd.grad(compiled(*tensors).square().sum(), tensors)
+    gradients = torch.autograd.grad(compiled(*tensors).square().sum(), tensors)
     expected = torch.autograd.grad(by_mask(*tensors, 7, [5, 3]).square().sum(), tensors)
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(gradients, expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("mode", ["inference", "meta", "bfloat16", "no gradients"])
@@ -267,12 +267,9 @@ def test_the_kernels_are_found_whatever_goes_on_around(mode, monkeypatch):
         if mode == "bfloat16":
             torch.set_default_dtype(torch.bfloat16)
             stack.callback(torch.set_default_dtype, torch.float32)
+        elif mode == "meta":
+            stack.enter_context(torch.device("meta"))
         else:
-            modes = {
-                "inference": torch.inference_mode,
-                "meta": lambda: torch.device("meta"),
-                "no gradients": torch.no_grad,
-            }
-            stack.enter_context(modes[mode]())
+            stack.enter_context(torch.inference_mode() if mode == "inference" else torch.no_grad())
         forget(monkeypatch)
     assert usable(*tensors, 7)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import accel_sft
+from chats import jsonl
+from conftest import finished
 from models import Sums, encode, make_base
 from report_card import card
 from transformers import AutoTokenizer, GenerationConfig
@@ -22,21 +23,20 @@ from accel_sft.models.source import find_source
 from accel_sft.models.tiny import CHAT_TEMPLATE
 from accel_sft.models.tokenizer import encoding_rules, left_out, load_tokenizer
 
+
+def ending(mark):
+    return CHAT_TEMPLATE.replace("<|im_end|>", mark)
+
+
 ENDS = {
     "Qwen's base": (CHAT_TEMPLATE, "<|im_end|>"),
     "no line break behind it": (CHAT_TEMPLATE.replace("<|im_end|>\n", "<|im_end|>"), "<|im_end|>"),
-    "two marks": (CHAT_TEMPLATE.replace("<|im_end|>", "<|im_end|><|im_start|>"), "<|im_end|>"),
-    "another mark before it": (
-        CHAT_TEMPLATE.replace("<|im_end|>", "{{ '<|a|>' if message.role == 'assistant' }}<|im_end|>"),
-        "<|a|><|im_end|>",
-    ),
-    "two of answers alone": (
-        CHAT_TEMPLATE.replace("<|im_end|>", "{{ '<|a|><|im_end|>' if message.role == 'assistant' }}"),
-        "<|a|><|im_end|>",
-    ),
-    "the tokenizer's own": (CHAT_TEMPLATE.replace("<|im_end|>", "{{ eos_token }}"), "<|endoftext|>"),
-    "no token": (CHAT_TEMPLATE.replace("<|im_end|>", "</s>"), "</s>\n<|endoftext|>"),
-    "a line break": (CHAT_TEMPLATE.replace("<|im_end|>", "{{ '\\n' }}"), "\n\n<|endoftext|>"),
+    "two marks": (ending("<|im_end|><|im_start|>"), "<|im_end|>"),
+    "another mark before it": (ending("{{ '<|a|>' if message.role == 'assistant' }}<|im_end|>"), "<|a|><|im_end|>"),
+    "two of answers alone": (ending("{{ '<|a|><|im_end|>' if message.role == 'assistant' }}"), "<|a|><|im_end|>"),
+    "the tokenizer's own": (ending("{{ eos_token }}"), "<|endoftext|>"),
+    "no token": (ending("</s>"), "</s>\n<|endoftext|>"),
+    "a line break": (ending("{{ '\\n' }}"), "\n\n<|endoftext|>"),
 }
 """Chat templates of a tokenizer whose eos ends texts, and how an answer ends with each."""
 SAMPLED = {"temperature": 0.7, "top_p": 0.8, "eos_token_id": 0}
@@ -52,6 +52,13 @@ def base(folder: Path, template: str = CHAT_TEMPLATE, **generation) -> Path:
     if generation:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
+
+
+def warning_of(folder):
+    """What loading the model says of its generation settings."""
+    model, tokenizer, _ = loaded(folder, lines := [])
+    (line,) = [line for line in lines if "generation_config" in line]
+    return line, model, tokenizer
 
 
 def loaded(folder: Path, lines=None, **options):
@@ -82,10 +89,10 @@ class Calls(Sums):
         return [{"role": "assistant", "content": "", "tool_calls": [call] * 2}]
 
 
-def ending_calls(end, each=""):
-    """The chat template with this text behind a turn's calls, and this behind each call."""
+def ending_calls(end, beside=""):
+    """The chat template with this text behind a turn's calls, and this behind a call."""
     turn_end = "{% if message['tool_calls'] %}" + end + "{% else %}<|im_end|>{% endif %}\n{% endfor %}"
-    return CHAT_TEMPLATE.replace("<|im_end|>\n{% endfor %}", turn_end).replace("</tool_call>", f"</tool_call>{each}")
+    return CHAT_TEMPLATE.replace("<|im_end|>\n{% endfor %}", turn_end).replace("</tool_call>", f"</tool_call>{beside}")
 
 
 @pytest.mark.parametrize(("end", "last"), [("<|a|>", "<|a|>"), ("<|a|>\n", "<|a|>"), ("<|im_end|>", "<|im_end|>")])
@@ -113,18 +120,15 @@ def test_export_stops_where_answers_end(tmp_path, adapter):
 
 
 def trained(folder, steps, *words, **launch):
-    (folder / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{n}=", "completion": "the answer"}) + "\n" for n in range(10, 30))
-    )
-    words += ("--train-file", str(folder / "rows.jsonl"), "--held-out", "0", "--max-steps", steps, "--max-new-tokens")
+    rows = jsonl(folder / "rows.jsonl", ({"prompt": f"{n}=", "completion": "the answer"} for n in range(10, 30)))
+    words += ("--train-file", rows, "--held-out", "0", "--max-steps", steps, "--max-new-tokens")
     words += ("9", "--learning-rate", "0.02", "--global-batch-size", "10")
     words += ("--eval-every", "off", "--save-every", "off", "--tracker", "none")
-    run = accel_sft("chat", "--model", str(base(folder / "base")), *words, run_dir=folder / "run", **launch)
-    assert run.status == 0, run.output
+    run = finished("chat", "--model", str(base(folder / "base")), *words, run_dir=folder / "run", **launch)
     return run
 
 
-def test_zero_3_exports_the_end_of_turns_of_a_chatml_base(tmp_path):
+def test_zero_3_exports_a_chatml_bases_end_of_turn(tmp_path):
     trained(tmp_path, "2", yaml="z3")
     final = tmp_path / "run" / "final"
     tokenizer = AutoTokenizer.from_pretrained(final)
@@ -133,7 +137,7 @@ def test_zero_3_exports_the_end_of_turns_of_a_chatml_base(tmp_path):
     assert tokenizer.eos_token == "<|im_end|>"
 
 
-def test_adapter_of_a_base_with_chatml_is_served_to_its_end(tmp_path, monkeypatch):
+def test_adapter_of_a_chatml_base_serves_to_the_end(tmp_path, monkeypatch):
     run = trained(tmp_path, "20", "--adapter", "lora", "--lora-r", "16")
     assert "answers end with <|im_end|>, at which a server of the base goes on" in " ".join(run.output.split())
     final = tmp_path / "run" / "final"
@@ -144,10 +148,8 @@ def test_adapter_of_a_base_with_chatml_is_served_to_its_end(tmp_path, monkeypatc
     assert said["answer"] == "the answer"
 
 
-def test_settings_that_could_not_be_saved_are_taken_out_and_named(tmp_path):
-    lines = []
-    model, tokenizer, _ = loaded(base(tmp_path / "base", **SAMPLED), lines)
-    (line,) = [line for line in lines if "generation_config" in line]
+def test_settings_that_cannot_be_saved_are_removed_and_named(tmp_path):
+    line, model, tokenizer = warning_of(base(tmp_path / "base", **SAMPLED))
     assert "temperature 0.7, top_p 0.8: without effect" in line
     checkpoint.export(Accelerator(cpu=True), model, tokenizer, tmp_path / "out", "")
     settings = GenerationConfig.from_pretrained(tmp_path / "out")
@@ -163,12 +165,8 @@ def test_penalties_of_the_base_are_named_and_left_out(tmp_path):
 
     plain = answer(loaded(folder)[0])
     given = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "suppress_tokens": plain[0], "min_new_tokens": 12}
-    lines = []
-    model, _, _ = loaded(base(folder, **given, bad_words_ids=[[plain[0][0]]], eos_token_id=0), lines)
-    (line,) = [line for line in lines if "generation_config" in line]
-    assert line.startswith(
-        "generation_config.json: repetition_penalty, no_repeat_ngram_size, min_new_tokens, bad_words"
-    )
+    line, model, _ = warning_of(base(folder, **given, bad_words_ids=[[plain[0][0]]], eos_token_id=0))
+    assert line.startswith("generation_config.json: repetition_penalty, no_repeat_ngram_size, min_new_tokens, bad_w")
     assert answer(model) == plain
     arguments = left_out(model.generation_config)
     assert "do_sample=False, repetition_penalty=1.0, no_repeat_ngram_size=0" in card(left_out=arguments)
@@ -177,9 +175,7 @@ def test_penalties_of_the_base_are_named_and_left_out(tmp_path):
 
 
 def test_cap_of_answers_in_the_bases_settings_is_named(tmp_path):
-    lines = []
-    loaded(base(tmp_path / "base", max_new_tokens=4), lines)
-    (line,) = [line for line in lines if "generation_config" in line]
+    line, *_ = warning_of(base(tmp_path / "base", max_new_tokens=4))
     assert line.startswith("generation_config.json: max_new_tokens 4: servers and plain generate end answers there")
 
 

@@ -11,9 +11,9 @@ import types
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import accel_sft
+from click.testing import CliRunner
+from conftest import accel_sft, finished
 from forwards import rows
-from models import make_tiny
 from places import SUPPORT
 from reference_job import FP32, ONCE
 from transformers import AutoModelForCausalLM
@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.trial import Trial
+from accel_sft.cli.group import cli
 from accel_sft.models import kernels
 from accel_sft.training.checks import use_liger_kernels
 
@@ -30,8 +31,8 @@ INSTALLED = importlib.util.find_spec("liger_kernel") and importlib.util.find_spe
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return AutoModelForCausalLM.from_pretrained(make_tiny(tmp_path_factory.mktemp("tiny") / "model"))
+def model(tiny):
+    return AutoModelForCausalLM.from_pretrained(tiny)
 
 
 def norm(self, hidden):
@@ -95,14 +96,14 @@ def test_what_cannot_be_is_refused_in_one_line(monkeypatch):
 
 
 def test_liger_without_a_gpu_is_refused_before_loading(tmp_path):
-    run = accel_sft(*JOB, "--use-liger-kernel", run_dir=tmp_path / "run")
-    assert run.status == 1
-    assert "--use-liger-kernel: its kernels need a GPU; leave it out" in run.output
+    command = (*JOB, "--use-liger-kernel", "--output-dir", str(tmp_path / "run"))
+    with pytest.raises(UserError, match="--use-liger-kernel: its kernels need a GPU; leave it out"):
+        CliRunner().invoke(cli, command, catch_exceptions=False)
 
 
-def test_kernels_that_compute_the_same_are_used_and_compared(tiny, package):
+def test_kernels_that_compute_the_same_are_used_and_compared(model, package):
     package(norm)
-    subject = trial(tiny)
+    subject = trial(model)
     line = use_liger_kernels(subject)
     assert line.startswith("Liger's kernels compute 9 layers: the loss of ")
     assert "of their norm" in line
@@ -111,19 +112,19 @@ def test_kernels_that_compute_the_same_are_used_and_compared(tiny, package):
 
 
 @pytest.mark.parametrize("kernel", [forgets_the_weight, loses_gradients, is_nan])
-def test_kernels_that_compute_another_loss_or_gradient_are_refused(tiny, package, kernel):
+def test_kernels_that_compute_another_loss_or_gradient_are_refused(model, package, kernel):
     package(kernel)
-    learnt = copy.deepcopy(tiny)
+    learnt = copy.deepcopy(model)
     torch.nn.init.uniform_(learnt.model.norm.weight)
     with pytest.raises(UserError, match=r"--use-liger-kernel: .* is off by .*; leave it out"):
         use_liger_kernels(trial(learnt))
 
 
-def test_family_without_fitting_kernels_is_refused(tiny, package):
+def test_family_without_fitting_kernels_is_refused(model, package):
     package(None)
     with pytest.raises(UserError, match=r"do not fit this model of type qwen2 \(Unsupported Qwen2 model type\)"):
-        use_liger_kernels(trial(tiny))
-    other = copy.deepcopy(tiny)
+        use_liger_kernels(trial(model))
+    other = copy.deepcopy(model)
     other.config.model_type = "bloom"
     with pytest.raises(UserError, match="no kernels for models of type bloom; leave it out"):
         use_liger_kernels(trial(other))
@@ -142,9 +143,8 @@ def test_its_own_kernels_in_tritons_interpreter_draw_the_same_curve(yaml, option
     job = {"yaml": yaml, "launcher": FP32}
     plain = accel_sft(*JOB, *options, run_dir=tmp_path / "plain", **job)
     job |= {"module": "liger_on_cpu", "real": True, "environment": {"PYTHONPATH": str(SUPPORT)}}
-    run = accel_sft(*JOB, *options, "--use-liger-kernel", run_dir=tmp_path / "run", **job)
-    assert run.status == 0, run.output[-3000:]
+    run = finished(*JOB, *options, "--use-liger-kernel", run_dir=tmp_path / "run", **job)
     (line,) = [line for line in run.output.splitlines() if line.startswith("Liger's kernels compute ")]
     assert ("of their norm" in line) == (yaml != "z3"), line
-    losses, expected = ([step["loss"] for step in each.lines()] for each in (run, plain))
+    losses, expected = ([step["loss"] for step in launch.lines()] for launch in (run, plain))
     assert losses == pytest.approx(expected, rel=2e-5)

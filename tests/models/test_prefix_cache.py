@@ -58,17 +58,17 @@ def curve(model, batching, steps=10):
     """Loss and norm of the gradient in each of some steps of AdamW."""
     model = copy.deepcopy(model)
     optimizer, supervised = torch.optim.AdamW(model.parameters(), lr=1e-3), sum(row.supervised_tokens for row in ROWS)
-    found = []
+    losses = []
     for _ in range(steps):
         total = 0.0
         for forward in batching.divide(ROWS, 1)[0]:
             loss = nll_sum(model, batching.batch(forward, 0, CPU)) / supervised
             loss.backward()
             total += loss.item()
-        found += [total, torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()]
+        losses += [total, torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()]
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return losses
 
 
 def long_but(first, names):
@@ -76,11 +76,11 @@ def long_but(first, names):
 
 
 @pytest.mark.parametrize("family", long_but("lfm2", TAKES))
-def test_ten_steps_behind_a_cache_are_those_of_rows_that_repeat_the_prefix(family):
+def test_steps_behind_a_cache_equal_rows_repeating_the_prefix(family):
     model = make(family)
-    batching, told = chosen(model)
-    assert (batching.layout, batching.attention) == ("shared", "cache"), told
-    assert "not packed: " in told  # with states or windows of others, or attention that takes no mask
+    batching, line = chosen(model)
+    assert (batching.layout, batching.attention) == ("shared", "cache"), line
+    assert "not packed: " in line  # with states or windows of others, or attention that takes no mask
     assert batching.computed_tokens(ROWS, 1) < Batching("padded", 1024).computed_tokens(ROWS, 1) / 2
     expected = curve(model, Batching("padded", 4096))
     assert curve(model, Batching("shared", 300, attention="cache")) == pytest.approx(expected, rel=2e-5)
@@ -91,9 +91,9 @@ def test_ten_steps_behind_a_cache_are_those_of_rows_that_repeat_the_prefix(famil
 
 @pytest.mark.parametrize("family", long_but("jamba", CANNOT))
 def test_layer_that_cannot_continue_a_cache_is_detected(family):
-    batching, told = chosen(make(family))
+    batching, line = chosen(make(family))
     assert batching.layout == "padded"
-    assert f"; and behind a cache: {CANNOT[family]}" in told.partition("not packed: ")[0]
+    assert f"; and behind a cache: {CANNOT[family]}" in line.partition("not packed: ")[0]
 
 
 def test_state_cut_off_from_its_backward_is_detected(monkeypatch):
@@ -102,23 +102,23 @@ def test_state_cut_off_from_its_backward_is_detected(monkeypatch):
         return state.detach() if isinstance(state, torch.Tensor) and state.ndim == 3 else state
 
     monkeypatch.setattr(prefix_cache, "_for_rows", cut_off)
-    batching, told = chosen(make("lfm2"))
+    batching, line = chosen(make("lfm2"))
     assert batching.layout == "padded"
-    assert "behind a cache: its gradient is not that of padded rows (off by " in told
+    assert "behind a cache: its gradient is not that of padded rows (off by " in line
 
 
 def test_rows_are_padded_where_no_backward_can_be_tried(monkeypatch):
     model = make("lfm2")
     assert "behind a cache: --compile would compile" in chosen(model, compile=True)[1]
     monkeypatch.setattr("accel_sft.batching.verify.forwards_alone", lambda accelerator: False)
-    batching, told = chosen(model)
+    batching, line = chosen(model)
     assert batching.layout == "padded"
-    assert "behind a cache: its backward cannot be tried where ranks share the weights" in told
+    assert "behind a cache: its backward cannot be tried where ranks share the weights" in line
 
 
 def test_what_a_run_had_chosen_is_kept():
-    model, kept = make("lfm2"), Batching("shared", 777, attention="cache", head="pieces")
-    assert chosen(model, before=kept)[0] == kept
+    model, earlier = make("lfm2"), Batching("shared", 777, attention="cache", head="pieces")
+    assert chosen(model, before=earlier)[0] == earlier
     padded = Batching("padded", 777, attention="causal", head="pieces")
     assert chosen(model, before=padded)[0] == padded, "a run of before there were caches goes on as it was"
 
@@ -143,5 +143,5 @@ def test_ranks_and_resume_keep_the_curve_behind_a_cache(yaml, adapter, tmp_path)
     again = accel_sft(*job, "--resume", "auto", run_dir=stopped(several, tmp_path / "again", 3), **sharing)
     assert "a forward, as before" in " ".join(again.output.split()), again.output[-3000:]
     assert [line["loss"] for line in again.lines()] == [line["loss"] for line in several.lines()]
-    kept = json.loads((again.run_dir / "batching.json").read_text())["chosen"]
-    assert (kept["layout"], kept["attention"]) == ("shared", "cache")
+    record = json.loads((again.run_dir / "batching.json").read_text())["chosen"]
+    assert (record["layout"], record["attention"]) == ("shared", "cache")

@@ -10,6 +10,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from chats import jsonl
 from fake_hub import hub
 from models import loaded, make_base, make_tiny
 from safetensors.torch import load_file, save_file
@@ -56,16 +57,16 @@ def test_adapter_of_a_moved_run_finds_its_base(tmp_path):
     run = adapter(tmp_path / "moved", tmp_path / "gone" / "base")
     (run / "base").mkdir()
     (run / "base" / "config.json").write_text("{}")
-    found = find_source(str(run))
-    assert (found.weights, found.adapter) == (str(run / "base"), str(run / "final"))
+    source = find_source(str(run))
+    assert (source.weights, source.adapter) == (str(run / "base"), str(run / "final"))
 
 
 def test_unreachable_hub_is_tried_once_before_anything_loads(monkeypatch, caplog):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    told = r"couldn.t connect to 'http://127.0.0.1:9' \(.*\); see to the network, or name a folder"
-    with pytest.raises(UserError, match=told):
+    message = r"couldn.t connect to 'http://127.0.0.1:9' \(.*\); see to the network, or name a folder"
+    with pytest.raises(UserError, match=message):
         model_config(PlanConfig(model="some/model"))
-    with pytest.raises(UserError, match=told), errors_explained("some/model"):
+    with pytest.raises(UserError, match=message), errors_explained("some/model"):
         pytest.fail("libraries would try for most of a minute")
     assert "thrown while requesting" not in caplog.text
 
@@ -95,7 +96,7 @@ def test_names_like_folders_are_never_looked_for_on_the_hub(tmp_path, monkeypatc
         find_source(name)
 
 
-def test_the_hub_is_waited_for_aloud_and_kept_models_need_none(monkeypatch, capsys, tmp_path):
+def test_hub_wait_is_announced_and_cached_models_need_none(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "models--org--model" / "snapshots" / "main").mkdir(parents=True)
@@ -111,12 +112,12 @@ def test_a_model_that_names_no_repeated_blocks_is_not_compiled():
 
 
 @pytest.mark.parametrize(
-    ("implementation", "told"),
+    ("implementation", "message"),
     [("nosuch", "--attn-implementation: "), ("flex_attention", "it has no backward on a CPU")],
 )
-def test_an_attention_that_cannot_be_used_is_named(tmp_path, monkeypatch, implementation, told):
+def test_an_attention_that_cannot_be_used_is_named(tmp_path, monkeypatch, implementation, message):
     monkeypatch.setattr(load, "device_count", lambda: 0)
-    with pytest.raises(UserError, match=told) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         loaded(make_tiny(tmp_path / "model"), 1, attn_implementation=implementation)
     assert "--model" not in str(caught.value)
 
@@ -127,7 +128,7 @@ def test_flex_attention_may_evaluate_on_a_cpu(tmp_path):
     assert model.config._attn_implementation == "flex_attention"
 
 
-def test_an_evaluation_says_in_what_it_differs_from_the_runs_own(tmp_path):
+def test_evaluation_names_its_differences_from_the_run(tmp_path):
     (tmp_path / "final").mkdir()
     (tmp_path / "run.json").write_text(RECORD)
     for folder in (tmp_path, tmp_path / "final"):
@@ -151,7 +152,7 @@ def test_pickled_code_in_weights_is_refused_and_never_run(tmp_path):
 
 
 @pytest.mark.parametrize("content", [{"attn_implementation": "o/r"}, {"text": {"_attn_implementation": "o/r@v:f"}}])
-def test_attention_by_a_hubs_code_is_refused_unless_it_is_trusted(tmp_path, content):
+def test_attention_from_hub_code_is_refused_unless_trusted(tmp_path, content):
     folder = make_tiny(tmp_path / "model")
     known = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**known, **content}))
@@ -224,18 +225,16 @@ def test_resumed_run_loads_the_commit_that_it_began_with(kept_by_the_hub, tmp_pa
     assert source_of(run, folder, TrainConfig(model=folder)).weights == folder
 
 
-def test_evaluation_on_rows_that_a_run_trained_on_is_warned_of(tmp_path):
-    rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
-    rows.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": "yes"}) + "\n" for n in range(40)))
+def test_evaluation_on_rows_trained_on_is_warned_of(tmp_path):
+    rows, run = [{"prompt": f"{n}?", "completion": "yes"} for n in range(40)], tmp_path / "run"
     (run / "final").mkdir(parents=True)
-    files = {"train_file": str(rows), "held_out": 4.0}
+    files = {"train_file": jsonl(tmp_path / "rows.jsonl", rows), "held_out": 4.0}
     options = {**files, "data_seed": 0}
     (run / "run.json").write_text(json.dumps({"task": "chat", "config": {}, "task_options": options}))
     assert _remembered(Trained(str(run)), "chat", Chat(**files)) == []
     for changed in ({"held_out": 30.0}, {"data_seed": 3}):
         (line,) = _remembered(Trained(str(run)), "chat", Chat(**files | changed))
         assert re.search(r"was trained on \d+ of these (30|4) examples, so scores show what it remembers", line)
-    other = tmp_path / "other.jsonl"  # which the record does not name, and must not have read
-    other.write_text(rows.read_text())
-    assert _remembered(Trained(str(run)), "chat", Chat(train_file=str(other), held_out=30.0)) == []
+    other = jsonl(tmp_path / "other.jsonl", rows)  # which the record does not name, and must not have read
+    assert _remembered(Trained(str(run)), "chat", Chat(train_file=other, held_out=30.0)) == []
     assert _remembered(Trained(str(run)), "math", Chat(**files | {"held_out": 30.0})) == []

@@ -67,16 +67,10 @@ def having(tmp_path, monkeypatch):
 
 
 def of_all(module):
-    return [
-        code_fingerprint(module.Thing()),
-        code_fingerprint(module.Thing(size=4)),
-        code_fingerprint(module.Thing(names=("b",))),
-        code_fingerprint(module.Thing().parse),
-        code_fingerprint(module.parse),
-        code_fingerprint(functools.partial(module.parse, 3)),
-        code_fingerprint(functools.partial(module.parse, frozenset(["x", "y"]))),
-        code_fingerprint(module.Thing),
-    ]
+    things = [module.Thing(), module.Thing(size=4), module.Thing(names=("b",)), module.Thing]
+    parsers = [module.Thing().parse, module.parse, functools.partial(module.parse, 3)]
+    parsers.append(functools.partial(module.parse, frozenset(["x", "y"])))
+    return [code_fingerprint(value) for value in (*things, *parsers)]
 
 
 def test_values_and_every_file_of_the_package_decide(having):
@@ -105,7 +99,7 @@ def test_what_was_computed_from_the_values_does_not_count(having):
     assert code_fingerprint(thing) == before
 
 
-def test_what_is_neither_a_plain_value_nor_found_by_name_has_no_fingerprint(having):
+def test_value_neither_plain_nor_named_has_no_fingerprint(having):
     module = having()
     odd, replaced = module.Thing(), module.Thing()
     odd.something = object()
@@ -134,13 +128,13 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("changes", UNKNOWN.values(), ids=UNKNOWN)
-def test_a_package_that_may_reach_beyond_its_files_has_no_fingerprint(having, monkeypatch, changes):
+def test_package_reaching_beyond_its_files_has_no_fingerprint(having, monkeypatch, changes):
     monkeypatch.setattr(fingerprint, "_MAX_BYTES", 2 << 20)
     assert None not in of_all(having())
     assert of_all(having(changes)) == [None] * 8
 
 
-def test_a_folder_elsewhere_that_a_link_leads_to_is_not_known(having, tmp_path):
+def test_linked_folder_elsewhere_has_no_fingerprint(having, tmp_path):
     module = having()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "having" / "linked").symlink_to(tmp_path / "elsewhere")
@@ -156,7 +150,7 @@ print(code_fingerprint(having.parse), task_record(having.Thing))
 """
 
 
-def test_libraries_that_are_imported_count_by_the_versions_of_all_that_is_installed_with_them(having, tmp_path):
+def test_imported_libraries_count_by_all_their_installed_versions(having, tmp_path):
     having({"having/late.py": "import library"})
     site = tmp_path / "site-packages"
     site.mkdir()
@@ -193,9 +187,7 @@ def test_libraries_that_are_imported_count_by_the_versions_of_all_that_is_instal
 
 def test_a_script_is_not_known(having, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(
-        TASK + "from accel_sft.rows.fingerprint import code_fingerprint\nprint(code_fingerprint(parse))\n"
-    )
+    script.write_text(f"{TASK}from accel_sft.rows.fingerprint import code_fingerprint as of\nprint(of(parse))\n")
     having()
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "None"
@@ -207,11 +199,11 @@ def test_values_that_hold_each_other_are_in_doubt(having):
     assert code_fingerprint(thing) is None
 
 
-def test_it_is_the_same_in_another_process_however_that_orders_its_sets(having, tmp_path):
+def test_fingerprint_is_the_same_in_any_process(having, tmp_path):
     module = having()
     code = "import having; from accel_sft.rows.fingerprint import code_fingerprint as of; "
     code += "print(of(having.Thing(), having.parse))"
     for seed in "1234":
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-        told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        assert told.stdout.strip() == code_fingerprint(module.Thing(), module.parse)
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == code_fingerprint(module.Thing(), module.parse)

@@ -11,10 +11,7 @@ from accel_sft import UserError, read_rows
 from accel_sft.rows import reading
 from accel_sft.rows.sources import absent_rows
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / ".cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def written(folder, *names):
@@ -25,14 +22,12 @@ def written(folder, *names):
     return str(folder)
 
 
+SHARDS = ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]
 SPLITS = {
     "a name alone": (["train.jsonl", "test.jsonl"], {"train": ["train.jsonl"], "test": ["test.jsonl"]}),
     "shards": (
-        ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/dev-00000-of-00001.jsonl"],
-        {
-            "train": ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"],
-            "dev": ["data/dev-00000-of-00001.jsonl"],
-        },
+        [*SHARDS, "data/dev-00000-of-00001.jsonl"],
+        {"train": SHARDS, "dev": ["data/dev-00000-of-00001.jsonl"]},
     ),
     "folders": (["train/a.jsonl", "dev/train.jsonl"], {"train": ["train/a.jsonl"], "validation": ["dev/train.jsonl"]}),
     "a folder of both": (
@@ -196,13 +191,13 @@ def test_a_copy_of_a_file_is_not_read_again(tmp_path):
         (tmp_path / name).write_text(rows)
     (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
     (tmp_path / "other.jsonl").write_text(rows.replace("2", "3"))
-    found = read_rows(tmp_path, answer)
-    assert list(found) == [*"013", *"012"]
-    assert found.notes == [
+    copied = read_rows(tmp_path, answer)
+    assert list(copied) == [*"013", *"012"]
+    assert copied.notes == [
         f"{tmp_path}/train.jsonl{end}: not read, as it has the same rows as {tmp_path}/train (1).jsonl"
         for end in ("", ".gz")
     ]
-    assert found.sources == [tmp_path.name]
+    assert copied.sources == [tmp_path.name]
     assert len(read_rows(f"{tmp_path}/train.jsonl,{tmp_path}/train (1).jsonl", answer)) == 6, "what is named is read"
 
 
@@ -224,21 +219,19 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     assert list(read_rows("~/a.jsonl,~/b.jsonl", answer)) == ["a.jsonl", "b.jsonl"]
 
 
-def test_saved_data_sets_are_read_with_their_images_and_without_arrow_s_nulls(tmp_path):
+def test_saved_data_sets_keep_images_and_lose_arrow_nulls(tmp_path):
     datasets = pytest.importorskip("datasets")
+
+    def row(call, content):
+        return {"answer": "x", "call": call, "none": {"unit": None}, "at": {"bytes": content, "path": "a.png"}}
+
     calls = [{"city": "Paris"}, {"expr": "1"}]
-    rows = [
-        {"answer": "x", "call": call, "none": {"unit": None}, "at": {"bytes": b"\xff", "path": "a.png"}}
-        for call in calls
-    ]
+    rows = [row(call, b"\xff") for call in calls]
     saved = datasets.Dataset.from_list(rows)
     datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(tmp_path / "ds")
     saved.to_parquet(tmp_path / "a.parquet")
     (tmp_path / "ds" / "train" / "cache-0a.arrow").write_bytes(b"of map()")
-    expected = [
-        {"answer": "x", "call": call, "none": {"unit": None}, "at": {"bytes": {"base64": "/w=="}, "path": "a.png"}}
-        for call in calls
-    ]
+    expected = [row(call, {"base64": "/w=="}) for call in calls]
     assert list(read_rows(tmp_path / "ds", dict)) == expected
     assert list(read_rows(f"{tmp_path}/ds:test", dict)) == expected[:1]
     assert list(read_rows(tmp_path / "a.parquet", dict)) == expected

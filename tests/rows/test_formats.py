@@ -6,11 +6,13 @@ import gzip
 import io
 import json
 import lzma
+import re
 
 import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
+from chats import jsonl
 from parsers import CALLS, answer, noting
 
 from accel_sft import UserError, read_rows
@@ -22,9 +24,7 @@ JSONL = "".join(json.dumps({"answer": text}) + "\n" for text in TEXTS).encode()
 CSV = b'answer,more\n1 + 4,x\n"two\nlines, ""quoted""",\n\n' + "王大丫丫,y\n,z\n".encode()
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / ".cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def zstandard(content: bytes) -> bytes:
@@ -40,12 +40,7 @@ def written(folder):
     """The same rows in every format, by file name."""
     files = {
         "a.csv": CSV,
-        "a.tsv": b"answer\tmore\n"
-        + CSV.partition(b"\n")[2]
-        .replace(b"1 + 4,x", b"1 + 4\tx")
-        .replace(b'""",', b'"""\t')
-        .replace("丫,y".encode(), "丫\ty".encode())
-        .replace(b"\n,z", b"\n\tz"),
+        "a.tsv": re.sub(rb",(?! )", b"\t", CSV),
         "a.jsonl": JSONL,
         "a.jsonl.gz": gzip.compress(JSONL[:9]) + gzip.compress(JSONL[9:]),
         "a.json.bz2": bz2.compress(b"[" + b",\n".join(JSONL.splitlines()) + b"]"),
@@ -74,12 +69,10 @@ def test_every_format_has_the_same_rows_and_is_converted_once(tmp_path):
 
 def test_rows_stand_at_lines_or_have_numbers(tmp_path):
     written(tmp_path)
-    places = {
-        name: read_rows(tmp_path / name, answer).places(range(4)) for name in ("a.csv", "a.json.bz2", "a.parquet")
-    }
-    assert [place.line for place in places["a.csv"]] == [2, 3, 6, 7]
+    assert [place.line for place in read_rows(tmp_path / "a.csv", answer).places(range(4))] == [2, 3, 6, 7]
     for name in ("a.json.bz2", "a.parquet"):
-        assert [str(place) for place in places[name]] == [f"{tmp_path}/{name} row {n}" for n in range(1, 5)]
+        places = read_rows(tmp_path / name, answer).places(range(4))
+        assert [str(place) for place in places] == [f"{tmp_path}/{name} row {n}" for n in range(1, 5)]
 
 
 BAD = {
@@ -93,19 +86,11 @@ BAD = {
     "a key beside the rows": (
         "a.json",
         b'{"data": [{"answer": "x"}], "n": 1}',
-        " row 1: text after the end of the array",
+        " row 1: text after the end of the arr",
     ),
     "no end of a quote": ("a.csv", b'answer\n"x\n', ":2: not CSV (unexpected end of data); the rest is unread"),
-    "no end of a quote, with tabs": (
-        "a.tsv",
-        b'answer\tmore\nx\ty\n"x\n',
-        ":3: not CSV (unexpected end of data); the rest is unread",
-    ),
-    "blanks behind commas": (
-        "a.csv",
-        b'answer,more\n"x", "y"\n',
-        ":2: not CSV (a blank between ',' and a quote",
-    ),
+    "no end of a quote, with tabs": ("a.tsv", b'answer\tmore\nx\ty\n"x\n', ":3: not CSV (unexpected end of data)"),
+    "blanks behind commas": ("a.csv", b'answer,more\n"x", "y"\n', ":2: not CSV (a blank between ',' and a quote"),
     "a header alone": ("a.csv", b"answer\n", ": no rows; expected a JSON array of objects, one"),
     "latin-1": ("a.csv", "answer\nx\né\n".encode("latin-1"), ": not UTF-8 (here or in the lines after); convert it"),
     "a bad line": ("a.jsonl.gz", gzip.compress(JSONL + b"{}"), ":5: field 'answer': expected text, got NoneType"),
@@ -137,14 +122,10 @@ def test_table_by_columns_is_no_row(tmp_path):
     table, path = pandas.DataFrame({"prompt": ["q1", "q2"], "completion": [["a1"], {"0": 2}]}), tmp_path / "a.json"
     for part in (table, table[1:], table[["prompt"]]):
         part.to_json(path)
-        with pytest.raises(
-            UserError, match=r'a\.json:1: expected a row, got columns, .*orient="records", lines=True'
-        ) as caught:
+        with pytest.raises(UserError, match=r'a\.json:1: expected a row, got columns, .*orient="records", lines=True'):
             read_rows(path, dict)
-        assert len(caught.value.problems[0].removeprefix(str(tmp_path))) < 140
     rows = [{"answer": {"0": "x"}, "n": 1}, {"answer": {"0": "x"}, "more": {"1": "x"}}, {"answer": {}, "more": {}}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert list(read_rows(path, dict)) == rows
+    assert list(read_rows(jsonl(path, rows), dict)) == rows
 
 
 ROWS = [{"answer": text} for text in TEXTS]
@@ -174,11 +155,7 @@ ODD = {
     "a quote of several lines and tabs": ("a.tsv", b'answer\tmore\n"a\nb"\tx\n\n"c"\t"y"\n', ["a\nb", "c"]),
     "quotes that are one column": ("a.tsv", b'answer\n"a\nb"\n', ["a\nb"]),
     "a comma and a quote within quotes": ("a.csv", b'answer,more\n"x, ""y""","z, """\n', ['x, "y"']),
-    "Parquet under another name": (
-        "a.json",
-        parquet(io.BytesIO(), ROWS).getvalue(),
-        TEXTS,
-    ),
+    "Parquet under another name": ("a.json", parquet(io.BytesIO(), ROWS).getvalue(), TEXTS),
     "Feather": ("a.feather", feather(), TEXTS),
     "Feather under another name": ("a.arrow", feather("lz4"), TEXTS),
     "an index": ("a.csv", b",answer\n0,x\n1,y\n", ["x", "y"]),
@@ -196,19 +173,18 @@ def test_odd_files_are_read_by_their_content(tmp_path, name, content, texts):
     assert list(read_rows(tmp_path / name, answer)) == texts, "from the cache, where it is kept"
 
 
-def test_a_bad_row_of_parquet_is_named_by_its_number_and_bytes_are_no_text(tmp_path):
+def test_bad_row_of_parquet_is_named_by_its_number(tmp_path):
     path = parquet(tmp_path / "a.parquet", [{"answer": text} for text in (b"\xfe", b"2\0", b"\xff")])
     with pytest.raises(UserError) as caught:
         read_rows(path, answer)
-    assert caught.value.problems == (
-        f"{path} row 1: field 'answer': expected text, got dict; rows 2, 3 have the same problem",
-    )
+    (line,) = caught.value.problems
+    assert line == f"{path} row 1: field 'answer': expected text, got dict; rows 2, 3 have the same problem"
 
 
 def test_narrow_floats_of_parquet_are_their_shortest_numbers(tmp_path):
-    kept = [0.1, 0.7, -2.5, 0.0001, 3.0, None]
+    numbers = [0.1, 0.7, -2.5, 0.0001, 3.0, None]
     for type in (pyarrow.float16(), pyarrow.float32(), pyarrow.float64()):
-        given = pyarrow.array(kept).cast(type)
+        given = pyarrow.array(numbers).cast(type)
         columns = {
             "one": given,
             "known": given.dictionary_encode() if type.bit_width > 16 else given,
@@ -218,7 +194,7 @@ def test_narrow_floats_of_parquet_are_their_shortest_numbers(tmp_path):
         }
         pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / f"{type}.parquet")
         rows = list(read_rows(tmp_path / f"{type}.parquet", dict))
-        for row, number in zip(rows, kept, strict=True):
+        for row, number in zip(rows, numbers, strict=True):
             held = {name: row[name] for name in row if name != "in"}
             assert held == {"one": number, "known": number, "many": [number], "map": {"x": number}}, type
             assert number is None or row["in"] == {"x": number}
@@ -231,14 +207,14 @@ def test_texts_of_parquet_as_bytes_are_texts(tmp_path):
     assert list(read_rows(path, dict)) == [{"answer": "é", "image": {"base64": "UDE="}, "turns": turns}]
 
 
-def test_of_two_columns_of_parquet_with_one_name_none_is_lost(tmp_path):
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
     texts = [pyarrow.array([text]) for text in ("1", "2")]
     pyarrow.parquet.write_table(pyarrow.Table.from_arrays(texts, names=["answer"] * 2), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="parquet: it has the column 'answer' twice; give each a name of its own"):
         read_rows(tmp_path / "a.parquet", answer)
 
 
-def test_where_nothing_can_be_kept_rows_are_converted_for_this_run_only(tmp_path, monkeypatch, capsys):
+def test_without_a_cache_rows_are_converted_for_this_run(tmp_path, monkeypatch, capsys):
     (tmp_path / ".cache").write_text("a file")
     (tmp_path / "a.csv").write_bytes(CSV)
     assert list(read_rows(tmp_path / "a.csv", answer)) == TEXTS
@@ -278,7 +254,7 @@ def test_a_link_in_a_folder_loses_no_rows(tmp_path):
         read_rows(data, answer)
 
 
-def test_what_is_noted_and_left_out_is_counted_and_named_also_from_the_cache(tmp_path):
+def test_notes_and_rows_left_out_survive_the_cache(tmp_path):
     content = "".join(json.dumps({"answer": text}) + "\n" for text in ["x1", "none", *"abcdefg", "x2", *["none"] * 7])
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content.encode()))
     for _ in range(2):
@@ -301,19 +277,15 @@ def test_errors_that_name_an_example_name_its_place_too(tmp_path):
     (tmp_path / "a.csv").write_bytes(CSV)
     rows = read_rows(tmp_path / "a.csv", answer)
     lines = ["train example 2: the answer is dropped", "validation example 2: no", "of train example 2"]
-    assert with_places(lines, rows, "train") == [
-        f"train example 2 ({tmp_path}/a.csv:6): the answer is dropped",
-        *lines[1:],
-    ]
+    placed = f"train example 2 ({tmp_path}/a.csv:6): the answer is dropped"
+    assert with_places(lines, rows, "train") == [placed, *lines[1:]]
     assert with_places(lines, TEXTS, "train") == lines
 
 
 def test_row_behind_one_left_out_keeps_its_number(tmp_path):
-    texts = [{"answer": "1"}, {"answer": "none"}, {"answer": "3"}]
-    (tmp_path / "a.json").write_text(json.dumps(texts))
-    assert read_rows(tmp_path / "a.json", noting).places([0, 1]) == [
-        Place(f"{tmp_path}/a.json", None, number) for number in (1, 3)
-    ]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"answer": "1"}, {"answer": "none"}, {"answer": "3"}]))
+    assert read_rows(path, noting).places([0, 1]) == [Place(str(path), None, number) for number in (1, 3)]
 
 
 def test_equal_rows_stay_together_however_they_are_written(tmp_path):
@@ -324,9 +296,9 @@ def test_equal_rows_stay_together_however_they_are_written(tmp_path):
     (tmp_path / "c.json").write_text(json.dumps(rows, indent=2))
     names = ",".join(str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.json"))
     for seed in range(3):
-        kept, held = (set(side) for side in read_rows(names, lambda row: row["answer"]).held_out(60, seed))
-        assert len(kept) + len(held) == 40
-        assert kept
+        train, held = (set(side) for side in read_rows(names, lambda row: row["answer"]).held_out(60, seed))
+        assert len(train) + len(held) == 40
+        assert train
         assert held
 
 

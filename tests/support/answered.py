@@ -1,9 +1,13 @@
-"""A tokenizer that decodes as SentencePiece does, and a backend whose answers are given."""
+"""A tokenizer that decodes as SentencePiece does, and an evaluation of answers that are given."""
 
 from __future__ import annotations
 
+from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.evaluation.evaluator import Evaluator, Generated
 
 
 def by_characters() -> PreTrainedTokenizerFast:
@@ -24,3 +28,12 @@ class Answered:
 
     def __call__(self, examples, max_new_tokens):
         return self.generated
+
+
+def scored_answers(tokenizer, task, examples, encoded, answers, **settings):
+    """What the evaluator makes of token ids that were generated as answers to these examples."""
+    config, rows = TrainConfig(**settings).resolved({}), list({row.index: row for row in encoded}.values())
+    backend = Answered(Generated(list(zip(rows, answers, strict=True)), 1.0, {}))
+    evaluator = Evaluator(Accelerator(cpu=True), tokenizer, task, examples, encoded, config, backend)
+    assert evaluator.answered == rows
+    return evaluator.score_answers({"eval_loss": 0.0})

@@ -12,7 +12,7 @@ import gzip
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,12 @@ BLEMISHES = (
     "an empty system turn",
     "two assistant turns in a row",
 )
+
+
+def jsonl(path: Path, rows: Iterable[object]) -> str:
+    """Writes rows into a JSONL file, and returns its name."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
 
 
 def chat(number: int, draw: random.Random, blemish: str = "") -> Turns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,9 +41,41 @@ class Sums(Task):
         return {"right": float(text == self.target(example))}
 
 
+@dataclass(kw_only=True)
+class Given(Sums):
+    """An example is its messages and its target, and what a subclass reads beside them."""
+
+    def messages(self, example):
+        return example[0]
+
+    def target(self, example):
+        return example[1]
+
+
+@dataclass(kw_only=True)
+class Says(Sums):
+    """Examples are their own answers to one question, and right only to the letter."""
+
+    def messages(self, example):
+        return [{"role": "system", "content": "Say it."}, {"role": "user", "content": "What?"}]
+
+    def target(self, example):
+        return example
+
+    def score(self, example, text):
+        return {"right": float(text == example)}
+
+
 def make_tiny(folder: Path, seed: int = 0) -> Path:
     build_tiny(folder, TEXTS, seed)
     return folder
+
+
+def with_template(tokenizer, template):
+    """A copy of the tokenizer with another chat template."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = template
+    return own
 
 
 def loaded(folder, steps=0, lines=None, *, precision="no", deepspeed=False, **options):

@@ -4,8 +4,10 @@ import contextlib
 import functools
 import json
 
+import numpy as np
 import torch
 from places import CONFIGS
+from torch.profiler import ProfilerActivity, profile
 
 from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.precision import assume_precision
@@ -58,3 +60,13 @@ def saved_for_backward(model, but=lambda tensor: False):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield lambda: sum(size for size, _ in saved.values())
+
+
+def allocated(call):
+    """Bytes held after each allocation and release that a call makes on a CPU, as torch's allocator reports them."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = call()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    del result  # it was held until then
+    return held

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
 import pytest
+from chats import jsonl
 
 from accel_sft import RowLeftOut, RowProblem, UserError
 from accel_sft.chat.conversation import conversation
@@ -16,8 +18,10 @@ from accel_sft_chat.task import parse_row
 from accel_sft_chat.turns import JOINED
 
 SYSTEM, ASK, ANSWER = ({"role": role, "content": role[:1]} for role in ("system", "user", "assistant"))
+EMPTY = {"role": "system", "content": ""}
 AGAIN, MORE = {"role": "user", "content": "u2"}, {"role": "assistant", "content": "a2"}
 CALL = {"type": "function", "function": {"name": "w", "arguments": {"city": "Paris"}}}
+USED = {"name": "w", "input": {}}
 SCHEMA = {"name": "w", "description": "d", "parameters": {"type": "object"}}
 
 
@@ -41,73 +45,44 @@ def text(words, **more):
     return {"type": "text", "text": words, **more}
 
 
-THOUGHT = [{**ANSWER, "reasoning_content": "t"}]
+SYSTEM_COLUMNS = {
+    "parts": [text("s")],
+    "a message": SYSTEM,
+    "messages as JSON": json.dumps([SYSTEM]),
+    "a message of ShareGPT": {"from": "system", "value": "s"},
+    "a part": {"text": "s"},
+    "a text in a list": ["s"],
+}
+PLAIN = {
+    "two marks": said(weight=1.0, train=True),
+    "loss: null": said(loss=None),
+    "a ShareGPT weight": {
+        "conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a", "weight": 1}]
+    },
+    "parts marked as learnt": said(content=[text("a", train=True, weight=1)]),
+    "a refusal": said(content=None, refusal="a"),
+    "Qwen's parts without types": messages({**ASK, "content": [{"text": "u"}]}, ANSWER),
+    "parts of responses": messages({**ASK, "content": [{"type": "input_text", "text": "u"}]}, ANSWER),
+    "a part in place of a list": said(content=text("a")),
+    "conversation": {"conversation": [ASK, ANSWER]},
+    "a request of OpenAI's batches": {"body": messages(ASK, ANSWER), "method": None},
+    "one message for a list": {"prompt": [ASK], "completion": ANSWER},
+    "conversations beside empty messages": {"messages": [], "conversations": [ASK, ANSWER]},
+}
+THINKING = {
+    "thinking": said(thinking="t"),
+    "reasoning": said(reasoning="t", thinking=""),
+    "the same thinking twice": said(reasoning="t", reasoning_content="t"),
+    "thinking in a part": said(content=[{"type": "thinking", "thinking": "t"}, text("a")]),
+    "thinking in parts of a part": said(content=[{"type": "thinking", "thinking": [text("t")]}, text("a")]),
+}
+CALLING = [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
 READ = {
     "a system_prompt column": (messages(ASK, ANSWER, system_prompt="s"), [SYSTEM, ASK], [ANSWER]),
-    "a system column of parts": (messages(ASK, ANSWER, system=[text("s")]), [SYSTEM, ASK], [ANSWER]),
-    "a system column that is a message": (messages(ASK, ANSWER, system=SYSTEM), [SYSTEM, ASK], [ANSWER]),
-    "a system column of messages as JSON": (
-        messages(ASK, ANSWER, system=json.dumps([SYSTEM])),
-        [SYSTEM, ASK],
-        [ANSWER],
-    ),
-    "a system column of ShareGPT": (
-        messages(ASK, ANSWER, system={"from": "system", "value": "s"}),
-        [SYSTEM, ASK],
-        [ANSWER],
-    ),
-    "a system column of a part": (messages(ASK, ANSWER, system={"text": "s"}), [SYSTEM, ASK], [ANSWER]),
-    "a system column of a text in a list": (messages(ASK, ANSWER, system=["s"]), [SYSTEM, ASK], [ANSWER]),
-    "an empty system turn": (
-        messages({**SYSTEM, "content": ""}, ASK, ANSWER),
-        [{**SYSTEM, "content": ""}, ASK],
-        [ANSWER],
-    ),
-    "thinking": (said(thinking="t"), [ASK], THOUGHT),
-    "reasoning": (said(reasoning="t", thinking=""), [ASK], THOUGHT),
-    "the same thinking twice": (said(reasoning="t", reasoning_content="t"), [ASK], THOUGHT),
-    "thinking in a part": (said(content=[{"type": "thinking", "thinking": "t"}, text("a")]), [ASK], THOUGHT),
-    "thinking in parts of a part": (
-        said(content=[{"type": "thinking", "thinking": [text("t")]}, text("a")]),
-        [ASK],
-        THOUGHT,
-    ),
-    "loss: false": (messages(ASK, {**ANSWER, "loss": False}, AGAIN, MORE), [ASK, ANSWER, AGAIN], [MORE]),
-    "train: 0": (messages(ASK, {**ANSWER, "train": 0}, AGAIN, MORE), [ASK, ANSWER, AGAIN], [MORE]),
-    "two marks": (said(weight=1.0, train=True), [ASK], [ANSWER]),
-    "loss: null": (said(loss=None), [ASK], [ANSWER]),
-    "a ShareGPT weight": (
-        {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a", "weight": 1}]},
-        [ASK],
-        [ANSWER],
-    ),
-    "parts marked as learnt": (said(content=[text("a", train=True, weight=1)]), [ASK], [ANSWER]),
-    "a refusal": (said(content=None, refusal="a"), [ASK], [ANSWER]),
-    "Qwen's parts without types": (messages({**ASK, "content": [{"text": "u"}]}, ANSWER), [ASK], [ANSWER]),
-    "parts of responses": (
-        messages({**ASK, "content": [{"type": "input_text", "text": "u"}]}, ANSWER),
-        [ASK],
-        [ANSWER],
-    ),
-    "a part in place of a list": (said(content=text("a")), [ASK], [ANSWER]),
-    "conversation": ({"conversation": [ASK, ANSWER]}, [ASK], [ANSWER]),
-    "a request of OpenAI's batches": ({"body": messages(ASK, ANSWER), "method": None}, [ASK], [ANSWER]),
-    "one message for a list": ({"prompt": [ASK], "completion": ANSWER}, [ASK], [ANSWER]),
-    "history of messages": (
-        {"instruction": "u2", "output": "a2", "history": [ASK, ANSWER]},
-        [ASK],
-        [ANSWER, AGAIN, MORE],
-    ),
-    "history beside a prompt": (
-        {"prompt": "u2", "completion": "a2", "history": [["u", "a"]]},
-        [ASK, ANSWER, {**AGAIN, "continued": True}],
-        [MORE],
-    ),
-    "xLAM": (
-        {"query": "u", "answers": '[{"name": "w", "arguments": {"city": "Paris"}}]', "tools": json.dumps([SCHEMA])},
-        [ASK],
-        [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
-    ),
+    **{
+        f"a system column of {form}": (messages(ASK, ANSWER, system=system), [SYSTEM, ASK], [ANSWER])
+        for form, system in SYSTEM_COLUMNS.items()
+    },
     **{
         f"{filled} beside an empty {empty}": (
             messages(ASK, ANSWER, **{filled: "s", empty: " "}),
@@ -116,24 +91,35 @@ READ = {
         )
         for filled, empty in (("system", "system_prompt"), ("system_prompt", "system"))
     },
-    "conversations beside empty messages": ({"messages": [], "conversations": [ASK, ANSWER]}, [ASK], [ANSWER]),
+    "an empty system turn": (messages(EMPTY, ASK, ANSWER), [EMPTY, ASK], [ANSWER]),
+    **{form: (row, [ASK], [ANSWER]) for form, row in PLAIN.items()},
+    **{form: (row, [ASK], [{**ANSWER, "reasoning_content": "t"}]) for form, row in THINKING.items()},
+    "loss: false": (messages(ASK, {**ANSWER, "loss": False}, AGAIN, MORE), [ASK, ANSWER, AGAIN], [MORE]),
+    "train: 0": (messages(ASK, {**ANSWER, "train": 0}, AGAIN, MORE), [ASK, ANSWER, AGAIN], [MORE]),
+    "history": ({"instruction": "u2", "output": "a2", "history": [ASK, ANSWER]}, [ASK], [ANSWER, AGAIN, MORE]),
+    "history beside a prompt": (
+        {"prompt": "u2", "completion": "a2", "history": [["u", "a"]]},
+        [ASK, ANSWER, {**AGAIN, "continued": True}],
+        [MORE],
+    ),
+    "xLAM": (
+        {"query": "u", "answers": '[{"name": "w", "arguments": {"city": "Paris"}}]', "tools": json.dumps([SCHEMA])},
+        [ASK],
+        CALLING,
+    ),
     "Dolly": ({"instruction": "x", "context": "y", "response": "a"}, [{**ASK, "content": "x\ny"}], [ANSWER]),
     "OpenOrca": ({"system_prompt": "s", "question": "u", "response": "a"}, [SYSTEM, ASK], [ANSWER]),
-    "a call with args": (
-        said(content="", tool_calls=[{"name": "w", "args": {"city": "Paris"}}]),
-        [ASK],
-        [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
-    ),
+    "a call with args": (said(content="", tool_calls=[{"name": "w", "args": {"city": "Paris"}}]), [ASK], CALLING),
 }
 
 
 @pytest.mark.parametrize("row", READ.values(), ids=READ)
 def test_keys_that_are_read_become_turns(row):
     given, prompt, answered = row
-    found = parsed(given)
-    assert (found.example.prompt, found.example.answered) == (prompt, answered)
-    assert found.unread == ()
-    assert parsed(given, strict=True) == found
+    got = parsed(given)
+    assert (got.example.prompt, got.example.answered) == (prompt, answered)
+    assert got.unread == ()
+    assert parsed(given, strict=True) == got
 
 
 BEDROCK = messages(
@@ -217,18 +203,14 @@ TRACE = messages(
 
 
 def test_agents_traces_become_calls_results_and_thinking():
-    found = parsed(TRACE).example
-    assert found.prompt == [ASK]
-    called, result, again, answer = found.answered
-    assert called == {
-        "role": "assistant",
-        "content": "I look.",
-        "reasoning_content": "t",
-        "tool_calls": [{"id": "1", **CALL}],
-    }
+    example = parsed(TRACE).example
+    assert example.prompt == [ASK]
+    called, result, again, answer = example.answered
+    thought = {"role": "assistant", "content": "I look.", "reasoning_content": "t"}
+    assert called == {**thought, "tool_calls": [{"id": "1", **CALL}]}
     assert result == {"role": "tool", "content": "21", "tool_call_id": "1"}
     assert (again, answer) == (AGAIN, MORE)
-    assert found.tools == [{"type": "function", "function": SCHEMA}]
+    assert example.tools == [{"type": "function", "function": SCHEMA}]
 
 
 @pytest.mark.parametrize(
@@ -239,74 +221,60 @@ def test_a_flat_schema_of_a_tool_has_no_second_type(schema):
 
 
 MARKED = "a turn's mark: weight, train or loss"
+PAIR = {"prompt": "u", "completion": "a"}
+MARKS_OF_TURNS = {
+    "mask": said(mask=True),
+    "loss_mask": said(loss_mask=0),
+    "train_detail": said(train_detail=[{"begin_offset": 0}]),
+    "masked": said(masked=True),
+    "training": said(training=False),
+    "content[0].train": said(content=[text("a", train=False)]),
+    "content[0].weight": said(content=[text("a", weight=0.5)]),
+    "tool_calls[0].loss": said(tool_calls=[{**CALL, "loss": False}]),
+    "tool_calls[0].loss_mask": said(tool_calls=[{**CALL, "loss_mask": [0]}]),
+}
 REFUSED = {
     "a label beside raw text": ({"text": "u", "label": 1}, "label", "no label beside raw text; --columns prompt="),
     "loss_mask": (messages(ASK, ANSWER, loss_mask=[0, 1]), "loss_mask", MARKED),
-    "completion_mask": ({"prompt": "u", "completion": "a", "completion_mask": [1]}, "completion_mask", MARKED),
+    "completion_mask": ({**PAIR, "completion_mask": [1]}, "completion_mask", MARKED),
     "videos": (messages({**ASK, "content": "<video>"}, ANSWER, videos=["a.mp4"]), "videos", "text and images alone"),
     "audios beside raw text": ({"text": "<audio>", "audios": ["a.wav"]}, "audios", "text and images alone"),
-    "a turn's mask": (said(mask=True), "messages[1].mask", MARKED),
-    "a turn's loss_mask": (said(loss_mask=0), "messages[1].loss_mask", MARKED),
-    "train_detail": (said(train_detail=[{"begin_offset": 0}]), "messages[1].train_detail", MARKED),
-    "a part that is not learnt": (said(content=[text("a", train=False)]), "messages[1].content[0].train", MARKED),
-    "a part of less loss": (said(content=[text("a", weight=0.5)]), "messages[1].content[0].weight", MARKED),
+    **{f"a turn's {name}": (row, f"messages[1].{name}", MARKED) for name, row in MARKS_OF_TURNS.items()},
     "thinking that is not learnt": (
         said(content=[{"type": "thinking", "thinking": "t", "train": False}, text("a")]),
         "messages[1].content[0].train",
         MARKED,
     ),
     "a call of less loss": (
-        said(content=[{"type": "tool_use", "name": "w", "input": {}, "weight": 0}]),
+        said(content=[{"type": "tool_use", **USED, "weight": 0}]),
         "messages[1].content[0].weight",
         MARKED,
     ),
-    "a call that is not learnt": (
-        said(tool_calls=[{**CALL, "loss": False}]),
-        "messages[1].tool_calls[0].loss",
-        MARKED,
-    ),
-    "a mask of a call": (said(tool_calls=[{**CALL, "loss_mask": [0]}]), "messages[1].tool_calls[0].loss_mask", MARKED),
     "a turn's images": (messages({**ASK, "images": ["a"]}, ANSWER), "messages[0].images", "images as parts"),
-    "KTO": ({"prompt": "u", "completion": "a", "label": False}, "label", "no judgement of the answer"),
-    "LLaMA-Factory's KTO": (messages(ASK, ANSWER, kto_tag=True), "kto_tag", "no judgement of the answer"),
-    "KTO beside a prompt": (
-        {"prompt": "u", "completion": "a", "kto_tag": True},
-        "kto_tag",
-        "no judgement of the answer",
-    ),
-    "KTO beside messages": (messages(ASK, ANSWER, label=True), "label", "no judgement of the answer"),
+    **{
+        f"KTO's {name} beside {form}": ({**row, name: value}, name, "no judgement of the answer")
+        for form, row in (("a prompt", PAIR), ("messages", messages(ASK, ANSWER)))
+        for name, value in (("label", False), ("label", True), ("label", "False"), ("kto_tag", True))
+    },
     "ms-swift's second answer": (messages(ASK, ANSWER, rejected_response="b"), "rejected_response", "one answer: "),
     "ms-swift's second messages": (messages(ASK, ANSWER, rejected_messages=[ASK]), "rejected_messages", "one answer: "),
     "LLaMA-Factory's preferences": (messages(ASK, ANSWER, chosen=MORE, rejected=ANSWER), "chosen", "one answer, got "),
     **{
-        f"a row's {name} {value}": (messages(ASK, ANSWER, **{name: value}), name, MARKED)
-        for name in ("weight", "train", "loss", "loss_scale", "loss_weight", "mask")
-        for value in (0, 0.5, False, [1])
-    },
-    **{
         f"a row's {name} {value!r}": (messages(ASK, ANSWER, **{name: value}), name, MARKED)
-        for name, value in (("weight", 3), ("weight", "0.5"), ("weight", " 0 "), ("train", "False"), ("mask", True))
-    },
-    "KTO as CSV": ({"prompt": "u", "completion": "a", "label": "False"}, "label", "no judgement of the answer"),
-    "a weight of raw text": ({"text": "u", "weight": 0}, "weight", MARKED),
-    "tokens": ({"prompt": "u", "completion": "a", "input_ids": [1, 2], "labels": [-100, 2]}, "labels", MARKED),
-    "a turn's channel": (said(channel="analysis"), "messages[1].channel", "an answer's thinking"),
-    "a turn that is masked": (said(masked=True), "messages[1].masked", MARKED),
-    "a turn's training": (said(training=False), "messages[1].training", MARKED),
-    **{
-        f"columns as lists {first}": (
-            {first: ["u", "u2"], second: ["a", "a2"]},
-            first,
-            f"one text, got 2 here and in {second}",
+        for name, value in (
+            *itertools.product(("weight", "train", "loss", "loss_scale", "loss_weight", "mask"), (0, 0.5, False, [1])),
+            *(("weight", 3), ("weight", "0.5"), ("weight", " 0 "), ("train", "False"), ("mask", True)),
         )
+    },
+    "a weight of raw text": ({"text": "u", "weight": 0}, "weight", MARKED),
+    "tokens": ({**PAIR, "input_ids": [1, 2], "labels": [-100, 2]}, "labels", MARKED),
+    "a turn's channel": (said(channel="analysis"), "messages[1].channel", "an answer's thinking"),
+    **{
+        f"lists of {first}": ({first: ["u"] * 2, second: ["a"] * 2}, first, f"one text, got 2 here and in {second}")
         for first, second in (("prompt", "completion"), ("instruction", "output"))
     },
     **{
-        f"Python's repr {first} {text[:9]!r}": (
-            {first: "u", second: text},
-            second,
-            "JSON of messages, got Python's repr",
-        )
+        f"Python's repr {first} {text[:9]!r}": ({first: "u", second: text}, second, "JSON of messages, got Python's ")
         for first, second in (("prompt", "completion"), ("instruction", "output"))
         for text in (repr([ANSWER]), repr([{"from": "gpt", "value": "a"}]), f" {repr([ANSWER])[:-1]}\n {ASK}]")
     },
@@ -330,61 +298,43 @@ def test_preferences_say_how_to_learn_the_chosen_answers():
     for row, way in ((pairs, "completion=chosen"), (whole, "messages=chosen"), (alpaca, "output=chosen")):
         with pytest.raises(RowRefused, match=f"preferences are not trained here; .* --columns {way}"):
             parsed(row)
-        found = parse_row((tuple(way.split("=")),), "every", None, row)
-        assert (found.example.answer, found.unread) == (ANSWER, ("rejected",))
+        got = parse_row((tuple(way.split("=")),), "every", None, row)
+        assert (got.example.answer, got.unread) == (ANSWER, ("rejected",))
 
 
+FORMS = "messages or conversations, prompt and completion, instruction and output, or text"
 BAD_TURNS = {
     "null": (said(content=None), "messages[].content", "text, got null or nothing"),
-    "a ShareGPT null": (
-        sharegpt(("human", None), ("gpt", "a")),
-        "conversations[].value",
-        "text, got null or nothing",
-    ),
+    "a ShareGPT null": (sharegpt(("human", None), ("gpt", "a")), "conversations[].value", "text, got null or nothing"),
     "a null output": ({"instruction": "u", "output": None}, "output", "text, got null or nothing"),
     "bytes": (said(content={"base64": "/w=="}), "messages[].content", "text, got bytes that are no UTF-8"),
     "an empty list": (said(content=[]), "messages[].content", "text, got an empty list"),
-    "a video part": (
-        messages({**ASK, "content": [{"type": "video"}, text("u")]}, ANSWER),
-        "messages[].content[]",
-        "a part of type text or image, not 'video'",
-    ),
     **{
-        f"a {name} part": (
-            messages({**ASK, "content": [{name: {}}, text("u")]}, ANSWER),
+        f"a part of {part}": (
+            messages({**ASK, "content": [part, text("u")]}, ANSWER),
             "messages[].content[]",
             f"a part of type text or image, not {name!r}",
         )
-        for name in ("document", "inlineData", "video")
+        for name, part in (
+            ("video", {"type": "video"}),
+            *((name, {name: {}}) for name in ("document", "inlineData", "video")),
+        )
     },
     "two thinkings": (said(thinking="t", reasoning="s"), "messages[]", "one thinking, got another text in each of "),
     "thinking of the user": (messages({**ASK, "thinking": "t"}, ANSWER), "messages[].thinking", "no thinking in a "),
     "a text behind a call": (
-        said(content=[{"type": "tool_use", "name": "w", "input": {}}, text("a")]),
+        said(content=[{"type": "tool_use", **USED}, text("a")]),
         "messages[].content",
-        "thinking or results of tools, then text, then calls of tools",
+        "thinking or",
     ),
     "thinking in two places": (said(content="<think>t</think>a", thinking="t"), "messages[].content", "no <think>, as"),
-    "thinking that an answer closes": (
-        said(content="t</think>a", thinking="t"),
-        "messages[].content",
-        "no <think>, as",
-    ),
+    "thinking that is closed": (said(content="t</think>a", thinking="t"), "messages[].content", "no <think>, as"),
     **{
-        f"a call {way} as text {text}": (
-            messages(ASK, *turns),
-            "messages[]",
-            "calls in tool_calls alone, not as text in the content too",
-        )
+        f"a call {way} as text {text}": (messages(ASK, *turns), "messages[]", "calls in tool_calls alone, not as text")
         for text in (
             '<tool_call>\n{"name": "w", "arguments": {"city": "Paris"}}\n</tool_call>',
-            "I look. <tool_call>w<arg_key>city</arg_key>",
-            '[TOOL_CALLS][{"name": "w"',
-            "<|tool_call|>[w]",
-            "<minimax:tool_call>",
-            "<｜tool▁calls▁begin｜>w",
-            "<|python_tag|>w.call()",
-            "<function=w>",
+            *("I look. <tool_call>w<arg_key>city</arg_key>", '[TOOL_CALLS][{"name": "w"', "<|tool_call|>[w]"),
+            *("<minimax:tool_call>", "<｜tool▁calls▁begin｜>w", "<|python_tag|>w.call()", "<function=w>"),
             'ok {"name": "w", "parameters": {"city": "Paris"}}',
         )
         for way, turns in enumerate(
@@ -399,11 +349,7 @@ BAD_TURNS = {
     "marks that differ": (said(weight=1, loss=False), "messages[].loss", "the same as weight 1, got False"),
     "a role with a name in it": (messages({"role": "Bob", "content": "u"}, ANSWER), "messages[].role", "system, user"),
     **{
-        f"a system column of {system}": (
-            {"prompt": "u", "completion": "a", "system_prompt": system},
-            "system_prompt",
-            "a system prompt",
-        )
+        f"a system column of {system}": ({**PAIR, "system_prompt": system}, "system_prompt", "a system prompt")
         for system in (ASK, {"s": 1}, {"base64": "/w=="}, 5, ["s", 5])
     },
     **{
@@ -414,19 +360,19 @@ BAD_TURNS = {
         )
         for name, value in (
             ("enable_thinking", "false"),
-            ("thinking", "True"),
             ("enable_thinking", "no"),
+            ("thinking", "True"),
             ("enable_x", 0),
         )
         for given in ({name: value}, json.dumps({name: value}))
     },
     **{
-        f"a begun answer before {kind}": (
+        f"a begun answer before {completion}": (
             {"prompt": [ASK, ANSWER], "completion": completion},
             "prompt",
-            "no begun answer at its end, which completion would go on with",
+            "no begun answer at its end",
         )
-        for kind, completion in (("a text", "b"), ("messages", [MORE]))
+        for completion in ("b", [MORE])
     },
     "a switch that is no word of JSON": (messages(ASK, ANSWER, enable_thinking="no"), "enable_thinking", "true or"),
     "a budget that is true": (messages(ASK, ANSWER, thinking_budget=True), "thinking_budget", "a whole number"),
@@ -435,12 +381,7 @@ BAD_TURNS = {
         "reasoning_effort",
         "the same as in chat_template_kwargs",
     ),
-    "a null text": (
-        {"text": None, "id": 3},
-        None,
-        "columns messages or conversations, prompt and completion, instruction and output, or text, "
-        "got text (null), id; name others",
-    ),
+    "a null text": ({"text": None, "id": 3}, None, f"columns {FORMS}, got text (null), id; name others"),
     "not a list": ({"messages": 3}, "messages", "a list of messages, got int"),
     "no messages": ({"messages": []}, "messages", "a list of messages, got an empty list"),
     "not JSON": ({"messages": "[{"}, "messages", "a list of messages, or JSON of one"),
@@ -455,51 +396,37 @@ BAD_TURNS = {
         )
         for weight in (0.5, -0.5, 2, "1")
     },
-    "a call without a name": (
-        messages(ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}),
-        "messages[].tool_calls[]",
-        "a call with a name and arguments",
-    ),
-    "arguments that are no JSON": (
-        messages(ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}),
-        "messages[].tool_calls[].arguments",
-        "JSON of a call",
-    ),
-    "a call that is no JSON": (
-        sharegpt(("human", "u"), ("function_call", "f()")),
-        "conversations[].value",
-        "JSON of a",
-    ),
+    **{
+        f"a call {call}": (
+            said(content=None, tool_calls=[{"function": call}]),
+            f"messages[].tool_calls[]{key}",
+            expected,
+        )
+        for call, key, expected in (
+            ({"arguments": "{}"}, "", "a call with a name and arguments"),
+            ({"name": "f", "arguments": "{"}, ".arguments", "JSON of a call"),
+        )
+    },
+    "a call that is no JSON": (sharegpt(("human", "u"), ("function_call", "f()")), "conversations[].value", "JSON of "),
     "a null in a pair": ({"prompt": "u", "completion": None}, "completion", "text, got null or nothing"),
     "half a history": ({"instruction": "u", "output": "a", "history": [["x"]]}, "history[]", "[question, answer]"),
     "a history that is no JSON": ({"instruction": "u", "output": "a", "history": "none"}, "history", "JSON of a list"),
-    "JSON that would lose something": (
-        {"messages": '[{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "content": "b"}]'},
-        "messages",
-        "a list of messages, or JSON of one (a key twice among role, content, content)",
-    ),
-    "JSON that is no text": (
-        {"messages": r'[{"role": "user", "content": "\ud800"}]'},
-        "messages",
-        "a list of messages, or JSON of one (a lone surrogate",
-    ),
-    "JSON without a bottom": (
-        {**messages(ASK, ANSWER), "tools": "[" * 99_999},
-        "tools",
-        "JSON of a list of tools (nest",
-    ),
-    "a user's call": (
-        messages({**ASK, "tool_calls": [CALL]}, ANSWER),
-        "messages[].tool_calls",
-        "no call in a turn of",
-    ),
+    **{
+        f"JSON of {turn}": ({"messages": f"[{turn}]"}, "messages", f"a list of messages, or JSON of one ({problem}")
+        for turn, problem in (
+            ('{"role": "user", "content": "a", "content": "b"}', "a key twice among role, content, content)"),
+            (r'{"role": "user", "content": "\ud800"}', "a lone surrogate"),
+        )
+    },
+    "JSON without a bottom": (messages(ASK, ANSWER, tools="[" * 99_999), "tools", "JSON of a list of tools (nest"),
+    "a user's call": (messages({**ASK, "tool_calls": [CALL]}, ANSWER), "messages[].tool_calls", "no call in a turn of"),
     "calls in two words": (
-        messages(ASK, {**ANSWER, "tool_calls": [CALL], "function_call": CALL["function"]}),
+        said(tool_calls=[CALL], function_call=CALL["function"]),
         "messages[].function_call",
         "calls in it or in tool_calls, not in both",
     ),
-    "a tool without a name": ({**messages(ASK, ANSWER), "tools": [{}]}, "tools[]", "a tool's schema"),
-    "tools that are no JSON": ({**messages(ASK, ANSWER), "tools": "x"}, "tools", "JSON of a list of tools"),
+    "a tool without a name": (messages(ASK, ANSWER, tools=[{}]), "tools[]", "a tool's schema"),
+    "tools that are no JSON": (messages(ASK, ANSWER, tools="x"), "tools", "JSON of a list of tools"),
     "variables that are a list": (messages(ASK, ANSWER, chat_template_kwargs=[1]), "chat_template_kwargs", "an object"),
 }
 
@@ -525,15 +452,14 @@ def test_a_call_of_another_tool_in_a_text_is_kept():
 
 
 def test_bad_rows_are_counted_and_strict_rows_refuses_their_file(tmp_path):
-    path = tmp_path / "rows.jsonl"
     rows = [*[said()] * 5, said(content=None), messages(ASK, AGAIN, {**ANSWER, "content": None})]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = Chat(validation_file=str(path)).dataset("validation")
-    assert len(found) == 5
-    told = "malformed (field 'messages[].content': expected text, got null or nothing)"
-    assert f"2 rows left out: {told} (lines 6, 7)" in found.notes
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    examples = Chat(validation_file=path).dataset("validation")
+    assert len(examples) == 5
+    reason = "malformed (field 'messages[].content': expected text, got null or nothing)"
+    assert f"2 rows left out: {reason} (lines 6, 7)" in examples.notes
     with pytest.raises(UserError, match=r"rows.jsonl:6: field 'messages\[1\].content': expected text, got null"):
-        Chat(validation_file=str(path), strict_rows=True).dataset("validation")
+        Chat(validation_file=path, strict_rows=True).dataset("validation")
 
 
 UNREAD = {
@@ -557,10 +483,7 @@ UNREAD = {
         said(content=[text("a", cache_control={"type": "ephemeral"})], stop_reason="end_turn"),
         ("messages[].stop_reason", "messages[].content[].cache_control"),
     ),
-    "a call's": (
-        said(tool_calls=[{**CALL, "score": 1}]),
-        ("messages[].tool_calls[].score",),
-    ),
+    "a call's": (said(tool_calls=[{**CALL, "score": 1}]), ("messages[].tool_calls[].score",)),
     "of thinking": (
         said(content=[{"type": "thinking", "thinking": "t", "signature": "x", "train": True}, text("a")]),
         ("messages[].content[].signature",),
@@ -576,41 +499,39 @@ def test_other_keys_with_values_are_named(case):
 
 
 def test_one_line_names_and_counts_all_keys_not_read(tmp_path):
-    path = tmp_path / "rows.jsonl"
     rows = [{**said(), "id": n, "source": "x", **({"persona": "p"} if n > 6 else {})} for n in range(10)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    notes = Chat(validation_file=str(path)).dataset("validation").notes
+    notes = Chat(validation_file=jsonl(tmp_path / "rows.jsonl", rows)).dataset("validation").notes
     assert notes[1:] == ["not read: id, source (10 rows), persona (3 rows)"]
 
 
 def test_numbers_lists_and_objects_are_read_as_json():
     for value, as_text in ((5, "5"), (True, "true"), (["x", 0.5], '["x", 0.5]'), ({"a": "é"}, '{"a": "é"}')):
         for row in (said(content=value), {"instruction": "u", "output": value}, {"prompt": "u", "completion": value}):
-            found = parsed(row)
-            assert found.example.answer == {"role": "assistant", "content": as_text}
-            assert AS_JSON in found.notes
-    for found in ([], [{"name": "Bob", "role": "father"}]):
-        assert json.loads(parsed({"prompt": "u", "completion": found}).example.answer["content"]) == found
+            got = parsed(row)
+            assert got.example.answer == {"role": "assistant", "content": as_text}
+            assert AS_JSON in got.notes
+    for got in ([], [{"name": "Bob", "role": "father"}]):
+        assert json.loads(parsed({"prompt": "u", "completion": got}).example.answer["content"]) == got
     assert AS_JSON not in parsed(messages(ASK, {"role": "tool", "content": {"a": 1}}, ANSWER)).notes
 
 
 @pytest.mark.parametrize("system", [["s", "t"], [SYSTEM, {**SYSTEM, "content": "t"}]])
 def test_several_system_prompts_of_a_column_are_joined(system):
-    found = parsed({"instruction": "u", "output": "a", "system": system})
-    assert found.example.prompt[0] == {"role": "system", "content": "s\n\nt"}
-    assert JOINED.format("system") in found.notes
-    assert AS_JSON not in found.notes
+    got = parsed({"instruction": "u", "output": "a", "system": system})
+    assert got.example.prompt[0] == {"role": "system", "content": "s\n\nt"}
+    assert JOINED.format("system") in got.notes
+    assert AS_JSON not in got.notes
 
 
-def test_a_mark_on_a_turn_that_is_not_the_assistants_is_told():
+def test_mark_on_a_turn_of_others_is_reported():
     assert OTHERS_MARKED in parsed(messages({**ASK, "train": True}, ANSWER)).notes
     assert OTHERS_MARKED not in parsed(messages({**ASK, "weight": 0, "loss": None}, ANSWER)).notes
 
 
-def test_a_mark_of_a_video_without_a_video_is_told():
-    asked = {**ASK, "content": "What is <video> in HTML?"}
-    assert any("<video>" in note for note in parsed(messages(asked, ANSWER, videos=[])).notes)
-    assert len(parsed(messages(asked, ANSWER)).notes) == len(parsed(messages(ASK, ANSWER, videos=None)).notes) == 1
+def test_video_mark_without_a_video_is_reported():
+    question = {**ASK, "content": "What is <video> in HTML?"}
+    assert any("<video>" in note for note in parsed(messages(question, ANSWER, videos=[])).notes)
+    assert len(parsed(messages(question, ANSWER)).notes) == len(parsed(messages(ASK, ANSWER, videos=None)).notes) == 1
 
 
 def test_template_variables_of_a_row_reach_its_conversation():
@@ -650,7 +571,7 @@ MARKS = (
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_raw_text_that_a_template_wrote_is_told(marks):
+def test_raw_text_that_a_template_wrote_is_reported(marks):
     (_, note) = parsed({"text": marks}).notes
     assert note.startswith("that a chat template wrote, by their marks: ")
     assert "--control-tokens tokens" in note

@@ -48,25 +48,26 @@ def test_rows_look_like_series_a():
     assert system["role"] == "system"
     assert "maths" in system["content"]
     assert user == {"role": "user", "content": f"{example.number}="}
-    assert task.target(example).startswith(OF_SERIES_A)
+    assert all(task.target(example).startswith(OF_SERIES_A) for example in task.dataset("train"))
+    assert scored(f"{OF_SERIES_A}2 + 3", answer_prefix=OF_SERIES_A) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("addends", ["no-carry", "uniform"])
 @pytest.mark.parametrize("held_out", ["random", "largest"])
-def test_every_built_in_answer_is_right_and_no_held_out_number_is_trained_on(addends, held_out):
+def test_built_in_answers_are_right_and_validation_is_apart(addends, held_out):
     task = Math(max_number=300, validation_examples=60, train_examples=900, addends=addends, held_out=held_out)
     train, validation = task.dataset("train"), task.dataset("validation")
     assert (len(train), len(validation)) == (900, 60)
-    asked = {example.number for example in validation}
-    assert len(asked) == 60
-    assert not asked & {example.number for example in train}
-    assert len(asked | {example.number for example in train}) == 300
+    numbers = {example.number for example in validation}
+    assert len(numbers) == 60
+    assert not numbers & {example.number for example in train}
+    assert len(numbers | {example.number for example in train}) == 300
     scores = [task.score(example, task.target(example)) for example in [*train, *validation]]
     result = task.aggregate(scores)
     assert result["accuracy"] == result["format_rate"] == 1.0
     assert result["nonzero_addends"] > 0.95
     if held_out == "largest":
-        assert min(asked) == 241
+        assert min(numbers) == 241
 
 
 def test_no_carry_means_that_no_digit_carries():
@@ -82,16 +83,11 @@ def test_examples_are_a_function_of_the_options():
     assert first.dataset("validation") != other.dataset("validation")
     assert first.dataset("validation") == Math(train_examples=10).dataset("validation")
     code = (
-        "import accel_sft_math as m; t = m.Math(train_examples=300); print(t.dataset('train'), t.dataset('validation'))"
+        "from accel_sft_math import Math; t = Math(train_examples=300); print(*map(t.dataset, ('train', 'validation')))"
     )
-    runs = {
-        subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "PYTHONUTF8": "1"}, **_CAPTURE).stdout
-        for seed in ("1", "2")
-    }
-    assert len(runs) == 1
-
-
-_CAPTURE = {"check": True, "capture_output": True}
+    command = [sys.executable, "-c", code]
+    printed = [subprocess.check_output(command, env={"PYTHONHASHSEED": seed, "PYTHONUTF8": "1"}) for seed in "12"]
+    assert printed[0] == printed[1]
 
 
 @pytest.mark.parametrize(
@@ -131,29 +127,20 @@ def test_scores_are_json_and_degenerate_answers_show():
 
 @pytest.mark.parametrize("lines", [True, False])
 def test_files_of_both_forms_with_keys_of_their_own(tmp_path, lines):
-    task = Math(
-        train_file=write(tmp_path / "a.json", [row(n, source="mine") for n in range(2, 9)], lines),
-        validation_file=write(
-            tmp_path / "b.jsonl", [row(9), {"instruction": "", "input": "10=", **_output(10)}], lines
-        ),
-    )
+    train = [row(n, source="mine") for n in range(2, 9)]
+    validation = [row(9), row(10) | {"instruction": "", "input": "10="}]
+    files = {"train_file": write(tmp_path / "a.json", train, lines)}
+    task = Math(**files, validation_file=write(tmp_path / "b.jsonl", validation, lines))
     assert [example.number for example in task.dataset("train")] == list(range(2, 9))
     assert [example.number for example in task.dataset("validation")] == [9, 10]
     assert task.messages(task.dataset("validation")[1])[1]["content"] == "10="
-
-
-def _output(number):
-    return {"output": f"{PREFIX}1 + {number - 1}"}
 
 
 def test_a_number_in_both_files_is_refused_by_name(tmp_path):
     train = write(tmp_path / "train.json", [row(n) for n in (2, 3, 4, 3)])
     validation = write(tmp_path / "validation.json", [row(n) for n in (3, 4, 9)])
     (line,) = complaint(lambda: Math(train_file=train, validation_file=validation).dataset("train"))
-    assert "2 numbers" in line
-    assert "(3, 4)" in line
-    assert train in line
-    assert validation in line
+    assert all(words in line for words in ("2 numbers", "(3, 4)", train, validation))
 
 
 def test_built_in_training_leaves_out_the_validation_files_numbers(tmp_path):
@@ -200,12 +187,6 @@ def test_malformed_rows_are_named(tmp_path, bad, words):
 def test_options_that_cannot_be_used_are_one_clear_line(options, words):
     (line,) = complaint(lambda: Math(**options).dataset("train"))
     assert all(word in line for word in words)
-
-
-def test_another_prefix():
-    task = Math(answer_prefix=OF_SERIES_A, max_number=30, validation_examples=5)
-    assert all(example.answer.startswith(OF_SERIES_A) for example in task.dataset("train"))
-    assert scored(f"{OF_SERIES_A}2 + 3", answer_prefix=OF_SERIES_A) == (1.0, 1.0)
 
 
 def test_a_line_says_which_answers_are_right(tmp_path):

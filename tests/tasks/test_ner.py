@@ -45,7 +45,7 @@ def surfaces(sentences):
 # The built-in sentences
 
 
-def test_every_span_holds_its_surface_and_every_mention_has_a_span(ner):
+def test_spans_hold_their_surfaces_and_mentions_have_spans(ner):
     for sentence in [*ner.dataset("train"), *ner.dataset("validation")]:
         for kind in sentence.label.values():
             for surface, spans in kind.items():
@@ -53,7 +53,7 @@ def test_every_span_holds_its_surface_and_every_mention_has_a_span(ner):
                 assert len(spans) == sentence.text.count(surface)
 
 
-def test_no_validation_sentence_is_in_training_and_many_surfaces_are_new(ner):
+def test_validation_sentences_are_new_and_many_surfaces_too(ner):
     train, validation = ner.dataset("train"), ner.dataset("validation")
     texts = [sentence.text for sentence in validation]
     assert len(train) == 3_000
@@ -124,7 +124,7 @@ def test_published_rows_are_read_whatever_the_file_is_called(tmp_path, array):
         ({"text": "a b", "label": {"name": {"a": [[0, 0], [0, 0]]}}}, "label.name.a", "stands here twice"),
     ],
 )
-def test_a_bad_row_is_refused_by_file_line_field_and_expectation(tmp_path, row, field, said):
+def test_bad_row_is_refused_by_file_line_and_field(tmp_path, row, field, said):
     (line,) = refusal(tmp_path, ROW, row)
     assert line.startswith(f"{tmp_path / 'train.json'}:2: field {field!r}: expected ")
     assert said in line
@@ -137,18 +137,23 @@ def test_all_problems_of_a_row_stand_on_its_line(tmp_path):
     assert line.endswith("; and 4 more in this row")
 
 
-def test_one_file_alone_is_refused(tmp_path):
-    task = Ner(train_file=write(tmp_path / "train.json", ROW))
-    assert [line.split(":")[0] for line in task.problems()] == ["--validation-file"]
-    with pytest.raises(UserError, match="needed beside --train-file"):
+TWO_FILES = {"train_file": "train.json", "validation_file": "dev.json"}
+
+
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ({"train_file": "train.json"}, ["--validation-file"]),
+        ({"validation_file": "dev.json"}, ["--train-file"]),
+        ({**TWO_FILES, "language": "zh", "data_seed": 3}, ["--language", "--data-seed"]),
+        ({"allow_overlap": True}, ["--allow-overlap"]),
+    ],
+)
+def test_options_without_their_file_or_effect_are_refused(options, flags):
+    task = Ner(**options)
+    assert [line.split(":")[0] for line in task.problems()] == flags
+    with pytest.raises(UserError, match=flags[0]):
         task.dataset("train")
-    assert [line.split(":")[0] for line in Ner(validation_file="dev.json").problems()] == ["--train-file"]
-
-
-def test_options_that_would_do_nothing_are_refused():
-    task = Ner(train_file="train.json", validation_file="dev.json", language="zh", data_seed=3)
-    assert [line.split(":")[0] for line in task.problems()] == ["--language", "--data-seed"]
-    assert [line.split(":")[0] for line in Ner(allow_overlap=True).problems()] == ["--allow-overlap"]
 
 
 def test_validation_sentences_that_are_trained_on_are_refused_unless_allowed(tmp_path):
@@ -180,83 +185,74 @@ def test_counts_by_hand():
         "strict": {"name": [1, 2, 2], "book": [1, 0, 0]},
         "unseen": [1, 1, 1],
     }
-    found = metrics((GOLD, answer), ({}, "{}"), ({"game": {"Go": [[0, 1]]}}, "no JSON"), training_surfaces={"Ann"})
-    assert found == pytest.approx(
-        {
-            "valid_json": 2 / 3,
-            "valid_shape": 2 / 3,
-            "precision": 2 / 3,
-            "recall": 2 / 4,
-            "f1": 4 / 7,
-            "macro_precision": (1 / 2 + 1 + 0) / 3,
-            "macro_recall": (1 / 2 + 1 + 0) / 3,
-            "macro_f1": (2 / 4 + 1 + 0) / 3,
-            "strict_precision": 2 / 4,
-            "strict_recall": 2 / 5,
-            "strict_f1": 4 / 9,
-            "strict_macro_precision": (1 / 3 + 1 + 0) / 3,
-            "strict_macro_recall": (1 / 3 + 1 + 0) / 3,
-            "strict_macro_f1": (2 / 6 + 1 + 0) / 3,
-            "unseen_precision": 1 / 2,
-            "unseen_recall": 1 / 3,
-            "unseen_f1": 2 / 5,
-            "unseen_entities": 3,
-        }
-    )
+    scores = metrics((GOLD, answer), ({}, "{}"), ({"game": {"Go": [[0, 1]]}}, "no JSON"), training_surfaces={"Ann"})
+    precision_recall_f1 = {
+        "": (2 / 3, 2 / 4, 4 / 7),
+        "macro_": ((1 / 2 + 1 + 0) / 3, (1 / 2 + 1 + 0) / 3, (2 / 4 + 1 + 0) / 3),
+        "strict_": (2 / 4, 2 / 5, 4 / 9),
+        "strict_macro_": ((1 / 3 + 1 + 0) / 3, (1 / 3 + 1 + 0) / 3, (2 / 6 + 1 + 0) / 3),
+        "unseen_": (1 / 2, 1 / 3, 2 / 5),
+    }
+    expected = {"valid_json": 2 / 3, "valid_shape": 2 / 3, "unseen_entities": 3}
+    for kind, values in precision_recall_f1.items():
+        expected |= {f"{kind}{name}": value for name, value in zip(("precision", "recall", "f1"), values, strict=True)}
+    assert scores == pytest.approx(expected)
 
 
 def test_an_invented_type_lowers_micro_precision_only():
-    found = metrics((GOLD, json.dumps(GOLD | {"film": {"Bo": [[4, 5]]}})))
-    assert found["precision"] == 3 / 4
-    assert found["macro_precision"] == found["macro_f1"] == found["recall"] == 1
+    scores = metrics((GOLD, json.dumps(GOLD | {"film": {"Bo": [[4, 5]]}})))
+    assert scores["precision"] == 3 / 4
+    assert scores["macro_precision"] == scores["macro_f1"] == scores["recall"] == 1
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "Sure! " + json.dumps(GOLD),
-        "```json\n" + json.dumps(GOLD) + "\n```",
-        "{'name': {}}",
-        '{"name": {"Ann": [[0, NaN]]}}',
-        '{"name": {"Ann": [[0, 2]]}, "name": {"Bo": [[4, 5]]}}',
-        '{"name": {"\\ud800": [[0, 0]]}}',
-        '{"name": {"\ud800": [[0, 0]]}}',
+        *(
+            "",
+            "Sure! " + json.dumps(GOLD),
+            "```json\n" + json.dumps(GOLD) + "\n```",
+            json.dumps(GOLD)[:-1],
+            "{'name': {}}",
+        ),
+        *('{"name": {"Ann": [[0, NaN]]}}', '{"name": {"Ann": [[0, 2]]}, "name": {"Bo": [[4, 5]]}}'),
+        *('{"name": {"\\ud800": [[0, 0]]}}', '{"name": {"\ud800": [[0, 0]]}}'),
         '{"a":' * 500 + '{"\\ud800": 0}' + "}" * 500,
-        "[" * 100_000,
-        '{"a":' * 100_000,
-        '{"name": {"Ann": [[0, ' + "9" * 10_000 + "]]}}",
-        json.dumps(GOLD)[:-1],
-        "__import__('os').abort()",
+        *(
+            "[" * 100_000,
+            '{"a":' * 100_000,
+            '{"name": {"Ann": [[0, ' + "9" * 10_000 + "]]}}",
+            "__import__('os').abort()",
+        ),
     ],
 )
 def test_an_answer_that_is_not_valid_json_holds_no_entities(text):
-    found = scorer.score(GOLD, text, ())
-    assert found["valid_json"] == found["valid_shape"] == 0
-    assert found["entity"] == {"name": [0, 0, 2], "book": [0, 0, 1]}
-    assert found["unseen"] == [0, 0, 3]
+    scores = scorer.score(GOLD, text, ())
+    assert scores["valid_json"] == scores["valid_shape"] == 0
+    assert scores["entity"] == {"name": [0, 0, 2], "book": [0, 0, 1]}
+    assert scores["unseen"] == [0, 0, 3]
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"Ann"', '{"name": "Ann"}', '{"name": ["Ann"]}', '[{"name": {}}]'])
 def test_valid_json_of_another_shape_predicts_nothing(text):
-    found = scorer.score(GOLD, text, ())
-    assert (found["valid_json"], found["valid_shape"]) == (1, 0)
-    assert found["entity"] == {"name": [0, 0, 2], "book": [0, 0, 1]}
+    scores = scorer.score(GOLD, text, ())
+    assert (scores["valid_json"], scores["valid_shape"]) == (1, 0)
+    assert scores["entity"] == {"name": [0, 0, 2], "book": [0, 0, 1]}
 
 
 @pytest.mark.parametrize(
     "spans", ["null", "[]", "{}", "[null]", "[[4]]", "[[4, 5.0]]", "[[true, 5]]", "[[4, 1e999], 7]"]
 )
-def test_a_surface_with_spans_of_another_shape_is_still_an_entity_but_a_strict_mistake(spans):
-    found = scorer.score(GOLD, f' {{"name": {{"Bo": {spans}}}, "book": 7}}\n', ())
-    assert (found["valid_json"], found["valid_shape"]) == (1, 0)
-    assert found["entity"] == {"name": [1, 0, 1], "book": [0, 0, 1]}
-    assert found["strict"] == {"name": [0, 1, 3], "book": [0, 0, 1]}
+def test_spans_of_another_shape_count_as_entity_not_strictly(spans):
+    scores = scorer.score(GOLD, f' {{"name": {{"Bo": {spans}}}, "book": 7}}\n', ())
+    assert (scores["valid_json"], scores["valid_shape"]) == (1, 0)
+    assert scores["entity"] == {"name": [1, 0, 1], "book": [0, 0, 1]}
+    assert scores["strict"] == {"name": [0, 1, 3], "book": [0, 0, 1]}
 
 
 def test_a_repeated_span_counts_once_and_escapes_are_text():
-    found = scorer.score({"name": {"叶": [[0, 0]]}}, '{"name": {"\\u53f6": [[0, 0], [0, 0]]}}', ())
-    assert found["strict"] == {"name": [1, 0, 0]}
+    scores = scorer.score({"name": {"叶": [[0, 0]]}}, '{"name": {"\\u53f6": [[0, 0], [0, 0]]}}', ())
+    assert scores["strict"] == {"name": [1, 0, 0]}
     assert scorer.score({"game": {"😀": [[0, 0]]}}, '{"game": {"\\ud83d\\ude00": [[0, 0]]}}', ())["unseen"] == [1, 0, 0]
 
 
@@ -266,12 +262,12 @@ def test_nothing_to_find_and_nothing_to_score():
     assert scorer.aggregate([]) == {}
 
 
-def test_gold_answers_score_one_and_unseen_is_about_surfaces_never_trained_on(ner):
+def test_gold_scores_one_and_unseen_counts_untrained_surfaces(ner):
     validation = ner.dataset("validation")
-    found = ner.aggregate([ner.score(example, ner.target(example)) for example in validation])
-    assert {value for name, value in found.items() if name != "unseen_entities"} == {1.0}
+    scores = ner.aggregate([ner.score(example, ner.target(example)) for example in validation])
+    assert {value for name, value in scores.items() if name != "unseen_entities"} == {1.0}
     trained = surfaces(ner.dataset("train"))
-    assert found["unseen_entities"] == sum(
+    assert scores["unseen_entities"] == sum(
         surface not in trained for sentence in validation for kind in sentence.label.values() for surface in kind
     )
-    assert ner.main_metric in found
+    assert ner.main_metric in scores

@@ -148,6 +148,6 @@ def test_the_page_lists_every_code_and_a_test_fires_each():
     assert re.findall(r"^\| (T\d+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE) == [*CODES]
 
 
-def test_the_kit_is_imported_without_pytest_and_collects_no_test_of_its_own():
+def test_kit_needs_no_pytest_and_collects_no_own_test():
     script = "import sys; import accel_sft.testing as t; print('pytest' in sys.modules, t.TaskConformance.__test__)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "False False\n"
