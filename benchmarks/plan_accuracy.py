@@ -39,7 +39,7 @@ import shapes
 import smoke
 from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.precision import assume_precision
-from accel_sft.memory.estimate import Estimate, assemble, estimate, totals
+from accel_sft.memory.estimate import Estimate, estimate, totals
 from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_config, read_shape, stored_bytes
 from accel_sft.memory.states import placed
@@ -281,8 +281,9 @@ def measured_simulation(case: Case, folder: Path) -> Case:
 
     job = job_of(case)
     followed = forward_backward(job, case["model"])
-    sizes = {"activations": followed.activations, "logits": followed.logits}
-    return {**case, "measured": in_step(job, assemble(job, placed(job), sizes))}
+    predicted = estimate(job)
+    step = predicted.device["step"] | {"activations": followed.activations, "logits": followed.logits}
+    return {**case, "measured": in_step(job, dataclasses.replace(predicted, device={"step": step}))}
 
 
 def predicted_simulation(case: Case) -> dict[str, float]:
