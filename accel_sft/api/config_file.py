@@ -29,7 +29,7 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
     Raises:
         UserError: the file cannot be read, or is not a mapping in YAML.
     """
-    known = {setting.name: setting for cls in classes for setting in settings(cls)}
+    setting_of = {setting.name: setting for cls in classes for setting in settings(cls)}
     values: dict[str, Any] = {}
     problems: list[str | None] = []
     first_lines: dict[str, int] = {}
@@ -42,12 +42,12 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
         name = key.value.replace("-", "_")
         if name in first_lines:
             problems.append(f"{shown(name)} is given twice, on lines {first_lines[name]} and {number}; keep one")
-        elif name in known and _value(known[name], node) == HIDDEN:
-            lacking = f"{line}: {known[name].flag}: secrets are not in a run's file; give it on the command line"
+        elif name in setting_of and _value(setting_of[name], node) == HIDDEN:
+            lacking = f"{line}: {setting_of[name].flag}: secrets are not in a run's file; give it on the command line"
             problems.append(None if name in given else lacking)
-        elif name in known:
-            values[name] = _value(known[name], node)
-            problem = known[name].problem(values[name])
+        elif name in setting_of:
+            values[name] = _value(setting_of[name], node)
+            problem = setting_of[name].problem(values[name])
             problems.append(problem and f"{line}: {problem}")
         elif name == TASK:
             problems.append(None if _text(node) else f"{line}: task: expected a task's name")
@@ -56,10 +56,12 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
         elif ours := OTHER_NAMES.get(flag_of(name)):
             problems.append(f"{line}: unknown option {key.value!r}: {ours}")
         else:
-            near = difflib.get_close_matches(name, [*known, TASK], n=1)
+            near = difflib.get_close_matches(name, [*setting_of, TASK], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             problems.append(f"{line}: unknown option {key.value[:80]!r}{hint}")
-            values.update({meant: _value(known[meant], node) for meant in near if meant in known.keys() - values})
+            values.update(
+                {meant: _value(setting_of[meant], node) for meant in near if meant in setting_of.keys() - values}
+            )
         first_lines.setdefault(name, number)
     return values, [f"--config {path}: {problem}" for problem in problems if problem]
 

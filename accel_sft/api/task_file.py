@@ -33,8 +33,8 @@ class TaskFile:
 
 def task_file(word: str) -> TaskFile | None:
     """Return the file that a task's name on the command line stands for, or None if the name is an installed task's."""
-    found = re.fullmatch(r"(.+\.py)(?::(\w*))?", word, re.DOTALL)
-    return TaskFile(Path(found[1]).expanduser(), found[2] or "") if found else None
+    match = re.fullmatch(r"(.+\.py)(?::(\w*))?", word, re.DOTALL)
+    return TaskFile(Path(match[1]).expanduser(), match[2] or "") if match else None
 
 
 def recorded_name(word: str) -> str:

@@ -77,7 +77,7 @@ def holds(prompt: str, rest: str, target: str) -> bool:
 
 def _refusal(where: str, text: Rendered, target: str, *, thinks: bool) -> AnswerDropped:
     """The error for a template that drops or cuts an answer; `thinks`: whether to advise --thinking keep."""
-    made, answer = one_line(text.whole[common_length([text.prompt, text.whole]) :]), one_line(target)
+    made, answer = one_line(text.full_text[common_length([text.prompt, text.full_text]) :]), one_line(target)
     fix = "learn the thinking with --thinking keep, or " if thinks else ""
     return AnswerDropped(
         f'{where}: the answer would not be trained on: the chat template makes "{made}" of "{answer}"; {fix}give the '
@@ -87,7 +87,7 @@ def _refusal(where: str, text: Rendered, target: str, *, thinks: bool) -> Answer
 
 def _not_a_prefix(tokenizer: Any, where: str, text: Rendered) -> NotAPrefix:
     """The error for a prompt that is not a prefix of the same prompt with its answer; it shows the first difference."""
-    prompt, full = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text.prompt, text.whole))
+    prompt, full = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text.prompt, text.full_text))
     at = common_length([prompt, full])
     return NotAPrefix(
         f"{where}: the prompt is not a prefix of prompt + answer; they part at token {at}: "

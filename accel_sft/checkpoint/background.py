@@ -20,7 +20,7 @@ from accel_sft.checkpoint import shards
 from accel_sft.checkpoint.averages import Averages
 from accel_sft.io import manifest
 from accel_sft.io.files import begin_folder, put_in_place, read_json, remove, trouble_of_writing, write_atomically
-from accel_sft.io.run_dir import RunDir, kept, step_of
+from accel_sft.io.run_dir import RunDir, kept_steps, step_of
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch import host_memory
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, first_reason
@@ -220,7 +220,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             record.unlink()
         earlier = [path for path in self.run_dir.all_checkpoints() if step_of(path) < about["step"]]
         before = {path.name: manifest.identity(path) for path in earlier}
-        stay = kept([*map(step_of, earlier), about["step"]], self.keep)
+        stay = kept_steps([*map(step_of, earlier), about["step"]], self.keep)
         manifest.write(partial, {**about, "before": before, "kept": stay}, files)
         put_in_place(partial, target)
         write_atomically(self.run_dir.latest, target.name + "\n")

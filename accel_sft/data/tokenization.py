@@ -53,7 +53,7 @@ class SplitEncoder:
         self.team = Team(accelerator)
         self.task, self.rules, self.images = task, rules, ImageInputs(processor)
         self.rendering = Rendering(tokenizer, rules.thinking, rules.day, rules.control_tokens)
-        self._told = 0
+        self._returned_notes = 0
         self._decided = decided_without_examples(tokenizer, rules)
 
     def __call__(self, examples: Sequence[Any], split: str) -> StoredEncoding:
@@ -73,7 +73,7 @@ class SplitEncoder:
                 "versions; make it a pure function, and the machines alike"
             )
         key = keys[0]
-        entries = team.firsts(lambda: _kept(key))
+        entries = team.firsts(lambda: _cached(key))
         if all(entries):
             folder, about = entries[team.rank]
             encoding = self._opened(folder, about, examples, split)
@@ -95,8 +95,8 @@ class SplitEncoder:
     def _with_notes(self, encoding: StoredEncoding) -> StoredEncoding:
         """Return the encoding with the notes of its examples, and with the rendering's notes since the last split."""
         encoding.notes[:0] = [f"{encoding.split}: {note}" for note in getattr(encoding.examples, "notes", ())]
-        encoding.notes += self.rendering.notes[self._told :]
-        self._told = len(self.rendering.notes)
+        encoding.notes += self.rendering.notes[self._returned_notes :]
+        self._returned_notes = len(self.rendering.notes)
         rows, examples = len(encoding.kept), encoding.kept.examples
         if encoding.windowed:
             encoding.notes.append(
@@ -151,7 +151,7 @@ class SplitEncoder:
 
     def _sees_the_same(self, encoding: StoredEncoding) -> bool:
         """Whether all images in this rank's share of the rows are unchanged: a file may change and keep its name."""
-        ranks, place = len(self.team.here), self.team.rank - self.team.first
+        ranks, place = len(self.team.local_ranks), self.team.rank - self.team.first
         source, pictured = encoding.kept.source, encoding.kept.with_images(place, ranks)
         return all(source.is_as_before(row.images) for row in pictured if source and row.images)
 
@@ -194,14 +194,14 @@ class SplitEncoder:
 
             folder = _written(team.firsts, entered)[team.rank]
             shares = _written(team.all, lambda: self._share(folder, examples, split))
-            whole = Encoding(split, examples=examples)
-            for rank in team.here:
-                whole.add(shares[rank])
-            whole.check(len(examples), self.rules)
+            encoding = Encoding(split, examples=examples)
+            for rank in team.local_ranks:
+                encoding.add(shares[rank])
+            encoding.check(len(examples), self.rules)
 
             def merged() -> tuple[Path, dict[str, Any]]:
-                parts = [folder / f"part-{number}" for number in range(len(team.here))]
-                about = {name: getattr(whole, name) for name in _KEPT_BESIDE_TOKENS}
+                parts = [folder / f"part-{number}" for number in range(len(team.local_ranks))]
+                about = {name: getattr(encoding, name) for name in _KEPT_BESIDE_TOKENS}
                 about["fingerprint"] = merge(parts, folder)
                 for part in parts:
                     shutil.rmtree(part)
@@ -212,7 +212,7 @@ class SplitEncoder:
 
     def _share(self, folder: Path, examples: Sequence[Any], split: str) -> Encoding:
         """Write the tokens of this rank's contiguous share of examples; return which were left out or truncated."""
-        ranks, place = len(self.team.here), self.team.rank - self.team.first
+        ranks, place = len(self.team.local_ranks), self.team.rank - self.team.first
         indices = range(len(examples) * place // ranks, len(examples) * (place + 1) // ranks)
 
         def parts() -> Iterator[Encoding]:
@@ -229,7 +229,7 @@ class SplitEncoder:
             raise UserError(*with_places(error.problems, examples, split)) from error
 
 
-def _kept(key: str) -> tuple[Path, dict[str, Any]] | None:
+def _cached(key: str) -> tuple[Path, dict[str, Any]] | None:
     """Return the cache's entry, or None. Its fingerprint is computed from its tokens, not read from the entry, so that
     the run's record of its data (`data_sha256`) is true of the tokens that are used."""
     with contextlib.suppress(OSError):  # the entry may have been removed meanwhile

@@ -160,7 +160,7 @@ class Answerer:
 
     def _answer(self, turns: Turns, ids: Sequence[int], tools: Tools = None) -> Answer:
         decode = self.tokenizer.decode
-        text = decode(ids, skip_special_tokens=True) if self.raw else self.answer_text.said(turns, ids, tools)
+        text = decode(ids, skip_special_tokens=True) if self.raw else self.answer_text.of_reply(turns, ids, tools)
         return Answer(text, len(ids), bool(ids) and ids[-1] in self.ends)
 
 

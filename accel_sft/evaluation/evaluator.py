@@ -224,7 +224,7 @@ class Evaluator:
             unusual = "" if ended else "length"
         return {
             "index": encoded.index,
-            "prompt": chat.asked,
+            "prompt": chat.shown_prompt,
             "expected": expected,
             "generated": text,
             "scores": scored(self.task, self.examples, encoded.index, text),

@@ -84,10 +84,10 @@ def padding_changes(
     return largest
 
 
-def nats_apart(expected: torch.Tensor, found: torch.Tensor) -> float:
+def nats_apart(expected: torch.Tensor, actual: torch.Tensor) -> float:
     """Return the mean difference of the next token's log-probabilities, weighted by probability; infinity for NaN."""
     alone = expected.double().log_softmax(dim=-1)
-    off = (found.double().log_softmax(dim=-1) - alone).abs()
+    off = (actual.double().log_softmax(dim=-1) - alone).abs()
     return (alone.exp() * off).sum().nan_to_num(nan=math.inf).item()
 
 

@@ -36,7 +36,7 @@ class ServedBackend:
         def ask(chat: Conversation) -> Reply:
             return self.endpoint.chat(chat.turns, max_new_tokens, chat.tools, self.thinking)
 
-        replies = self.endpoint.each(f"{self.endpoint.model} answers", ask, chats)
+        replies = self.endpoint.call_all(f"{self.endpoint.model} answers", ask, chats)
         seconds = time.perf_counter() - began
         texts = []
         for chat, reply in zip(chats, replies, strict=True):

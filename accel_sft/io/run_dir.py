@@ -196,7 +196,7 @@ def absent_weights(name: str, flag: str) -> list[str]:
     return []
 
 
-def kept(steps: Sequence[int], keep: str) -> list[int]:
+def kept_steps(steps: Sequence[int], keep: str) -> list[int]:
     """Return those of these steps, in order, whose checkpoints `--keep-checkpoints` keeps."""
     every = keep_every(keep)
     return [step for step in steps if step % every == 0 or step == steps[-1]] if every else [*steps[-int(keep) :]]

@@ -88,7 +88,7 @@ class Team:
         local = gather_object([accelerator.local_process_index])
         self._firsts = [*itertools.accumulate((rank if place == 0 else 0 for rank, place in enumerate(local)), max)]
         self.first = self._firsts[self.rank]
-        self.here = [rank for rank, first in enumerate(self._firsts) if first == self.first]
+        self.local_ranks = [rank for rank, first in enumerate(self._firsts) if first == self.first]
 
     all = staticmethod(by_each_rank)
 

@@ -61,8 +61,8 @@ def rows_attention(
         return decoding(module, query, key, value, kwargs.get("scaling")), None
     query, key, value = (_as_autocast(tensor) for tensor in (query, key, value))
     if rows is None:
-        whole = query.shape[2] == key.shape[2] and not torch.compiler.is_compiling()
-        if whole and attention_mask is not None and attention_mask.dtype == torch.bool:
+        full_pass = query.shape[2] == key.shape[2] and not torch.compiler.is_compiling()
+        if full_pass and attention_mask is not None and attention_mask.dtype == torch.bool:
             attention_mask = _additive(attention_mask, query.dtype)
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     kwargs.pop("is_causal", None)

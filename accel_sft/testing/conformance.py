@@ -67,22 +67,22 @@ class TaskConformance:
 
     def test_two_ranks_get_the_same_examples(self) -> None:
         """Each rank is a process of its own, as in training, with its own seed of Python's hashes."""
-        asked = pickle.dumps({"path": sys.path})
+        request = pickle.dumps({"path": sys.path})
         try:
             task = pickle.dumps((self.task, self.examples))
         except Exception as error:
             raise AssertionError(finding("T103", f"it cannot be pickled: {error!r}")) from error
-        found = []
+        hashes = []
         for rank in range(2):
             env = {**os.environ, "PYTHONHASHSEED": str(rank + 1)}
             command = [sys.executable, "-m", "accel_sft.testing.rank"]
-            done = subprocess.run(command, input=asked + task, env=env, capture_output=True, check=False)
+            done = subprocess.run(command, input=request + task, env=env, capture_output=True, check=False)
             if done.returncode:
                 last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
                 raise AssertionError(finding("T205", f"rank {rank} fails: {''.join(last)}"))
-            found.append(json.loads(done.stdout))
+            hashes.append(json.loads(done.stdout))
         for split in SPLITS:
-            _hold("T205", _differences(split, found[0][split], found[1][split]))
+            _hold("T205", _differences(split, hashes[0][split], hashes[1][split]))
 
     def test_no_prompt_of_validation_is_in_training(self) -> None:
         if self.leaks_allowed:
@@ -182,6 +182,6 @@ def _differences(split: str, first: list[str], again: list[str]) -> list[str]:
     return [f"{split}: {len(different)} of {len(first)} looked at differ"] if different else []
 
 
-def _hold(code: str, found: Sequence[str]) -> None:
-    if found:
-        raise AssertionError(finding(code, " | ".join(found)))
+def _hold(code: str, differences: Sequence[str]) -> None:
+    if differences:
+        raise AssertionError(finding(code, " | ".join(differences)))

@@ -14,11 +14,11 @@ def observed(task: Task, split: str, most: int) -> list[str]:
     """Return a SHA-256 for each of at most `most` examples, evenly spread: of the split's size, messages and target."""
     examples = read_split(task, split)
     step = max(1, math.ceil(len(examples) / most))
-    found = []
+    hashes = []
     for index in range(0, len(examples), step):
         content = [len(examples), task.messages(examples[index]), task.target(examples[index])]
-        found.append(hashlib.sha256(json.dumps(content, default=_known_by).encode()).hexdigest())
-    return found
+        hashes.append(hashlib.sha256(json.dumps(content, default=_known_by).encode()).hexdigest())
+    return hashes
 
 
 def _known_by(value: Any) -> str:

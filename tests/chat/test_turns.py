@@ -562,10 +562,10 @@ def test_a_run_on_chats_is_the_mathematics_of_their_turns(tmp_path):
 def test_the_prompt_of_an_answer_is_shown_turn_by_turn():
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
     answer = {"role": "assistant", "content": "I."}
-    assert Conversation(asked, answer).asked == "Who?"
+    assert Conversation(asked, answer).shown_prompt == "Who?"
     call = {"function": {"name": "find", "arguments": {"of": "it"}}}
     turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
-    assert Conversation([*asked, *turns], answer).asked.split("\n") == [
+    assert Conversation([*asked, *turns], answer).shown_prompt.split("\n") == [
         "user: Who?",
         'assistant: {"name": "find", "arguments": {"of": "it"}}',
         "tool: 5",

@@ -252,7 +252,7 @@ def test_requests_at_the_same_time_all_leave_out_what_a_server_refuses(served):
     with serving(served) as url, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Endpoint, "post", slow)
         endpoint = Endpoint(url, "tuned")
-        assert len(endpoint.each("asked", lambda chat: endpoint.chat(chat, 2), [CHAT, CHAT])) == 2
+        assert len(endpoint.call_all("asked", lambda chat: endpoint.chat(chat, 2), [CHAT, CHAT])) == 2
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def compare(reference: Reference, endpoint: Endpoint) -> list[Pair]:
             pair.refusal = str(error)
         pair.theirs = endpoint.chat_tokens(pair.chat.turns, pair.chat.tools, thinking)
 
-    endpoint.each(f"{endpoint.model} answers", ask, pairs)
+    endpoint.call_all(f"{endpoint.model} answers", ask, pairs)
     if not any(pair.reply for pair in pairs):
         raise EndpointError(pairs[0].refusal)
     for pair in pairs:
