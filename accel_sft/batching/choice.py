@@ -161,9 +161,8 @@ def within_memory(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int])
     if not fitting:
         longest = longest_first[0]
         raise UserError(
-            f"out of device memory: not even {sizes[0]:,} tokens fit (longest example, {longest.index}: "
-            f"{len(longest.input_ids):,}); add --gradient-checkpointing or --adapter lora, lower --max-length, or "
-            "choose a higher ZeRO stage"
+            f"out of device memory: not even {sizes[0]:,} tokens fit (the longest has {len(longest.input_ids):,}, "
+            f"example {longest.index}); add --gradient-checkpointing or --adapter lora, or lower --max-length"
         )
     return fitting
 

@@ -15,7 +15,7 @@ ANSWER, _THOUGHT, _TURN = "\ue000\ue001", "\ue002\ue003", "\ue004{}\ue005"
 """Placeholders (probes) for an answer, its thinking and a turn: characters that no template strips or splits."""
 
 
-HEADER_LEARNT = "warning D215: chat template: the model learns to write"
+HEADER_LEARNT = "warning D215: the model learns to write"
 """How the note begins on a template that ends no prompt in the answer's header; docs/check.md has the code."""
 _OPENED = re.compile(
     r"(?:(?P<bracket><\|?|\[|◁)"
@@ -251,8 +251,8 @@ class Forms:
         if form.sound and MARK.sub("", form.lead).strip() and not re.search(_PROMPT_FLAG, source):
             header = one_line(form.lead)
             yield (
-                f'{HEADER_LEARNT} "{header}" before each answer, as prompts do not end in it: other servers show it '
-                f"in answers; end the template with {{% if add_generation_prompt %}}{{{{ '{header}' }}}}{{% endif %}}"
+                f'{HEADER_LEARNT} "{header}"; end the template with '
+                f"{{% if add_generation_prompt %}}{{{{ '{header}' }}}}{{% endif %}}"
             )
         for name in offered:
             if not re.search(rf"\b{re.escape(name)}\b", source):
@@ -303,7 +303,7 @@ def _remarks(form: Form, turns: Turns) -> list[str]:
     if form.unwritten and (form.sound or form.system_moves):
         lines.append(
             f'chat template: prompts end with "{one_line(form.unwritten)}", which it leaves out once an answer '
-            "follows; what is learnt follows the prompt as it is generated from"
+            "follows; answers are learnt behind it, as they are generated"
         )
     if form.prompt_end:
         lines.append(

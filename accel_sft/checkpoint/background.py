@@ -238,11 +238,11 @@ def check_disk(
     def check() -> None:
         size, free = checkpoint_bytes(model, averaged=averaged), shutil.disk_usage(run_dir.path).free
         if free < size * checkpoints + (spare := min(size // 3, MOST_SPARE_BYTES)):
-            what = "a checkpoint takes" if checkpoints == 1 else f"{checkpoints} checkpoints that are kept take"
-            fix = "or --save-every off" if checkpoints == 1 else "or keep fewer with --keep-checkpoints"
+            what = "a checkpoint takes" if checkpoints == 1 else f"{checkpoints} checkpoints take"
+            fix = "or --save-every off" if checkpoints == 1 else "or lower --keep-checkpoints"
             raise UserError(
                 f"{run_dir}: {what} {_shown(size * checkpoints)}, other files {_shown(spare)}, and {_shown(free)} are "
-                f"free; free space (then --resume auto), name another --output-dir, {fix}"
+                f"free; free space (then --resume auto), {fix}"
             )
 
     decided_by_main(accelerator, check)  # other machines may not see the folder yet

@@ -101,7 +101,7 @@ class IdleWatch:
         if waits[longest] >= _BEHIND:
             return (
                 f"rank {longest} waits for rank {slowest} for {waits[longest]:.0%} of a step or longer, {window}, "
-                f"though its GPU reads {use[longest]:.0f}% busy: compare clocks, heat and load of the two"
+                f"though its GPU reads {use[longest]:.0f}% busy: compare their clocks, heat and load"
             )
         return None
 

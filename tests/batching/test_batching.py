@@ -571,7 +571,7 @@ def test_sizes_above_a_ranks_part_of_a_step_are_not_tried(model, monkeypatch, ra
 
 
 def test_a_device_without_room_for_the_smallest_forward_is_an_error_that_names_the_longest_example(model):
-    with room_for(20), pytest.raises(UserError, match=r"not even 64 tokens .*the longest example, \d+, has 5\d\)"):
+    with room_for(20), pytest.raises(UserError, match=r"not even 64 tokens .*the longest has 5\d, example \d+\)"):
         within_memory(trial(model, rows(200)), [Batching("shared", 0)], (64, 128))
 
 

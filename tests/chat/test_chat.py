@@ -56,7 +56,7 @@ def test_a_prompt_that_is_no_prefix_is_an_error_that_shows_where(tokenizer):
         "{% for m in messages %}<|im_start|>{{ m['role'] }}{{ '?' if add_generation_prompt else '!' }}"
         "{{ m['content'] }}{% endfor %}"
     )
-    with pytest.raises(UserError, match=r"train example 0: the prompt is not a prefix .* part at token \d+"):
+    with pytest.raises(UserError, match=r"train example 0: the prompt is not a prefix .* at token \d+"):
         encoded(odd)
 
 
