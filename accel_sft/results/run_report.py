@@ -216,7 +216,7 @@ def print_report(
     if before:
         table.add_column("change", min_width=_CHANGE, overflow="fold")
     for row in comparison_rows(before, result.get("after") or {}, result):
-        shown_row = row if console.width >= _ONE_LINE else [row[0], *(_BRACKETS.sub(r"\n\1", cell) for cell in row[1:])]
+        shown_row = row if console.width >= _ONE_LINE else [row[0], *(_BRACKETS.sub(r"\n\1", text) for text in row[1:])]
         table.add_row(*map(Text, shown_row if before else (shown_row[0], shown_row[2])))
     if table.row_count:  # nothing was evaluated with --eval-every off
         for text in filter(None, (table, compared_weights(result), about_intervals(result))):

@@ -121,8 +121,8 @@ def _result(reference: Any, endpoint: Any, record: dict[str, Any]) -> dict[str, 
         for pair in pairs
     }
     metric = reference.evaluator.task.main_metric
-    here, served = (reference.scored(answers).metrics[metric] for answers in (reference.answers, replies))
-    causes += [lead] if (lead := examined.lead(metric, here, served)) else []
+    own, served = (reference.scored(answers).metrics[metric] for answers in (reference.answers, replies))
+    causes += [lead] if (lead := examined.lead(metric, own, served)) else []
     first = next(((pair, pair.reply) for pair in pairs if pair.differs and pair.reply), None)
     return {
         "run": reference.config.model,
@@ -140,7 +140,7 @@ def _result(reference: Any, endpoint: Any, record: dict[str, Any]) -> dict[str, 
             "other": sum(pair.differs for pair in pairs),
         },
         "log_probabilities": _log_probabilities(pairs, str(reference.model.dtype).removeprefix("torch.")),
-        "metric": {"name": metric, "here": here, "served": served},
+        "metric": {"name": metric, "here": own, "served": served},
         "first_difference": first
         and {
             "example": first[0].row.index,
