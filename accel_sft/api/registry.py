@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import accel_sft
-from accel_sft.api.contract import contract_faults
 from accel_sft.api.errors import UserError, what_and_where
-from accel_sft.api.task import Task
+from accel_sft.api.task import Task, contract_faults
 from accel_sft.api.task_file import load_file, task_file
 
 GROUP = "accel_sft.tasks"

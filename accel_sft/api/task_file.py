@@ -10,9 +10,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.contract import contract_faults
 from accel_sft.api.errors import UserError, what_and_where
-from accel_sft.api.task import Task
+from accel_sft.api.task import Task, contract_faults
 
 _MODULE = "accel_sft_file_"
 """Prefix of the names of modules made from files, so that `math.py` does not replace Python's own `math`."""

@@ -16,8 +16,7 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
 from accel_sft.batching.device_memory import LEFT_FREE, forwards_alone, free_bytes, out_of_memory
-from accel_sft.batching.forward_layouts import WHAT
-from accel_sft.batching.layouts import Batching
+from accel_sft.batching.layouts import WHAT, Batching
 from accel_sft.batching.sequence import in_parts
 from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import exact_batchings

@@ -12,8 +12,7 @@ import torch
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.batching.collate import Batch
 from accel_sft.batching.device_memory import forwards_alone, out_of_memory
-from accel_sft.batching.forward_layouts import LAYOUTS, Layout
-from accel_sft.batching.layouts import Batching
+from accel_sft.batching.layouts import LAYOUTS, Batching, Layout
 from accel_sft.batching.loss import available_heads, nll, nll_sum
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
-from accel_sft.checkpoint.averages import Averages
+from accel_sft.checkpoint.shards import Averages
 from accel_sft.io import manifest
 from accel_sft.io.files import begin_folder, put_in_place, read_json, remove, trouble_of_writing, write_atomically
 from accel_sft.io.run_dir import RunDir, kept_steps, step_of

@@ -13,10 +13,9 @@ from click.core import ParameterSource
 
 from accel_sft.api import registry
 from accel_sft.api.config import ADAPTER, DATA, EVAL, MODEL, OPTIM, RUN, TrainConfig
-from accel_sft.api.config_file import load_yaml, task_in
+from accel_sft.api.config_file import OTHER_NAMES, load_yaml, task_in
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import NAMES_A_FILE, Setting, settings
-from accel_sft.api.other_names import OTHER_NAMES
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import same_task
 from accel_sft.cli.options import help_of, make_list_option, make_option
@@ -249,7 +248,7 @@ def _absent_models(config: TrainConfig) -> list[str]:
 
 
 def _refuse_clashes(task: str, params: Iterable[click.Parameter]) -> None:
-    """Refuse a tool if one of its own options is also the task's; an option of training never is (`api/contract.py`).
+    """Refuse a tool if one of its own options is also the task's; an option of training never is (`api/task.py`).
 
     Raises:
         UserError: two options of the command have the same name.

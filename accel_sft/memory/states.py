@@ -18,7 +18,7 @@ MASTER, MOMENTS, FLOAT32, AVERAGE = 4, 8, 4, 4
 (`--ema-decay`)."""
 IMPORTANCES, WHOLE = 12, 8
 """Bytes per weight of AdaLoRA's adapter, all on each rank: the three numbers that peft keeps to choose ranks by, and
-after each update of sharded states a whole copy of the weight and of its gradient (training/whole.py)."""
+after each update of sharded states a whole copy of the weight and of its gradient (training/optimizer.py)."""
 _TRAINERS_BUCKET, _ZERO_BUCKET = 2e8, 5e8
 """Elements exchanged at once: what launch/accelerator.py sets for stages 1 and 2, and DeepSpeed's default."""
 _MAX_LIVE, _PREFETCH, _SUB_GROUP = 1e9, 5e7, 1e9

@@ -41,8 +41,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.batching import choice, collate, loss, verify
 from accel_sft.batching.choice import choose_batching, least_work, within_memory
-from accel_sft.batching.forward_layouts import LAYOUTS
-from accel_sft.batching.layouts import Batching
+from accel_sft.batching.layouts import LAYOUTS, Batching
 from accel_sft.batching.loss import nll, nll_sum
 from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import UNLIMITED
@@ -409,7 +408,7 @@ def test_a_window_that_all_layers_have_is_seen_and_so_is_a_longer_row_that_is_on
 def test_a_window_that_the_configuration_does_not_tell_of_is_found_by_the_longest_row(monkeypatch):
     torch.manual_seed(0)
     model = MistralForCausalLM(small(MistralConfig, sliding_window=16, initializer_range=0.5))
-    monkeypatch.setattr("accel_sft.batching.forward_layouts.limited_layers", lambda model, longest: None)
+    monkeypatch.setattr("accel_sft.batching.layouts.limited_layers", lambda model, longest: None)
     batching, told = chosen(model, rows(64, instruction=4, longest=40), batching="packed")
     assert batching.layout == "padded"
     assert "its loss is not that of single rows" in told

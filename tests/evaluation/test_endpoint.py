@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accel_sft import UserError
 from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.evaluation import endpoint as client
-from accel_sft.evaluation import served as evaluation
+from accel_sft.evaluation import evaluator as evaluation
 from accel_sft.evaluation.endpoint import Endpoint
 from accel_sft.io.run_dir import RunDir
 
@@ -231,7 +231,7 @@ def test_answers_that_are_not_whole_are_counted(monkeypatch):
     choices = [{"message": {"content": text}, "finish_reason": finish} for text, finish in endings]
     address = answering(*(response({"choices": [choice]}) for choice in choices))
     config = EvaluateConfig(url=address, model="m", max_new_tokens=9).resolved({})
-    found = evaluation.evaluate(Accelerator(cpu=True), Sums(), config, Endpoint(address, "m"))
+    found = evaluation.evaluate_served(Accelerator(cpu=True), Sums(), config, Endpoint(address, "m"))
     assert found.lines == [
         "warning: of 7 answers: 2 cut (raise --max-new-tokens), 1 withheld by the server's filter, 1 tool calls, "
         "2 empty; scored as they are"
@@ -310,7 +310,7 @@ def test_what_a_server_is_not_asked_is_refused(served):
     class Loss(Sums):
         main_metric = "eval_loss"
 
-    assert evaluation.problems(Loss()) == [
+    assert evaluation.problems_of_served(Loss()) == [
         "--url: the task's metric is eval_loss, which servers do not return; choose a metric of answers"
     ]
     with serving(served) as url:

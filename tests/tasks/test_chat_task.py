@@ -15,7 +15,7 @@ from conftest import accel_sft
 from PIL import Image
 
 from accel_sft import RowLeftOut, RowProblem, UserError
-from accel_sft.api.contract import contract_faults
+from accel_sft.api.task import contract_faults
 from accel_sft.chat.conversation import conversation
 from accel_sft.chat.encode import encode_parts
 from accel_sft.chat.encoded import Rules

@@ -10,7 +10,7 @@ import numpy as np
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.rows.rows import Rows
 from accel_sft.tools.check.findings import DataFinding, Findings
-from accel_sft.tools.check.repeats import first_with_same, report_leaks
+from accel_sft.tools.check.splits import first_with_same, report_leaks
 from accel_sft.tools.check.texts import Labels
 from accel_sft.tools.check.tokens import report_tokens, token_facts
 

@@ -23,8 +23,17 @@ from accel_sft.memory.model_config import read_config, read_shape, stored_bytes
 from accel_sft.memory.shape import ModelShape
 from accel_sft.models.source import errors_explained, find_source, is_tiny, resolved
 from accel_sft.models.tiny import TINY_SHAPE, TINY_VOCABULARY
-from accel_sft.tools.plan.machine import PlannedMachine, machine
-from accel_sft.tools.plan.plans import SIMPLEST_FIRST, Plan, Refused, launch_of, plan, recommended, without_offload
+from accel_sft.tools.plan.plans import (
+    SIMPLEST_FIRST,
+    Plan,
+    PlannedMachine,
+    Refused,
+    launch_of,
+    machine,
+    plan,
+    recommended,
+    without_offload,
+)
 from accel_sft.tools.plan.table import Answer
 
 _CPU_TOKENS = 1024

@@ -11,8 +11,7 @@ from accel_sft.memory.flops import peaks
 from accel_sft.memory.lengths import Lengths
 from accel_sft.memory.shape import ModelShape
 from accel_sft.memory.states import FLOAT32, MASTER, MOMENTS
-from accel_sft.tools.plan.machine import PlannedMachine
-from accel_sft.tools.plan.plans import MARGIN, Plan, Refused, made_plans
+from accel_sft.tools.plan.plans import MARGIN, Plan, PlannedMachine, Refused, made_plans
 
 GIB = 2**30
 _COLUMNS = 80
