@@ -83,7 +83,7 @@ def _by_name(lines: list[str], prefix: str = "") -> dict[str, str]:
 
 
 OTHER_COMMANDS = _by_name(_COMMANDS.strip().splitlines())
-"""What to write for commands of other trainers, none of which is a command here."""
+"""What to write for commands that only other trainers have."""
 _pairs = (entry.split(":") for entry in _HERE.split(";"))
 OTHER_NAMES = _by_name([f"{names} = it is --{ours.strip()} here" for ours, names in _pairs], "--")
 OTHER_NAMES |= _by_name(_HINTS.strip().splitlines(), "--")

@@ -43,7 +43,7 @@ class Task(abc.ABC):
     def messages(self, example: Any) -> list[dict[str, Any]]:
         """The prompt as chat messages, [{"role": "system" | "user" | "assistant", "content": ...}, ...].
 
-        An empty list says that target() is raw text, of which every token is learnt, without a chat template.
+        An empty list says that target() is raw text: every token is learnt, without a chat template.
 
         A content is a text, or a list of parts, {"type": "text", "text": ...} and {"type": "image", "image": ...}, the
         image a path, bytes or a PIL image. A prompt of one turn with `"continued": True` is a text that the answer

@@ -120,7 +120,7 @@ def with_sized_pieces(trial: Trial, exact: Sequence[Batching]) -> list[Batching]
     """Return the exact batchings with the pieces of the head `pieces` as large as this device has room for.
 
     Each piece reads and writes the gradient of the head's weights, so that a few large ones take less time. On a CPU
-    and where room is scarce, pieces hold MOST_LOGITS, with which `plan` predicts what fits.
+    and where room is scarce, pieces hold MOST_LOGITS, as `plan` predicts.
     """
     if math.isinf(free_bytes(trial.accelerator.device)) or trial.job is None:
         return list(exact)

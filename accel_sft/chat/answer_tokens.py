@@ -152,7 +152,7 @@ class PieceTokenizer:
             chats: indices of the texts of each chat, which begin alike, with the longest last; texts in no chat
                 are tokenized whole.
         """
-        # only special tokens of the first chat: a vocabulary may have thousands, of which a template writes a few
+        # only special tokens of the first chat: a vocabulary may have thousands, and a template writes a few
         written = [token for token in self._special if chats and token in texts[chats[0][-1]]]
         if not written:
             chats = []

@@ -35,7 +35,7 @@ class Conversation(NamedTuple):
     """What is asked and the answer to it.
 
     Attributes:
-        turns: all that precedes the answer; none: the answer is raw text, of which every token is learnt.
+        turns: all that precedes the answer; none: the answer is raw text, and every token is learnt.
         answer: the assistant's turn that is learnt, and generated at an evaluation.
         learnt: indices in `turns` of earlier answers that are learnt too.
         tools: schemas for the chat template.

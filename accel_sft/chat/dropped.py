@@ -1,4 +1,4 @@
-"""Refuses an example of which the chat template drops something: its answer, a call of a tool, or a turn's text."""
+"""Refuses an example if the chat template drops a part of it: its answer, a call of a tool, or a turn's text."""
 
 import json
 import re
@@ -28,7 +28,7 @@ class NotAPrefix(UserError):
 
 
 def check_all_kept(tokenizer: Any, where: str, chat: Conversation, text: Rendered, *, keeps_thinking: bool) -> None:
-    """Check that the texts of a rendering, from which guards were removed, contain all that the conversation says.
+    """Check that the texts of a rendering, without guards, contain all that the conversation says.
 
     Raises:
         NotAPrefix: the rendering with the answer does not begin with the prompt.

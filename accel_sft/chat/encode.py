@@ -230,7 +230,7 @@ def _cut(row: Encoded, length: int) -> Encoded | None:
 
 
 def blank_row(inputs: ImageInputs) -> Encoded:
-    """The row of a white image, of which nothing is learnt: a forward without images calls the layers that read images
+    """The row of a white image; nothing of it is learnt: a forward without images calls the layers that read images
     with it.
     """
     import PIL.Image

@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 POLL_SECONDS = 0.05
 LINGER_SECONDS = 5.0
-"""Seconds for which a run that fails lets rank 0 wait for what the other ranks write of a checkpoint."""
+"""Seconds that rank 0 of a failing run waits for what other ranks write of a checkpoint."""
 MOST_SPARE_BYTES = 64 << 20
 """Most bytes that stay free on the disk beside a checkpoint, for the other files of a run. Beside a small checkpoint a
 third of its size is enough, which is what exported weights take."""

@@ -51,7 +51,7 @@ Piece = dict[str, torch.Tensor]
 
 class HostCopy(dict[str, torch.Tensor]):
     """Copies in host memory, by key, of what one checkpoint has; the next one overwrites them, because to copy into new
-    memory takes several times as long. `refused` is why the system pins no memory, to which copies take longer, too."""
+    memory takes several times as long. `refused` is why the system pins no memory: copies then take longer, too."""
 
     refused: str | None = None
 

@@ -109,7 +109,7 @@ def _warnings(accelerator: Accelerator, task_name: str, prepared: Prepared) -> l
 def _ending(accelerator: Accelerator, run_dir: RunDir, fresh: bool, signals: StopSignals) -> Iterator[None]:
     """Inside, an exception is explained and written to result.json before it is raised again.
 
-    If a UserError comes before the first evaluation, a `fresh` folder, in which nothing was before, is deleted instead:
+    If a UserError comes before the first evaluation, a `fresh` folder, which was empty before, is deleted instead:
     TensorBoard and `report` would list a run without a number.
     """
     try:

@@ -157,7 +157,7 @@ class Evaluator:
 
     def loss(self, model: torch.nn.Module, batching: Batching) -> dict[str, float]:
         """`eval_loss`, by source too: nats per supervised token, over all ranks. The model is in eval mode; `batching`
-        divides the rows among the ranks and into forwards, on which `--eval-batch-size` has no effect."""
+        divides the rows among the ranks and into forwards; `--eval-batch-size` has no effect on them."""
         reset_peak_memory(self.accelerator.device)
         ranks, rank = row_groups(self.accelerator)  # ranks that compute the same rows count them alike in all sums
         sums: list[float] = []  # of losses and of supervised tokens, of each source

@@ -32,7 +32,7 @@ class RunDir:
     record = _inside("run.json")
     """Settings, data and launch that the run was started with; a resumed run is compared with it."""
     settings = _inside("run.yaml")
-    """Task and settings, with which `--config` starts the run again."""
+    """Task and settings: `--config` starts the run again with them."""
     launch = _inside("launch.yaml")
     """The launch file's content, with the launcher's flags that decide the run's numbers."""
     deepspeed = _inside("deepspeed.json")

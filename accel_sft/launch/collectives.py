@@ -71,7 +71,7 @@ def largest(readings: dict[str, Result], prefix: str = "") -> dict[str, Result]:
 def gather_numbers(mine: list[float]) -> list[list[float]]:
     """Return every rank's numbers, by rank; all ranks pass equally many. It is one collective, cheap enough for steps.
 
-    The numbers are exchanged as float64, in which integers up to 2**53 are exact.
+    The numbers are exchanged as float64: integers up to 2**53 are exact.
     """
     state = PartialState()
     if state.num_processes == 1:

@@ -11,9 +11,9 @@ from torch.nn import functional
 from accel_sft.api.errors import UserError
 
 _SAMPLED = 8192
-"""Number of rows, spread over the vocabulary, of which new rows get the mean."""
+"""Number of rows, spread over the vocabulary, whose mean new rows get."""
 _SPREAD = 0.1
-"""Standard deviation of new rows around that mean, as a share of the old rows': enough to tell them apart, and too
+"""Standard deviation of new rows around that mean, as a share of the old rows': enough to distinguish them, and too
 little to make one of them likely (Hewitt, 2021: the mean keeps the model's predictions)."""
 
 

@@ -60,7 +60,7 @@ _DOING = {
 """Words for names of `tracking.time_spent`."""
 _BRACKETS = re.compile(r" \(([^)]*)\)$")
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
-"""Control characters, of which an untrained model's answers are full: escaped, they would fill the table."""
+"""Control characters. An untrained model's answers are full of them: escaped, they would fill the table."""
 
 Samples = Sequence[Mapping[str, Any]]
 """{"index", "prompt", "expected", "generated", "scores"} of each answer of an evaluation."""

@@ -198,7 +198,7 @@ def read_rows(
     """Read the rows of a file, or of all data files in a folder, and parse each row once.
 
     Args:
-        path: a .parquet, .arrow, .csv or .tsv file; any other is a JSON array of objects or JSON Lines, told apart by
+        path: a .parquet, .arrow, .csv or .tsv file; any other is a JSON array of objects or JSON Lines, by
             content. A .txt or .md file is one row, {"text": ...}. Compressed by gzip, bzip2, xz or zstandard, it is
             decompressed. Text is UTF-8, or UTF-16 with a byte-order mark. In FOLDER or FOLDER:SPLIT and its subfolders,
             the files with these suffixes or .json, .jsonl, .jsonlines, .jl, .ndjson are read in the order of their
@@ -292,7 +292,7 @@ def with_places(lines: Sequence[str], examples: Sequence[Any], split: str) -> li
 
 
 def _notes(files: Sequence[RowFile]) -> list[str]:
-    """A line for each note of the parser, and for each reason for which rows were left out."""
+    """A line for each note of the parser, and for each reason why rows were left out."""
     lines, unread = [], list[tuple[int, str]]()
     total = sum(len(file) + sum(count for count, _ in file.left_out.values()) for file in files)
     for verb, tallies in (("", [file.noted for file in files]), ("left out: ", [file.left_out for file in files])):

@@ -68,7 +68,7 @@ def read_splits(task: Task, findings: Findings, train_limit: str | None = None) 
 
 
 def unreadable(task: Task, examples: Sequence[Any], split: str) -> Iterator[tuple[int, str]]:
-    """Yield index and error of each example for which the task fails to give messages and target."""
+    """Yield index and error of each example whose messages or target the task fails to give."""
     for index in range(len(examples)):
         try:
             conversation(task, examples, split, index)

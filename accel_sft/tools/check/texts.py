@@ -169,7 +169,7 @@ def read_texts(
         for code, detail in (*faults.items(), *special.faults(chat)):
             findings.add(code, split, index, detail)
         prompt = "\x1e".join(f"{turn['role']}\x1f{turn['content']}{_calls(turn)}" for turn in chat.turns) + seen
-        prompt = prompt or chat.target  # raw text, of which no two contradict each other
+        prompt = prompt or chat.target  # raw texts never contradict each other
         labels.add(split, index, chat.target)
         target = chat.target + _calls(chat.answer)
         loose = normalised(prompt)

@@ -79,7 +79,7 @@ SIMPLEST_FIRST: tuple[str, ...] = ("ddp", "fsdp2", "z0", "z1", "z2", "z3", "hsdp
 SIMPLEST_FIRST += ("z3_twin_flow", "z3_offload", "z3_nvme", "multinode_z3", "tp", "z3_sp")
 """Shipped launch files, the simplest first; among equally fast ones the first is recommended."""
 ALIKE = 0.15
-"""Relative difference in step time up to which the model of speed cannot tell two launch files apart."""
+"""Relative difference in step time up to which the model of speed cannot distinguish two launch files."""
 MOST_TOKENS = 2**17
 """Maximum number of tokens of one forward; no larger forward is tried."""
 MARGIN = 0.92

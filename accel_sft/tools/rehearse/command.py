@@ -99,7 +99,7 @@ class Rehearsal:
         if audited is None or self.plan is None:
             return
         config = self.model(audited)
-        if config is None or self.stages.failed:  # the real run would be refused, or end in vain
+        if config is None or self.stages.failed:  # the real run would be refused, or fail
             return
         self.runs = runs.Runs(launcher, [self.task_name, *words_of(config, self.task)], self.folder)
         full_run = self.runs.start("whole")

@@ -91,7 +91,7 @@ def _columns(comparison: Comparison) -> dict[str, str]:
 
 
 def _too_many(undrawn: Sequence[dict], scores: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    """Return sentences on the charts and table rows for which a page has no room."""
+    """Return sentences on the charts and table rows that a page has no room for."""
     lines = []
     if undrawn:
         first = one_line(undrawn[0]["key"], 80)
