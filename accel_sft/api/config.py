@@ -167,45 +167,45 @@ class TrainConfig:
 
     def problems(self) -> list[str]:
         """Return a line for each problem, with the flag and what to give instead."""
-        found = problems(self)
+        lines = problems(self)
         for name, (expected, words) in _NUMBER_OR_WORD.items():
             value = getattr(self, name)
             if value not in words and not re.fullmatch("[1-9][0-9]{,17}", str(value)):  # more digits may be too large
-                found.append(f"{flag_of(name)} {shown(str(value))}: expected {expected}")
-        found += _problems_of_keeping(str(self.keep_checkpoints), str(self.save_every))
+                lines.append(f"{flag_of(name)} {shown(str(value))}: expected {expected}")
+        lines += _problems_of_keeping(str(self.keep_checkpoints), str(self.save_every))
         if self.template_date is not None and not _is_day(self.template_date):
-            found.append(f"--template-date {shown(str(self.template_date))}: expected a day as YYYY-MM-DD")
+            lines.append(f"--template-date {shown(str(self.template_date))}: expected a day as YYYY-MM-DD")
         if self.train_limit is not None and not _is_limit(str(self.train_limit)):
             expected = "expected a number of examples, or a share of them above 0% and up to 100%"
-            found.append(f"--train-limit {shown(str(self.train_limit))}: {expected}")
+            lines.append(f"--train-limit {shown(str(self.train_limit))}: {expected}")
         if self.mix is not None:
-            found += _problems_of_mix(str(self.mix), limited=self.train_limit is not None)
+            lines += _problems_of_mix(str(self.mix), limited=self.train_limit is not None)
         if self.train_only is not None:
-            found += _problems_of_train_only(str(self.train_only), adapter=str(self.adapter))
+            lines += _problems_of_train_only(str(self.train_only), adapter=str(self.adapter))
         if self.export_dtype != "auto" and self.adapter != "none":
-            found.append("--export-dtype: an adapter is exported as it was trained; leave it out (merge has --dtype)")
+            lines.append("--export-dtype: an adapter is exported as it was trained; leave it out (merge has --dtype)")
         if self.ema_decay is not None and self.adapter == "adalora":
-            found.append("--ema-decay: --adapter adalora sets ranks to zero in steps, which averages undo; choose lora")
+            lines.append("--ema-decay: --adapter adalora sets ranks to zero in steps, which averages undo; choose lora")
         if self.use_liger_kernel and self.compile:
-            found.append("--use-liger-kernel: --compile would fuse the same layers; leave one of the two out")
+            lines.append("--use-liger-kernel: --compile would fuse the same layers; leave one of the two out")
         if self.min_lr_ratio and self.lr_scheduler == "constant":
-            found.append("--min-lr-ratio: with --lr-scheduler constant the rate never falls; leave one of the two out")
+            lines.append("--min-lr-ratio: with --lr-scheduler constant the rate never falls; leave one of the two out")
         if self.decay_ratio != TrainConfig.decay_ratio and self.lr_scheduler != "wsd":
-            found.append(
+            lines.append(
                 f"--decay-ratio: --lr-scheduler {shown(str(self.lr_scheduler))} has none; add --lr-scheduler wsd"
             )
         warmup, steps = self.warmup_steps, self.max_steps
         if isinstance(warmup, int) and isinstance(steps, int) and warmup > steps:
-            found.append(f"--warmup-steps {warmup}: the run has {steps} steps; ask for fewer")
+            lines.append(f"--warmup-steps {warmup}: the run has {steps} steps; ask for fewer")
         if self.patience and self.eval_every == "off":
-            found.append("--patience needs evaluations: set --eval-every")
+            lines.append("--patience needs evaluations: set --eval-every")
         if self.init_from and self.model != "tiny":
-            found.append("--init-from takes the model of the earlier run: leave --model out")
+            lines.append("--init-from takes the model of the earlier run: leave --model out")
         if self.revision and (self.init_from or self.model == "tiny"):
-            found.append("--revision: it is of a hub id that --model names; name one, or leave it out")
+            lines.append("--revision: it is of a hub id that --model names; name one, or leave it out")
         if self.resume != "off" and not self.output_dir:
-            found.append(f"--resume {shown(str(self.resume))}: name the run's folder with --output-dir")
-        return found + adapter_conflicts(self)
+            lines.append(f"--resume {shown(str(self.resume))}: name the run's folder with --output-dir")
+        return lines + adapter_conflicts(self)
 
     def resolved(self, defaults: dict[str, Any]) -> Self:
         """Return a copy in which None is replaced by the model's default (`defaults`) or by the usual one, if any."""
@@ -230,10 +230,10 @@ def keep_every(keep: str) -> int | None:
     Raises:
         ValueError: `keep` is neither.
     """
-    found = re.fullmatch("(every:)?([1-9][0-9]{,17})", keep)
-    if not found:
+    match = re.fullmatch("(every:)?([1-9][0-9]{,17})", keep)
+    if not match:
         raise ValueError(keep)
-    return int(found[2]) if found[1] else None
+    return int(match[2]) if match[1] else None
 
 
 def _problems_of_keeping(keep: str, save_every: str) -> list[str]:

@@ -1,4 +1,8 @@
-"""Reads a `--config` file: options by name in YAML, with every problem of the file reported at once. Needs no torch."""
+"""Reads a `--config` file: options by name in YAML, with every problem of the file reported at once. Needs no torch.
+
+`OTHER_NAMES` says what to write for options of TRL, LLaMA-Factory, axolotl and ms-swift, and for removed ones;
+docs/command-line.md has a table for readers.
+"""
 
 import difflib
 from collections.abc import Collection
@@ -8,7 +12,84 @@ from typing import Any
 from accel_sft.api.config import REMOVED
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, Setting, flag_of, settings, shown
-from accel_sft.api.other_names import OTHER_NAMES
+
+_HERE = """
+adapter: finetuning-type peft-type train-type tuner-type; chat-template: chat-template-path;
+attn-implementation: attn-impl flash-attention flash-attn sdp-attention xformers-attention;
+dtype: infer-dtype torch-dtype; epochs: num-epochs num-train-epochs; eval-batch-size: per-device-eval-batch-size;
+eval-every: eval-steps eval-strategy evals-per-epoch evaluation-strategy; eval-limit: max-eval-samples;
+hang-timeout: ddp-timeout; init-from: adapter-name-or-path adapters lora-model-dir;
+keep-checkpoints: save-total-limit; learning-rate: lr; load-in-4bit: quant-bits quantization-bit;
+log-every: logging-steps; lora-r: lora-rank; lora-target-modules: lora-target target-modules;
+lr-scheduler: lr-scheduler-type; max-length: cutoff-len max-seq-len max-seq-length model-max-length sequence-len;
+mix: interleave-probs; model: base-model model-id model-id-or-path model-name model-name-or-path;
+optimizer: optim; patience: early-stopping-patience; resume: auto-resume-from-checkpoints resume-from-checkpoint;
+revision: model-revision;
+run-name: wandb-name; save-every: save-steps save-strategy saves-per-epoch; tracker: report-to use-wandb;
+tracker-project: wandb-project; train-limit: max-train-samples;
+train-only: freeze-trainable-layers freeze-trainable-modules unfrozen-parameters;
+use-liger-kernel: enable-liger-kernel liger-kernel use-liger
+"""
+"""Options here, each with names that it has elsewhere."""
+_HINTS = """
+assistant-only-loss completion-only-loss train-on-inputs train-on-prompt = of chats, answers alone are learnt
+batch-size gradient-accumulation-steps per-device-train-batch-size = --global-batch-size is all devices' rows of a step
+bf16 pure-bf16 = precision is the launch's: accelerate launch --mixed_precision bf16
+config-file gpu-ids machine-rank main-process-ip mixed-precision = a launcher's flag: write it before -m
+main-process-port multi-gpu num-machines num-processes zero-stage = a launcher's flag: write it before -m
+data-path dataset dataset-dir dataset-name datasets = the task chat takes --train-file, also for data sets of the hub
+dataloader-num-workers dataset-num-proc overwrite-cache plot-loss remove-unused-columns = leave it out: it is not needed
+dataset-test-split eval-dataset test-datasets val-dataset = the task chat takes --validation-file
+dataset-text-field = the task chat takes --columns
+deepspeed = ZeRO is the launch file's: accelerate launch --config_file accelerate_configs/z2.yaml
+do-eval do-predict do-train = leave it out: a task's name alone trains, and evaluates before and after
+enable-thinking = --thinking off asks for none, and --thinking keep learns it
+fp16 = precision is the launch's: accelerate launch --mixed_precision fp16
+fsdp fsdp-config = FSDP is the launch file's: accelerate launch --config_file accelerate_configs/fsdp2.yaml
+generate-with = serve the run by `accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`
+dataset-processes gradient-checkpointing-kwargs preprocessing-num-workers = leave it out: it is not needed
+group-by-length neat-packing packing padding-free sample-packing = --batching chooses the layout, by itself
+hub-model-id push-to-hub = `accel-sft push RUN ORG/NAME` uploads a run
+init-lora-weights lora-init = PiSSA and OLoRA change the base, on which resume and export rely; LoRA starts at zero
+load-best-model-at-end = every run keeps its best weights in best/, by the task's metric
+load-in-8bit = 8 bits are not trained on; --load-in-4bit is QLoRA
+lora-target-linear = leave it out: --lora-target-modules is all-linear by default
+loraplus-lr-ratio = leave it out: an adapter has one learning rate; LoRA+ is not offered
+loss-type = leave it out: the loss is the cross-entropy of the learnt tokens
+mask-history = the task chat takes --learn last
+max-samples = it is --train-limit here, and --eval-limit for evaluation
+metric-for-best-model = the task chat takes --metric
+neftune-alpha neftune-noise-alpha = leave it out: noise on embeddings (NEFTune) is not offered
+overwrite-output-dir = name a new --output-dir, or continue the run in it by --resume auto
+rl rlhf-type stage = leave it out: supervised fine-tuning is the only stage here
+probe = `accel-sft compare TASK` measures memory beside what `plan` predicts
+roles-to-train = the assistant's turns are learnt; the task chat takes --learn every, last or marked
+split-dataset-ratio val-set-size val-size = the task chat takes --held-out
+template template-type = the model's own chat template is used; --chat-template names another
+train-on-eos = leave it out: a learnt turn is learnt with the token that ends it
+use-lora use-peft = --adapter lora trains an adapter
+"""
+_COMMANDS = """
+cpo dpo grpo kto orpo ppo reward rlhf rloo rm simpo = preferences are not trained here; `accel-sft chat` learns answers
+deploy vllm-serve = `accel-sft serve RUN` serves a model
+export merge-lora = `accel-sft merge RUN OUT` writes an adapter's weights into its base's
+fine-tune finetune llm-sft sft train = train on chat files by `accel-sft chat --model MODEL --train-file FILE`
+infer inference = `accel-sft generate RUN` asks a model
+pre-train pretrain pt = train on raw text by `accel-sft chat --model MODEL --train-file TEXTS`
+"""
+
+
+def _by_name(lines: list[str], prefix: str = "") -> dict[str, str]:
+    pairs = (line.split(" = ") for line in lines)
+    return {prefix + name: hint for names, hint in pairs for name in names.split()}
+
+
+OTHER_COMMANDS = _by_name(_COMMANDS.strip().splitlines())
+"""What to write for commands that only other trainers have."""
+_pairs = (entry.split(":") for entry in _HERE.split(";"))
+OTHER_NAMES = _by_name([f"{names} = it is --{ours.strip()} here" for ours, names in _pairs], "--")
+OTHER_NAMES |= _by_name(_HINTS.strip().splitlines(), "--")
+
 
 TASK = "task"
 """The key that names the task, in a file that describes a whole run."""
@@ -29,7 +110,7 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
     Raises:
         UserError: the file cannot be read, or is not a mapping in YAML.
     """
-    known = {setting.name: setting for cls in classes for setting in settings(cls)}
+    setting_of = {setting.name: setting for cls in classes for setting in settings(cls)}
     values: dict[str, Any] = {}
     problems: list[str | None] = []
     first_lines: dict[str, int] = {}
@@ -46,12 +127,12 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
         name = key.value.replace("-", "_")
         if name in first_lines:
             problems.append(f"{shown(name)} is given twice, on lines {first_lines[name]} and {number}; keep one")
-        elif name in known and _value(known[name], node) == HIDDEN:
-            lacking = f"{line}: {known[name].flag}: secrets are not in a run's file; give it on the command line"
+        elif name in setting_of and _value(setting_of[name], node) == HIDDEN:
+            lacking = f"{line}: {setting_of[name].flag}: secrets are not in a run's file; give it on the command line"
             problems.append(None if name in given else lacking)
-        elif name in known:
-            values[name] = _value(known[name], node)
-            problem = known[name].problem(values[name])
+        elif name in setting_of:
+            values[name] = _value(setting_of[name], node)
+            problem = setting_of[name].problem(values[name])
             problems.append(problem and f"{line}: {problem}")
         elif name == TASK:
             problems.append(None if _text(node) else f"{line}: task: expected a task's name")
@@ -60,10 +141,12 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
         elif ours := OTHER_NAMES.get(flag_of(name)):
             problems.append(f"{line}: unknown option {key.value!r}: {ours}")
         else:
-            near = difflib.get_close_matches(name, [*known, TASK], n=1)
+            near = difflib.get_close_matches(name, [*setting_of, TASK], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             problems.append(f"{line}: unknown option {key.value[:80]!r}{hint}")
-            values.update({meant: _value(known[meant], node) for meant in near if meant in known.keys() - values})
+            values.update(
+                {meant: _value(setting_of[meant], node) for meant in near if meant in setting_of.keys() - values}
+            )
         first_lines.setdefault(name, number)
     return values, [f"--config {path}: {problem}" for problem in problems if problem]
 

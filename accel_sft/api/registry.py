@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import accel_sft
-from accel_sft.api.contract import contract_faults
 from accel_sft.api.errors import UserError, what_and_where
-from accel_sft.api.task import Task
+from accel_sft.api.task import Task, contract_faults
 from accel_sft.api.task_file import load_file, task_file
 
 GROUP = "accel_sft.tasks"
@@ -69,9 +68,9 @@ def load(name: str) -> type[Task]:
     raise UserError(f"no task {name!r}{suggestion(name, names())}; `accel-sft tasks` lists the installed ones")
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, choices: Iterable[str]) -> str:
     """Return a text such as `; did you mean math?`, or an empty one if no known name is similar."""
-    near = difflib.get_close_matches(name, sorted(known), n=3)
+    near = difflib.get_close_matches(name, sorted(choices), n=3)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

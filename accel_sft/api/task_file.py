@@ -10,9 +10,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.contract import contract_faults
 from accel_sft.api.errors import UserError, what_and_where
-from accel_sft.api.task import Task
+from accel_sft.api.task import Task, contract_faults
 
 _MODULE = "accel_sft_file_"
 """Prefix of the names of modules made from files, so that `math.py` does not replace Python's own `math`."""
@@ -33,8 +32,8 @@ class TaskFile:
 
 def task_file(word: str) -> TaskFile | None:
     """Return the file that a task's name on the command line stands for, or None if the name is an installed task's."""
-    found = re.fullmatch(r"(.+\.py)(?::(\w*))?", word, re.DOTALL)
-    return TaskFile(Path(found[1]).expanduser(), found[2] or "") if found else None
+    match = re.fullmatch(r"(.+\.py)(?::(\w*))?", word, re.DOTALL)
+    return TaskFile(Path(match[1]).expanduser(), match[2] or "") if match else None
 
 
 def recorded_name(word: str) -> str:

@@ -16,8 +16,7 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
 from accel_sft.batching.device_memory import LEFT_FREE, forwards_alone, free_bytes, out_of_memory
-from accel_sft.batching.forward_layouts import WHAT
-from accel_sft.batching.layouts import Batching
+from accel_sft.batching.layouts import WHAT, Batching
 from accel_sft.batching.sequence import in_parts
 from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import exact_batchings
@@ -121,7 +120,7 @@ def with_sized_pieces(trial: Trial, exact: Sequence[Batching]) -> list[Batching]
     """Return the exact batchings with the pieces of the head `pieces` as large as this device has room for.
 
     Each piece reads and writes the gradient of the head's weights, so that a few large ones take less time. On a CPU
-    and where room is scarce, pieces hold MOST_LOGITS, with which `plan` predicts what fits.
+    and where room is scarce, pieces hold MOST_LOGITS, as `plan` predicts.
     """
     if math.isinf(free_bytes(trial.accelerator.device)) or trial.job is None:
         return list(exact)
@@ -161,9 +160,8 @@ def within_memory(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int])
     if not fitting:
         longest = longest_first[0]
         raise UserError(
-            f"out of device memory: not even {sizes[0]:,} tokens fit (longest example, {longest.index}: "
-            f"{len(longest.input_ids):,}); add --gradient-checkpointing or --adapter lora, lower --max-length, or "
-            "choose a higher ZeRO stage"
+            f"out of device memory: not even {sizes[0]:,} tokens fit (the longest has {len(longest.input_ids):,}, "
+            f"example {longest.index}); add --gradient-checkpointing or --adapter lora, or lower --max-length"
         )
     return fitting
 

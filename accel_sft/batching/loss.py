@@ -11,7 +11,7 @@ from accel_sft.batching.collate import Batch
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.memory.job import MOST_LOGITS
 from accel_sft.models.architecture import arguments
-from accel_sft.models.prefix_cache import prefix_first, with_forward
+from accel_sft.models.prefix_attention import prefix_first, with_forward
 
 
 def nll(model: torch.nn.Module, batch: Batch, most_logits: int | None = None) -> torch.Tensor:

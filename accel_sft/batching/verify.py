@@ -12,8 +12,7 @@ import torch
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.batching.collate import Batch
 from accel_sft.batching.device_memory import forwards_alone, out_of_memory
-from accel_sft.batching.forward_layouts import LAYOUTS, Layout
-from accel_sft.batching.layouts import Batching
+from accel_sft.batching.layouts import LAYOUTS, Batching, Layout
 from accel_sft.batching.loss import available_heads, nll, nll_sum
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
@@ -56,7 +55,7 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Ba
     """
     config, model = trial.config, trial.model
     rows = [*trial.examples, *also]
-    row_sets, found, reasons = _row_sets(rows), list[Batching](), list[str]()
+    row_sets, batchings, reasons = _row_sets(rows), list[Batching](), list[str]()
     names = [*dict.fromkeys(layout.name for layout in LAYOUTS)]
     requested = names if config.batching == "auto" else names[names.index(config.batching) :]
     if requested[1:] and any(row.images for row in rows):
@@ -71,16 +70,16 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Ba
             _refuse_image_by_image(trial, plain, row_sets)
         alone = [sum(nll_sum(model, trial.batch(plain, [row])).item() for row in rows) for rows in row_sets]
         for name in requested:
-            in_sequence = any(batching.way.one_sequence for batching in found)  # sharing includes packing
-            if found and (config.batching != "auto" or (name == "packed" and in_sequence)):
+            in_sequence = any(batching.way.one_sequence for batching in batchings)  # sharing includes packing
+            if batchings and (config.batching != "auto" or (name == "packed" and in_sequence)):
                 continue
             exact, reason = _exact_of(name, trial, alone, row_sets, dropout)
-            found += exact
+            batchings += exact
             if not exact:
                 reasons.append(f"{name}: {reason}")
     model.train(was_training)
     # padded rows are always allowed: if they differ from single ones, the model itself is the cause (router capacity)
-    return found or [plain], reasons
+    return batchings or [plain], reasons
 
 
 def _exact_of(

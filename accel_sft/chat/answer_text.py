@@ -33,12 +33,12 @@ class AnswerText:
         """
         form = self.rendering.form(chat.turns, "validation", chat.offered)
         right = wanted(chat, self.rendering.thinking)
-        text = self._said(form, answer, form.learnt_lead, right)
+        text = self._text(form, answer, form.learnt_lead, right)
         if text == right or chat.calls:
             return text
         expected = self._learnt(chat)
         if not expected:  # this tokenizer does not decode the lead as the template writes it, so it stays in the text
-            return self._said(form, answer, "", right)
+            return self._text(form, answer, "", right)
         return right if text == expected else text
 
     def expected(self, chat: Conversation) -> str:
@@ -48,14 +48,14 @@ class AnswerText:
     def _learnt(self, chat: Conversation) -> str:
         (example,) = self.rendering.examples([chat], "validation")
         (ids,) = self.control.ids([example.rest])
-        return self._said(example.form, ids, example.form.learnt_lead, wanted(chat, self.rendering.thinking))
+        return self._text(example.form, ids, example.form.learnt_lead, wanted(chat, self.rendering.thinking))
 
-    def said(self, turns: Turns, answer: Sequence[int], tools: Tools = None) -> str:
+    def of_reply(self, turns: Turns, answer: Sequence[int], tools: Tools = None) -> str:
         """Return the text of an answer generated to turns whose right answer is unknown."""
         form = self.rendering.form(turns, "prompt", {"tools": tools} if tools else None)
-        return self._said(form, answer, form.learnt_lead, "")
+        return self._text(form, answer, form.learnt_lead, "")
 
-    def _said(self, form: Form, answer: Sequence[int], lead: str, target: str) -> str:
+    def _text(self, form: Form, answer: Sequence[int], lead: str, target: str) -> str:
         ids, special = list(answer), self.control.pattern
         while ids and ids[-1] in self.control.special_ids:
             ids.pop()

@@ -41,20 +41,20 @@ class AnswerTokens:
         ids = self._tokenize(written, chats)
         return list(zip(ids[::2], ids[1::2], strict=True))
 
-    def ids(self, where: str, chat: Conversation, text: Rendered, prompt: list[int], whole: list[int]) -> list[int]:
+    def ids(self, where: str, chat: Conversation, text: Rendered, prompt: list[int], all_ids: list[int]) -> list[int]:
         """Return the prompt's tokens followed by the answer's, up to the token that ends the turn.
 
         What a template writes after the end-of-turn token (Qwen's newline) is cut off: generation stops before it.
 
         Args:
             where: the example's name in messages.
-            prompt, whole: as `of_texts` gave them.
+            prompt, all_ids: as `of_texts` gave them.
         Raises:
             UserError: the template drops or cuts the answer, a call or a message; the rendering with the answer does
                 not begin with the prompt; or a control token in a text cannot be read as characters.
         """
-        prompt_text, rest, rendered = map(without_guards, (text.prompt, text.rest, text.whole))
-        plain = text._replace(prompt=prompt_text, rest=rest, whole=rendered)
+        prompt_text, rest, rendered = map(without_guards, (text.prompt, text.rest, text.full_text))
+        plain = text._replace(prompt=prompt_text, rest=rest, full_text=rendered)
         check_all_kept(self.tokenizer, where, chat, plain, keeps_thinking=self.rendering.thinking == "keep")
         if any("tool_calls" in turn or "name" in turn for turn in chat.turns):
             for line in unwritten(chat.turns, prompt_text):
@@ -64,25 +64,25 @@ class AnswerTokens:
             self.rendering.add_note(
                 "warning: the chat template drops the white space that answers begin with, such as an indentation"
             )
-        if whole[: len(prompt)] != prompt:
+        if all_ids[: len(prompt)] != prompt:
             self.rendering.add_note(
                 "chat template: an answer's first characters change the prompt's last token; answers are tokenized "
                 "apart from prompts, as they are generated"
             )
-            whole = prompt + self._apart(prompt, whole, text.rest)
-        self._look_at_lead(chat, rest, len(prompt), whole)
+            all_ids = prompt + self._apart(prompt, all_ids, text.rest)
+        self._look_at_lead(chat, rest, len(prompt), all_ids)
         if GUARD in text.prompt + text.rest:
-            self._check_control(where, text, whole)
+            self._check_control(where, text, all_ids)
         # an answer ends at the end tokens that the template writes; the answer's own text may contain some too
         tail = text.form.tail if rest.endswith(text.form.tail) else self.tokenizer.eos_token
         if tail not in self._closers:
             self._closers[tail] = sum(token in self.eos_ids for token in self._tokens(tail))
             self._look_at_marks(tail)
         closers = self._closers[tail]
-        ends = [at + 1 for at in range(len(prompt), len(whole)) if whole[at] in self.eos_ids][-closers:]
-        return whole[: ends[0]] if closers and ends else [*whole, self.tokenizer.eos_token_id]
+        ends = [at + 1 for at in range(len(prompt), len(all_ids)) if all_ids[at] in self.eos_ids][-closers:]
+        return all_ids[: ends[0]] if closers and ends else [*all_ids, self.tokenizer.eos_token_id]
 
-    def _look_at_lead(self, chat: Conversation, rest: str, begin: int, whole: list[int]) -> None:
+    def _look_at_lead(self, chat: Conversation, rest: str, begin: int, all_ids: list[int]) -> None:
         """Add a note if a token before the answer takes the white space that it begins with, such as an indentation:
         role tokens of Phi-3 do, though the template writes all of it in `rest`."""
         target = chat.target
@@ -90,7 +90,7 @@ class AnswerTokens:
         if not lead or lead == target or target.rstrip() not in rest:
             return
         # from the token before, as decoding alone drops a first blank
-        written = self.tokenizer.decode(whole[max(begin - 1, 0) : begin + len(lead) + _AFTER_LEAD])
+        written = self.tokenizer.decode(all_ids[max(begin - 1, 0) : begin + len(lead) + _AFTER_LEAD])
         before, word, _ = written.partition(target.split()[0])
         if word and not before.endswith(lead):
             self.rendering.add_note(
@@ -107,20 +107,20 @@ class AnswerTokens:
                 f"text before {self.tokenizer.eos_token}; --chat-template makes it one"
             )
 
-    def _check_control(self, where: str, text: Rendered, whole: list[int]) -> None:
+    def _check_control(self, where: str, text: Rendered, all_ids: list[int]) -> None:
         """Raise UserError if there are more control tokens than the template wrote: the others come from a text."""
         control = self.rendering.control
         own = len(control.pattern.findall(text.prompt + text.rest))
-        if sum(token in control.special_ids for token in whole) > own:
+        if sum(token in control.special_ids for token in all_ids) > own:
             raise UserError(
                 f"{where}: a control token is written in a text, and this tokenizer cannot read it as characters; take "
                 "it out, or give --control-tokens tokens"
             )
 
-    def _apart(self, prompt: list[int], whole: list[int], rest: str) -> list[int]:
+    def _apart(self, prompt: list[int], all_ids: list[int], rest: str) -> list[int]:
         """Return the tokens of `rest`, tokenized without the prompt before it. If the tokenizer puts a blank before any
         text, `rest` is tokenized after a line break or a special token, where the tokenizer puts none."""
-        read = self.tokenizer.decode(whole)
+        read = self.tokenizer.decode(all_ids)
         for anchor in ("", "\n", self.tokenizer.eos_token):
             before, ids = self._tokens(anchor), self._tokens(anchor + rest)
             tokens = ids[len(before) :]
@@ -152,16 +152,16 @@ class PieceTokenizer:
             chats: indices of the texts of each chat, which begin alike, with the longest last; texts in no chat
                 are tokenized whole.
         """
-        # only special tokens of the first chat: a vocabulary may have thousands, of which a template writes a few
+        # only special tokens of the first chat: a vocabulary may have thousands, and a template writes a few
         written = [token for token in self._special if chats and token in texts[chats[0][-1]]]
         if not written:
             chats = []
         before_special = re.compile(f"(?={'|'.join(map(re.escape, written))})")
         cut = {at: before_special.split(texts[at]) for chat in chats for at in chat}
         pieces = list(dict.fromkeys(itertools.chain.from_iterable(cut.values())))
-        whole = [at for at in range(len(texts)) if at not in cut] + [chat[-1] for chat in chats]
+        separate = [at for at in range(len(texts)) if at not in cut] + [chat[-1] for chat in chats]
         ids = dict(zip(pieces, self._ids(pieces), strict=True))
-        ids_of = dict(zip(whole, self._ids([texts[at] for at in whole]), strict=True))
+        ids_of = dict(zip(separate, self._ids([texts[at] for at in separate]), strict=True))
         for chat in chats:
             joined = [list(itertools.chain.from_iterable(ids[piece] for piece in cut[at])) for at in chat]
             exact = joined[-1] == ids_of[chat[-1]]

@@ -120,11 +120,11 @@ class ControlTokens:
     def _guarded(self, value: Any) -> Any:
         """`value` with its text, or all texts in a list or an object, guarded."""
         if isinstance(value, dict):
-            return {self._guarded(name): self._guarded(each) for name, each in value.items()}
+            return {self._guarded(name): self._guarded(item) for name, item in value.items()}
         if isinstance(value, list):
-            return [self._guarded(each) for each in value]
+            return [self._guarded(item) for item in value]
         while isinstance(value, str) and self.pattern.search(value):  # again, as two tokens may share characters
-            value = self.pattern.sub(lambda found: GUARD.join(found[0]), value)
+            value = self.pattern.sub(lambda match: GUARD.join(match[0]), value)
         return value
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -135,7 +135,7 @@ class ControlTokens:
         return [self._ids(text) if GUARD in text else next(plain_ids) for text in texts]
 
     def _ids(self, text: str) -> list[int]:
-        spelled = without_guards(self.pattern.sub(lambda found: OWN + found[0] + OWN, text))
+        spelled = without_guards(self.pattern.sub(lambda match: OWN + match[0] + OWN, text))
         copied, own = self._copied
         return [own.get(token, token) for token in copied.encode(spelled, add_special_tokens=False).ids]
 

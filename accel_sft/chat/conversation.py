@@ -35,7 +35,7 @@ class Conversation(NamedTuple):
     """What is asked and the answer to it.
 
     Attributes:
-        turns: all that precedes the answer; none: the answer is raw text, of which every token is learnt.
+        turns: all that precedes the answer; none: the answer is raw text, and every token is learnt.
         answer: the assistant's turn that is learnt, and generated at an evaluation.
         learnt: indices in `turns` of earlier answers that are learnt too.
         tools: schemas for the chat template.
@@ -69,14 +69,14 @@ class Conversation(NamedTuple):
         return self.answer.get("tool_calls") or []
 
     @property
-    def asked(self) -> str:
+    def shown_prompt(self) -> str:
         """The prompt shown to people, without system turns: the text of the only turn, or each turn after its role."""
         turns = [turn for turn in self.turns if turn["role"] != "system"] or self.turns
         if len(turns) == 1:
             return shown(turns[0]["content"])
-        return "\n".join(f"{turn['role']}: {shown(_said(turn))}" for turn in turns)
+        return "\n".join(f"{turn['role']}: {shown(_in_words(turn))}" for turn in turns)
 
-    def each(self) -> list["Conversation"]:
+    def by_answer(self) -> list["Conversation"]:
         """Return a conversation for each answer that is learnt, in order; each ends with its answer."""
         earlier = [self._replace(turns=self.turns[:at], answer=self.turns[at], learnt=()) for at in self.learnt]
         if self.images:
@@ -93,7 +93,7 @@ class Conversation(NamedTuple):
             yield json.dumps(self.offered, ensure_ascii=False)
 
 
-def _said(turn: Turn) -> str:
+def _in_words(turn: Turn) -> str:
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())]
     return " ".join([turn["content"], *calls] if turn["content"] else calls)
 

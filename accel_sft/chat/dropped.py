@@ -1,4 +1,4 @@
-"""Refuses an example of which the chat template drops something: its answer, a call of a tool, or a turn's text."""
+"""Refuses an example if the chat template drops a part of it: its answer, a call of a tool, or a turn's text."""
 
 import json
 import re
@@ -10,6 +10,9 @@ from accel_sft.chat.pictures import IMAGE_MARK
 from accel_sft.chat.rendering import Rendered
 from accel_sft.chat.template import MARK, lost
 from accel_sft.io.text import common_length, one_line
+
+_QUOTED = 32
+"""Characters of an answer that a message shows."""
 
 
 class AnswerDropped(UserError):
@@ -25,7 +28,7 @@ class NotAPrefix(UserError):
 
 
 def check_all_kept(tokenizer: Any, where: str, chat: Conversation, text: Rendered, *, keeps_thinking: bool) -> None:
-    """Check that the texts of a rendering, from which guards were removed, contain all that the conversation says.
+    """Check that the texts of a rendering, without guards, contain all that the conversation says.
 
     Raises:
         NotAPrefix: the rendering with the answer does not begin with the prompt.
@@ -77,23 +80,22 @@ def holds(prompt: str, rest: str, target: str) -> bool:
 
 def _refusal(where: str, text: Rendered, target: str, *, thinks: bool) -> AnswerDropped:
     """The error for a template that drops or cuts an answer; `thinks`: whether to advise --thinking keep."""
-    made, answer = one_line(text.whole[common_length([text.prompt, text.whole]) :]), one_line(target)
-    fix = "learn the thinking with --thinking keep, or " if thinks else ""
+    made = one_line(text.full_text[common_length([text.prompt, text.full_text]) :], _QUOTED)
+    fix = "give --thinking keep" if thinks else "change the template or target()"
     return AnswerDropped(
-        f'{where}: the answer would not be trained on: the chat template makes "{made}" of "{answer}"; {fix}give the '
-        "tokenizer a chat_template that writes an assistant's content whole, or change target()"
+        f'{where}: the answer would not be trained on: the chat template makes "{made}" of '
+        f'"{one_line(target, _QUOTED)}"; {fix}'
     )
 
 
 def _not_a_prefix(tokenizer: Any, where: str, text: Rendered) -> NotAPrefix:
     """The error for a prompt that is not a prefix of the same prompt with its answer; it shows the first difference."""
-    prompt, full = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text.prompt, text.whole))
+    prompt, full = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text.prompt, text.full_text))
     at = common_length([prompt, full])
     return NotAPrefix(
-        f"{where}: the prompt is not a prefix of prompt + answer; they part at token {at}: "
-        f"...{tokenizer.decode(prompt[max(at - 3, 0) : at + 3])!r} against "
-        f"...{tokenizer.decode(full[max(at - 3, 0) : at + 3])!r}; the chat template or the answer's beginning "
-        "must not change it"
+        f"{where}: the prompt is not a prefix of prompt + answer: at token {at} "
+        f"...{tokenizer.decode(prompt[max(at - 2, 0) : at + 1])!r} becomes "
+        f"...{tokenizer.decode(full[max(at - 2, 0) : at + 1])!r}; change the template, or what answers begin with"
     )
 
 

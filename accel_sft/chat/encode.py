@@ -122,7 +122,7 @@ class _Encoder:
             return self.encoded(part)
         except UserError:  # of one example; which one, the next lines find
             rows: list[Encoded] = []
-            whole = Encoding(self.split, rows)
+            encoding = Encoding(self.split, rows)
         for index, chat in part:
             try:
                 alone = self.encoded([(index, chat)])
@@ -130,8 +130,8 @@ class _Encoder:
                 on_refused(index, error)
                 continue
             rows += alone.kept
-            whole.add(alone)
-        return whole
+            encoding.add(alone)
+        return encoding
 
     def _windows(self, index: int, text: str) -> list[Encoded]:
         """Return a text and the tokenizer's eos as rows of at most `--max-length` tokens. Each row begins with the last
@@ -159,7 +159,7 @@ class _Encoder:
 
     def _answers(self, chats: Part) -> Iterator[Answer]:
         """Yield each answer of the chats: a conversation that ends with it, its texts, and its tokens."""
-        every = [(index, answer) for index, chat in chats for answer in chat.each()]
+        every = [(index, answer) for index, chat in chats for answer in chat.by_answer()]
         texts = self._rendered(chats, [answer for _, answer in every])
         if images := self.images:
             pairs = zip(every, texts, strict=True)
@@ -173,8 +173,8 @@ class _Encoder:
         thinking = self.rendering.thinking
         if not all(wanted(answer, thinking).strip() or answer.calls for answer, *_ in answers):
             return []
-        for answer, text, (prompt, whole) in answers:
-            ids = self.tokens.ids(self._name(index), answer, text, prompt, whole)
+        for answer, text, (prompt, all_ids) in answers:
+            ids = self.tokens.ids(self._name(index), answer, text, prompt, all_ids)
             images = self.images.row(index, answer) if self.images else None
             _append(rows, Encoded(index, ids, len(prompt), images=images))
         return rows
@@ -186,7 +186,7 @@ class _Encoder:
         except Rejected:
             for index, chat in part:
                 try:
-                    self.rendering.examples(chat.each(), self.split)
+                    self.rendering.examples(chat.by_answer(), self.split)
                 except Rejected as error:
                     raise Rejected(f"{self._name(index)}: {str(error).removeprefix(f'{self.split}: ')}") from error
             raise
@@ -230,7 +230,7 @@ def _cut(row: Encoded, length: int) -> Encoded | None:
 
 
 def blank_row(inputs: ImageInputs) -> Encoded:
-    """The row of a white image, of which nothing is learnt: a forward without images calls the layers that read images
+    """The row of a white image; nothing of it is learnt: a forward without images calls the layers that read images
     with it.
     """
     import PIL.Image

@@ -105,7 +105,7 @@ class Encoding:
     examples: Sequence[Any] = ()
 
     def lines(self) -> list[str]:
-        """The notes, and one line for each reason for which examples were left out or cut."""
+        """The notes, and one line for each reason why examples were left out or cut."""
         by_reason = [
             *self.left_out.items(),
             ("cut to --max-length; their end, an end-of-turn token at least, is not learnt", self.cut),

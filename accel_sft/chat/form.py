@@ -15,7 +15,7 @@ ANSWER, _THOUGHT, _TURN = "\ue000\ue001", "\ue002\ue003", "\ue004{}\ue005"
 """Placeholders (probes) for an answer, its thinking and a turn: characters that no template strips or splits."""
 
 
-HEADER_LEARNT = "warning D215: chat template: the model learns to write"
+HEADER_LEARNT = "warning D215: the model learns to write"
 """How the note begins on a template that ends no prompt in the answer's header; docs/check.md has the code."""
 _OPENED = re.compile(
     r"(?:(?P<bracket><\|?|\[|◁)"
@@ -77,26 +77,26 @@ class Form:
         """The text between a prompt and its answer, which is learnt too."""
         return self.lead.removeprefix(self.closed_by_template) if self.prompt_end else self.closing + self.lead
 
-    def before_lead(self, asked: str) -> str:
-        """The rendering with an answer up to `lead`, computed from the prompt `asked`."""
-        return asked[: len(asked) - len(self.unwritten)] + self.instead
+    def before_lead(self, prompt: str) -> str:
+        """The rendering with an answer up to `lead`, computed from `prompt`."""
+        return prompt[: len(prompt) - len(self.unwritten)] + self.instead
 
-    def rest_of(self, whole: str, asked: str, head: str | None) -> str | None:
+    def rest_of(self, full_text: str, prompt: str, head: str | None) -> str | None:
         """What is learnt after the prompt; None if the rendering with the answer does not begin with the prompt.
 
         Args:
-            whole: the rendering of prompt and answer.
-            asked: the rendering of the prompt.
-            head: `whole` up to the answer if the system text moves, else None.
+            full_text: the rendering of prompt and answer.
+            prompt: the rendering of the prompt.
+            head: `full_text` up to the answer if the system text moves, else None.
         """
         if head is not None:
             begins = head[: len(head) - len(self.lead)]
-        elif self.sound and asked.endswith(self.unwritten):
-            begins = self.before_lead(asked)
+        elif self.sound and prompt.endswith(self.unwritten):
+            begins = self.before_lead(prompt)
         else:
             return None
-        rest = whole[len(begins) :]
-        if not whole.startswith(begins):
+        rest = full_text[len(begins) :]
+        if not full_text.startswith(begins):
             return None
         if self.prompt_end and not self.closing:  # the template itself closes the block that the prompt opens
             return rest.removeprefix(self.prompt_end) if rest.startswith(self.prompt_end) else None
@@ -144,7 +144,7 @@ class Forms:
 
     def __init__(self, template: ChatTemplate, thinking: str, note: Callable[[str], None]) -> None:
         self._template, self._thinking, self._note = template, thinking, note
-        self._known: dict[tuple[Any, ...], Form] = {}
+        self._forms: dict[tuple[Any, ...], Form] = {}
 
     def __call__(self, turns: Turns, split: str, offered: dict[str, Any] | None = None) -> Form:
         """Return the form of conversations with the roles, and the calls, of these turns."""
@@ -154,48 +154,48 @@ class Forms:
         called = ("tool_calls" in turn for turn in turns)
         variables = json.dumps({**offered, "tools": "tools" in offered}, sort_keys=True, default=str)
         shape = (variables, *zip((turn["role"] for turn in turns), called, silent, strict=True))
-        if shape not in self._known:
+        if shape not in self._forms:
             probes = [{**turn, "content": "" if silent[at] else _TURN.format(at)} for at, turn in enumerate(turns)]
             try:
-                self._known[shape] = self._decided(probes, split, offered)
+                self._forms[shape] = self._decided(probes, split, offered)
             except Rejected:  # probes are refused by templates that parse contents, such as a tool's JSON
-                self._known[shape] = self._decided(turns, split, offered)
-        return self._known[shape]
+                self._forms[shape] = self._decided(turns, split, offered)
+        return self._forms[shape]
 
     def _decided(self, turns: Turns, split: str, offered: dict[str, Any]) -> Form:
-        form, asked, whole = self._accepted(turns, split, offered)
-        head, answered, tail = whole.partition(ANSWER)
+        form, prompt, full_text = self._accepted(turns, split, offered)
+        head, answered, tail = full_text.partition(ANSWER)
         if not answered:
             return dataclasses.replace(form, drops_answer=True)
-        form = self._between(dataclasses.replace(form, tail=tail), turns, asked, head, split, offered)
-        if mark := closing_mark(asked):
-            closing = "" if mark in form.lead else f"\n{mark}\n\n" if asked.endswith("\n") else mark
+        form = self._between(dataclasses.replace(form, tail=tail), turns, prompt, head, split, offered)
+        if mark := closing_mark(prompt):
+            closing = "" if mark in form.lead else f"\n{mark}\n\n" if prompt.endswith("\n") else mark
             form = dataclasses.replace(form, closing_mark=mark, closing=closing)
         if self._thinking == "off":
             form = dataclasses.replace(form, prompt_end=form.closing or form.closed_by_template)
         if self._thinking == "keep":
-            form = self._with_thinking(form, turns, asked, split, offered)
+            form = self._with_thinking(form, turns, prompt, split, offered)
         if turns[0]["role"] == "user" and not offered:
             if "name" in turns[0]:  # some templates write it before the text
                 unnamed = [{"role": "user", "content": turns[0]["content"]}, *turns[1:]]
-                asked = self._template.text(form.given(unnamed), split, prompt=True, offered=offered)
-            form = dataclasses.replace(form, own_system=_own_system(asked, turns[0]["content"] or ANSWER))
+                prompt = self._template.text(form.given(unnamed), split, prompt=True, offered=offered)
+            form = dataclasses.replace(form, own_system=_own_system(prompt, turns[0]["content"] or ANSWER))
         for line in (*_remarks(form, turns), *self._warnings(form, offered)):
             self._note(line)
         return form
 
-    def _between(self, form: Form, turns: Turns, asked: str, head: str, split: str, offered: dict[str, Any]) -> Form:
-        """Return `form` with what stands between prompt and answer: where the prompt `asked` and `head`, the rendering
+    def _between(self, form: Form, turns: Turns, prompt: str, head: str, split: str, offered: dict[str, Any]) -> Form:
+        """Return `form` with what stands between prompt and answer: where `prompt` and `head`, the rendering
         up to the answer, begin to differ."""
-        at = _parting(asked, head)
-        unwritten, lead, instead = asked[at:], head[at:], ""
+        at = _parting(prompt, head)
+        unwritten, lead, instead = prompt[at:], head[at:], ""
         # sound if the texts differ only behind the last turn, and only by marks, not by words such as another header
-        sound = not unwritten or (turns[-1]["content"] in asked[:at] and not MARK.sub("", lead).strip())
+        sound = not unwritten or (turns[-1]["content"] in prompt[:at] and not MARK.sub("", lead).strip())
         others, moves = [turn for turn in turns if turn["role"] != "system"], False
         if not sound and not form.folds_system and 0 < len(others) < len(turns):
             inner = self(others, split, offered)
             moves = inner.sound and not inner.drops_answer
-            moves = moves and asked.endswith(inner.unwritten) and head.endswith(inner.lead)
+            moves = moves and prompt.endswith(inner.unwritten) and head.endswith(inner.lead)
             if moves:
                 unwritten, lead, instead = inner.unwritten, inner.lead, inner.instead
         if unwritten and unwritten.endswith(lead):  # Granite's switch stands before the last mark of the prompt
@@ -211,23 +211,24 @@ class Forms:
         accepted, refused = [], []
         for form in (Form(folds_system=folds_system, parts=parts) for parts in (False, True) for folds_system in folds):
             try:
-                asked = self._template.text(form.given(turns), split, prompt=True, offered=offered)
-                whole = self._template.text(form.with_answer(turns, ANSWER), split, prompt=False, offered=offered)
+                prompt = self._template.text(form.given(turns), split, prompt=True, offered=offered)
+                full_text = self._template.text(form.with_answer(turns, ANSWER), split, prompt=False, offered=offered)
             except Rejected as error:
                 refused.append(error)
                 continue
-            accepted.append((form, asked, whole))
+            accepted.append((form, prompt, full_text))
             texts = (turn["content"].strip() for turn in turns if "tool_calls" not in turn)
-            complete = ANSWER in whole and all(text in asked for text in texts)  # text beside calls is often left out
-            if complete and not (form.parts and re.search(r"'text'|\"text\"", whole)):  # the list was printed
+            # text beside calls is often left out
+            complete = ANSWER in full_text and all(text in prompt for text in texts)
+            if complete and not (form.parts and re.search(r"'text'|\"text\"", full_text)):  # the list was printed
                 return accepted[-1]
         if not accepted:
             raise refused[0]
         return accepted[0]
 
-    def _with_thinking(self, form: Form, turns: Turns, asked: str, split: str, offered: dict[str, Any]) -> Form:
+    def _with_thinking(self, form: Form, turns: Turns, prompt: str, split: str, offered: dict[str, Any]) -> Form:
         """Return `form` with the first `thinking_as` under which the template keeps a target's thinking."""
-        begins = "" if form.system_moves else form.before_lead(asked)
+        begins = "" if form.system_moves else form.before_lead(prompt)
         in_field = form.with_answer(turns, ANSWER, _THOUGHT)
         try:
             field = self._template.text(in_field, split, prompt=False, offered=offered)
@@ -238,10 +239,10 @@ class Forms:
             before = "" if form.system_moves else match[1].strip()
             return dataclasses.replace(form, thinking_as="field", thinking_marks=(before, match[2].strip()))
         in_content = form.with_answer(turns, f"<think>{_THOUGHT}</think>{ANSWER}")
-        whole = self._template.text(in_content, split, prompt=False, offered=offered)
-        rest = whole[len(begins) :]
+        full_text = self._template.text(in_content, split, prompt=False, offered=offered)
+        rest = full_text[len(begins) :]
         twice = form.closing_mark and MARK.match(rest.lstrip())  # the prompt opened the block already
-        is_written = whole.startswith(begins) and _THOUGHT in rest and not twice
+        is_written = full_text.startswith(begins) and _THOUGHT in rest and not twice
         return form if is_written else dataclasses.replace(form, thinking_as="written")
 
     def _warnings(self, form: Form, offered: dict[str, Any]) -> Iterator[str]:
@@ -250,8 +251,8 @@ class Forms:
         if form.sound and MARK.sub("", form.lead).strip() and not re.search(_PROMPT_FLAG, source):
             header = one_line(form.lead)
             yield (
-                f'{HEADER_LEARNT} "{header}" before each answer, as prompts do not end in it: other servers show it '
-                f"in answers; end the template with {{% if add_generation_prompt %}}{{{{ '{header}' }}}}{{% endif %}}"
+                f'{HEADER_LEARNT} "{header}"; end the template with '
+                f"{{% if add_generation_prompt %}}{{{{ '{header}' }}}}{{% endif %}}"
             )
         for name in offered:
             if not re.search(rf"\b{re.escape(name)}\b", source):
@@ -275,17 +276,17 @@ def closing_mark(text: str) -> str | None:
     return f"{opening_mark['bracket']}/{name}{opening_mark['end']}"
 
 
-def _own_system(asked: str, first: str) -> str:
+def _own_system(prompt: str, first: str) -> str:
     """The beginning of what a prompt has before its `first` turn, if that is more than a header of one or two words."""
-    begin, written, _ = asked.partition(first)
+    begin, written, _ = prompt.partition(first)
     own = " ".join(MARK.sub(" ", begin).split()).removeprefix("system ").removesuffix(" user")
     return one_line(own) if written and len(re.findall(r"[^\W\d_]+", own)) > 2 else ""
 
 
-def _parting(asked: str, head: str) -> int:
+def _parting(prompt: str, head: str) -> int:
     """Return the place where two texts begin to differ or, if it is within a mark, the place where the mark begins."""
-    at = common_length([asked, head])
-    for text in (asked, head):
+    at = common_length([prompt, head])
+    for text in (prompt, head):
         at = next((mark.start() for mark in MARK.finditer(text) if mark.start() < at < mark.end()), at)
     return at
 
@@ -302,7 +303,7 @@ def _remarks(form: Form, turns: Turns) -> list[str]:
     if form.unwritten and (form.sound or form.system_moves):
         lines.append(
             f'chat template: prompts end with "{one_line(form.unwritten)}", which it leaves out once an answer '
-            "follows; what is learnt follows the prompt as it is generated from"
+            "follows; answers are learnt behind it, as they are generated"
         )
     if form.prompt_end:
         lines.append(

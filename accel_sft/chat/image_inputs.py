@@ -132,9 +132,11 @@ class ImageInputs:
         types = self._types(ids)
         of_rows = [sum(kinds) for of_row, kinds in zip(images, types, strict=True) if of_row]
         of_images = [sum(kinds) for kinds in self._types(made["input_ids"].tolist())]
-        for of_row, here, there in zip(pictured, of_rows, of_images, strict=True):
-            if here != there:
-                raise UserError(f"{of_row.origin.of(of_row)}: its images make {there} tokens, and it has {here}")
+        for of_row, tokens, made_tokens in zip(pictured, of_rows, of_images, strict=True):
+            if tokens != made_tokens:
+                raise UserError(
+                    f"{of_row.origin.of(of_row)}: its images make {made_tokens} tokens, and it has {tokens}"
+                )
         inputs = {}
         for name, value in made.items():
             if name.endswith(_TYPES):
@@ -170,7 +172,7 @@ class ImageInputs:
     def _processed(self, pictured: Sequence[RowImages], opened: list[list[Any]]) -> Any:
         import torch
 
-        texts = [self.processor.image_token * len(each) for each in opened]
+        texts = [self.processor.image_token * len(images) for images in opened]
         try:
             with _ONE_AT_A_TIME, torch.device("cpu"):  # a GPU may be the default device; the values become arrays
                 return self.processor(
@@ -217,7 +219,7 @@ class ImageSource:
 
     def is_as_before(self, images: RowImages) -> bool:
         """Whether a row's images, and the processor's settings, are those that the row was tokenized with."""
-        return self._found(images)[1] == images
+        return self._current(images)[1] == images
 
     def pictures(self, images: RowImages) -> tuple[Picture, ...]:
         """A row's images.
@@ -225,12 +227,12 @@ class ImageSource:
         Raises:
             UserError: the images, or the processor's settings, are not those that the row was tokenized with.
         """
-        pictures, row_images = self._found(images)
+        pictures, row_images = self._current(images)
         if row_images != images:
             raise UserError(f"{self.of(images)}: its images are others than at the start; leave files alone that train")
         return pictures
 
-    def _found(self, images: RowImages) -> tuple[tuple[Picture, ...], RowImages | None]:
+    def _current(self, images: RowImages) -> tuple[tuple[Picture, ...], RowImages | None]:
         chat = conversation(self.task, self.examples, self.split, images.index)
         chat = chat._replace(images=chat.images[: images.count])
         return chat.images, self.inputs.row(images.index, chat)

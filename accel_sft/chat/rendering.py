@@ -15,14 +15,14 @@ class Rendered(NamedTuple):
     """A conversation as text: the prompt that generation begins with, and the rest, which is learnt after it.
 
     Attributes:
-        whole: the template's own rendering of prompt and answer, for messages.
+        full_text: the template's own rendering of prompt and answer, for messages.
         form: the conversation's form.
         apart: the rendering with the answer does not begin with the prompt; `rest` is then empty.
     """
 
     prompt: str
     rest: str
-    whole: str
+    full_text: str
     form: Form
     apart: bool = False
 
@@ -82,14 +82,14 @@ class Rendering:
             self.add_note(f'chat template: rows without a system prompt get its own: "{own}"')
         offered, both = [chat.offered for chat in chats], list(zip(forms, chats, strict=True))
         given = [parted(form.given(chat.turns), chat.images) for form, chat in both]
-        asked = self.template.texts(given, offered, split, prompt=True)
+        prompts = self.template.texts(given, offered, split, prompt=True)
         full = [parted(self._with_answer(form, chat), chat.images) for form, chat in both]
-        whole = self.template.texts(full, offered, split, prompt=False)
+        full_texts = self.template.texts(full, offered, split, prompt=False)
         moved = [at for at, form in enumerate(forms) if form.system_moves]
         probes = [parted(forms[at].with_answer(chats[at].turns, ANSWER), chats[at].images) for at in moved]
         probed = self.template.texts(probes, [offered[at] for at in moved], split, prompt=False)
         heads = {at: text.partition(ANSWER)[0] for at, text in zip(moved, probed, strict=True)}
-        return [_joined(form, chat, asked[at], whole[at], heads.get(at)) for at, (form, chat) in enumerate(both)]
+        return [_joined(form, chat, prompts[at], full_texts[at], heads.get(at)) for at, (form, chat) in enumerate(both)]
 
     def _with_answer(self, form: Form, chat: Conversation) -> Turns:
         """The conversation with its answer, as the template takes them."""
@@ -122,9 +122,10 @@ class Rendering:
         except UserError:  # the task's own messages may pass; they are encoded next, and say why if not
             return []
         written = {match[0] for tail in tails for match in self.control.pattern.finditer(tail)}
-        every = self.control.ids(tails)
-        asked, answered = ([token for token in ids if self.tokenizer.decode([token]) in written] for ids in every)
-        return sorted(answered, key=[*asked, *answered[::-1]].index)
+        question_ends, answer_ends = (
+            [token for token in ids if self.tokenizer.decode([token]) in written] for ids in self.control.ids(tails)
+        )
+        return sorted(answer_ends, key=[*question_ends, *answer_ends[::-1]].index)
 
     def call_ends(self) -> list[int]:
         """The special tokens behind a turn's last call, if the last of them is written once for two calls, and so ends
@@ -148,17 +149,17 @@ class Rendering:
         return form.tail[: end.start()] if end else form.tail
 
 
-def _joined(form: Form, chat: Conversation, asked: str, whole: str, head: str | None) -> Rendered:
-    """Return the prompt, `asked`, and what follows it in `whole`, the template's rendering with the answer.
+def _joined(form: Form, chat: Conversation, prompt: str, full_text: str, head: str | None) -> Rendered:
+    """Return `prompt`, and what follows it in `full_text`, the template's rendering with the answer.
 
     Args:
-        head: `whole` up to the answer if the system text moves, else None.
+        head: `full_text` up to the answer if the system text moves, else None.
     """
     thinking, answer = divided(chat) if form.thinking_as == "written" else (None, "")
     if thinking is not None and (form.sound or form.system_moves):
         opening, mark = ("", form.closing_mark) if form.closing_mark else ("<think>", "</think>")
-        return Rendered(asked, f"{opening}{thinking}{mark}{answer}{form.tail}", whole, form)
-    rest = form.rest_of(whole, asked, head)
+        return Rendered(prompt, f"{opening}{thinking}{mark}{answer}{form.tail}", full_text, form)
+    rest = form.rest_of(full_text, prompt, head)
     if rest is None:
-        return Rendered(asked, "", whole, form, apart=True)
-    return Rendered(asked + form.prompt_end, rest, whole, form)
+        return Rendered(prompt, "", full_text, form, apart=True)
+    return Rendered(prompt + form.prompt_end, rest, full_text, form)

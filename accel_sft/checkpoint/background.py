@@ -17,10 +17,10 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
-from accel_sft.checkpoint.averages import Averages
+from accel_sft.checkpoint.shards import Averages
 from accel_sft.io import manifest
 from accel_sft.io.files import begin_folder, put_in_place, read_json, remove, trouble_of_writing, write_atomically
-from accel_sft.io.run_dir import RunDir, kept, step_of
+from accel_sft.io.run_dir import RunDir, kept_steps, step_of
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch import host_memory
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, first_reason
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 POLL_SECONDS = 0.05
 LINGER_SECONDS = 5.0
-"""Seconds for which a run that fails lets rank 0 wait for what the other ranks write of a checkpoint."""
+"""Seconds that rank 0 of a failing run waits for what other ranks write of a checkpoint."""
 MOST_SPARE_BYTES = 64 << 20
 """Most bytes that stay free on the disk beside a checkpoint, for the other files of a run. Beside a small checkpoint a
 third of its size is enough, which is what exported weights take."""
@@ -220,7 +220,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             record.unlink()
         earlier = [path for path in self.run_dir.all_checkpoints() if step_of(path) < about["step"]]
         before = {path.name: manifest.identity(path) for path in earlier}
-        stay = kept([*map(step_of, earlier), about["step"]], self.keep)
+        stay = kept_steps([*map(step_of, earlier), about["step"]], self.keep)
         manifest.write(partial, {**about, "before": before, "kept": stay}, files)
         put_in_place(partial, target)
         write_atomically(self.run_dir.latest, target.name + "\n")
@@ -238,11 +238,11 @@ def check_disk(
     def check() -> None:
         size, free = checkpoint_bytes(model, averaged=averaged), shutil.disk_usage(run_dir.path).free
         if free < size * checkpoints + (spare := min(size // 3, MOST_SPARE_BYTES)):
-            what = "a checkpoint takes" if checkpoints == 1 else f"{checkpoints} checkpoints that are kept take"
-            fix = "or --save-every off" if checkpoints == 1 else "or keep fewer with --keep-checkpoints"
+            what = "a checkpoint takes" if checkpoints == 1 else f"{checkpoints} checkpoints take"
+            fix = "or --save-every off" if checkpoints == 1 else "or lower --keep-checkpoints"
             raise UserError(
                 f"{run_dir}: {what} {_shown(size * checkpoints)}, other files {_shown(spare)}, and {_shown(free)} are "
-                f"free; free space (then --resume auto), name another --output-dir, {fix}"
+                f"free; free space (then --resume auto), {fix}"
             )
 
     decided_by_main(accelerator, check)  # other machines may not see the folder yet

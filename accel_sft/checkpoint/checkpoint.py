@@ -12,8 +12,8 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
-from accel_sft.checkpoint.averages import Averages
 from accel_sft.checkpoint.background import Checkpoints
+from accel_sft.checkpoint.shards import Averages
 from accel_sft.io import manifest
 from accel_sft.io.exported import complete_config, save_tokenizer
 from accel_sft.io.files import abandoned, begin_folder, put_in_place, remove
@@ -139,18 +139,7 @@ def export(
         behind.finish()
     unwrapped, main = accelerator.unwrap_model(model), accelerator.is_main_process
     adapter = hasattr(unwrapped, "peft_config")
-    if adapter or tensor_ranks(accelerator) > 1:
-        named = unwrapped.named_parameters() if adapter else unwrapped.state_dict(keep_vars=True).items()
-        weights = _whole_weights(accelerator, ((name, p) for name, p in named if p.requires_grad or not adapter))
-    elif main or any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in unwrapped.parameters()):
-        weights = accelerator.get_state_dict(model) or {}  # None on other ranks under ZeRO-3
-    else:
-        weights = {}  # under ZeRO-1 and 2 every rank would copy the whole model to host memory
-    first_names: dict[int, str] = {}
-    for name, parameter in unwrapped.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(id(parameter), name)
-        if first != name and weights and first in weights and (adapter or name in weights):
-            weights[name] = weights[first]  # of tied weights FSDP gathers a copy per name; peft looks for each name
+    weights = _weights_to_export(accelerator, model, unwrapped, adapter=adapter)
 
     def fill(partial: Path) -> None:
         unwrapped.save_pretrained(str(partial), state_dict=weights)
@@ -192,6 +181,27 @@ def _copy(weights: dict[str, torch.Tensor], model: Any, dtype: torch.dtype | Non
         tensor = weights[names[0]]
         kind = type_in_files(model, names[0], tensor, dtype) if dtype else tensor.dtype
         weights.update(dict.fromkeys(names, tensor.to("cpu", kind, copy=True)))
+
+
+def _weights_to_export(
+    accelerator: Accelerator, model: Any, unwrapped: Any, *, adapter: bool
+) -> dict[str, torch.Tensor]:
+    """The weights to export by name, an adapter's alone or all; {} on ranks that write none."""
+    if adapter or tensor_ranks(accelerator) > 1:
+        named = unwrapped.named_parameters() if adapter else unwrapped.state_dict(keep_vars=True).items()
+        weights = _whole_weights(accelerator, ((name, p) for name, p in named if p.requires_grad or not adapter))
+    elif accelerator.is_main_process or any(
+        hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in unwrapped.parameters()
+    ):
+        weights = accelerator.get_state_dict(model) or {}  # None on other ranks under ZeRO-3
+    else:
+        weights = {}  # under ZeRO-1 and 2 every rank would copy the whole model to host memory
+    first_names: dict[int, str] = {}
+    for name, parameter in unwrapped.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), name)
+        if first != name and weights and first in weights and (adapter or name in weights):
+            weights[name] = weights[first]  # of tied weights FSDP gathers a copy per name; peft looks for each name
+    return weights
 
 
 def _whole_weights(accelerator: Accelerator, named: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:

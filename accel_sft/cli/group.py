@@ -8,9 +8,8 @@ from click.shell_completion import CompletionItem
 
 import accel_sft
 from accel_sft.api import registry
-from accel_sft.api.config_file import task_in
+from accel_sft.api.config_file import OTHER_COMMANDS, task_in
 from accel_sft.api.errors import UserError
-from accel_sft.api.other_names import OTHER_COMMANDS
 from accel_sft.api.task_file import task_file
 from accel_sft.cli.task_command import HelpContext, TaskCommand
 from accel_sft.cli.task_tools import TOOLS, TRAIN, TaskTool

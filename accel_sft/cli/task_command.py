@@ -13,10 +13,9 @@ from click.core import ParameterSource
 
 from accel_sft.api import registry
 from accel_sft.api.config import ADAPTER, DATA, EVAL, MODEL, OPTIM, RUN, TrainConfig
-from accel_sft.api.config_file import load_yaml, task_in
+from accel_sft.api.config_file import OTHER_NAMES, load_yaml, task_in
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import NAMES_A_FILE, Setting, settings
-from accel_sft.api.other_names import OTHER_NAMES
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import same_task
 from accel_sft.cli.options import help_of, make_list_option, make_option
@@ -108,18 +107,18 @@ class TaskCommand(click.Command):
         return parse
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        whole = _HELP_ALL in ctx.meta
+        all_options = _HELP_ALL in ctx.meta
         sections: dict[str, list[tuple[str, str] | None]] = {}
         for heading, options in self.sections.items():
-            rows = sections.setdefault(heading if whole else _SHORT_HEADINGS.get(heading, heading), [])
-            rows += [o.get_help_record(ctx) if whole else self._short_row(ctx, o) for o in options]
+            rows = sections.setdefault(heading if all_options else _SHORT_HEADINGS.get(heading, heading), [])
+            rows += [o.get_help_record(ctx) if all_options else self._short_row(ctx, o) for o in options]
         if help_option := self.get_help_option(ctx):
             sections[RUN].append(help_option.get_help_record(ctx))
         for heading, rows in sections.items():
             if shown := [row for row in rows if row]:
                 with formatter.section(heading):
                     formatter.write_dl(shown)
-        if not whole:
+        if not all_options:
             formatter.write_paragraph()
             formatter.write_text(f"Every option: {ctx.command_path} --help-all")
 
@@ -137,22 +136,22 @@ class TaskCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Raise a UserError that says what to write instead, for options that people know from other trainers."""
-        words, known = [*args], {flag for param in self.params for flag in param.opts}
+        words, flags = [*args], {flag for param in self.params for flag in param.opts}
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption:
             names = dict.fromkeys(word.partition("=")[0].replace("_", "-") for word in words)
-            if theirs := [name for name in names if name in OTHER_NAMES and name not in known]:
+            if theirs := [name for name in names if name in OTHER_NAMES and name not in flags]:
                 what = f"is no option of {ctx.command_path}"
                 raise UserError(*(f"{name} {what}: {OTHER_NAMES[name]}" for name in theirs)) from None
             raise
         except click.UsageError as error:
             if "unexpected extra argument" in error.message:
                 switch = re.search(r"\b(true|false)\b", error.message, re.IGNORECASE)
-                told = "each value needs its option, as in --train-file A --train-file B"
-                told = "a switch has no value: --compile or --no-compile" if switch else told
+                advice = "each value needs its option, as in --train-file A --train-file B"
+                advice = "a switch has no value: --compile or --no-compile" if switch else advice
                 if switch or any(param.multiple for param in self.params):
-                    raise click.UsageError(f"{error.message}; {told}", error.ctx) from None
+                    raise click.UsageError(f"{error.message}; {advice}", error.ctx) from None
             raise
 
     def invoke(self, ctx: click.Context) -> None:
@@ -249,7 +248,7 @@ def _absent_models(config: TrainConfig) -> list[str]:
 
 
 def _refuse_clashes(task: str, params: Iterable[click.Parameter]) -> None:
-    """Refuse a tool if one of its own options is also the task's; an option of training never is (`api/contract.py`).
+    """Refuse a tool if one of its own options is also the task's; an option of training never is (`api/task.py`).
 
     Raises:
         UserError: two options of the command have the same name.

@@ -19,9 +19,8 @@ from accel_sft.batching.choice import choose_batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.conversation import read_split
 from accel_sft.commands.trained import LONGEST_ANSWER, Trained, one_process
-from accel_sft.evaluation import served
 from accel_sft.evaluation.endpoint import Endpoint
-from accel_sft.evaluation.evaluator import Evaluation
+from accel_sft.evaluation.evaluator import Evaluation, evaluate_served, problems_of_served
 from accel_sft.evaluation.scoring import check_scoring, limits_on_scores
 from accel_sft.io import terminal
 from accel_sft.io.files import write_json_lines
@@ -100,7 +99,7 @@ def _refuse_tiny(config: EvaluateConfig) -> None:
 
 def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
     """Score the answers of the server at `--url`; no weights, and no tokenizer, are loaded."""
-    if problems := [*served.problems(task), *one_process("evaluate --url")]:
+    if problems := [*problems_of_served(task), *one_process("evaluate --url")]:
         raise UserError(*problems)
     endpoint = Endpoint(config.url or "", config.model or None, config.key_from, config.timeout)
     most = config.max_new_tokens or LONGEST_ANSWER
@@ -112,7 +111,7 @@ def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
         return
     if config.output_dir:
         _claim(Path(config.output_dir))
-    evaluation = served.evaluate(accelerator, task, config, endpoint)
+    evaluation = evaluate_served(accelerator, task, config, endpoint)
     for line in evaluation.lines:
         _tell(line)
     _publish(recorded_name(task_name), task, config, {"model": named}, [evaluation])

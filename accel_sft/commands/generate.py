@@ -89,8 +89,8 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
     from accelerate.utils.memory import clear_device_cache
 
     from accel_sft.evaluation.answerer import Answerer
-    from accel_sft.evaluation.dialogue import talk
-    from accel_sft.evaluation.left_padded import Sampling
+    from accel_sft.evaluation.generate import Sampling
+    from accel_sft.evaluation.prompts import talk
     from accel_sft.launch.accelerator import create_accelerator
     from accel_sft.launch.info import launch_of_this_process
     from accel_sft.models.pretrained import refuse_offload

@@ -44,7 +44,7 @@ def tasks(as_json: bool) -> None:
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         click.echo(wrapped(line, indent=sum(widths[:-1]) + 2 * len(widths[:-1])))
     if broken := [line for task in listed for line in task["problems"]]:
         click.echo("\nBroken, and why:")

@@ -118,9 +118,8 @@ def _find_converter(named: str | None) -> str:
     if on_path := shutil.which(_CONVERTER, mode=os.F_OK):  # it need not be executable
         return on_path
     raise UserError(
-        f"--gguf: llama.cpp's {_CONVERTER} is not on PATH; it is in the source of llama-cpp-python: "
-        "pip download --no-deps --no-binary :all: llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz, "
-        "then --converter llama_cpp_python-*/vendor/llama.cpp"
+        f"--gguf: llama.cpp's {_CONVERTER} is not on PATH; pip download --no-deps --no-binary :all: "
+        "llama-cpp-python has it: unpack, then give --converter FOLDER"
     )
 
 

@@ -17,6 +17,7 @@ from accel_sft.io.files import expanded, trouble_of_writing
 from accel_sft.io.heartbeat import heartbeats_only
 from accel_sft.io.lock import release
 from accel_sft.io.run_dir import RunDir
+from accel_sft.io.text import one_line
 from accel_sft.launch.describe import resume_command
 from accel_sft.launch.precision import precision_in_record
 from accel_sft.launch.recordable import masked
@@ -108,7 +109,7 @@ def _warnings(accelerator: Accelerator, task_name: str, prepared: Prepared) -> l
 def _ending(accelerator: Accelerator, run_dir: RunDir, fresh: bool, signals: StopSignals) -> Iterator[None]:
     """Inside, an exception is explained and written to result.json before it is raised again.
 
-    If a UserError comes before the first evaluation, a `fresh` folder, in which nothing was before, is deleted instead:
+    If a UserError comes before the first evaluation, a `fresh` folder, which was empty before, is deleted instead:
     TensorBoard and `report` would list a run without a number.
     """
     try:
@@ -141,8 +142,8 @@ def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> B
         return error
     if out_of_memory(error):
         return UserError(
-            f"out of device memory ({first_line(error)}); lower --micro-batch-size or --eval-batch-size (the loss "
-            "stays the same), add --gradient-checkpointing, or choose a higher ZeRO stage"
+            f"out of device memory ({one_line(first_line(error), 46)}); lower --micro-batch-size or "
+            "--eval-batch-size, add --gradient-checkpointing, or raise the ZeRO stage"
         )
     if trouble := trouble_of_compiling(error):
         return UserError(trouble)

@@ -145,7 +145,7 @@ class TokenStore(Sequence[Encoded]):
             most = self._offsets[begin] + _CHUNK_TOKENS
             end = max(int(np.searchsorted(self._offsets, most, side="right")) - 1, begin + 1)
             rows = self._rows[begin:end]
-            offsets, earlier_offsets = (each[begin : end + 1] for each in (self._offsets, self._earlier_offsets))
+            offsets, earlier_offsets = (bounds[begin : end + 1] for bounds in (self._offsets, self._earlier_offsets))
             ids = self._ids[offsets[0] : offsets[-1]]
             earlier = self._earlier[earlier_offsets[0] : earlier_offsets[-1]]
             parts = offsets - offsets[0], ids, earlier_offsets - earlier_offsets[0], earlier
@@ -215,10 +215,10 @@ def merge(parts: Sequence[Path], folder: Path) -> str:
     """Write all parts, in order, into one folder's files; return its `fingerprint_of`, which does not depend on how the
     rows were divided."""
     for name in FILES:
-        with (folder / name).open("wb") as whole:
+        with (folder / name).open("wb") as merged:
             for part in parts:
                 with (part / name).open("rb") as file:
-                    shutil.copyfileobj(file, whole)
+                    shutil.copyfileobj(file, merged)
                 heartbeat()
     return fingerprint_of(folder)
 

@@ -1,10 +1,18 @@
-"""Tokenizes a split once for all runs, on all ranks of a machine together; every rank gets the same tokens."""
+"""Tokenizes a split once for all runs, on all ranks of a machine together; every rank gets the same tokens.
+
+Their key in the cache is a hash of everything that decides them.
+"""
 
 import contextlib
+import datetime
+import hashlib
+import importlib.metadata
+import json
 import shutil
 import socket
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +20,16 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
+from accel_sft.chat.conversation import conversation
 from accel_sft.chat.encode import OnRefused, encode_parts
 from accel_sft.chat.encoded import Encoding, Rules
 from accel_sft.chat.image_inputs import ImageInputs, ImageSource, no_processor
 from accel_sft.chat.rendering import Rendering
-from accel_sft.data.token_key import decided_without_examples, token_key
 from accel_sft.data.token_store import StoredEncoding, TokenStore, fingerprint_of, merge, write_part
 from accel_sft.io import cache
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.collectives import Team
+from accel_sft.rows.fingerprint import code_fingerprint
 from accel_sft.rows.rows import with_places
 
 KIND = "tokens"
@@ -53,7 +62,7 @@ class SplitEncoder:
         self.team = Team(accelerator)
         self.task, self.rules, self.images = task, rules, ImageInputs(processor)
         self.rendering = Rendering(tokenizer, rules.thinking, rules.day, rules.control_tokens)
-        self._told = 0
+        self._returned_notes = 0
         self._decided = decided_without_examples(tokenizer, rules)
 
     def __call__(self, examples: Sequence[Any], split: str) -> StoredEncoding:
@@ -73,7 +82,7 @@ class SplitEncoder:
                 "versions; make it a pure function, and the machines alike"
             )
         key = keys[0]
-        entries = team.firsts(lambda: _kept(key))
+        entries = team.firsts(lambda: _cached(key))
         if all(entries):
             folder, about = entries[team.rank]
             encoding = self._opened(folder, about, examples, split)
@@ -95,8 +104,8 @@ class SplitEncoder:
     def _with_notes(self, encoding: StoredEncoding) -> StoredEncoding:
         """Return the encoding with the notes of its examples, and with the rendering's notes since the last split."""
         encoding.notes[:0] = [f"{encoding.split}: {note}" for note in getattr(encoding.examples, "notes", ())]
-        encoding.notes += self.rendering.notes[self._told :]
-        self._told = len(self.rendering.notes)
+        encoding.notes += self.rendering.notes[self._returned_notes :]
+        self._returned_notes = len(self.rendering.notes)
         rows, examples = len(encoding.kept), encoding.kept.examples
         if encoding.windowed:
             encoding.notes.append(
@@ -151,7 +160,7 @@ class SplitEncoder:
 
     def _sees_the_same(self, encoding: StoredEncoding) -> bool:
         """Whether all images in this rank's share of the rows are unchanged: a file may change and keep its name."""
-        ranks, place = len(self.team.here), self.team.rank - self.team.first
+        ranks, place = len(self.team.local_ranks), self.team.rank - self.team.first
         source, pictured = encoding.kept.source, encoding.kept.with_images(place, ranks)
         return all(source.is_as_before(row.images) for row in pictured if source and row.images)
 
@@ -194,14 +203,14 @@ class SplitEncoder:
 
             folder = _written(team.firsts, entered)[team.rank]
             shares = _written(team.all, lambda: self._share(folder, examples, split))
-            whole = Encoding(split, examples=examples)
-            for rank in team.here:
-                whole.add(shares[rank])
-            whole.check(len(examples), self.rules)
+            encoding = Encoding(split, examples=examples)
+            for rank in team.local_ranks:
+                encoding.add(shares[rank])
+            encoding.check(len(examples), self.rules)
 
             def merged() -> tuple[Path, dict[str, Any]]:
-                parts = [folder / f"part-{number}" for number in range(len(team.here))]
-                about = {name: getattr(whole, name) for name in _KEPT_BESIDE_TOKENS}
+                parts = [folder / f"part-{number}" for number in range(len(team.local_ranks))]
+                about = {name: getattr(encoding, name) for name in _KEPT_BESIDE_TOKENS}
                 about["fingerprint"] = merge(parts, folder)
                 for part in parts:
                     shutil.rmtree(part)
@@ -212,7 +221,7 @@ class SplitEncoder:
 
     def _share(self, folder: Path, examples: Sequence[Any], split: str) -> Encoding:
         """Write the tokens of this rank's contiguous share of examples; return which were left out or truncated."""
-        ranks, place = len(self.team.here), self.team.rank - self.team.first
+        ranks, place = len(self.team.local_ranks), self.team.rank - self.team.first
         indices = range(len(examples) * place // ranks, len(examples) * (place + 1) // ranks)
 
         def parts() -> Iterator[Encoding]:
@@ -229,7 +238,7 @@ class SplitEncoder:
             raise UserError(*with_places(error.problems, examples, split)) from error
 
 
-def _kept(key: str) -> tuple[Path, dict[str, Any]] | None:
+def _cached(key: str) -> tuple[Path, dict[str, Any]] | None:
     """Return the cache's entry, or None. Its fingerprint is computed from its tokens, not read from the entry, so that
     the run's record of its data (`data_sha256`) is true of the tokens that are used."""
     with contextlib.suppress(OSError):  # the entry may have been removed meanwhile
@@ -257,3 +266,60 @@ def _written(collective: Callable[..., list[Any]], work: Callable[[], Any]) -> l
         if isinstance(result, _Unwritable):
             raise result
     return results
+
+
+def token_key(decided: list[Any], task: Task, examples: Sequence[Any], split: str, *, read: bool) -> str:
+    """A split's key: the first 32 hex digits of a SHA-256, which are enough to be unique.
+
+    For the examples it hashes the fingerprints of the sequence and of the task's code if both are known, else every
+    message and target.
+
+    Args:
+        decided: what `decided_without_examples` gave.
+        read: hash every message and target even if the fingerprints are known.
+    """
+    of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
+    fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
+    code = code_fingerprint(task) if fingerprint and isinstance(fingerprint, str) and not read else None
+    content = hashlib.sha256(f"{fingerprint} {code}".encode() if code else b"")
+    if not code:
+        for index in range(len(examples)):
+            content.update(json.dumps(conversation(task, examples, split, index), default=repr).encode())
+    parts = [decided, len(examples), content.hexdigest()]
+    return _sha256(json.dumps(parts, sort_keys=True).encode())[:32]
+
+
+def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
+    """Return everything besides the examples that decides tokens, as JSON can hold it."""
+    own = code_fingerprint(encode_parts)
+    if own is None:  # without it, tokens that an earlier version made would be used
+        raise UserError("accel_sft's own files cannot all be read, or are not plain files; install it again")
+    cls, template = type(tokenizer), json.dumps(tokenizer.chat_template)
+    model_code = None
+    if not cls.__module__.startswith("transformers."):  # the tokenizer's code came with the model
+        model_code = _files(Path(sys.modules[cls.__module__].__file__ or "").parent.glob("*.py"))
+    return [
+        {name: importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")},
+        own,
+        [cls.__qualname__, model_code, _vocabulary(tokenizer), tokenizer.eos_token_id],
+        [template, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}],
+        getattr(tokenizer, "split_special_tokens", None),
+        (rules.day or datetime.date.today().isoformat()) if "strftime_now" in template else None,  # as in Llama's
+        [sorted(rules.eos_ids), rules.max_length, rules.truncation, rules.thinking, rules.control_tokens],
+    ]
+
+
+def _vocabulary(tokenizer: Any) -> str:
+    if getattr(tokenizer, "is_fast", False):
+        return _sha256(tokenizer.backend_tokenizer.to_str().encode())
+    with tempfile.TemporaryDirectory() as folder:  # a tokenizer in Python: its saved files decide the tokens
+        tokenizer.save_pretrained(folder)
+        return _files(Path(folder).rglob("*"))
+
+
+def _files(paths: Iterable[Path]) -> str:
+    return _sha256(b"".join(path.name.encode() + path.read_bytes() for path in sorted(paths) if path.is_file()))
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

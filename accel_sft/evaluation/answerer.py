@@ -18,8 +18,7 @@ from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.chat.image_inputs import GivenImages, ImageInputs, RowImages
 from accel_sft.chat.pictures import Picture
 from accel_sft.chat.rendering import Rendering
-from accel_sft.evaluation.generate import Generator
-from accel_sft.evaluation.left_padded import GREEDY, Sampling
+from accel_sft.evaluation.generate import GREEDY, Generator, Sampling
 from accel_sft.io.files import mapping
 from accel_sft.models.load import load_model
 from accel_sft.models.pretrained import vocabulary_problem
@@ -160,7 +159,7 @@ class Answerer:
 
     def _answer(self, turns: Turns, ids: Sequence[int], tools: Tools = None) -> Answer:
         decode = self.tokenizer.decode
-        text = decode(ids, skip_special_tokens=True) if self.raw else self.answer_text.said(turns, ids, tools)
+        text = decode(ids, skip_special_tokens=True) if self.raw else self.answer_text.of_reply(turns, ids, tools)
         return Answer(text, len(ids), bool(ids) and ids[-1] in self.ends)
 
 

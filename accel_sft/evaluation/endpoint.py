@@ -246,7 +246,7 @@ class Endpoint:
         advice = f" after {RETRIES + 1} tries" if error.code in _BUSY else ""
         return EndpointError(f"{at}: the server answered {error.code}{advice} ({message})", error.code)
 
-    def each(self, what: str, call: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    def call_all(self, what: str, call: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """What `call` gives for each item; several at once. A line says now and then how many are done.
 
         The first error, or an interrupt, ends it at once: the threads are daemons, and a stuck request keeps nobody.

@@ -1,9 +1,13 @@
-"""Evaluates a model: validation loss, generated answers and the task's metrics, each example counted once."""
+"""Evaluates a model: validation loss, generated answers and the task's metrics, each example counted once.
+
+The model is in memory, or behind an OpenAI-compatible endpoint, as its users get answers: by its template.
+"""
 
 import contextlib
 import dataclasses
 import itertools
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -14,14 +18,16 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.api.task import Task
+from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.batching.device_memory import forwards_alone, in_halves, out_of_memory
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
-from accel_sft.chat.answer_text import AnswerText
-from accel_sft.chat.conversation import conversation, wanted
+from accel_sft.chat.answer_text import AnswerText, without_thinking
+from accel_sft.chat.conversation import Conversation, conversation, read_split, wanted
 from accel_sft.chat.encoded import Encoded
 from accel_sft.chat.rendering import Rendering
-from accel_sft.evaluation.scoring import EVAL_LOSS, PERPLEXITY, UNANSWERED, aggregated, scored
+from accel_sft.evaluation.endpoint import Endpoint, Reply
+from accel_sft.evaluation.scoring import EVAL_LOSS, PERPLEXITY, UNANSWERED, aggregated, check_scoring, scored
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, gather_numbers, largest
 from accel_sft.launch.groups import row_groups
@@ -151,7 +157,7 @@ class Evaluator:
 
     def loss(self, model: torch.nn.Module, batching: Batching) -> dict[str, float]:
         """`eval_loss`, by source too: nats per supervised token, over all ranks. The model is in eval mode; `batching`
-        divides the rows among the ranks and into forwards, on which `--eval-batch-size` has no effect."""
+        divides the rows among the ranks and into forwards; `--eval-batch-size` has no effect on them."""
         reset_peak_memory(self.accelerator.device)
         ranks, rank = row_groups(self.accelerator)  # ranks that compute the same rows count them alike in all sums
         sums: list[float] = []  # of losses and of supervised tokens, of each source
@@ -224,7 +230,7 @@ class Evaluator:
             unusual = "" if ended else "length"
         return {
             "index": encoded.index,
-            "prompt": chat.asked,
+            "prompt": chat.shown_prompt,
             "expected": expected,
             "generated": text,
             "scores": scored(self.task, self.examples, encoded.index, text),
@@ -260,3 +266,56 @@ def _out_of_memory_explained(options: str) -> Iterator[None]:
             f"evaluation: out of device memory ({first_line(error)[:100]}); lower {options}, "
             "or choose a higher ZeRO stage"
         ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedBackend:
+    """Answers the examples of a task by a server, as its users get answers."""
+
+    endpoint: Endpoint
+    task: Task
+    examples: Sequence[Any]
+    thinking: str | None
+
+    def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
+        """Ask for an answer of at most `max_new_tokens` tokens to each example."""
+        chats = [conversation(self.task, self.examples, "validation", example.index) for example in examples]
+        refuse_beyond_text(chats)
+        began = time.perf_counter()
+
+        def ask(chat: Conversation) -> Reply:
+            return self.endpoint.chat(chat.turns, max_new_tokens, chat.tools, self.thinking)
+
+        replies = self.endpoint.call_all(f"{self.endpoint.model} answers", ask, chats)
+        seconds = time.perf_counter() - began
+        texts = []
+        for chat, reply in zip(chats, replies, strict=True):
+            text = without_thinking(reply.text, wanted(chat, self.thinking))
+            unusual = reply.finish if reply.finish in UNUSUAL else "" if text.strip() else "empty"
+            texts.append(AnswerInText(text, reply.tokens or 0, unusual))
+        return Generated(list(zip(examples, texts, strict=True)), seconds, {})
+
+
+def refuse_beyond_text(chats: Sequence[Conversation]) -> None:
+    """Raise UserError for what a server is not asked: images, answers that call tools, and raw text."""
+    for index, chat in enumerate(chats):
+        beyond = {"has images": chat.images, "is answered by calling a tool": chat.calls, "is raw text": not chat.turns}
+        beyond["sets chat_template_kwargs"] = chat.variables
+        if what := next((what for what, holds in beyond.items() if holds), None):
+            raise UserError(f"--url: validation example {index} {what}; a server is asked for texts only")
+
+
+def problems_of_served(task: Task) -> list[str]:
+    """A line if the task's metric is none of answers."""
+    if task.main_metric not in UNANSWERED:
+        return []
+    return [f"--url: the task's metric is {task.main_metric}, which servers do not return; choose a metric of answers"]
+
+
+def evaluate_served(accelerator: Accelerator, task: Task, config: EvaluateConfig, endpoint: Endpoint) -> Evaluation:
+    """Score the server's answers to the validation examples, as a model's are scored."""
+    examples = read_split(task, "validation")
+    check_scoring(task, examples, config.thinking)
+    rows = [Encoded(index, [], 0) for index in range(len(examples))]  # the server tokenizes
+    backend = ServedBackend(endpoint, task, examples, config.thinking)
+    return Evaluator(accelerator, None, task, examples, rows, config, backend).score_answers({})

@@ -1,16 +1,20 @@
-"""Reads prompts that belong to no task, with their images: one per line of text, or rows with messages or a prompt."""
+"""Reads prompts that belong to no task, with their images: one per line of text, rows with messages or a prompt, or
+line by line in a conversation at the terminal."""
 
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_sft.api.errors import UserError
 from accel_sft.chat.conversation import Tools, Turns, checked_turns
 from accel_sft.chat.pictures import Picture, parted
-from accel_sft.evaluation.answerer import expected_of
+from accel_sft.evaluation.answerer import Answerer, expected_of
+from accel_sft.io.terminal import wrapped
+from accel_sft.io.text import printable
 from accel_sft.rows.json_stream import RowProblem
 from accel_sft.rows.rows import read_rows
 
@@ -160,3 +164,63 @@ def _placed(part: Any, left: Iterator[Any], folder: str) -> Any:
         return os.path.join(folder, value) if isinstance(value, str) and ":" not in value[:10] else value
 
     return {key: value if key in ("type", "base64") else placed(value) for key, value in part.items()}
+
+
+PROMPT = "> "
+HELP = "/reset forgets what was said, /system TEXT changes the system message; Ctrl-C stops an answer, Ctrl-D leaves"
+
+
+def talk(sides: Mapping[str, Answerer], system: str | None, max_new_tokens: int) -> None:
+    """Answer what is typed until the end of the input. Each side keeps a history of its own.
+
+    Args:
+        sides: the models, by the names that are printed above their answers; a single model's name is not printed.
+        system: the system message; None: there is none.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - input() then edits lines and knows earlier ones
+    print(wrapped(HELP))
+    histories: dict[str, Turns] = {name: [] for name in sides}
+    while True:
+        try:
+            line = input(PROMPT).strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\nCtrl-D leaves")
+            continue
+        command, _, rest = line.partition(" ")
+        if command in ("/reset", "/system"):
+            histories = {name: [] for name in sides}
+            if command == "/system":
+                system = rest.strip() or None
+            print(f"a new conversation, {'with' if system else 'without'} a system message")
+        elif line.startswith("/"):
+            print(wrapped(f"{command}: unknown; {HELP}"))
+        elif line:
+            for name, side in sides.items():
+                if len(sides) > 1:
+                    print(f"[{name}]")
+                _answer(side, histories[name], line, system, max_new_tokens)
+
+
+def _answer(side: Answerer, history: Turns, line: str, system: str | None, max_new_tokens: int) -> None:
+    """Print an answer and add both turns to the history; a prompt that cannot be answered does not change it."""
+    turns = [*history, {"role": "user", "content": line}]
+    if expected := expected_of(turns):
+        print(wrapped(f"expected {expected}"))
+        return
+    try:
+        answer = side.stream(with_system(turns, system), max_new_tokens, _write)
+    except UserError as error:
+        for problem in error.problems:
+            print(wrapped(printable(f"{problem}; /reset begins anew" if history else problem)))
+        return
+    print(printable("" if answer.ended else f" [cut after {answer.tokens} tokens]"))
+    history[:] = [*turns, {"role": "assistant", "content": answer.text}]
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(printable(text))
+    sys.stdout.flush()

@@ -17,7 +17,7 @@ def complete_config(folder: Path, dtype: str | None, base: Mapping[str, Any]) ->
     and settings by the keys that older readers know: transformers 4 would take defaults for them without a word.
 
     Args:
-        base: the base's config.json, of which keys that transformers 5 renamed are kept.
+        base: the base's config.json; its keys that transformers 5 renamed are kept.
     """
 
     def within(part: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,21 +29,21 @@ Entries = Mapping[str, list[Any]]
 
 
 def write(
-    folder: Path, about: dict[str, Any], known: Entries | None = None, *, among: Iterable[str] | None = None
+    folder: Path, about: dict[str, Any], entries_so_far: Entries | None = None, *, among: Iterable[str] | None = None
 ) -> None:
     """Write the manifest: `about` (JSON), and size and SHA-256 of every file below `folder`. Sync everything to disk.
 
     Args:
-        known: size and SHA-256 of files that were hashed as they were written.
+        entries_so_far: size and SHA-256 of files that were hashed as they were written.
         among: names of the files to list; None: all.
 
     Raises:
         OSError: a file cannot be written.
     """
     names = [name for name in (_names(folder) if among is None else sorted(among)) if name != MANIFEST]
-    known = known or {}
+    entries_so_far = entries_so_far or {}
     with ThreadPoolExecutor(THREADS) as threads:
-        entries = threads.map(lambda name: known.get(name) or _synced_entry(folder / name), names)
+        entries = threads.map(lambda name: entries_so_far.get(name) or _synced_entry(folder / name), names)
         files = dict(zip(names, entries, strict=True))
     (folder / MANIFEST).write_text(_text({"files": files, "about": about}), encoding="utf-8")
     sync(folder / MANIFEST)

@@ -32,7 +32,7 @@ class RunDir:
     record = _inside("run.json")
     """Settings, data and launch that the run was started with; a resumed run is compared with it."""
     settings = _inside("run.yaml")
-    """Task and settings, with which `--config` starts the run again."""
+    """Task and settings: `--config` starts the run again with them."""
     launch = _inside("launch.yaml")
     """The launch file's content, with the launcher's flags that decide the run's numbers."""
     deepspeed = _inside("deepspeed.json")
@@ -196,7 +196,7 @@ def absent_weights(name: str, flag: str) -> list[str]:
     return []
 
 
-def kept(steps: Sequence[int], keep: str) -> list[int]:
+def kept_steps(steps: Sequence[int], keep: str) -> list[int]:
     """Return those of these steps, in order, whose checkpoints `--keep-checkpoints` keeps."""
     every = keep_every(keep)
     return [step for step in steps if step % every == 0 or step == steps[-1]] if every else [*steps[-int(keep) :]]

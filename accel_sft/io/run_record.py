@@ -96,8 +96,8 @@ def write_manifest(run_dir: RunDir, result: str, about: dict[str, Any]) -> None:
         result: the text that result.json will have.
     """
     content = result.encode()
-    known = {run_dir.result.name: [len(content), hashlib.sha256(content).hexdigest()]}
-    manifest.write(run_dir.path, about, known, among=listed(run_dir) | known.keys())
+    entries = {run_dir.result.name: [len(content), hashlib.sha256(content).hexdigest()]}
+    manifest.write(run_dir.path, about, entries, among=listed(run_dir) | entries.keys())
 
 
 def listed(run_dir: RunDir) -> set[str]:

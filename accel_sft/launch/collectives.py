@@ -71,7 +71,7 @@ def largest(readings: dict[str, Result], prefix: str = "") -> dict[str, Result]:
 def gather_numbers(mine: list[float]) -> list[list[float]]:
     """Return every rank's numbers, by rank; all ranks pass equally many. It is one collective, cheap enough for steps.
 
-    The numbers are exchanged as float64, in which integers up to 2**53 are exact.
+    The numbers are exchanged as float64: integers up to 2**53 are exact.
     """
     state = PartialState()
     if state.num_processes == 1:
@@ -88,7 +88,7 @@ class Team:
         local = gather_object([accelerator.local_process_index])
         self._firsts = [*itertools.accumulate((rank if place == 0 else 0 for rank, place in enumerate(local)), max)]
         self.first = self._firsts[self.rank]
-        self.here = [rank for rank, first in enumerate(self._firsts) if first == self.first]
+        self.local_ranks = [rank for rank, first in enumerate(self._firsts) if first == self.first]
 
     all = staticmethod(by_each_rank)
 

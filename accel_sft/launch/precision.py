@@ -99,7 +99,7 @@ def assume_precision(launch: Launch, bf16: bool) -> Launch:
 
 def type_in_files(model: Any, name: str, weights: Any, dtype: Any) -> Any:
     """The type of these weights (a tensor) in files of type `dtype`: another where transformers keeps float32, such as
-    for the biases by which experts are chosen."""
+    for the biases that choose experts."""
     plan = model._get_dtype_plan(dtype)
     usual = dtype if weights.is_floating_point() else weights.dtype
     return next((kind for pattern, kind in plan.items() if re.search(pattern, name)), usual)

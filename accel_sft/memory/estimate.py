@@ -181,15 +181,15 @@ def _on_gpu(job: Job, states: Placed, part: Job) -> dict[str, dict[str, float]]:
         most = max(backward, update, key=lambda phase: sum(phase.values()))
         return _add(most, overhead=GAPS * max(sum(most.values()) - sum(resident.values()), 0.0))
 
-    whole = job.launch.stage == 3
+    is_sharded = job.launch.stage == 3
     after = _resident(states, CUDA_BYTES)
     phases = {
-        "load": _phase(CUDA_BYTES, weights=states.weights if whole else 0.0),
+        "load": _phase(CUDA_BYTES, weights=states.weights if is_sharded else 0.0),
         "shard": _add(_resident(states, CUDA_BYTES, moments=False), optimizer=states.sharding),
         "first_step": step(False),
         "step": step(True),
         **_after_training(
-            job, after, states.gathered + states.swapping, states.swapping + (states.gathered if whole else 0.0)
+            job, after, states.gathered + states.swapping, states.swapping + (states.gathered if is_sharded else 0.0)
         ),
     }
     if job.eval_rows:

@@ -45,7 +45,7 @@ class Job:
             optimizer, ema_decay: the values of the options of these names.
         train_only: the value of `--train-only`; memory is counted as if all weights were trained, which is the most.
         target_modules: the value of `--lora-target-modules`.
-        compile: the value of `--compile`, on which only speed depends.
+        compile: the value of `--compile`; only speed depends on it.
         gradient_checkpointing: whether blocks' activations are computed again in the backward.
         tokens: tokens in the largest forward of a rank, padding included.
         supervised_tokens: how many of these tokens have a loss; the logits have as many rows.

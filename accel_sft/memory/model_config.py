@@ -1,6 +1,6 @@
 """Counts a model's parameters by group and block: builds it from its config.json on the meta device, without weights.
 
-Any family that transformers knows is counted, in a second or two, most of which torch's import takes.
+Any family that transformers knows is counted, in a second or two; torch's import takes most of it.
 """
 
 import dataclasses

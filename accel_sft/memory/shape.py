@@ -46,7 +46,7 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """A kind of block, of which the model has `count` equal ones.
+    """A kind of block; the model has `count` equal ones.
 
     Attributes:
         count: how many such blocks there are.

@@ -18,7 +18,7 @@ MASTER, MOMENTS, FLOAT32, AVERAGE = 4, 8, 4, 4
 (`--ema-decay`)."""
 IMPORTANCES, WHOLE = 12, 8
 """Bytes per weight of AdaLoRA's adapter, all on each rank: the three numbers that peft keeps to choose ranks by, and
-after each update of sharded states a whole copy of the weight and of its gradient (training/whole.py)."""
+after each update of sharded states a whole copy of the weight and of its gradient (training/optimizer.py)."""
 _TRAINERS_BUCKET, _ZERO_BUCKET = 2e8, 5e8
 """Elements exchanged at once: what launch/accelerator.py sets for stages 1 and 2, and DeepSpeed's default."""
 _MAX_LIVE, _PREFETCH, _SUB_GROUP = 1e9, 5e7, 1e9
@@ -176,13 +176,13 @@ def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
     # on a CPU, the unwritten part of a bucket takes no memory
     buffers = e * (min(bucket, trained) if job.on_cpu else bucket * (1 + overlaps))
     largest = e * min(job.shape.largest_tensor, trained)
-    whole = job.launch.stage == 1 and not overlaps
+    gradients_unsharded = job.launch.stage == 1 and not overlaps
     # a flat copy, before the parameters become views of it; made on the host where a GPU has no room
     flattening = 2 * e * trained if job.on_cpu else e * share
     device = Placed(weights=job.weights_bytes(e), buffers=buffers)
     if job.launch.offload("optimizer") == "none":
         device.master, device.moments = MASTER * share, MOMENTS * share
-        device.gradients, device.in_flight = job.sums_bytes * (trained if whole else share), largest
+        device.gradients, device.in_flight = job.sums_bytes * (trained if gradients_unsharded else share), largest
         device.update = 0.0 if job.launch.sums_in_float32 else e * share + FLOAT32 * share
         device.sharding = flattening
         return device, Placed()

@@ -100,7 +100,7 @@ class AdaLora(Adapter):
         return Reads("lora_", step < final) if step <= final or allocator.ipt else Reads("lora_E", False)
 
     def after_step(self, model: Any, step: int, weights: Mapping[str, torch.Tensor]) -> Collection[str]:
-        """Let peft's allocator see `weights` in place of the model's own, of which this rank may have parts only."""
+        """Let peft's allocator see `weights` in place of the model's own: this rank may have parts only."""
         from peft import AdaLoraModel
 
         base = model.base_model

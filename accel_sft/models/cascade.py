@@ -55,7 +55,7 @@ class Kernels(abc.ABC):
         dtype: type of the small example on which the kernels are checked.
         tolerance: largest allowed difference from plain attention, as a share of its norm; above it, the kernels are
             not used.
-        sizes: sizes of a head for which a device has kernels of their own; sizes in between use the next larger one.
+        sizes: sizes of a head that have kernels of their own on a device; sizes in between use the next larger one.
     """
 
     dtype: torch.dtype

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from accel_sft.api.errors import UserError, first_line
+from accel_sft.io.text import one_line
 from accel_sft.launch.environment import device_count
 from accel_sft.models.architecture import without_adapter
 
@@ -124,8 +125,8 @@ def trouble_of_compiling(error: BaseException) -> str:
     if compiler is None or not isinstance(error, compiler.BackendCompilerFailed):
         return ""
     return (
-        f"--compile: torch cannot compile ({first_line(error)[:200]}); it needs a compiler (g++, on GPUs gcc) and a "
-        "folder to write (TORCHINDUCTOR_CACHE_DIR); see to these, or leave --compile out"
+        f"--compile: torch cannot compile ({one_line(first_line(error), 48)}); see to g++ (on GPUs gcc) and "
+        "TORCHINDUCTOR_CACHE_DIR, or leave --compile out"
     )
 
 

@@ -115,8 +115,8 @@ def _refuse_kernels(name: str) -> None:
         content, _ = PreTrainedConfig.get_config_dict(name)
     for kernel in named(content):
         raise UserError(
-            f"--model {name}: its config.json has attention computed by code of a hub, {kernel}; choose "
-            "--attn-implementation sdpa, or read that code, then pass --trust-remote-code"
+            f"--model {name}: attention computed by code of a hub, {kernel}; choose --attn-implementation "
+            "sdpa, or read it and pass --trust-remote-code"
         )
 
 

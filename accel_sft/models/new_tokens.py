@@ -11,9 +11,9 @@ from torch.nn import functional
 from accel_sft.api.errors import UserError
 
 _SAMPLED = 8192
-"""Number of rows, spread over the vocabulary, of which new rows get the mean."""
+"""Number of rows, spread over the vocabulary, whose mean new rows get."""
 _SPREAD = 0.1
-"""Standard deviation of new rows around that mean, as a share of the old rows': enough to tell them apart, and too
+"""Standard deviation of new rows around that mean, as a share of the old rows': enough to distinguish them, and too
 little to make one of them likely (Hewitt, 2021: the mean keeps the model's predictions)."""
 
 
@@ -59,7 +59,7 @@ def know_tokens(
 def _enlarged(weight: torch.nn.Parameter, size: int, spare: list[int], seed: int) -> torch.nn.Parameter:
     """A matrix (V, H), or a vector (V,), with rows up to `size`; those of `spare` are new too. What ZeRO-3 had
     sharded is whole now; DeepSpeed shards it as it starts, as it does an adapter."""
-    with _whole(weight):
+    with _gathered(weight):
         old = weight.detach().clone()
     some = old[:: -(-len(old) // _SAMPLED)].double()
     new = [*spare, *range(len(old), size)]
@@ -70,7 +70,7 @@ def _enlarged(weight: torch.nn.Parameter, size: int, spare: list[int], seed: int
     return torch.nn.Parameter(enlarged, requires_grad=weight.requires_grad)
 
 
-def _whole(*weights: Any) -> Any:
+def _gathered(*weights: Any) -> Any:
     """Within this context, weights that ZeRO-3 has sharded are whole."""
     sharded = [weight for weight in weights if hasattr(weight, "ds_id")]
     if not sharded:
@@ -111,7 +111,7 @@ def rows_made(model: Any) -> Iterator[None]:
     ends = [part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
     original, layer.check_deepspeed_zero3_enabled = layer.check_deepspeed_zero3_enabled, lambda: False
     try:
-        with _whole(*{id(weight): weight for weight in ends}.values()):
+        with _gathered(*{id(weight): weight for weight in ends}.values()):
             yield
     finally:
         layer.check_deepspeed_zero3_enabled = original

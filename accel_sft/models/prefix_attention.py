@@ -1,14 +1,26 @@
-"""Attention of rows behind one copy of their common prefix, for training and for generation."""
+"""Attention of rows behind one copy of their common prefix, for training and for generation.
 
-from collections.abc import Callable
+Rows go on from one forward of their prefix by its cache, with layers of any kind, and differentiably: attention layers
+keep keys and values of the prefix, layers with a state keep the state. Rows get them by reference, so that one backward
+adds up all rows' gradients of the prefix, and goes through the prefix once.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
 from accel_sft.models import cascade as kernels
+from accel_sft.models.architecture import arguments, cache_argument, without_adapter
 from accel_sft.models.cascade import PrefixedRows, cascade, cut_rows, usable
 
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -61,8 +73,8 @@ def rows_attention(
         return decoding(module, query, key, value, kwargs.get("scaling")), None
     query, key, value = (_as_autocast(tensor) for tensor in (query, key, value))
     if rows is None:
-        whole = query.shape[2] == key.shape[2] and not torch.compiler.is_compiling()
-        if whole and attention_mask is not None and attention_mask.dtype == torch.bool:
+        full_pass = query.shape[2] == key.shape[2] and not torch.compiler.is_compiling()
+        if full_pass and attention_mask is not None and attention_mask.dtype == torch.bool:
             attention_mask = _additive(attention_mask, query.dtype)
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     kwargs.pop("is_causal", None)
@@ -106,3 +118,134 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         made = mask.new_zeros((*mask.shape[:-1], -length // 8 * -8), dtype=dtype)[..., :length]
         _made[mask] = made.masked_fill_(~mask, -torch.inf)
     return made
+
+
+_ARGUMENTS: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
+"""Names of the arguments of each model's forward, looked up once."""
+
+
+class PrefixCache(DynamicCache):
+    """A cache that looks the same to a layer however often the layer is computed.
+
+    transformers' own caches change under a forward, some of them in place: autograd could not go back through them, and
+    gradient checkpointing, which computes a layer again, would find them changed.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.layers: list[Any] = self.layers
+        self.read: list[Any] | None = [None] * len(self.layers)
+        """What each layer has kept of the prefix; None once it is read."""
+
+    def behind(self, rows: int) -> "PrefixCache":
+        """The cache from which `rows` rows go on, once the prefix is read."""
+        assert self.read is not None
+        behind = copy.copy(self)
+        behind.layers = [_copy(layer or empty) for layer, empty in zip(self.read, self.layers, strict=True)]
+        behind.read = self.read = None  # what is computed again in the backward is not kept
+        for layer in behind.layers:
+            for name, value in vars(layer).items():
+                if isinstance(value, dict):
+                    setattr(layer, name, {key: _for_rows(state, rows) for key, state in value.items()})
+                else:
+                    setattr(layer, name, _for_rows(value, rows))
+        return behind
+
+    def _changing(self, index: int) -> Any:
+        """A copy of a layer's cache, for a forward of the layer to change."""
+        if self.read is None:
+            return _copy(self.layers[index])
+        self.read[index] = self.read[index] or _copy(self.layers[index])
+        return self.read[index]
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return self._changing(layer_idx).update(key_states, value_states, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: Any, layer_idx: int) -> Any:
+        return self._changing(layer_idx).update_indexer(indexer_key_states)
+
+    def update_conv_state(
+        self, conv_states: Any, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Any:
+        """As the library's, which copies into a buffer: the inputs from where the convolution has to begin."""
+        layer, before = self._changing(layer_idx), self.layers[layer_idx]
+        size = conv_kernel_size or before.conv_kernel_size[state_idx] or conv_states.shape[-1]
+        if before.has_previous_state[state_idx]:
+            conv_states = torch.cat([before.conv_states[state_idx], conv_states], dim=-1)
+        else:
+            conv_states = functional.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
+        layer.conv_states[state_idx], layer.conv_kernel_size[state_idx] = conv_states[..., -size:], size
+        layer.is_conv_states_initialized[state_idx] = layer.has_previous_state[state_idx] = True
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **_: Any) -> Any:
+        layer = self._changing(layer_idx)
+        layer.recurrent_states[state_idx] = recurrent_states
+        layer.is_recurrent_states_initialized[state_idx] = True
+        return recurrent_states
+
+
+def _copy(layer: Any) -> Any:
+    copied = copy.copy(layer)
+    vars(copied).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
+    return copied
+
+
+def _for_rows(value: Any, rows: int) -> Any:
+    """A state of the prefix, (1, ...), as that of each row; anything else as it is."""
+    is_state = isinstance(value, torch.Tensor) and value.ndim > 1
+    return value.expand(rows, *value.shape[1:]) if is_state else value
+
+
+@contextlib.contextmanager
+def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within this context the module has another forward."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def _arguments(base: Any) -> set[str]:
+    """Names of the arguments that the model's forward takes. When it is first asked about a model, its layers are let
+    keep their cache where gradient checkpointing computes them again: transformers takes it from them, lest they change
+    it twice, which a `PrefixCache` does not allow."""
+    if base not in _ARGUMENTS:
+        for layer in base.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer._can_checkpoint_with_cache = True
+        _ARGUMENTS[base] = arguments(base)
+    return _ARGUMENTS[base]
+
+
+@contextlib.contextmanager
+def prefix_first(model: Any, prefix: torch.Tensor) -> Iterator[None]:
+    """Within this context a forward takes its rows to continue the prefix, whose ids are (1, P), and reads that first.
+
+    Both happen within one forward of the whole model, so that whatever wraps it (DDP, DeepSpeed, FSDP) sees one.
+
+    Args:
+        model: the model, an adapter's included, below DDP's or DeepSpeed's wrapper.
+    """
+    base = without_adapter(model)
+    own = base.forward
+    taken = _arguments(base)
+    cache_name = cache_argument(own) or "past_key_values"
+    no_logits = {"logits_to_keep": prefix.new_zeros(0)} if "logits_to_keep" in taken else {}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        cache = PrefixCache(base.config)
+        own(input_ids=prefix, use_cache=False, **{cache_name: cache}, **no_logits)
+        rows, longest = kwargs["input_ids"].shape
+        if "position_ids" in taken:  # Bamba, as of transformers 5.23, would count from 0 again
+            positions = torch.arange(longest, device=prefix.device) + prefix.shape[1]
+            kwargs["position_ids"] = positions.expand(rows, -1)
+        return own(*args, **{**kwargs, cache_name: cache.behind(rows)})
+
+    with with_forward(base, forward):
+        yield

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +96,26 @@ def pretrained(
         keep_as_trained(model)
         log("the base's linear layers are in 4 bits (NF4)")
     _refuse_incomplete(name, loading_info)
-    if offload:
-        places = Counter({"cpu": "host", "disk": "disk"}.get(str(to), "GPU") for to in model.hf_device_map.values())
-        log(f"offloaded parts of the model: {', '.join(f'{count} on the {place}' for place, count in places.items())}")
     if quantized and not hasattr(model.config, "quantization_config"):
         # what is left of the conversion would save dequantized weights under the names of quantized ones
         vars(model).pop("_weight_conversions", None)
         if dtype == torch.float32:  # transformers 5.21 leaves experts in the type it dequantized them to
             model.float()
-    if text is not settings and not isinstance(model.config, type(settings)):
-        log(_ALONE)
-    elif unused := sorted(loading_info["unexpected_keys"]):
-        log(f"not loaded, as config.json describes no such weights: {len(unused)} in its files ({_named(unused)})")
+    for line in _lines_on(model, settings, loading_info["unexpected_keys"], offloads=offload is not None):
+        log(line)
     return model
+
+
+def _lines_on(model: Any, settings: Any, unused: Collection[str], *, offloads: bool) -> Iterator[str]:
+    """Say which parts are offloaded, and what was not loaded: other parts than the language model, `unused` weights."""
+    if offloads:
+        places = Counter({"cpu": "host", "disk": "disk"}.get(str(to), "GPU") for to in model.hf_device_map.values())
+        yield f"offloaded parts of the model: {', '.join(f'{count} on the {place}' for place, count in places.items())}"
+    if settings.get_text_config(decoder=True) is not settings and not isinstance(model.config, type(settings)):
+        yield _ALONE
+    elif unused:
+        names = _named(sorted(unused))
+        yield f"not loaded, as config.json describes no such weights: {len(unused)} in its files ({names})"
 
 
 def vocabulary_problem(name: str, text: Any, largest_id: int) -> str | None:

@@ -212,7 +212,7 @@ def _reach(name: str) -> None:
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception as error:  # the HTTP library's own, of which huggingface_hub has had three
+    except Exception as error:  # the HTTP library's own; huggingface_hub has had three
         raise OSError(f"couldn't connect to '{constants.ENDPOINT}' ({first_line(error)})") from error
 
 

@@ -83,8 +83,8 @@ def left_out(adapted: Any, *, images: bool = False) -> list[str]:
     stood_on = {id(getattr(module.get_base_layer(), module.parameter_name)) for module in wrapped}
     for name, parameter in model.named_parameters():
         is_convolution = hasattr(model.get_submodule(name.rpartition(".")[0]), "kernel_size")
-        whole = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves it one dimension
-        if len(whole) == 3 and not (is_convolution or name in beyond or id(parameter) in stood_on):
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves it one dimension
+        if len(shape) == 3 and not (is_convolution or name in beyond or id(parameter) in stood_on):
             by_reason.setdefault("experts in one tensor", []).append(name)
     lines = ((reason, ", ".join(dict.fromkeys(map(in_block, names)))) for reason, names in by_reason.items())
     return [f"{names} ({reason})" for reason, names in lines if names]

@@ -60,7 +60,7 @@ _DOING = {
 """Words for names of `tracking.time_spent`."""
 _BRACKETS = re.compile(r" \(([^)]*)\)$")
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
-"""Control characters, of which an untrained model's answers are full: escaped, they would fill the table."""
+"""Control characters. An untrained model's answers are full of them: escaped, they would fill the table."""
 
 Samples = Sequence[Mapping[str, Any]]
 """{"index", "prompt", "expected", "generated", "scores"} of each answer of an evaluation."""
@@ -216,7 +216,7 @@ def print_report(
     if before:
         table.add_column("change", min_width=_CHANGE, overflow="fold")
     for row in comparison_rows(before, result.get("after") or {}, result):
-        shown_row = row if console.width >= _ONE_LINE else [row[0], *(_BRACKETS.sub(r"\n\1", cell) for cell in row[1:])]
+        shown_row = row if console.width >= _ONE_LINE else [row[0], *(_BRACKETS.sub(r"\n\1", text) for text in row[1:])]
         table.add_row(*map(Text, shown_row if before else (shown_row[0], shown_row[2])))
     if table.row_count:  # nothing was evaluated with --eval-every off
         for text in filter(None, (table, compared_weights(result), about_intervals(result))):

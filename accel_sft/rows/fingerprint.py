@@ -88,11 +88,11 @@ def _described(value: Any, own: set[str]) -> Any:
     if kind is types.MethodType and getattr(value.__self__, value.__name__, None) == value:
         return ["method", value.__name__, _described(value.__self__, own)]
     if isinstance(value, (type, types.FunctionType)):
-        for each in value.__mro__ if isinstance(value, type) else (value,):
-            found = pkgutil.resolve_name(f"{each.__module__}:{each.__qualname__}")
-            if found is not each or each.__module__ == "__main__":  # shadowed, or of a script or prompt
+        for part in value.__mro__ if isinstance(value, type) else (value,):
+            resolved = pkgutil.resolve_name(f"{part.__module__}:{part.__qualname__}")
+            if resolved is not part or part.__module__ == "__main__":  # shadowed, or of a script or prompt
                 raise _Unknown
-            own.add(each.__module__.partition(".")[0])
+            own.add(part.__module__.partition(".")[0])
         return ["name", value.__module__, value.__qualname__]
     if not dataclasses.is_dataclass(value):
         raise _Unknown
@@ -145,14 +145,14 @@ def _imported(source: bytes) -> set[str]:
 
 def _libraries(imported: set[str]) -> dict[str, str]:
     """Return the distributions of the imported modules, with versions."""
-    provided, found = _distributions() if imported else {}, dict[str, str]()
+    provided, versions = _distributions() if imported else {}, dict[str, str]()
     for top in imported:  # a file beside the task, or one installed from a folder, may change and keep its version
         distributions = [metadata.distribution(name) for name in provided.get(top, ())]
         places = [place for place in _places(top) if _INSTALLED.isdisjoint(place.parts)]
-        if places or not distributions or any(each.read_text("direct_url.json") for each in distributions):
+        if places or not distributions or any(d.read_text("direct_url.json") for d in distributions):
             raise _Unknown
-        found |= {each.name: each.version for each in distributions}
-    return dict(sorted(found.items()))
+        versions |= {d.name: d.version for d in distributions}
+    return dict(sorted(versions.items()))
 
 
 @functools.cache

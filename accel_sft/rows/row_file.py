@@ -119,7 +119,7 @@ def named(numbers: Sequence[int], count: int, has_lines: bool) -> str:
 
 
 def more(count: int) -> str:
-    """The end of a list of which `count` items are not shown."""
+    """The end of a list: `count` items are not shown."""
     return f", and {count:,} more" if count else ""
 
 

@@ -198,7 +198,7 @@ def read_rows(
     """Read the rows of a file, or of all data files in a folder, and parse each row once.
 
     Args:
-        path: a .parquet, .arrow, .csv or .tsv file; any other is a JSON array of objects or JSON Lines, told apart by
+        path: a .parquet, .arrow, .csv or .tsv file; any other is a JSON array of objects or JSON Lines, by
             content. A .txt or .md file is one row, {"text": ...}. Compressed by gzip, bzip2, xz or zstandard, it is
             decompressed. Text is UTF-8, or UTF-16 with a byte-order mark. In FOLDER or FOLDER:SPLIT and its subfolders,
             the files with these suffixes or .json, .jsonl, .jsonlines, .jl, .ndjson are read in the order of their
@@ -226,26 +226,12 @@ def read_rows(
         reader = read_dataset if is_dataset_name(str(name)) else read_file
         files, beside = ([name], []) if of_folder is None else data_files(Path(folder), of_folder, split)
         lines += beside
-        before, refused = len(read), []
-        alike: dict[bytes, RowFile] = {}
-        for file in files:
-            try:
-                of_file = reader(file, parser, split, lines)
-                groups = array.array("I", of_file.groups() if len(files) > 1 else ()).tobytes()
-                earlier = alike.setdefault(groups, of_file) if groups else of_file
-                if earlier is not of_file and all(of_file.row(n) == earlier.row(n) for n in range(len(of_file))):
-                    lines.append(f"{file}: not read, as it has the same rows as {earlier.name}")
-                else:
-                    read.append(of_file)
-            except UserError as error:
-                problems += error.problems
-                refused.append(file.name)
-            if len(problems) >= MAX_PROBLEMS:
-                raise UserError(*problems)
-        if refused and len(read) > before:
+        of_name, refused = _read_files(files, reader, parser, split, lines, problems)
+        if refused and of_name:
             problems.append(f"{folder}: if {', '.join(refused)} is no data, take it out, or name the files to read")
-        parsers += [parser] * (len(read) - before)
-        given.append((str(name), len(read) - before))
+        read += of_name
+        parsers += [parser] * len(of_name)
+        given.append((str(name), len(of_name)))
     if problems:
         raise UserError(*problems)
     notes = lines + _notes(read)
@@ -253,6 +239,39 @@ def read_rows(
     if not len(rows):
         raise UserError(*rows.notes, f"{path}: no row is left to use")
     return rows
+
+
+def _read_files(
+    files: Sequence[Any],
+    reader: Callable[..., RowFile],
+    parser: Callable[..., Any],
+    split: str,
+    lines: list[str],
+    problems: list[str],
+) -> tuple[list[RowFile], list[str]]:
+    """Return the files of one name, without copies, and the names of those that are refused; add to lines and problems.
+
+    Raises:
+        UserError: there are MAX_PROBLEMS problems.
+    """
+    of_name: list[RowFile] = []
+    refused: list[str] = []
+    alike: dict[bytes, RowFile] = {}
+    for file in files:
+        try:
+            of_file = reader(file, parser, split, lines)
+            groups = array.array("I", of_file.groups() if len(files) > 1 else ()).tobytes()
+            earlier = alike.setdefault(groups, of_file) if groups else of_file
+            if earlier is not of_file and all(of_file.row(n) == earlier.row(n) for n in range(len(of_file))):
+                lines.append(f"{file}: not read, as it has the same rows as {earlier.name}")
+            else:
+                of_name.append(of_file)
+        except UserError as error:
+            problems += error.problems
+            refused.append(file.name)
+        if len(problems) >= MAX_PROBLEMS:
+            raise UserError(*problems)
+    return of_name, refused
 
 
 def example_name(examples: Sequence[Any], split: str, index: int) -> str:
@@ -273,7 +292,7 @@ def with_places(lines: Sequence[str], examples: Sequence[Any], split: str) -> li
 
 
 def _notes(files: Sequence[RowFile]) -> list[str]:
-    """A line for each note of the parser, and for each reason for which rows were left out."""
+    """A line for each note of the parser, and for each reason why rows were left out."""
     lines, unread = [], list[tuple[int, str]]()
     total = sum(len(file) + sum(count for count, _ in file.left_out.values()) for file in files)
     for verb, tallies in (("", [file.noted for file in files]), ("left out: ", [file.left_out for file in files])):

@@ -23,7 +23,7 @@ from accel_sft.rows.row_file import more
 _NO_DATA = re.compile(r"\..*|config\.json|dataset_(dict|infos?)\.json|state\.json|cache-\w+\.arrow")
 """Names of hidden files, and of those beside the rows of a data set that hold none, or copies of them."""
 _USUAL = {"train": ["train"], "validation": ["validation", "test"]}
-"""For each use: the splits of which the first that exists is read, if none is named."""
+"""For each use: the splits to look for if none is named; the first that exists is read."""
 _WORDS = {
     "validation": "validation|valid|dev|val",
     "test": "tests?|testing|evals?|evaluation|hold[-_ ]?outs?|held[-_ ]?out",

@@ -10,10 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from accel_sft.api.contract import contract_faults
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
-from accel_sft.api.task import Task
+from accel_sft.api.task import Task, contract_faults
 from accel_sft.chat.conversation import conversation, read_split
 from accel_sft.chat.pictures import Picture
 

@@ -1,6 +1,6 @@
 """Finds steps in which a run was disturbed: others took the machine's cores, or a GPU was throttled. No torch.
 
-Rank 0 marks readings while a run lasts, in metrics.jsonl; reports and comparisons make stretches of steps of them.
+Rank 0 marks readings while a run lasts, in metrics.jsonl; reports and comparisons make segments of steps of them.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ SLOW_CLOCK = 0.4
 OTHERS_GIB = 1.0
 """Memory of other processes on a GPU from which on it is marked: a context without work has up to 0.6 GiB."""
 _LEAST_READINGS = 3
-"""Marked readings, one a second, that make a stretch: clocks dip and daemons wake up for a moment."""
+"""Marked readings, one a second, that make a segment: clocks dip and daemons wake up for a moment."""
 _LEAST_SHARE = 0.01
-"""Share of the time of all steps that a stretch has at least: a shorter one does not matter."""
+"""Share of the time of all steps that a segment has at least: a shorter one does not matter."""
 MUCH = 0.1
 """Share of the steps' time from which on a run's speed is not the machine's: at half the speed it takes 10% longer,
 about as much as rounds on a quiet machine differ."""
@@ -67,7 +67,7 @@ def in_words(mark: str, number: float) -> str:
 
 
 @dataclasses.dataclass
-class Stretch:
+class Segment:
     """Steps whose readings have the same mark: from `first` to `last`, with the `seconds` that they took."""
 
     mark: str
@@ -80,38 +80,38 @@ class Stretch:
         return f"steps {self.first} to {self.last}: {in_words(self.mark, sum(self.numbers) / len(self.numbers))}"
 
 
-def stretches(lines: Iterable[Mapping[str, Any]]) -> list[Stretch]:
-    """The stretches that matter, by a run's training lines. A single reading without the mark does not end one."""
-    begun: list[Stretch] = []
-    running: dict[str, tuple[Stretch, int]] = {}  # by mark, with the readings since it was last seen
+def disturbed_segments(lines: Iterable[Mapping[str, Any]]) -> list[Segment]:
+    """The segments that matter, by a run's training lines. A single reading without the mark does not end one."""
+    begun: list[Segment] = []
+    running: dict[str, tuple[Segment, int]] = {}  # by mark, with the readings since it was last seen
     total, passed, before = 0.0, 0.0, 0  # passed: seconds since the reading of the step `before`
     for line in lines:
         seconds = line["seconds"] if is_number(line.get("seconds")) else 0.0
         total, passed = total + seconds, passed + seconds
         if not isinstance(read := line.get(KEY), dict):
             continue
-        running = {mark: (stretch, ago + 1) for mark, (stretch, ago) in running.items() if ago < 2}
+        running = {mark: (segment, ago + 1) for mark, (segment, ago) in running.items() if ago < 2}
         for mark, number in ((mark, number) for mark, number in read.items() if is_number(number)):
             if mark not in running:
-                begun.append(Stretch(mark, before + 1 if before else line["step"], 0, 0.0, []))
-            stretch = running[mark][0] if mark in running else begun[-1]
-            stretch.last, stretch.seconds = line["step"], stretch.seconds + passed
-            stretch.numbers.append(number)
-            running[mark] = stretch, 0
+                begun.append(Segment(mark, before + 1 if before else line["step"], 0, 0.0, []))
+            segment = running[mark][0] if mark in running else begun[-1]
+            segment.last, segment.seconds = line["step"], segment.seconds + passed
+            segment.numbers.append(number)
+            running[mark] = segment, 0
         passed, before = 0.0, line["step"]
     least = _LEAST_SHARE * total
     return [one for one in begun if len(one.numbers) >= _LEAST_READINGS and one.seconds >= least]
 
 
-def sentences(segments: Sequence[Stretch]) -> list[str]:
-    """The longest stretches in words, in the order of their steps, and how many more there are."""
+def sentences(segments: Sequence[Segment]) -> list[str]:
+    """The longest segments in words, in the order of their steps, and how many more there are."""
     longest = sorted(segments, key=lambda segment: -segment.seconds)[:_SHOWN]
-    more = [f"{len(segments) - _SHOWN} shorter stretches more"] if len(segments) > _SHOWN else []
+    more = [f"{len(segments) - _SHOWN} shorter segments more"] if len(segments) > _SHOWN else []
     return [str(segment) for segment in segments if segment in longest] + more
 
 
-def share(lines: Sequence[Mapping[str, Any]], segments: Sequence[Stretch]) -> float:
-    """The share of these training lines' time that lies in the stretches."""
+def share(lines: Sequence[Mapping[str, Any]], segments: Sequence[Segment]) -> float:
+    """The share of these training lines' time that lies in the segments."""
     times = {line["step"]: line["seconds"] for line in lines if is_number(line.get("seconds"))}
     inside = [seconds for step, seconds in times.items() if any(one.first <= step <= one.last for one in segments)]
     return sum(inside) / sum(times.values()) if sum(times.values()) > 0 else 0.0

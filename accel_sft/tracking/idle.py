@@ -22,7 +22,7 @@ LOW_PERCENT = 50.0
 _MUCH = 0.2
 """Share of a window's time from which on an activity counts as a cause."""
 _BEHIND = 0.1
-"""The same for waiting, of which only the part is measured that comes from forwards: backwards take longer."""
+"""The same for waiting. Only the part that comes from forwards is measured: backwards take longer."""
 _SMALL_TOKENS = 4096
 """A forward of fewer tokens may take longer to launch than to run."""
 
@@ -101,7 +101,7 @@ class IdleWatch:
         if waits[longest] >= _BEHIND:
             return (
                 f"rank {longest} waits for rank {slowest} for {waits[longest]:.0%} of a step or longer, {window}, "
-                f"though its GPU reads {use[longest]:.0f}% busy: compare clocks, heat and load of the two"
+                f"though its GPU reads {use[longest]:.0f}% busy: compare their clocks, heat and load"
             )
         return None
 

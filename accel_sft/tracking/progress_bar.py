@@ -84,11 +84,11 @@ class ProgressBar:
         return "  ".join([*parts, self._time_to_go(now)])
 
     def _of_devices(self) -> dict[str, str]:
-        """Tokens per second of `each` device, if there are several, and `mfu`, if it is known, in words."""
+        """Tokens per second of one device (`per_device`), if there are several, and `mfu`, if it is known, in words."""
         record, words = self._record, {}
         per_device = record.get("tokens_per_second_per_device", record["tokens_per_second"])
         if per_device != record["tokens_per_second"]:
-            words["each"] = f"({per_device:,.0f} each)"
+            words["per_device"] = f"({per_device:,.0f} each)"
         if "mfu" in record:
             words["mfu"] = f"MFU {record['mfu']:.1%}"
         return words
@@ -123,17 +123,17 @@ class ProgressBar:
             details |= self._of_devices()
         if self.done < self.total_steps:
             details["left"] = self._time_to_go(now)
-        for least in ("", "each", "mfu", "rate", "metrics", "loss", "left"):
+        for least in ("", "per_device", "mfu", "rate", "metrics", "loss", "left"):
             details.pop(least, None)
             text = "  ".join(filter(None, details.values()))
-            cells = self._console.width - cell_len(count) - cell_len(text) - 3  # the last column stays empty
-            if cells >= SHORTEST_BAR:
+            bar_length = self._console.width - cell_len(count) - cell_len(text) - 3  # the last column stays empty
+            if bar_length >= SHORTEST_BAR:
                 break
-        cells = max(cells, 0)
-        full = min(cells * self.done // max(self.total_steps, 1), cells)
+        bar_length = max(bar_length, 0)
+        full = min(bar_length * self.done // max(self.total_steps, 1), bar_length)
         done, to_do = "#-" if self._console.options.ascii_only else "━━"
         line = Text(f"{count} ", no_wrap=True, overflow="crop")
-        return line.append(done * full, "cyan").append(to_do * (cells - full), "bright_black").append(f" {text}")
+        return line.append(done * full, "cyan").append(to_do * (bar_length - full), "bright_black").append(f" {text}")
 
 
 def _short(value: float) -> str:

@@ -45,7 +45,7 @@ _CURVES = {
 
 
 _PAUSE_SECONDS = 0.05
-"""What is longer between two steps is a pause, by which the next readings say nothing of steps."""
+"""What is longer between two steps is a pause: the next readings say nothing of steps."""
 
 
 class Tracker(contextlib.AbstractContextManager):

@@ -109,7 +109,7 @@ class Untrained:
             )
 
     def _reached(self) -> Iterator[str]:
-        """Yield the names of the weights of which this rank has a part that has had a gradient."""
+        """Yield the names of the weights whose part on this rank has had a gradient."""
         for partition in partitions(self._accelerator, self._model, self._optimizer):
             parts = list(_parts(partition))
             firsts = torch.stack([part[:_FIRST].any() for _, part in parts]).tolist() if parts else []

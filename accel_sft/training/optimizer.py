@@ -1,7 +1,11 @@
-"""Makes the optimizer, and runs backward, clipping and update on every backend."""
+"""Makes the optimizer, and runs backward, clipping and update on every backend.
+
+`Whole` hands out trained weights and their gradients, whole and equal on all ranks, where a backend has parts.
+"""
 
 import contextlib
 import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -11,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.device_memory import forwards_alone
-from accel_sft.checkpoint.averages import Averages
+from accel_sft.checkpoint.partition import Partition, flat, partitions
+from accel_sft.checkpoint.shards import Averages, loss_scale
 from accel_sft.launch.groups import row_groups, sequence_ranks
 from accel_sft.models.adapters import adapter_of
 from accel_sft.models.kernels import bitsandbytes
 from accel_sft.tracking.time_spent import BACKWARD, OPTIMIZER, span
-from accel_sft.training.whole import Whole
 
 
 def new_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
@@ -187,3 +191,72 @@ class Stepper:
             return None
         grads = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(grads).item() if grads else None
+
+
+class Whole:
+    """The trained weights with a certain part in their names, around one update. Its methods are collective.
+
+    DeepSpeed and FSDP2 keep parts of weights and gradients, and DeepSpeed frees gradients in the update; what is
+    returned and changed here are copies then.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: Any, optimizer: Any, part: str, of_gradients: bool) -> None:
+        self.backend = accelerator, model, optimizer
+        self.kind = accelerator.distributed_type
+        named = accelerator.unwrap_model(model).named_parameters()
+        self.parameters = {name: weight for name, weight in named if weight.requires_grad and part in name}
+        self.of_gradients = of_gradients
+        self.in_parts = self.kind in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.copies: dict[str, torch.Tensor] = {}
+
+    def keep_gradients(self) -> None:
+        """Copy the gradients in float32, between backward and update, if they will be read."""
+        if not self.of_gradients:
+            return
+        if self.kind == DistributedType.FSDP:
+            self.gradients = self._gathered(lambda partition: partition.tensor.grad)
+        elif self.kind == DistributedType.DEEPSPEED:
+            from deepspeed.utils import safe_get_full_grad
+
+            scale = loss_scale(*self.backend[:2]).get("cur_scale", 1.0)
+            for name, parameter in self.parameters.items():  # at stage 0 these are the gradients themselves
+                self.gradients[name] = safe_get_full_grad(parameter).to(torch.float32, copy=True).div_(scale)
+
+    def weights(self, clipped: float) -> dict[str, torch.Tensor]:
+        """Return the updated weights, in float32 if the optimizer has them so.
+
+        Args:
+            clipped: what the update multiplied the gradients with that `keep_gradients` found.
+        """
+        if not self.in_parts:
+            return self.parameters
+        self.copies = self._gathered(lambda partition: partition.tensor)
+        for name, gradient in self.gradients.items():
+            self.copies[name].grad = gradient.mul_(clipped)
+        return self.copies
+
+    def put_back(self, names: Collection[str]) -> None:
+        """Write the weights of these names, changed since, to where the optimizer and forwards have them."""
+        if not (self.in_parts and names):
+            return
+        for partition in partitions(*self.backend, writing=True):
+            for part in partition.spans:
+                if part.name in names:
+                    changed = self.copies[part.name].view(-1)[part.start : part.start + part.size]
+                    flat(partition.tensor)[part.offset : part.offset + part.size].copy_(changed)
+
+    def _gathered(self, read: Callable[[Partition], Any]) -> dict[str, torch.Tensor]:
+        """Sum up what each rank has of the weights, or of tensors like them, in one exchange."""
+        accelerator = self.backend[0]
+        shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
+        buffer = torch.zeros(sum(shape.numel() for shape in shapes.values()), device=accelerator.device)
+        places = dict(zip(shapes, buffer.split([shape.numel() for shape in shapes.values()]), strict=True))
+        for partition in partitions(*self.backend):
+            for part in partition.spans if partition.written else []:
+                if part.name in places:
+                    own = flat(read(partition))[part.offset : part.offset + part.size]
+                    places[part.name][part.start : part.start + part.size].copy_(own)
+        if accelerator.num_processes > 1:
+            torch.distributed.all_reduce(buffer)
+        return {name: place.view(shapes[name]) for name, place in places.items()}

@@ -23,8 +23,7 @@ from accel_sft.chat.conversation import limited_examples, read_split
 from accel_sft.chat.encode import blank_row
 from accel_sft.chat.encoded import Encoded
 from accel_sft.checkpoint.checkpoint import replacing
-from accel_sft.data.mixing import check_sources, in_words, rows_by_source
-from accel_sft.data.step_plan import StepPlan
+from accel_sft.data.step_plan import StepPlan, check_sources, in_words, rows_by_source
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.evaluator import Evaluator

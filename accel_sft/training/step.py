@@ -148,7 +148,7 @@ class TrainStep:
 
     def forward_seconds(self) -> float:
         """Seconds in which this rank made the last step's batches and forwards; NaN where those wait for other ranks.
-        Backwards, in which ranks wait too, do not count. It is called once the step's loss has been read."""
+        Backwards do not count: ranks wait in them too. It is called once the step's loss has been read."""
         if not self.stepper.forwards_alone:
             return math.nan
         on_gpu = self.stepper.accelerator.device.type == "cuda"

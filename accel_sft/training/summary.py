@@ -25,7 +25,7 @@ from accel_sft.results import run_report as report
 from accel_sft.results.labels import weakest_label
 from accel_sft.results.model_card import model_card
 from accel_sft.results.run_report import time_sentence
-from accel_sft.tracking.disturbed import sentences, stretches
+from accel_sft.tracking.disturbed import disturbed_segments, sentences
 from accel_sft.tracking.metrics_file import mean_mfu, read_lines
 from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState
@@ -97,7 +97,7 @@ def publish(
     config, task = prepared.assembly.config, prepared.assembly.task
     lines = read_lines(run_dir.metrics)
     speed = state.tokens / state.seconds if state.seconds else None
-    mfu, disturbed = mean_mfu(lines), sentences(stretches(line for line in lines if "loss" in line))
+    mfu, disturbed = mean_mfu(lines), sentences(disturbed_segments(line for line in lines if "loss" in line))
     reason = state.stop_reason(prepared.plan.total_steps, config.patience)
     result = {
         "status": "complete",

@@ -9,7 +9,7 @@ from accel_sft.api.config import LAYOUT, REMOVED, TrainConfig, changed
 from accel_sft.api.config_file import load_yaml, task_in
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import option, settings
-from accel_sft.io.run_dir import kept
+from accel_sft.io.run_dir import kept_steps
 from accel_sft.models.source import is_tiny
 
 
@@ -99,9 +99,9 @@ def test_problems_come_together():
 def test_checkpoints_are_saved_where_they_are_kept():
     assert TrainConfig(keep_checkpoints="every:50").resolved({}).save_every == "50"
     assert TrainConfig(keep_checkpoints="every:50", save_every="10").resolved({}).save_every == "10"
-    assert kept([10, 20, 50, 60, 100, 110], "every:50") == [50, 100, 110]
-    assert kept([10, 20, 50], "2") == [20, 50]
-    assert kept([10], "5") == [10]
+    assert kept_steps([10, 20, 50, 60, 100, 110], "every:50") == [50, 100, 110]
+    assert kept_steps([10, 20, 50], "2") == [20, 50]
+    assert kept_steps([10], "5") == [10]
 
 
 def test_defaults_come_with_the_model_and_what_is_set_stays():

@@ -40,8 +40,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.batching import choice, collate, loss, verify
 from accel_sft.batching.choice import choose_batching, least_work, within_memory
-from accel_sft.batching.forward_layouts import LAYOUTS
-from accel_sft.batching.layouts import Batching
+from accel_sft.batching.layouts import LAYOUTS, Batching
 from accel_sft.batching.loss import nll, nll_sum
 from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import UNLIMITED
@@ -404,7 +403,7 @@ def test_window_of_all_layers_is_seen_by_judged_rows_too(window):
 def test_undeclared_window_is_detected_by_the_longest_row(monkeypatch):
     torch.manual_seed(0)
     model = MistralForCausalLM(small(MistralConfig, sliding_window=16, initializer_range=0.5))
-    monkeypatch.setattr("accel_sft.batching.forward_layouts.limited_layers", lambda model, longest: None)
+    monkeypatch.setattr("accel_sft.batching.layouts.limited_layers", lambda model, longest: None)
     batching, reasons = chosen(model, rows(64, instruction=4, longest=40), batching="packed")
     assert batching.layout == "padded"
     assert "its loss is not that of single rows" in reasons
@@ -566,7 +565,7 @@ def test_sizes_above_a_ranks_share_are_not_tried(model, monkeypatch, ranks):
 
 
 def test_device_without_room_is_an_error_naming_the_longest_example(model):
-    with room_for(20), pytest.raises(UserError, match=r"not even 64 tokens fit \(longest example, \d+: 5\d\)"):
+    with room_for(20), pytest.raises(UserError, match=r"not even 64 tokens .*the longest has 5\d, example \d+\)"):
         within_memory(trial(model, rows(200)), [Batching("shared", 0)], (64, 128))
 
 

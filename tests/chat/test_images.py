@@ -564,7 +564,7 @@ def test_earlier_answers_of_a_chat_have_the_images_before_them(monkeypatch):
     following += [{"role": "assistant", "content": "what is left", "weight": 0}]
     monkeypatch.setattr(Given, "target", lambda self, example: following)
     chat = conversation(Given(), [0], "train", 0)
-    assert [len(part.images) for part in chat.each()] == [1, 2]
+    assert [len(part.images) for part in chat.by_answer()] == [1, 2]
     assert len(chat.images) == 2
     following[2] = {"role": "assistant", "content": [red]}
     with pytest.raises(UserError, match="an answer with an image; only texts are learnt"):

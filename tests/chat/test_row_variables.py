@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from accel_sft import UserError
 from accel_sft.chat.conversation import conversation
-from accel_sft.evaluation.served import refuse_beyond_text
+from accel_sft.evaluation.evaluator import refuse_beyond_text
 from accel_sft.tools.check.texts import SpecialTokens
 
 ASK, ANSWER = {"role": "user", "content": "odd?"}, {"role": "assistant", "content": "no"}

@@ -96,7 +96,7 @@ def test_template_without_a_generation_prompt_is_warned_of_with_fix(tokenizer):
 
     bare = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     (warning,) = warnings(bare)
-    assert r'learns to write "<|im_start|>assistant\n" before each answer' in warning
+    assert r'learns to write "<|im_start|>assistant\n"; end the template with' in warning
     assert warnings(bare + re.search("{% if .*", warning)[0]) == []
     headless = "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}<|im_end|>{% endif %}"
     assert warnings(f"{{% for m in messages %}}{headless}{{% endfor %}}") == []
@@ -191,8 +191,7 @@ def test_a_template_that_loses_the_answer_is_refused(tokenizer, name):
     with pytest.raises(UserError, match=r"^validation example 1: the answer would not be trained on: ") as refused:
         encoded(own, ["  ", losing.get(name, "odd")])
     (line,) = refused.value.problems
-    assert "chat_template that writes an assistant's content whole" in line
-    assert line.endswith("or change target()")
+    assert line.endswith(("change the template or target()", "give --thinking keep"))
     with pytest.raises(UserError, match="the answer would not be trained on"):  # also where the cut would hide it
         encoded(own, [losing.get(name, "odd")], truncation="right", max_length=16)
 

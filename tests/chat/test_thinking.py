@@ -352,7 +352,7 @@ DROPPING = [*itertools.product(("DeepSeek-R1", "DeepSeek-V3.1", "EXAONE 4", "QwQ
 @pytest.mark.parametrize(("name", "thinking"), [*DROPPING, ("Qwen3", "off"), ("Qwen3.5", "off")])
 def test_dropped_thinking_is_refused_unless_it_is_kept(tokenizer, name, thinking):
     own, ends = of_family(tokenizer, name)
-    with pytest.raises(UserError, match=r"would not be trained on: .*; learn the thinking with --thinking keep"):
+    with pytest.raises(UserError, match=r"would not be trained on: .*; give --thinking keep"):
         encoded(own, ends, THOUGHTS[:1], thinking)
 
 

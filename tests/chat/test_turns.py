@@ -522,11 +522,11 @@ def test_a_run_on_chats_is_the_mathematics_of_their_turns(tmp_path):
 
 def test_the_prompt_of_an_answer_is_shown_turn_by_turn():
     prompt, answer = [SYSTEM, user("Who?")], said("I.")
-    assert Conversation(prompt, answer).asked == "Who?"
+    assert Conversation(prompt, answer).shown_prompt == "Who?"
     call = {"function": {"name": "find", "arguments": {"of": "it"}}}
     turns = [said("", tool_calls=[call]), {"role": "tool", "content": "5"}]
     lines = ["user: Who?", 'assistant: {"name": "find", "arguments": {"of": "it"}}', "tool: 5"]
-    assert Conversation([*prompt, *turns], answer).asked.split("\n") == lines
+    assert Conversation([*prompt, *turns], answer).shown_prompt.split("\n") == lines
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from places import CONFIGS
 from accel_sft.__main__ import main
 from accel_sft.api import registry
 from accel_sft.api.config import TrainConfig
+from accel_sft.api.config_file import OTHER_COMMANDS, OTHER_NAMES
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
-from accel_sft.api.other_names import OTHER_COMMANDS, OTHER_NAMES
 from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.cli.group import cli
 from accel_sft.cli.task_command import TaskCommand

@@ -28,7 +28,7 @@ from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.conversation import Conversation
 from accel_sft.commands.trained import Trained
 from accel_sft.evaluation.answerer import Answerer
-from accel_sft.evaluation.left_padded import Sampling
+from accel_sft.evaluation.generate import Sampling
 from accel_sft.evaluation.prompts import read_prompts
 from accel_sft.io.run_dir import RunDir
 from accel_sft.models.source import find_source

@@ -204,7 +204,7 @@ def test_merging_into_folder_and_gguf_makes_no_third_folder(adapter, tmp_path):
         ((), "OUT: name a new folder for the merged weights (accel-sft merge"),
         (("--gguf", "/no/such/m.gguf"), "--gguf /no/such/m.gguf: its folder is not there; make it first"),
         (("--gguf", "/proc/m.gguf"), "--gguf /proc/m.gguf: its folder cannot be written (No such file or directory)"),
-        (("--gguf", "m.gguf"), "llama.cpp's convert_hf_to_gguf.py is not on PATH; it is in the source of llama-cpp"),
+        (("--gguf", "m.gguf"), "llama.cpp's convert_hf_to_gguf.py is not on PATH; pip download --no-deps"),
         (("--gguf", "m.gguf", "--converter", "/no/such"), "--converter /no/such: no such file"),
     ],
 )

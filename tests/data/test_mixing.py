@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from accel_sft import UserError, read_rows
 from accel_sft.api.config import TrainConfig, read_shares
-from accel_sft.data.mixing import check_sources, in_words
-from accel_sft.data.step_plan import StepPlan, taking_turns
+from accel_sft.data.step_plan import StepPlan, check_sources, in_words, taking_turns
 
 SHARES = st.lists(st.integers(1, 60), min_size=2, max_size=7)
 

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 
 from accel_sft import UserError
 from accel_sft.chat.encoded import Rules, end_of_turn_ids
-from accel_sft.data import token_key, tokenization
+from accel_sft.data import tokenization
 from accel_sft.data.token_store import IDS
 from accel_sft.data.tokenization import KIND, SplitEncoder
 from accel_sft.io import cache, manifest
@@ -134,7 +134,7 @@ TURNS = [{"role": "user", "content": "5="}]
 )
 def test_difference_of_a_task_between_ranks_is_refused_everywhere(two_ranks, monkeypatch, nonsense, message):
     # else every row is read first, and ranks differ
-    monkeypatch.setattr(token_key, "code_fingerprint", lambda *values: "known")
+    monkeypatch.setattr(tokenization, "code_fingerprint", lambda *values: "known")
     good = [(TURNS, "5")] * 4
     for bad in (Named([*good[1:], nonsense]), Named([nonsense, *good[1:]])):  # in rank 1's share, and in rank 0's
         first, second = two_ranks(Named(good), bad, task=Given())

@@ -20,7 +20,7 @@ from accel_sft import UserError
 from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.cli.group import cli
 from accel_sft.evaluation import endpoint as client
-from accel_sft.evaluation import served as evaluation
+from accel_sft.evaluation import evaluator as evaluation
 from accel_sft.evaluation.endpoint import Endpoint
 from accel_sft.io.run_dir import RunDir
 
@@ -245,7 +245,7 @@ def test_concurrent_requests_leave_out_what_a_server_refuses(served):
     with serving(served) as url, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Endpoint, "post", slow)
         endpoint = Endpoint(url, "tuned")
-        assert len(endpoint.each("asked", lambda chat: endpoint.chat(chat, 2), [CHAT, CHAT])) == 2
+        assert len(endpoint.call_all("asked", lambda chat: endpoint.chat(chat, 2), [CHAT, CHAT])) == 2
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_what_a_server_is_not_asked_is_refused(served):
     class Loss(Sums):
         main_metric = "eval_loss"
 
-    assert evaluation.problems(Loss()) == [
+    assert evaluation.problems_of_served(Loss()) == [
         "--url: the task's metric is eval_loss, which servers do not return; choose a metric of answers"
     ]
     with serving(served) as url:

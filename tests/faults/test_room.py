@@ -31,7 +31,7 @@ def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
         background.check_disk(accelerator, model, RunDir(tmp_path), averaged=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size * 4 // 3))
     background.check_disk(accelerator, model, RunDir(tmp_path))
-    with pytest.raises(UserError, match=r"3 checkpoints that are kept take 36\.0 MiB, .* --keep-checkpoints"):
+    with pytest.raises(UserError, match=r"3 checkpoints take 36\.0 MiB, .* --keep-checkpoints"):
         background.check_disk(accelerator, model, RunDir(tmp_path), checkpoints=3)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size * 4 // 3 - 1))
     told = r"a checkpoint takes 12.0 MiB, other files 4.0 MiB, and 16.0 MiB are free; free space"

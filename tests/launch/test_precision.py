@@ -22,8 +22,7 @@ from accel_sft.launch import host_memory, precision, this_machine
 from accel_sft.launch.audit import audit
 from accel_sft.launch.info import launch_of_yaml, read_launch
 from accel_sft.tools.compare.settings import product
-from accel_sft.tools.plan.machine import machine
-from accel_sft.tools.plan.plans import launch_of
+from accel_sft.tools.plan.plans import launch_of, machine
 
 BARE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 2}
 DEEPSPEED = BARE | {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}

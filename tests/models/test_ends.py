@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import checkpoint
-from accel_sft.evaluation import left_padded
+from accel_sft.evaluation.generate import generate
 from accel_sft.models.load import load_model
 from accel_sft.models.source import find_source
 from accel_sft.models.tiny import CHAT_TEMPLATE
@@ -161,7 +161,7 @@ def test_penalties_of_the_base_are_named_and_left_out(tmp_path):
     question, device = [[5, 6, 7]], torch.device("cpu")
 
     def answer(model):
-        return left_padded.generate(model, question, 12, [0], 0, device)
+        return generate(model, question, 12, [0], 0, device)
 
     plain = answer(loaded(folder)[0])
     given = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "suppress_tokens": plain[0], "min_new_tokens": 12}

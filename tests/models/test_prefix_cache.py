@@ -18,7 +18,7 @@ from accel_sft.batching.choice import choose_batching
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.trial import Trial
-from accel_sft.models import prefix_cache
+from accel_sft.models import prefix_attention
 
 ROWS = rows(12, instruction=70, longest=30, vocabulary=250)
 INIT = {"qwen3_5_text": 0.05, "gemma2": 0.05, "falcon_h1": 0.05, "qwen3_next": 0.05, "olmo_hybrid": 0.02}
@@ -97,11 +97,11 @@ def test_layer_that_cannot_continue_a_cache_is_detected(family):
 
 
 def test_state_cut_off_from_its_backward_is_detected(monkeypatch):
-    def cut_off(value, rows, real=prefix_cache._for_rows):
+    def cut_off(value, rows, real=prefix_attention._for_rows):
         state = real(value, rows)
         return state.detach() if isinstance(state, torch.Tensor) and state.ndim == 3 else state
 
-    monkeypatch.setattr(prefix_cache, "_for_rows", cut_off)
+    monkeypatch.setattr(prefix_attention, "_for_rows", cut_off)
     batching, line = chosen(make("lfm2"))
     assert batching.layout == "padded"
     assert "behind a cache: its gradient is not that of padded rows (off by " in line

@@ -27,7 +27,7 @@ from transformers import (
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching.forward_layouts import LAYOUTS
+from accel_sft.batching.layouts import LAYOUTS
 from accel_sft.checkpoint import checkpoint
 from accel_sft.cli.group import cli
 from accel_sft.io.exported import complete_config, save_tokenizer

@@ -17,7 +17,7 @@ import fsdp2_on_cpu
 import torch
 
 from accel_sft.models.adapters import AdaLora
-from accel_sft.training.whole import Whole
+from accel_sft.training.optimizer import Whole
 
 after_step, put_back = AdaLora.after_step, Whole.put_back
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.checkpoint import shards
-from accel_sft.checkpoint.averages import Averages
 from accel_sft.checkpoint.background import Checkpoints
+from accel_sft.checkpoint.shards import Averages
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.info import launch_of_this_process
 

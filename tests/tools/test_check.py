@@ -449,7 +449,7 @@ def test_labels_that_no_validation_row_tests_are_named():
             labels.add("train", index, answer)
         for index, answer in enumerate(["billing", "shipping", "billing"]):
             labels.add("validation", index, answer)
-        labels.report(found, whole=whole)
+        labels.report(found, is_complete=whole)
         told = [(row.split, row.index, row.detail) for each in found.placed({}) for row in each.rows]
         assert told == ([("train", 30, "'fraud' stands 3 times in train, never in validation")] if whole else [])
 

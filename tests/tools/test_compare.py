@@ -317,10 +317,10 @@ class Keyed:
 def test_values_are_split_at_commas_but_where_they_hold_commas():
     assert split_values(SETTINGS["micro_batch_size"], ("1,32", "1", "auto")) == ["1", "32", "auto"]
     assert split_values(SETTINGS["learning_rate"], ("1e-4,0.0001,3e-4",)) == ["1e-4", "3e-4"]
-    assert split_values(SETTINGS["lora_target_modules"], ("q,v", "k"), whole=True) == ["q,v", "k"]
+    assert split_values(SETTINGS["lora_target_modules"], ("q,v", "k"), unsplit=True) == ["q,v", "k"]
     whole = {"--lora-modules-to-save", "--lora-target-modules", "--lora-target-parameters"}
     whole |= {"--mix", "--tracker", "--train-only"}
-    assert read_config({}).whole == whole | {"--sample"}  # --train-only 'layers\.\d{1,2}\.'
+    assert read_config({}).unsplit == whole | {"--sample"}  # --train-only 'layers\.\d{1,2}\.'
     assert split_values(SETTINGS["gradient_checkpointing"], ("on,off",)) == ["on", "off"]
     with pytest.raises(UserError, match="--seed 1,,2: a value between two commas is empty"):
         split_values(SETTINGS["seed"], ("1,,2",))

@@ -34,7 +34,7 @@ from accel_sft.memory.states import Placed, least_bytes, placed
 from accel_sft.models.adapters import new_adapter
 from accel_sft.models.tiny import TINY_SHAPE, TINY_VOCABULARY, build_tiny
 from accel_sft.tools.plan import plans, table
-from accel_sft.tools.plan.machine import GIB, PlannedMachine, machine
+from accel_sft.tools.plan.plans import GIB, PlannedMachine, machine
 from accel_sft.tools.plan.speed import Speed, speed
 from accel_sft.training import predicted
 
@@ -594,18 +594,18 @@ def test_plan_that_cannot_be_names_reason_and_way_out(models, arguments, said, u
 
 
 def test_gpus_of_unknown_memory_are_asked_for(models, monkeypatch):
-    monkeypatch.setattr("accel_sft.tools.plan.machine.nvidia_gpus", lambda: (None, []))
+    monkeypatch.setattr("accel_sft.tools.plan.plans.nvidia_gpus", lambda: (None, []))
     with pytest.raises(UserError, match="--gpu-memory: give the GiB of one GPU"):
         machine(2, None, 64)
     for bf16 in (True, False):
-        monkeypatch.setattr("accel_sft.tools.plan.machine.this_machine_computes_bf16", lambda bf16=bf16, **_: bf16)
+        monkeypatch.setattr("accel_sft.tools.plan.plans.this_machine_computes_bf16", lambda bf16=bf16, **_: bf16)
         assert machine(None, None, 64) == PlannedMachine(0, None, 64 * GIB, bf16=bf16)
         assert machine(0, None, 64) == PlannedMachine(0, None, 64 * GIB, bf16=bf16)
         assert machine(None, 24, 64) == machine(1, 24, 64) == PlannedMachine(1, 24 * GIB, 64 * GIB)
     gpus = [{"name": "NVIDIA H100 80GB HBM3", "memory_gib": 80.0}, {"name": "NVIDIA L40S", "memory_gib": 40.0}]
-    monkeypatch.setattr("accel_sft.tools.plan.machine.nvidia_gpus", lambda: ("1", gpus))
+    monkeypatch.setattr("accel_sft.tools.plan.plans.nvidia_gpus", lambda: ("1", gpus))
     assert machine(None, None, 64) == PlannedMachine(2, 40 * GIB, 64 * GIB, bf16=False)
-    monkeypatch.setattr("accel_sft.tools.plan.machine.nvidia_gpus", lambda: ("1", gpus[:1]))
+    monkeypatch.setattr("accel_sft.tools.plan.plans.nvidia_gpus", lambda: ("1", gpus[:1]))
     assert machine(None, None, 64).gpu == "NVIDIA H100 80GB HBM3"
     assert machine(8, 80, 64).gpu == ""  # those of another machine
 

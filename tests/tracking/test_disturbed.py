@@ -19,7 +19,7 @@ from accel_sft.launch import host_memory, machine_state
 from accel_sft.launch.machine_state import CoreClock, cpu_clock_share, gpu_state, others_gib, slowed_by
 from accel_sft.results.run_report import render_report
 from accel_sft.tools.compare.measured import measure
-from accel_sft.tracking.disturbed import KEY, in_words, marks, sentences, share, stretches
+from accel_sft.tracking.disturbed import KEY, disturbed_segments, in_words, marks, sentences, share
 from accel_sft.tracking.system import NewReading, Reading, Readings, SystemSampler
 
 OTHERS = "other processes took # of 2 cores"
@@ -193,7 +193,7 @@ def test_readings_across_a_start_or_pause_have_none_before_them():
     assert readings.new([], False) == {}
 
 
-# --- stretches of steps ---
+# --- segments of steps ---
 
 
 def lines_of(readings, seconds=1.0):
@@ -205,29 +205,29 @@ def lines_of(readings, seconds=1.0):
     return found
 
 
-def test_stretches_are_told_by_steps_and_means():
+def test_segments_show_steps_and_means():
     lines = lines_of([*[0] * 119, None, *[1.2, None, 1.6] * 20, 1.4, *[0] * 100])
-    (found,) = stretches(lines)
+    (found,) = disturbed_segments(lines)
     assert str(found) == "steps 120 to 181: other processes took 1.4 of 2 cores"
     assert share(lines, [found]) == pytest.approx(62 / len(lines))
-    (one,) = stretches(lines_of([0, 1.0, 1.0, 0, 1.0, 0, 0, 1.0]))
+    (one,) = disturbed_segments(lines_of([0, 1.0, 1.0, 0, 1.0, 0, 0, 1.0]))
     assert (one.first, one.last) == (2, 5)  # one reading in between is no end, two are
 
 
-def test_short_and_single_readings_make_no_stretch():
-    assert stretches(lines_of([0, 1.0, 1.0, 0, 0, 1.0, 0])) == []
-    assert stretches(lines_of([*[1.0] * 3, *[0] * 400])) == []
+def test_short_and_single_readings_make_no_segment():
+    assert disturbed_segments(lines_of([0, 1.0, 1.0, 0, 0, 1.0, 0])) == []
+    assert disturbed_segments(lines_of([*[1.0] * 3, *[0] * 400])) == []
     assert share([], []) == 0.0
-    many = stretches(lines_of([*[1.0] * 4, 0, 0, *[1.0] * 5, 0, 0] * 4))
+    many = disturbed_segments(lines_of([*[1.0] * 4, 0, 0, *[1.0] * 5, 0, 0] * 4))
     assert len(sentences(many)) == 6
-    assert sentences(many)[-1] == "3 shorter stretches more"
+    assert sentences(many)[-1] == "3 shorter segments more"
     assert sum("steps" in line for line in sentences(many)) == 5
 
 
 def test_lines_that_were_changed_by_hand_are_no_readings():
     odd = [None, 5, "a", [1], {"a#": None, "b": "1", "c": [], "d": True}]
-    assert stretches([{"step": 1, KEY: each} for each in odd]) == []
-    assert stretches([{"step": step, "seconds": "a", KEY: {"#": 1.0}} for step in range(4)])[0].seconds == 0.0
+    assert disturbed_segments([{"step": 1, KEY: each} for each in odd]) == []
+    assert disturbed_segments([{"step": step, "seconds": "a", KEY: {"#": 1.0}} for step in range(4)])[0].seconds == 0.0
 
 
 def test_the_report_and_a_comparison_name_the_steps(tmp_path):

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.checkpoint.averages import Averages
+from accel_sft.checkpoint.shards import Averages
 from accel_sft.resilience.signals import Interruption
 from accel_sft.training.trainer import Trainer
 

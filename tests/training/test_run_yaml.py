@@ -21,7 +21,7 @@ from accel_sft.api.task import Task
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.info import launch_of_this_process, launch_of_yaml, read_launch
 from accel_sft.launch.launcher import own_words
-from accel_sft.training import run_yaml
+from accel_sft.training import record
 
 
 def command_in(run_dir):
@@ -42,10 +42,10 @@ def test_the_command_in_run_yaml_starts_the_run_again_to_the_same_bits(launched,
         file = f"{folder}/model.safetensors"
         assert (again.path / file).read_bytes() == (first.path / file).read_bytes()
     then, now = first.read_record(), again.read_record()
-    for record in (then, now):
-        record["config"].pop("output_dir")
-        record["launch"].pop("yaml_path")
-        record["launch"]["yaml"] = yaml.safe_load(record["launch"]["yaml"]) | {"mixed_precision": "no"}
+    for saved in (then, now):
+        saved["config"].pop("output_dir")
+        saved["launch"].pop("yaml_path")
+        saved["launch"]["yaml"] = yaml.safe_load(saved["launch"]["yaml"]) | {"mixed_precision": "no"}
     assert then == now
     _, _, settings = first.settings.read_text(encoding="utf-8").partition("\n\n")
     assert again.settings.read_text(encoding="utf-8").partition("\n\n")[2] == settings
@@ -74,7 +74,7 @@ def written(folder, config=None, task=None, launch=None):
     folder.mkdir(exist_ok=True)
     config = config or TrainConfig(output_dir=str(folder), resume="auto")
     run = "odd", task or Odd(needed="x"), config.resolved({}), launch or launch_of_this_process()
-    run_yaml.write_run_yaml(RunDir(folder), *run)
+    record.write_run_yaml(RunDir(folder), *run)
     return RunDir(folder)
 
 
@@ -112,7 +112,7 @@ def test_without_a_launcher_the_command_has_none(tmp_path, monkeypatch):
 
 def test_under_torchrun_alone_the_command_has_torchrun(tmp_path, monkeypatch):
     typed = ["/x/python", "/x/bin/torchrun", "--nproc_per_node", "2", "-m", "accel_sft", "math", "--seed", "1"]
-    monkeypatch.setattr(run_yaml, "torchrun_command", lambda: typed)
+    monkeypatch.setattr(record, "torchrun_command", lambda: typed)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.chdir(tmp_path)
     program = ["ACCELERATE_MIXED_PRECISION=bf16", "torchrun", "--nproc_per_node", "2", "-m", "accel_sft"]
@@ -145,7 +145,7 @@ def test_launch_yaml_has_the_flags_that_decide_numbers_and_the_command_has_the_o
     (tmp_path / "z.yaml").write_text(yaml.safe_dump(content))
     flags = ("--num_processes", "1", "--mixed_precision", "fp16")
     launch = launch_of_yaml(tmp_path / "z.yaml", *flags)
-    monkeypatch.setattr(run_yaml, "launcher_command", lambda: (LAUNCHER, tmp_path))
+    monkeypatch.setattr(record, "launcher_command", lambda: (LAUNCHER, tmp_path))
     monkeypatch.chdir(tmp_path)
     run_dir = written(tmp_path / "run", launch=launch)
     (tmp_path / "ds.json").unlink()
@@ -160,7 +160,7 @@ def test_launch_yaml_has_the_flags_that_decide_numbers_and_the_command_has_the_o
 
 def test_without_a_launch_file_the_command_names_the_precision_that_was_chosen(tmp_path, monkeypatch):
     flags = ["accelerate", "launch", "--num_processes", "1"]
-    monkeypatch.setattr(run_yaml, "launcher_command", lambda: ([*flags, "-m", "accel_sft", "math"], tmp_path))
+    monkeypatch.setattr(record, "launcher_command", lambda: ([*flags, "-m", "accel_sft", "math"], tmp_path))
     monkeypatch.chdir(tmp_path)
     launch = dataclasses.replace(read_launch({}, []), resolved=("bf16", "this CPU has amx_bf16"))
     start = [*flags, "--mixed_precision", "bf16", "-m", "accel_sft"]

@@ -28,7 +28,7 @@ from accel_sft.models.pretrained import text_settings, vocabulary_problem, would
 from accel_sft.models.source import Source, find_source, resolved
 from accel_sft.models.tiny import build_tiny
 from accel_sft.rows.rows import Rows
-from accel_sft.tools.check import repeats, show, tokens
+from accel_sft.tools.check import show, splits, tokens
 from accel_sft.tools.check.findings import Findings
 from accel_sft.tools.check.report import Report, Shown, StepFigures, pieces_of, split_figures, step_figures
 from accel_sft.tools.check.scores import OwnScores
@@ -160,12 +160,12 @@ class Audit:
             if self.config.score:
                 scores.audit(split, of_split.usable, self.findings)
             in_file = isinstance(self.splits[split], Rows)
-            counts[split] = repeats.within(of_split, split, self.findings, scores.accepts, in_file)
+            counts[split] = splits.within(of_split, split, self.findings, scores.accepts, in_file)
         if scores.unjudged:
             self.notes.append(f"the expected answers were not scored one by one: {scores.unjudged}")
         train, validation = self.splits.get("train"), self.splits.get("validation")
         if len(texts) == 2 and not (isinstance(validation, Rows) and validation.shares_rows(train)):
-            repeats.between(texts["train"], texts["validation"], self.findings)
+            splits.between(texts["train"], texts["validation"], self.findings)
         return counts
 
     def _model(self, assembly: Assembly) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.rows.rows import Rows
 from accel_sft.tools.check.findings import DataFinding, Findings
-from accel_sft.tools.check.repeats import first_with_same, report_leaks
+from accel_sft.tools.check.splits import first_with_same, report_leaks
 from accel_sft.tools.check.texts import Labels
 from accel_sft.tools.check.tokens import report_tokens, token_facts
 
@@ -38,7 +38,7 @@ def quick_findings(
                 for row_tokens in encoding.kept[begin : begin + _TOGETHER]:
                     answer = decode(tuple(row_tokens.input_ids[row_tokens.prompt_length :]))
                     labels.add(split, row_tokens.index, answer.rpartition("</think>")[2])
-    labels.report(findings, whole=len(validation.kept) <= _ROWS)
+    labels.report(findings, is_complete=len(validation.kept) <= _ROWS)
     held_out, trained = facts["validation"].of_last_rows(), facts["train"].of_last_rows()
     for row in np.flatnonzero((first := first_with_same(held_out.rows)) < np.arange(len(first))):
         like = "validation", int(held_out.indices[first[row]])

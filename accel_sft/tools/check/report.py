@@ -244,7 +244,7 @@ def _decoded(tokenizer: Any, ids: Sequence[int], span: range, learnt: set[int], 
 def _text(tokenizer: Any, ids: Sequence[int], begin: int, end: int) -> str:
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     context = list(ids[max(begin - _CONTEXT, 0) : begin])
-    before, whole = (tokenizer.decode(part, **options) for part in (context, context + list(ids[begin:end])))
-    if not whole.startswith(before):
+    before, text = (tokenizer.decode(part, **options) for part in (context, context + list(ids[begin:end])))
+    if not text.startswith(before):
         return tokenizer.decode(list(ids[begin:end]), **options)
-    return whole[len(before) :]
+    return text[len(before) :]

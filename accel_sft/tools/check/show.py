@@ -87,12 +87,12 @@ def _heading(console: Console, text: str) -> None:
     console.print(Text(text, "bold"))
 
 
-def _print_indented(console: Console, text: Text, cells: int = 2, hanging: int = 0) -> None:
-    """Print a wrapped text indented by `cells`, and its further lines by `hanging` more."""
-    lines = text.wrap(console, console.width - cells - hanging)
+def _print_indented(console: Console, text: Text, indent: int = 2, hanging: int = 0) -> None:
+    """Print a wrapped text indented by `indent`, and its further lines by `hanging` more."""
+    lines = text.wrap(console, console.width - indent - hanging)
     for number, line in enumerate(lines):
         line.rstrip()
-        console.print(Text(" " * (cells + hanging * bool(number))) + line)
+        console.print(Text(" " * (indent + hanging * bool(number))) + line)
 
 
 def _print_finding(console: Console, finding: DataFinding, most_rows: int) -> None:
@@ -137,7 +137,7 @@ def _print_splits(console: Console, splits: list[SplitFigures]) -> None:
         line(f"tokens of a row, {name}", [split.lengths.get(name) for split in splits])
     line("tokens with loss, longest", [split.longest_answer for split in splits])
     _heading(console, "Data")
-    console.print(_table(["", *(split.split for split in splits)], [[name, *cells] for name, cells in lines]))
+    console.print(_table(["", *(split.split for split in splits)], [[name, *values] for name, values in lines]))
     for split in splits:
         if len(split.histogram) > 1:
             _heading(console, f"Tokens of a {split.split} row")
@@ -175,7 +175,7 @@ def _table(header: list[str], rows: list[list[str]], left: int = 1) -> Table:
     for at, name in enumerate(header):
         table.add_column(name, justify="left" if at < left else "right", no_wrap=True, header_style="dim")
     for row in rows:
-        table.add_row(*(Text("  " * (not at) + cell) for at, cell in enumerate(row)))
+        table.add_row(*(Text("  " * (not at) + text) for at, text in enumerate(row)))
     return table
 
 

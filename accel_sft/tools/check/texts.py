@@ -97,8 +97,8 @@ class Labels:
             if len(self._rows[label]) < _NAMED:
                 self._rows[label].append((split, index))
 
-    def report(self, findings: Findings, *, whole: bool = True) -> list[str]:
-        """Report rows of labels that are most likely misspelt or, if the `whole` validation split was counted, never
+    def report(self, findings: Findings, *, is_complete: bool = True) -> list[str]:
+        """Report rows of labels that are most likely misspelt or, if the validation split `is_complete`, never
         tested; return a line that counts the labels, if any."""
         if not are_labels(self._counts):
             return []
@@ -109,7 +109,7 @@ class Labels:
                     detail = f"{label!r} stands {count:,} time{'s' * (count != 1)}, {other!r} {times:,} times"
                     for split, index in self._rows.pop(label, ()):
                         findings.add("D216", split, index, detail)
-        for label, count in ranked if self._tested and whole else ():
+        for label, count in ranked if self._tested and is_complete else ():
             if label not in self._tested and self._rows.get(label) and label[:1] not in ("{", "["):  # JSON is no label
                 detail = f"{label!r} stands {count:,} time{'s' * (count != 1)} in train, never in validation"
                 findings.add("D218", *self._rows[label][0], detail)
@@ -169,7 +169,7 @@ def read_texts(
         for code, detail in (*faults.items(), *special.faults(chat)):
             findings.add(code, split, index, detail)
         prompt = "\x1e".join(f"{turn['role']}\x1f{turn['content']}{_calls(turn)}" for turn in chat.turns) + seen
-        prompt = prompt or chat.target  # raw text, of which no two contradict each other
+        prompt = prompt or chat.target  # raw texts never contradict each other
         labels.add(split, index, chat.target)
         target = chat.target + _calls(chat.answer)
         loose = normalised(prompt)
@@ -186,7 +186,7 @@ def _calls(turn: Turn) -> str:
 def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
     """Return the faults of an example's texts by code, each with a detail about its first occurrence."""
     faults: dict[str, str] = {}
-    for one in chat.each():
+    for one in chat.by_answer():
         target = one.target
         if not (target.strip() or one.calls):
             faults.setdefault("D206", f"asked: {shortened(shown(one.turns[-1]['content']))}" if one.turns else "")

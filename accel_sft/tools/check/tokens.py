@@ -108,7 +108,7 @@ def supervised_positions(rows: Sequence[Encoded], pad_token_id: int) -> list[lis
     batch = Batching("padded", tokens=1).batch(rows, pad_token_id, torch.device("cpu"))
     predicted = [torch.nonzero(mask).flatten() + 1 for mask in batch.keep]
     ids = batch.inputs["input_ids"]
-    targets = batch.targets.split([len(each) for each in predicted])
+    targets = batch.targets.split([len(row) for row in predicted])
     for row, (positions, wanted) in enumerate(zip(predicted, targets, strict=True)):
         if not torch.equal(ids[row, positions], wanted):
             return [[] for _ in rows]

@@ -50,7 +50,7 @@ class CompareConfig:
 
     Attributes:
         options: the values of each setting of the trainer or the task that was given.
-        whole: the flags of settings whose values may contain commas, so that the option is repeated for each value.
+        unsplit: the flags of settings whose values may contain commas, so that the option is repeated for each value.
         launcher: the values of `launch`, `num_processes` and `mixed_precision`.
         run_words: the words behind --, which every run gets.
         in_file: the names of the options that the YAML file `config_file` has.
@@ -62,7 +62,7 @@ class CompareConfig:
     """
 
     options: Mapping[Setting, Sequence[str]]
-    whole: Collection[str]
+    unsplit: Collection[str]
     launcher: Mapping[str, Sequence[str]]
     run_words: Sequence[str]
     config_file: str | None
@@ -87,13 +87,13 @@ class CompareConfig:
         Raises:
             UserError: a value is wrong.
         """
-        whole = {setting.flag for setting in offers[task_class] if setting.type is str and not setting.choices}
-        whole |= set(map(flag_of, OWN_COMMAS))
+        unsplit = {setting.flag for setting in offers[task_class] if setting.type is str and not setting.choices}
+        unsplit |= set(map(flag_of, OWN_COMMAS))
         options = {}
         for setting in (setting for offered in offers.values() for setting in offered):
             texts = [*params[setting.name], *(["off"] if params.get(f"no_{setting.name}") else [])]
             if texts:
-                options[setting] = split_values(setting, texts, whole=setting.flag in whole)
+                options[setting] = split_values(setting, texts, unsplit=setting.flag in unsplit)
         launcher = {name: _parts(params[name]) for name in ("launch", "num_processes", "mixed_precision")}
         launcher["launch"] = launcher["launch"] or [SINGLE]
         if wrong := [part for part in launcher["num_processes"] if not part.isdecimal() or int(part) < 1]:
@@ -104,7 +104,7 @@ class CompareConfig:
         as_they_are = ("run_words", "config_file", "time_limit", "keep_weights", "output_dir", "dry_run")
         return cls(
             options=options,
-            whole=whole,
+            unsplit=unsplit,
             launcher=launcher,
             in_file=load_yaml(file, *offers)[0].keys() if file else (),
             repeat=repeat,
@@ -126,7 +126,7 @@ class CompareConfig:
         """The command as the user can type it again, without secrets."""
         words = ["accel-sft", self.tool, task]
         for flag, texts in self.given.items():
-            if flag in self.whole:
+            if flag in self.unsplit:
                 words += [word for text in texts for word in (flag, text)]
             elif flag.startswith("--") and flag not in self.derived:
                 words += [flag, ",".join(texts)]

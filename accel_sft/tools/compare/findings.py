@@ -66,8 +66,8 @@ def _fastest(best: Setting, measured: Sequence[Setting]) -> Iterator[str]:
         spread = max(setting["spread"][SPEED] for setting in (best, *close))
         which = " and ".join(setting["name"] for setting in (best, *close))
         yield (
-            f"Undecided which is the fastest: {which}. They differ by {percent(behind)} at most, and rounds of one "
-            f"setting by up to {percent(spread)}; {best['name']} has {speed}."
+            f"Undecided which is the fastest: {which}. They differ by {percent(behind)} at most, rounds of one "
+            f"setting by {percent(spread)}; {best['name']}: {speed}."
         )
     else:
         yield f"{best['name']} is the fastest: {speed}."
@@ -235,14 +235,14 @@ def _learning(settings: Sequence[Setting]) -> Iterator[str]:
         worst = max(differing, key=lambda setting: setting["loss_difference"]["relative"])
         most = worst["loss_difference"]
         yield (
-            f"At equal steps the loss curves of settings that should learn the same differ by "
-            f"{100 * most['relative']:.2g}% at most ({worst['name']} from {most['to']}, step {most['step']})."
+            f"Loss curves that should be the same differ by {100 * most['relative']:.2g}% at most "
+            f"({worst['name']} from {most['to']}, step {most['step']})."
         )
     done = [setting for setting in settings if completed(setting)]
     if len(precisions := sorted({str(setting["launch"]["precision"]) for setting in done})) > 1:
         yield (
             f"Not all settings compute in the same precision ({', '.join(precisions)}), on which time and memory "
-            f"depend: --mixed-precision {precisions[0]} gives it to all of them."
+            f"depend: --mixed-precision {precisions[0]} sets it for all."
         )
     if any(not same_but(done[0], setting, EXECUTION) for setting in done):
         yield "Not all settings learn the same: they differ in more than how a step is executed."
@@ -257,7 +257,7 @@ def _surroundings(record: Mapping[str, Any]) -> Iterator[str]:
     if busy := [load for load in loads if load > cores]:
         yield (
             f"The machine was busy: before {len(busy)} of {len(loads)} launches its load was above its {cores} cores "
-            f"(up to {max(busy):.1f}), so times are longer, and differ more, than on a quiet machine."
+            f"(up to {max(busy):.1f}), so times are longer, and differ more, than on a quiet one."
         )
     if others := [key for key in differing if not key.endswith(("before", "before_gib"))]:
         yield f"Not the same around all runs: {', '.join(others)} (`differences` of comparison.json has them by run)."

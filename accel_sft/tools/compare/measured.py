@@ -40,7 +40,7 @@ def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
     interval = mapping(mapping(result.get("intervals")).get("after")).get(main_metric) or (None, None)
     ranks = result.get("system") or []
     host = mapping(launch.get("host"))
-    segments = disturbed.stretches(counted)
+    segments = disturbed.disturbed_segments(counted)
     return {
         "steps": len(steps),
         "total_steps": record.get("total_steps"),

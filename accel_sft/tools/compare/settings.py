@@ -66,16 +66,16 @@ class ComparedSetting:
         return "".join(before) + shlex.join(typed)
 
 
-def split_values(setting: Setting, texts: Sequence[str], *, whole: bool = False) -> list[str]:
+def split_values(setting: Setting, texts: Sequence[str], *, unsplit: bool = False) -> list[str]:
     """Return the values in the texts given to an option, split at commas; equal values (1e-4, 0.0001) count once.
 
     Args:
-        whole: whether values may contain commas, so that each text is one value.
+        unsplit: whether values may contain commas, so that each text is one value.
     Raises:
         UserError: a value is empty, or the setting does not accept it.
     """
-    parts = [part.strip() for text in texts for part in ([text] if whole else text.split(","))]
-    if "" in parts and not whole:
+    parts = [part.strip() for text in texts for part in ([text] if unsplit else text.split(","))]
+    if "" in parts and not unsplit:
         raise UserError(f"{setting.flag} {','.join(texts)}: a value between two commas is empty; remove a comma")
     if problems := [line for part in parts if (line := setting.problem(setting.read(part)))]:
         raise UserError(*problems)

@@ -158,8 +158,8 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
         yield "Some settings are not tested against the best: their examples differ, or their answers are not there."
     if len(spreads) < len(settings):
         yield (
-            "A setting was trained with one seed only, so it is not known whether such differences repeat, and another "
-            "round of the same seed learns the same; --seed 1,2,3 tells."
+            "A setting was trained with one seed only, so it is not known whether such differences repeat; "
+            "--seed 1,2,3 tells, another round of that seed does not."
         )
     for name in swept(record):
         yield from _end(name, best, settings, [*tied, *close])

@@ -59,9 +59,9 @@ def _extent(config: TrainConfig, sizes: Sequence[int], seeds: int, validation: i
     examples = min(config.eval_limit or validation, validation)
     difference = detectable(math.sqrt(2 * 0.5 * 0.5 / examples))
     return (
-        f"{len(sizes) * seeds} trainings, {'' if config.max_steps else 'about '}{steps:,} steps in all. Each is scored "
-        f"on {examples:,} validation examples, which show a difference of {difference:.2f} between scores near "
-        "0.5, and a smaller one where most answers are alike."
+        f"{len(sizes) * seeds} trainings, {'' if config.max_steps else 'about '}{steps:,} steps. "
+        f"{examples:,} validation examples show a difference of {difference:.2f} between scores near 0.5, "
+        "smaller ones where most answers are alike."
     )
 
 

@@ -49,11 +49,11 @@ class Causes:
             causes.append(Cause(OTHER, evidence, fix))
         return causes
 
-    def lead(self, metric: str, here: float, served: float) -> Cause | None:
+    def lead(self, metric: str, own: float, served: float) -> Cause | None:
         """Whether the same answers are scored otherwise by what users of the server read of them."""
-        if not abs(here - served) > 1e-9 or any(pair.at is not None or not pair.reply for pair in self.pairs):
+        if not abs(own - served) > 1e-9 or any(pair.at is not None or not pair.reply for pair in self.pairs):
             return None
-        evidence = f"the same answers have {metric} {here:.4g} here and {served:.4g} as the server gives them: what "
+        evidence = f"the same answers have {metric} {own:.4g} here and {served:.4g} as the server gives them: what "
         evidence += "the template writes in front of answers is learnt with them, and the server leaves it there"
         return Cause(TEMPLATE, evidence, "train with a template that ends prompts with it, by add_generation_prompt")
 

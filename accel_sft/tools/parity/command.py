@@ -66,8 +66,8 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     if record is None:  # the line comes at once: the imports below take seconds
         raise UserError(f"RUN {run}: no run.json there; name the folder of a run")
     from accel_sft.chat.conversation import read_split
-    from accel_sft.evaluation import served
     from accel_sft.evaluation.endpoint import Endpoint
+    from accel_sft.evaluation.evaluator import problems_of_served
     from accel_sft.launch.accelerator import create_accelerator
     from accel_sft.launch.info import launch_of_this_process
     from accel_sft.models.source import find_source, other_base
@@ -82,7 +82,7 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     task_class = load(word)
     own = recorded_options(record, settings(task_class), None, f"RUN {run}", same_data=options["same_data"])
     task = build(word, task_class, own)
-    if problems := served.problems(task):
+    if problems := problems_of_served(task):
         raise UserError(*problems)
     given = {name: options[name] for name in ("trust_remote_code", "debug")}
     config = EvaluateConfig(model=trained.weights, eval_limit=options["examples"], **given)
@@ -121,8 +121,8 @@ def _result(reference: Any, endpoint: Any, record: dict[str, Any]) -> dict[str, 
         for pair in pairs
     }
     metric = reference.evaluator.task.main_metric
-    here, served = (reference.scored(answers).metrics[metric] for answers in (reference.answers, replies))
-    causes += [lead] if (lead := examined.lead(metric, here, served)) else []
+    own, served = (reference.scored(answers).metrics[metric] for answers in (reference.answers, replies))
+    causes += [lead] if (lead := examined.lead(metric, own, served)) else []
     first = next(((pair, pair.reply) for pair in pairs if pair.differs and pair.reply), None)
     return {
         "run": reference.config.model,
@@ -140,7 +140,7 @@ def _result(reference: Any, endpoint: Any, record: dict[str, Any]) -> dict[str, 
             "other": sum(pair.differs for pair in pairs),
         },
         "log_probabilities": _log_probabilities(pairs, str(reference.model.dtype).removeprefix("torch.")),
-        "metric": {"name": metric, "here": here, "served": served},
+        "metric": {"name": metric, "here": own, "served": served},
         "first_difference": first
         and {
             "example": first[0].row.index,

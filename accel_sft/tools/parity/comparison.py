@@ -14,9 +14,8 @@ from accel_sft.chat.answer_text import without_thinking
 from accel_sft.chat.conversation import Conversation, conversation
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.endpoint import Endpoint, EndpointError, Reply
-from accel_sft.evaluation.evaluator import Evaluation, Evaluator, Generated
-from accel_sft.evaluation.left_padded import generate
-from accel_sft.evaluation.served import refuse_beyond_text
+from accel_sft.evaluation.evaluator import Evaluation, Evaluator, Generated, refuse_beyond_text
+from accel_sft.evaluation.generate import generate
 from accel_sft.models.architecture import arguments
 from accel_sft.models.load import load_model
 from accel_sft.models.source import Source, as_it_began, began_with, find_source
@@ -176,7 +175,7 @@ def compare(reference: Reference, endpoint: Endpoint) -> list[Pair]:
             pair.refusal = str(error)
         pair.theirs = endpoint.chat_tokens(pair.chat.turns, pair.chat.tools, thinking)
 
-    endpoint.each(f"{endpoint.model} answers", ask, pairs)
+    endpoint.call_all(f"{endpoint.model} answers", ask, pairs)
     if not any(pair.reply for pair in pairs):
         raise EndpointError(pairs[0].refusal)
     for pair in pairs:

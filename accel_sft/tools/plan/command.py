@@ -23,8 +23,17 @@ from accel_sft.memory.model_config import read_config, read_shape, stored_bytes
 from accel_sft.memory.shape import ModelShape
 from accel_sft.models.source import errors_explained, find_source, is_tiny, resolved
 from accel_sft.models.tiny import TINY_SHAPE, TINY_VOCABULARY
-from accel_sft.tools.plan.machine import PlannedMachine, machine
-from accel_sft.tools.plan.plans import SIMPLEST_FIRST, Plan, Refused, launch_of, plan, recommended, without_offload
+from accel_sft.tools.plan.plans import (
+    SIMPLEST_FIRST,
+    Plan,
+    PlannedMachine,
+    Refused,
+    launch_of,
+    machine,
+    plan,
+    recommended,
+    without_offload,
+)
 from accel_sft.tools.plan.table import Answer
 
 _CPU_TOKENS = 1024
@@ -40,27 +49,27 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
         UserError: a model or launch file cannot be read, or an option does not fit the model.
     """
     given, config = config, resolved(config, task)
-    here = machine(config.gpus, config.gpu_memory, config.host_memory)
+    hardware = machine(config.gpus, config.gpu_memory, config.host_memory)
     lengths = read(task, config)
     content, name = model_config(config, lengths.vocabulary)
     shape, stored = read_shape(content, name), stored_bytes(content)
-    files = [(name, file, launch_of(file, here)) for name, file in launch_files(config.launch)]
+    files = [(name, file, launch_of(file, hardware)) for name, file in launch_files(config.launch)]
 
     def planned(config: PlanConfig) -> list[Plan | Refused]:
         plans = []
         for name, file, launch in files:
             step_tokens = int(config.global_batch_size or 0) * lengths.mean * launch.tensor_ranks / launch.world_size
-            job = job_of(config, task, shape, stored, launch, here, lengths, step_tokens)
-            plans.append(plan(name, file, job, here, step_tokens, lengths.mean))
+            job = job_of(config, task, shape, stored, launch, hardware, lengths, step_tokens)
+            plans.append(plan(name, file, job, hardware, step_tokens, lengths.mean))
         return plans
 
     plans = planned(config)
     best, why = recommended(plans)
     if config.adapter == "none" and not config.train_only:
         why += without_offload(best, lambda in_4bit: planned(replace(config, adapter="lora", load_in_4bit=in_4bit)))
-    command = command_of(task_name, task, given, best, here) if best else None
+    command = command_of(task_name, task, given, best, hardware) if best else None
     precisions = sorted({launch.precision[0].replace("no", "float32") for _, _, launch in files})
-    answer = Answer(plans, precisions, shape, here, lengths, config, best, why, command)
+    answer = Answer(plans, precisions, shape, hardware, lengths, config, best, why, command)
     if config.json:
         print(json.dumps(answer.as_json(), indent=2))
     else:
@@ -129,7 +138,7 @@ def job_of(
     shape: ModelShape,
     stored_bytes: int,
     launch: Launch,
-    here: PlannedMachine,
+    hardware: PlannedMachine,
     lengths: Lengths,
     step_tokens: float,
 ) -> Job:
@@ -140,7 +149,7 @@ def job_of(
     """
     rows = 1 if config.micro_batch_size == "auto" else int(config.micro_batch_size)
     tokens, supervised = rows * lengths.longest, rows * lengths.longest_supervised
-    if not here.gpus and config.micro_batch_size == "auto":
+    if not hardware.gpus and config.micro_batch_size == "auto":
         tokens = max(tokens, min(_CPU_TOKENS, round(step_tokens)))
         supervised = max(supervised, round(tokens * lengths.mean_supervised / lengths.mean))
     held = max(rows, tokens // max(lengths.longest, 1))
@@ -151,7 +160,7 @@ def job_of(
     return Job(
         shape=shape,
         launch=launch,
-        device="cuda" if here.gpus else "cpu",
+        device="cuda" if hardware.gpus else "cpu",
         stored_bytes=stored_bytes,
         target_modules=config.lora_target_modules,
         **{name: getattr(config, name) for name in AS_CONFIGURED},
@@ -166,11 +175,11 @@ def job_of(
     )
 
 
-def command_of(task_name: str, task: Task, given: PlanConfig, best: Plan, here: PlannedMachine) -> str:
+def command_of(task_name: str, task: Task, given: PlanConfig, best: Plan, hardware: PlannedMachine) -> str:
     """The command line that trains under this plan, with the options that the user gave to `plan`."""
     is_shipped = best.file.parent == FOLDER
     words = ["accelerate", "launch", "--config_file", f"{best.name}.yaml" if is_shipped else str(best.file)]
-    if here.gpus:
+    if hardware.gpus:
         words += sized(best.job.launch, best.job.ranks)
     words += ["-m", "accel_sft", task_name, *words_of(replace(given, **best.more), task)]
     fetch = f"accel-sft launch-file {best.name} > {best.name}.yaml\n" if is_shipped else ""

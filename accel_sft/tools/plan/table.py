@@ -11,8 +11,7 @@ from accel_sft.memory.flops import peaks
 from accel_sft.memory.lengths import Lengths
 from accel_sft.memory.shape import ModelShape
 from accel_sft.memory.states import FLOAT32, MASTER, MOMENTS
-from accel_sft.tools.plan.machine import PlannedMachine
-from accel_sft.tools.plan.plans import MARGIN, Plan, Refused, made_plans
+from accel_sft.tools.plan.plans import MARGIN, Plan, PlannedMachine, Refused, made_plans
 
 GIB = 2**30
 _COLUMNS = 80
@@ -96,8 +95,8 @@ class Answer:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             columns = zip(row, rows[0], widths, strict=True)
-            cells = (f"{cell:{'<' if head in ('launch file', 'at') else '>'}{width}}" for cell, head, width in columns)
-            yield "  ".join(cells).rstrip()
+            texts = (f"{text:{'<' if head in ('launch file', 'at') else '>'}{width}}" for text, head, width in columns)
+            yield "  ".join(texts).rstrip()
         for plan in self.plans:
             if isinstance(plan, Refused):
                 yield _text(f"{plan.name:<{widths[0]}}  {plan.problem}", widths[0] + 2)
@@ -149,13 +148,13 @@ def _largest(phases: Mapping[str, float]) -> str:
     return max(phases, key=phases.__getitem__, default="")
 
 
-def _notes(plans: Sequence[Plan], here: PlannedMachine) -> Iterator[str]:
+def _notes(plans: Sequence[Plan], hardware: PlannedMachine) -> Iterator[str]:
     """What the columns mean, as far as this table has them."""
     if not plans:
         return
     job = plans[0].job
     rows = f" ({job.rows} longest examples)" if job.rows > 1 else " (the longest example)"
-    forward = f"a forward of {job.tokens:,} tokens{rows if here.gpus else ''}"
+    forward = f"a forward of {job.tokens:,} tokens{rows if hardware.gpus else ''}"
     yield _text(f"memory   at its peak phase, with {forward}; host: of all ranks of a machine; !: too little")
     if spare := max(plan.estimate.local_ranks * plan.estimate.spare_bytes for plan in plans):
         room = f"{_gib(spare)} GiB of host memory more let training go on while checkpoints are written"
@@ -167,12 +166,18 @@ def _notes(plans: Sequence[Plan], here: PlannedMachine) -> Iterator[str]:
         yield _text(f"e        with --eval-batch-size {', '.join(map(str, counts))}")
     yield _text("forward  the largest that fits, up to a rank's part of a step")
     if any(plan.tight for plan in plans):
-        where = "one GPU" if here.gpus else "all ranks of this machine"
+        where = "one GPU" if hardware.gpus else "all ranks of this machine"
         yield _text(f"barely   within {1 - MARGIN:.0%} of {where}'s memory; a prediction may err by as much")
     for plan in plans:
         if (machines := plan.job.launch.machines) > 1:
             yield _text(f"{plan.name} on {machines} such machines: memory of one, speed of all")
-    device = f"one {here.gpu}" if peaks(here.gpu) else "a GPU that is not known, on PCIe" if here.gpus else "CPUs"
+    device = (
+        f"one {hardware.gpu}"
+        if peaks(hardware.gpu)
+        else "a GPU that is not known, on PCIe"
+        if hardware.gpus
+        else "CPUs"
+    )
     yield _text(f"speed    by a simple model of {device}; only ratios between launch files mean anything")
     for note in dict.fromkeys(note for plan in plans for note in plan.estimate.notes):
         yield _text(f"unknown  {note}")
@@ -188,8 +193,8 @@ def _details(name: str, estimate: Estimate) -> Iterator[str]:
         yield f"{'':<10} " + " ".join(f"{head:>{max(len(head), 6)}}" for head in [*heads, "all"])
         for phase, components in memory.items():
             sizes = [components.get(component, 0.0) for component in COMPONENTS]
-            cells = [f"{_gib(size):>{max(len(head), 6)}}" for size, head in zip(sizes, heads, strict=True)]
-            yield f"{phase:<10} {' '.join(cells)} {_gib(sum(sizes)):>6}"
+            texts = [f"{_gib(size):>{max(len(head), 6)}}" for size, head in zip(sizes, heads, strict=True)]
+            yield f"{phase:<10} {' '.join(texts)} {_gib(sum(sizes)):>6}"
         yield ""
 
 
@@ -197,11 +202,11 @@ def _text(text: str, indent: int = 9) -> str:
     return textwrap.fill(text, _COLUMNS, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _elsewhere(plans: Sequence[Plan], here: PlannedMachine) -> str:
+def _elsewhere(plans: Sequence[Plan], hardware: PlannedMachine) -> str:
     """A hint to give --host-memory, if a plan with GPUs fails only for this machine's free host memory; else ""."""
-    if not (here.gpus and here.is_free and any(plan.over == ("host",) for plan in plans)):
+    if not (hardware.gpus and hardware.is_free and any(plan.over == ("host",) for plan in plans)):
         return ""
-    free = f"{here.host_bytes / GIB:.0f} GiB of host memory are what is free on this machine now"
+    free = f"{hardware.host_bytes / GIB:.0f} GiB of host memory are what is free on this machine now"
     return f" {free}: --host-memory gives that of another."
 
 

@@ -99,13 +99,13 @@ class Rehearsal:
         if audited is None or self.plan is None:
             return
         config = self.model(audited)
-        if config is None or self.stages.failed:  # the real run would be refused, or end in vain
+        if config is None or self.stages.failed:  # the real run would be refused, or fail
             return
         self.runs = runs.Runs(launcher, [self.task_name, *words_of(config, self.task)], self.folder)
-        whole = self.runs.start("whole")
-        if self.whole(whole):
-            self.resume(whole)
-            self.reload(whole, config, audited)
+        full_run = self.runs.start("whole")
+        if self.reached_end(full_run):
+            self.resume(full_run)
+            self.reload(full_run, config, audited)
 
     def launch(self) -> list[str]:
         """Audit the launch as the real run does, and what else is decided before a model is loaded."""
@@ -136,8 +136,8 @@ class Rehearsal:
 
     def data(self) -> Audit | None:
         """Audit the data as `accel-sft check` does, and the steps that they make."""
-        known = {setting.name for setting in settings(TrainConfig)}
-        given = {name: value for name, value in vars(self.config).items() if name in known}
+        names = {setting.name for setting in settings(TrainConfig)}
+        given = {name: value for name, value in vars(self.config).items() if name in names}
         day = self.config.template_date or time.strftime("%Y-%m-%d")
         with self.stages.reported("data"):
             audited = Audit(self.task_name, self.task, CheckConfig(**given | {"template_date": day}), self.folder)
@@ -206,7 +206,7 @@ class Rehearsal:
             return dataclasses.replace(config, model="tiny") if tiny else config
         return None
 
-    def whole(self, made: runs.Run) -> bool:
+    def reached_end(self, made: runs.Run) -> bool:
         """Say of each stage of the run to its end whether it was reached; return whether all were."""
         config, plan = self.config, self.plan
         assert plan is not None
@@ -246,7 +246,7 @@ class Rehearsal:
         findings = [Finding(level, line) for line in vain]
         self.stages.ended("trained", *findings, seen="; ".join(seen))
 
-    def resume(self, whole: runs.Run) -> None:
+    def resume(self, full_run: runs.Run) -> None:
         """Kill a second run after its first checkpoint, resume it, and compare what both end with."""
         if self.config.save_every == "off":
             self.stages.ended("resume", warns("--save-every off: a run that is killed starts over"))
@@ -258,8 +258,8 @@ class Rehearsal:
         if resumed.failure:
             self.stages.ended("resume", *map(fails, resumed.failure), when=when)
             return
-        losses = [[line["loss"] for line in run.lines("loss")] for run in (whole, resumed)]
-        files = [{p.name: p.read_bytes() for p in run.dir.final.glob("*.safetensors")} for run in (whole, resumed)]
+        losses = [[line["loss"] for line in run.lines("loss")] for run in (full_run, resumed)]
+        files = [{p.name: p.read_bytes() for p in run.dir.final.glob("*.safetensors")} for run in (full_run, resumed)]
         if losses[0] != losses[1] or files[0] != files[1]:
             first = next((n for n, (a, b) in enumerate(zip(*losses, strict=False), 1) if a != b), runs.STEPS)
             what = f"a run that was killed and resumed ends with other bits than one without a stop, from step {first}"
@@ -271,18 +271,18 @@ class Rehearsal:
             seen = "not killed, for the run had ended before its first checkpoint was seen; the bits are the same"
         self.stages.ended("resume", seen=seen, when=when)
 
-    def reload(self, whole: runs.Run, config: TrainConfig, audited: Audit) -> None:
+    def reload(self, full_run: runs.Run, config: TrainConfig, audited: Audit) -> None:
         """Load what was exported by plain transformers and peft, merge it, and have it write an answer."""
-        stages, final, encoding = self.stages, whole.dir.final, audited.encodings["validation"]
+        stages, final, encoding = self.stages, full_run.dir.final, audited.encodings["validation"]
         assert encoding is not None
         assert config.eval_limit is not None  # a rehearsal's
         rows = [row for row in encoding.kept[: 4 * runs.ROWS] if row.index < config.eval_limit]
-        began = find_source(str(whole.dir.base) if config.model == "tiny" else config.model)
-        last = whole.lines("eval_loss")
+        began = find_source(str(full_run.dir.base) if config.model == "tiny" else config.model)
+        last = full_run.lines("eval_loss")
         # where a resume fails, the data may be drawn anew: the run's rows are then not those that were read here
         compared = last and stages.all["resume"].state != FAILS
         evaluated = last[-1]["eval_loss"] if compared else None
-        precision = precision_in_record(whole.dir.read_record()) or "no"
+        precision = precision_in_record(full_run.dir.read_record()) or "no"
         exported: Reloaded | None = None
         with stages.reported("reload"):
             exported = Reloaded(final, began, config, rows)

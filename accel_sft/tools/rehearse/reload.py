@@ -35,7 +35,7 @@ class Reloaded:
     Args:
         final: the folder of the exported weights.
         began: what the run began with.
-        rows: the validation rows of which the run computed its loss.
+        rows: the validation rows whose loss the run computed.
     """
 
     def __init__(self, final: Path, began: Source, config: TrainConfig, rows: Sequence[Encoded]) -> None:

@@ -234,8 +234,8 @@ def trained(assembly: Assembly, encodings: Sequence[StoredEncoding], steps: int)
     notes = [line for line in lines if line.startswith(("the adapter leaves out", "not trained,", "generation_config"))]
     findings: list[Finding] = []
     if config.adapter != "none" and assembly.source.adapter is None:
-        whole = dataclasses.replace(config, adapter="none")
-        plain = Assembly(assembly.accelerator, assembly.task, whole, assembly.source).load_model(*encodings)
+        without_adapter = dataclasses.replace(config, adapter="none")
+        plain = Assembly(assembly.accelerator, assembly.task, without_adapter, assembly.source).load_model(*encodings)
         findings = [*_unreached(names, plain, config)]
     within = (part if "." in (part := in_block(name)) else name for name in names)
     short = (re.sub(r"\.lora_\w+\.default(\.weight)?$|^base_model\.model\.", "", name) for name in within)

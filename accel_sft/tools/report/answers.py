@@ -107,9 +107,9 @@ def _texts(sample: dict[str, Any]) -> Iterator[str]:
         yield text[:LONGEST_TEXT] + more
 
 
-def _size(samples: Samples, known: Collection[str]) -> int:
-    """About how many bytes samples take on a page that has the texts in `known`."""
-    new = {text for sample in samples for text in _texts(sample)}.difference(known)
+def _size(samples: Samples, on_page: Collection[str]) -> int:
+    """About how many bytes samples take on a page that has the texts `on_page`."""
+    new = {text for sample in samples for text in _texts(sample)}.difference(on_page)
     encoded = (json.dumps(text, ensure_ascii=False).encode(errors="replace") for text in new)
     # a comma follows, and the page writes < as \u003c
     in_texts = sum(len(text) + 1 + 5 * text.count(b"<") for text in encoded)

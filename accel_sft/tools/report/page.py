@@ -78,11 +78,11 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
         "has_answers": True,
         **parts,
     }
-    taken = len(_whole(template, context, data).encode())
+    taken = len(_rendered(template, context, data).encode())
     data["answers"], answers_left_out = answers.collect(every, max(MOST_BYTES - taken, _FEWEST_ANSWER_BYTES))
     context["left_out"] = [*charts.left_out(measured), *_too_many(undrawn, scores, settings), *answers_left_out]
     context["has_answers"] = bool(data["answers"]["evaluations"])
-    return _whole(template, context, data), context["left_out"]
+    return _rendered(template, context, data), context["left_out"]
 
 
 def _columns(comparison: Comparison) -> dict[str, str]:
@@ -91,7 +91,7 @@ def _columns(comparison: Comparison) -> dict[str, str]:
 
 
 def _too_many(undrawn: Sequence[dict], scores: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    """Return sentences on the charts and table rows for which a page has no room."""
+    """Return sentences on the charts and table rows that a page has no room for."""
     lines = []
     if undrawn:
         first = one_line(undrawn[0]["key"], 80)
@@ -103,7 +103,7 @@ def _too_many(undrawn: Sequence[dict], scores: dict[str, Any], settings: dict[st
     return [*lines, "metrics.jsonl, result.json and run.json have all."] if lines else []
 
 
-def _whole(template: jinja2.Template, context: dict[str, Any], data: dict[str, Any]) -> str:
+def _rendered(template: jinja2.Template, context: dict[str, Any], data: dict[str, Any]) -> str:
     text = json.dumps(json_safe(data), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", template.render(data=text, **context))
 

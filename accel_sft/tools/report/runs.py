@@ -13,7 +13,7 @@ from accel_sft.io.files import expanded, is_number, mapping, read_json, read_jso
 from accel_sft.io.lock import is_locked
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import one_line
-from accel_sft.tracking.disturbed import sentences, stretches
+from accel_sft.tracking.disturbed import disturbed_segments, sentences
 
 COMPARISON = "comparison.json"
 SCHEMA = 1
@@ -88,7 +88,7 @@ class Run:
     @property
     def disturbed(self) -> list[str]:
         """The steps in which the run was disturbed, and by what."""
-        return [one_line(sentence, 200) for sentence in sentences(stretches(self.steps))]
+        return [one_line(sentence, 200) for sentence in sentences(disturbed_segments(self.steps))]
 
     def section(self, *keys: str) -> dict[str, Any]:
         """A mapping inside result.json; empty if it is not there."""

@@ -35,7 +35,7 @@ _ALL = "1000000"
 _COMPUTED = {"loss", "grad_norm"}
 """Keys of a step's line that rounding changes; all others are a function of data and settings."""
 WITHIN = "losses are within"
-"""Begins what is found of a segment of which losses were compared, and not bits."""
+"""Begins what is found of a segment whose losses were compared, not its bits."""
 _REFUSED = "the run was started with"
 """In each line by which a resume refuses settings, data, code or weights that are not those of the record."""
 
