@@ -189,7 +189,7 @@ def _not_used(launch: Launch, config: TrainConfig, where: str) -> Iterator[Findi
     backend = one_line(str(named("dynamo_backend") or "no"))
     if backend.lower() not in ("no", "false") and not config.compile:
         yield warning(f"{where}: dynamo_backend {backend} is not used", "remove it; --compile compiles")
-    places = {key: launch.json_file for key in launch.json}
+    places = dict.fromkeys(launch.json, launch.json_file)
     steps, clip = named("gradient_accumulation_steps"), named("gradient_clipping")
     if _differs(steps or 1, 1):
         place = places.get("gradient_accumulation_steps", where)
