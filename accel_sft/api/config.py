@@ -179,7 +179,7 @@ class TrainConfig:
             expected = "expected a number of examples, or a share of them above 0% and up to 100%"
             lines.append(f"--train-limit {shown(str(self.train_limit))}: {expected}")
         if self.mix is not None:
-            lines += _problems_of_mix(str(self.mix), limited=self.train_limit is not None)
+            lines += _problems_of_mix(str(self.mix))
         if self.train_only is not None:
             lines += _problems_of_train_only(str(self.train_only), adapter=str(self.adapter))
         if self.export_dtype != "auto" and self.adapter != "none":
@@ -262,15 +262,11 @@ def _problems_of_train_only(pattern: str, *, adapter: str) -> list[str]:
     return []
 
 
-def _problems_of_mix(mix: str, *, limited: bool) -> list[str]:
+def _problems_of_mix(mix: str) -> list[str]:
     try:
         read_shares(mix)
     except ValueError as error:
         return [f"--mix {shown(mix)}: {error}"]
-    if limited:
-        return [
-            "--train-limit: the first examples of all are one file's, and --mix needs every file's; give --max-steps"
-        ]
     return []
 
 

@@ -1,11 +1,12 @@
 """Refuses an example if the chat template drops a part of it: its answer, a call of a tool, or a turn's text."""
 
+import functools
 import json
 import re
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.chat.conversation import Conversation, Turns, divided, split_thinking
+from accel_sft.chat.conversation import Conversation, Turn, Turns, divided, split_thinking
 from accel_sft.chat.pictures import IMAGE_MARK
 from accel_sft.chat.rendering import Rendered
 from accel_sft.chat.template import MARK, lost
@@ -54,9 +55,8 @@ def check_all_kept(tokenizer: Any, where: str, chat: Conversation, text: Rendere
 
 def unwritten(turns: Turns, prompt: str) -> list[str]:
     """A line for each thing that a rendered prompt, without guards, lacks and that no row is refused for."""
-    lines, compact = [], _compact(prompt)
-    beside_calls = [turn["content"] for turn in turns if "tool_calls" in turn]
-    if not all(_compact(text) in compact for text in beside_calls):
+    lines = []
+    if any(_lacking(turn, prompt) for turn in turns if "tool_calls" in turn):
         lines.append("warning: the chat template drops what a turn says beside a call of a tool; no prompt has it")
     names = [turn["name"] for turn in turns if "name" in turn and turn["role"] != "tool"]
     if not all(name in prompt for name in names):
@@ -102,24 +102,36 @@ def _not_a_prefix(tokenizer: Any, where: str, text: Rendered) -> NotAPrefix:
 def _missing(turns: Turns, prompt: str) -> tuple[str, str] | None:
     """Find the first text of a turn that a rendered prompt lacks; return the turn's role and the text, or None.
 
-    Ignored are white space, the thinking of earlier answers, turns with tool calls, JSON results of tools, and the
-    switches `/think` and `/no_think`: templates rewrite these or leave them out. A text may be written as JSON.
+    Ignored are turns with tool calls and JSON results of tools, which templates rewrite or leave out.
     """
-    compact = None
     for turn in turns:
-        role, content = turn["role"], turn["content"]
-        if "tool_calls" in turn or (role == "tool" and content.lstrip()[:1] in ("{", "[")):
+        if "tool_calls" in turn or (turn["role"] == "tool" and turn["content"].lstrip()[:1] in ("{", "[")):
             continue
-        if role == "assistant":
-            content = split_thinking(content)[1].rpartition("</think>")[2]
-        for text in content.split(IMAGE_MARK):
-            if text.strip() in prompt:
-                continue
-            compact = compact or _compact(prompt)
-            if _compact(text) not in compact and _compact(json.dumps(text, ensure_ascii=False)[1:-1]) not in compact:
-                return role, text.strip()
+        if words := _lacking(turn, prompt):
+            return turn["role"], words
     return None
+
+
+def _lacking(turn: Turn, prompt: str) -> str:
+    """The first text of a turn that a rendered prompt lacks; "" if it lacks none.
+
+    Ignored are white space, the thinking of earlier answers, and the switches `/think` and `/no_think`: templates
+    rewrite these or leave them out. A text may be written as JSON.
+    """
+    content = turn["content"]
+    if turn["role"] == "assistant":
+        content = split_thinking(content)[1].rpartition("</think>")[2]
+    for text in content.split(IMAGE_MARK):
+        if text.strip() in prompt:
+            continue
+        compact = _compact_prompt(prompt)
+        if _compact(text) not in compact and _compact(json.dumps(text, ensure_ascii=False)[1:-1]) not in compact:
+            return text.strip()
+    return ""
 
 
 def _compact(text: str) -> str:
     return re.sub(r"\s+|/(?:no_?)?think", "", text)
+
+
+_compact_prompt = functools.lru_cache(maxsize=1)(_compact)  # the same for all turns of a conversation

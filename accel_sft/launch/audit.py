@@ -62,8 +62,8 @@ def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> li
     findings += audit_parallelism(
         launch, f"{where}", batching=config.batching, micro_batch_size=config.micro_batch_size
     )
-    where = launch.json_file or where
     findings += [*_adapter(config), *_not_used(launch, config, f"{where}")]
+    where = launch.json_file or where
     if launch.backend == "deepspeed":
         findings += [*_deepspeed(launch, f"{where}"), *_refused(launch, f"{where}"), *_zero(config, launch, f"{where}")]
         findings += audit_compilers(operators(launch), devices)
@@ -189,22 +189,29 @@ def _not_used(launch: Launch, config: TrainConfig, where: str) -> Iterator[Findi
     backend = one_line(str(named("dynamo_backend") or "no"))
     if backend.lower() not in ("no", "false") and not config.compile:
         yield warning(f"{where}: dynamo_backend {backend} is not used", "remove it; --compile compiles")
+    places = dict.fromkeys(launch.json, launch.json_file)
     steps, clip = named("gradient_accumulation_steps"), named("gradient_clipping")
     if _differs(steps or 1, 1):
-        what = f"{where}: gradient_accumulation_steps {one_line(str(steps))} is not used"
+        place = places.get("gradient_accumulation_steps", where)
+        what = f"{place}: gradient_accumulation_steps {one_line(str(steps))} is not used"
         yield warning(what, "remove it; --global-batch-size decides the rows of a step")
     if _differs(clip, config.max_grad_norm):
-        clip = one_line(str(clip))
-        what = f"{where}: gradient_clipping {clip} is not used, --max-grad-norm {config.max_grad_norm:g} is"
-        yield warning(what, f"remove it, or set --max-grad-norm {clip}")
+        place, norm = places.get("gradient_clipping", where), _number(clip)
+        what = f"{place}: gradient_clipping {one_line(str(clip))} is not used"
+        fix = "remove it" if norm is None else f"remove it, or set --max-grad-norm {norm:g}"
+        yield warning(f"{what}, --max-grad-norm {config.max_grad_norm:g} is", fix)
 
 
 def _differs(value: Any, wanted: float) -> bool:
     """Whether a launch names another number than `wanted`, or what is no number."""
+    return value not in (None, "auto") and _number(value) != wanted
+
+
+def _number(value: Any) -> float | None:
     try:
-        return value not in (None, "auto") and float(value) != wanted
+        return float(value)
     except (TypeError, ValueError, OverflowError):
-        return True
+        return None
 
 
 def _deepspeed(launch: Launch, where: str) -> Iterator[Finding]:

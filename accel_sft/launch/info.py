@@ -30,7 +30,7 @@ _MOST = 1_000_000
 """Largest number of processes or machines that is accepted."""
 _MOST_VALUES = 10_000
 """Maximum number of values in a launch file: with aliases (`*a`) a short file can make very many, or endlessly many."""
-_JSON_SECTIONS = ("zero_optimization", "bf16", "fp16", "tensor_parallel")
+_JSON_SECTIONS = ("zero_optimization", "bf16", "fp16", "tensor_parallel", "data_types")
 _OFFLOADS = ("offload_optimizer", "offload_param")
 """Keys of DeepSpeed's JSON, and of its zero_optimization, whose values are objects."""
 

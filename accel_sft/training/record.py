@@ -121,7 +121,9 @@ def _data_changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
         yield f"--chat-template {shown(str(name))}: the template is another than the run was started with"
     if before.get("data_sha256") != now["data_sha256"]:
         files = _files_changed(before.get("data_files") or {}, now.get("data_files") or {})
-        yield f"the data is not what the run was started with{files and f' ({files})'}"
+        sampled = not files and now["config"].get("train_limit")
+        why = "; an earlier version took the first rows for --train-limit" if sampled else files and f" ({files})"
+        yield f"the data is not what the run was started with{why}"
 
 
 def _code_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

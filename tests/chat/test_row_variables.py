@@ -108,6 +108,10 @@ def test_names_and_texts_missing_from_prompts_are_reported(tokenizer):
     dropped, nameless = encoded(own, (called, "no")).notes, encoded(own, ([{**ASK, "name": "Bob"}], "no")).notes
     assert dropped == ["warning: the chat template drops what a turn says beside a call of a tool; no prompt has it"]
     assert nameless == ["warning: the chat template does not write the names of turns (name); put them into the texts"]
+    thought = [ASK, {**called[1], "content": "<think>t</think>I look."}, *called[2:]]
+    for form in ("{{ m.content.split('</think>')[-1] }}", "{{ m.content.split('</think>')[-1] | tojson }}"):
+        rewritten = with_template(tokenizer, TURNS.replace("{{ m.content }}", form))
+        assert encoded(rewritten, (thought, "no")).notes == []
     written = with_template(
         tokenizer, TURNS.replace("{{ m.content }}", "{{ m.name }}{{ m.content }}{{ m.tool_calls }}")
     )

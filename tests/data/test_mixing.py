@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from accel_sft import UserError, read_rows
 from accel_sft.api.config import TrainConfig, read_shares
+from accel_sft.chat.conversation import limited_examples
 from accel_sft.data.step_plan import StepPlan, check_sources, in_words, taking_turns
 
 SHARES = st.lists(st.integers(1, 60), min_size=2, max_size=7)
@@ -112,9 +113,8 @@ def test_shares_that_are_no_shares_are_refused_in_one_line(mix):
     assert "expected a number above 0 for each --train-file" in line or "add up to 1,000,001" in line
 
 
-def test_a_limit_on_examples_is_refused_beside_a_mix():
-    (line,) = TrainConfig(mix="3,1", train_limit="10%").problems()
-    assert line.startswith("--train-limit: ")
+def test_a_limit_on_examples_goes_with_a_mix():
+    assert TrainConfig(mix="3,1", train_limit="10%").problems() == []
 
 
 def test_sources_follow_the_option_and_stay_with_rows(tmp_path):
@@ -125,7 +125,7 @@ def test_sources_follow_the_option_and_stay_with_rows(tmp_path):
     rows = read_rows(",".join(names), lambda row: row["n"])
     assert rows.sources == ["x.jsonl", "b", "z.jsonl"]
     train, _ = rows.held_out(4, seed=1)
-    for part in (rows, train, rows[5:12]):
+    for part in (rows, train, rows[5:12], limited_examples(rows, "50%")):
         folders = ["a", "b", "."]
         assert [folders[n] for n in part.sources_of(range(len(part)))] == [row[0] for row in part]
     assert read_rows(f"{names[0]},{tmp_path}/b/x.jsonl", dict).sources == ["a/x.jsonl", "b/x.jsonl"]

@@ -354,6 +354,26 @@ def test_all_errors_are_raised_together(tmp_path, built):
     assert len(raised.value.problems) == 3
 
 
+def test_data_types_in_a_word_are_refused(tmp_path, built):
+    file = written(tmp_path, JSON | {"data_types": "fp32"}, "ds.json")
+    with pytest.raises(UserError, match="data_types: expected keys with values"):
+        launch_of_yaml(written(tmp_path, zero(deepspeed_config_file=str(file))))
+
+
+def test_compiler_beside_a_json_is_named_with_the_yaml(tmp_path, built):
+    content = zero(deepspeed_config_file=str(written(tmp_path, JSON, "ds.json")))
+    path = written(tmp_path, content | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}})
+    (line,) = lines(audit(TrainConfig(), launch_of_yaml(path), devices=0), "warning")
+    assert f"{path}: dynamo_backend INDUCTOR is not used" in line
+
+
+def test_clipping_in_a_word_is_to_be_removed_alone(tmp_path, built):
+    file = written(tmp_path, JSON | {"gradient_clipping": "x"}, "ds.json")
+    found = audit(TrainConfig(), launch_of_yaml(written(tmp_path, zero(deepspeed_config_file=str(file)))), devices=0)
+    (line,) = [line for line in lines(found, "warning") if "gradient_clipping" in line]
+    assert line.endswith("ds.json: gradient_clipping x is not used, --max-grad-norm 1 is: remove it")
+
+
 WARNS = {
     "accumulation": ({"zero_stage": 2, "gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps 4 is not"),
     "clipping": ({"zero_stage": 2, "gradient_clipping": 0.5}, {}, "--max-grad-norm 1 is"),

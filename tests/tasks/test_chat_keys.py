@@ -173,17 +173,96 @@ def test_rows_of_clouds_become_calls_results_and_thinking(row):
     assert {name: value for name, value in tool["function"].items() if value} == SCHEMA
 
 
+IMAGES = (
+    {"image": {"format": "png", "source": {"bytes": "aQ=="}}},
+    {"image": {"format": "png", "source": {"bytes": {"base64": "aQ=="}}}},
+    {"inlineData": {"mimeType": "image/png", "data": "aQ=="}},
+    {"inline_data": {"mime_type": "image/png", "data": "aQ=="}, "text": None},
+)
+
+
+@pytest.mark.parametrize("part", IMAGES)
+@pytest.mark.parametrize("texts", [[{"text": "u"}], []])
+@pytest.mark.parametrize("key", ["content", "parts"])
+def test_images_of_clouds_are_images(part, texts, key):
+    example = parsed(messages({"role": "user", key: [part, *texts]}, ANSWER)).example
+    assert example.prompt[0]["images"] == ["data:image/*;base64,aQ=="]
+    assert example.prompt[0]["content"] == "<image>" + "u" * len(texts)
+
+
+def in_parts(*parts, key="parts"):
+    return messages(ASK, {"role": "assistant", key: list(parts)})
+
+
+CLOUDS_TEXTS = {
+    "Gemini's signature": (in_parts({"text": "a", "thoughtSignature": "x"}), ("messages[].parts[].thoughtSignature",)),
+    "a signature in a content": (
+        in_parts({"text": "a", "thoughtSignature": "x"}, key="content"),
+        ("messages[].content[].thoughtSignature",),
+    ),
+    "no thought": (in_parts({"text": "a", "thought": False}), ()),
+    "an unknown key": (in_parts({"text": "a", "colour": "x"}), ("messages[].parts[].colour",)),
+    "null beside a text": (in_parts({"text": "a", "inline_data": None, "thought": None}), ()),
+    "strings": (in_parts("a"), ()),
+    "a part in place of a list": (messages(ASK, {"role": "assistant", "parts": {"text": "a"}}), ()),
+    "an object": (said(content={"text": "a", "thoughtSignature": "x"}), ("messages[].content[].thoughtSignature",)),
+}
+
+
+@pytest.mark.parametrize("row", CLOUDS_TEXTS.values(), ids=CLOUDS_TEXTS)
+def test_texts_of_clouds_are_read_whatever_is_beside(row):
+    given, unread = row
+    found = parsed(given)
+    assert (found.example.answered, found.unread) == ([ANSWER], unread)
+    assert AS_JSON not in found.notes
+
+
+@pytest.mark.parametrize("key", ["parts", "content"])
+@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize(
-    "part",
+    ("part", "name"),
     [
-        {"image": {"format": "png", "source": {"bytes": "aQ=="}}},
-        {"image": {"format": "png", "source": {"bytes": {"base64": "aQ=="}}}},
-        {"inlineData": {"mimeType": "image/png", "data": "aQ=="}},
+        ({"inlineData": {"mimeType": "audio/wav", "data": "aQ=="}}, "inlineData"),
+        ({"fileData": {"fileUri": "gs://x", "mimeType": "image/png"}}, "fileData"),
+        ({"document": {"format": "pdf", "source": {"bytes": "aQ=="}}}, "document"),
+        ({"video": {"format": "mp4", "source": {"bytes": "aQ=="}}}, "video"),
+        ({"image": {"format": "png", "source": {"s3Location": {"uri": "s3://x"}}}}, "image"),
+        ({"guardContent": {"text": {"text": "a"}}}, "guardContent"),
+        ({"executableCode": {"code": "1"}}, "executableCode"),
     ],
 )
-def test_images_of_clouds_are_images(part):
-    example = parsed(messages({"role": "user", "content": [part, {"text": "u"}]}, ANSWER)).example
-    assert example.prompt[0]["images"] == ["data:image/*;base64,aQ=="]
+def test_parts_of_another_kind_are_refused_by_name(part, name, key, asks):
+    turn = {"role": "user" if asks else "assistant", key: [part]}
+    with pytest.raises(RowProblem, match=rf"{key}\[0\].*not '{name}'"):
+        parsed(messages(turn, ANSWER) if asks else messages(ASK, turn), strict=True)
+
+
+HALF_READ = {
+    "a label beside a text": in_parts({"text": "a", "label": "x"}, key="content"),
+    "a call beside a text": in_parts({"text": "a", "functionCall": {"name": "w", "args": {}}}),
+    "a number": in_parts(5),
+    "an empty part": in_parts({}),
+    "a mark": in_parts({"text": "a", "weight": 0}),
+    "a mark of thinking": in_parts({"text": "t", "thought": True, "weight": 0}, {"text": "a"}),
+    "a file alone": said(content={"type": "document", "source": {"type": "base64", "data": "aQ=="}}),
+    "a file of a tool": messages(
+        ASK,
+        {"role": "assistant", "content": [{"toolUse": {"toolUseId": "1", "name": "w", "input": {}}}]},
+        {
+            "role": "user",
+            "content": [
+                {"toolResult": {"toolUseId": "1", "content": [{"document": {"source": {"bytes": "aQ=="}}}]}},
+            ],
+        },
+        ANSWER,
+    ),
+}
+
+
+@pytest.mark.parametrize("row", HALF_READ.values(), ids=HALF_READ)
+def test_parts_that_are_not_wholly_understood_are_refused(row):
+    with pytest.raises(RowProblem):
+        parsed(row, strict=True)
 
 
 TRACE = messages(

@@ -41,6 +41,16 @@ _CLOUDS = {
     **dict.fromkeys(("toolResult", "functionResponse", "function_response"), "tool_result"),
 }
 """Under which keys Bedrock's and Gemini's parts hold calls and results of tools, with Anthropic's types of these."""
+_CLOUDS_PARTS = {
+    *("reasoningContent", "inlineData", "inline_data", "fileData", "file_data", "guardContent", "cachePoint"),
+    *("citationsContent", "searchResult", "executableCode", "executable_code"),
+    *("codeExecutionResult", "code_execution_result", *_CLOUDS),
+}
+"""Under which keys Bedrock's and Gemini's parts hold an object."""
+_BESIDE_IN_PARTS = {"thought", "thoughtSignature", "thought_signature", "min_pixels", "max_pixels", *_MARKS}
+"""Keys by which an object with a text or an image is still a part, not the JSON of an answer."""
+_FILES = ("image", "document", "video", "audio")
+_IN_FILES = {"bytes", "data", "base64", "fileUri", "file_uri", "s3Location"}
 _CLOUDS_KEYS = {
     "tool_use": {"toolUseId": "id"},
     "tool_result": {"toolUseId": "tool_use_id", "id": "tool_use_id", "response": "content"},
@@ -159,7 +169,12 @@ def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
     turn: Turn = {"role": role, "content": ""}
     given, where = message.get(names[1]), f"{field}.{names[1]}"
     remarks.look(message, _READ_WITHOUT_CONTENT if given is None else _READ[names], REFUSED_IN_TURNS, f"{field}.")
-    given = [*map(_of_cloud, given)] if isinstance(given, list) else given
+    are_parts = names[1] == "parts"
+    if isinstance(given, dict) and (are_parts or _is_one_part(given)):
+        given = [given]
+    are_results = isinstance(given, list) and any(name in _CLOUDS for part in given for name in _kinds_of_cloud(part))
+    if isinstance(given, list) and (are_parts or are_results or role != "tool"):  # a tool's may be JSON
+        given = [_of_cloud(part, f"{where}[{number}]", is_part=are_parts) for number, part in enumerate(given)]
     results: list[Turn] = []
     if role == "calls":
         turn = {"role": "assistant", "content": "", "tool_calls": read_calls(_json(given, where), where, remarks)}
@@ -204,33 +219,84 @@ def _result(block: Turn, field: str, remarks: Remarks) -> Turn:
     remarks.look(block, {"type", "tool_use_id", "name", "content"}, REFUSED_IN_PARTS, f"{field}.")
     keys = {"tool_use_id": "tool_call_id", "name": "name"}
     named = {keys[key]: block[key] for key in keys if isinstance(block.get(key), str)}
-    return {
-        "role": "tool",
-        **named,
-        **content_of(block.get("content") or "", f"{field}.content", "tool", False, remarks),
-    }
+    content, where = block.get("content") or "", f"{field}.content"
+    if isinstance(content, list) and any(isinstance(part, dict) and _is_one_part(part) for part in content):
+        content = [_of_cloud(part, f"{where}[{number}]", is_part=False) for number, part in enumerate(content)]
+        types = [part.get("type") for part in content if isinstance(part, dict) and _is_file(part.get("source"))]
+        if other := [name for name in types if name not in _IMAGES]:
+            raise _no_part(where, other[0])
+    return {"role": "tool", **named, **content_of(content, where, "tool", False, remarks)}
 
 
-def _of_cloud(part: Any) -> Any:
-    """A part of Bedrock's or Gemini's as Anthropic would have it; any other part as it is."""
-    if not isinstance(part, dict) or isinstance(part.get("type"), str):
+def _kinds_of_cloud(part: Any) -> list[str]:
+    """The keys of an object by which it is a part of Bedrock's or Gemini's with something else than a text."""
+    if not isinstance(part, dict):
+        return []
+    objects = {name: value for name, value in part.items() if isinstance(value, dict)}
+    return [name for name, value in objects.items() if name in _CLOUDS_PARTS or (name in _FILES and _is_file(value))]
+
+
+def _is_file(value: Any) -> bool:
+    return isinstance(value, dict) and (not value.keys().isdisjoint(_IN_FILES) or _is_file(value.get("source")))
+
+
+def _is_one_part(value: Turn) -> bool:
+    """Whether an object in place of a text is a part, not JSON."""
+    signed = {"text"} < value.keys() <= {"text", *_BESIDE_IN_PARTS}
+    return signed or bool(_kinds_of_cloud(value)) or ("type" in value and _is_file(value.get("source")))
+
+
+def _of_cloud(part: Any, field: str, *, is_part: bool) -> Any:
+    """A part of Bedrock's or Gemini's as Anthropic would have it; any other part as it is.
+
+    Args:
+        is_part: it is a part whatever it holds, as under `parts`; else it may be an item of a list that is JSON.
+    Raises:
+        RowProblem: a part has something that is not understood.
+    """
+    if is_part and isinstance(part, str):
+        return {"type": "text", "text": part}
+    given = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
+    if isinstance(given.get("type"), str) or not (is_part or given):
         return part
-    for key in part.keys() & _CLOUDS:
-        if isinstance(block := part[key], dict):
-            rest = {name: value for name, value in part.items() if name != key}
-            block = {_CLOUDS_KEYS[_CLOUDS[key]].get(name, name): value for name, value in block.items()}
-            match block.get("content"):
-                case [{"json": content}]:
-                    block["content"] = content
-            return {**rest, **block, "type": _CLOUDS[key]}
-    match part:
-        case {"reasoningContent": {"reasoningText": {"text": str(text)}}} | {"text": str(text), "thought": True}:
-            return {"type": "thinking", "thinking": text}
+    kinds = _kinds_of_cloud(given)
+    kinds += [name for name in ("text", "image") if name in given and name not in kinds]
+    rest = {name: value for name, value in given.items() if name not in kinds}
+    if not kinds and not is_part:
+        return part
+    unknown = [name for name in rest if name not in _BESIDE_IN_PARTS] if kinds in (["text"], ["image"]) else []
+    if len(kinds) != 1 or (unknown and not is_part):
+        held = (kinds[1:] or unknown or [*rest] or [None])[0] if isinstance(part, dict) else type(part).__name__
+        raise _no_part(field, held)
+    (key,) = kinds
+    if key in _CLOUDS:
+        names = _CLOUDS_KEYS[_CLOUDS[key]]
+        block = {names.get(name, name): value for name, value in given[key].items()}
+        match block.get("content"):
+            case [{"json": content}]:
+                block["content"] = content
+        return {**rest, **block, "type": _CLOUDS[key]}
+    thought = rest.pop("thought", False)
+    match given:
+        case {"reasoningContent": {"reasoningText": {"text": str(text)}}}:
+            return {**rest, "type": "thinking", "thinking": text}
+        case {"text": str(text)} if thought:
+            return {**rest, "type": "thinking", "thinking": text}
+        case {"text": text}:
+            return {**rest, "type": "text", "text": text}
         case {"image": {"source": {"bytes": data}}}:
-            return {"type": "image", "image": {"bytes": data}}
-        case {"inlineData": {"mimeType": str(kind), "data": data}} if kind.startswith("image/"):
-            return {"type": "image", "image": {"bytes": data}}
-    return part
+            return {**rest, "type": "image", "image": {"bytes": data}}
+        case {"image": image} if not (isinstance(image, dict) and "source" in image):
+            return {**rest, "type": "image", "image": image}
+        case {"inlineData": {"mimeType": str(mime), "data": data}} | {
+            "inline_data": {"mime_type": str(mime), "data": data}
+        } if mime.startswith("image/"):
+            return {**rest, "type": "image", "image": {"bytes": data}}
+    raise _no_part(field, key)
+
+
+def _no_part(field: str, held: Any) -> RowProblem:
+    return RowProblem(field, f"a part of type text or image, not {kind(held)}; give JSON as a text")
 
 
 def _divided(value: Any, role: str, field: str) -> tuple[dict[str, list[Turn]], Any]:
@@ -290,7 +356,7 @@ def content_of(value: Any, field: str, role: str, called: bool, remarks: Remarks
             held = (
                 part["type"] if part else next(iter(value[number]), None) if isinstance(value[number], dict) else None
             )
-            raise RowProblem(where, f"a part of type text or image, not {kind(held)}")
+            raise _no_part(where, held)
     return {"content": "".join(texts), **({"images": paths} if paths else {})}
 
 
