@@ -84,6 +84,8 @@ def read_file(path: Path, parse: Parse, use: str, lines: list[str]) -> RowFile:
             if format.compression:
                 source = stack.enter_context((folder / _PLAIN).open("w+b"))
                 decompress(path, format.compression, source)
+            if format.is_json and (splits := arrays_of_splits(source, str(path))):
+                raise UserError(f"{path}: has the splits {', '.join(splits):.60}; decompress it, to read one of them")
             rows.has_lines = has_lines(format.suffix, source)
             return READERS.get(format.suffix, located)(source, name)
 

@@ -127,12 +127,19 @@ def test_one_file_of_splits_is_read_as_a_folder_is(tmp_path, monkeypatch, lines,
         ('{"train": [{"answer": "a"}], "train": []}', "the key 'train' twice"),
         ('{"train": [{"answer": "a"}]', "expected ',' or '}' behind an array"),
         ('{"train": [{"answer"', "not JSON at column 21"),
+        ('{"train": [{"answer": "a"}], "test": []}\n{"answer": "b"}', 'text after its end: \'{"answer": "b"}\''),
     ):
         path.write_text(content)
         with pytest.raises(UserError, match=f"not an object with an array of rows for each split: {expected}"):
             read_rows(path, answer)
     path.write_text(2 * '{"train": [{}], "answer": "a"}\n')
     assert list(read_rows(path, answer)) == ["a", "a"], "these are rows"
+    path.write_text('{"tests": [{"in": 1}], "answer": "a"}\n{"answer": "b", "tests": []}')
+    assert list(read_rows(path, answer)) == ["a", "b"], "of which the first begins like splits"
+    packed = tmp_path / "rows.json.gz"
+    packed.write_bytes(gzip.compress(b'{"train": [{"answer": "a"}], "test": []}'))
+    with pytest.raises(UserError, match=f"{packed}: has the splits train, test; decompress it"):
+        read_rows(packed, answer)
 
 
 def test_a_folder_without_the_split_is_refused_by_name(tmp_path):
