@@ -117,10 +117,11 @@ def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located
     delimiter = next((mark for mark in delimiters if mark.encode() in header_line), delimiters[0])
     stream.seek(0)
     csv.field_size_limit(min(sys.maxsize, (1 << 31) - 1))  # a cell may hold a chat; the default is 128 KiB
+    by_line = delimiter == "\t" and not _has_quoted_cells(stream)
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     header, line = None, 0
     try:
-        for count, record in (_tabbed if delimiter == "\t" else functools.partial(_quoted, delimiter=delimiter))(text):
+        for count, record in _tabbed(text) if by_line else _quoted(text, delimiter):
             begin, line = line + 1, line + count
             if not record:  # an empty line
                 continue
@@ -146,6 +147,36 @@ def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located
         text.detach()  # otherwise `text` would close the caller's stream
 
 
+_QUOTED_CELL = r'"[^"]*(?:""[^"]*)*"'
+_CELL = rf'(?:{_QUOTED_CELL}|[^"\t\r\n]*)'
+
+
+def _has_quoted_cells(stream: BinaryIO) -> bool:
+    """Whether all quotes of a table with tabs are a CSV writer's: around a cell or doubled within one, in records as
+    wide as the header. A file that ends within a cell is cut off, if cells before it have several lines."""
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="", errors="replace")
+    taken, form = list[str](), ""
+    is_open = has_joined = False
+    for line in text:
+        taken.append(line)
+        is_open ^= line.count('"') % 2 == 1
+        if is_open:
+            continue
+        record = "".join(taken)
+        has_joined |= len(taken) > 1
+        if not form and record.strip():
+            width = len(next(csv.reader(taken, delimiter="\t")))
+            form = rf"({_CELL}\t){{{width - 1}}}{_CELL}[\r\n]*"
+        if '"' in record and not re.fullmatch(form, record):
+            break
+        taken.clear()
+    text.detach()
+    stream.seek(0)
+    if is_open:
+        return has_joined and bool(re.fullmatch(rf"({_CELL}\t)*{_QUOTED_CELL}", "".join(taken) + '"'))
+    return not taken
+
+
 def _quoted(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """The records of a table whose quotes may hold delimiters and line breaks, each after its number of lines."""
     taken = list[str]()
@@ -155,17 +186,19 @@ def _quoted(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[st
             taken.append(line)
             yield line
 
-    apart = re.compile(rf'{re.escape(delimiter)} +"(?!")')
+    cell = re.compile(rf"(^|{re.escape(delimiter)}){_QUOTED_CELL}")
+    apart = re.compile(rf'{re.escape(delimiter)} +"')
     for record in csv.reader(recorded(), delimiter=delimiter, strict=True):
-        if apart.search("".join(taken)):  # within quotes a quote is doubled
+        text = "".join(taken)
+        if apart.search(text) and apart.search(cell.sub("", text)):
             raise csv.Error(f"a blank between {delimiter!r} and a quote, which is then no quote: take these out")
         yield len(taken), record
         taken.clear()
 
 
 def _tabbed(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """The records of a table with tabs, where a quote may also be a character like any other: it is, if it would join
-    lines of which each has as many fields as the header, or if the quotes of a line do not close."""
+    """The records of a table with tabs, of which not all quotes are a CSV writer's. One is a character like any other,
+    if it would join lines of which each has as many fields as the header, or if the quotes of a line do not close."""
     rest, width = iter(lines), 0
     taken, again = list[str](), list[str]()
 

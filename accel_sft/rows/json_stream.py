@@ -162,12 +162,17 @@ def arrays_of_splits(stream: BinaryIO, name: str) -> dict[str, str]:
             key, at = _DECODER.raw_decode(text, _behind_blanks(text, at + 1))
             begin = _behind_blanks(text, _behind_blanks(text, at) + 1)  # behind the colon
             rows, at = _DECODER.raw_decode(text, begin)
-            if not isinstance(rows, list) or key in arrays:
+            is_list = isinstance(rows, list)
+            if not (is_list or any(name.startswith("train") for name in arrays)):
+                return {}  # a row, whose tests are for its answer
+            if not is_list or key in arrays:
                 raise ValueError(f"the key {key!r:.80} {'twice' if key in arrays else 'without an array of rows'}")
             arrays[key], at = text[begin:at], _behind_blanks(text, at)
             mark = text[at : at + 1]
             if mark not in (",", "}"):
                 raise ValueError("expected ',' or '}' behind an array; is the file cut off?")
+        if rest := text[at + 1 :].strip():
+            raise ValueError(f"text after its end: {rest[:20]!r}")
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name}: not an object with an array of rows for each split: {_reason(error)}") from None
     return arrays

@@ -42,7 +42,7 @@ the cache."""
 _ANNOUNCED_BYTES = 64 << 20
 """Files of at least this many bytes are announced by a line when their rows are converted."""
 _KIND, _PLACES, _TEXT, _PLAIN = "rows", "places.bin", "rows.jsonl", "decompressed"
-_FORM = 6
+_FORM = 7
 """Version of a cache entry's form; it changes when older entries can no longer be read."""
 _ROWS = "a JSON array of objects, one JSON object per line, or a header and rows"
 _ROW_OF_TABLE = 'a row, got columns, as of df.to_json(); write rows: df.to_json(FILE, orient="records", lines=True)'
@@ -84,6 +84,8 @@ def read_file(path: Path, parse: Parse, use: str, lines: list[str]) -> RowFile:
             if format.compression:
                 source = stack.enter_context((folder / _PLAIN).open("w+b"))
                 decompress(path, format.compression, source)
+            if format.is_json and (splits := arrays_of_splits(source, str(path))):
+                raise UserError(f"{path}: has the splits {', '.join(splits):.60}; decompress it, to read one of them")
             rows.has_lines = has_lines(format.suffix, source)
             return READERS.get(format.suffix, located)(source, name)
 

@@ -108,7 +108,8 @@ def chosen_split(name: str, splits: Collection[str], use: str) -> tuple[str, lis
         return usual[0], []
     offered = f"; to use it: --validation-file {name}:{min(others, key='validation'.__ne__)}"
     if os.path.isfile(name):
-        offered = f"; to evaluate: --validation-file {name}" if use == "train" else "; for another, write it to a file"
+        is_usual = use == "train" and not set(_USUAL["validation"]).isdisjoint(others)
+        offered = f"; to evaluate: --validation-file {name}" if is_usual else "; for another, write it to a file"
     return usual[0], [f"{name}: the split {usual[0]} is read, not {' or '.join(others)}{offered}"]
 
 
@@ -127,20 +128,15 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
         exact = {path: shard[1] for path, name in names.items() if (shard := _SHARD.fullmatch(name))}
     card = folder / "README.md"
     described = card.read_text(errors="replace") if card.is_file() else ""
-    by_card = {
-        path: of_split
-        for pattern, of_split in _splits_of_card(described)
-        for path, name in names.items()
-        if fnmatch.fnmatch(name, pattern)
-    }
+    by_card, lines = _by_card(folder, names, described)
     exact = by_card or exact
     splits: dict[str, list[Path]] = {}
-    lines: list[str] = []
     for path, name in names.items():
         splits.setdefault(exact.get(path, "") if exact else split_by_name(name), []).append(path)
     beside = splits.pop("", [])
     if not split:
-        split, lines = chosen_split(str(folder), sorted(splits), use)
+        split, notes = chosen_split(str(folder), sorted(splits), use)
+        lines = notes + lines
     if split not in splits:
         raise UserError(f"{folder}: has no split {split}; it has {', '.join(sorted(splits))}")
     if beside:
@@ -153,6 +149,33 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
             f"{folder}: read are all its configurations, {', '.join(configs)}; for one, name its files or folder"
         )
     return splits[split], lines
+
+
+def _by_card(folder: Path, names: dict[Path, str], card: str) -> tuple[dict[Path, str], list[str]]:
+    """The split of each file that the folder's card names, and a line on patterns that match none."""
+    exact: dict[Path, str] = {}
+    unmatched = []
+    for pattern, split in _splits_of_card(card):
+        matched = [path for path, name in names.items() if _matches(name.split("/"), pattern.split("/"))]
+        for path in matched:
+            if (other := exact.setdefault(path, split)) != split:
+                both = f"{names[path]} is in its splits {other} and {split}"
+                raise UserError(f"{folder}/README.md: {both}; name the files of one configuration")
+        if not matched:
+            unmatched.append(pattern)
+    if not unmatched:
+        return exact, []
+    absent = f"{unmatched[0]:.60}{more(len(unmatched) - 1)}"
+    return exact, [f"{folder}/README.md: data_files that are not there: {absent}"]
+
+
+def _matches(name: list[str], pattern: list[str]) -> bool:
+    """Whether a path matches a pattern as `datasets` reads it, both by their parts: only ** stands for several."""
+    if not pattern:
+        return not name
+    if pattern[0] == "**":
+        return any(_matches(name[at:], pattern[1:]) for at in range(len(name) + 1))
+    return bool(name) and fnmatch.fnmatch(name[0], pattern[0]) and _matches(name[1:], pattern[1:])
 
 
 def _splits_of_card(card: str) -> Iterator[tuple[str, str]]:

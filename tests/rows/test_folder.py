@@ -106,6 +106,10 @@ def test_one_file_of_splits_is_read_as_a_folder_is(tmp_path, monkeypatch, lines,
         rows = read_rows(path, answer, split="validation")
         assert list(rows) == ["c"]
         assert rows.notes[0].endswith("not test or train; for another, write it to a file")
+    write(train="a", extra="b")
+    assert read_rows(path, answer).notes == [
+        f"{path}: the split train is read, not extra; for another, write it to a file"
+    ]
     write(test="a", train="bc")
     assert [list(read_rows(path, answer, split=use)) for use in ("train", "validation")] == [["b", "c"], ["a"]]
     write(train="a")
@@ -118,12 +122,19 @@ def test_one_file_of_splits_is_read_as_a_folder_is(tmp_path, monkeypatch, lines,
         ('{"train": [{"answer": "a"}], "train": []}', "the key 'train' twice"),
         ('{"train": [{"answer": "a"}]', "expected ',' or '}' behind an array"),
         ('{"train": [{"answer"', "not JSON at column 21"),
+        ('{"train": [{"answer": "a"}], "test": []}\n{"answer": "b"}', 'text after its end: \'{"answer": "b"}\''),
     ):
         path.write_text(content)
         with pytest.raises(UserError, match=f"not an object with an array of rows for each split: {expected}"):
             read_rows(path, answer)
     path.write_text(2 * '{"train": [{}], "answer": "a"}\n')
     assert list(read_rows(path, answer)) == ["a", "a"], "these are rows"
+    path.write_text('{"tests": [{"in": 1}], "answer": "a"}\n{"answer": "b", "tests": []}')
+    assert list(read_rows(path, answer)) == ["a", "b"], "of which the first begins like splits"
+    packed = tmp_path / "rows.json.gz"
+    packed.write_bytes(gzip.compress(b'{"train": [{"answer": "a"}], "test": []}'))
+    with pytest.raises(UserError, match=f"{packed}: has the splits train, test; decompress it"):
+        read_rows(packed, answer)
 
 
 def test_a_folder_without_the_split_is_refused_by_name(tmp_path):
@@ -164,6 +175,16 @@ def test_configurations_of_a_card_are_named(tmp_path):
     assert read_rows(folder, answer).notes == []
 
 
+PATTERNS = {
+    "gold.jsonl": ["gold.jsonl"],
+    "'*.jsonl'": ["en.jsonl", "gold.jsonl", "raw.jsonl"],
+    "'*/?.jsonl'": ["more/a.jsonl"],
+    "'**/[er]*.jsonl'": ["en.jsonl", "raw.jsonl"],
+    "'more/**'": ["more/a.jsonl"],
+}
+"""Files of a card, and those that are read."""
+
+
 @pytest.mark.parametrize(
     "files",
     [
@@ -181,8 +202,19 @@ def test_splits_of_a_card_are_read_as_it_says(tmp_path, files):
     for content in ("---\nconfigs:\n- data_files: none.jsonl\n---\n", "---\n{data_files\n---\n", "data_files: x"):
         card.write_text(content)
         assert len(read_rows(folder, answer)) == 4, "the card names no file that is there"
-    card.write_text("---\nconfigs:\n- data_files: gold.jsonl\n---\n")
-    assert list(read_rows(folder, answer)) == ["gold.jsonl"]
+    for pattern, expected in PATTERNS.items():
+        card.write_text(f"---\nconfigs:\n- data_files: {pattern}\n---\n")
+        assert list(read_rows(folder, answer)) == expected, pattern
+    card.write_text("---\nconfigs:\n- data_files: [gold.jsonl, a.jsonl, b.jsonl]\n---\n")
+    assert f"{card}: data_files that are not there: a.jsonl, and 1 more" in read_rows(folder, answer).notes
+
+
+def test_a_file_in_two_splits_of_a_card_is_refused(tmp_path):
+    folder = written(tmp_path / "ds", "a.jsonl", "b.jsonl")
+    configs = "- {data_files: [{split: train, path: a.jsonl}]}\n- {data_files: [{split: test, path: '*.jsonl'}]}"
+    (tmp_path / "ds" / "README.md").write_text(f"---\nconfigs:\n{configs}\n---\n")
+    with pytest.raises(UserError, match=r"README.md: a.jsonl is in its splits train and test; name the files of one"):
+        read_rows(folder, answer)
 
 
 def test_a_copy_of_a_file_is_not_read_again(tmp_path):

@@ -1,11 +1,13 @@
 """Rows of CSV, Parquet, compressed files and folders are those of JSON; a bad one is named by line or number."""
 
 import bz2
+import csv
 import datetime
 import gzip
 import io
 import json
 import lzma
+import random
 import re
 
 import pyarrow
@@ -16,6 +18,7 @@ from chats import jsonl
 from parsers import CALLS, answer, noting
 
 from accel_sft import UserError, read_rows
+from accel_sft.rows.formats import READERS
 from accel_sft.rows.row_file import Place
 from accel_sft.rows.rows import with_places
 
@@ -89,8 +92,21 @@ BAD = {
         " row 1: text after the end of the arr",
     ),
     "no end of a quote": ("a.csv", b'answer\n"x\n', ":2: not CSV (unexpected end of data); the rest is unread"),
-    "no end of a quote, with tabs": ("a.tsv", b'answer\tmore\nx\ty\n"x\n', ":3: not CSV (unexpected end of data)"),
-    "blanks behind commas": ("a.csv", b'answer,more\n"x", "y"\n', ":2: not CSV (a blank between ',' and a quote"),
+    "no end of a quote, with tabs": (
+        "a.tsv",
+        b'answer\tmore\nx\ty\n"x\n',
+        ":3: not CSV (unexpected end of data); the rest is unread",
+    ),
+    "no end of a quote behind code with tabs": (
+        "a.tsv",
+        b'answer\tmore\nf\t"x:\n\treturn"\ng\t"y:\n\treturn',
+        ":4: not CSV (unexpected end of data); the rest is unread",
+    ),
+    "blanks behind commas": (
+        "a.csv",
+        b'answer,more\n"x", "y"\n',
+        ":2: not CSV (a blank between ',' and a quote",
+    ),
     "a header alone": ("a.csv", b"answer\n", ": no rows; expected a JSON array of objects, one"),
     "latin-1": ("a.csv", "answer\nx\né\n".encode("latin-1"), ": not UTF-8 (here or in the lines after); convert it"),
     "a bad line": ("a.jsonl.gz", gzip.compress(JSONL + b"{}"), ":5: field 'answer': expected text, got NoneType"),
@@ -154,8 +170,23 @@ ODD = {
     ),
     "a quote of several lines and tabs": ("a.tsv", b'answer\tmore\n"a\nb"\tx\n\n"c"\t"y"\n', ["a\nb", "c"]),
     "quotes that are one column": ("a.tsv", b'answer\n"a\nb"\n', ["a\nb"]),
+    "code that a writer has quoted, with tabs": (
+        "a.tsv",
+        b'more\tanswer\n1\t"def f():\n\treturn ""x"""\n2\t"x = 1\n\ty"\n',
+        ['def f():\n\treturn "x"', "x = 1\n\ty"],
+    ),
+    "a pair of quotes without quoting": ("a.tsv", b'more\tanswer\n1\t"a\n2\tb"\n3\t5" c\n', ['"a', 'b"', '5" c']),
     "a comma and a quote within quotes": ("a.csv", b'answer,more\n"x, ""y""","z, """\n', ['x, "y"']),
-    "Parquet under another name": ("a.json", parquet(io.BytesIO(), ROWS).getvalue(), TEXTS),
+    "a comma and a blank at a cell's end": (
+        "a.csv",
+        b'answer,more\n"Dear Sir, ",x\nok,"Yes, "\n',
+        ["Dear Sir, ", "ok"],
+    ),
+    "Parquet under another name": (
+        "a.json",
+        parquet(io.BytesIO(), ROWS).getvalue(),
+        TEXTS,
+    ),
     "Feather": ("a.feather", feather(), TEXTS),
     "Feather under another name": ("a.arrow", feather("lz4"), TEXTS),
     "an index": ("a.csv", b",answer\n0,x\n1,y\n", ["x", "y"]),
@@ -164,6 +195,21 @@ ODD = {
     "rows with data": ("a.jsonl", b'{"data": [{}], "answer": "x"}\n{"data": [{}], "answer": "y"}\n', ["x", "y"]),
     "byte-order marks within": ("a.jsonl", b"\xef\xbb\xbf".join([b"", JSONL, JSONL]), TEXTS * 2),
 }
+
+
+@pytest.mark.parametrize("suffix", [".tsv", ".csv"])
+def test_what_a_writer_of_csv_wrote_is_read_as_it_was(suffix):
+    draw = random.Random(0)
+    delimiter = {".tsv": "\t", ".csv": ","}[suffix]
+    signs = ['"', "\n", "\t", " ", "a", f'{delimiter} "']
+    for _ in range(500):
+        cells = ["".join(draw.choices(signs, k=draw.randrange(6))) for _ in range(6)]
+        rows = [{"prompt": prompt, "answer": text} for prompt, text in zip(cells[::2], cells[1::2], strict=True)]
+        writer = csv.DictWriter(file := io.StringIO(), ["prompt", "answer"], delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+        read = READERS[suffix](io.BytesIO(file.getvalue().encode()), "a")
+        assert [row.value for row in read] == rows, file.getvalue()
 
 
 @pytest.mark.parametrize(("name", "content", "texts"), ODD.values(), ids=ODD)
