@@ -114,7 +114,7 @@ def test_defaults_come_with_the_model_and_what_is_set_stays():
     assert TrainConfig(epochs=2.0).resolved(tiny).max_steps is None
 
 
-def test_a_run_that_starts_from_a_tiny_one_is_tiny_too(tmp_path):
+def test_run_started_from_a_tiny_one_is_tiny(tmp_path):
     for name, model, init_from in (
         ("a", "tiny", None),
         ("b", "tiny", "a"),
@@ -172,7 +172,7 @@ def test_option_of_an_earlier_version_is_passed_over(yaml):
     assert ["accel-sft serve RUN" in problems[0], "PiSSA" in problems[1]] == [True, True]
 
 
-def test_run_that_began_with_pissa_is_not_resumed_as_plain_lora():
+def test_pissa_run_is_not_resumed_as_plain_lora():
     began = {"lora_init": "pissa", "generate_with": "vllm"}
     (line,) = changed(began, {})
     assert line == "--lora-init: the run was started with pissa, not default"
@@ -226,7 +226,7 @@ def test_yaml_refuses_a_name_given_twice_in_either_spelling(yaml):
         ("seed: " + "[" * 5000, "expected option names and values, one `name: value` a line"),
     ],
 )
-def test_yaml_that_is_no_value_of_an_option_is_named_on_one_line(yaml, text, told):
+def test_yaml_value_of_a_wrong_kind_is_one_line(yaml, text, told):
     assert refused(yaml(text)) == [told]
 
 

@@ -77,7 +77,7 @@ def test_all_problems_are_told_together():
 
 
 @pytest.mark.parametrize("hint", ["list", "list[int]", "int | str", "int | str | None", "None", "dict[str, int]"])
-def test_a_type_that_no_flag_has_is_refused_with_the_fields_name(hint):
+def test_type_without_a_flag_is_refused_with_the_fields_name(hint):
     cls = dataclasses.make_dataclass("Odd", [("field", hint, dataclasses.field(default=None))])
     with pytest.raises(TypeError, match=r"Odd\.field: an option is a str, int, float or bool"):
         settings(cls)

@@ -211,7 +211,7 @@ def test_help_has_the_width_of_the_terminal(run, monkeypatch, command):
         assert columns - 15 < max(map(len, words)) <= columns, command
 
 
-def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(run, tmp_path):
+def test_command_line_beats_file_and_file_beats_defaults(run, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("size: 20\nlearning-rate: 1e-3\nseed: 7\nshout: true\nlimit: null\n", encoding="utf-8")
     got = handed_over(run("good", "--config", str(file), "--seed", "42", "--no-shout"))
@@ -224,7 +224,7 @@ READS = GOOD.replace("shout: bool", 'train_file: str | None = option(None, rows=
 
 
 @pytest.mark.parametrize("form", ["repeated", "with a comma", "in YAML", "in run.yaml"])
-def test_several_files_of_rows_are_one_value_however_they_are_named(run, site, tmp_path, form):
+def test_several_row_files_are_one_value_in_every_form(run, site, tmp_path, form):
     install(site, "accel-sft-reads", "reads = accel_sft_reads:Good", READS)
     one, two = (str(tmp_path / name) for name in ("one.jsonl", "two.jsonl"))
     for path in (one, two):
@@ -332,7 +332,7 @@ def test_all_problems_are_told_at_once_each_naming_its_flag(run, site):
     }
 
 
-def test_problems_of_the_file_come_together_with_those_of_the_command_line(run, tmp_path):
+def test_problems_of_file_and_command_line_come_together(run, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("sise: 20\nepochs: many\n", encoding="utf-8")
     result = run("good", "--config", str(file), "--seed", "-1")
@@ -388,7 +388,7 @@ FAULTY_FILES = {
 
 
 @pytest.mark.parametrize(("content", "problem"), FAULTY_FILES.values(), ids=FAULTY_FILES)
-def test_what_stands_in_a_faulty_file_is_not_reported_as_missing(site, run, tmp_path, content, problem):
+def test_values_of_a_faulty_file_are_not_called_missing(site, run, tmp_path, content, problem):
     install(site, "p-required", "needy = p_required:Good", SOURCE_WITH_NEED)
     file = tmp_path / "run.yaml"
     file.write_text(content)
@@ -461,7 +461,7 @@ def ranks(site, tmp_path, *arguments, env=None):
     return results
 
 
-def test_a_users_mistake_is_one_line_and_a_traceback_only_with_debug(site):
+def test_user_mistake_has_a_traceback_only_with_debug(site):
     failing(site, "raise UserError('data.json:3: no answer', 'data.json:4: no answer')")
     result = accel_sft("fail", site=site)
     assert result.returncode == 1
@@ -471,7 +471,7 @@ def test_a_users_mistake_is_one_line_and_a_traceback_only_with_debug(site):
     assert result.stderr.splitlines()[-1] == "Error: data.json:4: no answer"
 
 
-def test_an_unexpected_failure_shows_its_traceback_and_ends_in_what_and_where(site):
+def test_unexpected_failure_shows_traceback_and_ends_in_its_place(site):
     failing(site, "return 1 / 0")
     result = accel_sft("fail", site=site)
     assert result.returncode == 1
@@ -498,7 +498,7 @@ FAILURES_OF_RANKS = {
 
 
 @pytest.mark.parametrize(("statement", "first", "second"), FAILURES_OF_RANKS.values(), ids=FAILURES_OF_RANKS)
-def test_ranks_print_a_failure_once_and_the_first_is_the_cause(site, tmp_path, statement, first, second):
+def test_ranks_print_the_first_failure_once(site, tmp_path, statement, first, second):
     failing(site, statement)
     results, causes = zip(*ranks(site, tmp_path, "fail"), strict=True)
     assert [result.returncode for result in results] == [1, 1]
@@ -523,7 +523,7 @@ def test_without_torchrun_another_rank_prints_under_its_name(site):
     assert result.stderr == "[rank 3] Error: no data\n"
 
 
-def test_under_the_launcher_a_rank_that_fails_alone_ends_the_run_and_is_the_root_cause(site, tmp_path):
+def test_rank_failing_under_the_launcher_is_the_root_cause(site, tmp_path):
     body = """
         import torch.distributed
         torch.distributed.init_process_group("gloo")
@@ -633,7 +633,7 @@ def test_an_unknown_launch_file_is_refused_with_the_nearest(run):
 # Starting a task
 
 
-def test_a_new_task_is_a_plugin_that_keeps_the_contract_and_passes_its_test(tmp_path, site):
+def test_new_task_keeps_the_contract_and_passes_its_test(tmp_path, site):
     result = accel_sft("new-task", "even-odd", str(tmp_path / "new"))
     assert result.returncode == 0, result.stderr
     project = tmp_path / "new"
@@ -728,7 +728,7 @@ def test_command_groups_and_options_render_without_a_terminal():
         ("compare", "repeat: int = option(1, help='')", "--repeat"),
     ],
 )
-def test_a_task_s_option_that_is_a_tool_s_own_is_refused_by_that_tool_alone(run, site, command, option, flag):
+def test_task_option_of_a_tools_name_is_refused_there_alone(run, site, command, option, flag):
     clashing = GOOD.replace("    limit: float", f"    {option}\n    limit: float")
     install(site, "accel-sft-clashing", "clashing = accel_sft_clashing:Good", clashing)
     assert handed_over(run("clashing"))["task"] == "clashing"

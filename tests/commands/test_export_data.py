@@ -40,7 +40,7 @@ def chats(folder, learn, unlearnt=()):
 
 
 @pytest.mark.parametrize("name", ["math", "ner", "chat, every answer", "chat, the last answer", "chat, some answers"])
-def test_what_the_task_trains_on_is_what_chat_trains_on_from_its_files(name, tmp_path, capsys):
+def test_chat_trains_on_exported_files_as_the_task_did(name, tmp_path, capsys):
     task = {
         "math": lambda: Math(train_examples=50, validation_examples=5),
         "ner": lambda: Ner(train_sentences=50, validation_sentences=5),
@@ -72,7 +72,7 @@ def test_template_variables_and_texts_to_continue_are_exported(tmp_path):
     assert tuple(export_data.chat_row(chat, tmp_path) for chat in chats) == rows
 
 
-def test_the_forms_of_other_trainers_are_made_as_the_page_says(tmp_path, monkeypatch):
+def test_forms_of_other_trainers_are_as_documented(tmp_path, monkeypatch):
     page = ROOT / "docs" / "multinode.md"
     (script,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
     monkeypatch.chdir(tmp_path)

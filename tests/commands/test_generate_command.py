@@ -52,7 +52,7 @@ def answerer(folder, sampling=None, **options):
     return Answerer(Accelerator(cpu=True), config, find_source(str(folder)), **more)
 
 
-def test_a_file_of_prompts_is_answered_as_the_run_answered_them_beside_its_base(run, tmp_path):
+def test_prompts_file_is_answered_as_in_the_run(run, tmp_path):
     before, after = (
         [json.loads(line) for line in (run.run_dir / f"samples/step-{step:06d}.jsonl").read_text().splitlines()]
         for step in (0, 6)
@@ -78,7 +78,7 @@ def test_a_file_of_prompts_is_answered_as_the_run_answered_them_beside_its_base(
     assert "is there already; name a new file" in again.output
 
 
-def test_a_prompt_is_answered_by_the_best_weights_of_a_run(run, tmp_path):
+def test_prompt_is_answered_by_the_best_weights(run, tmp_path):
     sample = json.loads((run.run_dir / "samples/step-000006.jsonl").read_text().splitlines()[0])
     told = accel_sft("generate", str(run.run_dir), sample["prompt"])
     assert told.status == 0, told.output
@@ -223,7 +223,7 @@ def test_what_a_row_says_of_tools_is_not_dropped(tmp_path, row, problem):
         read_prompts(str(tmp_path / "rows.jsonl"), None)
 
 
-def test_drawn_answers_follow_the_seed_and_from_one_token_are_the_greedy_ones(tiny):
+def test_drawn_answers_follow_the_seed_and_top_1_is_greedy(tiny):
     chats = [[{"role": "user", "content": f"{number}="}] for number in range(5)]
     greedy = answerer(tiny).answers(chats, 8)
     assert answerer(tiny, Sampling(temperature=3.0, top_k=1)).answers(chats, 8) == greedy
@@ -238,7 +238,7 @@ def test_drawn_answers_follow_the_seed_and_from_one_token_are_the_greedy_ones(ti
     assert "as tokens are drawn by chance" in drawing.generator.message
 
 
-def test_a_streamed_answer_is_the_one_of_a_file_and_thinking_is_asked_as_in_training(tiny, tmp_path):
+def test_streamed_answer_is_that_of_a_file(tiny, tmp_path):
     """A template that opens a block is closed by --thinking off, in prompts of one's own too."""
     mine = answerer(tiny)
     written = []

@@ -106,7 +106,7 @@ def test_overwritten_base_of_an_adapter_is_named(base, tmp_path):
     assert f"warning: {line}" in " ".join(told.output.split())
 
 
-def test_merged_weights_predict_as_base_and_adapter_do_and_stay_tied(base, adapter, tmp_path):
+def test_merged_weights_predict_as_the_adapter_and_stay_tied(base, adapter, tmp_path):
     out = tmp_path / "out"
     done = accel_sft("merge", str(adapter), str(out))
     assert done.status == 0, done.output
@@ -208,7 +208,7 @@ def test_what_cannot_be_merged_is_refused_with_the_reason(base, adapter, tmp_pat
         merged(adapter)
 
 
-def test_weights_that_find_no_room_are_one_line_and_leave_nothing(tmp_path):
+def test_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))
     try:
@@ -224,7 +224,7 @@ def test_weights_that_find_no_room_are_one_line_and_leave_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_weights_may_be_read_by_whoever_may_read_the_other_files(tmp_path):
+def test_weights_are_as_readable_as_the_other_files(tmp_path):
     umask = os.umask(0o027)
     try:
         with new_folder(str(tmp_path / "out"), "OUT") as partial:
@@ -263,7 +263,7 @@ def test_what_appeared_while_a_folder_was_filled_stays(tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
 
 
-def test_an_empty_folder_behind_a_link_is_filled_and_the_link_stays(tmp_path):
+def test_empty_folder_behind_a_link_is_filled(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to("disk")
     with new_folder(str(tmp_path / "out"), "OUT") as partial:
@@ -273,7 +273,7 @@ def test_an_empty_folder_behind_a_link_is_filled_and_the_link_stays(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
 
 
-def test_a_merge_killed_midway_leaves_no_folder_and_the_next_one_cleans_up(adapter, tmp_path):
+def test_killed_merge_leaves_no_folder_and_the_next_cleans_up(adapter, tmp_path):
     def killed(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -328,7 +328,7 @@ def run(base, tmp_path):
     return folder
 
 
-def test_a_run_is_pushed_without_data_samples_and_logs_unless_asked(run, local_hub, push):
+def test_push_leaves_out_data_samples_and_logs_by_default(run, local_hub, push):
     there, address = local_hub
     assert "model.safetensors" in push(run, "org/name", "--dry-run")
     assert there.tokens == set()
@@ -372,7 +372,7 @@ def test_of_a_strangers_folder_only_the_models_files_are_pushed(base, push, tmp_
         push(folder, "org/name", "--dry-run")
 
 
-def test_an_adapter_is_pushed_with_its_bases_hub_id_or_merged(adapter, local_hub, push):
+def test_adapter_is_pushed_with_its_base_id_or_merged(adapter, local_hub, push):
     there, _ = local_hub
     with pytest.raises(UserError, match="--base-model ORG/NAME, or upload --what merged"):
         push(adapter, "org/lora")

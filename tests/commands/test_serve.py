@@ -55,7 +55,7 @@ def program(tmp_path):
     return path
 
 
-def test_a_run_is_served_in_its_precision_and_by_its_name(run, program):
+def test_run_is_served_in_its_precision_by_its_name(run, program):
     done = accel_sft("serve", str(run), "--program", str(program), "--port", "8123", "--", "--max-num-seqs", "16")
     assert done.status == 0, done.output
     words = ["serve", str(run / "best"), "--served-model-name", run.name, "--dtype", "float32", "--generation-config"]
@@ -106,7 +106,7 @@ def test_vllm_gets_room_for_adapters_largest_rank(adapter, tmp_path, r, pattern,
     assert words[words.index("--max-lora-rank") + 1] == str(rank)
 
 
-def test_an_adapter_is_served_on_its_base_with_its_own_tokenizer(adapter):
+def test_adapter_is_served_on_its_base_with_its_tokenizer(adapter):
     printed = accel_sft("serve", str(adapter), "--name", "lr=1e-3", "--host", "::1", "--print")
     base = adapter.parent / "base"
     words = f"vllm serve {base} --tokenizer {adapter} --enable-lora --max-lora-rank 16 --lora-modules "
@@ -151,19 +151,19 @@ def test_what_cannot_be_served_is_one_line(run, words, problem):
     assert "Traceback" not in failed.output
 
 
-def test_a_folder_that_is_not_there_is_named_as_the_run(tmp_path):
+def test_missing_folder_is_named_as_the_run(tmp_path):
     for kind in ("vllm", "llama.cpp"):
         failed = accel_sft("serve", str(tmp_path / "nosuch"), "--with", kind, "--print")
         assert f"Error: RUN {tmp_path}/nosuch: no such folder; name a run's folder" in failed.output
 
 
-def test_the_help_of_merge_names_what_may_be_left_out_and_the_types_as_they_are():
+def test_merge_help_names_optional_arguments_and_types():
     told = accel_sft("merge", "--help").output
     assert "RUN [OUT]" in told
     assert "q8_0" in told
 
 
-def test_a_gguf_file_is_written_by_the_converter_that_is_named(run, adapter, tmp_path):
+def test_gguf_file_is_written_by_the_named_converter(run, adapter, tmp_path):
     converter, file = tmp_path / "convert_hf_to_gguf.py", tmp_path / "m.gguf"
     converter.write_text(CONVERTS)
     whole = accel_sft("merge", str(run), "--gguf", str(file), "--converter", str(tmp_path))

@@ -69,7 +69,7 @@ def job(tmp_path, monkeypatch):
     return Held(tmp_path, monkeypatch)
 
 
-def test_steps_go_on_behind_a_checkpoint_which_has_the_weights_of_its_own_step(job):
+def test_background_checkpoint_has_the_weights_of_its_step(job):
     job.step()
     at_one = job.weights()
     job.checkpoints.save({"step": 1})
@@ -116,7 +116,7 @@ def full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_full_disk_under_an_export_ends_the_run_without_a_checkpoint(job):
+def test_full_disk_under_an_export_leaves_no_checkpoint(job):
     job.go_on.set()
     job.checkpoints.export(full)
     job.checkpoints.save({"step": 1})
@@ -166,7 +166,7 @@ def small_model():
     return Qwen2ForCausalLM(config), SimpleNamespace(save_pretrained=lambda folder: None)
 
 
-def test_weights_that_are_exported_behind_the_steps_are_those_of_their_own_step(job, tmp_path):
+def test_background_export_has_the_weights_of_its_step(job, tmp_path):
     model, tokenizer = small_model()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     held = threading.Event()
@@ -182,7 +182,7 @@ def test_weights_that_are_exported_behind_the_steps_are_those_of_their_own_step(
     assert all(torch.equal(found[name], weight) for name, weight in before.items())
 
 
-def test_without_room_for_a_copy_exported_weights_are_written_at_once(tmp_path, monkeypatch):
+def test_export_without_room_for_a_copy_is_immediate(tmp_path, monkeypatch):
     said = []
     job = Held(tmp_path, monkeypatch, log=said.append)
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 0)
@@ -192,7 +192,7 @@ def test_without_room_for_a_copy_exported_weights_are_written_at_once(tmp_path, 
     assert said == [f"host memory: {told}"]
 
 
-def test_a_disk_that_is_full_is_known_at_the_next_step_and_ends_the_run_with_its_line(job):
+def test_full_disk_ends_the_run_at_the_next_step(job):
     job.go_on.set()
     job.checkpoints.save({"step": 1})
     job.checkpoints.finish()
@@ -209,7 +209,7 @@ def test_a_disk_that_is_full_is_known_at_the_next_step_and_ends_the_run_with_its
     assert newest(job.run_dir, "auto") == (job.run_dir.checkpoint(1), [])
 
 
-def test_a_disk_that_is_full_ends_a_save_that_training_waits_for(job):
+def test_full_disk_ends_a_waiting_save(job):
     job.fails = True
     with pytest.raises(UserError, match="the disk is full"):
         job.checkpoints.save({"step": 1}, wait=True)

@@ -71,7 +71,7 @@ def test_every_byte_of_the_manifest_counts(checkpoints):
     manifest.verify(folder)
 
 
-def test_a_flipped_bit_anywhere_is_found_and_the_checkpoint_before_is_taken(checkpoints):
+def test_flipped_bit_makes_resume_take_the_checkpoint_before(checkpoints):
     folder, draw = checkpoints / "checkpoints" / "step-000006", random.Random(1)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != manifest.MANIFEST]
     sizes = [path.stat().st_size for path in files]
@@ -107,7 +107,7 @@ def test_every_file_that_was_cut_or_is_gone_is_named(checkpoints):
     assert newest(RunDir(checkpoints), "auto")[0] == folder
 
 
-def test_a_file_that_the_manifest_does_not_name_is_damage_and_is_never_read(checkpoints):
+def test_file_outside_the_manifest_is_damage_and_never_read(checkpoints):
     folder, other = (checkpoints / "checkpoints" / name for name in ("step-000006", "step-000003"))
     weights = next(path for path in manifest.paths(folder) if path.suffix == ".safetensors")
     for stray in (folder / "rank-0002-000.safetensors", folder / "link.safetensors", folder / "deeper" / "notes.txt"):
@@ -125,7 +125,7 @@ def test_a_file_that_the_manifest_does_not_name_is_damage_and_is_never_read(chec
     assert newest(RunDir(checkpoints), "auto")[0] == folder
 
 
-def test_elements_that_another_runs_file_would_bring_do_not_reach_the_weights(tmp_path):
+def test_elements_of_another_runs_file_never_reach_the_weights(tmp_path):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     write(accelerator, model, optimizer, tmp_path)
@@ -150,7 +150,7 @@ def test_what_a_kill_amid_a_replacement_left_is_put_right(tmp_path):
     }
 
 
-def test_a_folder_that_a_user_put_on_another_disk_is_replaced_and_what_a_kill_left_of_it_put_right(tmp_path):
+def test_linked_folder_is_replaced_and_repaired_after_a_kill(tmp_path):
     run_dir, elsewhere = RunDir(tmp_path / "run"), tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "old").touch()
@@ -170,7 +170,7 @@ def sealed(folder, files):
 
 
 @pytest.mark.parametrize("name", ["/etc/hostname", "../outside", "a/../../outside", "zero", "link", "pipe"])
-def test_a_manifest_leads_to_no_file_but_those_of_its_folder(tmp_path, name):
+def test_manifest_leads_only_to_files_of_its_folder(tmp_path, name):
     folder, outside = tmp_path / "folder", tmp_path / "outside"
     folder.mkdir()
     (folder / "a").mkdir()
@@ -187,7 +187,7 @@ def test_a_manifest_leads_to_no_file_but_those_of_its_folder(tmp_path, name):
         assert manifest.verify(folder) == {}
 
 
-def test_of_a_file_that_grows_no_more_is_read_than_was_written():
+def test_growing_file_is_read_only_to_its_written_size():
     assert len(manifest._digest(Path("/dev/zero"), 2**20)) == 64
 
 
@@ -217,7 +217,7 @@ def test_sealed_manifest_of_odd_fields_is_damage(tmp_path, files):
         "scalar",
     ],
 )
-def test_a_resealed_checkpoint_of_other_content_is_told_in_a_line(tmp_path, content):
+def test_resealed_checkpoint_of_other_content_is_one_line(tmp_path, content):
     odd = {"no colons": {"weights": torch.ones(2)}, "scalar": {"weights:0:weight": torch.tensor(1.0)}}
     file = tmp_path / "rank-0000-000.safetensors"
     save_file(odd[content], file) if isinstance(content, str) else file.write_bytes(content)

@@ -107,7 +107,7 @@ with exit.ExitHandler(), watchdog.Watchdog(int(sys.argv[2]), run_dir):
     ],
     ids=["killed", "with an error"],
 )
-def test_a_rank_in_c_ends_and_names_the_rank_that_failed_on_another_machine(tmp_path, ends, hang_timeout, told):
+def test_rank_in_c_names_the_failed_rank_of_another_machine(tmp_path, ends, hang_timeout, told):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
     (tmp_path / "logs").mkdir()
@@ -150,7 +150,7 @@ sys.stdin.read()
 """
 
 
-def test_a_lost_machine_is_noticed_by_the_others_also_if_its_store_answers_no_more(tmp_path):
+def test_lost_machine_is_noticed_even_with_its_store(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as store:
@@ -210,7 +210,7 @@ with exit.ExitHandler(), signals.StopSignals() as stopping, watchdog.Watchdog(60
         ),
     ],
 )
-def test_two_launchers_of_ranks_in_c_end_when_one_fails_on_the_second_machine(tmp_path, ends, why):
+def test_failure_on_the_second_machine_ends_both_launchers(tmp_path, ends, why):
     script = tmp_path / "in_c.py"
     script.write_text(IN_C.replace("BEGAN", str(tmp_path / "began")).replace("ENDS", ends))
     flags = ("--config_file", str(CONFIGS / "ddp.yaml"), "--num_machines", "2", "--num_processes", "4")
@@ -226,7 +226,7 @@ def test_two_launchers_of_ranks_in_c_end_when_one_fails_on_the_second_machine(tm
 
 # test_stopping.py has a rank that is started again on one machine
 @pytest.mark.parametrize("launcher", [pytest.param(name, marks=LONG) for name in MACHINES])
-def test_two_machines_of_which_one_lost_its_rank_start_again_and_go_on(launcher, launched, tmp_path):
+def test_two_machines_restart_after_one_lost_its_rank(launcher, launched, tmp_path):
     run_dir = tmp_path / "run"
     with machines(launcher, run_dir) as both:
         wait_for(lambda: steps_done(run_dir) >= 18)
@@ -321,14 +321,14 @@ def job_of_slurm(folder, **more):
 
 
 @pytest.mark.parametrize(("ended", "again"), [("interrupted 1", True), ("failed 1", False), ("complete 0", False)])
-def test_slurms_job_is_put_back_into_the_queue_only_if_a_signal_ended_the_run(tmp_path, ended, again):
+def test_slurm_job_is_requeued_only_after_a_signal(tmp_path, ended, again):
     assert job_of_slurm(tmp_path, ENDED=ended).wait() == int(ended[-1])
     assert (tmp_path / "srun").read_text() == "64 540\n"
     assert (tmp_path / "requeued").exists() == again
 
 
 @pytest.mark.parametrize("status", [pytest.param(1, marks=LONG)])  # of the launchers, after a signal
-def test_a_job_of_slurm_that_reaches_its_time_limit_goes_on_when_it_is_started_again(launched, tmp_path, status):
+def test_slurm_job_continues_after_its_time_limit(launched, tmp_path, status):
     job = job_of_slurm(tmp_path)
     try:
         wait_for(lambda: steps_done(tmp_path / "run") >= 5)

@@ -85,7 +85,7 @@ with ExitHandler(): raise UserError("out of device memory")
         ("deferred", RECORDING, "another rank failed: out of device memory"),
     ],
 )
-def test_a_rank_in_c_that_lost_another_says_so_when_its_launcher_sends_sigterm(tmp_path, state, ends, told):
+def test_rank_in_c_names_its_lost_rank_on_sigterm(tmp_path, state, ends, told):
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
     survivor = SIGNALLED.replace("ATTEMPT", str(tmp_path)).replace("STATE", state)
@@ -103,7 +103,7 @@ def test_a_rank_in_c_that_lost_another_says_so_when_its_launcher_sends_sigterm(t
     assert result["error"].startswith(told)
 
 
-def test_a_rank_that_was_interrupted_does_not_look_killed_to_the_others(tmp_path):
+def test_interrupted_rank_does_not_look_killed_to_others(tmp_path):
     (tmp_path / "0").mkdir()
     code = (
         "from accel_sft.resilience.exit import ExitHandler\nwith ExitHandler(): raise KeyboardInterrupt('by SIGTERM')"
@@ -114,7 +114,7 @@ def test_a_rank_that_was_interrupted_does_not_look_killed_to_the_others(tmp_path
     assert json.loads((tmp_path / "0" / "error.json").read_text())["message"]["message"] == "by SIGTERM"
 
 
-def test_a_rank_that_synchronises_a_device_or_is_in_deepspeeds_engine_waits():
+def test_rank_in_a_synchronise_or_deepspeed_engine_waits():
     for file in ("torch/cuda/streams.py", "deepspeed/runtime/zero/stage3.py", "deepspeed/comm/comm.py"):
         frames = {}
         exec(compile("import sys\ndef wait(): return sys._getframe()", f"/x/site-packages/{file}", "exec"), frames)
@@ -122,7 +122,7 @@ def test_a_rank_that_synchronises_a_device_or_is_in_deepspeeds_engine_waits():
     assert not ranks.waits(sys._getframe())
 
 
-def test_a_rank_that_exchanges_numbers_waits_and_so_does_one_whose_device_is_behind():
+def test_rank_in_an_exchange_or_behind_its_device_waits():
     found = []
 
     class Number:
@@ -150,7 +150,7 @@ def test_a_rank_that_exchanges_numbers_waits_and_so_does_one_whose_device_is_beh
         (["from pathlib import Path; Path('ATTEMPT/1/error.json').write_text('{}')"], ""),
     ],
 )
-def test_a_rank_that_is_gone_is_explained_by_how_it_ended(tmp_path, ends, told):
+def test_lost_rank_is_explained_by_how_it_ended(tmp_path, ends, told):
     (tmp_path / "1").mkdir()
     codes = [code.replace("ATTEMPT", str(tmp_path)) for code in [SURVIVOR, *ends]]
     environment = {**os.environ, "LOCAL_WORLD_SIZE": str(len(codes))}

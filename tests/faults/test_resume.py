@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
     ],
     ids=["z2", "plain"],
 )
-def test_a_run_goes_on_under_another_launch_with_the_same_curve(launched, tmp_path, name, told):
+def test_run_resumes_under_another_launch_with_one_curve(launched, tmp_path, name, told):
     run_dir = stopped(layout(launched, name), tmp_path / "run", 3)
     arguments = (*layout(launched, name).arguments, "--resume", "auto", "--micro-batch-size", "1")
     elsewhere = {} if name != "plain" else {"yaml": "z3", "launcher": FP32}
@@ -50,7 +50,7 @@ def curves(folder):
 
 
 @pytest.mark.parametrize("step", [2, 4])
-def test_an_epochs_end_the_best_so_far_and_the_curves_are_as_if_it_had_not_stopped(launched, tmp_path, step):
+def test_resumed_run_has_the_end_best_and_curves_of_unstopped(launched, tmp_path, step):
     job = (*JOB, "--train-examples", "25", "--save-every", "2", "--eval-every", "1", "--keep-checkpoints", "9")
     whole = launched("epochs", *job)  # of two steps and a half
     run_dir = stopped(whole, tmp_path / "run", step)
@@ -80,7 +80,7 @@ def test_an_epochs_end_the_best_so_far_and_the_curves_are_as_if_it_had_not_stopp
         ),
     ],
 )
-def test_bf16_and_compiled_blocks_go_on_to_the_same_bits_too(tmp_path, way):
+def test_bf16_and_compiled_blocks_resume_bit_for_bit(tmp_path, way):
     yaml, *more = way.split() if way[0] != "-" else (None, way)
     options = {"yaml": yaml, "launcher": ("--mixed_precision", "bf16")} if yaml else {}
     job = (*JOB, "--save-every", "3", "--eval-every", "off", *more)

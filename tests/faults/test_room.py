@@ -51,7 +51,7 @@ def control_groups(tmp_path, lines, files):
     return tmp_path
 
 
-def test_a_containers_limit_counts_and_what_the_system_would_give_back_does_not(tmp_path, monkeypatch):
+def test_container_limit_counts_without_reclaimable_memory(tmp_path, monkeypatch):
     files = {
         "memory.max": "max\n",
         "memory.current": f"{9 * GIB}\n",
@@ -69,7 +69,7 @@ def test_a_containers_limit_counts_and_what_the_system_would_give_back_does_not(
     assert host_memory.describe().endswith("GiB used, processes OOM-killed so far: 3")
 
 
-def test_the_first_version_of_control_groups_counts_too_where_only_its_root_is_seen(tmp_path, monkeypatch):
+def test_control_groups_v1_limit_counts_at_its_root(tmp_path, monkeypatch):
     files = {
         "memory/memory.limit_in_bytes": f"{GIB}\n",
         "memory/memory.usage_in_bytes": f"{GIB // 4}\n",

@@ -112,7 +112,7 @@ def test_hang_timeout_of_zero_limits_no_collective():
     ("yaml", "ranks"),
     [("z2", 2), pytest.param("z3_sp", 2, marks=pytest.mark.long), pytest.param("hsdp", 4, marks=pytest.mark.long)],
 )
-def test_no_process_group_fails_before_the_hang_watch_has_named_a_rank(tmp_path, yaml, ranks):
+def test_process_groups_outlast_the_hang_watch(tmp_path, yaml, ranks):
     if yaml == "hsdp" and not fsdp2_on_cpu.RUNS_HERE:
         pytest.skip("this torch's FSDP2 does not run on CPUs")
     launcher = ("--mixed_precision", "no", "--num_processes", str(ranks))

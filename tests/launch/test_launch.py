@@ -147,7 +147,7 @@ if os.environ.get("RANK", "0") == "0":
     ],
     ids=["DeepSpeed with a JSON", "three processes", "one process"],
 )
-def test_a_launch_from_its_yaml_is_that_of_a_real_rank(content, flags, world_size, tmp_path):
+def test_launch_read_from_yaml_equals_a_real_ranks(content, flags, world_size, tmp_path):
     if content is Z2:
         content = Z2 | {"deepspeed_config": {"deepspeed_config_file": str(written(tmp_path, JSON, "ds.json"))}}
     path, script, answer = written(tmp_path, content), tmp_path / "rank.py", tmp_path / "answer.json"
@@ -161,7 +161,7 @@ def test_a_launch_from_its_yaml_is_that_of_a_real_rank(content, flags, world_siz
     assert (launch.world_size, launch.machines) == (world_size, 1)
 
 
-def test_the_ranks_of_a_second_machine_are_numbered_behind_the_firsts():
+def test_second_machine_numbers_its_ranks_after_the_first():
     path = ROOT / "accelerate_configs" / "multinode_z3.yaml"
     flags = ["--num_processes", "8", "--machine_rank", "1", "--main_process_ip", "127.0.0.1"]
     launch = launch_of_yaml(path, *flags)
@@ -335,7 +335,7 @@ def test_rows_that_are_shared_are_computed_one_by_one(settings, expected, tmp_pa
     assert lines(audit(TrainConfig(batching="padded", micro_batch_size="1"), launch, devices=0), "error") == []
 
 
-def test_a_size_by_flag_that_the_launcher_would_forget_is_an_error(tmp_path, built):
+def test_size_flag_that_the_launcher_forgets_is_an_error(tmp_path, built):
     launch = launch_of_yaml(written(tmp_path, Z2), "--parallelism_config_sp_size", "2")
     (line,) = lines(audit(TrainConfig(), launch, devices=0), "error")
     assert "--parallelism_config_sp_size would be ignored in silence" in line
@@ -438,7 +438,7 @@ def test_a_world_smaller_than_asked_for_is_an_error(tmp_path, built):
     assert "2 processes asked for, 1 started (distributed_type NO): set distributed_type to MULTI_GPU" in line
 
 
-def test_a_launch_without_a_distributed_type_is_not_said_to_have_one():
+def test_launch_without_distributed_type_reports_none():
     launch = Launch({"num_processes": "2"}, None, "", {}, None, {}, {})
     assert "the launch: 2 processes asked for, 1 started: set" in lines(audit(TrainConfig(), launch, 0), "error")[0]
 
@@ -476,9 +476,7 @@ def test_missing_tools_are_named(tmp_path, monkeypatch):
     ("offloaded", "needs_nvcc"),
     [("optimizer_device: cpu", False), ("optimizer_device: nvme", True), ("param_device: nvme", True)],
 )
-def test_of_the_operators_on_gpus_only_that_of_the_disk_needs_the_cuda_toolkit(
-    tmp_path, monkeypatch, offloaded, needs_nvcc
-):
+def test_only_the_disk_operator_needs_the_cuda_toolkit(tmp_path, monkeypatch, offloaded, needs_nvcc):
     place, device = offloaded.split(": ")
     section = {"zero_stage": 3, "zero3_save_16bit_model": True, f"offload_{place}": device}
     launch = launch_of_yaml(written(tmp_path, Z2 | {"deepspeed_config": section}))
@@ -488,7 +486,7 @@ def test_of_the_operators_on_gpus_only_that_of_the_disk_needs_the_cuda_toolkit(
     assert ("nvcc is missing" in "\n".join(lines(audit(TrainConfig(), launch, devices=2), "error"))) is needs_nvcc
 
 
-def test_a_gpu_that_torch_does_not_see_is_an_error_unless_it_is_hidden_on_purpose(tmp_path, built, monkeypatch):
+def test_unseen_gpu_is_an_error_unless_hidden_on_purpose(tmp_path, built, monkeypatch):
     monkeypatch.setattr(auditing, "NVIDIA", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     launch = launch_of_yaml(written(tmp_path, DDP))
@@ -641,7 +639,7 @@ def test_torch_knows_the_allocators_setting():
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, "None"),
     ],
 )
-def test_the_gpus_allocator_fills_gaps_unless_the_user_has_set_it(given, expected):
+def test_gpu_allocator_fills_gaps_unless_the_user_set_it(given, expected):
     process = python(
         """
         import os
@@ -709,7 +707,7 @@ def python(script, *arguments, **environment):
     return subprocess.Popen(command, env={**kept, **environment}, cwd=ROOT, **pipes)
 
 
-def test_quiet_keeps_chatter_in_the_file_and_ours_on_the_terminal(tmp_path):
+def test_quiet_leaves_chatter_to_the_file(tmp_path):
     process = python(
         """
         import os, pathlib, subprocess, sys
@@ -781,7 +779,7 @@ def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_p
     assert ("1-4 minutes" in stdout) == told
 
 
-def test_a_wait_is_told_with_its_seconds_and_a_short_one_is_not(monkeypatch, capsys):
+def test_only_long_waits_are_reported_with_their_seconds(monkeypatch, capsys):
     monkeypatch.setattr(terminal, "SECONDS_OF_SILENCE", 0.05)
     with terminal.waiting("DeepSpeed compiles cpu_adam"):
         time.sleep(0.5)
@@ -790,7 +788,7 @@ def test_a_wait_is_told_with_its_seconds_and_a_short_one_is_not(monkeypatch, cap
     assert re.fullmatch(r"(DeepSpeed compiles cpu_adam: \d s so far\n){2,3}", capsys.readouterr().out)
 
 
-def test_a_lines_width_is_the_terminals_although_standard_output_is_a_file(tmp_path, monkeypatch):
+def test_line_width_is_the_terminals_though_output_is_a_file(tmp_path, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (50, 121))
@@ -824,7 +822,7 @@ LAUNCHER = ["/x/python3", "/x/bin/accelerate", "launch", "--config_file", "z 2.y
         ([], ["x", "--resume=auto", "--output-dir", "r"], {"output_dir": "r"}, "x --resume=auto --output-dir r"),
     ],
 )
-def test_the_command_that_continues_a_run_is_the_one_that_began_it(launcher, typed, settings, expected, monkeypatch):
+def test_command_to_continue_a_run_is_its_first_command(launcher, typed, settings, expected, monkeypatch):
     monkeypatch.setattr(describe, "launcher_command", lambda: (launcher, Path()))
     monkeypatch.setattr(sys, "orig_argv", typed)
     assert describe.resume_command(Path.cwd() / "a", settings.get("output_dir")) == expected
@@ -840,7 +838,7 @@ def test_under_torchrun_the_command_that_continues_a_run_is_torchruns(monkeypatc
 
 
 @pytest.mark.parametrize(("activated", "expected"), [(True, "accelerate"), (False, "{scripts}/accelerate")])
-def test_the_command_that_continues_a_run_works_in_the_shell_that_began_it(activated, expected, monkeypatch):
+def test_command_to_continue_a_run_works_in_its_shell(activated, expected, monkeypatch):
     scripts = sysconfig.get_path("scripts")
     path = [scripts, *([scripts] if activated else []), "/usr/bin"]  # the first by `prepare_environment`
     monkeypatch.setenv("PATH", os.pathsep.join(path))
@@ -973,7 +971,7 @@ def test_a_precision_that_is_none_is_refused():
 
 
 @pytest.mark.parametrize("named", ["ds.json", "more/ds.json"])
-def test_a_json_is_found_beside_the_launch_file_unless_the_current_folder_has_one(tmp_path, monkeypatch, named):
+def test_deepspeed_json_beside_the_launch_file_is_second_choice(tmp_path, monkeypatch, named):
     (tmp_path / "files" / "more").mkdir(parents=True)
     (tmp_path / "here" / "more").mkdir(parents=True)
     file = written(tmp_path / "files", Z2 | {"deepspeed_config": {"deepspeed_config_file": named}})

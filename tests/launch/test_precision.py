@@ -48,7 +48,7 @@ def test_a_cpu_computes_bf16_by_its_flags(kind, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("planted", "found"), [("none", []), ("avx512_bf16", ["avx512_bf16"])])
-def test_planted_instructions_are_this_process_s_and_those_of_what_it_starts(planted, found, tmp_path, monkeypatch):
+def test_planted_instructions_reach_child_processes(planted, found, tmp_path, monkeypatch):
     monkeypatch.setenv("PLANTED_BF16", planted)
     monkeypatch.setenv("CPU_DEPENDENT", str(tmp_path / "noted"))
     assert precision.cpu_flags() == found
@@ -138,7 +138,7 @@ def test_what_is_chosen_and_why(case, tmp_path, monkeypatch):
     assert precision.choose_precision(alone, ON_CPU).precision == ("no", "the default without accelerate launch")
 
 
-def test_machines_whose_launches_name_different_precisions_are_refused_on_every_rank(tmp_path, monkeypatch):
+def test_machines_with_different_precisions_are_refused_on_every_rank(tmp_path, monkeypatch):
     named = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "bf16"}, arrived="bf16")
     other = launch_of_a_rank(tmp_path, BARE)
     told = []
@@ -151,13 +151,13 @@ def test_machines_whose_launches_name_different_precisions_are_refused_on_every_
             precision.choose_precision(launch, ON_CPU)
 
 
-def test_a_gpu_without_bf16_computes_in_float32_and_fp16_is_named(tmp_path, monkeypatch):
+def test_gpu_without_bf16_computes_in_float32_and_names_fp16(tmp_path, monkeypatch):
     monkeypatch.setattr(precision, "computes_bf16", lambda device: (False, "Tesla T4 has no bf16"))
     value, why = precision.choose_precision(launch_of_a_rank(tmp_path, BARE), SimpleNamespace(type="cuda")).precision
     assert (value, why) == ("no", "Tesla T4 has no bf16; --mixed_precision fp16 is faster there")
 
 
-def test_naming_bf16_on_a_cpu_that_emulates_it_is_warned_of(tmp_path, monkeypatch):
+def test_bf16_on_a_cpu_that_emulates_it_warns(tmp_path, monkeypatch):
     launch = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "bf16"}, arrived="bf16")
     monkeypatch.setattr("accel_sft.launch.audit.cpu_flags", list)
     (found,) = [each for each in audit(TrainConfig(), launch, 0) if "bf16" in each.what]
@@ -210,7 +210,7 @@ WITH_FSDP2 = pytest.param(
 
 
 @pytest.mark.parametrize("yaml_name", ["ddp", "z2", WITH_FSDP2])
-def test_every_backend_computes_in_float32_where_a_rank_lacks_the_instructions(yaml_name, tmp_path):
+def test_one_rank_without_bf16_makes_every_backend_float32(yaml_name, tmp_path):
     environment = {"PLANTED_BF16": "amx_bf16", "PLANTED_BF16_1": "none"}
     module = "fsdp2_on_cpu" if yaml_name == "fsdp2" else "accel_sft"
     run = accel_sft(*JOB, yaml=yaml_name, module=module, environment=environment, run_dir=tmp_path / "run")
@@ -223,7 +223,7 @@ def test_every_backend_computes_in_float32_where_a_rank_lacks_the_instructions(y
     assert launch_of_yaml(tmp_path / "run/launch.yaml").named_precision[0] == "no"
 
 
-def test_a_json_that_leaves_it_open_computes_in_bf16_and_its_record_names_it(tmp_path):
+def test_json_without_precision_computes_and_records_bf16(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}))
     content = DEEPSPEED | {"deepspeed_config": {"deepspeed_config_file": str(tmp_path / "ds.json")}}
     (tmp_path / "json.yaml").write_text(yaml.safe_dump(content))
@@ -236,7 +236,7 @@ def test_a_json_that_leaves_it_open_computes_in_bf16_and_its_record_names_it(tmp
     assert written.named_precision == ("bf16", str(tmp_path / "run/deepspeed.json"))
 
 
-def test_a_resumed_run_keeps_the_precision_that_it_began_with_and_says_so(launched, tmp_path):
+def test_resumed_run_keeps_and_reports_its_precision(launched, tmp_path):
     whole = launched("begun in bf16", *JOB, yaml="ddp", environment={"PLANTED_BF16": "bf16"})
     shutil.copytree(whole.run_dir, folder := tmp_path / "run")
     shutil.rmtree(folder / "checkpoints/step-000002")

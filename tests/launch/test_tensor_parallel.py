@@ -73,7 +73,7 @@ def loss_gradients_and_norm_are_one_processs_and_a_checkpoint_restores_every_bit
         (settings("MixtralConfig"), 2, False, "not known to be exact here (moe_tp_experts, packed_colwise)"),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_refused_before_its_weights_are_loaded(config, ranks, images, why):
+def test_model_that_cannot_be_cut_is_refused_before_loading(config, ranks, images, why):
     with pytest.raises(UserError, match=re.escape(why)) as raised:
         check_plan("m", config, transformers.AutoModelForCausalLM, ranks, images=images)
     (line,) = raised.value.problems

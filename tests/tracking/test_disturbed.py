@@ -51,7 +51,7 @@ def ticks(of_core_0, of_core_3):
     return f"cpu  {rest}cpu0 {of_core_0}\ncpu1 {rest}cpu2 {rest}cpu3 {of_core_3}\ncpu30 {rest}intr 1 2 3\n"
 
 
-def test_the_cores_that_a_process_may_use_are_divided_into_busy_idle_and_stolen(system):
+def test_allowed_cores_divide_into_busy_idle_and_stolen(system):
     assert all(map(math.isnan, CoreClock().since()))  # no /proc/stat, as on macOS
     system("proc/stat", ticks("0 0 0 0 0 0 0 0 0 0", "100 0 0 0 0 0 0 0 0 0"))
     clock = CoreClock()
@@ -68,9 +68,7 @@ def test_the_cores_that_a_process_may_use_are_divided_into_busy_idle_and_stolen(
     ("groups", "folder", "line"),
     [("0::/\n", "", "throttled_usec"), ("3:cpu,cpuacct:/\n", "cpu,cpuacct/", "throttled_time")],
 )
-def test_what_a_cpu_quota_holds_back_is_counted_in_both_versions_of_control_groups(
-    system, monkeypatch, groups, folder, line
-):
+def test_cpu_quota_is_counted_in_both_control_group_versions(system, monkeypatch, groups, folder, line):
     now = iter([10.0, 12.0])
     monkeypatch.setattr(machine_state.time, "monotonic", lambda: next(now))
     unit = 1_000_000 if line == "throttled_usec" else 1_000_000_000
@@ -83,7 +81,7 @@ def test_what_a_cpu_quota_holds_back_is_counted_in_both_versions_of_control_grou
     assert clock.since() == pytest.approx((2.0, 0.0, 0.0, 0.5))
 
 
-def test_the_clock_is_that_of_the_core_that_the_process_is_on(system):
+def test_clock_is_that_of_the_processes_core(system):
     assert math.isnan(cpu_clock_share())
     system("proc/self/stat", "7 (a) b) R " + " ".join(["0"] * 35) + " 5 0 0\n")
     assert math.isnan(cpu_clock_share())  # a virtual machine
@@ -108,13 +106,13 @@ def test_the_clock_is_that_of_the_core_that_the_process_is_on(system):
         ({"CurrentClocksEventReasons": None}, ""),
     ],
 )
-def test_a_gpu_is_slowed_down_by_what_counts_and_by_nothing_else(answers, why):
+def test_gpu_slowdown_counts_only_its_real_causes(answers, why):
     state = gpu_state(Nvml(**answers), None)
     assert slowed_by(state.reasons) == why
     assert math.isnan(state.mhz) == (answers == {"CurrentClocksEventReasons": None})
 
 
-def test_memory_of_others_on_a_gpu_is_known_where_the_driver_lists_this_process():
+def test_memory_of_others_needs_this_process_in_the_drivers_list():
     sibling = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         listed = {os.getpid(): 2**30, 2**22 + 1: 3 * 2**30, 2**22 + 2: None}

@@ -79,18 +79,18 @@ def test_what_a_paired_test_found_is_told_in_words(lost, gained, told):
     assert verdict(paired(rate(100, 100), rate(100, 100, lost, gained)), WORDS) == told
 
 
-def test_which_way_is_better_is_the_tasks_and_unknown_for_other_metrics():
+def test_better_direction_is_the_tasks_and_otherwise_unknown():
     change = paired(rate(100, 100), rate(100, 100, 5, 25))
     assert verdict(change, words_for(False)).startswith("worse (+0.10,")
     assert verdict(change, words_for(None)).startswith("higher (+0.10,")
 
 
-def test_right_and_wrong_answers_are_tested_by_mcnemar_in_its_mid_p_form():
+def test_right_and_wrong_answers_have_mcnemars_mid_p():
     assert paired(rate(100, 100), rate(100, 100, 0, 6))["p"] == pytest.approx(0.5**6)
     assert paired(rate(100, 100), rate(100, 100, 1, 6))["p"] == pytest.approx(2 * 0.5**7 + 7 * 0.5**7)
 
 
-def test_an_interval_is_none_of_a_point_where_every_answer_changed():
+def test_interval_is_no_point_where_every_answer_changed():
     change = paired(rate(50, 0), rate(50, 0, 0, 50))
     assert change["low"] < 0.95
     assert change["high"] == 1.0
@@ -109,7 +109,7 @@ def test_the_interval_of_a_difference_of_rates_is_newcombes(both, before, after,
     assert (change["low"], change["high"]) == pytest.approx((low, high), abs=6e-5)
 
 
-def test_examples_that_did_not_show_a_difference_are_never_said_to_be_enough():
+def test_examples_without_a_difference_are_never_called_enough():
     told = 0
     for count in range(2, 13):
         for lost in range(count + 1):
@@ -125,7 +125,7 @@ def test_examples_that_did_not_show_a_difference_are_never_said_to_be_enough():
 
 
 @pytest.mark.parametrize(("less", "told"), [(0.1, "no difference that 3 examples can show"), (0.0, "the same")])
-def test_examples_that_all_changed_alike_have_no_noise_but_that_of_rounding(less, told):
+def test_equal_changes_have_only_rounding_noise(less, told):
     scores = [0.2, 0.7, 0.4]
     before = [0.1 + 0.2 + score - 0.3 - less for score in scores]  # differs by rounding
     after, before = (measured({"a": sum(of) / len(of)}, answers("a", of), None)[0]["a"] for of in (scores, before))
@@ -153,7 +153,7 @@ def test_levels_are_corrected_for_every_pair_of_settings():
     assert needed(tests["d"], tests["d"]["level"]) > needed(tests["d"])
 
 
-def test_the_interval_of_micro_f1_is_of_the_tasks_own_aggregate_and_always_the_same():
+def test_micro_f1_interval_is_the_tasks_and_repeatable():
     before, after = micro_answers(1, 0.5), micro_answers(2, 0.8)
     result = evaluated(before, after)
     told = result["intervals"]
@@ -189,7 +189,7 @@ def test_metrics_by_source_are_of_the_answers_of_that_source():
     assert widths[0] < widths[2] < widths[1]  # of 60, 40 and 20 examples
 
 
-def test_a_source_whose_name_ends_in_that_of_another_has_its_own_answers():
+def test_source_named_by_anothers_ending_has_its_own_answers():
     samples = [{**each, "source": ("a", "b/a")[place % 3 > 0]} for place, each in enumerate(micro_answers(1, 0.5))]
     metrics = {}
     for name in ("a", "b/a"):
@@ -222,7 +222,7 @@ def oddity(name):
         ("count", "it depends on the number of examples"),
     ],
 )
-def test_a_metric_that_cannot_be_resampled_says_why_and_fails_nothing(name, reason):
+def test_metric_that_cannot_be_resampled_says_why(name, reason):
     samples = answers("x", [place / 20 for place in range(20)])
     aggregate = oddity(name)
     found, without = measured(aggregate([sample["scores"] for sample in samples]), samples, aggregate)
@@ -230,7 +230,7 @@ def test_a_metric_that_cannot_be_resampled_says_why_and_fails_nothing(name, reas
     assert ("main" in found) == (name != "fails")
 
 
-def test_an_aggregate_that_is_slow_is_given_up_and_one_of_other_answers_is_not_believed(monkeypatch):
+def test_slow_or_foreign_aggregate_has_no_interval(monkeypatch):
     samples = micro_answers(1, 0.5)
     values = Micro.aggregate([sample["scores"] for sample in samples])
     _, without = measured({**values, "f1": values["f1"] + 0.1}, samples, Micro.aggregate)
@@ -257,7 +257,7 @@ def test_slow_aggregate_sends_heartbeats_while_it_is_resampled():
     assert heartbeat_count() - beats >= significance.RESAMPLES
 
 
-def test_one_example_and_none_have_what_can_be_known_of_them():
+def test_one_example_or_none_have_no_interval():
     one = evaluated(micro_answers(1, 0.5, 1), micro_answers(2, 0.5, 1))["intervals"]
     assert one["without"] == {"f1": "one example"}
     assert one["change"] == {}
@@ -266,7 +266,7 @@ def test_one_example_and_none_have_what_can_be_known_of_them():
     assert "intervals" not in result
 
 
-def test_report_and_terminal_have_the_interval_of_each_metric_and_what_the_test_found():
+def test_report_and_terminal_have_intervals_and_the_tests_result():
     before, after = micro_answers(1, 0.5, 200), micro_answers(2, 0.52, 200)
     result = evaluated(before, after)
     page = render_report(result, before, after)

@@ -142,7 +142,7 @@ for step in range(1, 100):
 """
 
 
-def test_a_disk_that_takes_a_part_of_a_line_only_is_an_error_and_the_part_is_cut_off_later(tmp_path):
+def test_partly_written_line_is_an_error_and_later_cut(tmp_path):
     path = tmp_path / "metrics.jsonl"
     done = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True)
     assert done.stderr.splitlines()[-1].startswith("OSError: ")
@@ -182,7 +182,7 @@ def reading(number, percent=90.0):
     return Reading(number, 50.0, 0.5, 4.0, percent, 1.0, 0.0)
 
 
-def test_what_slows_the_machine_down_stands_in_the_line_of_the_step_that_read_it(tracked):
+def test_slowdown_stands_in_the_line_of_its_step(tracked):
     tracker = tracked()
     quiet = reading(1)._replace(cpu_percent=60.0, busy_cores=0.6, idle_cores=1.4, stolen_cores=0.0, held_cores=0.0)
     taken = quiet._replace(busy_cores=2.0, idle_cores=0.0)
@@ -198,7 +198,7 @@ def test_what_slows_the_machine_down_stands_in_the_line_of_the_step_that_read_it
     assert points(tracker, "system/rank0/busy_cores") == [(1, 2.0), (2, 2.0), (4, 0.6)]
 
 
-def test_a_gpu_that_idles_is_told_above_the_bar_by_what_the_process_did(tracked, capsys):
+def test_idle_gpu_is_reported_with_what_the_process_did(tracked, capsys):
     tracker = tracked(total_steps=60)
     for step in range(1, 61):
         with span(BATCHES):
@@ -256,7 +256,7 @@ def test_a_resumed_run_has_no_doubled_points(tracked, capsys):
     assert points(resumed, "eval/accuracy") == [(4, 0.1), (8, 0.9)]
 
 
-def test_an_evaluation_that_no_checkpoint_knows_of_is_made_again_and_stands_once(tracked):
+def test_evaluation_after_the_last_checkpoint_is_repeated_and_logged_once(tracked):
     tracker = tracked()
     for step in (1, 2, 3):
         tracker.step(record(step))
@@ -286,7 +286,7 @@ def test_rewinding_drops_the_answers_of_steps_undone(tracked):
     assert [path.name for path in tracker.run_dir.path.glob("samples/*")] == ["step-000004.jsonl"]
 
 
-def test_the_chain_of_lines_goes_on_from_the_checkpoints_and_shows_what_was_changed_since(tracked):
+def test_chain_of_lines_resumes_from_checkpoints_and_shows_changes(tracked):
     whole, chains = tracked(), []
     for step in (1, 2, 3):
         whole.step(record(step))
@@ -322,7 +322,7 @@ def test_starting_over_forgets_everything(tracked):
     assert len(events(again).Tensors("settings/text_summary")) == 1
 
 
-def test_an_unknown_and_a_missing_tracker_are_named_with_the_way_out(tracked):
+def test_unknown_or_missing_tracker_is_named_with_a_fix(tracked):
     with pytest.raises(UserError, match=r"--tracker tensorbored: unknown; give one or several of .*tensorboard.* none"):
         tracked(tracker="tensorbored")
     from accelerate.tracking import get_available_trackers
@@ -364,7 +364,7 @@ class Service(GeneralTracker):
         self.seen.append(step)
 
 
-def test_a_service_that_fails_is_named_and_the_run_goes_on(tracked, capsys, monkeypatch):
+def test_failing_service_is_named_and_the_run_continues(tracked, capsys, monkeypatch):
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "service", Service)
     monkeypatch.setattr(Service, "seen", [])
     tracker = tracked(tracker="service,tensorboard")
@@ -469,7 +469,7 @@ class Driver(Nvml):
         return types.SimpleNamespace(used=2**30)
 
 
-def test_a_gpu_that_cannot_be_read_any_more_is_told_once(tracked, capsys):
+def test_unreadable_gpu_is_reported_once(tracked, capsys):
     tracker, driver = tracked(), Driver()
     sampler = tracker._system
     sampler._nvml, sampler._seconds_between = (driver, None), 0.0
@@ -492,7 +492,7 @@ def test_gpu_of_unknown_memory_keeps_its_other_curves(tracked):
     assert read.gpu_percent == 77.0
 
 
-def test_means_and_peaks_of_a_rank_are_those_of_its_samples_after_the_first():
+def test_means_and_peaks_leave_out_the_first_sample():
     usage = Usage()
     assert usage.by_rank() == []
     usage.add(0, Reading(1, 900.0, 5.0, 7.0))
@@ -583,7 +583,7 @@ def test_the_bar_shows_loss_metric_and_time_to_go(terminal):
     assert "a line above" in drawn
 
 
-def test_what_others_print_stays_out_of_a_terminal_of_its_own(terminal, capsys):
+def test_output_of_libraries_stays_out_of_the_terminal(terminal, capsys):
     line = ProgressBar(200, file=terminal)
     line.step(record(1))
     print("chatter")
@@ -670,7 +670,7 @@ def test_a_service_gets_no_name_that_it_refuses(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
-def test_a_service_gets_the_project_and_the_name_of_the_run(tmp_path, monkeypatch, name):
+def test_service_gets_project_and_run_name(tmp_path, monkeypatch, name):
     kind, told = LOGGER_TYPE_TO_CLASS[name], []
 
     class Started(kind):  # with its own signature; what it would start is not installed

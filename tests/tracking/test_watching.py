@@ -30,7 +30,7 @@ from accel_sft.tracking.time_spent import (
 from accel_sft.tracking.tracker import traced_steps
 
 
-def test_the_time_of_steps_is_divided_without_a_rest_and_evaluations_are_left_out():
+def test_step_time_divides_without_rest_and_without_evaluations():
     time = TimeSpent()
     assert time.totals() is None
     spent = {BATCHES: 0.01, FORWARD: 0.02, BACKWARD: 0.04, COMMUNICATION: 0.005, OPTIMIZER: 0.015}
@@ -140,7 +140,7 @@ def test_an_idle_gpu_is_named_once_with_its_likely_cause(cause):
     assert len(warning) <= 160
 
 
-def test_neither_a_start_nor_an_evaluation_nor_a_busy_gpu_is_warned_of():
+def test_start_evaluation_and_busy_gpu_give_no_warning():
     assert watched(IdleWatch(), 200, 60.0) == []
     assert watched(IdleWatch(), 60, lambda number: 5.0 if number <= WARMUP_STEPS else 90.0) == []
     after_pauses = range(12, 200, 2)  # the reading after each is that of the evaluation
@@ -148,7 +148,7 @@ def test_neither_a_start_nor_an_evaluation_nor_a_busy_gpu_is_warned_of():
     assert watched(IdleWatch(), 200, math.nan) == []
 
 
-def test_a_rank_that_waits_is_named_though_nvml_reads_its_gpu_as_busy():
+def test_waiting_rank_is_named_though_nvml_shows_it_busy():
     (warning,) = watched(IdleWatch(), 200, 100.0, ranks=3, waits=[0.5, 0.12, 0.1])
     assert warning.startswith("rank 0 waits for rank 2 for 40% of a step or longer, in steps")
     assert "its GPU reads 90% busy" in warning

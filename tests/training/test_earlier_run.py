@@ -50,7 +50,7 @@ def test_a_run_of_an_earlier_version_goes_on(version, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_task_that_was_written_for_an_earlier_version_runs_unchanged_and_passes_its_test(version, tmp_path):
+def test_task_of_an_earlier_version_runs_and_passes_its_test(version, tmp_path):
     """It is what `accel-sft new-task before` wrote then."""
     site = tmp_path / "site"
     shutil.copytree(STORED_RUNS / version / "task", site)

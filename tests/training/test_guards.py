@@ -121,7 +121,7 @@ def test_a_metric_that_some_scores_lack_is_refused_by_name():
     }
 
 
-def test_a_task_that_turns_gradients_off_is_trained_all_the_same(tmp_path):
+def test_task_that_turns_gradients_off_still_trains(tmp_path):
     off = "torch.set_grad_enabled(False)"
     text = GOOD.replace("def score(self, example, text):", f"def score(self, example, text):\n        {off}")
     (tmp_path / "judged.py").write_text(f"import torch\n{off}\n{text}")
@@ -147,7 +147,7 @@ def test_a_task_that_turns_gradients_off_is_trained_all_the_same(tmp_path):
         ),
     ],
 )
-def test_a_task_that_cannot_be_scored_is_refused_before_anything_is_made(tmp_path, old, new, told):
+def test_task_that_cannot_be_scored_is_refused_before_any_work(tmp_path, old, new, told):
     site = tmp_path / "site"
     site.mkdir()
     install(site, "accel-sft-good", "good = accel_sft_good:Good", GOOD.replace(old, new))
@@ -158,7 +158,7 @@ def test_a_task_that_cannot_be_scored_is_refused_before_anything_is_made(tmp_pat
     assert not (tmp_path / "run" / "base").exists()
 
 
-def test_a_row_that_cannot_be_read_again_is_not_blamed_on_the_score():
+def test_unreadable_row_is_not_blamed_on_the_score():
     class Gone(list):
         def __getitem__(self, index):
             raise OSError("stale file handle")
@@ -167,7 +167,7 @@ def test_a_row_that_cannot_be_read_again_is_not_blamed_on_the_score():
         scored(Sums(), Gone([40]), 0, "")
 
 
-def test_metrics_that_need_many_scores_are_left_to_the_first_evaluation():
+def test_metrics_of_many_scores_wait_for_the_first_evaluation():
     def of_many(self, scores):
         return {"right": statistics.correlation(*zip(*((s["right"], s["right"]) for s in scores), strict=True))}
 
@@ -223,7 +223,7 @@ def test_examples_are_a_sequence_with_something_in_it(examples, message):
         read_split(task, "train")
 
 
-def test_a_dataset_that_cannot_be_made_is_named_with_its_line():
+def test_failing_dataset_is_named_with_its_line():
     with pytest.raises(UserError, match=r"dataset\('train'\) failed: RuntimeError: ill \(\S+test_guards\.py:\d+\)$"):
         read_split(type("Broken", (Sums,), {"dataset": fail})(), "train")
 
@@ -265,7 +265,7 @@ def test_claim_broken_off_by_another_rank_leaves_no_running_run(tmp_path, monkey
     assert result == {"status": "failed", "error": "Connection closed by peer"}
 
 
-def test_a_finished_run_without_checkpoints_is_not_begun_anew_with_other_settings(launched, tmp_path):
+def test_finished_run_without_checkpoints_refuses_other_settings(launched, tmp_path):
     whole = layout(launched, "plain")
     copy = tmp_path / "run"
     shutil.copytree(whole.run_dir, copy)
@@ -301,7 +301,7 @@ def test_a_finished_run_says_whether_its_data_has_changed_since(tmp_path):
     assert again().startswith(f"its data can no longer be read: {tmp_path}/two.jsonl: cannot be read (No such file")
 
 
-def test_what_came_after_a_checkpoint_that_is_named_is_put_aside(launched, tmp_path):
+def test_resume_from_a_named_checkpoint_sets_later_files_aside(launched, tmp_path):
     run_dir = stopped(layout(launched, "plain"), tmp_path / "run", 6)
     assert [path.name for path in checkpoint.undo_after(RunDir(run_dir), 3)] == ["undone-step-000006"]
     assert checkpoint.newest(RunDir(run_dir), "auto")[0] == run_dir / "checkpoints" / "step-000003"
@@ -323,7 +323,7 @@ time.sleep(120)
 """
 
 
-def test_a_forked_child_that_outlives_its_killed_run_does_not_keep_the_folder(tmp_path, monkeypatch):
+def test_orphan_of_a_killed_run_does_not_hold_its_folder(tmp_path, monkeypatch):
     with subprocess.Popen(
         [sys.executable, "-c", FORKS_AND_WAITS, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as run:
@@ -500,7 +500,7 @@ def test_a_longer_run_is_refused_with_the_way_out(tmp_path):
     assert refusal().endswith(f"or start a new run from its weights: --init-from {tmp_path}")
 
 
-def test_a_broken_record_is_named_and_a_broken_result_is_made_again(copy):
+def test_broken_record_is_named_and_broken_result_is_rewritten(copy):
     whole, folder = copy
     (folder / "result.json").write_text('{"status": "comp')
     assert RunDir(folder).read_status() is None
@@ -570,7 +570,7 @@ def test_run_whose_output_cannot_be_written_ends_in_a_line(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_write_that_the_disk_refuses_is_told_with_the_way_out(tmp_path, number):
+def test_refused_write_is_reported_with_a_fix(tmp_path, number):
     error = _explained(RunDir(tmp_path), StopSignals(), OSError(number, os.strerror(number), "model.safetensors"))
     assert isinstance(error, UserError)
     assert "then go on with --resume auto" in str(error)
@@ -588,7 +588,7 @@ def test_a_write_that_the_disk_refuses_is_told_with_the_way_out(tmp_path, number
         ({"ACCEL_SFT_CACHE": "~nobody.here"}, "ACCEL_SFT_CACHE ~nobody.here: nobody here has this home folder"),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_refused_in_a_line(tmp_path, environment, told):
+def test_senseless_environment_is_refused_in_one_line(tmp_path, environment, told):
     run = accel_sft(*JOB, *["--compile"] * ("CXX" in environment), run_dir=tmp_path / "run", environment=environment)
     assert run.status == 1
     assert f"Error: {told}" in run.output
@@ -626,7 +626,7 @@ def test_an_evaluation_overwrites_nothing(copy, tmp_path):
     assert (occupied / "report.md").read_text() == "by hand"
 
 
-def test_an_evaluation_takes_its_lengths_from_the_run_and_from_flags_first(copy):
+def test_evaluation_takes_lengths_from_flags_then_from_the_run(copy):
     _, folder = copy
     evaluated = ("evaluate", "math", "--model", str(folder), "--dry-run")
     assert "max-new-tokens 6" in accel_sft(*evaluated).output
@@ -635,7 +635,7 @@ def test_an_evaluation_takes_its_lengths_from_the_run_and_from_flags_first(copy)
     assert "max-new-tokens 4" in accel_sft(*evaluated, "--max-new-tokens", "4").output
 
 
-def test_an_evaluation_computes_in_the_runs_precision_unless_it_is_launched(copy):
+def test_evaluation_uses_the_runs_precision_unless_launched(copy):
     _, folder = copy
     evaluated = ("evaluate", "math", "--model", str(folder), "--dry-run")
     assert re.search("precision +fp32", accel_sft(*evaluated).output)
@@ -649,7 +649,7 @@ def test_an_evaluation_computes_in_the_runs_precision_unless_it_is_launched(copy
     assert re.search("precision +fp32", accel_sft(*evaluated, environment=launched).output)
 
 
-def test_a_run_without_a_readable_record_is_not_evaluated_by_guess(copy):
+def test_run_without_readable_record_is_not_evaluated(copy):
     _, folder = copy
     (folder / "run.json").write_text("{")
     refused = accel_sft("evaluate", "math", "--model", str(folder), "--dry-run")
@@ -675,7 +675,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("record", HOSTILE.values(), ids=HOSTILE)
-def test_a_strangers_record_is_told_in_lines_that_steer_no_terminal(tmp_path, record):
+def test_printed_records_steer_no_terminal(tmp_path, record):
     model = make_tiny(tmp_path / "run" / "final")
     usual = {"task": "math", "config": {}, "task_options": {}, "max_new_tokens": 4}
     content = json.dumps({**usual, **record} if isinstance(record, dict) else record)

@@ -87,19 +87,19 @@ def test_after_warm_up_the_rates_are_those_of_transformers(settings, theirs):
         ({"min_lr_ratio": 1.1}, "--min-lr-ratio"),
     ],
 )
-def test_a_schedule_that_makes_no_sense_is_refused_by_its_flag(settings, flag):
+def test_senseless_schedule_is_refused_by_its_flag(settings, flag):
     (line,) = TrainConfig(**settings).problems()
     assert line.startswith(flag)
 
 
-def test_a_run_that_recorded_no_such_settings_goes_on_with_the_rates_it_had():
+def test_run_without_recorded_rates_resumes_with_the_earlier_defaults():
     now = TrainConfig(learning_rate=1e-3).as_dict()
     before = {name: value for name, value in now.items() if name not in ("warmup_steps", "decay_ratio", "min_lr_ratio")}
     assert changed(before, now) == []
     assert len(changed(before, {**now, "min_lr_ratio": 0.1, "warmup_steps": 3})) == 2
 
 
-def test_adamw_takes_its_rate_its_moments_and_weight_decay_for_matrices_only():
+def test_adamw_decays_matrices_only_at_its_rate_and_moments():
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     settings = {"learning_rate": 0.01, "adam_beta1": 0.7, "adam_beta2": 0.9, "weight_decay": 0.5}

@@ -100,12 +100,12 @@ def check(found):
 
 
 @pytest.mark.parametrize("cases", ["quick", pytest.param("every", marks=pytest.mark.long)])
-def test_a_step_waits_exchanges_and_multiplies_as_it_is_designed_to(cases, quick):
+def test_step_has_the_designed_waits_exchanges_and_products(cases, quick):
     for found in quick if cases == "quick" else plan_accuracy.rehearsed(EVERY):
         check(found)
 
 
-def test_sharded_weights_are_exported_with_one_copy_to_the_host_for_each(quick):
+def test_export_copies_every_sharded_weight_to_the_host_once(quick):
     for found in quick:
         copies = [where for _, what, where in found["export"]["waits"] if what == "copy to the host"]
         gathered = sum(count for _, kind, _, count, _ in found["export"]["exchanges"] if kind == "all-gather")

@@ -78,7 +78,7 @@ def test_an_interpreter_that_has_trained_ends_without_a_word(tmp_path):
     assert "tuned" not in done.stdout + (tmp_path / "run" / "report.md").read_text()  # nothing was judged
 
 
-def test_the_last_lines_of_a_finished_run_are_commands_to_copy(launched):
+def test_finished_run_ends_with_commands_to_copy(launched):
     run = layout(launched, "plain")
     *_, first, second, third, fourth = run.output.splitlines()
     name, *report = first.split()
@@ -91,7 +91,7 @@ def test_the_last_lines_of_a_finished_run_are_commands_to_copy(launched):
         assert tool[-1] == str(run.run_dir)
 
 
-def test_a_run_that_failed_before_it_began_may_be_started_again(tmp_path):
+def test_run_that_failed_before_beginning_can_start_again(tmp_path):
     rows = tmp_path / "rows.json"
     rows.write_text('[{"instruction": "5=", "input": "", "output": "wrong"}]')
     files = ("--train-file", str(rows), "--validation-file", str(rows))
@@ -179,7 +179,7 @@ class Counted(Task):
     ("count", "batch_size"),
     [(4, 1), pytest.param(2, 64, marks=pytest.mark.long), pytest.param(5, 2, marks=pytest.mark.long)],
 )
-def test_three_ranks_give_the_numbers_of_a_plain_count_over_examples_and_answers(launched, tmp_path, count, batch_size):
+def test_three_ranks_report_the_numbers_of_a_plain_count(launched, tmp_path, count, batch_size):
     model_dir = layout(launched, "plain").run_dir / "final"
     (tmp_path / "counted.py").write_text(COUNTED)
     asked = ("--eval-limit", str(count), "--eval-batch-size", str(batch_size), "--max-new-tokens", "12")
@@ -283,7 +283,7 @@ def test_an_adapter_run_with_dropout_resumes_to_the_same_bits(launched, tmp_path
     goes_on_to_the_same_bits(lora(launched, "z3"), tmp_path / "run", 3)
 
 
-def test_an_adapter_does_not_go_on_upon_other_weights_than_those_it_stood_on(launched, tmp_path):
+def test_adapter_does_not_resume_on_other_base_weights(launched, tmp_path):
     whole = lora(launched, None)
     run_dir = stopped(whole, tmp_path / "run", 3)
     base = run_dir / "base" / "model.safetensors"
@@ -313,7 +313,7 @@ def test_full_training_goes_on_from_an_adapter_run(launched):
     assert (second.run_dir / "final" / "model.safetensors").exists()
 
 
-def test_an_adapter_that_is_trained_on_keeps_its_shape_or_says_so(launched, tmp_path):
+def test_adapter_trained_further_keeps_its_shape_or_says_so(launched, tmp_path):
     first = lora(launched, None)
     moved = tmp_path / "moved"
     shutil.copytree(first.run_dir, moved)
@@ -364,7 +364,7 @@ def test_ranks_that_would_train_on_different_data_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("yaml", ["z2", pytest.param("z3", marks=pytest.mark.long)])
-def test_zero_on_cpus_compiles_nothing_and_leaves_nothing_in_shared_memory(tmp_path, yaml):
+def test_zero_on_cpus_compiles_nothing_and_frees_shared_memory(tmp_path, yaml):
     """DeepSpeed's operator for sums of an inference would need a compiler, and with LOCAL_SIZE 66 MiB a rank."""
     before = {*Path("/dev/shm").glob("deepspeed_*")}
     extensions = tmp_path / "extensions"
@@ -424,7 +424,7 @@ def test_dry_run_stops_before_anything_is_made(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["z2", pytest.param("z3", marks=pytest.mark.long)])
-def test_train_only_has_one_loss_curve_and_leaves_the_other_weights_on_every_launch(launched, name):
+def test_train_only_is_the_same_on_every_launch(launched, name):
     job = (*JOB, *ONCE, "--train-only", "layers.1.|norm")
     alone = launched("train only", *job)
     run = launched(f"train only {name}", *job, "--micro-batch-size", MICRO[name], **LAYOUTS[name])
@@ -468,7 +468,7 @@ def test_averages_are_evaluated_and_exported_alike_on_every_launch(launched, tmp
             assert all(torch.equal(found[key], again[key]) for key in found)
 
 
-def test_a_signal_amid_an_evaluation_of_averages_restores_the_weights_and_an_error_does_not():
+def test_signal_amid_evaluation_of_averages_restores_the_weights():
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 2)
     before = model.weight.clone()
     averages = Averages(accelerator, model, torch.optim.SGD(model.parameters()), 0.5)
@@ -492,7 +492,7 @@ def test_averages_that_a_setting_makes_useless_are_refused():
         assert line.startswith(f"--ema-decay {decay}: must be at ")
 
 
-def test_a_run_and_check_read_as_many_examples_as_train_limit_says(tmp_path):
+def test_train_limit_bounds_what_run_and_check_read(tmp_path):
     job = (*JOB, *ONCE, "--max-steps", "1", "--train-limit", "10%")
     run = accel_sft(*job, run_dir=tmp_path / "run")
     assert run.status == 0, run.output
@@ -527,7 +527,7 @@ class Failing(Shipped):
     ("what", "told"),
     [('raise RuntimeError("the judge is ill")', "score() failed"), ("raise SystemExit(0)", "accel_sft_failing.py:12")],
 )
-def test_a_rank_that_fails_alone_ends_the_run_at_once_with_its_message(tmp_path, what, told):
+def test_failing_rank_ends_the_run_with_its_message(tmp_path, what, told):
     (tmp_path / "site").mkdir()
     source = FAILING.replace("WHAT", what)
     install(tmp_path / "site", "accel-sft-failing", "failing = accel_sft_failing:Failing", source)
@@ -559,7 +559,7 @@ atexit.register(lambda: pathlib.Path(os.environ["SAID"], os.environ["RANK"]).tou
 """
 
 
-def test_ranks_that_are_done_run_their_exit_handlers_and_skip_the_teardown(tmp_path):
+def test_finished_ranks_run_exit_handlers_and_skip_the_teardown(tmp_path):
     (tmp_path / "site").mkdir()
     install(tmp_path / "site", "accel-sft-ending", "ending = accel_sft_ending:Ending", ENDING)
     environment = {"PYTHONPATH": str(tmp_path / "site"), "SAID": str(tmp_path)}
