@@ -126,8 +126,8 @@ def test_run_started_from_a_tiny_one_is_tiny(tmp_path):
         earlier = {"task": "math", "config": config, "task_options": {}}
         (tmp_path / name / "run.json").write_text(json.dumps(earlier))
     (tmp_path / "weights").mkdir()
-    found = {name: is_tiny("tiny", init_from=str(tmp_path / name)) for name in ("a", "b", "c", "d", "weights")}
-    assert found == {"a": True, "b": True, "c": False, "d": False, "weights": False}
+    tiny = {name: is_tiny("tiny", init_from=str(tmp_path / name)) for name in ("a", "b", "c", "d", "weights")}
+    assert tiny == {"a": True, "b": True, "c": False, "d": False, "weights": False}
     assert is_tiny("tiny")
     assert not is_tiny("org/model")
 
@@ -180,8 +180,8 @@ def test_pissa_run_is_not_resumed_as_plain_lora():
 
 
 def test_yaml_tells_all_its_problems(yaml):
-    told = refused(yaml("sise: 1\nadapter: lara\nseed: x\nadd: 2\ndebug: 1\n"))
-    assert told == [
+    problems = refused(yaml("sise: 1\nadapter: lara\nseed: x\nadd: 2\ndebug: 1\n"))
+    assert problems == [
         "line 1: unknown option 'sise'; did you mean size?",
         "line 2: --adapter lara: not one of none, lora, adalora",
         "line 3: --seed 'x': expected a whole number",
@@ -206,7 +206,7 @@ def test_yaml_refuses_a_name_given_twice_in_either_spelling(yaml):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("seed: 2001-13-45", "line 1: --seed '2001-13-45': expected a whole number"),
         ("seed: 1:30", "line 1: --seed '1:30': expected a whole number"),
@@ -226,8 +226,8 @@ def test_yaml_refuses_a_name_given_twice_in_either_spelling(yaml):
         ("seed: " + "[" * 5000, "expected option names and values, one `name: value` a line"),
     ],
 )
-def test_yaml_value_of_a_wrong_kind_is_one_line(yaml, text, told):
-    assert refused(yaml(text)) == [told]
+def test_yaml_value_of_a_wrong_kind_is_one_line(yaml, text, message):
+    assert refused(yaml(text)) == [message]
 
 
 def test_a_file_may_name_its_task(yaml):

@@ -55,8 +55,8 @@ def test_task_files_fingerprint_follows_its_content(folder):
 def test_what_a_module_prints_goes_to_standard_error(folder, capsys):
     (folder / "loud.py").write_text(f"print('hello')\n{GOOD}")
     registry.load("./loud.py")
-    told = capsys.readouterr()
-    assert (told.out, told.err) == ("", "hello\n")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "hello\n")
 
 
 def test_module_beside_the_file_is_found(folder):

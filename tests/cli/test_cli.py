@@ -249,7 +249,7 @@ def test_values_get_their_types_and_options_may_have_underscores(run):
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (("--per_device_train_batch_size", "4"), "--global-batch-size"),
         (("--lora-init", "olora"), "PiSSA and OLoRA change the base"),
@@ -257,12 +257,12 @@ def test_values_get_their_types_and_options_may_have_underscores(run):
         (("--probe",), "`accel-sft compare TASK` measures memory"),
     ],
 )
-def test_options_of_other_trainers_are_refused_with_ours(run, site, args, told):
+def test_options_of_other_trainers_are_refused_with_ours(run, site, args, message):
     result = run("good", *args)
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"Error: {args[0].replace('_', '-')} is no option of accel-sft good: ")
-    assert told in line
+    assert message in line
 
 
 def test_every_foreign_option_of_a_command_is_named_at_once(run, site):
@@ -281,21 +281,21 @@ NOT_OURS += "train-on-eos", "roles-to-train", "mask-history", "loss-type", "chat
 
 
 def test_a_switch_with_a_value_says_how_to_write_it(run, site):
-    told = "unexpected extra argument (True); a switch has no value: --compile or --no-compile"
-    assert told in run("good", "--gradient_checkpointing", "True").stderr
+    message = "unexpected extra argument (True); a switch has no value: --compile or --no-compile"
+    assert message in run("good", "--gradient_checkpointing", "True").stderr
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("sft", "`accel-sft chat --model MODEL --train-file FILE`"),
         ("dpo", "preferences are not trained here"),
     ],
 )
-def test_commands_of_other_trainers_are_refused_with_ours(run, site, name, told):
+def test_commands_of_other_trainers_are_refused_with_ours(run, site, name, message):
     (*_, line) = run(name, "--model", "m").stderr.splitlines()
     assert line.startswith(f"Error: no task or tool '{name}'; ")
-    assert told in line
+    assert message in line
     assert len(line) <= 160
 
 
@@ -361,13 +361,13 @@ def test_a_file_of_another_task_or_of_none_is_refused(run, site, tmp_path):
     install(site, "p-other", "other = p_other:Good")
     file = tmp_path / "run.yaml"
     file.write_text("task: good\n", encoding="utf-8")
-    told = f"Error: --config {file}: task: good, and the command line says other; leave out one of them\n"
-    assert run("other", "--config", str(file)).stderr == told
+    message = f"Error: --config {file}: task: good, and the command line says other; leave out one of them\n"
+    assert run("other", "--config", str(file)).stderr == message
     file.write_text("task: god\n", encoding="utf-8")
     assert "no task or tool 'god'; did you mean good?" in run("--config", str(file)).stderr
     file.write_text("seed: 1\n", encoding="utf-8")
-    told = f"Error: --config {file}: no task in it; write `task: NAME`, or the name before the options\n"
-    assert run("--config", str(file)).stderr == told
+    message = f"Error: --config {file}: no task in it; write `task: NAME`, or the name before the options\n"
+    assert run("--config", str(file)).stderr == message
     assert run("--config", str(tmp_path / "none")).stderr.startswith(
         f"Error: --config {tmp_path / 'none'}: cannot be r"
     )
@@ -410,9 +410,9 @@ def test_evaluate_takes_the_options_that_matter_without_training(run, site):
     got = handed_over(run("evaluate", "good", "--model", "m", "--base", "b", "--size", "4"))
     assert (got["config"]["model"], got["config"]["base"], got["options"]["size"]) == ("m", "b", 4)
     assert run("evaluate", "good", "--learning-rate", "1").returncode == 2
-    told = run("evaluate", "--help").stdout
-    assert "good" in told
-    assert told.rstrip().endswith("Options: accel-sft evaluate TASK --help")
+    text = run("evaluate", "--help").stdout
+    assert "good" in text
+    assert text.rstrip().endswith("Options: accel-sft evaluate TASK --help")
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -583,8 +583,8 @@ def test_output_that_cannot_be_written_is_told_in_a_line(command):
     with open("/dev/full", "w") as full:
         argv = [sys.executable, "-m", "accel_sft", *command.split()]
         result = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    told = "Error: standard output cannot be written: No space left on device; let it go elsewhere\n"
-    assert (result.returncode, result.stderr) == (1, told)
+    message = "Error: standard output cannot be written: No space left on device; let it go elsewhere\n"
+    assert (result.returncode, result.stderr) == (1, message)
 
 
 @pytest.mark.parametrize(
@@ -683,8 +683,8 @@ def test_a_new_task_reads_files(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "2?", "answer": "even"}\n{"question": "3?"}\n')
     wanted = "import sys, accel_sft_even_odd as m; m.EvenOddTask(data_folder=sys.argv[1]).dataset('train')"
     read = [sys.executable, "-c", wanted, str(tmp_path)]
-    told = subprocess.run(read, cwd=tmp_path / "new", capture_output=True, text=True).stderr
-    assert "train.jsonl:2: field 'answer': expected text" in told
+    printed = subprocess.run(read, cwd=tmp_path / "new", capture_output=True, text=True).stderr
+    assert "train.jsonl:2: field 'answer': expected text" in printed
 
 
 def test_a_new_task_in_one_file_runs_as_it_stands(tmp_path):

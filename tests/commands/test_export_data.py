@@ -56,10 +56,10 @@ def test_chat_trains_on_exported_files_as_the_task_did(name, tmp_path, capsys):
         assert len(ours) == len(theirs)
         assert f"{split}.jsonl: {len(ours):,} rows" in printed
         for index in range(len(ours)):
-            expected, found = conversation(task, ours, split, index), conversation(again, theirs, split, index)
-            turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in found.turns]
-            assert (turns, found.answer) == (expected.turns, expected.answer)
-            assert (found.learnt, found.tools) == (expected.learnt, expected.tools)
+            expected, actual = conversation(task, ours, split, index), conversation(again, theirs, split, index)
+            turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in actual.turns]
+            assert (turns, actual.answer) == (expected.turns, expected.answer)
+            assert (actual.learnt, actual.tools) == (expected.learnt, expected.tools)
 
 
 def test_template_variables_and_texts_to_continue_are_exported(tmp_path):

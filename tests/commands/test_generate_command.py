@@ -59,10 +59,10 @@ def test_prompts_file_is_answered_as_in_the_run(run, tmp_path):
     )
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": sample["prompt"]}) + "\n" for sample in after))
-    told = accel_sft(
+    done = accel_sft(
         "generate", str(run.run_dir / "final"), "--file", str(prompts), "--output", str(output), "--base", "auto"
     )
-    assert told.status == 0, told.output
+    assert done.status == 0, done.output
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["generated"] for row in rows] == [sample["generated"] for sample in after]
     assert [row["base"] for row in rows] == [sample["generated"] for sample in before]
@@ -72,7 +72,7 @@ def test_prompts_file_is_answered_as_in_the_run(run, tmp_path):
         {"role": "user", "content": after[0]["prompt"]},
     ]
     assert all(row["ended"] == (row["tokens"] < 6) or row["ended"] for row in rows)
-    assert f"{output}: 7 answers" in told.output
+    assert f"{output}: 7 answers" in done.output
     again = accel_sft("generate", str(run.run_dir), "--file", str(prompts), "--output", str(output))
     assert again.status == 1
     assert "is there already; name a new file" in again.output
@@ -80,10 +80,10 @@ def test_prompts_file_is_answered_as_in_the_run(run, tmp_path):
 
 def test_prompt_is_answered_by_the_best_weights(run, tmp_path):
     sample = json.loads((run.run_dir / "samples/step-000006.jsonl").read_text().splitlines()[0])
-    told = accel_sft("generate", str(run.run_dir), sample["prompt"])
-    assert told.status == 0, told.output
-    assert f"model  {run.run_dir / 'best'}\n" in told.output
-    assert f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir}" in told.output
+    done = accel_sft("generate", str(run.run_dir), sample["prompt"])
+    assert done.status == 0, done.output
+    assert f"model  {run.run_dir / 'best'}\n" in done.output
+    assert f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir}" in done.output
     assert RunDir.weights_in("org/model") == "org/model"
     unfinished = tmp_path / "run"
     unfinished.mkdir()
@@ -144,13 +144,13 @@ def test_prompts_are_lines_or_rows_and_bad_ones_are_named(tmp_path):
     lines.write_text("5=\n\n  6= \n")
     system = {"role": "system", "content": "Sum."}
     assert read_prompts(str(lines), "Sum.") == (
-        [([system, {"role": "user", "content": asked}], (), None) for asked in ("5=", "6=")],
+        [([system, {"role": "user", "content": turns}], (), None) for turns in ("5=", "6=")],
         [f"{lines}:1", f"{lines}:3"],
     )
     own = [{"role": "system", "content": "Own."}, *QUESTION]
     rows.write_text(json.dumps({"messages": own}) + "\n" + json.dumps({"prompt": "7="}))
-    asked = [system, {"role": "user", "content": "7="}]
-    assert read_prompts(str(rows), "Sum.")[0] == [(own, (), None), (asked, (), None)]
+    turns = [system, {"role": "user", "content": "7="}]
+    assert read_prompts(str(rows), "Sum.")[0] == [(own, (), None), (turns, (), None)]
     answered = [*QUESTION, {"role": "assistant", "content": "3"}]
     rows.write_text("".join(json.dumps(row) + "\n" for row in ({"messages": answered}, {"messages": 3}, {})))
     with pytest.raises(UserError) as failed:
@@ -189,10 +189,10 @@ def test_tools_and_calls_of_rows_are_asked_as_in_training(tiny, tmp_path):
     tokenizer.save_pretrained(shutil.copytree(tiny, tmp_path / "base"))
     mine = answerer(tmp_path / "base")
     trained = Conversation(one.turns, {"role": "assistant", "content": "No."}, tools=one.tools)
-    asked = mine.encode(one.turns, 8, tools=one.tools).input_ids[:-1]
-    assert asked == mine.rendering.control.ids([mine.rendering.examples([trained], "train")[0].prompt])[0]
-    assert '"town": {' in tokenizer.decode(asked)
-    assert 'weather {"town": "Ulm"}' in tokenizer.decode(asked)
+    prompt = mine.encode(one.turns, 8, tools=one.tools).input_ids[:-1]
+    assert prompt == mine.rendering.control.ids([mine.rendering.examples([trained], "train")[0].prompt])[0]
+    assert '"town": {' in tokenizer.decode(prompt)
+    assert 'weather {"town": "Ulm"}' in tokenizer.decode(prompt)
     assert mine.answers([one.turns], 8, tools=[one.tools])[0].tokens
 
 
@@ -263,8 +263,8 @@ def test_left_out_penalties_of_the_base_are_named(tiny, tmp_path):
     settings = json.loads((folder / "generation_config.json").read_text())
     settings |= {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
     (folder / "generation_config.json").write_text(json.dumps(settings))
-    told = accel_sft("generate", str(folder), "5=", "--max-new-tokens", "2")
-    assert "generation_config.json: repetition_penalty, no_repeat_ngram_size: left out of answers" in told.output
+    done = accel_sft("generate", str(folder), "5=", "--max-new-tokens", "2")
+    assert "generation_config.json: repetition_penalty, no_repeat_ngram_size: left out of answers" in done.output
     (note,) = answerer(folder, Sampling(repetition_penalty=1.3)).notes
     assert "config.json: no_repeat_ngram_size: left out" in note
     assert answerer(tiny).notes == []

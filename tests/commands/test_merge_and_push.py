@@ -96,14 +96,14 @@ def test_overwritten_base_of_an_adapter_is_named(base, tmp_path):
     save_file({name: tensor * 1.5 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
     line = f"{final}: its base {other} is not what it was trained on; put those weights back"
     assert other_base(find_source(str(run))) == [line]
-    assert line in [found.what for found in examine(Recorded.read(run)) if found.level == "differs"]
+    assert line in [finding.what for finding in examine(Recorded.read(run)) if finding.level == "differs"]
     for words in (["merge", str(run), str(tmp_path / "out")], ["serve", str(run), "--print"]):
         refused = accel_sft(*words)
         assert refused.status == 1
         assert line in " ".join(refused.output.split())
-    told = accel_sft("generate", str(run), "5", "--max-new-tokens", "1")
-    assert told.status == 0, told.output
-    assert f"warning: {line}" in " ".join(told.output.split())
+    generated = accel_sft("generate", str(run), "5", "--max-new-tokens", "1")
+    assert generated.status == 0, generated.output
+    assert f"warning: {line}" in " ".join(generated.output.split())
 
 
 def test_merged_weights_predict_as_the_adapter_and_stay_tied(base, adapter, tmp_path):
@@ -293,8 +293,8 @@ def test_killed_merge_leaves_no_folder_and_the_next_cleans_up(adapter, tmp_path)
 
 @pytest.fixture
 def local_hub():
-    with hub.running() as (found, address):
-        yield found, address
+    with hub.running() as (server, address):
+        yield server, address
 
 
 @pytest.fixture
@@ -389,7 +389,7 @@ def test_adapter_is_pushed_with_its_base_id_or_merged(adapter, local_hub, push):
 def test_a_base_in_the_hubs_cache_has_its_hub_id(base):
     assert hub_id("/home/me/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/0123abc") == "Qwen/Qwen2.5-0.5B"
     assert hub_id("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
-    assert [hub_id(each) for each in (str(base), "../base", "./base", "my org/base", "a/b/c")] == [None] * 5
+    assert [hub_id(path) for path in (str(base), "../base", "./base", "my org/base", "a/b/c")] == [None] * 5
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,9 @@ def test_scores_with_weights_on_the_disk_are_the_runs_own(launched, tmp_path):
     )
     assert done.status == 0, done.output
     assert "offloaded parts of the model: 1 on the disk" in done.output
-    found, own = done.result()["after"], run.result()["after"]
+    alone, own = done.result()["after"], run.result()["after"]
     for name in ("accuracy", "eval_loss"):
-        assert found[name] == pytest.approx(own[name], rel=1e-6)
+        assert alone[name] == pytest.approx(own[name], rel=1e-6)
 
 
 def test_weights_get_three_quarters_of_the_memory_that_is_free(monkeypatch):

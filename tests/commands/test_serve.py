@@ -67,7 +67,7 @@ def test_run_is_served_in_its_precision_by_its_name(run, program):
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"use_dora": True}, "cannot serve DoRA, which {} has; merge it first"),
         ({"modules_to_save": ["norm"]}, "cannot serve modules trained in full, which {} has"),
@@ -76,11 +76,11 @@ def test_run_is_served_in_its_precision_by_its_name(run, program):
         ({"peft_type": "ADALORA"}, "serves only LoRA, but {} is ADALORA; merge it first"),
     ],
 )
-def test_adapters_vllm_cannot_serve_are_refused(adapter, tmp_path, changed, told):
+def test_adapters_vllm_cannot_serve_are_refused(adapter, tmp_path, changed, message):
     edit_json(shutil.copytree(adapter, tmp_path / "other") / "adapter_config.json", **changed)
     with pytest.raises(UserError) as refused:
         _vllm(str(tmp_path / "other"), "name")
-    assert told.format(tmp_path / "other") in str(refused.value)
+    assert message.format(tmp_path / "other") in str(refused.value)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -158,9 +158,9 @@ def test_missing_folder_is_named_as_the_run(tmp_path):
 
 
 def test_merge_help_names_optional_arguments_and_types():
-    told = accel_sft("merge", "--help").output
-    assert "RUN [OUT]" in told
-    assert "q8_0" in told
+    text = accel_sft("merge", "--help").output
+    assert "RUN [OUT]" in text
+    assert "q8_0" in text
 
 
 def test_gguf_file_is_written_by_the_named_converter(run, adapter, tmp_path):

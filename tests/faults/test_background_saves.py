@@ -178,8 +178,8 @@ def test_background_export_has_the_weights_of_its_step(job, tmp_path):
     assert not (tmp_path / "best").exists()
     held.set()
     job.checkpoints.finish()
-    found = load_file(tmp_path / "best" / "model.safetensors")
-    assert all(torch.equal(found[name], weight) for name, weight in before.items())
+    exported = load_file(tmp_path / "best" / "model.safetensors")
+    assert all(torch.equal(exported[name], weight) for name, weight in before.items())
 
 
 def test_export_without_room_for_a_copy_is_immediate(tmp_path, monkeypatch):
@@ -188,8 +188,8 @@ def test_export_without_room_for_a_copy_is_immediate(tmp_path, monkeypatch):
     monkeypatch.setattr(host_memory, "free_bytes", lambda: 0)
     export(job.accelerator, *small_model(), tmp_path / "best", "card", behind=job.checkpoints)
     assert (tmp_path / "best" / "model.safetensors").is_file()
-    told = "a copy of exported weights takes 0.0 MiB, and 0.0 MiB are free: training waits while they are written"
-    assert said == [f"host memory: {told}"]
+    message = "a copy of exported weights takes 0.0 MiB, and 0.0 MiB are free: training waits while they are written"
+    assert said == [f"host memory: {message}"]
 
 
 def test_full_disk_ends_the_run_at_the_next_step(job):
@@ -218,10 +218,10 @@ def test_full_disk_ends_a_waiting_save(job):
 
 def test_checkpoint_is_written_where_memory_cannot_be_pinned(tmp_path, monkeypatch):
     """As cudaHostAlloc refuses it, on this rank; the line is once for all."""
-    empty, asked, lines = torch.empty, [], []
+    empty, requests, lines = torch.empty, [], []
 
     def refusing(*shape, pin_memory=False, **options):
-        asked.append(pin_memory)
+        requests.append(pin_memory)
         if pin_memory:
             raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
         return empty(*shape, **options)
@@ -234,7 +234,7 @@ def test_checkpoint_is_written_where_memory_cannot_be_pinned(tmp_path, monkeypat
     for step in (1, 2):
         run.checkpoints.save({"step": step})
     run.checkpoints.finish()
-    assert asked.count(True) == 1
+    assert requests.count(True) == 1
     assert [line for line in lines if "cannot be pinned (CUDA error: out of memory" in line] == lines[:1] == lines
     assert newest(run.run_dir, "auto")[0] == run.run_dir.checkpoint(2)
 
@@ -247,8 +247,10 @@ def test_without_room_for_a_copy_training_waits_and_says_so(tmp_path, monkeypatc
     monkeypatch.setattr(host_memory, "free_bytes", lambda: needed - 1)
     assert job.checkpoints.save({"step": 1}).is_dir()
     assert job.checkpoints._memory is None
-    told = "a copy of what is saved takes 0.0 MiB, and 0.0 MiB are free: training waits while checkpoints are written"
-    assert said == [f"host memory: {told}"]
+    message = (
+        "a copy of what is saved takes 0.0 MiB, and 0.0 MiB are free: training waits while checkpoints are written"
+    )
+    assert said == [f"host memory: {message}"]
     job.checkpoints.save({"step": 2})
     assert len(said) == 1
     roomy = Held(tmp_path, monkeypatch, log=said.append)
@@ -278,18 +280,18 @@ def test_run_whose_checkpoint_fails_behind_its_steps_resumes_alike(launched, tmp
     ended = with_held_writes(what, run_dir, whole.arguments, whole.options["yaml"])
     said = ended.stdout + ended.stderr
     assert ended.returncode, said
-    found, _ = newest(RunDir(run_dir), "auto")
+    checkpoint, _ = newest(RunDir(run_dir), "auto")
     if what == "SIGTERM":
         assert "stopped by SIGTERM after step" in said
         assert (run_dir / "checkpoints" / "step-000004").is_dir()
     else:
-        assert found.name == "step-000002"
+        assert checkpoint.name == "step-000002"
         assert (run_dir / "checkpoints" / ".step-000004.partial").is_dir()
     if what == "full":
         assert said.count(f"Error: {run_dir}: the disk is full; free space, then go on with --resume auto") == 1
         assert "Traceback" not in said.split("Error: ")[0]
     again = resumed(whole, run_dir, *whole.arguments)
-    assert f"resumed {found} at step {int(found.name[-6:])} of 6" in " ".join(again.output.split())
+    assert f"resumed {checkpoint} at step {int(checkpoint.name[-6:])} of 6" in " ".join(again.output.split())
 
 
 @pytest.mark.parametrize("name", ["plain", pytest.param("z2", marks=LONG), pytest.param("z3", marks=LONG)])
@@ -302,8 +304,8 @@ def test_run_whose_best_weights_fail_has_those_before_and_resumes(launched, tmp_
     assert ended.returncode, said
     assert "of step 2" in (run_dir / "best" / "README.md").read_text()
     load_file(run_dir / "best" / "model.safetensors")
-    found, _ = newest(RunDir(run_dir), "auto")
-    assert found.name == "step-000002", "step 4's would know a best step whose weights are not there"
+    checkpoint, _ = newest(RunDir(run_dir), "auto")
+    assert checkpoint.name == "step-000002", "step 4's would know a best step whose weights are not there"
     if what == "full-best":
         assert said.count(f"Error: {run_dir}: the disk is full; free space, then go on with --resume auto") == 1
     resumed(whole, run_dir, *job)

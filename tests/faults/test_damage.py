@@ -84,8 +84,8 @@ def test_flipped_bit_makes_resume_take_the_checkpoint_before(checkpoints):
         with pytest.raises(manifest.Damaged, match="other bytes than were written"):
             manifest.verify(folder)
         if number % 100 == 0:
-            found, (line,) = newest(RunDir(checkpoints), "auto")
-            assert found.name == "step-000003"
+            chosen, (line,) = newest(RunDir(checkpoints), "auto")
+            assert chosen.name == "step-000003"
             assert f"{folder}: passed over: {path.relative_to(folder)} has other bytes" in line
         flipped(path, at, bit)
     assert newest(RunDir(checkpoints), "auto") == (folder, [])
@@ -96,12 +96,12 @@ def test_every_file_that_was_cut_or_is_gone_is_named(checkpoints):
     for path in [path for path in sorted(folder.rglob("*")) if path.is_file()]:
         content = path.read_bytes()
         os.truncate(path, draw.randrange(len(content)))
-        found, (line,) = newest(RunDir(checkpoints), "auto")
-        assert found.name == "step-000003"
+        chosen, (line,) = newest(RunDir(checkpoints), "auto")
+        assert chosen.name == "step-000003"
         assert f"passed over: {path.relative_to(folder)}" in line
         path.unlink()
-        found, (line,) = newest(RunDir(checkpoints), "auto")
-        assert found.name == "step-000003"
+        chosen, (line,) = newest(RunDir(checkpoints), "auto")
+        assert chosen.name == "step-000003"
         assert path.name in line
         path.write_bytes(content)
     assert newest(RunDir(checkpoints), "auto")[0] == folder
@@ -116,8 +116,8 @@ def test_file_outside_the_manifest_is_damage_and_never_read(checkpoints):
             stray.symlink_to(other / weights.name)
         else:
             shutil.copy(other / weights.name, stray)
-        found, (line,) = newest(RunDir(checkpoints), "auto")
-        assert found.name == "step-000003"
+        chosen, (line,) = newest(RunDir(checkpoints), "auto")
+        assert chosen.name == "step-000003"
         assert f"passed over: {stray.relative_to(folder)} is not in manifest.json" in line
         # one that comes after the check is not opened all the same
         assert stray not in manifest.paths(folder)
@@ -142,8 +142,8 @@ def test_what_a_kill_amid_a_replacement_left_is_put_right(tmp_path):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "file").write_text(name)
     settle(RunDir(tmp_path))
-    found = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("file")}
-    assert found == {
+    contents = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("file")}
+    assert contents == {
         "best/file": ".best.outgoing",
         "final/file": "final",
         "checkpoints/step-000003/file": "checkpoints/.step-000003.outgoing",

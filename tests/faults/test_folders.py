@@ -57,7 +57,7 @@ def test_folder_on_a_read_only_disk_is_refused(tmp_path):
 
 @mounting
 @pytest.mark.parametrize(
-    ("yaml", "fault", "told"),
+    ("yaml", "fault", "message"),
     [
         (None, READ_ONLY, "the folder can no longer be written; make it writable, then go on with --resume auto"),
         *(
@@ -68,12 +68,12 @@ def test_folder_on_a_read_only_disk_is_refused(tmp_path):
         ),
     ],
 )
-def test_lost_folder_ends_run_and_resume_continues(tmp_path, yaml, fault, told):
+def test_lost_folder_ends_run_and_resume_continues(tmp_path, yaml, fault, message):
     run_dir = tmp_path / "run"
     job = (*JOB, "--output-dir", str(run_dir))
     ended = in_a_shell(AMID.format(fault=fault), run_dir, *command(yaml), *job)
     assert ended.returncode == 1, ended.stderr
-    assert ended.stderr.count(f"Error: {run_dir}: {told}\n") == 1, ended.stderr
+    assert ended.stderr.count(f"Error: {run_dir}: {message}\n") == 1, ended.stderr
     said = ended.stderr.split("Error: ")[0]  # torchrun's own follows
     assert "Traceback" not in said
     if fault == GONE:

@@ -136,9 +136,9 @@ def test_stopped_process_is_named_and_frees_the_launcher(tmp_path, when):
         status = process.wait(TIMEOUT + PAST)
         took = time.monotonic() - began
     finally:
-        for each in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+                child.kill()
         if process.poll() is None:
             process.kill()
     said = " ".join((tmp_path / "log").read_text().split())

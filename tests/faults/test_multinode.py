@@ -59,9 +59,9 @@ def machines(launcher, run_dir, flags=(), program=("-m", "accel_sft", *JOB), sec
     finally:
         for launch in launches:
             with contextlib.suppress(psutil.NoSuchProcess):
-                for each in [*launch.family, *psutil.Process(launch.pid).children(recursive=True)]:
+                for process in [*launch.family, *psutil.Process(launch.pid).children(recursive=True)]:
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        each.kill()
+                        process.kill()
             launch.kill()
             launch.wait()
 
@@ -100,14 +100,14 @@ with exit.ExitHandler(), watchdog.Watchdog(int(sys.argv[2]), run_dir):
 
 
 @pytest.mark.parametrize(
-    ("ends", "hang_timeout", "told"),
+    ("ends", "hang_timeout", "message"),
     [
         ("os.kill(os.getpid(), 9)", "0", "ended without an error message, or its machine was lost"),
         pytest.param("raise UserError('out of memory')", "600", "out of memory; continue with", marks=LONG),
     ],
     ids=["killed", "with an error"],
 )
-def test_rank_in_c_names_the_failed_rank_of_another_machine(tmp_path, ends, hang_timeout, told):
+def test_rank_in_c_names_the_failed_rank_of_another_machine(tmp_path, ends, hang_timeout, message):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
     (tmp_path / "logs").mkdir()
@@ -116,10 +116,10 @@ def test_rank_in_c_names_the_failed_rank_of_another_machine(tmp_path, ends, hang
     environment = {**os.environ, **world, "RANK": "0", "LOCAL_RANK": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
-    assert f"Error: rank 2 on machine-2: {told}" in done.stdout
-    assert f"rank 2 on machine-2: {told}" in json.loads((tmp_path / "result.json").read_text())["error"]
+    assert f"Error: rank 2 on machine-2: {message}" in done.stdout
+    assert f"rank 2 on machine-2: {message}" in json.loads((tmp_path / "result.json").read_text())["error"]
     record = json.loads((tmp_path / "machine-0" / "0" / "error.json").read_text())
-    assert record["message"]["message"].startswith(f"rank 2 on machine-2: {told}")  # for the launcher's summary
+    assert record["message"]["message"].startswith(f"rank 2 on machine-2: {message}")  # for the launcher's summary
 
 
 WITHOUT_A_STORE = """
@@ -245,9 +245,9 @@ def test_two_machines_restart_after_one_lost_its_rank(launcher, launched, tmp_pa
 def test_machines_that_differ_in_a_librarys_version_are_named():
     alike = {"python": "3.12.1", "torch": "2.13.0+cu130", "peft": "0.21.2"}
     other = {"python": "3.11.9", "torch": "2.13.0+cpu", "peft": "0.20.0"}
-    (found,) = differing_versions([("a", alike), ("a", alike), ("b", other), ("c", {"torch": "2.13.0"}), ("d", alike)])
-    assert found.level == "error"
-    assert found.what == "peft: 0.21.2 on a, d, 0.20.0 on b, missing on c"
+    (line,) = differing_versions([("a", alike), ("a", alike), ("b", other), ("c", {"torch": "2.13.0"}), ("d", alike)])
+    assert line.level == "error"
+    assert line.what == "peft: 0.21.2 on a, d, 0.20.0 on b, missing on c"
     assert not [*differing_versions([("a", alike), ("b", {**alike, "python": "3.11.9"})])]
 
 
@@ -333,8 +333,8 @@ def test_slurm_job_continues_after_its_time_limit(launched, tmp_path, status):
     try:
         wait_for(lambda: steps_done(tmp_path / "run") >= 5)
         for task in map(int, (tmp_path / "tasks").read_text().split()):  # as --signal=TERM@600 does
-            for each in [psutil.Process(task), *psutil.Process(task).children(recursive=True)]:
-                each.terminate()
+            for process in [psutil.Process(task), *psutil.Process(task).children(recursive=True)]:
+                process.terminate()
         assert job.wait() == status
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"
         (tmp_path / "requeued").unlink()

@@ -121,9 +121,9 @@ def test_by_default_it_stops_the_run_which_may_go_on(tmp_path, save_every):
     )
     assert again.status == 0, again.output
     assert len(again.lines()) == 8
-    told = [json.loads(line)["step"] for line in (run.run_dir / "nonfinite.jsonl").read_text().splitlines()]
-    assert len(told) == 2  # in each of two epochs, the first of which was made twice
-    assert len(set(told)) == 2
+    steps = [json.loads(line)["step"] for line in (run.run_dir / "nonfinite.jsonl").read_text().splitlines()]
+    assert len(steps) == 2  # in each of two epochs, the first of which was made twice
+    assert len(set(steps)) == 2
 
 
 class Example:

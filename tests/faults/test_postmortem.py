@@ -77,7 +77,7 @@ with ExitHandler(): raise UserError("out of device memory")
 
 
 @pytest.mark.parametrize(
-    ("state", "ends", "told"),
+    ("state", "ends", "message"),
     [
         # the launcher has reaped it: how it ended cannot be read, and no signal is claimed
         ("deferred", KILLED.format(9), GONE),
@@ -85,7 +85,7 @@ with ExitHandler(): raise UserError("out of device memory")
         ("deferred", RECORDING, "another rank failed: out of device memory"),
     ],
 )
-def test_rank_in_c_names_its_lost_rank_on_sigterm(tmp_path, state, ends, told):
+def test_rank_in_c_names_its_lost_rank_on_sigterm(tmp_path, state, ends, message):
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
     survivor = SIGNALLED.replace("ATTEMPT", str(tmp_path)).replace("STATE", state)
@@ -97,10 +97,10 @@ def test_rank_in_c_names_its_lost_rank_on_sigterm(tmp_path, state, ends, told):
         capture_output=True,
         text=True,
     )
-    assert done.stdout.startswith(f"Error: {told}"), done.stderr
+    assert done.stdout.startswith(f"Error: {message}"), done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["status"] == "failed"
-    assert result["error"].startswith(told)
+    assert result["error"].startswith(message)
 
 
 def test_interrupted_rank_does_not_look_killed_to_others(tmp_path):
@@ -123,23 +123,23 @@ def test_rank_in_a_synchronise_or_deepspeed_engine_waits():
 
 
 def test_rank_in_an_exchange_or_behind_its_device_waits():
-    found = []
+    states = []
 
     class Number:
         def __float__(self):
-            found.append(ranks.waits(sys._getframe()))
+            states.append(ranks.waits(sys._getframe()))
             return 1.0
 
         item = __float__
 
     assert gather_numbers([Number()]) == [[1.0]]
     assert reduce_step(Number(), OutOfMemory(), 0, [])[0] == 1.0
-    assert found == [True, True]
+    assert states == [True, True]
     assert not ranks.waits(sys._getframe())
 
 
 @pytest.mark.parametrize(
-    ("ends", "told"),
+    ("ends", "message"),
     [
         ([KILLED.format(9)], "rank 5 was killed (signal 9, which the kernel sends when memory runs out); host memory"),
         ([KILLED.format(9)] * 2, "rank 5 and rank 6 were killed (signal 9"),
@@ -150,10 +150,10 @@ def test_rank_in_an_exchange_or_behind_its_device_waits():
         (["from pathlib import Path; Path('ATTEMPT/1/error.json').write_text('{}')"], ""),
     ],
 )
-def test_lost_rank_is_explained_by_how_it_ended(tmp_path, ends, told):
+def test_lost_rank_is_explained_by_how_it_ended(tmp_path, ends, message):
     (tmp_path / "1").mkdir()
     codes = [code.replace("ATTEMPT", str(tmp_path)) for code in [SURVIVOR, *ends]]
     environment = {**os.environ, "LOCAL_WORLD_SIZE": str(len(codes))}
     done = subprocess.run([sys.executable, "-c", LAUNCHER, *codes], env=environment, capture_output=True, text=True)
-    assert done.stdout.startswith(told), done.stderr
-    assert bool(done.stdout.strip()) == bool(told)
+    assert done.stdout.startswith(message), done.stderr
+    assert bool(done.stdout.strip()) == bool(message)

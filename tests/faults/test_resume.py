@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         pytest.param(
             "z2",
@@ -20,13 +20,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
     ],
     ids=["z2", "plain"],
 )
-def test_run_resumes_under_another_launch_with_one_curve(launched, tmp_path, name, told):
+def test_run_resumes_under_another_launch_with_one_curve(launched, tmp_path, name, message):
     run_dir = stopped(layout(launched, name), tmp_path / "run", 3)
     arguments = (*layout(launched, name).arguments, "--resume", "auto", "--micro-batch-size", "1")
     elsewhere = {} if name != "plain" else {"yaml": "z3", "launcher": FP32}
     again = accel_sft(*arguments, run_dir=run_dir, **elsewhere)
     assert again.status == 0, again.output
-    assert f"at step 3 of 6; written under another layout ({told})" in " ".join(again.output.split())
+    assert f"at step 3 of 6; written under another layout ({message})" in " ".join(again.output.split())
     same_curve(layout(launched, "plain").lines(), again.lines())
 
 
@@ -45,8 +45,8 @@ def curves(folder):
     """Steps and values of every TensorBoard curve, but for those of time and memory."""
     events = EventAccumulator(str(folder))
     events.Reload()
-    kept = [tag for tag in events.Tags()["scalars"] if tag.split("/")[-1] in ("loss", "grad_norm", "accuracy", "epoch")]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in kept}
+    tags = [tag for tag in events.Tags()["scalars"] if tag.split("/")[-1] in ("loss", "grad_norm", "accuracy", "epoch")]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
 @pytest.mark.parametrize("step", [2, 4])
@@ -57,12 +57,12 @@ def test_resumed_run_has_the_end_best_and_curves_of_unstopped(launched, tmp_path
     again = resumed(whole, run_dir, *job)
     for kind in ("loss", "eval_loss"):
         varying = ("seconds", "tokens_per_second", "per_device")
-        told, retold = (
+        reports, retold = (
             [{k: v for k, v in line.items() if not k.endswith(varying)} for line in run.lines(kind)]
             for run in (whole, again)
         )
-        assert [line["step"] for line in told] == [line["step"] for line in retold]
-        assert [(line.get("loss"), line.get("accuracy"), line.get("epoch")) for line in told] == [
+        assert [line["step"] for line in reports] == [line["step"] for line in retold]
+        assert [(line.get("loss"), line.get("accuracy"), line.get("epoch")) for line in reports] == [
             (line.get("loss"), line.get("accuracy"), line.get("epoch")) for line in retold
         ]
     assert curves(run_dir) == curves(whole.run_dir)

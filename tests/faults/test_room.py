@@ -34,8 +34,8 @@ def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"3 checkpoints that are kept take 36\.0 MiB, .* --keep-checkpoints"):
         background.check_disk(accelerator, model, RunDir(tmp_path), checkpoints=3)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size * 4 // 3 - 1))
-    told = r"a checkpoint takes 12.0 MiB, other files 4.0 MiB, and 16.0 MiB are free; free space"
-    with pytest.raises(UserError, match=told):
+    message = r"a checkpoint takes 12.0 MiB, other files 4.0 MiB, and 16.0 MiB are free; free space"
+    with pytest.raises(UserError, match=message):
         background.check_disk(accelerator, model, RunDir(tmp_path))
 
 
@@ -98,7 +98,7 @@ def test_a_real_containers_limit_is_seen_from_within():
             group.rmdir()
         pytest.skip("control groups cannot be made here")
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-c", "from accel_sft.launch import host_memory; print(host_memory.free_bytes())"],
             preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())),
             capture_output=True,
@@ -107,4 +107,4 @@ def test_a_real_containers_limit_is_seen_from_within():
         )
     finally:
         group.rmdir()
-    assert GIB // 2 < int(told.stdout) < GIB
+    assert GIB // 2 < int(done.stdout) < GIB

@@ -193,8 +193,8 @@ def test_wait_for_unstarted_ranks_is_reported_and_ends_by_signal(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env={**os.environ, **left_over}, **pipes) as process:
         lines = iter(process.stdout.readline, "")
-        told = f"waiting for 2 processes at 127.0.0.1:{port}; unset WORLD_SIZE to start one process"
-        assert any(told in line for line in lines)
+        message = f"waiting for 2 processes at 127.0.0.1:{port}; unset WORLD_SIZE to start one process"
+        assert any(message in line for line in lines)
         process.send_signal(signal.SIGTERM)
         assert process.wait(limit(30)) == 128 + signal.SIGTERM
 
@@ -320,12 +320,12 @@ def test_killed_rank_is_named_with_the_memory_there_was(tmp_path):
         assert process.wait() != 0
     said = (tmp_path / "run.log").read_text()
     # once the launcher has reaped the rank, nobody else can read the signal
-    told = r"rank 1 (was killed \(signal 9, .*\)|ended without an error message \(the launcher's .*\)); host memory"
-    assert re.search(f"Error: {told}", said)
+    message = r"rank 1 (was killed \(signal 9, .*\)|ended without an error message \(the launcher's .*\)); host memory"
+    assert re.search(f"Error: {message}", said)
     assert "Traceback (most recent call last):\n  File" not in said.split("Error: rank 1")[0]
     result = json.loads((run_dir / "result.json").read_text())
     assert result["status"] == "failed"
-    assert re.match(told, result["error"])
+    assert re.match(message, result["error"])
     assert "; to continue: " in result["error"]
     assert result["error"].endswith("--resume auto")
     assert "will write a checkpoint" not in said, "nothing will be written: rank 1 is missing"

@@ -36,10 +36,10 @@ def test_evaluate_gives_the_runs_own_numbers(launched, tmp_path):
     whole = launched("fsdp2 lora", *JOB, *LORA, **SHARDED)
     done = accel_sft("evaluate", "math", "--model", str(whole.run_dir), run_dir=tmp_path / "evaluation", **SHARDED)
     assert done.status == 0, done.output
-    found, own = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"], whole.result()["after"]
-    assert found["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
+    alone, own = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"], whole.result()["after"]
+    assert alone["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
     for name in ("accuracy", "format_rate"):
-        assert found[name] == own[name]
+        assert alone[name] == own[name]
 
 
 # HSDP: two copies of a model that two ranks each share; test_layouts.py resumes one copy

@@ -64,8 +64,8 @@ def written(folder, content, name="launch.yaml"):
     return path
 
 
-def lines(found, level):
-    return [str(finding) for finding in found if finding.level == level]
+def lines(findings, level):
+    return [str(finding) for finding in findings if finding.level == level]
 
 
 @pytest.fixture
@@ -77,9 +77,9 @@ def built(monkeypatch):
 
 def test_compiling_under_zero_3_is_told_to_save_little(built):
     by_name = {path.stem: launch_of_yaml(path) for path in SHIPPED}
-    (found,) = audit(TrainConfig(compile=True), by_name["z3"], devices=0)
-    assert found.level == "warning"
-    assert "DeepSpeed's hooks interrupt compiled code" in found.what
+    (finding,) = audit(TrainConfig(compile=True), by_name["z3"], devices=0)
+    assert finding.level == "warning"
+    assert "DeepSpeed's hooks interrupt compiled code" in finding.what
     assert audit(TrainConfig(compile=True), by_name["z2"], devices=0) == []
 
 
@@ -89,8 +89,8 @@ def test_shipped_yaml_loads_and_is_clean(path, built):
     machines = 2 if path.stem.startswith("multinode") else 1
     flags = ["--machine_rank", "1", "--main_process_ip", "127.0.0.1"] if machines == 2 else []
     launch = launch_of_yaml(path, *flags)
-    found = audit(TrainConfig(), launch, devices=launch.world_size if launch.backend == "fsdp" else 0)
-    assert found == []
+    findings = audit(TrainConfig(), launch, devices=launch.world_size if launch.backend == "fsdp" else 0)
+    assert findings == []
     assert launch.named_precision is None
     assert launch.machines == machines
 
@@ -301,10 +301,10 @@ REFUSED_JSON = {
 
 
 def refused(folder, content, devices, expected):
-    found = audit(TrainConfig(), launch_of_yaml(written(folder, content)), devices)
-    assert any(expected in line for line in lines(found, "error")), found
+    findings = audit(TrainConfig(), launch_of_yaml(written(folder, content)), devices)
+    assert any(expected in line for line in lines(findings, "error")), findings
     with pytest.raises(UserError, match=re.escape(expected)):
-        refuse(found)
+        refuse(findings)
 
 
 @pytest.mark.parametrize("case", REFUSED_YAML)
@@ -415,9 +415,9 @@ def test_warning_fires(case, tmp_path, built):
     section, deepspeed_json, expected = WARNS[case]
     if deepspeed_json:
         section = {"deepspeed_config_file": str(written(tmp_path, deepspeed_json, "ds.json"))}
-    found = audit(TrainConfig(), launch_of_yaml(written(tmp_path, Z2 | {"deepspeed_config": section})), devices=0)
-    assert any(expected in line for line in lines(found, "warning")), found
-    assert lines(found, "error") == []
+    findings = audit(TrainConfig(), launch_of_yaml(written(tmp_path, Z2 | {"deepspeed_config": section})), devices=0)
+    assert any(expected in line for line in lines(findings, "warning")), findings
+    assert lines(findings, "error") == []
 
 
 def test_equal_clipping_is_no_warning(tmp_path, built):
@@ -428,8 +428,8 @@ def test_equal_clipping_is_no_warning(tmp_path, built):
 def test_json_beats_the_command_line_only_with_an_error(tmp_path, built):
     file = written(tmp_path, JSON | {"bf16": {"enabled": True}}, "ds.json")
     path = written(tmp_path, Z2 | {"deepspeed_config": {"deepspeed_config_file": str(file)}})
-    found = audit(TrainConfig(), launch_of_yaml(path, "--mixed_precision", "no"), devices=0)
-    assert any('"auto"' in line for line in lines(found, "error")), found
+    findings = audit(TrainConfig(), launch_of_yaml(path, "--mixed_precision", "no"), devices=0)
+    assert any('"auto"' in line for line in lines(findings, "error")), findings
 
 
 def test_a_world_smaller_than_asked_for_is_an_error(tmp_path, built):
@@ -445,13 +445,13 @@ def test_launch_without_distributed_type_reports_none():
 
 def test_use_cpu_would_drop_deepspeed(tmp_path, built, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    found = audit(TrainConfig(), launch_of_yaml(written(tmp_path, Z2)), devices=0)
-    assert "drop DeepSpeed" in lines(found, "error")[0]
+    findings = audit(TrainConfig(), launch_of_yaml(written(tmp_path, Z2)), devices=0)
+    assert "drop DeepSpeed" in lines(findings, "error")[0]
 
 
 def test_use_cpu_beside_gpus_is_a_warning(tmp_path, built):
-    found = audit(TrainConfig(), launch_of_yaml(written(tmp_path, DDP | {"use_cpu": True})), devices=2)
-    assert "CUDA_VISIBLE_DEVICES" in lines(found, "warning")[0]
+    findings = audit(TrainConfig(), launch_of_yaml(written(tmp_path, DDP | {"use_cpu": True})), devices=2)
+    assert "CUDA_VISIBLE_DEVICES" in lines(findings, "warning")[0]
 
 
 def test_missing_tools_are_named(tmp_path, monkeypatch):
@@ -462,8 +462,8 @@ def test_missing_tools_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(deepspeed_ops.ctypes.util, "find_library", lambda name: None)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     monkeypatch.delenv("LDFLAGS", raising=False)
-    found = audit(TrainConfig(), launch, devices=0)
-    errors = "\n".join(lines(found, "error"))
+    findings = audit(TrainConfig(), launch, devices=0)
+    errors = "\n".join(lines(findings, "error"))
     for fix in ("install g++", "python3-dev", "pip install ninja", "libaio-dev"):
         assert fix in errors
     (line,) = lines(deepspeed_ops.audit_compilation(launch), "note")
@@ -501,8 +501,8 @@ def test_old_gcc_is_refused(tmp_path, monkeypatch):
     old.write_text('#!/bin/sh\necho "g++ 8.5.0"\necho "Copyright (C) 2018 Free Software Foundation, Inc."\n')
     old.chmod(0o755)
     monkeypatch.setenv("CXX", str(old))
-    found = audit(TrainConfig(), launch_of_yaml(written(tmp_path, Z2_OFFLOAD)), devices=0)
-    assert any("GCC 8" in line for line in lines(found, "error"))
+    findings = audit(TrainConfig(), launch_of_yaml(written(tmp_path, Z2_OFFLOAD)), devices=0)
+    assert any("GCC 8" in line for line in lines(findings, "error"))
 
 
 def test_lock_of_a_compilation_is_named_and_stays(tmp_path, monkeypatch):
@@ -536,8 +536,8 @@ def test_ranks_of_torchrun_alone_are_noted(built):
 
 def test_a_launch_without_its_yaml_is_noted(built):
     environment = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    found = audit(TrainConfig(), read_launch(environment, []), devices=0)
-    assert "keys were not checked" in lines(found, "note")[0]
+    findings = audit(TrainConfig(), read_launch(environment, []), devices=0)
+    assert "keys were not checked" in lines(findings, "note")[0]
 
 
 def test_threads_share_the_cores(monkeypatch):
@@ -701,10 +701,10 @@ def test_imports_are_left_out_of_garbage_collections():
 
 def python(script, *arguments, **environment):
     """A fresh interpreter running `script`, not yet waited for."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env={**kept, **environment}, cwd=ROOT, **pipes)
+    return subprocess.Popen(command, env={**inherited, **environment}, cwd=ROOT, **pipes)
 
 
 def test_quiet_leaves_chatter_to_the_file(tmp_path):
@@ -746,8 +746,8 @@ def test_quiet_leaves_chatter_to_the_file(tmp_path):
     assert not (tmp_path / "never.log").exists()
 
 
-@pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])
-def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_path):
+@pytest.mark.parametrize(("rank", "announces"), [("0", True), ("1", False)])
+def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, announces, tmp_path):
     path = written(tmp_path, Z2_OFFLOAD | {"num_processes": 1, "mixed_precision": "no"})
     environment = launch_of_yaml(path).environment
     process = python(
@@ -775,8 +775,8 @@ def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_p
     stdout, stderr = process.communicate()
     assert process.returncode == 0, stderr
     announced = "note: DeepSpeed compiles on first use, once per machine, cpu_adam (" in stdout
-    assert announced == told, stderr
-    assert ("1-4 minutes" in stdout) == told
+    assert announced == announces, stderr
+    assert ("1-4 minutes" in stdout) == announces
 
 
 def test_only_long_waits_are_reported_with_their_seconds(monkeypatch, capsys):
@@ -944,7 +944,7 @@ def test_two_real_ranks_are_one_world(name, flags, precision, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("variables", "told"),
+    ("variables", "message"),
     [
         ({"WORLD_SIZE": "2"}, "RANK is not set, MASTER_ADDR is not set, MASTER_PORT is not set: unset WORLD_SIZE"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
@@ -952,13 +952,13 @@ def test_two_real_ranks_are_one_world(name, flags, precision, tmp_path):
         ({"WORLD_SIZE": "abc", "RANK": "-1"}, "WORLD_SIZE is 'abc', RANK is '-1'"),
     ],
 )
-def test_what_no_launcher_sets_is_refused_in_a_line(variables, told):
+def test_what_no_launcher_sets_is_refused_in_a_line(variables, message):
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | variables
     command = [sys.executable, "-m", "accel_sft", "math", "--dry-run"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert told in done.stderr
+    assert message in done.stderr
 
 
 def test_a_precision_that_is_none_is_refused():

@@ -38,25 +38,25 @@ PROCESSORS = {
 
 @pytest.mark.parametrize("kind", PROCESSORS)
 def test_a_cpu_computes_bf16_by_its_flags(kind, tmp_path, monkeypatch):
-    text, found = PROCESSORS[kind]
+    text, expected = PROCESSORS[kind]
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\n{text}\nbugs\t\t: bf16\n")
     monkeypatch.setattr(host_memory, "SYSTEM", tmp_path)
-    assert precision.cpu_flags() == found
+    assert precision.cpu_flags() == expected
     monkeypatch.setattr(host_memory, "SYSTEM", tmp_path / "macOS")
     assert precision.cpu_flags() == []
 
 
-@pytest.mark.parametrize(("planted", "found"), [("none", []), ("avx512_bf16", ["avx512_bf16"])])
-def test_planted_instructions_reach_child_processes(planted, found, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("planted", "flags"), [("none", []), ("avx512_bf16", ["avx512_bf16"])])
+def test_planted_instructions_reach_child_processes(planted, flags, tmp_path, monkeypatch):
     monkeypatch.setenv("PLANTED_BF16", planted)
     monkeypatch.setenv("CPU_DEPENDENT", str(tmp_path / "noted"))
-    assert precision.cpu_flags() == found
+    assert precision.cpu_flags() == flags
     code = "from accel_sft.launch.precision import cpu_flags; print(cpu_flags())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == f"{found}\n"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == f"{flags}\n"
     AcceleratorState._reset_state(reset_partial_state=True)
     assert precision.choose_precision(launch_of_a_rank(tmp_path, BARE), ON_CPU).precision[0] == (
-        "bf16" if found else "no"
+        "bf16" if flags else "no"
     )
     precision.choose_precision(
         launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "no"}), ON_CPU
@@ -106,8 +106,8 @@ NAMED = {
 @pytest.mark.parametrize("case", NAMED)
 def test_what_counts_as_named(case, tmp_path):
     given, more, expected = NAMED[case]
-    found = launch_of_a_rank(tmp_path, *given, **more).named_precision
-    assert found == expected or (found[0], found[1].rpartition("/")[2]) == expected
+    named = launch_of_a_rank(tmp_path, *given, **more).named_precision
+    assert named == expected or (named[0], named[1].rpartition("/")[2]) == expected
 
 
 def test_a_variable_without_a_launcher_is_the_users():
@@ -141,11 +141,11 @@ def test_what_is_chosen_and_why(case, tmp_path, monkeypatch):
 def test_machines_with_different_precisions_are_refused_on_every_rank(tmp_path, monkeypatch):
     named = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "bf16"}, arrived="bf16")
     other = launch_of_a_rank(tmp_path, BARE)
-    told = []
-    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: told.extend(mine) or mine)
+    refusals = []
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: refusals.extend(mine) or mine)
     for launch in (named, other):  # a rank that named one left the other waiting for it
         precision.choose_precision(launch, ON_CPU)
-    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: told)
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: refusals)
     for launch in (named, other):
         with pytest.raises(UserError, match="name different precisions: bf16, none; give"):
             precision.choose_precision(launch, ON_CPU)
@@ -160,18 +160,18 @@ def test_gpu_without_bf16_computes_in_float32_and_names_fp16(tmp_path, monkeypat
 def test_bf16_on_a_cpu_that_emulates_it_warns(tmp_path, monkeypatch):
     launch = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "bf16"}, arrived="bf16")
     monkeypatch.setattr("accel_sft.launch.audit.cpu_flags", list)
-    (found,) = [each for each in audit(TrainConfig(), launch, 0) if "bf16" in each.what]
-    assert (found.level, "--mixed_precision no" in found.fix) == ("warning", True)
+    (finding,) = [one for one in audit(TrainConfig(), launch, 0) if "bf16" in one.what]
+    assert (finding.level, "--mixed_precision no" in finding.fix) == ("warning", True)
     monkeypatch.setattr("accel_sft.launch.audit.cpu_flags", lambda: ["bf16"])
-    assert not [each for each in audit(TrainConfig(), launch, 0) if "bf16" in each.what]
+    assert not [one for one in audit(TrainConfig(), launch, 0) if "bf16" in one.what]
 
 
 def test_plan_and_compare_follow_the_machine_that_they_are_for(tmp_path, monkeypatch):
     (tmp_path / "bare.yaml").write_text(yaml.safe_dump(BARE))
     monkeypatch.setattr(this_machine, "cpu_flags", list)
-    here, there = machine(0, None, 8), machine(2, 24, 64)
-    assert launch_of(tmp_path / "bare.yaml", here).precision[0] == "no"
-    assert launch_of(tmp_path / "bare.yaml", there).precision[0] == "bf16"
+    emulating, computing = machine(0, None, 8), machine(2, 24, 64)
+    assert launch_of(tmp_path / "bare.yaml", emulating).precision[0] == "no"
+    assert launch_of(tmp_path / "bare.yaml", computing).precision[0] == "bf16"
     with monkeypatch.context() as has_gpu:
         has_gpu.setattr(this_machine, "nvidia_gpus", lambda: ("580.1", [{"capability": 9}, {"capability": 8}]))
         assert this_machine.this_machine_computes_bf16()

@@ -143,10 +143,11 @@ def test_model_of_one_key_head_evaluates_between_shared_steps(tmp_path, key_head
 
 @pytest.mark.parametrize("tokens", [pytest.param(1024, marks=pytest.mark.long)])
 def test_ranks_that_share_a_row_halve_its_activations(tokens):
-    here = {"PYTHONPATH": str(SUPPORT)}
     took = {}
     for name in ("z3", "z3_sp"):
-        done = accel_sft(str(tokens), yaml=name, launcher=FP32, module="activations", environment=here)
+        done = accel_sft(
+            str(tokens), yaml=name, launcher=FP32, module="activations", environment={"PYTHONPATH": str(SUPPORT)}
+        )
         assert done.status == 0, done.output
         took[name] = [int(number) for number in re.search(r"kept (\d+) MiB, peak (\d+) MiB", done.output).groups()]
     for shared, alone in zip(took["z3_sp"], took["z3"], strict=True):
@@ -171,5 +172,5 @@ def test_sequence_groups_have_one_curve_and_portable_checkpoints(launched, tmp_p
         "evaluate", "math", "--model", str(whole.run_dir), run_dir=tmp_path / "evaluation", yaml="z3_sp", launcher=FP32
     )
     assert evaluated.status == 0, evaluated.output
-    found = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
-    assert found["eval_loss"] == pytest.approx(whole.result()["after"]["eval_loss"], rel=1e-5)
+    metrics = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
+    assert metrics["eval_loss"] == pytest.approx(whole.result()["after"]["eval_loss"], rel=1e-5)

@@ -149,13 +149,13 @@ def test_nothing_is_marked_on_a_quiet_machine():
         QUIET._replace(cpu_percent=100.0, busy_cores=9.0, idle_cores=7.0),  # others on cores that the run leaves idle
         QUIET._replace(cpu_percent=185.0, stolen_cores=0.1, held_cores=0.1, gpu_others_gib=0.6),
     )
-    assert [marks([each]) for each in quiet] == [{}] * len(quiet)
+    assert [marks([one]) for one in quiet] == [{}] * len(quiet)
     sharing = [QUIET._replace(cpu_percent=95.0), NOTHING._replace(cpu_percent=95.0)]  # two ranks share the cores
     assert marks(sharing) == {}
 
 
 @pytest.mark.parametrize(
-    ("read", "told"),
+    ("read", "words"),
     [
         ({"cpu_percent": 60.0}, "other processes took 1.4 of 2 cores"),
         (
@@ -168,8 +168,8 @@ def test_nothing_is_marked_on_a_quiet_machine():
         (GPU | {"gpu_others_gib": 3.25}, "other processes had 3.2 GiB of rank 0's GPU"),
     ],
 )
-def test_what_slows_a_machine_down_is_marked_in_words(read, told):
-    assert [in_words(*mark) for mark in marks([QUIET._replace(**read)]).items()] == [told]
+def test_what_slows_a_machine_down_is_marked_in_words(read, words):
+    assert [in_words(*mark) for mark in marks([QUIET._replace(**read)]).items()] == [words]
     (there,) = marks([QUIET, NOTHING._replace(cpu_percent=0.0), QUIET._replace(**read)])  # on a second machine
     assert "rank 2's" in there
 
@@ -196,18 +196,18 @@ def test_readings_across_a_start_or_pause_have_none_before_them():
 
 def lines_of(readings, seconds=1.0):
     """Training lines from what is read in their steps: cores taken, 0 for nothing, None without a reading."""
-    found = []
+    written = []
     for step, taken in enumerate(readings, 1):
         line = {"step": step, "loss": 1.0, "seconds": seconds, "tokens": 64}
-        found.append(line if taken is None else line | {KEY: {OTHERS: taken} if taken else {}})
-    return found
+        written.append(line if taken is None else line | {KEY: {OTHERS: taken} if taken else {}})
+    return written
 
 
 def test_stretches_are_told_by_steps_and_means():
     lines = lines_of([*[0] * 119, None, *[1.2, None, 1.6] * 20, 1.4, *[0] * 100])
-    (found,) = stretches(lines)
-    assert str(found) == "steps 120 to 181: other processes took 1.4 of 2 cores"
-    assert share(lines, [found]) == pytest.approx(62 / len(lines))
+    (stretch,) = stretches(lines)
+    assert str(stretch) == "steps 120 to 181: other processes took 1.4 of 2 cores"
+    assert share(lines, [stretch]) == pytest.approx(62 / len(lines))
     (one,) = stretches(lines_of([0, 1.0, 1.0, 0, 1.0, 0, 0, 1.0]))
     assert (one.first, one.last) == (2, 5)  # one reading in between is no end, two are
 
@@ -224,7 +224,7 @@ def test_short_and_single_readings_make_no_stretch():
 
 def test_lines_that_were_changed_by_hand_are_no_readings():
     odd = [None, 5, "a", [1], {"a#": None, "b": "1", "c": [], "d": True}]
-    assert stretches([{"step": 1, KEY: each} for each in odd]) == []
+    assert stretches([{"step": 1, KEY: value} for value in odd]) == []
     assert stretches([{"step": step, "seconds": "a", KEY: {"#": 1.0}} for step in range(4)])[0].seconds == 0.0
 
 
@@ -236,8 +236,8 @@ def test_the_report_and_a_comparison_name_the_steps(tmp_path):
         (tmp_path / name).mkdir()
         lines = lines_of([*[0] * (40 - taken), *[1.0] * taken])
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        told = measure(RunDir(tmp_path / name), 3)["disturbed"]
-        assert told == ([f"steps {first} to 40: other processes took 1.0 of 2 cores"] if taken == 8 else [])
+        disturbances = measure(RunDir(tmp_path / name), 3)["disturbed"]
+        assert disturbances == ([f"steps {first} to 40: other processes took 1.0 of 2 cores"] if taken == 8 else [])
 
 
 def beside_the_sampler_is_marked():
@@ -270,7 +270,7 @@ def beside_a_run_is_told_at_its_end_and_in_its_files(tmp_path):
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("disturbed: steps ")]
     assert "other processes took" in line
     result, report = (json.loads((tmp_path / "run/result.json").read_text()), (tmp_path / "run/report.md").read_text())
-    assert all(f"- {told}" in report for told in result["disturbed"])
+    assert all(f"- {words}" in report for words in result["disturbed"])
     assert measure(RunDir(tmp_path / "run"), 3)["disturbed"]
 
 

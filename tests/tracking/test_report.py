@@ -156,10 +156,10 @@ def test_long_prompts_stand_above_their_answers():
     after = [{**sample(0, answer, accuracy=1.0), "prompt": prompt}]
     result = {"before": BEFORE, "after": AFTER, "main_metric": "accuracy"}
     print_report(result, after, after, console=Console(file=shown, width=80))
-    told = shown.getvalue().split("answers (1 of 1)")[1]
-    assert max(map(cell_len, told.splitlines())) <= 80
+    table = shown.getvalue().split("answers (1 of 1)")[1]
+    assert max(map(cell_len, table.splitlines())) <= 80
     for name, text in (("prompt", prompt), ("base", answer), ("tuned", answer), ("right", "yes")):
-        assert re.search(rf"^{name} +{text} *$", told, re.M)
+        assert re.search(rf"^{name} +{text} *$", table, re.M)
 
 
 def labelled(*counted, key="exact_match"):
@@ -178,8 +178,8 @@ def test_scores_by_label_are_scikit_learns():
     # classification_report(expected, generated, labels=["a b", "c", "other"], zero_division=0)
     expected = {"a b": (5 / 7, 5 / 7, 5 / 7), "c": (3 / 5, 3 / 4, 2 / 3), "other": (0, 0, 0)}
     for label, shares in expected.items():
-        found = result["labels"][label]
-        assert (found["precision"], found["recall"], found["f1"]) == pytest.approx(shares)
+        scores = result["labels"][label]
+        assert (scores["precision"], scores["recall"], scores["f1"]) == pytest.approx(shares)
     assert result["macro_f1"] == pytest.approx((5 / 7 + 2 / 3) / 3)
     assert result["labels"]["c"]["answers"] == {"c": 3, "": 1}
     assert weakest_label(result) == ("labels    macro F1 0.460 of 3; found least: 'other', 0 of 2; report.md has each")
@@ -193,13 +193,13 @@ def test_scores_by_label_are_scikit_learns():
 
 def test_an_answer_that_is_another_label_counts_as_that():
     given = labelled(("yes", "yes", 5), ("Yes", "yes", 5), ("no", "No.", 5))
-    for each in given:
-        each["scores"]["exact_match"] = 1.0  # as a metric without case and punctuation has it
-    found = label_scores(given, "exact_match")
-    assert {label: each["answers"] for label, each in found["labels"].items()} == {
+    for answer in given:
+        answer["scores"]["exact_match"] = 1.0  # as a metric without case and punctuation has it
+    scores = label_scores(given, "exact_match")
+    assert {label: answer["answers"] for label, answer in scores["labels"].items()} == {
         "yes": {"yes": 5}, "Yes": {"yes": 5}, "no": {"no": 5}
     }  # fmt: skip
-    assert found["macro_f1"] == pytest.approx((2 / 3 + 0 + 1) / 3)
+    assert scores["macro_f1"] == pytest.approx((2 / 3 + 0 + 1) / 3)
 
 
 def test_confusion_table_has_few_labels_and_counts_all_answers():
@@ -217,7 +217,7 @@ def test_evaluate_prints_and_writes_scores_by_label(tmp_path, capsys, monkeypatc
 
     monkeypatch.setenv("COLUMNS", "80")
     named, labels = {"model": "m"}, [f"label of {number}" for number in range(3)]
-    for count, told in (
+    for count, message in (
         (3, "label of 1 3 0.333 1.000 0.500"),
         (1, "Answers by expected label: too wide for a terminal; --output-dir"),
     ):
@@ -226,7 +226,7 @@ def test_evaluate_prints_and_writes_scores_by_label(tmp_path, capsys, monkeypatc
         config = EvaluateConfig(model="m", output_dir=str(tmp_path / str(count)))
         _publish("chat", Chat(train_file="-", metric="exact"), config, named, [Evaluation({"exact_match": 0.7}, given)])
         printed = " ".join(capsys.readouterr().out.split("Scores by label")[1].split())
-        assert told in printed
+        assert message in printed
         assert "## Answers by expected label" in (tmp_path / str(count) / "report.md").read_text()
     assert json.loads((tmp_path / "3" / "result.json").read_text())["labels"]["a"]["f1"] == 1.0
 
@@ -239,7 +239,7 @@ def test_evaluate_prints_and_writes_scores_by_label(tmp_path, capsys, monkeypatc
         labelled(*((f"{'long ' * 20}{number % 2}", "text", 10) for number in range(2))),
         labelled(("a", "a", 30)),
         labelled(("a", "a", 10), ("b", "b", 10), key="other_metric"),
-        [{**each, "scores": {"exact_match": 0.0}} for each in labelled(("a", "a", 10), ("b", "b", 10))],
+        [{**answer, "scores": {"exact_match": 0.0}} for answer in labelled(("a", "a", 10), ("b", "b", 10))],
     ],
     ids=["no answers", "texts", "long texts", "one label", "metric of all answers", "metric of something else"],
 )
@@ -291,7 +291,7 @@ def test_a_run_prints_five_answers_and_then_the_scores():
 
 
 def test_each_answer_is_marked_by_its_own_main_metric():
-    def told(**scores):
+    def marks(**scores):
         shown, after = io.StringIO(), [sample(index, "1", **scores) for index in (0, 1)]
         after[1]["scores"] = dict.fromkeys(scores, 0.0)
         result = {"before": BEFORE, "after": AFTER, "main_metric": "accuracy"}
@@ -300,9 +300,9 @@ def test_each_answer_is_marked_by_its_own_main_metric():
         assert max(map(cell_len, table.splitlines())) <= 80
         return [line.split()[-1] for line in table.splitlines() if "=" in line]
 
-    assert told(accuracy=1.0) == ["yes", "no"]
-    assert told(accuracy=0.25) == ["0.25", "no"]
-    assert told(true_positives=3) == ["1", "1"]  # no example has the metric alone
+    assert marks(accuracy=1.0) == ["yes", "no"]
+    assert marks(accuracy=0.25) == ["0.25", "no"]
+    assert marks(true_positives=3) == ["1", "1"]  # no example has the metric alone
 
 
 def test_base_and_tuned_say_which_weights_they_are():

@@ -27,9 +27,9 @@ WORDS = words_for(True)
 
 
 def answers(key, scores):
-    each = [score if isinstance(score, dict) else {key: score} for score in scores]
+    by_metric = [score if isinstance(score, dict) else {key: score} for score in scores]
     texts = {"expected": "e", "generated": "g"}
-    return [{"index": place, "prompt": f"{place}?", **texts, "scores": score} for place, score in enumerate(each)]
+    return [{"index": place, "prompt": f"{place}?", **texts, "scores": score} for place, score in enumerate(by_metric)]
 
 
 def rate(wrong, right, lost=0, gained=0):
@@ -52,8 +52,8 @@ class Micro:
 def micro_answers(seed, recall, count=60):
     random, scores = np.random.default_rng(seed), []
     for _ in range(count):
-        found = int(random.binomial(4, recall))
-        scores.append({"tp": found, "fp": int(random.poisson(0.3)), "fn": 4 - found, "right": int(found == 4)})
+        hits = int(random.binomial(4, recall))
+        scores.append({"tp": hits, "fp": int(random.poisson(0.3)), "fn": 4 - hits, "right": int(hits == 4)})
     return answers("", scores)
 
 
@@ -66,7 +66,7 @@ def evaluated(before, after, task=Micro, run_dir=None):
 
 
 @pytest.mark.parametrize(
-    ("lost", "gained", "told"),
+    ("lost", "gained", "words"),
     [
         (5, 25, "better (+0.10, 0.05 to 0.15)"),
         (25, 5, "worse (-0.10, -0.15 to -0.05)"),
@@ -75,8 +75,8 @@ def evaluated(before, after, task=Micro, run_dir=None):
         (0, 0, "the same"),
     ],
 )
-def test_what_a_paired_test_found_is_told_in_words(lost, gained, told):
-    assert verdict(paired(rate(100, 100), rate(100, 100, lost, gained)), WORDS) == told
+def test_what_a_paired_test_found_is_told_in_words(lost, gained, words):
+    assert verdict(paired(rate(100, 100), rate(100, 100, lost, gained)), WORDS) == words
 
 
 def test_better_direction_is_the_tasks_and_otherwise_unknown():
@@ -110,7 +110,7 @@ def test_the_interval_of_a_difference_of_rates_is_newcombes(both, before, after,
 
 
 def test_examples_without_a_difference_are_never_called_enough():
-    told = 0
+    undecided = 0
     for count in range(2, 13):
         for lost in range(count + 1):
             for gained in range(count + 1 - lost):
@@ -118,27 +118,29 @@ def test_examples_without_a_difference_are_never_called_enough():
                 more = needed(change)
                 if change["p"] >= 0.05 and more:
                     assert more > count, change
-                    told += 1
-    assert told > 100
+                    undecided += 1
+    assert undecided > 100
     few = {"difference": 4.0, "standard_error": 1.0, "examples": 3, "p": 0.057}  # of a bootstrap
     assert needed(few) > 3
 
 
-@pytest.mark.parametrize(("less", "told"), [(0.1, "no difference that 3 examples can show"), (0.0, "the same")])
-def test_equal_changes_have_only_rounding_noise(less, told):
+@pytest.mark.parametrize(("less", "words"), [(0.1, "no difference that 3 examples can show"), (0.0, "the same")])
+def test_equal_changes_have_only_rounding_noise(less, words):
     scores = [0.2, 0.7, 0.4]
     before = [0.1 + 0.2 + score - 0.3 - less for score in scores]  # differs by rounding
     after, before = (measured({"a": sum(of) / len(of)}, answers("a", of), None)[0]["a"] for of in (scores, before))
     change = paired(before, after)
     assert (change["standard_error"], change["low"], needed(change)) == (0.0, None, None)
-    assert verdict(change, WORDS) == told
+    assert verdict(change, WORDS) == words
 
 
 def test_other_examples_are_not_paired():
     one, other = rate(5, 5), rate(5, 6)
     assert paired(one, other) is None
-    asked = measured({"accuracy": 0.5}, [{**each, "prompt": "other"} for each in answers("accuracy", [0, 1])], None)
-    assert paired(rate(1, 1), asked[0]["accuracy"]) is None
+    others = measured(
+        {"accuracy": 0.5}, [{**answer, "prompt": "other"} for answer in answers("accuracy", [0, 1])], None
+    )
+    assert paired(rate(1, 1), others[0]["accuracy"]) is None
     assert average([one, other]) is None
 
 
@@ -156,13 +158,13 @@ def test_levels_are_corrected_for_every_pair_of_settings():
 def test_micro_f1_interval_is_the_tasks_and_repeatable():
     before, after = micro_answers(1, 0.5), micro_answers(2, 0.8)
     result = evaluated(before, after)
-    told = result["intervals"]
-    assert told == evaluated(before, after)["intervals"]
-    low, high = told["after"]["f1"]
+    intervals = result["intervals"]
+    assert intervals == evaluated(before, after)["intervals"]
+    low, high = intervals["after"]["f1"]
     assert low < result["after"]["f1"] < high
     assert 0.04 < high - low < 0.15
-    assert told["change"]["f1"]["p"] < 1e-6
-    assert set(told["after"]) == {"f1", "right"}  # the loss has no scores of examples
+    assert intervals["change"]["f1"]["p"] < 1e-6
+    assert set(intervals["after"]) == {"f1", "right"}  # the loss has no scores of examples
 
 
 @pytest.mark.parametrize("count", [12, 30, 100])
@@ -175,30 +177,34 @@ def test_interval_of_few_scores_is_as_wide_as_students_t(count):
 
 
 def test_metrics_by_source_are_of_the_answers_of_that_source():
-    samples = [{**each, "source": "ab"[place % 3 > 0] + ".jsonl"} for place, each in enumerate(micro_answers(1, 0.5))]
+    samples = [
+        {**answer, "source": "ab"[place % 3 > 0] + ".jsonl"} for place, answer in enumerate(micro_answers(1, 0.5))
+    ]
     result = {"before": {}, "main_metric": "f1", "after": {"eval_loss": 1.0, "eval_loss/a.jsonl": 1.0}}
-    parts = {end: [each for each in samples if end[1:] in ("", each["source"])] for end in ("", "/a.jsonl", "/b.jsonl")}
+    parts = {
+        end: [answer for answer in samples if end[1:] in ("", answer["source"])] for end in ("", "/a.jsonl", "/b.jsonl")
+    }
     for end, part in parts.items():
         metrics = Micro.aggregate([sample["scores"] for sample in part])
         result["after"] |= {key + end: value for key, value in metrics.items()}
     add_intervals(result, Micro, [], samples, None)
-    told = result["intervals"]
-    assert told["without"] == {}
-    assert told["after"].keys() == {key + end for key in ("f1", "right") for end in parts}
-    widths = [told["after"]["f1" + end][1] - told["after"]["f1" + end][0] for end in parts]
+    intervals = result["intervals"]
+    assert intervals["without"] == {}
+    assert intervals["after"].keys() == {key + end for key in ("f1", "right") for end in parts}
+    widths = [intervals["after"]["f1" + end][1] - intervals["after"]["f1" + end][0] for end in parts]
     assert widths[0] < widths[2] < widths[1]  # of 60, 40 and 20 examples
 
 
 def test_source_named_by_anothers_ending_has_its_own_answers():
-    samples = [{**each, "source": ("a", "b/a")[place % 3 > 0]} for place, each in enumerate(micro_answers(1, 0.5))]
+    samples = [{**answer, "source": ("a", "b/a")[place % 3 > 0]} for place, answer in enumerate(micro_answers(1, 0.5))]
     metrics = {}
     for name in ("a", "b/a"):
-        values = Micro.aggregate([each["scores"] for each in samples if each["source"] == name])
+        values = Micro.aggregate([answer["scores"] for answer in samples if answer["source"] == name])
         metrics |= {f"{key}/{name}": value for key, value in values.items()}
-    found, without = measured(metrics, samples, Micro.aggregate)
+    by_metric, without = measured(metrics, samples, Micro.aggregate)
     assert without == {}
-    assert [(key, one.value) for key, one in found.items()] == [*metrics.items()]
-    assert len(found["f1/b/a"].examples) == 2 * len(found["f1/a"].examples)
+    assert [(key, one.value) for key, one in by_metric.items()] == [*metrics.items()]
+    assert len(by_metric["f1/b/a"].examples) == 2 * len(by_metric["f1/a"].examples)
 
 
 def oddity(name):
@@ -225,9 +231,9 @@ def oddity(name):
 def test_metric_that_cannot_be_resampled_says_why(name, reason):
     samples = answers("x", [place / 20 for place in range(20)])
     aggregate = oddity(name)
-    found, without = measured(aggregate([sample["scores"] for sample in samples]), samples, aggregate)
+    by_metric, without = measured(aggregate([sample["scores"] for sample in samples]), samples, aggregate)
     assert without["odd"] == reason
-    assert ("main" in found) == (name != "fails")
+    assert ("main" in by_metric) == (name != "fails")
 
 
 def test_slow_or_foreign_aggregate_has_no_interval(monkeypatch):
@@ -236,9 +242,9 @@ def test_slow_or_foreign_aggregate_has_no_interval(monkeypatch):
     _, without = measured({**values, "f1": values["f1"] + 0.1}, samples, Micro.aggregate)
     assert without == {"f1": "aggregate() of the answers that were kept gives another number"}
     monkeypatch.setattr(resampled, "_LONGEST_SECONDS", -1.0)
-    found, without = measured(values, samples, Micro.aggregate)
+    by_metric, without = measured(values, samples, Micro.aggregate)
     assert without == {"f1": "aggregate() is too slow to resample within -1 s"}
-    assert found.keys() == {"right"}
+    assert by_metric.keys() == {"right"}
 
 
 def test_rates_are_tested_without_resampling(monkeypatch):
@@ -273,20 +279,20 @@ def test_report_and_terminal_have_intervals_and_the_tests_result():
     assert "| validation loss | 1 | 1 | +0 |" in page
     assert "Intervals are of 95%, over 200 examples. A change is a paired test on the same examples, at 5%." in page
     assert page.count("examples can show") + page.count("better (") + page.count("higher (") == 2
-    told = verdict(result["intervals"]["change"]["f1"], WORDS)
+    words_of_change = verdict(result["intervals"]["change"]["f1"], WORDS)
     for width in (80, 120):
         shown = io.StringIO()
         print_report(result, before, after, console=Console(file=shown, width=width))
         assert max(map(cell_len, shown.getvalue().splitlines())) <= width
         words = " ".join(shown.getvalue().split("f1", 1)[1].split())
-        for word in told.replace("(", "").replace(")", "").split():
+        for word in words_of_change.replace("(", "").replace(")", "").split():
             assert word in words, word
 
 
 def test_few_examples_are_named_beside_their_intervals():
     for count, few in ((12, True), (60, False)):
-        told = about_intervals(evaluated(micro_answers(1, 0.5, count), micro_answers(2, 0.8, count)))
-        assert ("; of so few, about 90% where scores are skewed." in told) is few
+        note = about_intervals(evaluated(micro_answers(1, 0.5, count), micro_answers(2, 0.8, count)))
+        assert ("; of so few, about 90% where scores are skewed." in note) is few
 
 
 @pytest.mark.parametrize("damage", [5, {"after": {"f1": [1, None]}, "change": {"f1": {"p": "x"}}}, {"change": [1]}])
@@ -311,8 +317,8 @@ def run_in(folder, seed, recall):
 def test_runs_are_tested_against_the_best_without_their_task(tmp_path):
     runs = [run_in(tmp_path / name, *about) for name, about in {"a": (1, 0.5), "b": (2, 0.7), "c": (3, 0.69)}.items()]
     (group,) = against_best_run(runs)
-    (best, _, told), (second, number, alike), (third, _, worse) = group["rows"]
-    assert (best, second, third, told) == ("b", "c", "a", "the best of these")
+    (best, _, words), (second, number, alike), (third, _, worse) = group["rows"]
+    assert (best, second, third, words) == ("b", "c", "a", "the best of these")
     assert alike.startswith("no difference that 200 examples can show")
     assert worse.startswith("worse (-0.")
     assert " to " in number

@@ -149,8 +149,8 @@ def test_partly_written_line_is_an_error_and_later_cut(tmp_path):
     assert path.stat().st_size == 110  # the system took what it could of the last line
     assert not path.read_bytes().endswith(b"\n")
     assert MetricsFile(path).rewind(99)[0] == 1
-    kept = path.read_text().splitlines()
-    assert [json.loads(line)["step"] for line in kept] == list(range(1, len(kept) + 1))
+    remaining = path.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in remaining] == list(range(1, len(remaining) + 1))
 
 
 def test_curves_are_read_back_from_the_run_folder_itself(tracked):
@@ -204,8 +204,8 @@ def test_idle_gpu_is_reported_with_what_the_process_did(tracked, capsys):
         with span(BATCHES):
             time.sleep(0.002)
         tracker.step(record(step, seconds=0.004), [reading(step, percent=9.0)])
-    told = capsys.readouterr().out
-    assert told.count("the GPU idles: a kernel ran in 9% of the time in steps 11 to 30; making batches") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("the GPU idles: a kernel ran in 9% of the time in steps 11 to 30; making batches") == 1
 
 
 def test_an_evaluation_is_recorded_with_every_answer(tracked, capsys):
@@ -478,8 +478,8 @@ def test_unreadable_gpu_is_reported_once(tracked, capsys):
     driver.failed = True
     for _ in range(2):
         assert math.isnan(tracker.system()[5])
-    told = capsys.readouterr().out
-    assert told.count("no GPU curves from here on: NVML says Driver/library version mismatch") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("no GPU curves from here on: NVML says Driver/library version mismatch") == 1
 
 
 def test_gpu_of_unknown_memory_keeps_its_other_curves(tracked):
@@ -671,11 +671,11 @@ def test_a_service_gets_no_name_that_it_refuses(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
 def test_service_gets_project_and_run_name(tmp_path, monkeypatch, name):
-    kind, told = LOGGER_TYPE_TO_CLASS[name], []
+    kind, starts = LOGGER_TYPE_TO_CLASS[name], []
 
     class Started(kind):  # with its own signature; what it would start is not installed
         def start(self):
-            told.append({**vars(self), **getattr(self, "init_kwargs", {})})
+            starts.append({**vars(self), **getattr(self, "init_kwargs", {})})
 
         def store_init_configuration(self, values):
             pass
@@ -683,10 +683,10 @@ def test_service_gets_project_and_run_name(tmp_path, monkeypatch, name):
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Started)
     for settings in ({"tracker_project": "sums", "run_name": "first"}, {}):
         Trackers([name], tmp_path / "one", settings, print)
-    assert {"sums", "first"} <= {str(value) for value in told[0].values()}
-    assert {"accel_sft", "one"} <= {str(value) for value in told[1].values()}
+    assert {"sums", "first"} <= {str(value) for value in starts[0].values()}
+    assert {"accel_sft", "one"} <= {str(value) for value in starts[1].values()}
     if name != "mlflow":  # which takes no id of ours
         Trackers([name], tmp_path / "other", {}, print)
-        assert told[0]["id"] == told[1]["id"] != told[2]["id"]
-        assert re.fullmatch("[a-z0-9]{21}", told[0]["id"])
-        assert {each["resume"] for each in told} == {"allow"}
+        assert starts[0]["id"] == starts[1]["id"] != starts[2]["id"]
+        assert re.fullmatch("[a-z0-9]{21}", starts[0]["id"])
+        assert {settings["resume"] for settings in starts} == {"allow"}

@@ -36,10 +36,12 @@ def test_step_time_divides_without_rest_and_without_evaluations():
     spent = {BATCHES: 0.01, FORWARD: 0.02, BACKWARD: 0.04, COMMUNICATION: 0.005, OPTIMIZER: 0.015}
     time.add(0.1, spent)
     time.add(0.1, {**spent, PAUSE: 50.0})
-    found = time.totals()
-    assert found["parts"] == pytest.approx({**{name: 2 * each for name, each in spent.items()}, "the rest": 0.02})
-    assert (found["steps"], found["seconds"]) == (2, pytest.approx(0.2))
-    assert time_sentence(found) == (
+    totals = time.totals()
+    assert totals["parts"] == pytest.approx(
+        {**{name: 2 * seconds for name, seconds in spent.items()}, "the rest": 0.02}
+    )
+    assert (totals["steps"], totals["seconds"]) == (2, pytest.approx(0.2))
+    assert time_sentence(totals) == (
         "a step took 0.1 s in the mean of 2: 40% backward, 20% forward, 15% optimizer, "
         "10% reading rows and making batches, 10% the rest, 5% exchanging the loss"
     )
@@ -60,25 +62,25 @@ def test_spans_count_what_is_done_in_them():
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_training_too_short_to_be_traced_is_told_so(tmp_path, steps):
-    told = []
-    with traced_steps(tmp_path, 0, told.append) as profiler:
+    printed = []
+    with traced_steps(tmp_path, 0, printed.append) as profiler:
         for _ in range(steps):
             profiler.step()
-    assert "begins with step 3 of a start" in told[-1]
+    assert "begins with step 3 of a start" in printed[-1]
 
 
 def test_a_trace_that_an_error_ends_is_named(tmp_path):
-    told = []
+    printed = []
 
     def trained():
-        with traced_steps(tmp_path, 0, told.append) as profiler:
+        with traced_steps(tmp_path, 0, printed.append) as profiler:
             for _ in range(3):
                 profiler.step()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         trained()
-    assert str(tmp_path) in told[0]
+    assert str(tmp_path) in printed[0]
     assert [*tmp_path.iterdir()]
 
 
@@ -98,8 +100,8 @@ def watched(
     for number in range(begin, begin + steps):
         use = [90.0] * (ranks - 1) + [percent(number) if callable(percent) else percent]
         system = [
-            Reading(number, 100.0, 1.0, 1.0, each, 1.0, number * (0.5 - wait))
-            for each, wait in zip(use, waits, strict=True)
+            Reading(number, 100.0, 1.0, 1.0, gpu_percent, 1.0, number * (0.5 - wait))
+            for gpu_percent, wait in zip(use, waits, strict=True)
         ]
         record = {"step": number, "tokens": tokens, "seconds": 1.0}
         seconds = {**SECONDS, **(spent or {})}
@@ -195,14 +197,14 @@ class Meter(Nvml):
         return types.SimpleNamespace(used=2**30)
 
     def nvmlDeviceGetSamples(self, handle, kind, since):
-        found = [
+        readings = [
             types.SimpleNamespace(timeStamp=at, sampleValue=types.SimpleNamespace(uiVal=use))
             for at, use in self.samples
             if at > since
         ]
-        if not found:
+        if not readings:
             raise self.NVMLError("Not Found")
-        return 1, found
+        return 1, readings
 
     def nvmlDeviceGetUtilizationRates(self, handle):
         return types.SimpleNamespace(gpu=77)

@@ -35,12 +35,12 @@ def test_a_run_of_an_earlier_version_goes_on(version, tmp_path, monkeypatch):
     run = accel_sft(*JOB, "--resume", "auto")
     assert run.status == 0, run.output
     assert "step-000003 at step 3 of 6" in run.output
-    found, expected = (
+    actual, expected = (
         [json.loads(line) for line in Path(name).read_text().splitlines()]
         for name in ("run/metrics.jsonl", "metrics-of-the-whole-run.jsonl")
     )
-    assert [line["step"] for line in found] == [line["step"] for line in expected]
-    for line, other in zip(found, expected, strict=True):
+    assert [line["step"] for line in actual] == [line["step"] for line in expected]
+    for line, other in zip(actual, expected, strict=True):
         for key in line.keys() & {"loss", "grad_norm", "eval_loss", "accuracy", "learning_rate", "supervised_tokens"}:
             assert math.isclose(line[key], other[key], rel_tol=1e-4, abs_tol=1e-6), (line["step"], key)
     weights, whole = load_file("run/final/model.safetensors"), load_file("final.safetensors")

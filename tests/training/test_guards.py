@@ -70,11 +70,11 @@ def evaluate(tiny, **methods):
     task = type("Broken", (Sums,), methods)()
     examples = [40, 41]
     eos = {tokenizer.eos_token_id}
-    kept = encode(tokenizer, task, examples, "validation", eos_ids=eos, max_length=99, truncation="drop").kept
+    rows = encode(tokenizer, task, examples, "validation", eos_ids=eos, max_length=99, truncation="drop").kept
     config = TrainConfig(max_new_tokens=2).resolved({})
     accelerator = Accelerator(cpu=True)
     backend = Generator(accelerator, tokenizer, model, None)
-    return Evaluator(accelerator, tokenizer, task, examples, kept, config, backend)(model, Batching("shared", 256))
+    return Evaluator(accelerator, tokenizer, task, examples, rows, config, backend)(model, Batching("shared", 256))
 
 
 def fail(*_):
@@ -132,7 +132,7 @@ def test_task_that_turns_gradients_off_still_trains(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         (
             "float(text == str(example))",
@@ -147,14 +147,14 @@ def test_task_that_turns_gradients_off_still_trains(tmp_path):
         ),
     ],
 )
-def test_task_that_cannot_be_scored_is_refused_before_any_work(tmp_path, old, new, told):
+def test_task_that_cannot_be_scored_is_refused_before_any_work(tmp_path, old, new, message):
     site = tmp_path / "site"
     site.mkdir()
     install(site, "accel-sft-good", "good = accel_sft_good:Good", GOOD.replace(old, new))
     job = ("good", "--max-steps", "1", "--global-batch-size", "4")
     run = accel_sft(*job, run_dir=tmp_path / "run", environment={"PYTHONPATH": str(site)})
     assert run.status == 1
-    assert f"Error: {told}" in run.output
+    assert f"Error: {message}" in run.output
     assert not (tmp_path / "run" / "base").exists()
 
 
@@ -229,16 +229,16 @@ def test_failing_dataset_is_named_with_its_line():
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (("--epochs", "0.0001"), "--epochs 0.0001: not one of 60 examples"),
         (("--max-steps", "3", "--warmup-steps", "4"), "--warmup-steps 4: the run has 3 steps"),
     ],
 )
-def test_a_plan_of_steps_that_makes_no_sense_is_refused(tmp_path, flags, told):
+def test_a_plan_of_steps_that_makes_no_sense_is_refused(tmp_path, flags, message):
     run = accel_sft("math", *flags, "--train-examples", "60", run_dir=tmp_path / "run")
     assert run.status == 1
-    assert told in run.output
+    assert message in run.output
 
 
 # --- a run's folder ---
@@ -418,8 +418,8 @@ def test_machines_without_a_common_folder_are_refused(tmp_path, monkeypatch):
     assert sorted(path.name for path in run_dir.path.iterdir()) == ["logs", "result.json"]
 
     def on_another_machine(accelerator, decide):
-        found = decide()
-        return tmp_path / "elsewhere" / found.name if isinstance(found, Path) else found
+        decision = decide()
+        return tmp_path / "elsewhere" / decision.name if isinstance(decision, Path) else decision
 
     monkeypatch.setattr(run_folder, "decided_by_main", on_another_machine)
     with pytest.raises(UserError, match="does not see what rank 0 wrote there; name a folder on a file system that"):
@@ -544,16 +544,16 @@ def in_a_small_disk(folder, size, *arguments):
     reason="a small file system of one's own needs user namespaces",
 )
 @pytest.mark.parametrize(
-    ("size", "told"),
+    ("size", "message"),
     [
         ("2m", "the disk is full; free space, then go on with --resume auto"),  # the base model
         ("14m", "a checkpoint takes 10.2 MiB, other files 3.4 MiB, and "),
     ],
 )
-def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, told):
+def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, message):
     run = in_a_small_disk(tmp_path, size, *JOB, "--save-every", "1", "--eval-every", "1")
     assert run.returncode == 1
-    assert told in run.stderr
+    assert message in run.stderr
     assert "Traceback" not in run.stderr
     if size == "14m":  # refused before it trains, and nothing is left
         assert "{\n" not in run.stdout
@@ -577,7 +577,7 @@ def test_refused_write_is_reported_with_a_fix(tmp_path, number):
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "message"),
     [
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc': unset WORLD_SIZE to start one"),
         ({"WORLD_SIZE": "2"}, "RANK is not set, MASTER_ADDR is not set"),
@@ -588,10 +588,10 @@ def test_refused_write_is_reported_with_a_fix(tmp_path, number):
         ({"ACCEL_SFT_CACHE": "~nobody.here"}, "ACCEL_SFT_CACHE ~nobody.here: nobody here has this home folder"),
     ],
 )
-def test_senseless_environment_is_refused_in_one_line(tmp_path, environment, told):
+def test_senseless_environment_is_refused_in_one_line(tmp_path, environment, message):
     run = accel_sft(*JOB, *["--compile"] * ("CXX" in environment), run_dir=tmp_path / "run", environment=environment)
     assert run.status == 1
-    assert f"Error: {told}" in run.output
+    assert f"Error: {message}" in run.output
     assert "Traceback" not in run.output
 
 
@@ -642,9 +642,9 @@ def test_evaluation_uses_the_runs_precision_unless_launched(copy):
     record = json.loads((folder / "run.json").read_text())
     record["launch"]["precision"] = "bf16"
     (folder / "run.json").write_text(json.dumps(record))
-    told = accel_sft(*evaluated).output
-    assert re.search("precision +bf16", told)
-    assert "clipping" not in told  # nothing is trained
+    printed = accel_sft(*evaluated).output
+    assert re.search("precision +bf16", printed)
+    assert "clipping" not in printed  # nothing is trained
     launched = {"ACCELERATE_MIXED_PRECISION": "no"}
     assert re.search("precision +fp32", accel_sft(*evaluated, environment=launched).output)
 
@@ -698,8 +698,8 @@ def test_files_that_a_record_names_are_not_read_unasked(tmp_path):
         f"its record names files, and those of a record are not read unasked; add --same-data, or {' '.join(named)}"
         in refused.output
     )
-    for asked in (named, ("--same-data",)):
-        assert accel_sft("evaluate", "math", "--model", str(model), "--dry-run", *asked).status == 0
+    for permission in (named, ("--same-data",)):
+        assert accel_sft("evaluate", "math", "--model", str(model), "--dry-run", *permission).status == 0
     other = accel_sft("evaluate", "ner", "--model", str(model), "--dry-run", "--same-data")
     assert "--same-data: --model" in other.output
     assert other.status == 1

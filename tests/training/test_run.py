@@ -126,10 +126,10 @@ def test_the_cards_own_lines_give_the_answer_the_run_gave(launched):
     run = layout(launched, "plain")
     (block,) = re.findall(r"^```python\n(.*?)^```", (run.run_dir / "final" / "README.md").read_text(), re.S | re.M)
     assert "max_new_tokens=6," in block  # the run's own
-    told = subprocess.run([sys.executable, "-c", block], cwd=run.run_dir / "final", capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
+    done = subprocess.run([sys.executable, "-c", block], cwd=run.run_dir / "final", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     sample = json.loads((run.run_dir / "samples" / "step-000006.jsonl").read_text().splitlines()[0])
-    assert told.stdout.rstrip("\n") == sample["generated"]
+    assert done.stdout.rstrip("\n") == sample["generated"]
 
 
 @pytest.mark.parametrize("name", RESUMABLE)
@@ -182,34 +182,34 @@ class Counted(Task):
 def test_three_ranks_report_the_numbers_of_a_plain_count(launched, tmp_path, count, batch_size):
     model_dir = layout(launched, "plain").run_dir / "final"
     (tmp_path / "counted.py").write_text(COUNTED)
-    asked = ("--eval-limit", str(count), "--eval-batch-size", str(batch_size), "--max-new-tokens", "12")
-    command = ("evaluate", str(tmp_path / "counted.py"), "--model", str(model_dir), *asked)
+    command = ("evaluate", str(tmp_path / "counted.py"), "--model", str(model_dir), "--eval-limit", str(count))
+    command += ("--eval-batch-size", str(batch_size), "--max-new-tokens", "12")
     ranks = ("--mixed_precision", "no", "--num_processes", "3")
     run = accel_sft(*command, yaml="ddp", launcher=ranks, run_dir=tmp_path / "out")
     assert run.status == 0, run.output
     samples = [json.loads(line) for line in (run.run_dir / "samples-tuned.jsonl").read_text().splitlines()]
     questions = [str(index) * (1 + 40 * (index % 2)) for index in range(count)]
     answers = ["1 + 2" * (index + 1) for index in range(count)]
-    assert [(each["index"], each["prompt"], each["expected"]) for each in samples] == [
+    assert [(sample["index"], sample["prompt"], sample["expected"]) for sample in samples] == [
         *zip(range(count), questions, answers, strict=True)
     ]
-    said = [each["generated"] for each in samples]
+    said = [sample["generated"] for sample in samples]
     shared = sum((Counter(text) & Counter(answer)).total() for text, answer in zip(said, answers, strict=True))
     assert run.result()["after"]["f1"] == 2 * shared / len("".join(said + answers)) > 0
     assert run.result()["after"]["examples"] == count
-    model, tokenizer = (each.from_pretrained(model_dir) for each in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (sample.from_pretrained(model_dir) for sample in (AutoModelForCausalLM, AutoTokenizer))
     losses = []
     for question, answer in zip(questions, answers, strict=True):
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        asked, whole = (
+        prompt, whole = (
             tokenizer.apply_chat_template(part, add_generation_prompt=len(part) == 1, return_dict=True)["input_ids"]
             for part in (turns[:1], turns)
         )
         ends = len(whole) - whole[::-1].index(tokenizer.eos_token_id)
         with torch.no_grad():
-            logits = model(torch.tensor([whole])).logits[0, len(asked) - 1 : ends - 1]
+            logits = model(torch.tensor([whole])).logits[0, len(prompt) - 1 : ends - 1]
         losses.append(
-            torch.nn.functional.cross_entropy(logits, torch.tensor(whole[len(asked) : ends]), reduction="none")
+            torch.nn.functional.cross_entropy(logits, torch.tensor(whole[len(prompt) : ends]), reduction="none")
         )
     assert run.result()["after"]["eval_loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
 
@@ -300,9 +300,9 @@ def test_a_new_run_starts_from_an_earlier_ones_weights(launched):
     second = launched("from plain", *JOB, "--init-from", str(first.run_dir))
     assert second.result()["before"]["eval_loss"] == pytest.approx(first.result()["after"]["eval_loss"], rel=1e-5)
     assert len(second.lines()) == 6
-    told = " ".join(second.output.split())
-    assert f"this run's final/ weights are taken; for those of its best step name {first.run_dir}" in told
-    assert "model tiny" not in told
+    printed = " ".join(second.output.split())
+    assert f"this run's final/ weights are taken; for those of its best step name {first.run_dir}" in printed
+    assert "model tiny" not in printed
 
 
 def test_full_training_goes_on_from_an_adapter_run(launched):
@@ -445,13 +445,13 @@ def test_averages_are_evaluated_and_exported_alike_on_every_launch(launched, tmp
     alone = launched(f"averages {adapter}", *job)
     run = launched(f"averages {adapter} {name}", *job, "--micro-batch-size", MICRO.get(name, "2"), **LAYOUTS[name])
     same_curve(alone.lines(), run.lines())
-    for here, there in zip(alone.lines("eval_loss"), run.lines("eval_loss"), strict=True):
-        assert there["eval_loss"] == pytest.approx(here["eval_loss"], rel=2e-5)
+    for expected, actual in zip(alone.lines("eval_loss"), run.lines("eval_loss"), strict=True):
+        assert actual["eval_loss"] == pytest.approx(expected["eval_loss"], rel=2e-5)
     file = "model.safetensors" if adapter == "none" else "adapter_model.safetensors"
     of_run = {part: load_file(run.run_dir / part / file) for part in ("final", "final-plain")}
-    for part, found in of_run.items():
+    for part, weights_of_part in of_run.items():
         for key, weight in load_file(alone.run_dir / part / file).items():
-            assert (weight - found[key]).norm() <= 1e-3 * weight.norm(), (part, key)
+            assert (weight - weights_of_part[key]).norm() <= 1e-3 * weight.norm(), (part, key)
     assert not all(torch.equal(of_run["final"][key], of_run["final-plain"][key]) for key in of_run["final"])
     assert (
         "tuned: the averages of these weights (in final/), of step 6"
@@ -463,9 +463,9 @@ def test_averages_are_evaluated_and_exported_alike_on_every_launch(launched, tmp
             *run.arguments, "--resume", "auto", run_dir=stopped(run, tmp_path / "run", 3), **run.options
         )
         assert resumed.status == 0, resumed.output
-        for part, found in of_run.items():
+        for part, weights_of_part in of_run.items():
             again = load_file(tmp_path / "run" / part / file)
-            assert all(torch.equal(found[key], again[key]) for key in found)
+            assert all(torch.equal(weights_of_part[key], again[key]) for key in weights_of_part)
 
 
 def test_signal_amid_evaluation_of_averages_restores_the_weights():
@@ -524,10 +524,10 @@ class Failing(Shipped):
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "message"),
     [('raise RuntimeError("the judge is ill")', "score() failed"), ("raise SystemExit(0)", "accel_sft_failing.py:12")],
 )
-def test_failing_rank_ends_the_run_with_its_message(tmp_path, what, told):
+def test_failing_rank_ends_the_run_with_its_message(tmp_path, what, message):
     (tmp_path / "site").mkdir()
     source = FAILING.replace("WHAT", what)
     install(tmp_path / "site", "accel-sft-failing", "failing = accel_sft_failing:Failing", source)
@@ -537,9 +537,9 @@ def test_failing_rank_ends_the_run_with_its_message(tmp_path, what, told):
     assert run.status != 0
     assert time.monotonic() - started < limit(400), "the other rank waited for the one that failed"
     summary = run.output[run.output.index("ChildFailedError") :]
-    assert told in summary
+    assert message in summary
     assert "the judge is ill" in summary or "sys.exit(0) during the run; raise an error instead" in summary
-    if told == "score() failed":  # in the check before the first evaluation: refused, which leaves no folder
+    if message == "score() failed":  # in the check before the first evaluation: refused, which leaves no folder
         assert not (tmp_path / "run").exists()
     else:
         assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"

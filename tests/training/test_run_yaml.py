@@ -168,7 +168,7 @@ def test_command_without_launch_file_names_the_chosen_precision(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("command", "kept"),
+    ("command", "words"),
     [
         (LAUNCHER[1:], LAUNCHER[4:11]),
         (["accelerate-launch", "--num_processes", "2", "--module", "accel_sft"], ["--num_processes", "2"]),
@@ -177,5 +177,5 @@ def test_command_without_launch_file_names_the_chosen_precision(tmp_path, monkey
         (["python", "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "accel_sft"], ["--nproc-per-node=2"]),
     ],
 )
-def test_the_launcher_s_own_words_end_where_its_module_begins(command, kept):
-    assert own_words(command, without=("config_file",)) == kept
+def test_the_launcher_s_own_words_end_where_its_module_begins(command, words):
+    assert own_words(command, without=("config_file",)) == words
