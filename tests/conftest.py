@@ -12,6 +12,7 @@ import runpy
 import shutil
 import signal
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from dataclasses import dataclass
@@ -134,6 +135,24 @@ def accel_sft(
             done = forked.run(command, env, Path(folder))
     again = {"yaml": yaml, "torchrun": torchrun, "launcher": launcher, "module": module, "real": real}
     return Launched(run_dir or Path(), done.returncode, done.stdout + done.stderr, arguments, again)
+
+
+@pytest.fixture
+def called(monkeypatch, capfd):
+    """`called(...)`: a command line in this process, for what ends before it computes: a refusal, a report, a plan."""
+    from accel_sft.__main__ import main
+
+    monkeypatch.setattr("accel_sft.launch.environment.prepare_environment", lambda debug=False: None)
+
+    def call(*arguments: str, run_dir: Path | None = None) -> Launched:
+        given = (*arguments, "--output-dir", str(run_dir)) if run_dir else arguments
+        monkeypatch.setattr(sys, "argv", ["accel-sft", *given])
+        monkeypatch.setenv("COLUMNS", "100")
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Launched(run_dir or Path(), ended.value.code, "".join(capfd.readouterr()), arguments, {})
+
+    return call
 
 
 def stopped(whole, folder, step):
