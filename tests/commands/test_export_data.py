@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from fake_plugins import accel_sft
 from places import ROOT
 
 from accel_sft.api.errors import UserError
@@ -88,18 +87,18 @@ def test_forms_of_other_trainers_are_as_documented(tmp_path, monkeypatch):
         assert json.loads(named) == {"messages": said}
 
 
-def test_the_command_writes_a_folder_that_is_new(tmp_path):
+def test_the_command_writes_a_folder_that_is_new(called, tmp_path):
     arguments = ("export-data", "math", str(tmp_path / "rows"), "--train-examples", "20", "--validation-examples", "3")
-    done = accel_sft(*arguments)
-    assert done.returncode == 0, done.stderr
-    note, *lines = done.stdout.splitlines()
+    done = called(*arguments)
+    assert done.status == 0, done.output
+    note, *lines = done.output.splitlines()
     assert note == "any two integers with the asked sum are right; the expected answer is one of them"
     assert lines == [f"{tmp_path}/rows/train.jsonl: 20 rows", f"{tmp_path}/rows/validation.jsonl: 3 rows"]
     first = json.loads((tmp_path / "rows" / "train.jsonl").read_text().splitlines()[0])
     assert [turn["role"] for turn in first["messages"]] == ["system", "user", "assistant"]
-    again = accel_sft(*arguments)
-    assert (again.returncode, again.stdout) == (1, "")
-    assert "rows: not empty; name another folder" in again.stderr
+    again = called(*arguments)
+    assert again.status == 1
+    assert re.fullmatch("Error: .*rows: not empty; name another folder.*\n", again.output)
 
 
 def test_a_row_that_training_would_refuse_leaves_no_files_behind(tmp_path, monkeypatch):

@@ -52,28 +52,25 @@ def answerer(folder, sampling=None, **options):
     return Answerer(Accelerator(cpu=True), config, find_source(str(folder)), **more)
 
 
-def test_prompts_file_is_answered_as_in_the_run(run, tmp_path):
+def test_prompts_file_is_answered_as_in_the_run(run, called, tmp_path):
     before, after = (
         [json.loads(line) for line in (run.run_dir / f"samples/step-{step:06d}.jsonl").read_text().splitlines()]
         for step in (0, 6)
     )
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": sample["prompt"]}) + "\n" for sample in after))
-    done = accel_sft(
-        "generate", str(run.run_dir / "final"), "--file", str(prompts), "--output", str(output), "--base", "auto"
-    )
+    files = ("--file", str(prompts), "--output", str(output))
+    done = accel_sft("generate", str(run.run_dir / "final"), *files, "--base", "auto")
     assert done.status == 0, done.output
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["generated"] for row in rows] == [sample["generated"] for sample in after]
     assert [row["base"] for row in rows] == [sample["generated"] for sample in before]
     system = json.loads((run.run_dir / "run.json").read_text())["system_prompt"]
-    assert rows[0]["messages"] == [
-        {"role": "system", "content": system},
-        {"role": "user", "content": after[0]["prompt"]},
-    ]
+    turns = [{"role": "system", "content": system}, {"role": "user", "content": after[0]["prompt"]}]
+    assert rows[0]["messages"] == turns
     assert all(row["ended"] == (row["tokens"] < 6) or row["ended"] for row in rows)
     assert f"{output}: 7 answers" in done.output
-    again = accel_sft("generate", str(run.run_dir), "--file", str(prompts), "--output", str(output))
+    again = called("generate", str(run.run_dir), *files)
     assert again.status == 1
     assert "is there already; name a new file" in again.output
 
@@ -110,8 +107,8 @@ def test_prompt_is_answered_by_the_best_weights(run, tmp_path):
         (("5=", "--max-new-tokens", "5000"), "are more than the 4,096 that the model reads"),
     ],
 )
-def test_what_cannot_be_answered_is_one_line(tiny, arguments, problem):
-    failed = accel_sft("generate", str(tiny), *arguments)
+def test_what_cannot_be_answered_is_one_line(tiny, called, arguments, problem):
+    failed = called("generate", str(tiny), *arguments)
     assert failed.status == (2 if "range" in problem else 1)
     assert problem in failed.output
     assert "Traceback" not in failed.output
@@ -247,10 +244,7 @@ def test_streamed_answer_is_that_of_a_file(tiny, tmp_path):
     assert "".join(written) == streamed.text
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     tokenizer.chat_template = FAMILIES["Qwen3.5"].template
-    thoughtful = tmp_path / "model"
-    thoughtful.mkdir()
-    for file in tiny.iterdir():
-        (thoughtful / file.name).write_bytes(file.read_bytes())
+    thoughtful = shutil.copytree(tiny, tmp_path / "model")
     tokenizer.save_pretrained(thoughtful)
     for thinking, end in (("off", "</think>\n\n"), ("template", "<think>\n"), ("keep", "<think>\n")):
         other = answerer(thoughtful, thinking=thinking)
