@@ -1,7 +1,6 @@
 """The command line: names from metadata, options from fields, all problems at once, and how a failure ends."""
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
@@ -32,22 +31,11 @@ from accel_sft.io import terminal
 from accel_sft_chat import Chat
 from accel_sft_math import Math
 
-# A run that never reaches training: what the command hands over is printed, or fails as the option --size says.
+# A run that never reaches training: it ends as the task's dataset() does.
 RECORD = """
-import json, sys
+import sys, types
 import accel_sft.launch.environment
-class Recorder:
-    def find_spec(self, name, path=None, target=None):
-        import importlib.machinery
-        if name in ("accel_sft.commands.train", "accel_sft.commands.evaluate"):
-            return importlib.machinery.ModuleSpec(name, self)
-    def create_module(self, spec): return None
-    def exec_module(self, module):
-        def run(name, task, config):
-            print(json.dumps({"task": name, "options": vars(task), "config": config.as_dict()}))
-            task.dataset("train")
-        module.run = run
-sys.meta_path.insert(0, Recorder())
+sys.modules["accel_sft.commands.train"] = types.SimpleNamespace(run=lambda name, task, config: task.dataset("train"))
 accel_sft.launch.environment.prepare_environment = lambda debug=False: None
 """
 
@@ -59,19 +47,13 @@ def site(tmp_path):
     return site
 
 
-@dataclasses.dataclass
-class Result:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
 def run(site, monkeypatch, capsys):
     """Call the command line in this process, with one good task; training prints what it was given."""
 
     def trainer(name, task, config):
         print(json.dumps({"task": name, "options": vars(task), "config": config.as_dict()}))
+        task.dataset("train")
 
     for module in ("accel_sft.commands.train", "accel_sft.commands.evaluate"):
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(run=trainer))
@@ -83,7 +65,8 @@ def run(site, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["accel-sft", *arguments])
         with pytest.raises(SystemExit) as exit:
             main()
-        return Result(exit.value.code, *capsys.readouterr())
+        stdout, stderr = capsys.readouterr()
+        return types.SimpleNamespace(returncode=exit.value.code, stdout=stdout, stderr=stderr)
 
     with only_plugins_of(site, monkeypatch):
         yield call
@@ -301,10 +284,8 @@ def test_commands_of_other_trainers_are_refused_with_ours(run, site, name, messa
 
 def test_names_of_other_trainers_lead_to_options_that_exist():
     ours = {setting.flag for cls in (EvaluateConfig, Chat) for setting in settings(cls)}
-    named = {
-        word for hint in OTHER_NAMES.values() for word in re.findall(r"--[a-z0-9-]+", hint) if "accelerate" not in hint
-    }
-    assert named <= ours
+    hints = " ".join(hint for hint in OTHER_NAMES.values() if "accelerate" not in hint)
+    assert {*re.findall(r"--[a-z0-9-]+", hints)} <= ours
     assert not ours & OTHER_NAMES.keys()
     commands = {word for hint in OTHER_COMMANDS.values() for word in re.findall(r"`accel-sft ([a-z-]+)", hint)}
     assert commands <= {*cli.commands, "chat"}
@@ -368,9 +349,8 @@ def test_a_file_of_another_task_or_of_none_is_refused(run, site, tmp_path):
     file.write_text("seed: 1\n", encoding="utf-8")
     message = f"Error: --config {file}: no task in it; write `task: NAME`, or the name before the options\n"
     assert run("--config", str(file)).stderr == message
-    assert run("--config", str(tmp_path / "none")).stderr.startswith(
-        f"Error: --config {tmp_path / 'none'}: cannot be r"
-    )
+    file.unlink()
+    assert run("--config", str(file)).stderr.startswith(f"Error: --config {file}: cannot be r")
 
 
 SOURCE_WITH_NEED = GOOD.replace("option(10, min=2", "option(min=2")
@@ -378,10 +358,7 @@ FAULTY_FILES = {
     "a misspelt option": ("otput-dir: runs/a\nresume: auto\nsize: 4\n", "unknown option 'otput-dir'; did you mean"),
     "another option misspelt": ("output-dir: runs/a\nresume: auto\nsize: 4\nlog: 3\n", "unknown option 'log'"),
     "a misspelt option that is needed": ("sise: 4\n", "unknown option 'sise'; did you mean size?"),
-    "a wrong value that another needs": (
-        "output-dir: [[a]]\nresume: auto\nsize: 4\n",
-        "--output-dir (list): expected text",
-    ),
+    "a wrong value that another needs": ("output-dir: [[a]]\nresume: auto\nsize: 4\n", "--output-dir (list): expected"),
     "a wrong value that is needed": ("size: x\n", "--size 'x': expected a whole number"),
     "no YAML": ("size: 4\noutput-dir: [runs/a\nresume: auto\n", "not YAML: "),
 }
@@ -428,25 +405,21 @@ def test_tools_are_reserved_names():
 
 
 def test_help_is_the_same_through_both_doors():
-    script = subprocess.run(
-        [os.path.join(os.path.dirname(sys.executable), "accel-sft"), "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    program = Path(sys.executable).parent / "accel-sft"
+    script = subprocess.run([program, "--help"], capture_output=True, text=True, check=True)
     assert script.stdout == accel_sft("--help").stdout
 
 
-def test_the_version_is_told():
-    assert accel_sft("--version").stdout.startswith("accel-sft, version ")
+def test_the_version_is_told(run):
+    assert run("--version").stdout.startswith("accel-sft, version ")
 
 
 # How a failure ends
 
 
-def failing(site, statement):
+def failing(site, statement, before=RECORD):
     source = GOOD.replace("return list(range(self.size))", statement)
-    install(site, "p-fail", "fail = p_fail:Good", RECORD + source)
+    install(site, "p-fail", "fail = p_fail:Good", before + source)
 
 
 def ranks(site, tmp_path, *arguments, env=None):
@@ -461,19 +434,19 @@ def ranks(site, tmp_path, *arguments, env=None):
     return results
 
 
-def test_user_mistake_has_a_traceback_only_with_debug(site):
-    failing(site, "raise UserError('data.json:3: no answer', 'data.json:4: no answer')")
-    result = accel_sft("fail", site=site)
+def test_user_mistake_has_a_traceback_only_with_debug(site, run):
+    failing(site, "raise UserError('data.json:3: no answer', 'data.json:4: no answer')", before="")
+    result = run("fail")
     assert result.returncode == 1
     assert result.stderr.splitlines() == ["Error: data.json:3: no answer", "Error: data.json:4: no answer"]
-    result = accel_sft("fail", "--debug", site=site)
+    result = run("fail", "--debug")
     assert "Traceback" in result.stderr
     assert result.stderr.splitlines()[-1] == "Error: data.json:4: no answer"
 
 
-def test_unexpected_failure_shows_traceback_and_ends_in_its_place(site):
-    failing(site, "return 1 / 0")
-    result = accel_sft("fail", site=site)
+def test_unexpected_failure_shows_traceback_and_ends_in_its_place(site, run):
+    failing(site, "return 1 / 0", before="")
+    result = run("fail")
     assert result.returncode == 1
     assert "Traceback" in result.stderr
     last = result.stderr.splitlines()[-1]
@@ -545,17 +518,14 @@ def test_rank_failing_under_the_launcher_is_the_root_cause(site, tmp_path):
 
 
 def test_several_ranks_do_not_wait_for_threads_or_destructors(site):
-    failing(
-        site, "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); raise UserError('x')"
-    )
+    failing(site, "import threading as t, time; t.Thread(target=time.sleep, args=(60,)).start(); raise UserError('x')")
     assert accel_sft("fail", site=site, env={"RANK": "0", "WORLD_SIZE": "2"}).returncode == 1
 
 
-def test_an_interrupt_is_one_line_and_status_130(site):
-    failing(site, "raise KeyboardInterrupt")
-    result = accel_sft("fail", site=site)
-    assert result.returncode == 130
-    assert result.stderr.strip() == "interrupted"
+def test_an_interrupt_is_one_line_and_status_130(site, run):
+    failing(site, "raise KeyboardInterrupt", before="")
+    result = run("fail")
+    assert (result.returncode, result.stderr.strip()) == (130, "interrupted")
 
 
 @pytest.mark.parametrize(("code", "status"), [("3", 3), ("'words'", 1)])
@@ -567,13 +537,8 @@ def test_a_plugin_that_exits_keeps_its_status(site, code, status):
 def test_a_reader_that_leaves_ends_the_command_quietly(site):
     failing(site, "[print(i, flush=True) for i in range(100000)]")
     code = f"{sys.executable} -m accel_sft fail | head -n 1; exit ${{PIPESTATUS[0]}}"
-    result = subprocess.run(
-        ["bash", "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))}
+    result = subprocess.run(["bash", "-c", code], env=env, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (141, "")
 
 
@@ -633,8 +598,11 @@ def test_an_unknown_launch_file_is_refused_with_the_nearest(run):
 # Starting a task
 
 
-def test_new_task_keeps_the_contract_and_passes_its_test(tmp_path, site):
-    result = accel_sft("new-task", "even-odd", str(tmp_path / "new"))
+LINT = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120"]
+
+
+def test_new_task_keeps_the_contract_and_passes_its_test(tmp_path, site, run):
+    result = run("new-task", "even-odd", str(tmp_path / "new"))
     assert result.returncode == 0, result.stderr
     project = tmp_path / "new"
     text = (project / "pyproject.toml").read_text(encoding="utf-8")
@@ -643,17 +611,14 @@ def test_new_task_keeps_the_contract_and_passes_its_test(tmp_path, site):
     source = (project / f"{module}.py").read_text(encoding="utf-8")
     install(site, "accel-sft-even-odd", entry.replace('"', ""), source, module=module)
     shutil.copytree(project / f"{module}_data", site / f"{module}_data")
-    assert "ok" in accel_sft("tasks", site=site).stdout.split("even-odd")[2]
+    assert "ok" in run("tasks").stdout.split("even-odd")[2]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))}
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project)]
     subprocess.run(tests, env=env, check=True, capture_output=True)
-    subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120", str(project)], check=True
-    )
+    subprocess.run([*LINT, str(project)], check=True)
     for split in ("train", "validation"):  # as the docstring invites: other rows, another `parse`, prompt and score
-        (site / f"{module}_data" / f"{split}.jsonl").write_text(
-            f'{{"said": ["a {split}"]}}\n{{"said": ["b {split}"]}}\n'
-        )
+        rows = f'{{"said": ["a {split}"]}}\n{{"said": ["b {split}"]}}\n'
+        (site / f"{module}_data" / f"{split}.jsonl").write_text(rows)
     edits = {
         source[source.index("    for field in") :]: EDITED_PARSE,
         'example["question"]': 'example["said"][0]',
@@ -678,26 +643,24 @@ EDITED_PARSE = """\
 """
 
 
-def test_a_new_task_reads_files(tmp_path):
-    assert accel_sft("new-task", "even-odd", str(tmp_path / "new")).returncode == 0
+def test_a_new_task_reads_files(run, tmp_path, monkeypatch):
+    assert run("new-task", "even-odd", str(tmp_path / "new")).returncode == 0
     (tmp_path / "train.jsonl").write_text('{"question": "2?", "answer": "even"}\n{"question": "3?"}\n')
-    wanted = "import sys, accel_sft_even_odd as m; m.EvenOddTask(data_folder=sys.argv[1]).dataset('train')"
-    read = [sys.executable, "-c", wanted, str(tmp_path)]
-    printed = subprocess.run(read, cwd=tmp_path / "new", capture_output=True, text=True).stderr
-    assert "train.jsonl:2: field 'answer': expected text" in printed
+    task = registry.load(str(tmp_path / "new" / "accel_sft_even_odd.py"))
+    with pytest.raises(UserError, match=r"train\.jsonl:2: field 'answer': expected text"):
+        task(data_folder=str(tmp_path)).dataset("train")
 
 
-def test_a_new_task_in_one_file_runs_as_it_stands(tmp_path):
-    made = accel_sft("new-task", "even-odd", "--file", cwd=tmp_path)
+def test_a_new_task_in_one_file_runs_as_it_stands(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = run("new-task", "even-odd", "--file")
     assert made.returncode == 0, made.stderr
     assert "accel-sft ./even_odd.py --max-steps 100" in made.stdout
-    lint = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120", str(tmp_path)]
-    subprocess.run(lint, check=True)
+    subprocess.run([*LINT, "even_odd.py"], check=True)
     checked = accel_sft("check", "./even_odd.py", "--strict", cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    again = accel_sft("new-task", "even-odd", "--file", cwd=tmp_path)
-    assert "even_odd.py: is there already" in again.stderr
-    assert "is called so" in accel_sft("new-task", "random", "--file", cwd=tmp_path).stderr
+    assert "even_odd.py: is there already" in run("new-task", "even-odd", "--file").stderr
+    assert "is called so" in run("new-task", "random", "--file").stderr
 
 
 @pytest.mark.parametrize("name", ["math", "ner", "tasks", "Upper", "-x", "a-", "../up", ""])
@@ -713,11 +676,6 @@ def test_a_new_task_overwrites_nothing(tmp_path, run):
     assert "is there already" in run("new-task", "fresh", str(tmp_path)).stderr
     assert "already has it" in run("new-task", "good", str(tmp_path / "x")).stderr
     assert "cannot be written" in run("new-task", "fresh", str(tmp_path / "mine.txt" / "x")).stderr
-
-
-def test_command_groups_and_options_render_without_a_terminal():
-    with click.Context(cli) as context:
-        assert "Tools" in cli.get_help(context)
 
 
 @pytest.mark.parametrize(
