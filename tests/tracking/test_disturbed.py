@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -240,17 +241,23 @@ def test_the_report_and_a_comparison_name_the_steps(tmp_path):
         assert disturbances == ([f"steps {first} to 40: other processes took 1.0 of 2 cores"] if taken == 8 else [])
 
 
-def beside_the_sampler_is_marked():
+@contextlib.contextmanager
+def busy_cores():
     beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     try:
-        sampler, readings = SystemSampler(torch.device("cpu"), seconds_between=0.3), []
-        while len(readings) < 4:
-            latest = sampler.sample()
-            readings += [latest] if latest.sample > len(readings) else []
+        yield
     finally:
         for process in beside:
             process.kill()
             process.wait()
+
+
+def beside_the_sampler_is_marked():
+    with busy_cores():
+        sampler, readings = SystemSampler(torch.device("cpu"), seconds_between=0.3), []
+        while len(readings) < 4:
+            latest = sampler.sample()
+            readings += [latest] if latest.sample > len(readings) else []
     for read in readings[1:]:
         taken = [number for mark, number in marks([read]).items() if mark.startswith("other processes took #")]
         assert taken, read
@@ -258,14 +265,9 @@ def beside_the_sampler_is_marked():
 
 
 def beside_a_run_is_told_at_its_end_and_in_its_files(tmp_path):
-    beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
-    try:
+    with busy_cores():
         options = ("--max-steps", "40", "--eval-every", "off", "--save-every", "off", "--output-dir", "run")
         done = accel_sft("math", *options, cwd=tmp_path)
-    finally:
-        for process in beside:
-            process.kill()
-            process.wait()
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("disturbed: steps ")]
     assert "other processes took" in line

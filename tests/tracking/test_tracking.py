@@ -35,16 +35,8 @@ from accel_sft.tracking.time_spent import BATCHES, FORWARD, span
 from accel_sft.tracking.tracker import Tracker
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
-SAMPLES = [
-    {
-        "index": index,
-        "prompt": f"{index}=",
-        "expected": "1 + 2",
-        "generated": "<|im_start|>a|b\n**王大**",
-        "scores": {"accuracy": 1.0},
-    }
-    for index in range(30)
-]
+ANSWER = {"expected": "1 + 2", "generated": "<|im_start|>a|b\n**王大**", "scores": {"accuracy": 1.0}}
+SAMPLES = [{"index": index, "prompt": f"{index}=", **ANSWER} for index in range(30)]
 
 
 @pytest.fixture
@@ -61,15 +53,8 @@ def tracked(accelerator, tmp_path):
     def build(total_steps=10, **settings):
         if opened:
             time.sleep(1.1)  # TensorBoard orders a folder's files by the second of their names
-        opened.append(
-            Tracker(
-                accelerator,
-                RunDir(tmp_path / "runs" / "one"),
-                TrainConfig(**settings),
-                total_steps=total_steps,
-                main_metric="accuracy",
-            )
-        )
+        run_dir, numbers = RunDir(tmp_path / "runs" / "one"), {"total_steps": total_steps, "main_metric": "accuracy"}
+        opened.append(Tracker(accelerator, run_dir, TrainConfig(**settings), **numbers))
         return opened[-1]
 
     yield build
@@ -245,6 +230,7 @@ def test_a_resumed_run_has_no_doubled_points(tracked, capsys):
     resumed = tracked()
     resumed.rewind(6)
     assert "2 unreadable line" in capsys.readouterr().out
+    assert [path.name for path in resumed.run_dir.path.glob("samples/*")] == ["step-000004.jsonl"]
     for step in range(7, 11):
         resumed.step(record(step, loss=-1.0))
     resumed.evaluation(8, {"eval_loss": 2.0, "accuracy": 0.9}, SAMPLES)
@@ -276,14 +262,6 @@ def test_evaluation_after_the_last_checkpoint_is_repeated_and_logged_once(tracke
         assert points(resumed, "eval/loss") == [(3, 2.0)]
         assert [step for step, _ in points(resumed, "train/loss")] == [1, 2, 3, 4]
         assert [line["step"] for line in lines(resumed) if "loss" in line] == [1, 2, 3, 4]
-
-
-def test_rewinding_drops_the_answers_of_steps_undone(tracked):
-    tracker = tracked()
-    for step in (4, 8):
-        tracker.evaluation(step, {"eval_loss": 1.0}, SAMPLES)
-    tracker.rewind(6)
-    assert [path.name for path in tracker.run_dir.path.glob("samples/*")] == ["step-000004.jsonl"]
 
 
 def test_chain_of_lines_resumes_from_checkpoints_and_shows_changes(tracked):
@@ -422,15 +400,11 @@ def test_the_profiler_traces_steps_three_to_five(tracked, capsys):
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"} < names
     assert "aten::dot" in names
-    printed = capsys.readouterr().out
-    assert str(trace.parent) in printed
-
-
-def test_without_profile_nothing_is_traced(tracked):
-    tracker = tracked()
-    with tracker.profiler() as profiler:
+    assert str(trace.parent) in capsys.readouterr().out
+    plain = tracked()
+    with plain.profiler() as profiler:
         profiler.step()
-    assert not (tracker.run_dir.path / "profile").exists()
+    assert [*(plain.run_dir.path / "profile").iterdir()] == [trace], "without --profile nothing is traced"
 
 
 def test_the_machine_is_sampled_at_most_once_in_an_interval():
@@ -583,20 +557,14 @@ def test_the_bar_shows_loss_metric_and_time_to_go(terminal):
     assert "a line above" in drawn
 
 
-def test_output_of_libraries_stays_out_of_the_terminal(terminal, capsys):
+def test_bar_hides_no_cursor_and_shows_no_output_of_libraries(terminal, capsys):
     line = ProgressBar(200, file=terminal)
     line.step(record(1))
+    assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
     print("chatter")
     line.close()
     assert "chatter" in capsys.readouterr().out
     assert "chatter" not in terminal.getvalue()
-
-
-def test_the_cursor_is_never_left_hidden(terminal):
-    line = ProgressBar(200, file=terminal)
-    line.step(record(1))
-    shown = terminal.getvalue().rfind("\x1b[?25h")
-    assert shown > terminal.getvalue().rfind("\x1b[?25l")
 
 
 def test_two_ranks_share_one_record(tmp_path):
