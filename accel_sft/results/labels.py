@@ -34,31 +34,31 @@ def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict
         answers[label][answer if answer in answers else label if right == 1 else ""] += 1
     labels: dict[str, Any] = {}
     given = sum(answers.values(), Counter())
-    for label, each in answers.items():
-        right, count, times = each[label], expected[label], given[label]
+    for label, counts in answers.items():
+        right, count, times = counts[label], expected[label], given[label]
         shares = right / max(times, 1), right / count, 2 * right / (times + count)  # as scikit-learn has them
-        labels[label] = {"examples": count, "answers": dict(each), **dict(zip(_SHARES, shares, strict=True))}
-    return {"labels": labels, "macro_f1": fmean(each["f1"] for each in labels.values())} if given else {}
+        labels[label] = {"examples": count, "answers": dict(counts), **dict(zip(_SHARES, shares, strict=True))}
+    return {"labels": labels, "macro_f1": fmean(row["f1"] for row in labels.values())} if given else {}
 
 
 def weakest_label(result: Mapping[str, Any]) -> str:
     """A line on a result's `labels`: their mean F1, and the label that is found least."""
     labels = result["labels"]
     name = min(labels, key=lambda label: labels[label]["recall"])
-    found, count = labels[name]["answers"].get(name, 0), labels[name]["examples"]
+    right, count = labels[name]["answers"].get(name, 0), labels[name]["examples"]
     return (
         f"labels    macro F1 {result['macro_f1']:.3f} of {len(labels)}; found least: {one_line(name)!r}, "
-        f"{found:,} of {count:,}; report.md has each"
+        f"{right:,} of {count:,}; report.md has each"
     )
 
 
 def label_tables(labels: Any) -> list[tuple[str, list[str], list[list[str]]]]:
     """Title, header and rows of the scores by label, and of the confusion table; none if `labels` has another form."""
     try:
-        means = {share: fmean(each[share] for each in labels.values()) for share in _SHARES}
-        counted = [(one_line(label), f"{each['examples']:,}", each) for label, each in labels.items()]
+        means = {share: fmean(row[share] for row in labels.values()) for share in _SHARES}
+        counted = [(one_line(label), f"{row['examples']:,}", row) for label, row in labels.items()]
         every = [*counted, ("macro mean", "", means)]
-        scores = [[label, count, *(f"{each[share]:.3f}" for share in _SHARES)] for label, count, each in every]
+        scores = [[label, count, *(f"{row[share]:.3f}" for share in _SHARES)] for label, count, row in every]
         confusion, names = [], [*labels][:_COLUMNS]
         for name in names:
             counts = [labels[name]["answers"].get(other, 0) for other in names]

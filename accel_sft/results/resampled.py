@@ -1,7 +1,4 @@
-"""Resamples the examples of an evaluation, for intervals of the task's metrics and for tests against other evaluations.
-
-numpy and scipy are imported inside the functions, as in `significance`.
-"""
+"""Resamples an evaluation's examples, for intervals of the task's metrics and tests against other evaluations."""
 
 import json
 import math
@@ -41,8 +38,8 @@ def add_intervals(
     nothing without answers.
 
     Args:
-        run_dir: where resamples of the main metric are kept if its noise is not known from the answers' scores alone,
-            so that `read_measured` needs no task; None to keep none.
+        run_dir: where resamples of a main metric are kept that is no mean of scores, so that `read_measured` can test
+            it without the task's aggregate(); None to keep none.
     """
     if not after:
         return
@@ -50,10 +47,10 @@ def add_intervals(
     sides: dict[str, dict[str, Measured]] = {}
     without: dict[str, str] = {}
     for side, name, samples in (("before", "base", before), ("after", "tuned", after)):
-        numbers = {
-            key: n for key, n in (result[side] or {}).items() if key not in COSTS and key.split("/")[0] != "eval_loss"
+        of_answers = {
+            k: n for k, n in (result[side] or {}).items() if k not in COSTS and k.split("/")[0] != "eval_loss"
         }
-        sides[side], reasons = measured(numbers, samples, task.aggregate)
+        sides[side], reasons = measured(of_answers, samples, task.aggregate)
         spans = {key: one.interval() for key, one in sides[side].items()}
         intervals[side] = {key: list(span) for key, span in spans.items() if span}
         without |= {key: f"{name}: the same on every resample" for key, span in spans.items() if not span} | reasons
@@ -61,9 +58,9 @@ def add_intervals(
     intervals["change"] = {key: {**test, "examples_needed": needed(test)} for key, test in tests.items() if test}
     result |= {"intervals": {**intervals, "without": without}, **label_scores(after, task.main_metric)}
     main = sides["after"].get(task.main_metric)
-    if run_dir and main and main.each is None:
-        kept = {"metric": task.main_metric, "value": main.value, "resamples": main.resampled}
-        write_atomically(run_dir.resamples, json.dumps(kept) + "\n")
+    if run_dir and main and main.scores is None:
+        content = {"metric": task.main_metric, "value": main.value, "resamples": main.resampled}
+        write_atomically(run_dir.resamples, json.dumps(content) + "\n")
 
 
 def read_measured(run_dir: RunDir, result: Mapping[str, Any]) -> Measured | None:
@@ -75,16 +72,15 @@ def read_measured(run_dir: RunDir, result: Mapping[str, Any]) -> Measured | None
         return None
     try:
         samples = [mapping(json.loads(line)) for line in read_text(path).split("\n") if line]
-        kept = mapping(read_json(run_dir.resamples)) if run_dir.resamples.exists() else {}
+        stored = mapping(read_json(run_dir.resamples)) if run_dir.resamples.exists() else {}
     except (OSError, ValueError, RecursionError, UserError):
         return None  # the page's answers name the file
-    if (each := scores_of(samples, main, value)) is not None:
-        return Measured(value, examples_of(samples), each)
-    resamples = kept.get("resamples")
-    if kept.get("metric") != main or kept.get("value") != value or not isinstance(resamples, list):
+    if (scores := scores_of(samples, main, value)) is not None:
+        return Measured(value, examples_of(samples), scores)
+    resamples = stored.get("resamples")
+    if (stored.get("metric"), stored.get("value")) != (main, value) or not isinstance(resamples, list):
         return None
-    numbers = [number for number in resamples if is_number(number)]
-    return Measured(value, examples_of(samples), None, numbers) if len(numbers) == len(resamples) else None
+    return Measured(value, examples_of(samples), None, resamples) if all(map(is_number, resamples)) else None
 
 
 def measured(
@@ -98,44 +94,36 @@ def measured(
         aggregate: the task's.
     """
     ends = {f"/{name}": name for name in dict.fromkeys(sample.get("source") for sample in samples) if name}
-    found: dict[str, Measured] = {}
-    without: dict[str, str] = {}
+    results: dict[str, Measured | str] = {}
     left = dict(metrics)
     for end in [*sorted(ends, key=len, reverse=True), ""]:  # the longest: sources may be a.jsonl and b/a.jsonl
         some = {key.removesuffix(end): left.pop(key) for key in metrics if key in left and key.endswith(end)}
-        answers = [each for each in samples if each.get("source") == ends[end]] if end else samples
-        mine, reasons = _measured(some, answers, aggregate)
-        found |= {key + end: one for key, one in mine.items()}
-        without |= {key + end: reason for key, reason in reasons.items()}
-    return {key: found[key] for key in metrics if key in found}, {k: without[k] for k in metrics if k in without}
+        answers = [sample for sample in samples if sample.get("source") == ends[end]] if end else samples
+        results |= {key + end: result for key, result in _measured(some, answers, aggregate).items()}
+    in_order = {key: results[key] for key in metrics if key in results}
+    without = {key: reason for key, reason in in_order.items() if isinstance(reason, str)}
+    return {key: one for key, one in in_order.items() if isinstance(one, Measured)}, without
 
 
 def _measured(
     metrics: Mapping[str, Any], samples: Sequence[dict[str, Any]], aggregate: Aggregate
-) -> tuple[dict[str, Measured], dict[str, str]]:
-    examples, scores = examples_of(samples), [sample["scores"] for sample in samples]
-    found, rest = {}, {}
-    for key, value in metrics.items():
-        if not is_number(value) or not math.isfinite(value):
-            continue
-        if (each := scores_of(samples, key, value)) is not None:
-            found[key] = Measured(value, examples, each)
-        else:
-            rest[key] = value
+) -> dict[str, Measured | str]:
+    """Each metric, or why it cannot be resampled."""
+    examples, finite = examples_of(samples), {k: n for k, n in metrics.items() if is_number(n) and math.isfinite(n)}
+    means = {key: scores for key, n in finite.items() if (scores := scores_of(samples, key, n)) is not None}
+    results: dict[str, Measured | str] = {key: Measured(finite[key], examples, means[key]) for key in means}
+    rest = {key: value for key, value in finite.items() if key not in means}
     if not rest or not samples:
-        return found, {}
-    without = {}
+        return results
     try:
-        for key, resamples in zip(rest, _aggregates(aggregate, scores, rest), strict=True):
-            if isinstance(resamples, str):
-                without[key] = resamples
-            else:
-                found[key] = Measured(rest[key], examples, None, resamples)
+        for key, resamples in zip(rest, _aggregates(aggregate, [s["scores"] for s in samples], rest), strict=True):
+            of_key = resamples if isinstance(resamples, str) else Measured(rest[key], examples, None, resamples)
+            results[key] = of_key
     except _NotResampled as reason:
-        without = dict.fromkeys(rest, str(reason))
+        results |= dict.fromkeys(rest, str(reason))
     except Exception as error:  # noqa: BLE001 - it may need more different scores than a resample has; this is shown
-        without = dict.fromkeys(rest, f"aggregate() fails on resampled examples ({type(error).__name__})")
-    return found, without
+        results |= dict.fromkeys(rest, f"aggregate() fails on resampled examples ({type(error).__name__})")
+    return results
 
 
 def examples_of(samples: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -145,10 +133,10 @@ def examples_of(samples: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 def scores_of(samples: Sequence[Mapping[str, Any]], key: str, value: float) -> list[float] | None:
     """Each example's score `key`, if they are numbers and `value` is their mean; else None."""
-    found = [mapping(sample.get("scores")).get(key) for sample in samples]
-    numbers = [float(score) for score in found if isinstance(score, bool) or is_number(score)]
-    same = numbers and len(numbers) == len(found) and math.isclose(sum(numbers) / len(numbers), value, abs_tol=1e-9)
-    return numbers if same else None
+    scores: list[Any] = [mapping(sample.get("scores")).get(key) for sample in samples]
+    if not scores or not all(isinstance(score, bool) or is_number(score) for score in scores):
+        return None
+    return [*map(float, scores)] if math.isclose(sum(scores) / len(scores), value, abs_tol=1e-9) else None
 
 
 def _aggregates(
@@ -163,14 +151,14 @@ def _aggregates(
     until = time.monotonic() + _LONGEST_SECONDS
 
     def on_resamples(indices: Any) -> Any:
-        found = []
+        values_of_rows = []
         for row in indices.reshape(-1, len(scores)).tolist():
             if time.monotonic() > until:
                 raise _NotResampled(f"aggregate() is too slow to resample within {_LONGEST_SECONDS:.0f} s")
             heartbeat()
             metrics = aggregate([scores[place] for place in row])
-            found.append([metrics.get(key, math.nan) for key in values])
-        return np.array(found, dtype=float).T.reshape(len(values), *indices.shape[:-1])
+            values_of_rows.append([metrics.get(key, math.nan) for key in values])
+        return np.array(values_of_rows, dtype=float).T.reshape(len(values), *indices.shape[:-1])
 
     count = min(RESAMPLES, max(_FEWEST, _VISITS // len(scores)))
     resampled = resample(len(scores), count, on_resamples) or [[] for _ in values]

@@ -80,39 +80,43 @@ def comparison_rows(
     """
     keys = [key for key in dict.fromkeys([*after, *before]) if is_number(after.get(key, before.get(key)))]
     keys.sort(key=lambda key: ([*COSTS].index(key) + 2) if key in COSTS else key == "eval_loss")
-    known = mapping((result or {}).get("intervals"))
+    intervals = mapping((result or {}).get("intervals"))
     rows = []
     for key in keys:
         old, new = before.get(key), after.get(key)
         change = f"{new - old:+.3g}" if is_number(old) and is_number(new) and key not in COSTS else ""
         main = key == (result or {}).get("main_metric")
-        words = words_for(known.get("higher_is_better") is not False if main else None)
-        change = verdict(mapping(mapping(known.get("change")).get(key)), words) or change
+        words = words_for(intervals.get("higher_is_better") is not False if main else None)
+        change = verdict(mapping(mapping(intervals.get("change")).get(key)), words) or change
         label = "validation loss" if key == "eval_loss" else COSTS.get(key, key)
-        base, tuned = shown(old) + _bracket(known, "before", key), shown(new) + _bracket(known, "after", key)
+        base, tuned = shown(old) + _bracket(intervals, "before", key), shown(new) + _bracket(intervals, "after", key)
         rows.append((label, base, tuned, change))
     return rows
 
 
 def _bracket(intervals: Mapping[str, Any], side: str, key: str) -> str:
-    found = mapping(intervals.get(side)).get(key)
-    if not (isinstance(found, list) and len(found) == 2 and all(map(is_number, found)) and found[0] < found[1]):
+    ends = mapping(intervals.get(side)).get(key)
+    if not (isinstance(ends, list) and len(ends) == 2 and all(map(is_number, ends)) and ends[0] < ends[1]):
         return ""
-    return f" ({span(found[0], found[1])})"
+    return f" ({span(ends[0], ends[1])})"
 
 
 def about_intervals(result: Mapping[str, Any]) -> str:
     """Say what the brackets in `comparison_rows` are, and why a metric has none; "" without intervals."""
-    known, count = mapping(result.get("intervals")), mapping(result.get("intervals")).get("examples")
-    without: dict[str, list[str]] = {}
-    for key, reason in mapping(known.get("without")).items():
-        without.setdefault(str(reason), []).append(key)
-    reasons = "; ".join(f"{', '.join(keys)} ({reason})" for reason, keys in without.items())
-    few = "; of so few, about 90% where scores are skewed" if is_number(count) and count < 30 else ""
-    told = f"Intervals are of 95%, over {count:,} examples{few}." if is_number(count) else ""
-    if known.get("change"):
-        told += " A change is a paired test on the same examples, at 5%."
-    return told + (f" Without an interval: {reasons}." if reasons else "")
+    intervals = mapping(result.get("intervals"))
+    count = intervals.get("examples")
+    without = {key: str(reason) for key, reason in mapping(intervals.get("without")).items()}
+    sentences = []
+    if is_number(count):
+        few = "; of so few, about 90% where scores are skewed" if count < 30 else ""
+        sentences.append(f"Intervals are of 95%, over {count:,} examples{few}.")
+    if intervals.get("change"):
+        sentences.append("A change is a paired test on the same examples, at 5%.")
+    if without:
+        keys = {reason: [key for key in without if without[key] == reason] for reason in without.values()}
+        reasons = "; ".join(f"{', '.join(keys[reason])} ({reason})" for reason in keys)
+        sentences.append(f"Without an interval: {reasons}.")
+    return " ".join(sentences)
 
 
 def render_report(
@@ -138,7 +142,7 @@ def render_report(
     if mixed := sources_text(result.get("sources")):
         parts += [markdown_cell(mixed)]
     if disturbed := result.get("disturbed"):
-        parts += ["A part of the training was disturbed:", "\n".join(f"- {each}" for each in disturbed)]
+        parts += ["A part of the training was disturbed:", "\n".join(f"- {line}" for line in disturbed)]
     if record:
         parts += ["## Launch, data and settings", markdown_table(["", ""], _settings_rows(record))]
     if result.get("before") or result.get("after"):  # neither with --eval-every off
@@ -179,11 +183,11 @@ def sources_text(sources: Any) -> str:
     """What was seen of each source, from the `sources` of a result.json; "" where nothing was mixed."""
     try:
         seen = [
-            f"{each['rows_seen']:,} rows of {each['name']} ({each['rows_seen'] / each['rows']:.2f} passes, "
-            f"{each['tokens_seen']:,} tokens)"
-            for each in sources or ()
+            f"{source['rows_seen']:,} rows of {source['name']} ({source['rows_seen'] / source['rows']:.2f} passes, "
+            f"{source['tokens_seen']:,} tokens)"
+            for source in sources or ()
         ]
-        return f"Mixed {' : '.join(str(each['share']) for each in sources)}: {', '.join(seen)}." if seen else ""
+        return f"Mixed {' : '.join(str(source['share']) for source in sources)}: {', '.join(seen)}." if seen else ""
     except (TypeError, KeyError, ValueError, ZeroDivisionError):  # someone else's file
         return ""
 
@@ -220,44 +224,39 @@ def print_report(
 
 
 def _answers(title: str, rows: list[list[str]], marks: Mapping[int, str], sides: list[str], width: int) -> Table:
-    """Prompts, expected answers and those of each side, in columns unless the prompts' would be too narrow."""
-    answers = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", expand=True)
-    texts = ("expected", *sides)
-    columns = width - 3 * (len(texts) + 1) - 1  # less each column's padding and the lines between
-    columns -= 3 + _MARK if any(marks.values()) else 0
-    lines = [[one_line(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)) for text in row[1:5]] for row in rows]
-    longest = max(map(cell_len, (*texts, *(text for _, *others in lines for text in others))))
+    """Prompts, expected answers and those of each side, in columns; below one another, each behind its name, where the
+    prompts would have too little width."""
+    names = ["prompt", "expected", *sides, *(["right"] if any(marks.values()) else [])]
+    lines = []
+    for index, *texts in rows:
+        prompt, expected, base, tuned = (
+            one_line(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)) for text in texts[:4]
+        )
+        answers = [base, tuned] if "base" in sides else [tuned]
+        lines.append([prompt, expected, *answers, marks.get(int(index), "")][: len(names)])
+    count = 1 + len(sides)
+    columns = width - 3 * (count + 1) - 1  # less each column's padding and the lines between
+    columns -= 3 + _MARK if "right" in names else 0
+    longest = max(cell_len(text) for line in (names, *lines) for text in line[1 : count + 1])
     # one width for all columns of answers, so that equal answers break at the same place
-    wide = min(columns * 3 // (3 * len(texts) + 2), longest)
-    left = columns - len(texts) * wide
-    if left < _NARROW and any(cell_len(line[0]) > left for line in lines):
-        return _one_below_another(title, texts, rows, lines, marks)
-    answers.add_column("prompt", width=left, overflow="fold")
-    for name in texts:
-        answers.add_column(name, width=wide, overflow="fold")
-    if any(marks.values()):
-        answers.add_column("right", width=_MARK)
-    for (index, *_), (prompt, expected, base, tuned) in zip(rows, lines, strict=True):
-        cells = (prompt, expected, base, tuned) if "base" in sides else (prompt, expected, tuned)
-        answers.add_row(*map(Text, cells), *([marks.get(int(index), "")] if any(marks.values()) else []))
-    return answers
-
-
-def _one_below_another(
-    title: str, sides: Sequence[str], rows: list[list[str]], lines: list[list[str]], marks: Mapping[int, str]
-) -> Table:
-    """The answers for a console too narrow for columns: each text on lines of its own, behind its name."""
-    found = Table(box=None, show_header=False, title=title, title_justify="left", expand=True, padding=(0, 1, 0, 0))
-    found.add_column(no_wrap=True)
-    found.add_column(overflow="fold", ratio=1)
-    for (index, *_), (prompt, expected, base, tuned) in zip(rows, lines, strict=True):
-        cells = (prompt, expected, base, tuned) if "base" in sides else (prompt, expected, tuned)
-        named = [*zip(("prompt", *sides), cells, strict=True), ("right", marks.get(int(index), ""))]
-        for name, text in named:
+    wide = min(columns * 3 // (3 * count + 2), longest)
+    left = columns - count * wide
+    if left >= _NARROW or all(cell_len(prompt) <= left for prompt, *_ in lines):
+        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", expand=True)
+        for name, size in zip(names, (left, *[wide] * count, _MARK), strict=False):
+            table.add_column(name, width=size, overflow="fold")
+        for line in lines:
+            table.add_row(*map(Text, line))
+        return table
+    table = Table(box=None, show_header=False, title=title, title_justify="left", expand=True, padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold", ratio=1)
+    for line in lines:
+        for name, text in zip(names, line, strict=True):
             if text or name != "right":
-                found.add_row(Text(name), Text(text))
-        found.add_row("", "")
-    return found
+                table.add_row(name, Text(text))
+        table.add_row("", "")
+    return table
 
 
 def samples_table(samples: Samples) -> str:
@@ -330,5 +329,5 @@ def time_sentence(spent: Mapping[str, Any]) -> str:
     """What `tracking.time_spent.TimeSpent` found, in a sentence."""
     parts, total = spent["parts"], sum(spent["parts"].values())
     largest = sorted(((part / total, name) for name, part in parts.items() if part > total / 200), reverse=True)
-    told = ", ".join(f"{share:.0%} {_DOING.get(name, name)}" for share, name in largest)
-    return f"a step took {spent['seconds'] / spent['steps']:.3g} s in the mean of {spent['steps']:,}: {told}"
+    shares = ", ".join(f"{share:.0%} {_DOING.get(name, name)}" for share, name in largest)
+    return f"a step took {spent['seconds'] / spent['steps']:.3g} s in the mean of {spent['steps']:,}: {shares}"

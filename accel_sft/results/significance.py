@@ -31,13 +31,13 @@ class Measured:
 
     Attributes:
         examples: (index, prompt) of each example; metrics are paired only where these are equal.
-        each: the score of each example, if the metric is their mean; else None.
+        scores: the score of each example, if the metric is their mean; else None.
         aggregated: `resampled` of a metric that is no mean.
     """
 
     value: float
     examples: Sequence[Any]
-    each: Sequence[float] | None
+    scores: Sequence[float] | None
     aggregated: Sequence[float] = ()
 
     @functools.cached_property
@@ -46,9 +46,9 @@ class Measured:
         empty with fewer than two examples. Intervals and tests of rates need none."""
         import numpy as np
 
-        if self.each is None:
+        if self.scores is None:
             return self.aggregated
-        scores = np.asarray(self.each)
+        scores = np.asarray(self.scores)
         return next(iter(resample(len(scores), RESAMPLES, lambda indices: [scores[indices].mean(axis=-1)])), [])
 
     def interval(self) -> tuple[float, float] | None:
@@ -56,9 +56,9 @@ class Measured:
         None if the resamples do not differ, as they then tell nothing of the noise."""
         from scipy.stats import binomtest
 
-        if self.each is not None and _is_rate(self.each):
-            found = binomtest(round(sum(self.each)), len(self.each)).proportion_ci(1 - LEVEL, "wilson")
-            return float(found.low), float(found.high)
+        if self.scores is not None and _is_rate(self.scores):
+            limits = binomtest(round(sum(self.scores)), len(self.scores)).proportion_ci(1 - LEVEL, "wilson")
+            return float(limits.low), float(limits.high)
         return _percentiles(self.resampled, len(self.examples))
 
 
@@ -70,7 +70,7 @@ def average(of_seeds: Sequence[Measured]) -> Measured | None:
     if any(other.examples != first.examples for other in of_seeds):
         return None
     value = sum(one.value for one in of_seeds) / many
-    columns = [one.each for one in of_seeds if one.each is not None]
+    columns = [one.scores for one in of_seeds if one.scores is not None]
     if len(columns) == many:
         return Measured(value, first.examples, [sum(column) / many for column in zip(*columns, strict=True)])
     resampled = [sum(column) / many for column in zip(*(one.resampled for one in of_seeds), strict=False)]
@@ -95,7 +95,7 @@ def resample(count: int, resamples: int, statistics: Callable[[Any], Any]) -> li
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DegenerateDataWarning)  # NaN is looked for by the caller
-        found = bootstrap(
+        resampled = bootstrap(
             (np.arange(count),),
             of_batch,
             n_resamples=resamples,
@@ -104,7 +104,7 @@ def resample(count: int, resamples: int, statistics: Callable[[Any], Any]) -> li
             method="percentile",
             rng=0,
         )
-    return found.bootstrap_distribution.tolist()
+    return resampled.bootstrap_distribution.tolist()
 
 
 def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
@@ -125,7 +125,7 @@ def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
         return None
     difference = after.value - before.value
     reach: tuple[float, float] | None
-    rates = [one.each for one in (before, after) if one.each is not None and _is_rate(one.each)]
+    rates = [one.scores for one in (before, after) if one.scores is not None and _is_rate(one.scores)]
     if len(rates) == 2:
         changes = np.subtract(rates[1], rates[0])
         error, reach = float(changes.std()) / math.sqrt(count), _newcombe(before, after)
@@ -154,8 +154,8 @@ def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
 def needed(change: Mapping[str, float], level: float = LEVEL) -> int | None:
     """How many examples would show a difference as large as this one, with probability POWER; None if too many.
 
-    By Connor (1987): between equal models the mean square of the examples' differences is all variance, so that few
-    examples, which did not show the difference, are never enough.
+    By Connor (1987): the null hypothesis has the uncentred variance, so the number of examples at hand is never said to
+    be enough where it was not.
     """
     from scipy.stats import norm
 
@@ -183,14 +183,14 @@ def against_best(measured: Mapping[str, Measured], best: str) -> dict[str, dict[
     The best is chosen by the same numbers, so this is a choice among all pairs: levels are Holm's (1979) over as many
     tests as there are pairs.
     """
-    found = {name: paired(measured[best], one) for name, one in measured.items() if name != best}
+    tests = {name: paired(measured[best], one) for name, one in measured.items() if name != best}
     left, level, failed = len(measured) * (len(measured) - 1) // 2, LEVEL, False
-    for change in sorted(filter(None, found.values()), key=lambda change: change["p"]):
+    for change in sorted(filter(None, tests.values()), key=lambda change: change["p"]):
         level = level if failed else LEVEL / left
         failed = failed or change["p"] >= level
         left -= 1
         change["level"] = level
-    return found
+    return tests
 
 
 def verdict(change: Mapping[str, Any], words: tuple[str, str]) -> str:
@@ -239,7 +239,7 @@ def _newcombe(before: Measured, after: Measured) -> tuple[float, float]:
 
     (low_a, high_a), (low_b, high_b) = before.interval() or (0.0, 1.0), after.interval() or (0.0, 1.0)
     a, b = before.value, after.value
-    both = float(np.mean(np.multiply(before.each or (), after.each or ()))) - a * b
+    both = float(np.mean(np.multiply(before.scores or (), after.scores or ()))) - a * b
     both = max(both - 0.5 / len(before.examples), min(both, 0.0))  # the correction that method 10 adds to method 8
     spread = math.sqrt(max(0.0, a * (1 - a) * b * (1 - b)))
     together = both / spread if spread > _SAME else 0.0

@@ -1,5 +1,6 @@
 """A test class that checks what the trainer expects of a task; each failure begins with a code."""
 
+import hashlib
 import json
 import math
 import os
@@ -13,9 +14,26 @@ from accel_sft.api.contract import contract_faults
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
-from accel_sft.testing.codes import finding
-from accel_sft.testing.observed import observed
+from accel_sft.chat.conversation import conversation, read_split
+from accel_sft.chat.pictures import Picture
 
+CODES = {
+    "T101": ("the class breaks the contract of tasks", "give it the methods and options that are named here"),
+    "T102": ("its options are refused by problems()", "construct it with values that it takes itself"),
+    "T103": ("its options do not make the same task again", "keep an option's value as it was given"),
+    "T201": ("dataset() fails, or gives no sequence of examples", "return a sequence with at least one example"),
+    "T202": ("messages() or target() fails, or gives no conversation", "return chat messages, and a text as target"),
+    "T203": ("a target is empty, and training leaves the row out", "write the answer, or take the row out"),
+    "T204": ("a method answers otherwise when called again", "draw nothing at random in a call; seed it in dataset()"),
+    "T205": ("another process gets other data", "seed random numbers, and sort sets: their order differs by process"),
+    "T301": ("prompts of validation are in training", "split by what the prompt says"),
+    "T401": ("score() or aggregate() fails on a right answer", "give numbers by name, the main metric among them"),
+    "T402": ("a right answer does not score best", "let score() take what target() gives as perfect"),
+    "T403": ("score() or aggregate() fails on what a model may write", "score what cannot be read as wrong"),
+    "T404": ("what is no answer scores as well as the right one", "score what is not the answer lower"),
+    "T405": ("scores cannot be written as JSON", "give numbers, texts, lists and dicts of them; NaN is none"),
+}
+"""Code -> what is wrong, and how to fix it. A code never changes its meaning."""
 SPLITS = ("train", "validation")
 GARBAGE = ("", " \n", "\0", "{", "[[[", "null", "-1e999", "�" * 50, "no such answer " * 200, "<|im_end|>")
 """Answers such as untrained models write, and answers that break careless parsers."""
@@ -67,22 +85,22 @@ class TaskConformance:
 
     def test_two_ranks_get_the_same_examples(self) -> None:
         """Each rank is a process of its own, as in training, with its own seed of Python's hashes."""
-        asked = pickle.dumps({"path": sys.path})
+        path = pickle.dumps(sys.path)
         try:
             task = pickle.dumps((self.task, self.examples))
         except Exception as error:
             raise AssertionError(finding("T103", f"it cannot be pickled: {error!r}")) from error
-        found = []
-        for rank in range(2):
-            env = {**os.environ, "PYTHONHASHSEED": str(rank + 1)}
-            command = [sys.executable, "-m", "accel_sft.testing.rank"]
-            done = subprocess.run(command, input=asked + task, env=env, capture_output=True, check=False)
+        hashes = []
+        for number in range(2):
+            env = {**os.environ, "PYTHONHASHSEED": str(number + 1)}
+            command = [sys.executable, "-c", "from accel_sft.testing.conformance import rank; rank()"]
+            done = subprocess.run(command, input=path + task, env=env, capture_output=True, check=False)
             if done.returncode:
                 last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-                raise AssertionError(finding("T205", f"rank {rank} fails: {''.join(last)}"))
-            found.append(json.loads(done.stdout))
+                raise AssertionError(finding("T205", f"rank {number} fails: {''.join(last)}"))
+            hashes.append(json.loads(done.stdout))
         for split in SPLITS:
-            _hold("T205", _differences(split, found[0][split], found[1][split]))
+            _hold("T205", _differences(split, hashes[0][split], hashes[1][split]))
 
     def test_no_prompt_of_validation_is_in_training(self) -> None:
         if self.leaks_allowed:
@@ -120,8 +138,6 @@ class TaskConformance:
                 raise AssertionError(finding("T404", f"{self.task.main_metric} of {detail}"))
 
     def _dataset(self, split: str) -> Sequence[Any]:
-        from accel_sft.chat.conversation import read_split
-
         try:
             return read_split(self.task, split)
         except UserError as error:
@@ -132,8 +148,6 @@ class TaskConformance:
         return list(range(0, len(examples), step))
 
     def _conversation(self, examples: Sequence[Any], split: str, index: int) -> Any:
-        from accel_sft.chat.conversation import conversation
-
         try:
             return conversation(self.task, examples, split, index)
         except UserError as error:
@@ -175,6 +189,12 @@ class TaskConformance:
         return 0 <= value <= 1
 
 
+def finding(code: str, detail: str) -> str:
+    """A finding as a failed test shows it: code, meaning, what was seen, and the fix."""
+    what, fix = CODES[code]
+    return f"{code} {what}: {detail}; {fix}"
+
+
 def _differences(split: str, first: list[str], again: list[str]) -> list[str]:
     if len(first) != len(again):
         return [f"{split} has {len(first)} examples, then {len(again)}"]
@@ -182,6 +202,31 @@ def _differences(split: str, first: list[str], again: list[str]) -> list[str]:
     return [f"{split}: {len(different)} of {len(first)} looked at differ"] if different else []
 
 
-def _hold(code: str, found: Sequence[str]) -> None:
-    if found:
-        raise AssertionError(finding(code, " | ".join(found)))
+def _hold(code: str, faults: Sequence[str]) -> None:
+    if faults:
+        raise AssertionError(finding(code, " | ".join(faults)))
+
+
+def observed(task: Task, split: str, most: int) -> list[str]:
+    """A SHA-256 for each of at most `most` examples, evenly spread: of the split's size, messages and target. They must
+    be equal at every call and on every rank."""
+    examples = read_split(task, split)
+    step = max(1, math.ceil(len(examples) / most))
+    chosen = (examples[index] for index in range(0, len(examples), step))
+    contents = ([len(examples), task.messages(example), task.target(example)] for example in chosen)
+    return [hashlib.sha256(json.dumps(content, default=_identity).encode()).hexdigest() for content in contents]
+
+
+def _identity(value: Any) -> str:
+    """A value's text for the hash; for an image its pixels, because its own text differs from call to call."""
+    return repr(Picture(value) if hasattr(value, "tobytes") and hasattr(value, "mode") else value)
+
+
+def rank() -> None:
+    """Be one rank: read the path and a pickled task from standard input, and write what it observes as JSON."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:
+        os.dup2(2, 1)  # what the task prints goes to standard error, in its order there
+        sys.stdout = sys.stderr
+        sys.path[:] = pickle.load(sys.stdin.buffer)
+        task, most = pickle.load(sys.stdin.buffer)
+        json.dump({split: observed(task, split, most) for split in SPLITS}, answer)

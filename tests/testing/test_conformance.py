@@ -12,7 +12,7 @@ from places import ROOT
 
 from accel_sft import Task, option
 from accel_sft.testing import TaskConformance
-from accel_sft.testing.codes import CODES
+from accel_sft.testing.conformance import CODES
 from accel_sft_chat import Chat
 from accel_sft_math import Math
 from accel_sft_ner import Ner

@@ -73,11 +73,11 @@ def in_four_bits(weight):
 
 def with_swapped_words(tokenizer):
     """A tokenizer that takes two digits for each other."""
-    told = json.loads(tokenizer.backend_tokenizer.to_str())
-    words = told["model"]["vocab"]
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    words = content["model"]["vocab"]
     words["1"], words["2"] = words["2"], words["1"]
     other = copy.deepcopy(tokenizer)
-    other._tokenizer = Tokenizer.from_str(json.dumps(told))
+    other._tokenizer = Tokenizer.from_str(json.dumps(content))
     return other
 
 
@@ -164,25 +164,24 @@ def test_a_fault_is_named_and_no_other(run, fault, form, tmp_path):
     planted, named = FAULTS[fault]
     if form in SERVERS:
         with real_server(run, form, tmp_path) as (url, model):
-            found = command.compared(str(run), {**ASKED, "url": url, "model": model})
+            result = command.compared(str(run), {**ASKED, "url": url, "model": model})
     else:
         with serving(served_with(run, form, **planted)) as url:
-            found = command.compared(str(run), {**ASKED, "url": url})
-    told = "\n".join(command.lines(found))
+            result = command.compared(str(run), {**ASKED, "url": url})
+    text = "\n".join(command.lines(result))
     if fault in ("precision", "bf16") or (form == "plain" and fault == "tokenizer"):  # the plain one tells no tokens
-        named = [causes.OTHER] if found["answers"]["other"] else []
-    assert [cause["cause"] for cause in found["causes"]] == named, told
-    assert found["holds"] == (not named and found["answers"]["other"] == 0), told
+        named = [causes.OTHER] if result["answers"]["other"] else []
+    assert [cause["cause"] for cause in result["causes"]] == named, text
+    assert result["holds"] == (not named and result["answers"]["other"] == 0), text
     if form != "plain" and form not in SERVERS and fault in ("faithful", "precision", "bf16"):
-        fewer_bits = "more than float32 explains: fewer bits are served" in told
-        assert fewer_bits == (fault != "faithful"), told
+        fewer_bits = "more than float32 explains: fewer bits are served" in text
+        assert fewer_bits == (fault != "faithful"), text
     if fault == "faithful":
-        assert found["holds"], told
-        assert found["metric"]["here"] == found["metric"]["served"]
-        assert (found["log_probabilities"] is None) == (form == "plain")
+        assert result["metric"]["here"] == result["metric"]["served"]
+        assert (result["log_probabilities"] is None) == (form == "plain")
     if fault == "faithful" and form in ("vllm", "llama"):
-        assert found["answers"] == {"same": 6, "near_ties": 0, "other": 0}
-        assert found["log_probabilities"]["largest"] < 1e-4
+        assert result["answers"] == {"same": 6, "near_ties": 0, "other": 0}
+        assert result["log_probabilities"]["largest"] < 1e-4
 
 
 def test_the_command_prints_ends_with_a_status_and_refuses_what_it_cannot_compare(run, tmp_path):
@@ -212,27 +211,30 @@ def test_a_cause_whose_test_needs_a_model_that_is_gone_is_said_to_be_untested(ru
     record["config"]["model"] = str(tmp_path / "gone")
     (tmp_path / "run/run.json").write_text(json.dumps(record))
     with serving(served_with(run, "vllm", model="base")) as url:
-        found = command.compared(str(tmp_path / "run"), {**ASKED, "url": url, "examples": 2})
-    assert [cause["cause"] for cause in found["causes"]] == [causes.OTHER]
-    (untested,) = found["untested"]
+        result = command.compared(str(tmp_path / "run"), {**ASKED, "url": url, "examples": 2})
+    assert [cause["cause"] for cause in result["causes"]] == [causes.OTHER]
+    (untested,) = result["untested"]
     assert untested.startswith("adapter not applied: ")
     assert "no such folder" in untested
 
 
 def test_a_refusal_is_laid_to_the_context_only_where_no_longer_prompt_was_answered():
-    def pair(length, reply=None):
-        return Pair(None, Encoded(0, [1] * length, length), [2], reply, refusal="no system turn")
+    def cause(*refused):
+        pairs = [Pair(None, Encoded(0, [1] * n, n), [2], refusal="no system turn") for n in refused]
+        answered = Pair(None, Encoded(0, [1] * 5, 5), [2], Reply("a", "stop"))
+        return causes.Causes(None, None, [*pairs, answered]).context()
 
-    answered = Reply("a", "stop")
-    cause = causes.Causes(None, None, [pair(9), pair(5, answered)]).context()
-    assert (cause.cause, cause.evidence) == (causes.CONTEXT, "1 example refused: no system turn")
-    cause = causes.Causes(None, None, [pair(4), pair(9), pair(5, answered)]).context()
-    assert (cause.cause, cause.evidence) == (causes.OTHER, "2 examples refused: no system turn")
+    assert cause(9)[:2] == (causes.CONTEXT, "1 example refused: no system turn")
+    assert cause(4, 9)[:2] == (causes.OTHER, "2 examples refused: no system turn")
 
 
 def test_thinking_that_a_server_leaves_out_and_a_part_of_a_character_are_no_differences():
-    for own, said in (("<think>\n\n</think>\n\n42", "42"), ("\n<think>\na\n</think>\n42", "\n42"), ("<think>\na", "")):
-        assert with_thinking(said, own) == own
+    for own, served in (
+        ("<think>\n\n</think>\n\n42", "42"),
+        ("\n<think>\na\n</think>\n42", "\n42"),
+        ("<think>\na", ""),
+    ):
+        assert with_thinking(served, own) == own
     assert with_thinking("<think>\n\n</think>\n\n41", "<think>\n\n</think>\n\n42").endswith("41")
     assert with_thinking("41", "<think>\n\n</think>\n\n42") == "<think>\n\n</think>\n\n41"
     assert with_thinking("41", "42") == "41"

@@ -20,20 +20,19 @@ from accel_sft.api.tool_configs import RehearseConfig
 from accel_sft.models.source import find_source
 from accel_sft.tools.rehearse.command import Rehearsal
 from accel_sft.tools.rehearse.reload import Reloaded
+from accel_sft.tools.rehearse.runs import STAGES, Stages
 from accel_sft.tools.rehearse.shrunk import shrink
-from accel_sft.tools.rehearse.stages import STAGES, Stages
 from accel_sft_math import Math
 
 LONG = pytest.mark.long
 
 
-def rehearsal(*arguments, expect=0):
-    """The stages of a rehearsal, by name."""
+def rehearsal(*arguments):
+    """The exit status and the stages of a rehearsal, by name."""
     done = accel_sft("rehearse", *arguments, "--json")
-    assert done.status == expect, done.output[-6000:]
-    text = done.output
-    report = json.JSONDecoder().raw_decode(text[text.index('{\n  "version"') :])[0]
-    return {stage["stage"]: stage for stage in report["stages"]}
+    assert '{\n  "version"' in done.output, done.output[-6000:]
+    report = json.JSONDecoder().raw_decode(done.output[done.output.index('{\n  "version"') :])[0]
+    return done.status, {stage["stage"]: stage for stage in report["stages"]}
 
 
 def pictured(folder):
@@ -64,10 +63,11 @@ SOUND = {
 
 @pytest.mark.parametrize("name", ["no checkpoints", *(pytest.param(name, marks=LONG) for name in [*SOUND][1:])])
 def test_every_stage_of_a_sound_run_holds(name, tmp_path):
-    found = rehearsal(*SOUND[name](tmp_path))
-    resumed = found.pop("resume")
-    assert {stage: (each["state"], each["findings"]) for stage, each in found.items()} == {
-        stage: ("holds", []) for stage in STAGES if stage != "resume"
+    status, stages = rehearsal(*SOUND[name](tmp_path))
+    resumed = stages.pop("resume")
+    assert status == 0, stages
+    assert {name: (stage["state"], stage["findings"]) for name, stage in stages.items()} == {
+        name: ("holds", []) for name in STAGES if name != "resume"
     }
     if name == "no checkpoints":
         assert resumed["findings"][0]["what"] == "--save-every off: a run that is killed starts over"
@@ -88,7 +88,7 @@ def test_nothing_is_reported_of_a_family(family, tmp_path, monkeypatch):
     if family == "deepseek_v4":  # its indexer only chooses what attention sees, and takes no gradient: that is true
         (finding,), stages.all["trained"].findings = stages.all["trained"].findings, []
         assert (finding.level, "indexer" in finding.what, "without a gradient" in finding.what) == ("warns", True, True)
-    assert {name: (each.state, each.findings) for name, each in stages.all.items()} == dict.fromkeys(
+    assert {name: (stage.state, stage.findings) for name, stage in stages.all.items()} == dict.fromkeys(
         STAGES, ("holds", [])
     ), (tmp_path / "whole.log").read_text()[-3000:]
     assert "killed (SIGKILL)" in stages.all["resume"].seen
@@ -101,14 +101,11 @@ OFTEN = ("an adapter on a layer that is not there",)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in OFTEN else LONG) for name in FAULTS])
 def test_a_planted_fault_is_found_and_named(name, tmp_path):
     fault = FAULTS[name]
-    done = accel_sft("rehearse", *fault.plant(tmp_path), "--json")
-    text = done.output
-    assert '{\n  "version"' in text, text[-6000:]
-    report = json.JSONDecoder().raw_decode(text[text.index('{\n  "version"') :])[0]
-    named = {stage["stage"]: stage["findings"] for stage in report["stages"] if stage["findings"]}
-    assert fault.words in json.dumps(named.get(fault.stage, [])), json.dumps(report["stages"], indent=1)
-    assert list(named) == [fault.stage], named
-    assert done.status == any(finding["level"] == "fails" for findings in named.values() for finding in findings)
+    status, stages = rehearsal(*fault.plant(tmp_path))
+    named = {name: stage["findings"] for name, stage in stages.items() if stage["findings"]}
+    assert list(named) == [fault.stage], stages
+    assert fault.words in json.dumps(named[fault.stage])
+    assert status == any(finding["level"] == "fails" for finding in named[fault.stage])
 
 
 def test_trainers_message_is_not_cut_at_a_semicolon():
@@ -140,10 +137,10 @@ def test_exported_weights_that_are_not_the_trained_ones_are_found(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(final)
     rules = {"eos_ids": {tokenizer.eos_token_id}, "max_length": 512, "truncation": "error"}
     rows = encode(tokenizer, Sums(), Sums().dataset("train"), "train", **rules).kept
-    found = Reloaded(final, find_source(str(began)), TrainConfig(), rows)
+    exported = Reloaded(final, find_source(str(began)), TrainConfig(), rows)
     twice, otherwise = "tied weights are exported twice", "predict otherwise"
-    assert [finding.what[: len(twice)] for finding in found.reload(found.loss(), "no")[1]] == [twice]
-    assert any(otherwise in finding.what for finding in found.reload(1.01 * found.loss(), "no")[1])
+    assert [finding.what[: len(twice)] for finding in exported.reload(exported.loss(), "no")[1]] == [twice]
+    assert any(otherwise in finding.what for finding in exported.reload(1.01 * exported.loss(), "no")[1])
     same = Reloaded(began, find_source(str(began)), TrainConfig(), rows)
     assert [finding.what.split(":")[0] for finding in same.reload(None, "no")[1]] == ["nothing was learnt"]
     none = Reloaded(final, find_source(str(began)), TrainConfig(), [])  # --max-length leaves the evaluated ones out

@@ -28,9 +28,9 @@ from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.results.labels import label_scores
 from accel_sft.tools.report import answers, page, runs, tables
-from accel_sft.tools.report.curves import charts, means, system_readings, thin
+from accel_sft.tools.report.charts import means, measured, thin
 from accel_sft.tools.report.page import MOST_BYTES
-from accel_sft.tools.report.runs import named, read_comparison, read_run
+from accel_sft.tools.report.runs import named, read_comparison, read_run, system_readings
 
 HOSTILE = '</script><img src=x onerror="window.hurt = 1"><!--{{ 7 * 7 }}\u202e'
 VEGA = Path(runs.__file__).parent / "vega"
@@ -64,11 +64,11 @@ class Elements(HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.found, self.scripts, self.text, self._inside = [], [], [], ""
+        self.tags, self.scripts, self.text, self._inside = [], [], [], ""
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
         self._inside = tag
         if tag == "script":
             self.scripts.append("")
@@ -89,6 +89,14 @@ class Elements(HTMLParser):
         return json.loads(self.scripts[0])
 
 
+def elements_of(folder: Path, *folders) -> Elements:
+    return Elements(page_of(folder, *folders).read_text(encoding="utf-8"))
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def copy(run: Path, folder: Path) -> Path:
     return shutil.copytree(run, folder, ignore=shutil.ignore_patterns("checkpoints", "base", "best", "final"))
 
@@ -98,76 +106,62 @@ def change(path: Path, **values) -> None:
 
 
 def test_the_page_has_the_runs_curves_answers_and_differing_settings(two, tmp_path):
-    target = tmp_path / "page.html"
-    printed = report(*two, "--output", target)
+    printed = report(*two, "--output", tmp_path / "page.html")
     assert re.fullmatch(r".*page\.html: 2 runs, [\d,]+ kB; open it in a browser\n", printed)
-    elements = Elements(target.read_text(encoding="utf-8"))
+    elements = Elements((tmp_path / "page.html").read_text(encoding="utf-8"))
     data = elements.data()
     for place, run in enumerate(two):
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         chart = next(chart for chart in data["charts"] if chart["title"] == "Training loss")
         curve = next(curve for curve in chart["curves"] if curve["run"] == place)
-        losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+        losses = {line["step"]: line["loss"] for line in rows_of(run / "metrics.jsonl") if "loss" in line}
         assert curve["steps"] == list(losses)
         assert curve["values"] == pytest.approx(list(losses.values()), rel=1e-5)
         titles = {chart["title"] for chart in data["charts"]}
         assert {"Validation loss", "Validation: accuracy", "Learning rate", "Training speed"} <= titles
         answers = data["answers"]
-        newest = [each for each in answers["evaluations"] if each["run"] == place][-1]
-        samples = [json.loads(line) for line in (run / "samples" / "step-000006.jsonl").read_text().splitlines()]
+        newest = [evaluation for evaluation in answers["evaluations"] if evaluation["run"] == place][-1]
+        samples = rows_of(run / "samples" / "step-000006.jsonl")
         assert newest["label"] == "step 6 (newest)"
-        assert [answers["texts"][row[1]] for row in newest["rows"]] == [each["generated"] for each in samples]
-        asked = [answers["texts"][answers["examples"][row[0]][0]] for row in newest["rows"]]
-        assert asked == [each["prompt"] for each in samples]
+        assert [answers["texts"][row[1]] for row in newest["rows"]] == [sample["generated"] for sample in samples]
+        prompts = [answers["texts"][answers["examples"][row[0]][0]] for row in newest["rows"]]
+        assert prompts == [sample["prompt"] for sample in samples]
     differing = elements.prose().partition("Settings that differ")[2].partition("Settings that all have")[0]
     assert re.search(r"learning_rate\s*0\.001\s*0\.004", differing)
     assert "max_steps" not in differing
-    order = [dict(attrs).get("id") for tag, attrs in elements.found if tag == "section"]
+    order = [dict(attrs).get("id") for tag, attrs in elements.tags if tag == "section"]
     assert order.index("main") < order.index("answers") < order.index("memory") < order.index("settings")
 
 
-def test_page_has_scores_by_label_and_confusion_table(two, tmp_path):
-    run, target = copy(two[0], tmp_path / "run"), tmp_path / "page.html"
-    given = [
-        {"expected": label, "generated": answer, "scores": {"x": float(label == answer)}}
-        for label, answer in [("billing", "billing")] * 3
-        + [("<b>returns", "billing")]
-        + [("<b>returns", "<b>returns")] * 2
-    ]
-    change(run / "result.json", **label_scores(given, "x"))
-    report(run, "--output", target)
-    prose = Elements(target.read_text(encoding="utf-8")).prose()
-    assert (
-        "Scores by label label examples precision recall F1 billing 3 0.750 1.000 0.857 <b>returns 3 1.000 0.667 0.800"
-        in prose
-    )
-    assert "expected, and answered: billing <b>returns (other) billing 3 <b>returns 1 2 " in prose
-
-
-def test_mfu_has_a_column_and_a_curve_where_a_run_has_it(two, tmp_path):
-    run, target = copy(two[0], tmp_path / "run"), tmp_path / "page.html"
-    report(run, "--output", target)
-    assert "MFU" not in Elements(target.read_text(encoding="utf-8")).prose()
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    with (run / "metrics.jsonl").open("w") as file:
-        file.writelines(json.dumps({**line, **({"mfu": 0.375} if "loss" in line else {})}) + "\n" for line in lines)
-    report(run, "--output", target)
-    elements = Elements(target.read_text(encoding="utf-8"))
-    assert "tokens/s MFU" in elements.prose()
-    assert "0.375" in elements.prose()
-    assert "Model FLOPs utilisation" in {chart["title"] for chart in elements.data()["charts"]}
-
-
-def test_disturbed_steps_are_told(two, tmp_path):
+def test_page_has_labels_mfu_disturbances_and_memory_where_recorded(two, tmp_path):
     run = copy(two[0], tmp_path / "run")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for taken in ({}, {"other processes took # of 2 cores": 1.4}):
-        for line in lines:
-            line |= {"machine": taken} if "loss" in line else {}
-        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        told = Elements(page_of(tmp_path, run).read_text(encoding="utf-8")).prose()
-        expected = "Disturbed steps run : steps 1 to 6: other processes took 1.4 of 2 cores"
-        assert (expected in told) == ("Disturbed steps" in told) == bool(taken)
+    plain = elements_of(tmp_path, run).prose()
+    assert not re.search("MFU|Disturbed steps|Scores by label", plain)
+    given = [("billing", "billing")] * 3 + [("<b>returns", "billing")] + [("<b>returns", "<b>returns")] * 2
+    labels = label_scores([{"expected": e, "generated": g, "scores": {"x": float(e == g)}} for e, g in given], "x")
+    step = {"predicted_gib": 1.5, "measured_gib": 1.25, "components_gib": {"overhead": 1.0, "weights": 0.5}}
+    load = {"predicted_gib": 0.25, "components_gib": {"weights": 0.25}}
+    measured = {"step": {"peak_host_memory_gib": 1.25}, "save": {"peak_host_memory_gib": 1.0}}
+    phases = [{"phase": "model", "rank": rank, "process_memory_gib": 1.0 + rank} for rank in (0, 1)]
+    phases += [{"phase": "ready", "rank": 0, "process_memory_gib": 3.5, "device_allocated_gib": 0.25}]
+    memory = {"memory": {"host": {"step": step, "load": load}}, "memory_by_phase": measured, "phases": phases}
+    change(run / "result.json", **labels, **memory)
+    more = {"mfu": 0.375, "machine": {"other processes took # of 2 cores": 1.4}}
+    lines = [line | (more if "loss" in line else {}) for line in rows_of(run / "metrics.jsonl")]
+    write_json_lines(run / "metrics.jsonl", lines)
+    elements = elements_of(tmp_path, run)
+    for words in (
+        "Scores by label label examples precision recall F1 billing 3 0.750 1.000 0.857 <b>returns 3 1.000 0.667 0.800",
+        "expected, and answered: billing <b>returns (other) billing 3 <b>returns 1 2 ",
+        "tokens/s MFU",
+        "0.375",
+        "Disturbed steps run : steps 1 to 6: other processes took 1.4 of 2 cores",
+        "host load 0.25 not recorded",
+        "host step 1.5 1.25 +20.0%",
+        "host save not recorded 1",
+        "run model 2 – – – run ready 3.5 0.25 – –",  # of the rank with most
+    ):
+        assert words in elements.prose()
+    assert "Model FLOPs utilisation" in {chart["title"] for chart in elements.data()["charts"]}
 
 
 def test_a_killed_run_is_shown_as_far_as_it_goes_and_one_that_trains_is_running(two, tmp_path):
@@ -185,19 +179,19 @@ def test_a_killed_run_is_shown_as_far_as_it_goes_and_one_that_trains_is_running(
         assert read_run(killed, "killed").status == "running"
     finally:
         os.close(descriptor)
-    text = Elements(page_of(tmp_path, killed).read_text(encoding="utf-8")).prose()
+    text = elements_of(tmp_path, killed).prose()
     assert "no process here works in its folder: it was killed" in text
     assert "Memory by phase Not recorded: killed." in text
 
 
-@pytest.mark.parametrize(("file", "note"), [("run.json", "run.json cannot be read"), ("result.json", "result.json")])
-def test_a_half_written_file_is_named_and_the_rest_is_shown(two, tmp_path, file, note):
+@pytest.mark.parametrize("file", ["run.json", "result.json"])
+def test_a_half_written_file_is_named_and_the_rest_is_shown(two, tmp_path, file):
     broken = copy(two[0], tmp_path / "broken")
     text = (broken / file).read_text()
     (broken / file).write_text(text[: len(text) // 2])
     run = read_run(broken, "broken")
     assert len(run.steps) == 6
-    assert any(line.startswith(note) and "half-written" in line for line in run.notes)
+    assert any(line.startswith(f"{file} cannot be read") and "half-written" in line for line in run.notes)
     page_of(tmp_path, broken)
 
 
@@ -226,17 +220,15 @@ def test_a_number_of_many_digits_and_many_names_make_no_large_page(two, tmp_path
     odd = copy(two[0], tmp_path / "odd")
     lines = [{"step": step, "loss": 10**400, f"{'n' * 2000}": 1} for step in (7, 8)]
     lines.append({"step": 8, **{f"metric_{number}": 0.5 for number in range(3000)}})
-    with (odd / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-    result = json.loads((odd / "result.json").read_text())
-    result["after"] |= {f"metric_{number}": 0.5 for number in range(3000)}
-    (odd / "result.json").write_text(json.dumps(result))
+    write_json_lines(odd / "metrics.jsonl", [*rows_of(odd / "metrics.jsonl"), *lines])
+    after = json.loads((odd / "result.json").read_text())["after"]
+    change(odd / "result.json", after=after | {f"metric_{number}": 0.5 for number in range(3000)})
     page = page_of(tmp_path, odd)
     assert page.stat().st_size < MOST_BYTES + 200_000
-    text = Elements(page.read_text(encoding="utf-8")).prose()
-    assert "2,9" in text.partition("What this page leaves out")[2]
-    assert "metrics are too many for a table: 300 are shown" in text
-    titles = [chart["title"] for chart in Elements(page.read_text(encoding="utf-8")).data()["charts"]]
+    elements = Elements(page.read_text(encoding="utf-8"))
+    assert "2,9" in elements.prose().partition("What this page leaves out")[2]
+    assert "metrics are too many for a table: 300 are shown" in elements.prose()
+    titles = [chart["title"] for chart in elements.data()["charts"]]
     assert titles[:3] == ["Training loss", "Validation loss", "Validation: accuracy"]
 
 
@@ -251,8 +243,7 @@ def test_why_a_run_failed_is_on_the_page(two, tmp_path):
     (failed / "result.json").write_text('{"status": "failed", "error": "the disk is full; free space"}')
     stopped = copy(two[0], tmp_path / "stopped")
     (stopped / "result.json").write_text('{"status": "interrupted", "error": "SIGTERM"}')
-    text = Elements(page_of(tmp_path, failed, stopped).read_text(encoding="utf-8")).prose()
-    assert "failed: the disk is full; free space" in text
+    assert "failed: the disk is full; free space" in elements_of(tmp_path, failed, stopped).prose()
     assert read_run(stopped, "stopped").status == "stopped"
 
 
@@ -295,10 +286,10 @@ def test_an_evaluation_by_itself_has_its_answers_on_the_page(two, tmp_path):
     shutil.copy(two[0] / "samples" / "step-000006.jsonl", folder / "samples-tuned.jsonl")
     result = {"status": "complete", "task": "math", "after": {"accuracy": 0.5}, "weights": {"base": "B", "tuned": "T"}}
     (folder / "result.json").write_text(json.dumps(result))
-    target = tmp_path / "page.html"
-    assert "evaluation: complete; an evaluation: no settings, no steps" in report(folder, "--output", target)
-    data = Elements(target.read_text(encoding="utf-8")).data()
-    assert [(each["label"], each["count"]) for each in data["answers"]["evaluations"]] == [("B", 30), ("T", 30)]
+    line = "evaluation: complete; an evaluation: no settings, no steps"
+    assert line in report(folder, "--output", tmp_path / "page.html")
+    evaluations = elements_of(tmp_path, folder).data()["answers"]["evaluations"]
+    assert [(evaluation["label"], evaluation["count"]) for evaluation in evaluations] == [("B", 30), ("T", 30)]
 
 
 @pytest.fixture(scope="module")
@@ -313,9 +304,8 @@ def hostile(two, tmp_path_factory) -> Path:
     hurt = {"status": "failed", "error": HOSTILE, "main_metric": HOSTILE, "after": {HOSTILE: 1.0}}
     change(run / "result.json", **hurt, phases=phases, memory=predicted)
     for path in (run / "samples").iterdir():
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
         texts = {"prompt": HOSTILE, "expected": HOSTILE, "generated": f"{HOSTILE}\ud800\x1b[31m"}
-        rows = [{**row, **texts, "scores": {HOSTILE: 1.0}} for row in rows]
+        rows = [{**row, **texts, "scores": {HOSTILE: 1.0}} for row in rows_of(path)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps({"step": 7, "eval_loss": 1.0, HOSTILE: 0.5}) + "\n")
@@ -323,49 +313,35 @@ def hostile(two, tmp_path_factory) -> Path:
 
 
 def test_only_the_page_s_own_scripts_are_in_it(hostile, tmp_path):
-    elements = Elements(page_of(tmp_path, hostile).read_text(encoding="utf-8"))
+    elements = elements_of(tmp_path, hostile)
     assert len(elements.scripts) == 6
-    assert not [
-        tag for tag, attributes in elements.found if tag == "img" or any(n.startswith("on") for n in attributes)
-    ]
+    assert not [tag for tag, values in elements.tags if tag == "img" or any(n.startswith("on") for n in values)]
     assert HOSTILE in elements.data()["answers"]["texts"]
     assert "49" not in elements.prose().partition("<!--")[2].partition("}}")[0]
-    assert [values["content"] for tag, values in elements.found if values.get("http-equiv")] == [
-        "default-src 'none'; script-src "
-        + " ".join(
-            f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-            for script in elements.scripts[1:]
-        )
-        + "; style-src 'unsafe-inline'; img-src data:; form-action 'none'"
-    ]
-    links = [values.get("href", "#") for tag, values in elements.found if tag in ("a", "link")]
+    digests = (hashlib.sha256(script.encode()).digest() for script in elements.scripts[1:])
+    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; form-action 'none'"
+    assert [values["content"] for _, values in elements.tags if values.get("http-equiv")] == [policy]
+    links = [values.get("href", "#") for tag, values in elements.tags if tag in ("a", "link")]
     assert all(link.startswith(("#", "data:")) for link in links)
-    assert not [values for _, values in elements.found if "src" in values]
+    assert not [values for _, values in elements.tags if "src" in values]
 
 
 def test_many_answers_stay_below_two_megabytes_and_the_newest_come_first(two, tmp_path):
     run = copy(two[0], tmp_path / "many")
     for step in (0, 2, 4, 6):
-        rows = [
-            {
-                "index": i,
-                "prompt": f"{i} " * 99,
-                "expected": "x",
-                "generated": f"{step} {i}" * 99,
-                "scores": {"accuracy": 0},
-            }
-            for i in range(2000)
-        ]
-        (run / "samples" / f"step-{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        texts = ((f"{i} " * 99, f"{step} {i}" * 99) for i in range(2000))
+        usual = {"expected": "x", "scores": {"accuracy": 0}}
+        rows = [{"index": i, "prompt": prompt, "generated": text, **usual} for i, (prompt, text) in enumerate(texts)]
+        write_json_lines(run / "samples" / f"step-{step:06d}.jsonl", rows)
     (run / "samples" / "step-000003.jsonl").unlink()
     target = tmp_path / "page.html"
     printed = report(run, "--output", target)
     assert target.stat().st_size < MOST_BYTES < 2_000_000
     evaluations = Elements(target.read_text(encoding="utf-8")).data()["answers"]["evaluations"]
-    assert [each["step"] for each in evaluations][-1] == 6
-    assert {0, 6} <= {each["step"] for each in evaluations}
-    assert len({len(each["rows"]) for each in evaluations}) == 1
-    assert {len(each["rows"]) for each in evaluations} == {answers.MOST_ROWS}
+    steps = [evaluation["step"] for evaluation in evaluations]
+    assert (steps[0], steps[-1]) == (0, 6)
+    assert {len(evaluation["rows"]) for evaluation in evaluations} == {answers.MOST_ROWS}
     assert "This page has the first 200 of up to 2,000 answers of each evaluation" in printed
 
 
@@ -411,31 +387,6 @@ def test_means_of_a_thinned_curve_are_of_all_its_points():
     assert means([(step, float(step % 2)) for step in range(100)], 10) == [(10 * n + 5, 0.5) for n in range(10)]
 
 
-def test_predicted_memory_stands_beside_measured_and_either_may_be_missing(two, tmp_path):
-    run = copy(two[0], tmp_path / "planned")
-    step = {"predicted_gib": 1.5, "measured_gib": 1.25, "components_gib": {"overhead": 1.0, "weights": 0.5}}
-    load = {"predicted_gib": 0.25, "components_gib": {"weights": 0.25}}
-    measured = {"step": {"peak_host_memory_gib": 1.25}, "save": {"peak_host_memory_gib": 1.0}}
-    change(run / "result.json", memory={"host": {"step": step, "load": load}}, memory_by_phase=measured)
-    assert [row[2:] for row in tables.predicted_memory([read_run(run, "planned")])] == [
-        ("load", 0.25, None),
-        ("step", 1.5, 1.25),
-        ("save", None, 1.0),
-    ]
-    text = Elements(page_of(tmp_path, run).read_text(encoding="utf-8")).prose()
-    assert "host step 1.5 1.25 +20.0%" in text
-    assert "host save not recorded 1" in text
-
-
-def test_startup_memory_is_of_the_largest_rank(two, tmp_path):
-    run = copy(two[0], tmp_path / "started")
-    ranks = [{"phase": "model", "rank": rank, "process_memory_gib": 1.0 + rank} for rank in (0, 1)]
-    phases = [*ranks, {"phase": "ready", "rank": 0, "process_memory_gib": 3.5, "device_allocated_gib": 0.25}]
-    change(run / "result.json", phases=phases)
-    text = Elements(page_of(tmp_path, run).read_text(encoding="utf-8")).prose()
-    assert "started model 2 – – – started ready 3.5 0.25 – –" in text
-
-
 def test_what_a_resume_took_back_is_not_among_the_readings(two, tmp_path):
     run = copy(two[0], tmp_path / "resumed")
     for path in run.glob("events.*"):
@@ -451,7 +402,7 @@ def test_what_a_resume_took_back_is_not_among_the_readings(two, tmp_path):
     read = read_run(run, "resumed")
     readings = system_readings(read)
     assert readings == {("process_memory_gib", 1): {1: 1.0, 2: 2.0}}
-    drawn = next(chart for chart in charts([read], [readings]) if chart["key"] == "process_memory_gib")
+    drawn = next(chart for chart in measured([read], [readings]) if chart["key"] == "process_memory_gib")
     assert [(curve["run"], curve["rank"], curve["values"]) for curve in drawn["curves"]] == [(0, 1, [1.0, 2.0])]
 
 
@@ -477,7 +428,7 @@ def comparison(two, tmp_path) -> Path:
 
 
 def test_comparison_shows_findings_settings_and_curves(comparison, tmp_path):
-    elements = Elements(page_of(tmp_path, comparison).read_text(encoding="utf-8"))
+    elements = elements_of(tmp_path, comparison)
     text, data = elements.prose(), elements.data()
     assert "z0 is the fastest that fits." in text
     assert "step time (s) tokens/s peak host memory, largest rank (GiB) reason" in text
@@ -557,18 +508,12 @@ ROWS = "[...document.querySelectorAll('#answer-table tbody tr')]"
 def test_answers_are_filtered_and_rows_reached_by_keyboard(two, tmp_path, opened):
     run = copy(two[0], tmp_path / "answers")
     for step, right in ((0, {1, 2}), (6, {2, 3, 4})):
-        path = run / "samples" / f"step-{step:06d}.jsonl"
-        rows = [
-            {
-                "index": i,
-                "prompt": f"question {i}",
-                "expected": f"answer {i}",
-                "generated": f"answer {i}" if i in right else f"nothing {step if i < 9 else ''}",
-                "scores": {"accuracy": float(i in right)},
-            }
-            for i in range(1, 11)
-        ]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = []
+        for i in range(1, 11):
+            answer = f"answer {i}" if i in right else f"nothing {step if i < 9 else ''}"
+            row = {"index": i, "prompt": f"question {i}", "expected": f"answer {i}", "generated": answer}
+            rows.append(row | {"scores": {"accuracy": float(i in right)}})
+        write_json_lines(run / "samples" / f"step-{step:06d}.jsonl", rows)
     page = opened(page_of(tmp_path, run))
     assert page.run(COUNT) == "10 of 10 examples. 2 became right, 1 became wrong."
     counts = {"changed": 7, "better": 2, "worse": 1, "right": 3, "wrong": 7, "all": 10}
@@ -606,9 +551,8 @@ def test_charts_follow_the_list_of_runs_the_range_and_a_drag(two, tmp_path, open
     page.wait(f"{lines} === 1")
     page.click("#all")
     page.wait(f"{lines} === 2")
-    box = page.run(
-        "(r => [r.x, r.y, r.width, r.height])(document.querySelector('#main-0 svg').getBoundingClientRect())"
-    )
+    frame = "document.querySelector('#main-0 svg').getBoundingClientRect()"
+    box = page.run(f"(r => [r.x, r.y, r.width, r.height])({frame})")
     middle = box[1] + box[3] / 2
     page.mouse("mouseMoved", box[0] + box[2] * 0.4, middle)
     page.wait("document.querySelector('#vg-tooltip-element.visible')")

@@ -101,9 +101,9 @@ def honest(launched, job, place, tmp_path):
     return copy
 
 
-def told(run: RunDir, level: str = "differs") -> list[str]:
-    found = [each for each in examine(Recorded.read(run)) if each.level == level]
-    return [f"{each.subject}: {each.what}" for each in found]
+def differences(run: RunDir, level: str = "differs") -> list[str]:
+    findings = [finding for finding in examine(Recorded.read(run)) if finding.level == level]
+    return [f"{finding.subject}: {finding.what}" for finding in findings]
 
 
 @pytest.fixture
@@ -135,26 +135,42 @@ def test_a_secret_that_run_yaml_hides_is_no_difference(tmp_path):
 
 
 def test_nothing_is_found_in_a_run_that_is_as_it_was_trained(honest):
-    assert told(honest) == told(honest, "open") == []
-    assert len(told(honest, "holds")) == 6
+    assert differences(honest) == differences(honest, "open") == []
+    assert len(differences(honest, "holds")) == 6
 
 
-def row(run):
-    file = run.path.parent / "rows.jsonl"
-    file.write_text(file.read_text().replace('"a": 3,', '"a": 4,'))
+def on(change, *arguments, **values):
+    return lambda run: change(run, *arguments, **values)
 
 
-def task(run):
-    file = run.path.parent / "sums.py"
-    file.write_text(file.read_text().replace("{example[0]}+", "{example[1]}+"))
+def edit_text(run, name, old, new):
+    (run.path / name).write_text((run.path / name).read_text().replace(old, new))
 
 
-def both(name, value):
-    def change(run):
-        edit_json(run.record, **{f"config__{name}": value})
-        edit_yaml(run, name, value)
+def edit_record(run, **values):
+    edit_json(run.record, **values)
 
-    return change
+
+def edit_weights(run, name):
+    edit_tensor(run.path / f"{name}.safetensors")
+
+
+def both(run, name, value):
+    edit_record(run, **{f"config__{name}": value})
+    edit_yaml(run, name, value)
+
+
+def swap(lines):
+    lines[2], lines[3] = lines[3], lines[2]
+
+
+def slower(lines):
+    lines[2] = lines[2].replace('"seconds": ', '"seconds": 1')
+
+
+def rename_checkpoint(run):
+    drop_checkpoint(run, 4)
+    run.checkpoint(2).rename(run.checkpoint(4))
 
 
 def agreeing(change):
@@ -165,121 +181,65 @@ def agreeing(change):
     return changed
 
 
-def swap(lines):
-    lines[2], lines[3] = lines[3], lines[2]
-
-
-def cut(lines):
-    del lines[-2:]
-
-
-def slower(lines):
-    lines[2] = lines[2].replace('"seconds": ', '"seconds": 1')
-
-
+row = on(edit_text, "../rows.jsonl", '"a": 3,', '"a": 4,')
+without_step_3 = on(edit_lines, lambda lines: lines.pop(3))
 LINES = "metrics.jsonl: lines"
-TAMPERINGS = {
-    "a row of the data": (row, "rows.jsonl: its content is another"),
-    "the task's code": (task, "sums.py is not what the run was made with"),
-    "the rate in run.json": (
-        lambda run: edit_json(run.record, config__learning_rate=0.5),
-        "run.yaml: learning_rate is",
-    ),
-    "the rate in run.json, by none": (
-        lambda run: edit_json(run.record, config__learning_rate=None),
-        "run.json: its records cannot be understood (AssertionError",
-    ),
-    "the rate in run.yaml": (lambda run: edit_yaml(run, "learning_rate", 0.5), "run.yaml: learning_rate is 0.5"),
-    "the rate in both": (both("learning_rate", 0.5), "step 1 was made at the rate"),
-    "the rate, with every digest made anew": (agreeing(both("learning_rate", 0.5)), "step 1 was made at the rate"),
-    "the seed in both": (both("seed", 6), "step-000002 to step-000006: written with other settings than run.json"),
-    "the data's digest": (
-        lambda run: edit_json(run.record, data_sha256="0" * 64),
-        "written with other data than",
-    ),
-    "a version": (lambda run: edit_json(run.record, launch__versions__torch="2.12.0"), "run.json: has"),
-    "a number of a line": (lambda run: edit_lines(run, slower), f"{LINES} up to step 2 are not those"),
-    "a line of a later step": (
-        lambda run: edit_lines(run, lambda lines: lines.insert(-1, lines[-2])),
-        f"{LINES} after step 4 and up to step 6 are not",
-    ),
-    "a line taken away": (lambda run: edit_lines(run, lambda lines: lines.pop(3)), "where step 3 is expected"),
-    "a line taken away, with every digest made anew": (
-        agreeing(lambda run: edit_lines(run, lambda lines: lines.pop(3))),
-        "where step 3 is expected, the line of step 4 stands",
-    ),
-    "lines swapped": (lambda run: edit_lines(run, swap), f"{LINES} up to step"),
-    "the last lines": (lambda run: edit_lines(run, cut), "metrics.jsonl: has"),
-    "a checkpoint's bytes": (
-        lambda run: flip_bit(next(run.checkpoint(4).glob("*.safetensors"))),
-        "step-000004: rank-0000-000.safetensors has other bytes",
-    ),
-    "a checkpoint's weights, with its manifest": (
-        lambda run: edit_checkpoint(run, 4, "weights"),
-        "step-000004: it is another than was there when step-000006 was written",
-    ),
-    "a moment, with its manifest": (lambda run: edit_checkpoint(run, 2, "exp_avg:"), "step-000002: it is another"),
-    "the last checkpoint, with its manifest": (
-        lambda run: edit_checkpoint(run, 6, "weights"),
-        "checkpoints/step-000006/manifest.json: has",
-    ),
-    "a checkpoint taken away": (
-        lambda run: drop_checkpoint(run, 2),
-        "step-000002: is missing; it was kept when step 6",
-    ),
-    "a checkpoint of another step": (
-        lambda run: (drop_checkpoint(run, 4), run.checkpoint(2).rename(run.checkpoint(4))),
-        "step-000004: it was written as that of step 2",
-    ),
-    "final/": (
-        lambda run: edit_tensor(run.final / "adapter_model.safetensors"),
-        "final/adapter_model.safetensors: has",
-    ),
-    "a file in final/": (
-        lambda run: (run.final / "config.json").write_text("{}"),
-        "final/config.json: was added",
-    ),
-    "a folder best/": (
-        lambda run: shutil.copytree(run.base, run.best / "base"),
-        "best/base/model.safetensors: was added",
-    ),
-    "the largest forward": (lambda run: run.most_tokens.write_text("{}"), "most-tokens.json: was added"),
-    "best/": (
-        lambda run: edit_tensor(run.best / "adapter_model.safetensors"),
-        "best/adapter_model.safetensors: has",
-    ),
-    "the base": (lambda run: edit_tensor(run.base / "model.safetensors"), "base/model.safetensors: has other bytes"),
-    "the result": (lambda run: edit_json(run.result, after__accuracy=1.0), "result.json: has"),
-    "an answer": (
-        lambda run: run.answers(6).write_text(run.answers(6).read_text().replace('"generated"', '"Generated"')),
-        "samples/step-000006.jsonl: has other bytes",
-    ),
-    "the manifest": (lambda run: (run.path / manifest.MANIFEST).unlink(), "manifest.json: is missing"),
-}
+TAMPERINGS = [
+    (row, "rows.jsonl: its content is another"),
+    (on(edit_text, "../sums.py", "{example[0]}+", "{example[1]}+"), "sums.py is not what the run was made with"),
+    (on(edit_record, config__learning_rate=0.5), "run.yaml: learning_rate is"),
+    (on(edit_record, config__learning_rate=None), "run.json: its records cannot be understood (AssertionError"),
+    (on(edit_yaml, "learning_rate", 0.5), "run.yaml: learning_rate is 0.5"),
+    (on(both, "learning_rate", 0.5), "step 1 was made at the rate"),
+    (agreeing(on(both, "learning_rate", 0.5)), "step 1 was made at the rate"),
+    (on(both, "seed", 6), "step-000002 to step-000006: written with other settings than run.json"),
+    (on(edit_record, data_sha256="0" * 64), "written with other data than"),
+    (on(edit_record, launch__versions__torch="2.12.0"), "run.json: has"),
+    (on(edit_lines, slower), f"{LINES} up to step 2 are not those"),
+    (on(edit_lines, lambda lines: lines.insert(-1, lines[-2])), f"{LINES} after step 4 and up to step 6 are not"),
+    (without_step_3, "where step 3 is expected"),
+    (agreeing(without_step_3), "where step 3 is expected, the line of step 4 stands"),
+    (on(edit_lines, swap), f"{LINES} up to step"),
+    (on(edit_lines, lambda lines: lines.__delitem__(slice(-2, None))), "metrics.jsonl: has"),
+    (lambda run: flip_bit(next(run.checkpoint(4).glob("*.safetensors"))), "rank-0000-000.safetensors has other bytes"),
+    (on(edit_checkpoint, 4, "weights"), "step-000004: it is another than was there when step-000006 was written"),
+    (on(edit_checkpoint, 2, "exp_avg:"), "step-000002: it is another"),
+    (on(edit_checkpoint, 6, "weights"), "checkpoints/step-000006/manifest.json: has"),
+    (on(drop_checkpoint, 2), "step-000002: is missing; it was kept when step 6"),
+    (rename_checkpoint, "step-000004: it was written as that of step 2"),
+    (on(edit_weights, "final/adapter_model"), "final/adapter_model.safetensors: has"),
+    (lambda run: (run.final / "config.json").write_text("{}"), "final/config.json: was added"),
+    (lambda run: shutil.copytree(run.base, run.best / "base"), "best/base/model.safetensors: was added"),
+    (lambda run: run.most_tokens.write_text("{}"), "most-tokens.json: was added"),
+    (on(edit_weights, "best/adapter_model"), "best/adapter_model.safetensors: has"),
+    (on(edit_weights, "base/model"), "base/model.safetensors: has other bytes"),
+    (lambda run: edit_json(run.result, after__accuracy=1.0), "result.json: has"),
+    (on(edit_text, "samples/step-000006.jsonl", '"generated"', '"Generated"'), "step-000006.jsonl: has other bytes"),
+    (lambda run: (run.path / manifest.MANIFEST).unlink(), "manifest.json: is missing"),
+]
 
 
-@pytest.mark.parametrize("what", TAMPERINGS)
-def test_what_was_changed_in_a_run_is_found_by_its_records(honest, what):
-    change, expected = TAMPERINGS[what]
+@pytest.mark.parametrize(("change", "expected"), TAMPERINGS, ids=[expected for _, expected in TAMPERINGS])
+def test_what_was_changed_in_a_run_is_found_by_its_records(honest, change, expected):
     change(honest)
-    found = told(honest)
-    assert any(expected in line for line in found), found
+    lines = differences(honest)
+    assert any(expected in line for line in lines), lines
 
 
 def test_a_checkpoint_that_a_run_has_removed_since_is_not_missed_while_it_trains(honest):
     drop_checkpoint(honest, 2)
-    assert any("step-000002: is missing" in line for line in told(honest))
+    assert any("step-000002: is missing" in line for line in differences(honest))
     descriptor = os.open(honest.path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)  # as training does
-    assert not any("step-000002: is missing" in line for line in told(honest))
+    assert not any("step-000002: is missing" in line for line in differences(honest))
     os.close(descriptor)
 
 
 def test_other_software_than_the_runs_is_found(honest, monkeypatch):
     monkeypatch.setattr(records, "code_fingerprint", lambda *_: "another")
-    assert any(line.startswith("code: accel_sft's files are others") for line in told(honest))
+    assert any(line.startswith("code: accel_sft's files are others") for line in differences(honest))
     monkeypatch.setattr(records, "versions", lambda: {**json.loads(honest.record.read_text()), "torch": "9.9"})
-    assert any("torch" in line and "here 9.9" in line for line in told(honest, "open"))
+    assert any("torch" in line and "here 9.9" in line for line in differences(honest, "open"))
 
 
 def test_an_installed_task_is_held_to_its_own_files_and_to_the_versions_of_what_they_import(honest):
@@ -288,7 +248,7 @@ def test_an_installed_task_is_held_to_its_own_files_and_to_the_versions_of_what_
 
     def found(level, **changes):
         edit_json(honest.record, task="chat", task_file=None, **{**mine, **changes})
-        return [line for line in told(honest, level) if line.startswith(("task:", "code:"))]
+        return [line for line in differences(honest, level) if line.startswith(("task:", "code:"))]
 
     assert found("holds") == ["code: accel_sft, the task and the libraries' versions are those of the run"]
     (line,) = found("differs", task_code="another")
@@ -303,57 +263,46 @@ def test_an_installed_task_is_held_to_its_own_files_and_to_the_versions_of_what_
 def test_a_task_whose_library_is_missing_is_not_called_changed(honest, monkeypatch):
     edit_json(honest.record, task="chat", task_file=None, **task_record(Chat))
     monkeypatch.setattr(fingerprint, "_distributions", dict)
-    assert not [line for line in told(honest) if line.startswith("task:")]
-    assert "task: a library that it imports is not installed here" in "".join(told(honest, "open"))
+    assert not [line for line in differences(honest) if line.startswith("task:")]
+    assert "task: a library that it imports is not installed here" in "".join(differences(honest, "open"))
 
 
-def changed_loss(run):
-    """Lower the loss of step 5 and make all records agree."""
-
-    def lower(lines):
-        at, line = next(
-            (at, line) for at, line in enumerate(map(json.loads, lines)) if line.get("loss") and line["step"] == 5
-        )
-        lines[at] = json.dumps({**line, "loss": line["loss"] - 0.01}) + "\n"
-
-    edit_lines(run, lower)
-    make_agree(run)
+def lower_loss(lines):
+    """Of step 5."""
+    at, line = next((at, x) for at, x in enumerate(map(json.loads, lines)) if x.get("loss") and x["step"] == 5)
+    lines[at] = json.dumps({**line, "loss": line["loss"] - 0.01}) + "\n"
 
 
-def changed_moments(run):
-    edit_checkpoint(run, 4, "exp_avg:")
-    make_agree(run)
-
-
-def changed_row(run):
-    """Another row, and another digest of it."""
+def row_and_digest(run):
     row(run)
-    record = json.loads(run.record.read_text())
-    name = next(iter(record["data_files"]))
-    ((file, _),) = record["data_files"][name]
+    record = run.read_record()
     for split in record["data_files"].values():
-        split[0][1] = records.digest_of(Path(file))
+        split[0][1] = records.digest_of(Path(split[0][0]))
     run.record.write_text(json.dumps(record, indent=2))
-    make_agree(run)
 
 
+changed_loss = agreeing(on(edit_lines, lower_loss))
 AGREEING = {
     "a loss": (changed_loss, [4, 6], "steps 5 to 6: step 5: loss is"),
-    "a moment": (changed_moments, [2, 4], "steps 3 to 4: tensors differ (1 of exp_avg; by up to 1.0e-03)"),
-    "a row": (changed_row, [2, 4], "cannot be run again: the data is not what the run was started with"),
-    "final/": (
-        lambda run: (edit_tensor(run.final / "adapter_model.safetensors"), make_agree(run)),
-        [4, 6],
-        "final/ has other weights",
+    "a moment": (
+        agreeing(on(edit_checkpoint, 4, "exp_avg:")),
+        [2, 4],
+        "steps 3 to 4: tensors differ (1 of exp_avg; by up to 1.0e-03)",
     ),
-    "the seed": (agreeing(both("seed", 6)), [2, 4], "steps 3 to 4: step 3: "),
+    "a row": (
+        agreeing(row_and_digest),
+        [2, 4],
+        "cannot be run again: the data is not what the run was started with",
+    ),
+    "final/": (agreeing(on(edit_weights, "final/adapter_model")), [4, 6], "final/ has other weights"),
+    "the seed": (agreeing(on(both, "seed", 6)), [2, 4], "steps 3 to 4: step 3: "),
 }
 
 
 def seed_that_draws(run: RunDir, segment: list[int]) -> str:
     possible = segments.candidates(Recorded.read(run), from_start=False)
     drawn = {seed: segments.chosen(possible, 1, seed)[0] for seed in range(30)}
-    return next(str(seed) for seed, found in drawn.items() if [found.begin, found.end] == segment)
+    return next(str(seed) for seed, draw in drawn.items() if [draw.begin, draw.end] == segment)
 
 
 @pytest.mark.parametrize(
@@ -362,14 +311,16 @@ def seed_that_draws(run: RunDir, segment: list[int]) -> str:
 def test_what_all_records_were_made_to_agree_with_is_found_where_its_segment_is_run_again(honest, what, forks):
     change, segment, expected = AGREEING[what]
     change(honest)
-    assert told(honest) == []
+    assert differences(honest) == []
     status, report = verified(honest, "--segments", "1", "--seed", seed_that_draws(honest, segment))
     assert status == 1
     assert report["segments"] == [segment]
     assert report["chance"] == pytest.approx(1 / 3)
     assert "a changed segment would have been found with a probability of 33%" in report["notes"][0]
-    found = [f"{each['subject']}: {each['what']}" for each in report["findings"] if each["level"] == "differs"]
-    assert any(expected in line for line in found), found
+    lines = [
+        f"{finding['subject']}: {finding['what']}" for finding in report["findings"] if finding["level"] == "differs"
+    ]
+    assert any(expected in line for line in lines), lines
 
 
 def test_a_segment_that_is_run_again_has_the_same_bits(honest, forks):

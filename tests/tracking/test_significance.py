@@ -1,7 +1,6 @@
 """Intervals cover the truth as often as they say, and so do paired tests err; what has no interval says why."""
 
 import io
-import json
 import math
 from functools import partial
 
@@ -20,16 +19,16 @@ from accel_sft.results import resampled, significance
 from accel_sft.results.resampled import add_intervals, measured, read_measured
 from accel_sft.results.run_report import about_intervals, print_report, render_report
 from accel_sft.results.significance import against_best, average, needed, paired, verdict, words_for
-from accel_sft.tools.report.runs import Run
+from accel_sft.tools.report.runs import read_run
 from accel_sft.tools.report.tables import against_best_run
 
 WORDS = words_for(True)
 
 
 def answers(key, scores):
-    by_metric = [score if isinstance(score, dict) else {key: score} for score in scores]
+    rows = [score if isinstance(score, dict) else {key: score} for score in scores]
     texts = {"expected": "e", "generated": "g"}
-    return [{"index": place, "prompt": f"{place}?", **texts, "scores": score} for place, score in enumerate(by_metric)]
+    return [{"index": place, "prompt": f"{place}?", **texts, "scores": row} for place, row in enumerate(rows)]
 
 
 def rate(wrong, right, lost=0, gained=0):
@@ -75,7 +74,7 @@ def evaluated(before, after, task=Micro, run_dir=None):
         (0, 0, "the same"),
     ],
 )
-def test_what_a_paired_test_found_is_told_in_words(lost, gained, words):
+def test_what_a_paired_test_finds_is_said_in_words(lost, gained, words):
     assert verdict(paired(rate(100, 100), rate(100, 100, lost, gained)), WORDS) == words
 
 
@@ -137,10 +136,8 @@ def test_equal_changes_have_only_rounding_noise(less, words):
 def test_other_examples_are_not_paired():
     one, other = rate(5, 5), rate(5, 6)
     assert paired(one, other) is None
-    others = measured(
-        {"accuracy": 0.5}, [{**answer, "prompt": "other"} for answer in answers("accuracy", [0, 1])], None
-    )
-    assert paired(rate(1, 1), others[0]["accuracy"]) is None
+    otherwise = [{**answer, "prompt": "other"} for answer in answers("accuracy", [0, 1])]
+    assert paired(rate(1, 1), measured({"accuracy": 0.5}, otherwise, None)[0]["accuracy"]) is None
     assert average([one, other]) is None
 
 
@@ -177,13 +174,11 @@ def test_interval_of_few_scores_is_as_wide_as_students_t(count):
 
 
 def test_metrics_by_source_are_of_the_answers_of_that_source():
-    samples = [
-        {**answer, "source": "ab"[place % 3 > 0] + ".jsonl"} for place, answer in enumerate(micro_answers(1, 0.5))
-    ]
-    result = {"before": {}, "main_metric": "f1", "after": {"eval_loss": 1.0, "eval_loss/a.jsonl": 1.0}}
-    parts = {
-        end: [answer for answer in samples if end[1:] in ("", answer["source"])] for end in ("", "/a.jsonl", "/b.jsonl")
-    }
+    samples = micro_answers(1, 0.5)
+    for place, sample in enumerate(samples):
+        sample["source"] = "b/a" if place % 3 else "a"  # one's name ends in the other's
+    result = {"before": {}, "main_metric": "f1", "after": {"eval_loss": 1.0, "eval_loss/a": 1.0}}
+    parts = {end: [sample for sample in samples if end[1:] in ("", sample["source"])] for end in ("", "/a", "/b/a")}
     for end, part in parts.items():
         metrics = Micro.aggregate([sample["scores"] for sample in part])
         result["after"] |= {key + end: value for key, value in metrics.items()}
@@ -193,18 +188,6 @@ def test_metrics_by_source_are_of_the_answers_of_that_source():
     assert intervals["after"].keys() == {key + end for key in ("f1", "right") for end in parts}
     widths = [intervals["after"]["f1" + end][1] - intervals["after"]["f1" + end][0] for end in parts]
     assert widths[0] < widths[2] < widths[1]  # of 60, 40 and 20 examples
-
-
-def test_source_named_by_anothers_ending_has_its_own_answers():
-    samples = [{**answer, "source": ("a", "b/a")[place % 3 > 0]} for place, answer in enumerate(micro_answers(1, 0.5))]
-    metrics = {}
-    for name in ("a", "b/a"):
-        values = Micro.aggregate([answer["scores"] for answer in samples if answer["source"] == name])
-        metrics |= {f"{key}/{name}": value for key, value in values.items()}
-    by_metric, without = measured(metrics, samples, Micro.aggregate)
-    assert without == {}
-    assert [(key, one.value) for key, one in by_metric.items()] == [*metrics.items()]
-    assert len(by_metric["f1/b/a"].examples) == 2 * len(by_metric["f1/a"].examples)
 
 
 def oddity(name):
@@ -231,9 +214,9 @@ def oddity(name):
 def test_metric_that_cannot_be_resampled_says_why(name, reason):
     samples = answers("x", [place / 20 for place in range(20)])
     aggregate = oddity(name)
-    by_metric, without = measured(aggregate([sample["scores"] for sample in samples]), samples, aggregate)
+    metric_of, without = measured(aggregate([sample["scores"] for sample in samples]), samples, aggregate)
     assert without["odd"] == reason
-    assert ("main" in by_metric) == (name != "fails")
+    assert ("main" in metric_of) == (name != "fails")
 
 
 def test_slow_or_foreign_aggregate_has_no_interval(monkeypatch):
@@ -242,9 +225,9 @@ def test_slow_or_foreign_aggregate_has_no_interval(monkeypatch):
     _, without = measured({**values, "f1": values["f1"] + 0.1}, samples, Micro.aggregate)
     assert without == {"f1": "aggregate() of the answers that were kept gives another number"}
     monkeypatch.setattr(resampled, "_LONGEST_SECONDS", -1.0)
-    by_metric, without = measured(values, samples, Micro.aggregate)
+    metric_of, without = measured(values, samples, Micro.aggregate)
     assert without == {"f1": "aggregate() is too slow to resample within -1 s"}
-    assert by_metric.keys() == {"right"}
+    assert metric_of.keys() == {"right"}
 
 
 def test_rates_are_tested_without_resampling(monkeypatch):
@@ -279,20 +262,20 @@ def test_report_and_terminal_have_intervals_and_the_tests_result():
     assert "| validation loss | 1 | 1 | +0 |" in page
     assert "Intervals are of 95%, over 200 examples. A change is a paired test on the same examples, at 5%." in page
     assert page.count("examples can show") + page.count("better (") + page.count("higher (") == 2
-    words_of_change = verdict(result["intervals"]["change"]["f1"], WORDS)
+    expected = verdict(result["intervals"]["change"]["f1"], WORDS)
     for width in (80, 120):
         shown = io.StringIO()
         print_report(result, before, after, console=Console(file=shown, width=width))
         assert max(map(cell_len, shown.getvalue().splitlines())) <= width
         words = " ".join(shown.getvalue().split("f1", 1)[1].split())
-        for word in words_of_change.replace("(", "").replace(")", "").split():
+        for word in expected.replace("(", "").replace(")", "").split():
             assert word in words, word
 
 
 def test_few_examples_are_named_beside_their_intervals():
     for count, few in ((12, True), (60, False)):
-        note = about_intervals(evaluated(micro_answers(1, 0.5, count), micro_answers(2, 0.8, count)))
-        assert ("; of so few, about 90% where scores are skewed." in note) is few
+        sentences = about_intervals(evaluated(micro_answers(1, 0.5, count), micro_answers(2, 0.8, count)))
+        assert ("; of so few, about 90% where scores are skewed." in sentences) is few
 
 
 @pytest.mark.parametrize("damage", [5, {"after": {"f1": [1, None]}, "change": {"f1": {"p": "x"}}}, {"change": [1]}])
@@ -309,9 +292,7 @@ def run_in(folder, seed, recall):
     run_dir.samples.mkdir()
     write_json_lines(run_dir.answers(4), samples)
     run_dir.write_result(result)
-    return Run(
-        name=folder.name, series="", folder=run_dir, status="complete", result=json.loads(run_dir.result.read_text())
-    )
+    return read_run(folder, folder.name)
 
 
 def test_runs_are_tested_against_the_best_without_their_task(tmp_path):

@@ -32,7 +32,7 @@ def checks() -> Checks:
 
     The first one sets the environment variables of a launch, which all others need.
     """
-    from accel_sft.tools.doctor import gpus, host, launches, software
+    from accel_sft.tools.doctor import host, launches
 
     return {
         "Machine": {
@@ -44,12 +44,12 @@ def checks() -> Checks:
             "open files": host.open_files,
         },
         "Software": {
-            "versions": software.versions,
-            "tasks": software.tasks,
-            "hub": software.hub,
-            "imports": software.imports,
+            "versions": host.versions,
+            "tasks": host.tasks,
+            "hub": host.hub,
+            "imports": host.imports,
         },
-        "Device": {"GPU": gpus.gpus, "copies": gpus.copies, "CUDA": gpus.cuda, "bf16": gpus.bf16},
+        "Device": {"GPU": host.gpus, "copies": host.copies, "CUDA": host.cuda, "bf16": host.bf16},
         "DeepSpeed's operators": {
             "compiler": launches.compiler,
             "operators": launches.operators,
@@ -83,8 +83,7 @@ def doctor(files: tuple[Path, ...], build: bool, network: bool, output_dir: Path
         raise UserError("accel-sft doctor starts its own ranks: start it without accelerate launch")
     machine = Machine([*shipped().values(), *files], output_dir, build, network)
     findings: list[Finding] = []
-    hidden: contextlib.AbstractContextManager[object] = quiet(None, shown_on=2) if as_json else contextlib.nullcontext()
-    with hidden:
+    with quiet(None, shown_on=2) if as_json else contextlib.nullcontext():
         if not as_json:
             system = f"{platform.node()}, {platform.system()} {platform.machine()}"
             click.echo(styled(f"accel_sft {accel_sft.__version__} on {system}", bold=True))
@@ -94,8 +93,8 @@ def doctor(files: tuple[Path, ...], build: bool, network: bool, output_dir: Path
         working = _printed("Launch files", ([launch_file(machine, file)] for file in machine.launch_files), as_json)
     level = worst(findings, LEVELS)
     if as_json:
-        report = {"findings": [finding.as_dict() for finding in findings]}
-        report |= {"launch_files": [finding.as_dict() for finding in working]}
+        parts = {"findings": findings, "launch_files": working}
+        report = {name: [finding.as_dict() for finding in part] for name, part in parts.items()}
         head = {"version": accel_sft.__version__, "level": level}
         click.echo(json.dumps(head | report, indent=2, ensure_ascii=False))
     else:

@@ -61,16 +61,10 @@ def operators(machine: Machine) -> Iterator[Finding]:
 
 
 def _operator(machine: Machine, name: str, users: list[str]) -> Iterator[Finding]:
-    state = machine.torch.operators.get(name)
+    state = machine.torch.operators[name]
     needed = f"{name} (for {', '.join(users)})"
-    if state is None:  # torch or DeepSpeed cannot be imported, which is a finding of its own
-        return
-    built_now = machine.build and not state["compiled"]  # the build waits for another process's lock itself
-    for kind, what, fix in state["locks"]:
-        if kind != "warning":
-            yield ok(what, fix)
-        elif not built_now:
-            yield warning(what, fix)
+    if state["compiled"] or not machine.build:  # a build waits for another process's lock itself
+        yield from (warning(*lock) for lock in state["locks"])
     obstacles = [*audit_compilers([name], machine.devices)]
     if state["failure"]:
         machine.unusable[name] = f"{name} cannot be loaded"
@@ -103,10 +97,8 @@ def _build(machine: Machine, name: str, needed: str, library: Path) -> Finding:
     log.write_text(answer.out + answer.error, encoding="utf-8")
     errors = [line.strip() for line in (answer.out + answer.error).splitlines() if "error:" in line]
     machine.unusable[name] = f"{name} cannot be compiled"
-    return problem(
-        f"{needed} could not be compiled: {errors[0] if errors else answer.reason('it does not say why')}",
-        f"fix what {log} says, then accel-sft doctor --build",
-    )
+    why = errors[0] if errors else answer.reason("it does not say why")
+    return problem(f"{needed} could not be compiled: {why}", f"fix what {log} says, then accel-sft doctor --build")
 
 
 def exchange(machine: Machine) -> Iterator[Finding]:
@@ -139,9 +131,8 @@ def exchange_failure(backend: str, ranks: int, seconds: int) -> str:
         return f"no sum within {seconds} s"
     for rank, status in sorted(statuses.items()):
         if status not in (1, -signal.SIGTERM):  # it printed why, or torchrun ended it after another's failure
-            return (
-                f"rank {rank} ended {f'with status {status}' if status > 0 else f'by {signal.Signals(-status).name}'}"
-            )
+            how = f"with status {status}" if status > 0 else f"by {signal.Signals(-status).name}"
+            return f"rank {rank} ended {how}"
     causes = sorted(re.findall(r"^rank \d+: .*", answer.out, re.M))
     return causes[0] if causes else answer.reason("no reason given")
 

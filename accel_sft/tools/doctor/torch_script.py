@@ -168,7 +168,7 @@ def _operators() -> None:
 
     for name in OPERATORS:
         state: dict[str, Any] = {"library": str(library(name)), "compiled": library(name).is_file(), "failure": ""}
-        state["locks"] = [[finding.level, finding.what, finding.fix] for finding in audit_locks(name)]
+        state["locks"] = [[finding.what, finding.fix] for finding in audit_locks(name)]
         if state["compiled"]:
             try:
                 _import_module_from_library(name, str(library(name).parent), True)
@@ -216,9 +216,8 @@ def rank(backend: str, seconds: str) -> None:
         failure = first_line(error)
     if failure:
         print(f"rank {number}: {failure}", flush=True)
-    os._exit(
-        bool(failure)
-    )  # destroying the group holds the GIL until gloo's threads end, and they may wait for the GIL
+    # destroying the group would hold the GIL until gloo's threads end, and they may wait for the GIL
+    os._exit(bool(failure))
 
 
 def hub() -> None:
@@ -236,4 +235,3 @@ if __name__ == "__main__":
         os.dup2(2, 1)  # whatever the libraries print must not mix with the facts
     entries: dict[str, Callable[..., None]] = {"facts": facts, "build": build, "rank": rank, "hub": hub}
     entries[sys.argv[1]](*sys.argv[2:])
-    sys.stdout.flush()

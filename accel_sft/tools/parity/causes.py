@@ -8,8 +8,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.batching.device_memory import out_of_memory
 from accel_sft.evaluation.endpoint import Endpoint, EndpointError, Reply
 from accel_sft.io.text import common_length, one_line
-from accel_sft.tools.parity.comparison import Pair, difference, same
-from accel_sft.tools.parity.reference import Reference
+from accel_sft.tools.parity.comparison import Pair, Reference, difference, same
 
 TEMPLATE, FIRST_TOKEN, TOKENIZER = "chat template", "doubled first token", "tokenizer"
 WEIGHTS, STOP, CONTEXT, OTHER = "adapter not applied", "stop token", "context", "unknown"
@@ -61,10 +60,10 @@ class Causes:
     def _differing(self) -> list[Pair]:
         return [pair for pair in self.pairs if pair.differs]
 
-    def _otherwise(self) -> list[Pair]:
-        return [pair for pair in self.pairs if pair.read_otherwise]
+    def _misread(self) -> list[Pair]:
+        return [pair for pair in self.pairs if pair.misread]
 
-    def _asked_exactly(self, pair: Pair) -> Reply | None:
+    def _reply_to_ids(self, pair: Pair) -> Reply | None:
         """The server's answer to the prompt's own tokens, or to its text where it takes no tokens and reads as many."""
         if pair.row.index not in self.exact:
             for prompt in (pair.prompt, self._text(pair.prompt)):
@@ -98,7 +97,7 @@ class Causes:
             if any(len(pair.prompt) < longest for pair in refused):
                 return Cause(OTHER, evidence, "see by its words what the server does not take")
             return Cause(CONTEXT, evidence, fix)
-        for pair in self._otherwise():
+        for pair in self._misread():
             if pair.read is None or pair.read >= len(pair.theirs or pair.prompt):
                 continue
             once, twice = (self._completed(self._text(pair.prompt) * times, 1) for times in (1, 2))
@@ -118,15 +117,15 @@ class Causes:
     def prompts(self) -> Cause | None:
         """Whether the server makes other tokens of the messages, and why: a first token twice, another tokenizer, or
         another template."""
-        otherwise = self._otherwise()
-        if otherwise and (cause := self._first_token(otherwise) or self._tokenizer(otherwise[0])):
+        misread = self._misread()
+        if misread and (cause := self._first_token(misread) or self._tokenizer(misread[0])):
             return cause
-        if not otherwise and any(pair.theirs is not None for pair in self.pairs):
+        if not misread and any(pair.theirs is not None for pair in self.pairs):
             return None
-        examined = [(pair, self._asked_exactly(pair)) for pair in self._differing()[:EXAMINED]]
+        examined = [(pair, self._reply_to_ids(pair)) for pair in self._differing()[:EXAMINED]]
         cured = [pair for pair, reply in examined if reply and same(self.reference, pair.ids, reply)]
-        if otherwise:
-            evidence = f"{_examples(otherwise)} have other prompts, the first one {self._other_prompt(otherwise[0])}"
+        if misread:
+            evidence = f"{_examples(misread)} have other prompts, the first one {self._other_prompt(misread[0])}"
         elif examined and len(cured) == len(examined):
             evidence = f"{_examples(cured)} have prompts of the same length, with other answers"
         else:
@@ -136,15 +135,15 @@ class Causes:
         fix = "give the server the run's template (vLLM: --chat-template, llama.cpp: --jinja --chat-template-file)"
         return Cause(TEMPLATE, evidence, fix)
 
-    def _first_token(self, otherwise: Sequence[Pair]) -> Cause | None:
-        if all(pair.theirs for pair in otherwise):
-            doubled = all(pair.theirs == pair.prompt[:1] + pair.prompt for pair in otherwise)
+    def _first_token(self, misread: Sequence[Pair]) -> Cause | None:
+        if all(pair.theirs for pair in misread):
+            doubled = all(pair.theirs == pair.prompt[:1] + pair.prompt for pair in misread)
         else:
             begins = self.reference.tokenizer.bos_token_id
-            doubled = all(pair.prompt[0] == begins and pair.read == len(pair.prompt) + 1 for pair in otherwise)
+            doubled = all(pair.prompt[0] == begins and pair.read == len(pair.prompt) + 1 for pair in misread)
         if not doubled:
             return None
-        evidence = f"{_examples(otherwise)} begin with {self._text(otherwise[0].prompt[:1])!r} twice"
+        evidence = f"{_examples(misread)} begin with {self._text(misread[0].prompt[:1])!r} twice"
         fix = "the template writes it and the tokenizer adds it: take it out of one of the two on the server"
         return Cause(FIRST_TOKEN, evidence, fix)
 
@@ -155,7 +154,10 @@ class Causes:
             return None
         theirs = self.endpoint.text_tokens(text)
         if theirs is not None:
-            other, evidence = theirs != pair.prompt, "of the same text it makes " + self._apart(pair.prompt, theirs)
+            other, evidence = (
+                theirs != pair.prompt,
+                "of the same text it makes " + self._first_difference(pair.prompt, theirs),
+            )
         else:
             completed = self._completed(text, 1)
             counted = completed and completed.prompt_tokens
@@ -166,10 +168,10 @@ class Causes:
 
     def _other_prompt(self, pair: Pair) -> str:
         if pair.theirs and pair.theirs != pair.prompt:
-            return self._apart(pair.prompt, pair.theirs)
+            return self._first_difference(pair.prompt, pair.theirs)
         return f"{pair.read} tokens long in place of {len(pair.prompt)}"
 
-    def _apart(self, ours: list[int], theirs: list[int]) -> str:
+    def _first_difference(self, ours: list[int], theirs: list[int]) -> str:
         at = common_length([ours, theirs])
         mine, other = (one_line(repr(self._text(ids[max(at - 4, 0) : at + 8]))) for ids in (ours, theirs))
         return f"{other} from token {at}, where it was trained on {mine}"
@@ -177,10 +179,10 @@ class Causes:
     # --- what it answers ---
 
     def _judged(self) -> list[tuple[Pair, Reply]]:
-        """Differing answers to the prompt as it was trained; where the server read it otherwise, it is asked anew."""
+        """Differing answers to the prompt as it was trained; where it was misread, the server is asked anew."""
         judged = []
-        for pair in (self._differing() or self._otherwise())[:EXAMINED]:
-            reply = self._asked_exactly(pair) if pair.read_otherwise else pair.reply
+        for pair in (self._differing() or self._misread())[:EXAMINED]:
+            reply = self._reply_to_ids(pair) if pair.misread else pair.reply
             if reply and not same(self.reference, pair.ids, reply):
                 at, gap, _ = difference(self.reference, pair, reply)
                 if dataclasses.replace(pair, reply=reply, at=at, gap=gap).differs:
@@ -226,7 +228,7 @@ class Causes:
         return Cause(STOP, evidence, fix)
 
     def _repeated(self, pair: Pair, reply: Reply) -> bool:
-        again = self._asked_exactly(pair)
+        again = self._reply_to_ids(pair)
         return again is None or again.text.strip() == reply.text.strip()
 
 

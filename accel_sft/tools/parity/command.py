@@ -71,7 +71,7 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
     from accel_sft.launch.accelerator import create_accelerator
     from accel_sft.launch.info import launch_of_this_process
     from accel_sft.models.source import find_source, other_base
-    from accel_sft.tools.parity.reference import Reference
+    from accel_sft.tools.parity.comparison import Reference
     from accel_sft.training.prepare import Assembly
 
     if trained.raw_text:
@@ -130,7 +130,7 @@ def _result(reference: Any, endpoint: Any, record: dict[str, Any]) -> dict[str, 
         "holds": not causes and not any(pair.differs for pair in pairs),
         "examples": len(pairs),
         "prompts": {
-            "other": sum(pair.read_otherwise for pair in pairs),
+            "other": sum(pair.misread for pair in pairs),
             "by_tokens": sum(pair.theirs is not None for pair in pairs),
             "by_length": sum(pair.theirs is None and pair.reply is not None for pair in pairs),
         },
@@ -158,7 +158,7 @@ def _log_probabilities(pairs: Sequence[Any], dtype: str) -> dict[str, Any] | Non
 
     `precision` says whether two libraries differ as much with these weights in the run's own type, `dtype`.
     """
-    off = [value for pair in pairs if not pair.read_otherwise for value in pair.off]
+    off = [value for pair in pairs if not pair.misread for value in pair.off]
     if not off:
         return None
     mean = statistics.fmean(off)

@@ -34,7 +34,7 @@ from accel_sft.tools.check.command import Audit
 from accel_sft.tools.plan.command import launch_files, words_of
 from accel_sft.tools.rehearse import runs, shrunk
 from accel_sft.tools.rehearse.reload import Reloaded
-from accel_sft.tools.rehearse.stages import FAILS, WARNS, Stages, fails, warns
+from accel_sft.tools.rehearse.runs import FAILS, WARNS, Stages, fails, warns
 from accel_sft.tracking.services import tracker_names
 from accel_sft.training.prepare import Assembly, plan_steps
 
@@ -55,20 +55,18 @@ def run(task_name: str, task: Task, config: RehearseConfig) -> None:
         )
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="accel-sft-rehearsal-"))
-    stages = Stages(lambda line: None)
-    try:
-        with terminal.quiet(None, config.debug, shown_on=2 if config.json else 1) as shown:
-            stages = Stages(lambda line: print(line, file=shown, flush=True))
-            rehearsal = Rehearsal(task_name, task, config, folder, stages)
+    with terminal.quiet(None, config.debug, shown_on=2 if config.json else 1) as shown:
+        stages = Stages(lambda line: print(line, file=shown, flush=True))
+        try:
             with terminal.waiting(lambda: f"rehearse {task_name}{runs.waits(folder)}"):
-                rehearsal.run()
-    finally:
-        keeps = config.keep or stages.failed
-        if not keeps:
-            shutil.rmtree(folder, ignore_errors=True)
+                Rehearsal(task_name, task, config, folder, stages).run()
+        finally:
+            keeps = config.keep or stages.failed
+            if not keeps:
+                shutil.rmtree(folder, ignore_errors=True)
     seconds = time.monotonic() - began
     if config.json:
-        whole = {
+        report = {
             "version": accel_sft.__version__,
             "task": task_name,
             "model": config.init_from or config.model,
@@ -77,7 +75,7 @@ def run(task_name: str, task: Task, config: RehearseConfig) -> None:
             "folder": str(folder) if keeps else None,
             "stages": [stage.as_dict() for stage in stages.all.values()],
         }
-        print(json.dumps(json_safe(whole), indent=2, ensure_ascii=False))
+        print(json.dumps(json_safe(report), indent=2, ensure_ascii=False))
     else:
         verdict = "the run would fail" if stages.failed else "the run holds"
         counts = f"{stages.count(FAILS)} to fix, {stages.count(WARNS)} to look at"
@@ -162,10 +160,12 @@ class Rehearsal:
         return None
 
     def _never(self, plan: StepPlan) -> Iterator[Finding]:
-        for flag, every in (("--save-every", self.config.save_every), ("--eval-every", self.config.eval_every)):
+        for flag, every, loss in (
+            ("--save-every", self.config.save_every, "a run that dies loses all"),
+            ("--eval-every", self.config.eval_every, "only the last step is scored"),
+        ):
             if every != "off" and self._first(every) is None:
-                lost = {"--save-every": "a run that dies loses all", "--eval-every": "only the last step is scored"}
-                what = f"{flag} {every} is never due in {plan.total_steps:,} steps: {lost[flag]}"
+                what = f"{flag} {every} is never due in {plan.total_steps:,} steps: {loss}"
                 yield warns(what, f"{flag} auto, or fewer steps between")
 
     def _short(self, audited: Audit) -> Iterator[Finding]:
@@ -221,12 +221,12 @@ class Rehearsal:
         stages = [
             ("load", bool(loaded), "loading the model", loaded[0] if loaded else ""),
             ("steps", len(steps) >= runs.SAVE_EVERY and (finite or not made.failure), "step 1", took),
-            ("evaluation", not scores or len(evaluated) == 3, "step 0, before training", scored),
             ("checkpoint", saved or not saves, first, ""),
             ("export", made.dir.final.is_dir() and not made.failure, last, ""),
         ]
-        if scores and not evaluated and made.dir.batching.exists():
-            stages.insert(1, stages.pop(2))  # the first evaluation comes before the first step
+        before_steps = scores and not evaluated and made.dir.batching.exists()  # as the first evaluation is
+        evaluation = ("evaluation", not scores or len(evaluated) == 3, "step 0, before training", scored)
+        stages.insert(1 if before_steps else 2, evaluation)
         for name, reached, when, seen in stages:
             if made.failure and not reached:
                 self.stages.ended(name, *map(fails, made.failure), when=when)

@@ -18,7 +18,7 @@ from accel_sft.models.merge import merge
 from accel_sft.models.pretrained import class_of, stored_dtype
 from accel_sft.models.source import Source, find_source
 from accel_sft.models.tokenizer import answer_ends, load_tokenizer
-from accel_sft.tools.rehearse.stages import fails, warns
+from accel_sft.tools.rehearse.runs import fails, warns
 
 _EXACT, _ROUNDED = 1e-3, 5e-2
 """Allowed difference of the validation loss, as a share of it, of a run in float32, and of one in 16 bits or on a base

@@ -21,7 +21,7 @@ from accel_sft.models.pretrained import class_of, stored_dtype
 from accel_sft.models.source import Source, errors_explained, shipped_files
 from accel_sft.models.targets import USED_ALONE, in_block, unfit
 from accel_sft.models.tokenizer import template_of
-from accel_sft.tools.rehearse.stages import fails, warns
+from accel_sft.tools.rehearse.runs import fails, warns
 from accel_sft.training.prepare import Assembly
 
 _WIDTH, _HEADS, _HEAD = 64, 4, 16
@@ -54,6 +54,7 @@ _SET, _AT_MOST = ({key: n for n, keys in sizes.items() for key in keys.split()} 
 _MARKS = re.compile(r"<\|[^<>|\s'\"{}]+\|>|<(?:start|end)_of_[a-z]+>")
 """Marks that are surely control tokens; others, such as `<think>` and `[INST]`, are plain text in some models."""
 _TURNS = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+_NOT_COPIED = {"config.json", "adapter_config.json", "README.md"}
 _BY_LAYER = ("_indices", "_indexes", "_ids", "_idx")
 """Endings of names of lists that hold numbers of layers."""
 
@@ -81,16 +82,13 @@ def shrink(source: Source, folder: Path, *, trust_remote_code: bool, seed: int =
         beside = folder / "adapter" if source.adapter else folder
         for path, target in (_files_of(source.weights), folder), (_files_of(source.tokenizer), beside):
             for file in shipped_files(path)[0]:
-                if file.suffix != ".safetensors" and ".index." not in file.name and file.name not in _OWN:
+                if file.suffix != ".safetensors" and ".index." not in file.name and file.name not in _NOT_COPIED:
                     (target / file).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(path / file, target / file)
     if source.adapter:
         _adapter(model, source.adapter, folder)
     wide = getattr(small.get_text_config(decoder=True), "hidden_size", _WIDTH)
     return f"{real.model_type}, {count} of {layers} layers (every kind of them), {wide} wide"
-
-
-_OWN = {"config.json", "adapter_config.json", "README.md"}
 
 
 def _files_of(name: str) -> Path:
@@ -133,16 +131,16 @@ def _kinds(settings: Any, count: int, trusted: bool) -> set[Any]:
 
     with torch.device("meta"):
         model = class_of(settings, images=True).from_config(settings, trust_remote_code=trusted)
-    lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == count]
-    return {_kind(layer) for part in lists for layer in part}
+    kinds = set()
+    for part in model.modules():
+        for layer in part if isinstance(part, torch.nn.ModuleList) and len(part) == count else ():
+            modules = [(name, type(inner).__name__, *_switches(inner)) for name, inner in layer.named_modules()]
+            kinds.add((*modules, *((name, tuple(p.shape)) for name, p in layer.named_parameters())))
+    return kinds
 
 
-def _kind(layer: Any) -> tuple[Any, ...]:
-    modules = [
-        (name, type(part).__name__, *((k, v) for k, v in sorted(vars(part).items()) if isinstance(v, (bool, str))))
-        for name, part in layer.named_modules()
-    ]
-    return (*modules, *((name, tuple(p.shape)) for name, p in layer.named_parameters()))
+def _switches(module: Any) -> Iterator[tuple[str, bool | str]]:
+    return ((key, value) for key, value in sorted(vars(module).items()) if isinstance(value, (bool, str)))
 
 
 def _values(content: Mapping[str, Any], layers: int, count: int, inside: str) -> Iterator[tuple[str, Any]]:
@@ -204,13 +202,22 @@ def _adapter(model: Any, adapter: str, folder: Path) -> None:
 
 
 def file_findings(source: Source, config: TrainConfig) -> Iterator[Finding]:
-    """What is wrong with the files beside the weights."""
+    """What is wrong with the files beside the weights: marks of the chat template that are no tokens."""
     from transformers import AutoTokenizer
 
-    if config.chat_template is None:
-        tokenizer = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=config.trust_remote_code)
-        tokenizer.chat_template = template_of(tokenizer, source.tokenizer)
-        yield from _unknown_marks(tokenizer)
+    if config.chat_template is not None:
+        return
+    tokenizer: Any = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=config.trust_remote_code)
+    tokenizer.chat_template = template_of(tokenizer, source.tokenizer)
+    if not isinstance(tokenizer.chat_template, str):
+        return
+    written = tokenizer.apply_chat_template(_TURNS, tokenize=False)
+    tokens = {*tokenizer.get_vocab(), *tokenizer.all_special_tokens}
+    if lacking := [mark for mark in dict.fromkeys(_MARKS.findall(written)) if mark not in tokens]:
+        pieces = len(tokenizer(lacking[0], add_special_tokens=False)["input_ids"])
+        what = f"the chat template writes {', '.join(lacking)}, for which the tokenizer has no token: {lacking[0]}"
+        fix = "use the tokenizer that came with the weights, or make them tokens with --chat-template"
+        yield warns(f"{what} is read as {pieces} pieces of text", fix)
 
 
 def trained(assembly: Assembly, encodings: Sequence[StoredEncoding], steps: int) -> tuple[str, list[Finding]]:
@@ -248,15 +255,3 @@ def _unreached(names: Sequence[str], plain: Any, config: TrainConfig) -> Iterato
         what = f"--lora-target-modules does not reach {', '.join(alike(missed))}, which are no layers"
         inside = ",".join(dict.fromkeys(name.split(".", 3)[-1] for name in missed))
         yield warns(what, f"--lora-target-parameters {inside} adapts the experts")
-
-
-def _unknown_marks(tokenizer: Any) -> Iterator[Finding]:
-    if not isinstance(tokenizer.chat_template, str):
-        return
-    written = tokenizer.apply_chat_template(_TURNS, tokenize=False)
-    known = {*tokenizer.get_vocab(), *tokenizer.all_special_tokens}
-    if lacking := [mark for mark in dict.fromkeys(_MARKS.findall(written)) if mark not in known]:
-        pieces = len(tokenizer(lacking[0], add_special_tokens=False)["input_ids"])
-        what = f"the chat template writes {', '.join(lacking)}, for which the tokenizer has no token: {lacking[0]}"
-        fix = "use the tokenizer that came with the weights, or make them tokens with --chat-template"
-        yield warns(f"{what} is read as {pieces} pieces of text", fix)

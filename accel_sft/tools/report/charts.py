@@ -1,13 +1,45 @@
-"""Decides which charts the page has, and writes their Vega-Lite specifications and the rows that they draw.
+"""Collects what was measured at which step, and writes the page's charts of it: Vega-Lite specifications and rows.
 
 The page adds the runs to show and the range of steps. Colours are the page's CSS variables, so that a chart follows
 light, dark and print without being drawn again.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from accel_sft.tools.report.runs import Comparison
+from accel_sft.io.files import is_number
+from accel_sft.io.text import one_line
+from accel_sft.results.run_report import COSTS
+from accel_sft.tools.report.runs import Comparison, Readings, Run
+
+POINTS_OF_A_CHART = 1600
+"""About how many points a chart's curves have together: more fit neither its pixels nor, with many runs, the page."""
+_FEWEST, _MOST = 60, 1000
+"""Bounds on the points that a thinned curve may keep."""
+_KNOTS = 200
+"""About how many steps of a run have their training time on the page, which interpolates between them."""
+
+MEASURED = {
+    "loss": ("Training loss", "nats per supervised token", "main"),
+    "eval_loss": ("Validation loss", "nats per supervised token", "main"),
+    "tokens_per_second": ("Training speed", "tokens per second", "main"),
+    "mfu": ("Model FLOPs utilisation", "share of the devices' peak", "main"),
+    "learning_rate": ("Learning rate", "learning rate per step", "main"),
+    "grad_norm": ("Gradient norm", "L2 norm before clipping", "more"),
+    "seconds": ("Step time", "seconds per step", "more"),
+    "process_memory_gib": ("Host memory of each rank", "resident memory (GiB)", "ranks"),
+    "host_memory_gib": ("Host memory of the machine", "memory in use by all (GiB)", "ranks"),
+    "cpu_percent": ("CPU of each rank", "CPU use (% of one core)", "ranks"),
+    "gpu_memory_gib": ("GPU memory of each rank's device", "memory in use by all (GiB)", "ranks"),
+    "forward_seconds": ("Batches and forwards of each rank", "seconds since the start", "ranks"),
+    "busy_cores": ("Cores in use", "cores that run any process", "ranks"),
+    "gpu_clock_mhz": ("Clock of each rank's GPU", "MHz", "ranks"),
+    "gpu_percent": ("GPU use of each rank's device", "time with a kernel running (%)", "ranks"),
+}
+"""Title, unit and group of a chart by the key of what it shows; charts of the task's metrics have no entry."""
+_NOT_CURVES = {"step", "epoch", "tokens", "supervised_tokens", "tokens_per_second_per_device", *COSTS}
+_BY_SOURCE = "rows/", "tokens/"
 
 _GROUPS = {"main": "Curves", "more": "More curves", "ranks": "Memory, CPU and GPU of each rank"}
 _DRAWN_AS_POINTS = 30
@@ -42,11 +74,102 @@ CONFIG = {
 Chart = dict[str, Any]
 
 
-def groups(series: Sequence[str], measured: Sequence[Chart], comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+def measured(runs: Sequence[Run], readings: Sequence[Readings]) -> list[Chart]:
+    """Return a chart for each key that was measured, in the order of the page.
+
+    Returns:
+        for each chart `key`, `title`, `unit`, `group` ("main", "more" or "ranks"), `thinned` (whether points are left
+        out) and `curves`. A curve has `run` (its index in `runs`), `rank` or None, the lists `steps` and `values`, and
+        if it is thinned `means`: pairs of a step and the mean around it.
+    """
+    points: dict[str, dict[tuple[int, int | None], dict[int, float]]] = {}  # by key, then by run and rank, then by step
+    for place, run in enumerate(runs):
+        for row in (*run.steps, *run.evaluations):
+            for key in row.keys() - _NOT_CURVES:
+                if not key.startswith(_BY_SOURCE) and is_number(row[key]) and math.isfinite(row[key]):
+                    points.setdefault(key, {}).setdefault((place, None), {})[row["step"]] = row[key]
+        for (field, rank), curve in readings[place].items():
+            if field in MEASURED:
+                finite = {step: value for step, value in curve.items() if math.isfinite(value)}
+                points.setdefault(field, {})[place, rank] = finite
+    metrics = sorted(points.keys() - MEASURED.keys())
+    main = [key for key in metrics if any(run.result.get("main_metric") == key for run in runs)] or metrics[:1]
+    order = ["loss", "eval_loss", *main, *MEASURED, *metrics]
+    return [_measured_chart(key, points[key], key in main) for key in dict.fromkeys(order) if key in points]
+
+
+def _measured_chart(key: str, curves: dict[tuple[int, int | None], dict[int, float]], main: bool) -> Chart:
+    name = one_line(key, 80)
+    title, unit, group = MEASURED.get(key, (f"Validation: {name}", name, "main" if main else "more"))
+    most = min(_MOST, max(_FEWEST, POINTS_OF_A_CHART // len(curves)))
+    drawn: list[dict[str, Any]] = []
+    for (run, rank), by_step in curves.items():
+        points = sorted(by_step.items())
+        thinned = thin(points, most)
+        steps, values = [step for step, _ in thinned], [float(f"{value:.6g}") for _, value in thinned]
+        drawn.append({"run": run, "rank": rank, "steps": steps, "values": values})
+        if len(thinned) < len(points):
+            drawn[-1]["means"] = means(points, most // 2)
+    is_thinned = any("means" in curve for curve in drawn)
+    return {"key": key, "title": title, "unit": unit, "group": group, "thinned": is_thinned, "curves": drawn}
+
+
+def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """Return at most `most` points, in order: the first, the last, and the smallest and largest of each segment.
+
+    This keeps every spike.
+    """
+    if len(points) <= most:
+        return list(points)
+    inner, segments = points[1:-1], (most - 2) // 2
+    places = {0, len(points) - 1}
+    for number in range(segments):
+        start, end = (len(inner) * edge // segments for edge in (number, number + 1))
+        by_value = sorted(range(start, end), key=lambda place: inner[place][1])
+        places |= {by_value[0] + 1, by_value[-1] + 1}
+    return [points[place] for place in sorted(places)]
+
+
+def means(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """Return the means of `most` equal segments, each mean with the step in the middle of its segment."""
+    averages = []
+    for number in range(most):
+        segment = points[len(points) * number // most : len(points) * (number + 1) // most]
+        mean = sum(value for _, value in segment) / len(segment)
+        averages.append((segment[len(segment) // 2][0], float(f"{mean:.6g}")))
+    return averages
+
+
+def training_minutes(run: Run) -> dict[str, list[float]]:
+    """Minutes of training up to some steps of the run: lists `steps` and `minutes`, empty if no step has its time."""
+    passed, knots = 0.0, [(0, 0.0)]
+    for row in run.steps:
+        if is_number(row.get("seconds")) and math.isfinite(row["seconds"]):
+            passed += row["seconds"]
+            knots.append((row["step"], passed / 60))
+    if len(knots) == 1:
+        return {"steps": [], "minutes": []}
+    every = math.ceil(len(knots) / _KNOTS)
+    knots = [*knots[:-1:every], knots[-1]]
+    return {"steps": [step for step, _ in knots], "minutes": [round(minutes, 4) for _, minutes in knots]}
+
+
+def left_out(charts: Iterable[Chart]) -> list[str]:
+    """A sentence on what the curves leave out, if anything."""
+    titles = [chart["title"].lower() for chart in charts if chart["thinned"]]
+    if not titles:
+        return []
+    return [
+        f"The curves of {', '.join(titles)} have more points than a chart can show. Of each segment of steps a curve "
+        "has the smallest and the largest value, so no spike is lost; smoothed, the mean. metrics.jsonl has all."
+    ]
+
+
+def groups(series: Sequence[str], curves: Sequence[Chart], comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     """The groups of charts, in the order of the page.
 
     Args:
-        measured: the curves, as `curves.charts` returns them.
+        curves: the charts that `measured` returns.
         comparisons: those on the page, some of which may have a learning curve.
     Returns:
         the learning curves, which the page shows first, and the other groups; each has its `id`, its `heading`, whether
@@ -66,7 +189,7 @@ def groups(series: Sequence[str], measured: Sequence[Chart], comparisons: Sequen
     return [
         _group("rows", "Metric by number of training rows", learnt),
         *(
-            _group(name, heading, [_curves(chart, series) for chart in measured if chart["group"] == name])
+            _group(name, heading, [_curves(chart, series) for chart in curves if chart["group"] == name])
             for name, heading in _GROUPS.items()
         ),
         _group("steps", "Step times", _step_times(comparisons, series)),
@@ -81,7 +204,7 @@ def _group(name: str, heading: str, charts: list[Chart]) -> dict[str, Any]:
 
 def _curves(chart: Chart, series: Sequence[str]) -> Chart:
     few = max(len(curve["steps"]) for curve in chart["curves"]) <= _DRAWN_AS_POINTS
-    spec = curves(chart["title"], chart["unit"], series, few)
+    spec = curve_spec(chart["title"], chart["unit"], series, few)
     return {"kind": "curves", "title": chart["title"], "curves": chart["curves"], "spec": spec}
 
 
@@ -137,7 +260,7 @@ def _of_series(series: Sequence[str], key: str) -> dict[str, Any]:
 SHOWN = {"filter": "indexof(shown, datum.series) >= 0"}
 
 
-def curves(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str, Any]:
+def curve_spec(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str, Any]:
     """Return a chart with a line for each run and rank over steps or minutes (`x`); dragging selects a range, `brush`.
 
     Args:

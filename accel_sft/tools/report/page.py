@@ -16,8 +16,8 @@ import accel_sft
 from accel_sft.io.files import is_number, json_safe
 from accel_sft.io.text import one_line, shown
 from accel_sft.results.labels import label_tables
-from accel_sft.tools.report import answers, charts, curves, tables
-from accel_sft.tools.report.runs import NUMBERS, Comparison, Run
+from accel_sft.tools.report import answers, charts, tables
+from accel_sft.tools.report.runs import NUMBERS, Comparison, Run, system_readings
 
 MOST_BYTES = 1_950_000
 """Size in bytes up to which answers fill a page."""
@@ -42,7 +42,7 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
     every = [*runs, *(run for comparison in comparisons for run in comparison.runs)]
     names = [setting["name"] for comparison in comparisons for setting in comparison.settings]
     series = [*dict.fromkeys([*(run.series for run in every), *names])]
-    measured = curves.charts(every, [curves.system_readings(run) for run in every])
+    measured = charts.measured(every, [system_readings(run) for run in every])
     undrawn, scores, settings = measured[MOST_CHARTS:], tables.scores(every), tables.settings(every)
     measured = measured[:MOST_CHARTS]
     groups = charts.groups(series, measured, comparisons)
@@ -51,7 +51,7 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
         "runs": [
             {"name": run.name, "series": series.index(run.series), "main": _main_metric(run, every)} for run in every
         ],
-        "minutes": [curves.training_minutes(run) for run in every],
+        "minutes": [charts.training_minutes(run) for run in every],
         "charts": [chart for group in groups for chart in group["charts"]],
         "config": charts.CONFIG,
     }
@@ -80,7 +80,7 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
     }
     taken = len(_whole(template, context, data).encode())
     data["answers"], answers_left_out = answers.collect(every, max(MOST_BYTES - taken, _FEWEST_ANSWER_BYTES))
-    context["left_out"] = [*curves.left_out(measured), *_too_many(undrawn, scores, settings), *answers_left_out]
+    context["left_out"] = [*charts.left_out(measured), *_too_many(undrawn, scores, settings), *answers_left_out]
     context["has_answers"] = bool(data["answers"]["evaluations"])
     return _whole(template, context, data), context["left_out"]
 

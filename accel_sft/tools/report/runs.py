@@ -1,7 +1,9 @@
 """Reads the folders of runs and of comparisons for the page; notes say which files are missing or damaged."""
 
 import dataclasses
+import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,9 @@ _FORM_OF_SETTING: dict[str, type] = {"name": str, "status": str, "reason": str}
 _FORM_OF_SETTING |= {"runs": list, "median": dict, "spread": dict, "disturbed": dict}
 _FORM_OF_ROUND: dict[str, type] = {"round": int, "status": str, "reason": str, "folder": str, "step_seconds": list}
 """Keys of a comparison's record that the page needs, and of each setting and run in it, with their types."""
+_TAG = re.compile(r"system/rank(\d+)/(\w+)")
+Readings = dict[tuple[str, int], dict[int, float]]
+"""Readings by step, of each (field of `system.SYSTEM_FIELDS`, rank)."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -172,6 +177,41 @@ def _read_metrics(run: Run) -> None:
             unreadable += 1
     if unreadable:
         run.notes.append(f"without {unreadable} of its lines in metrics.jsonl, which cannot be read")
+
+
+def system_readings(run: Run) -> Readings:
+    """Return each rank's CPU, memory and GPU use from the run's TensorBoard files, as metrics.jsonl does not have them,
+    without what a resumed run measured anew; empty if there are no event files.
+
+    A file that is damaged is read as far as possible, and the run's notes say so.
+    """
+    paths = sorted(path for path in run.folder.path.glob("events.out.tfevents.*") if path.is_file())
+    if not paths:
+        return {}
+    from google.protobuf.message import DecodeError
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    readings: Readings = defaultdict(dict)
+    for path in paths:
+        try:
+            for raw in RawEventFileLoader(str(path)).Load():
+                event = Event.FromString(raw)
+                if event.HasField("session_log") and event.session_log.status == SessionLog.START:
+                    _drop_from(readings, event.step)
+                for value in event.summary.value:
+                    if tag := _TAG.fullmatch(value.tag):
+                        readings[tag[2], int(tag[1])][event.step] = value.simple_value
+        except (OSError, DecodeError, RuntimeError) as error:
+            run.notes.append(f"{path.name} is read as far as it goes: {type(error).__name__}")
+    return dict(readings)
+
+
+def _drop_from(readings: Readings, step: int) -> None:
+    """Drop the readings from a step on: a session that starts there replaces them."""
+    for curve in readings.values():
+        for later in [number for number in curve if number >= step]:
+            del curve[later]
 
 
 def _started(folder: RunDir) -> float | None:

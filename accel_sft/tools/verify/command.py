@@ -8,6 +8,10 @@ from pathlib import Path
 import click
 
 from accel_sft.api.errors import UserError
+from accel_sft.io.findings import Finding, lines, worst
+from accel_sft.io.run_dir import RunDir
+from accel_sft.io.terminal import waiting, wrapped
+from accel_sft.launch.launcher import under_launcher
 
 _COLORS = {"holds": "green", "open": "yellow", "differs": "red"}
 
@@ -49,10 +53,6 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
 
     The exit status is 1 if anything differs from what is recorded, or a segment cannot be run again.
     """
-    from accel_sft.io.findings import Finding, lines, worst
-    from accel_sft.io.run_dir import RunDir
-    from accel_sft.io.terminal import waiting, wrapped
-    from accel_sft.launch.launcher import under_launcher
     from accel_sft.tools.verify import segments as parts
     from accel_sft.tools.verify.records import LEVELS, Recorded, examine
 
@@ -62,17 +62,8 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
     if not run_dir.record.is_file():
         raise UserError(f"{run}: no run.json in it; name the folder of a run")
     seed = secrets.randbelow(2**31) if seed is None else seed
-    findings: list[Finding] = []
-
-    def add(finding: Finding) -> Finding:
-        findings.append(finding)
-        for line in () if as_json else lines(finding, _COLORS):
-            click.echo(line)
-        return finding
-
     recorded = Recorded.read(run_dir)
-    for finding in examine(recorded):
-        add(finding)
+    findings = [_shown(finding, as_json) for finding in examine(recorded)]
     possible = parts.candidates(recorded, from_start=from_start)
     drawn = parts.chosen(possible, segments, seed)
     end = recorded.trained[-1]["step"] if recorded.complete and recorded.trained else None
@@ -82,7 +73,8 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
     for segment in drawn:
         with contextlib.nullcontext() if as_json else waiting(f"running {segment} again"):
             finding = parts.run_again(recorded, segment, tolerance)
-        levels[segment] = add(finding).level
+        findings.append(_shown(finding, as_json))
+        levels[segment] = finding.level
     again = [segment for segment, level in levels.items() if segment.steps and level != "open"]
     failed = [*levels.values()].count("open")
     notes = parts.conclusions(recorded, possible, again)
@@ -107,3 +99,10 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
             click.echo(wrapped(line))
     if failed or not same:
         raise SystemExit(1)
+
+
+def _shown(finding: Finding, as_json: bool) -> Finding:
+    """The finding, printed at once unless the report is to be JSON."""
+    for line in () if as_json else lines(finding, _COLORS):
+        click.echo(line)
+    return finding

@@ -93,17 +93,7 @@ class Recorded:
         return [line for line in self.lines if "loss" in line]
 
 
-_UNREADABLE = (
-    UserError,
-    KeyError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    IndexError,
-    AssertionError,
-    OSError,
-    yaml.YAMLError,
-)
+_UNREADABLE = (UserError, LookupError, TypeError, ValueError, AttributeError, AssertionError, OSError, yaml.YAMLError)
 """What files raise that no run has written so."""
 
 
@@ -188,8 +178,8 @@ def _settings(run: Recorded) -> Iterator[Finding]:
         hidden = value == HIDDEN and HIDDEN in str(recorded.get(name))
         if name != TASK and not hidden and recorded.get(name, value) != value:
             findings.append(differs("run.yaml", f"{name} is {value}, and {recorded[name]} in run.json"))
-    known = {setting.name for setting in settings(TrainConfig)}
-    config = TrainConfig(**{name: value for name, value in run.record["config"].items() if name in known})
+    names = {setting.name for setting in settings(TrainConfig)}
+    config = TrainConfig(**{name: value for name, value in run.record["config"].items() if name in names})
     total = run.record.get("total_steps")
     steps = run.trained if total and not config.problems() else []
     for line in steps:

@@ -112,8 +112,8 @@ def not_to_the_bit(run: Recorded, segment: Segment, again: RunDir) -> list[str]:
     reasons = [f"{name} then: {then[name]}, here: {now[name]}" for name in then if then[name] != now[name]]
     if then["device"] != "cpu" and not run.record["config"].get("deterministic"):
         reasons.append("GPUs without --deterministic")
-    here = manifest.about(again.all_checkpoints()[-1]).get("layout")
-    if any(run.saved[step].get("layout") != here for step in run.saved.keys() & {segment.begin, segment.end}):
+    layout = manifest.about(again.all_checkpoints()[-1]).get("layout")
+    if any(run.saved[step].get("layout") != layout for step in run.saved.keys() & {segment.begin, segment.end}):
         reasons.append("resumed under another launch since")
     return reasons
 
