@@ -15,7 +15,7 @@ import click
 import click.testing
 import pytest
 from fake_plugins import GOOD, accel_sft, install, only_plugins_of
-from places import CONFIGS
+from places import CONFIGS, launcher
 
 from accel_sft.__main__ import main
 from accel_sft.api import registry
@@ -505,10 +505,8 @@ def test_rank_failing_under_the_launcher_is_the_root_cause(site, tmp_path):
         torch.distributed.barrier()
         """.strip()
     failing(site, body)
-    launcher = os.path.join(os.path.dirname(sys.executable), "accelerate")
-    yaml = CONFIGS / "ddp.yaml"
-    command = [launcher, "launch", "--config_file", str(yaml), "--main_process_port", "0", "-m", "accel_sft", "fail"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))}
+    command = launcher("ddp", "-m", "accel_sft", "fail")
     result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert result.returncode != 0
     assert result.stderr.count("Error: the disk of rank one is full\n") == 1

@@ -13,7 +13,6 @@ import functools
 import gzip
 import io
 import json
-import os
 import random
 import re
 import shutil
@@ -29,7 +28,6 @@ import yaml
 from accelerate import Accelerator
 from checkpoints import saved
 from conftest import accel_sft
-from fake_plugins import install
 from hypothesis import strategies as st
 from limits import limit
 from models import Sums, encode
@@ -215,41 +213,16 @@ def test_impossible_file_names_are_refused(name):
 
 CHATML = ["{% for m in messages %}", "<|im_start|>", "{{ m.role }}", "\n", "{{ m.content }}", "<|im_end|>\n"]
 CHATML += ["{% endfor %}", "{% if add_generation_prompt %}", "<|im_start|>assistant\n", "{% endif %}"]
-PIECES = [
-    *CHATML,
-    "{% if m.role == 'user' %}",
-    "{% else %}",
-    "{{ m['content'] | trim }}",
-    "{{ eos_token }}",
-    "{{",
-    "}}",
-]
-PIECES += ["{{ messages }}", "{{ messages[0].content }}", "{{ raise_exception('no\nsuch role') }}", "{{ 1 / 0 }}"]
-PIECES += [
-    "{{ raise_exception(m) }}",
-    "{{ missing.deeper }}",
-    "{{ m.content[99] }}",
-    "{% include 'x' %}",
-    "{% if",
-    "{#",
-]
-PIECES += [
-    "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
-    "{% extends 'x' %}",
-    "{% import 'os' as o %}",
-    "#}",
-    "{%",
-]
-PIECES += [
-    "{% set x = namespace(n=0) %}",
-    "{% set x.n = x.n + 1 %}",
-    "{{ loop.index }}",
-    "{{ lipsum() }}",
-    "{% break %}",
-]
+PIECES = [*CHATML, "{% if m.role == 'user' %}", "{% else %}", "{{ m['content'] | trim }}", "{{ eos_token }}", "{{"]
+PIECES += ["}}", "{{ messages }}", "{{ messages[0].content }}", "{{ raise_exception('no\nsuch role') }}"]
+PIECES += ["{{ 1 / 0 }}", "{{ raise_exception(m) }}", "{{ missing.deeper }}", "{{ m.content[99] }}"]
+PIECES += ["{% include 'x' %}", "{% if", "{#", "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"]
+PIECES += ["{% extends 'x' %}", "{% import 'os' as o %}", "#}", "{%", "{% set x = namespace(n=0) %}"]
+PIECES += ["{% set x.n = x.n + 1 %}", "{{ loop.index }}", "{{ lipsum() }}", "{% break %}"]
 PIECES += ["{% for i in range(99999) %}{% endfor %}", "{{ 9 ** 9 }}", "{% raw %}", "\0", "\ud800", "{{ '\\ud800' }}"]
-PIECES += ["{{ ''.__class__.__mro__ }}", "{{ m.update({'content': 'x'}) }}", "{% generation %}", "{% endgeneration %}"]
-PIECES += ["{{ strftime_now('%Y') }}", "{{ m.content.encode() }}", "{{ '%s' | format(m.content) }}"]
+PIECES += ["{{ ''.__class__.__mro__ }}", "{{ m.update({'content': 'x'}) }}", "{% generation %}"]
+PIECES += ["{% endgeneration %}", "{{ strftime_now('%Y') }}", "{{ m.content.encode() }}"]
+PIECES += ["{{ '%s' | format(m.content) }}"]
 
 
 @st.composite
@@ -587,11 +560,9 @@ class Lame(Shipped):
     ],
 )
 def test_nonsense_on_one_rank_ends_both_with_one_line(tmp_path, how, message):
-    (tmp_path / "site").mkdir()
-    install(tmp_path / "site", "accel-sft-lame", "lame = accel_sft_lame:Lame", ONE_RANK)
-    site = {"PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")))}
+    (tmp_path / "lame.py").write_text(ONE_RANK)
     small = ("--max-steps", "2", "--train-examples", "40", "--validation-examples", "7", "--global-batch-size", "10")
-    run = accel_sft("lame", "--how", how, *small, yaml="ddp", run_dir=tmp_path / "run", environment=site)
+    run = accel_sft(f"{tmp_path}/lame.py:Lame", "--how", how, *small, yaml="ddp", run_dir=tmp_path / "run")
     assert run.status == 1
     (line,) = re.findall(r"^Error: (?!.*after another rank).*", run.output, re.M)
     assert re.fullmatch(f"Error: {message}", line)

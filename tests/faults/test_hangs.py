@@ -10,9 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -23,7 +21,7 @@ from conftest import accel_sft
 from fake_plugins import install
 from limits import limit, wait_for
 from models import make_tiny
-from places import CONFIGS, SUPPORT
+from places import SUPPORT, launcher
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import shards
@@ -120,11 +118,9 @@ def test_hanging_evaluation_shows_its_stack_on_the_terminal(tmp_path):
 
 @pytest.mark.parametrize("when", ["amid steps", "as it starts"])
 def test_stopped_process_is_named_and_frees_the_launcher(tmp_path, when):
-    command = [str(Path(sysconfig.get_path("scripts"), "accelerate-launch")), "--mixed_precision", "no"]
-    command += ["--config_file", str(CONFIGS / "ddp.yaml"), "--main_process_port", "0"]
-    command += ["-m", "accel_sft", "math", *JOB, "--eval-every", "off", "--output-dir", str(tmp_path / "run")]
+    command = launcher("ddp", "--mixed_precision", "no", "-m", "accel_sft", "math", *JOB, "--eval-every", "off")
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log)
+        process = subprocess.Popen([*command, "--output-dir", str(tmp_path / "run")], stdout=log, stderr=log)
     try:
         saved = tmp_path / "run" / "checkpoints" / "step-000002"
         come_so_far = saved.exists if when == "amid steps" else lambda: rank_below(process.pid, 1)

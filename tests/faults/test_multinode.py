@@ -199,17 +199,12 @@ with exit.ExitHandler(), signals.StopSignals() as stopping, watchdog.Watchdog(60
 @pytest.mark.parametrize(
     ("ends", "why"),
     [
-        pytest.param(
-            "os.kill(os.getpid(), 9)",
-            r"rank 2 on \S+: rank 3 (was killed|ended without an error message)",
-            marks=LONG,
-            id="killed",
-        ),
-        pytest.param(
-            "raise UserError('out of memory')", r"rank 3 on \S+: out of memory", marks=LONG, id="with an error"
-        ),
+        ("os.kill(os.getpid(), 9)", r"rank 2 on \S+: rank 3 (was killed|ended without an error message)"),
+        ("raise UserError('out of memory')", r"rank 3 on \S+: out of memory"),
     ],
+    ids=["killed", "with an error"],
 )
+@LONG
 def test_failure_on_the_second_machine_ends_both_launchers(tmp_path, ends, why):
     script = tmp_path / "in_c.py"
     script.write_text(IN_C.replace("BEGAN", str(tmp_path / "began")).replace("ENDS", ends))
@@ -235,11 +230,14 @@ def test_two_machines_restart_after_one_lost_its_rank(launcher, launched, tmp_pa
     said = (tmp_path / "run-0.log").read_text()
     assert ends == [0, 0], said + (tmp_path / "run-1.log").read_text()
     assert "resumed" in said
+    has_the_curve_of_one_machine(launched, run_dir)
+
+
+def has_the_curve_of_one_machine(launched, run_dir):
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
-    expected = [line["loss"] for line in whole(launched, "plain").lines()]
     assert len(losses) == STEPS
-    assert losses == pytest.approx(expected, rel=2e-4)
+    assert losses == pytest.approx([line["loss"] for line in whole(launched, "plain").lines()], rel=2e-4)
 
 
 def test_machines_that_differ_in_a_librarys_version_are_named():
@@ -279,9 +277,7 @@ def test_two_machines_of_which_one_differs(launched, tmp_path, differs):
         return
     assert ends == [0, 0], said
     assert "(Not a directory, on machine-1); they are made for this run only" in said
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    expected = [line["loss"] for line in whole(launched, "plain").lines()]
-    assert [line["loss"] for line in lines if "loss" in line] == pytest.approx(expected, rel=2e-4)
+    has_the_curve_of_one_machine(launched, tmp_path / "run")
 
 
 SLURM = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (DOCS / "multinode.md").read_text(), re.S)[1]
@@ -342,6 +338,4 @@ def test_slurm_job_continues_after_its_time_limit(launched, tmp_path, status):
         assert not (tmp_path / "requeued").exists()
     finally:
         job.kill()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    expected = [line["loss"] for line in whole(launched, "plain").lines()]
-    assert [line["loss"] for line in lines if "loss" in line] == pytest.approx(expected, rel=2e-4)
+    has_the_curve_of_one_machine(launched, tmp_path / "run")

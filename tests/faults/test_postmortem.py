@@ -91,12 +91,8 @@ def test_rank_in_c_names_its_lost_rank_on_sigterm(tmp_path, state, ends, message
     survivor = SIGNALLED.replace("ATTEMPT", str(tmp_path)).replace("STATE", state)
     environment = {**os.environ, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "one", "WORLD_SIZE": "2"}
     environment["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "0" / "error.json")
-    done = subprocess.run(
-        [sys.executable, "-c", SIGNALLING + LAUNCHER, survivor, ends.replace("ATTEMPT", str(tmp_path))],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", SIGNALLING + LAUNCHER, survivor, ends.replace("ATTEMPT", str(tmp_path))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout.startswith(f"Error: {message}"), done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["status"] == "failed"
@@ -105,9 +101,7 @@ def test_rank_in_c_names_its_lost_rank_on_sigterm(tmp_path, state, ends, message
 
 def test_interrupted_rank_does_not_look_killed_to_others(tmp_path):
     (tmp_path / "0").mkdir()
-    code = (
-        "from accel_sft.resilience.exit import ExitHandler\nwith ExitHandler(): raise KeyboardInterrupt('by SIGTERM')"
-    )
+    code = "from accel_sft.resilience import exit\nwith exit.ExitHandler(): raise KeyboardInterrupt('by SIGTERM')"
     environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "0" / "error.json"), "WORLD_SIZE": "2"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "by SIGTERM\n")

@@ -7,15 +7,13 @@ from conftest import accel_sft, stopped
 from reference_job import FP32, JOB, layout, resumed, same_curve
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+LONG = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        pytest.param(
-            "z2",
-            "ranks 2, now 1; backend DeepSpeed, now one process; ZeRO stage 2, now none",
-            marks=pytest.mark.long,
-        ),
+        pytest.param("z2", "ranks 2, now 1; backend DeepSpeed, now one process; ZeRO stage 2, now none", marks=LONG),
         ("plain", "ranks 1, now 2; backend one process, now DeepSpeed; ZeRO stage none, now 3"),
     ],
     ids=["z2", "plain"],
@@ -62,9 +60,8 @@ def test_resumed_run_has_the_end_best_and_curves_of_unstopped(launched, tmp_path
             for run in (whole, again)
         )
         assert [line["step"] for line in reports] == [line["step"] for line in retold]
-        assert [(line.get("loss"), line.get("accuracy"), line.get("epoch")) for line in reports] == [
-            (line.get("loss"), line.get("accuracy"), line.get("epoch")) for line in retold
-        ]
+        for key in ("loss", "accuracy", "epoch"):
+            assert [line.get(key) for line in reports] == [line.get(key) for line in retold]
     assert curves(run_dir) == curves(whole.run_dir)
     assert curves(run_dir)
     assert again.result().get("best_step") == whole.result().get("best_step")
@@ -72,13 +69,7 @@ def test_resumed_run_has_the_end_best_and_curves_of_unstopped(launched, tmp_path
 
 @pytest.mark.parametrize(
     "way",
-    [
-        "ddp",
-        *(
-            pytest.param(way, marks=pytest.mark.long)
-            for way in ("z2", "z3", "z2 --adapter lora", "z2 --compile", "--compile")
-        ),
-    ],
+    ["ddp", *(pytest.param(way, marks=LONG) for way in ("z2", "z3", "z2 --adapter lora", "z2 --compile", "--compile"))],
 )
 def test_bf16_and_compiled_blocks_resume_bit_for_bit(tmp_path, way):
     yaml, *more = way.split() if way[0] != "-" else (None, way)

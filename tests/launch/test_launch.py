@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from places import ROOT
+from places import ROOT, launcher
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -272,21 +272,22 @@ REFUSED_YAML = {
     "rows shared by unequal groups": (sized(Z2, 3, sp=2), 0, "3 processes cannot be divided into groups of 2"),
     "rows shared and groups": (sized(Z2, sp=2, dp_replicate=2), 0, "remove them: they follow from --num_processes"),
 }
-OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+def offloading(stage, **more):
+    """A DeepSpeed JSON that offloads the optimizer at this stage."""
+    return {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu", **more}}}
+
+
+ZENFLOW = offloading(2)["zero_optimization"] | {"zenflow": {"topk_ratio": 0.1}}
 REFUSED_JSON = {
     "tensor parallelism": (JSON | {"tensor_parallel": {"autotp_size": 2}}, "autotp_size 2: DeepSpeed's"),
     "typo": (JSON | {"gradient_cliping": 1.0}, "did you mean gradient_clipping?"),
     "fp16 and bf16": (JSON | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
     "optimizer": (JSON | {"optimizer": {"type": "AdamW"}}, "--learning-rate"),
-    "ratio in words": (
-        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": "half"}}},
-        "offload_optimizer ratio is no number from 0 to 1",
-    ),
-    "ratio at stage 2": (
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
-        "offload_optimizer ratio 0.3: only stage 3 with device cpu offloads a part",
-    ),
-    "zenflow": ({"zero_optimization": OFFLOADED | {"zenflow": {"topk_ratio": 0.1}}}, "zenflow applies a part of"),
+    "ratio in words": (offloading(3, ratio="half"), "offload_optimizer ratio is no number from 0 to 1"),
+    "ratio at stage 2": (offloading(2, ratio=0.3), "ratio 0.3: only stage 3 with device cpu offloads a part"),
+    "zenflow": ({"zero_optimization": ZENFLOW}, "zenflow applies a part of"),
     "no ZeRO": ({"bf16": {"enabled": "auto"}}, "ds.json: zero_optimization.stage is missing: add"),
     "no stage": ({"zero_optimization": None}, "zero_optimization.stage is missing"),
     "no gather": ({"zero_optimization": {"stage": 3}}, "stage3_gather_16bit_weights_on_model_save: true"),
@@ -297,10 +298,7 @@ REFUSED_JSON = {
         {"zero_optimization": {"stage": 2, "stage3_param_persistence_treshold": 10}},
         "stage3_param_persistence_treshold is unknown: did you mean stage3_param_persistence_threshold?",
     ),
-    "typo in an offload": (
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memoy": True}}},
-        "zero_optimization.offload_optimizer.pin_memoy is unknown: did you mean pin_memory?",
-    ),
+    "typo in an offload": (offloading(2, pin_memoy=True), "offload_optimizer.pin_memoy is unknown: did you mean pin_m"),
     "value of no form": ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}, "refuses its value"),
 }
 
@@ -357,6 +355,7 @@ def test_all_errors_are_raised_together(tmp_path, built):
     assert len(raised.value.problems) == 3
 
 
+ZERO_PP = {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}
 WARNS = {
     "accumulation": ({"zero_stage": 2, "gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps 4 is not"),
     "clipping": ({"zero_stage": 2, "gradient_clipping": 0.5}, {}, "--max-grad-norm 1 is"),
@@ -366,11 +365,7 @@ WARNS = {
     "JSON unlike any": ({}, JSON | {"qqqq": 1}, "ignored in silence"),
     "JSON checkpointing": ({}, JSON | {"activation_checkpointing": {}}, "--gradient-checkpointing decides"),
     "JSON exchange": ({}, JSON | {"communication_data_type": "fp16"}, "communication_data_type fp16: gradients are"),
-    "JSON ZeRO++": (
-        {},
-        {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}},
-        "zero_quantized_gradients true: gradients are less exact",
-    ),
+    "JSON ZeRO++": ({}, ZERO_PP, "zero_quantized_gradients true: gradients are less exact"),
 }
 
 
@@ -778,30 +773,22 @@ LAUNCHER = ["/x/python3", "/x/bin/accelerate", "launch", "--config_file", "z 2.y
 
 
 @pytest.mark.parametrize(
-    ("launcher", "typed", "settings", "expected"),
+    ("launcher", "typed", "output_dir", "expected"),
     [
-        (
-            LAUNCHER,
-            [],
-            {},
-            "/x/bin/accelerate launch --config_file 'z 2.yaml' -m accel_sft math --output-dir a --resume auto",
-        ),
-        ([], ["python", "-m", "accel_sft", "math"], {}, "python -m accel_sft math --output-dir a --resume auto"),
-        ([], ["/x/python", "bin/accel-sft", "math"], {}, "bin/accel-sft math --output-dir a --resume auto"),
-        ([], ["x", "--output-dir", "r"], {"output_dir": "r"}, "x --output-dir r --resume auto"),
-        (
-            [],
-            ["x", "--hf-token", "a", "--output-dir", "r"],
-            {"output_dir": "r"},
-            "x --hf-token '***' --output-dir r --resume auto",
-        ),
-        ([], ["x", "--resume=auto", "--output-dir", "r"], {"output_dir": "r"}, "x --resume=auto --output-dir r"),
+        (LAUNCHER, "", None, "/x/bin/accelerate launch --config_file 'z 2.yaml' -m accel_sft math --output-dir a"),
+        ([], "python -m accel_sft math", None, "python -m accel_sft math --output-dir a"),
+        ([], "/x/python bin/accel-sft math", None, "bin/accel-sft math --output-dir a"),
+        ([], "x --output-dir r", "r", "x --output-dir r"),
+        ([], "x --hf-token a --output-dir r", "r", "x --hf-token '***' --output-dir r"),
     ],
 )
-def test_command_to_continue_a_run_is_its_first_command(launcher, typed, settings, expected, monkeypatch):
+def test_command_to_continue_a_run_is_its_first_command(launcher, typed, output_dir, expected, monkeypatch):
     monkeypatch.setattr(describe, "launcher_command", lambda: (launcher, Path()))
-    monkeypatch.setattr(sys, "orig_argv", typed)
-    assert describe.resume_command(Path.cwd() / "a", settings.get("output_dir")) == expected
+    monkeypatch.setattr(sys, "orig_argv", typed.split())
+    assert describe.resume_command(Path.cwd() / "a", output_dir) == f"{expected} --resume auto"
+    monkeypatch.setattr(sys, "orig_argv", ["x", "--resume=auto", "--output-dir", "r"])
+    monkeypatch.setattr(describe, "launcher_command", lambda: ([], Path()))
+    assert describe.resume_command(Path.cwd() / "a", "r") == "x --resume=auto --output-dir r"
 
 
 def test_under_torchrun_the_command_that_continues_a_run_is_torchruns(monkeypatch):
@@ -896,14 +883,9 @@ def test_two_real_ranks_are_one_world(name, flags, precision, tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     config_file = str(ROOT / "accelerate_configs" / f"{name}.yaml")
-    accelerate = Path(sysconfig.get_path("scripts"), "accelerate")  # also where the environment is not activated
-    done = subprocess.run(
-        [accelerate, "launch", "--config_file", config_file, "--main_process_port", "0", *flags, script, tmp_path],
-        env={**os.environ, "PLANTED_BF16": "avx512_bf16"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = launcher(name, *flags, str(script), str(tmp_path))
+    variables = {**os.environ, "PLANTED_BF16": "avx512_bf16"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     answer = json.loads((tmp_path / "answer.json").read_text())
     record = answer["record"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import fsdp2_on_cpu
 import pytest
 import yaml
 from accelerate.state import AcceleratorState
-from conftest import accel_sft
+from conftest import accel_sft, stopped
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -55,12 +54,10 @@ def test_planted_instructions_reach_child_processes(planted, flags, tmp_path, mo
     code = "from accel_sft.launch.precision import cpu_flags; print(cpu_flags())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == f"{flags}\n"
     AcceleratorState._reset_state(reset_partial_state=True)
-    assert precision.choose_precision(launch_of_a_rank(tmp_path, BARE), ON_CPU).precision[0] == (
-        "bf16" if flags else "no"
-    )
-    precision.choose_precision(
-        launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "no"}), ON_CPU
-    )  # depends on no CPU
+    chosen = precision.choose_precision(launch_of_a_rank(tmp_path, BARE), ON_CPU).precision[0]
+    assert chosen == ("bf16" if flags else "no")
+    named = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "no"})
+    precision.choose_precision(named, ON_CPU)  # depends on no CPU
     assert (tmp_path / "noted").read_text() == f"{os.environ['PYTEST_CURRENT_TEST']}\n" * 3
 
 
@@ -78,28 +75,20 @@ def launch_of_a_rank(folder, content, *flags, user="", deepspeed=None, arrived="
     return read_launch(handed, command, users={"ACCELERATE_MIXED_PRECISION": user} if user else {})
 
 
-AUTO = {"bf16": {"enabled": "auto"}}
+AUTO, BARE_NO, FLAG = {"bf16": {"enabled": "auto"}}, BARE | {"mixed_precision": "no"}, ("--mixed_precision", "bf16")
 NAMED = {
     "nothing": ((BARE,), {}, None),
     "the launcher's own no": ((DEEPSPEED,), {}, None),
     "a flag": ((BARE, "--mixed_precision", "no"), {}, ("no", "--mixed_precision")),
-    "the yaml": ((BARE | {"mixed_precision": "no"},), {}, ("no", "launch.yaml")),
-    "a flag over the yaml": (
-        (BARE | {"mixed_precision": "no"}, "--mixed_precision", "bf16"),
-        {"arrived": "bf16"},
-        ("bf16", "--mixed_precision"),
-    ),
+    "the yaml": ((BARE_NO,), {}, ("no", "launch.yaml")),
+    "a flag over the yaml": ((BARE_NO, *FLAG), {"arrived": "bf16"}, ("bf16", "--mixed_precision")),
     "the user's variable": ((BARE,), {"user": "bf16"}, ("bf16", "ACCELERATE_MIXED_PRECISION")),
-    "the yaml over it": ((BARE | {"mixed_precision": "no"},), {"user": "bf16"}, ("no", "launch.yaml")),
+    "the yaml over it": ((BARE_NO,), {"user": "bf16"}, ("no", "launch.yaml")),
     "JSON on": ((DEEPSPEED,), {"deepspeed": {"bf16": {"enabled": True}}}, ("bf16", "ds.json")),
     "JSON off": ((DEEPSPEED,), {"deepspeed": {"bf16": {"enabled": False}}}, ("no", "ds.json")),
     "JSON auto": ((DEEPSPEED,), {"deepspeed": AUTO}, None),
     "JSON without a word": ((DEEPSPEED,), {"deepspeed": {}}, None),
-    "JSON auto and a flag": (
-        (DEEPSPEED, "--mixed_precision", "bf16"),
-        {"deepspeed": AUTO, "arrived": "bf16"},
-        ("bf16", "--mixed_precision"),
-    ),
+    "JSON auto and a flag": ((DEEPSPEED, *FLAG), {"deepspeed": AUTO, "arrived": "bf16"}, ("bf16", "--mixed_precision")),
 }
 
 
@@ -182,19 +171,8 @@ def test_plan_and_compare_follow_the_machine_that_they_are_for(tmp_path, monkeyp
         assert setting.launch["precision"] == expected
 
 
-JOB = (
-    "math",
-    "--max-steps",
-    "2",
-    "--max-number",
-    "20",
-    "--validation-examples",
-    "5",
-    "--eval-every",
-    "off",
-    "--save-every",
-    "1",
-)
+JOB = ("math", "--max-steps", "2", "--max-number", "20", "--validation-examples", "5")
+JOB += ("--eval-every", "off", "--save-every", "1")
 NONE = {"PLANTED_BF16": "none"}
 
 
@@ -238,10 +216,7 @@ def test_json_without_precision_computes_and_records_bf16(tmp_path):
 
 def test_resumed_run_keeps_and_reports_its_precision(launched, tmp_path):
     whole = launched("begun in bf16", *JOB, yaml="ddp", environment={"PLANTED_BF16": "bf16"})
-    shutil.copytree(whole.run_dir, folder := tmp_path / "run")
-    shutil.rmtree(folder / "checkpoints/step-000002")
-    shutil.rmtree(folder / "final")
-    (folder / "result.json").write_text('{"status": "running"}')
+    folder = stopped(whole, tmp_path / "run", 1)
     again = {"yaml": "ddp", "environment": NONE, "run_dir": folder}
     refused = accel_sft(*JOB, "--resume", "auto", launcher=("--mixed_precision", "no"), **again)
     assert refused.status != 0

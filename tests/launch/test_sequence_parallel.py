@@ -144,10 +144,9 @@ def test_model_of_one_key_head_evaluates_between_shared_steps(tmp_path, key_head
 @pytest.mark.parametrize("tokens", [pytest.param(1024, marks=pytest.mark.long)])
 def test_ranks_that_share_a_row_halve_its_activations(tokens):
     took = {}
+    printing = {"module": "activations", "environment": {"PYTHONPATH": str(SUPPORT)}}
     for name in ("z3", "z3_sp"):
-        done = accel_sft(
-            str(tokens), yaml=name, launcher=FP32, module="activations", environment={"PYTHONPATH": str(SUPPORT)}
-        )
+        done = accel_sft(str(tokens), yaml=name, launcher=FP32, **printing)
         assert done.status == 0, done.output
         took[name] = [int(number) for number in re.search(r"kept (\d+) MiB, peak (\d+) MiB", done.output).groups()]
     for shared, alone in zip(took["z3_sp"], took["z3"], strict=True):
@@ -168,9 +167,8 @@ def test_sequence_groups_have_one_curve_and_portable_checkpoints(launched, tmp_p
     other = accel_sft(*arguments, "--resume", "auto", run_dir=folder, yaml="z2", launcher=FP32)
     assert other.status == 0, other.output
     same_curve(layout(launched, "plain").lines(), other.lines())
-    evaluated = accel_sft(
-        "evaluate", "math", "--model", str(whole.run_dir), run_dir=tmp_path / "evaluation", yaml="z3_sp", launcher=FP32
-    )
+    shared = {"run_dir": tmp_path / "evaluation", "yaml": "z3_sp", "launcher": FP32}
+    evaluated = accel_sft("evaluate", "math", "--model", str(whole.run_dir), **shared)
     assert evaluated.status == 0, evaluated.output
     metrics = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
     assert metrics["eval_loss"] == pytest.approx(whole.result()["after"]["eval_loss"], rel=1e-5)

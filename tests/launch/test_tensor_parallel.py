@@ -45,9 +45,8 @@ def cut(tmp_path_factory):
     for name in FAMILIES:
         torch.manual_seed(1)
         transformers.AutoModelForCausalLM.from_config(settings(name)).save_pretrained(root / name)
-    done = accel_sft(
-        str(root), yaml="tp", launcher=FP32, module="tensor_families", environment={"PYTHONPATH": str(SUPPORT)}
-    )
+    families = {"module": "tensor_families", "environment": {"PYTHONPATH": str(SUPPORT)}}
+    done = accel_sft(str(root), yaml="tp", launcher=FP32, **families)
     assert done.status == 0, done.output[-6000:]
     return json.loads((root / "found.json").read_text())
 
@@ -121,8 +120,7 @@ def ranks_that_share_matrices_answer_and_export_as_one_process_does(launched):
     for one, other in zip(ours.lines("eval_loss"), theirs.lines("eval_loss"), strict=True):
         assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=2e-5)
         assert one["accuracy"] == other["accuracy"]
-    answers = [[row["generated"] for row in map(json.loads, sample.open())] for sample in samples(ours)]
-    assert answers == [[row["generated"] for row in map(json.loads, sample.open())] for sample in samples(theirs)]
+    assert answers(ours) == answers(theirs)
     exported, expected = weights(ours.run_dir / "final"), weights(theirs.run_dir / "final")
     assert exported.keys() == expected.keys()  # tied weights once
     for name, weight in exported.items():
@@ -130,8 +128,9 @@ def ranks_that_share_matrices_answer_and_export_as_one_process_does(launched):
     assert "distributed_config" not in (ours.run_dir / "final" / "config.json").read_text()
 
 
-def samples(run):
-    return sorted((run.run_dir / "samples").glob("*.jsonl"))
+def answers(run):
+    files = sorted((run.run_dir / "samples").glob("*.jsonl"))
+    return [[row["generated"] for row in map(json.loads, file.open())] for file in files]
 
 
 def a_stopped_run_goes_on_to_the_same_bits(launched, tmp_path):
