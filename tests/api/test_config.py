@@ -67,14 +67,8 @@ def test_what_goes_together_is_no_problem(values):
         ({"save_every": "0"}, "--save-every 0"),
         ({"keep_checkpoints": "0"}, "--keep-checkpoints 0: expected a number of checkpoints, or every:N"),
         ({"keep_checkpoints": "every:x"}, "--keep-checkpoints every:x: expected a number"),
-        (
-            {"keep_checkpoints": "every:50", "save_every": "30"},
-            "--keep-checkpoints every:50: --save-every 30 makes none",
-        ),
-        (
-            {"keep_checkpoints": "every:50", "save_every": "off"},
-            "--keep-checkpoints every:50: --save-every off makes no",
-        ),
+        ({"keep_checkpoints": "every:50", "save_every": "30"}, "--keep-checkpoints every:50: --save-every 30 makes no"),
+        ({"keep_checkpoints": "every:50", "save_every": "off"}, "--keep-checkpoints every:50: --save-every off makes"),
         ({"micro_batch_size": "-1"}, "--micro-batch-size -1"),
         ({"patience": 2, "eval_every": "off"}, "--patience"),
         ({"init_from": "runs/a", "model": "x"}, "--init-from"),
@@ -115,12 +109,8 @@ def test_defaults_come_with_the_model_and_what_is_set_stays():
 
 
 def test_run_started_from_a_tiny_one_is_tiny(tmp_path):
-    for name, model, init_from in (
-        ("a", "tiny", None),
-        ("b", "tiny", "a"),
-        ("c", "org/model", None),
-        ("d", "tiny", "d"),
-    ):
+    runs = {"a": ("tiny", None), "b": ("tiny", "a"), "c": ("org/model", None), "d": ("tiny", "d")}
+    for name, (model, init_from) in runs.items():
         (tmp_path / name).mkdir()
         config = {"model": model, "init_from": init_from and str(tmp_path / init_from)}
         earlier = {"task": "math", "config": config, "task_options": {}}
@@ -152,10 +142,8 @@ YAML_VALUES = {
     **{f"number {text}": (f"seed: {text}\n", {"seed": int(text.strip("'"))}) for text in ("7", "010", "'7'", "1_000")},
     **{f"switch {word}": (f"debug: {word}\n", {"debug": True}) for word in ("true", "yes", "on", "True")},
     "switch off": ("profile: off\n", {"profile": False}),
-    "the word off": (
-        "eval_every: off\nsave-every: no\nresume: false\n",
-        {"eval_every": "off", "save_every": "off", "resume": "off"},
-    ),
+    "the word off": ("eval_every: off\nresume: false\n", {"eval_every": "off", "resume": "off"}),
+    "the word no": ("save-every: no\n", {"save_every": "off"}),
     "a list": ("lora-target-modules: [q_proj, v_proj]\n", {"lora_target_modules": "q_proj,v_proj"}),
 }
 

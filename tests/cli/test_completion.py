@@ -73,13 +73,10 @@ def test_every_shell_is_offered_files(complete):
 @pytest.mark.parametrize("tool", [(), ("check",)])
 def test_the_values_of_a_shipped_tasks_options_are_completed(tool):
     words = ("accel-sft", *tool, "chat", "--metric", "e")
-    variables = {
-        "_ACCEL_SFT_COMPLETE": "bash_complete",
-        "COMP_WORDS": " ".join(words),
-        "COMP_CWORD": str(len(words) - 1),
-    }
+    typed = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
     program = Path(sys.executable).parent / "accel-sft"
-    done = subprocess.run([program], capture_output=True, text=True, env={**os.environ, **variables})
+    variables = {**os.environ, "_ACCEL_SFT_COMPLETE": "bash_complete", **typed}
+    done = subprocess.run([program], capture_output=True, text=True, env=variables)
     assert (done.stdout, done.stderr) == ("plain,exact\n", "")
 
 

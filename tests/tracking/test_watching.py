@@ -38,9 +38,8 @@ def test_step_time_divides_without_rest_and_without_evaluations():
     time.add(0.1, spent)
     time.add(0.1, {**spent, PAUSE: 50.0})
     totals = time.totals()
-    assert totals["parts"] == pytest.approx(
-        {**{name: 2 * seconds for name, seconds in spent.items()}, "the rest": 0.02}
-    )
+    twice = {name: 2 * seconds for name, seconds in spent.items()}
+    assert totals["parts"] == pytest.approx(twice | {"the rest": 0.02})
     assert (totals["steps"], totals["seconds"]) == (2, pytest.approx(0.2))
     assert time_sentence(totals) == (
         "a step took 0.1 s in the mean of 2: 40% backward, 20% forward, 15% optimizer, "
@@ -99,20 +98,18 @@ def watched(
     return [*filter(None, warnings)]
 
 
+OFFLOADED = {"offloaded": ["optimizer", "param"]}
 CAUSES = {
     "batches": ({"spent": {BATCHES: 0.34}}, "making batches takes 34% of a step: look at the disk"),
     "optimizer": (
-        {"spent": {OPTIMIZER: 0.6, BATCHES: 0.25}, "offloaded": ["optimizer", "param"]},
+        {"spent": {OPTIMIZER: 0.6, BATCHES: 0.25}, **OFFLOADED},
         "the optimizer on the host takes 60% of a step",
     ),
     "other ranks": ({"waits": [0.1, 0.5], "ranks": 2}, "it waits for rank 0 for 40% of a step or longer"),
-    "ranks that wait in their forwards": (
-        {"waits": [math.nan, math.nan], "ranks": 2},
-        "neither batches nor the optimizer",
-    ),
+    "ranks that wait in their forwards": ({"waits": [math.nan] * 2, "ranks": 2}, "neither batches nor the optimizer"),
     "images": ({"spent": {BATCHES: 0.34}, "images": True}, "look at the images' size"),
     "weights on the host": (
-        {"spent": {OPTIMIZER: 0.1}, "offloaded": ["optimizer", "param"]},
+        {"spent": {OPTIMIZER: 0.1}, **OFFLOADED},
         "weights are copied from the host for every layer",
     ),
     "small forwards": ({"tokens": 1024, "forwards": 8}, "a forward has 128 tokens"),
