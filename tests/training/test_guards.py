@@ -257,7 +257,7 @@ def test_finished_run_without_checkpoints_refuses_other_settings(copy, called):
     assert (folder / "base" / "tokenizer.json").stat().st_mtime_ns == before
 
 
-def test_a_finished_run_says_whether_its_data_has_changed_since(tmp_path):
+def test_a_finished_run_says_whether_its_data_has_changed_since(called, tmp_path):
     rows = [json.dumps({"instruction": f"{number}?", "output": str(number)}) + "\n" for number in range(8)]
     for name in ("one", "two"):
         (tmp_path / f"{name}.jsonl").write_text("".join(rows))
@@ -267,16 +267,15 @@ def test_a_finished_run_says_whether_its_data_has_changed_since(tmp_path):
     assert first.status == 0, first.output
 
     def again():
-        done = accel_sft(*job, run_dir=tmp_path / "run")
+        done = called(*job, run_dir=tmp_path / "run")
         assert done.status == 0, done.output
         assert "this run is finished" in done.output
         return " ".join(done.output.partition("report.md")[2].split())
 
     assert again() == ""
     (tmp_path / "two.jsonl").write_text("".join(rows[:4]))
-    assert again() == (
-        f"its data has changed since ({tmp_path}/two.jsonl): to train on it, start a run in another folder"
-    )
+    changed = f"its data has changed since ({tmp_path}/two.jsonl): to train on it, start a run in another folder"
+    assert again() == changed
     (tmp_path / "two.jsonl").unlink()
     assert again().startswith(f"its data can no longer be read: {tmp_path}/two.jsonl: cannot be read (No such file")
 
@@ -329,11 +328,11 @@ def test_a_failed_start_leaves_no_folder_that_nobody_named(called, tmp_path, mon
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_refused_run_leaves_nothing_for_tensorboard_or_report(tmp_path, monkeypatch):
+def test_refused_run_leaves_nothing_for_tensorboard_or_report(called, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few = ("math", "--train-examples", "60", "--adapter", "lora", "--lora-target-modules", "none_such")
     for folder in (None, tmp_path / "named"):  # refused once the model is there
-        refused = accel_sft(*few, run_dir=folder)
+        refused = called(*few, run_dir=folder)
         assert (refused.status, "none_such" in refused.output) == (1, True), refused.output
     assert [*tmp_path.rglob("*")] == [tmp_path / "runs"]
 
@@ -476,13 +475,13 @@ def test_a_longer_run_is_refused_with_the_way_out(tmp_path):
     assert refusal().endswith(f"or start a new run from its weights: --init-from {tmp_path}")
 
 
-def test_broken_record_is_named_and_broken_result_is_rewritten(copy):
+def test_broken_record_is_named_and_broken_result_is_rewritten(copy, called):
     whole, folder = copy
     (folder / "result.json").write_text('{"status": "comp')
     assert RunDir(folder).read_status() is None
     record = (folder / "run.json").read_text()
     (folder / "run.json").write_text(record[:100])
-    refused = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder)
+    refused = called(*whole.arguments, "--resume", "auto", run_dir=folder)
     assert refused.status == 1
     assert f"{folder / 'run.json'}: cannot be read" in refused.output
     (folder / "run.json").write_text(record)

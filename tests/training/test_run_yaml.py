@@ -94,9 +94,8 @@ def test_run_yaml_gives_every_setting_back_but_asks_for_secrets(tmp_path):
     usual = {"output_dir": None, "resume": "off", "dry_run": False}
     assert TrainConfig(**values).resolved({}) == dataclasses.replace(config.resolved({}), **usual)
     assert "sk-1" not in text
-    partly = written(
-        tmp_path / "partly", config, dataclasses.replace(task, word="https://me:sk-1@host/x", lines="***x")
-    )
+    secret_word = dataclasses.replace(task, word="https://me:sk-1@host/x", lines="***x")
+    partly = written(tmp_path / "partly", config, secret_word)
     values, problems = load_yaml(str(partly.settings), TrainConfig, Odd, given=["api_key"])
     assert problems[0].endswith("--word: secrets are not in a run's file; give it on the command line")
     assert values["lines"] == "***x"
