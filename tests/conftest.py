@@ -12,6 +12,7 @@ import runpy
 import shutil
 import signal
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ if (every_process := str(SUPPORT / "every_process")) not in os.environ.get("PYTH
     runpy.run_path(f"{every_process}/sitecustomize.py")
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two workers' threads would spin for the same cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 CUTS_WEIGHTS = pytest.mark.skipif(
     Version(importlib.metadata.version("torch")) < Version(LOWEST_TORCH), reason="this torch cuts no weights over ranks"
 )
@@ -141,6 +143,24 @@ def finished(*arguments: str, **options) -> Launched:
     run = accel_sft(*arguments, **options)
     assert run.status == 0, run.output[-6000:]
     return run
+
+
+@pytest.fixture
+def called(monkeypatch, capfd):
+    """`called(...)`: a command line in this process, for what ends before it computes: a refusal, a report, a plan."""
+    from accel_sft.__main__ import main
+
+    monkeypatch.setattr("accel_sft.launch.environment.prepare_environment", lambda debug=False: None)
+
+    def call(*arguments: str, run_dir: Path | None = None) -> Launched:
+        given = (*arguments, "--output-dir", str(run_dir)) if run_dir else arguments
+        monkeypatch.setattr(sys, "argv", ["accel-sft", *given])
+        monkeypatch.setenv("COLUMNS", "100")
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Launched(run_dir or Path(), ended.value.code, "".join(capfd.readouterr()), arguments, {})
+
+    return call
 
 
 def stopped(whole, folder, step):

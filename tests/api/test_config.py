@@ -67,14 +67,8 @@ def test_what_goes_together_is_no_problem(values):
         ({"save_every": "0"}, "--save-every 0"),
         ({"keep_checkpoints": "0"}, "--keep-checkpoints 0: expected a number of checkpoints, or every:N"),
         ({"keep_checkpoints": "every:x"}, "--keep-checkpoints every:x: expected a number"),
-        (
-            {"keep_checkpoints": "every:50", "save_every": "30"},
-            "--keep-checkpoints every:50: --save-every 30 makes none",
-        ),
-        (
-            {"keep_checkpoints": "every:50", "save_every": "off"},
-            "--keep-checkpoints every:50: --save-every off makes no",
-        ),
+        ({"keep_checkpoints": "every:50", "save_every": "30"}, "--keep-checkpoints every:50: --save-every 30 makes no"),
+        ({"keep_checkpoints": "every:50", "save_every": "off"}, "--keep-checkpoints every:50: --save-every off makes"),
         ({"micro_batch_size": "-1"}, "--micro-batch-size -1"),
         ({"patience": 2, "eval_every": "off"}, "--patience"),
         ({"init_from": "runs/a", "model": "x"}, "--init-from"),
@@ -114,20 +108,16 @@ def test_defaults_come_with_the_model_and_what_is_set_stays():
     assert TrainConfig(epochs=2.0).resolved(tiny).max_steps is None
 
 
-def test_a_run_that_starts_from_a_tiny_one_is_tiny_too(tmp_path):
-    for name, model, init_from in (
-        ("a", "tiny", None),
-        ("b", "tiny", "a"),
-        ("c", "org/model", None),
-        ("d", "tiny", "d"),
-    ):
+def test_run_started_from_a_tiny_one_is_tiny(tmp_path):
+    runs = {"a": ("tiny", None), "b": ("tiny", "a"), "c": ("org/model", None), "d": ("tiny", "d")}
+    for name, (model, init_from) in runs.items():
         (tmp_path / name).mkdir()
         config = {"model": model, "init_from": init_from and str(tmp_path / init_from)}
         earlier = {"task": "math", "config": config, "task_options": {}}
         (tmp_path / name / "run.json").write_text(json.dumps(earlier))
     (tmp_path / "weights").mkdir()
-    found = {name: is_tiny("tiny", init_from=str(tmp_path / name)) for name in ("a", "b", "c", "d", "weights")}
-    assert found == {"a": True, "b": True, "c": False, "d": False, "weights": False}
+    tiny = {name: is_tiny("tiny", init_from=str(tmp_path / name)) for name in ("a", "b", "c", "d", "weights")}
+    assert tiny == {"a": True, "b": True, "c": False, "d": False, "weights": False}
     assert is_tiny("tiny")
     assert not is_tiny("org/model")
 
@@ -152,10 +142,8 @@ YAML_VALUES = {
     **{f"number {text}": (f"seed: {text}\n", {"seed": int(text.strip("'"))}) for text in ("7", "010", "'7'", "1_000")},
     **{f"switch {word}": (f"debug: {word}\n", {"debug": True}) for word in ("true", "yes", "on", "True")},
     "switch off": ("profile: off\n", {"profile": False}),
-    "the word off": (
-        "eval_every: off\nsave-every: no\nresume: false\n",
-        {"eval_every": "off", "save_every": "off", "resume": "off"},
-    ),
+    "the word off": ("eval_every: off\nresume: false\n", {"eval_every": "off", "resume": "off"}),
+    "the word no": ("save-every: no\n", {"save_every": "off"}),
     "a list": ("lora-target-modules: [q_proj, v_proj]\n", {"lora_target_modules": "q_proj,v_proj"}),
 }
 
@@ -172,7 +160,7 @@ def test_option_of_an_earlier_version_is_passed_over(yaml):
     assert ["accel-sft serve RUN" in problems[0], "PiSSA" in problems[1]] == [True, True]
 
 
-def test_run_that_began_with_pissa_is_not_resumed_as_plain_lora():
+def test_pissa_run_is_not_resumed_as_plain_lora():
     began = {"lora_init": "pissa", "generate_with": "vllm"}
     (line,) = changed(began, {})
     assert line == "--lora-init: the run was started with pissa, not default"
@@ -180,8 +168,8 @@ def test_run_that_began_with_pissa_is_not_resumed_as_plain_lora():
 
 
 def test_yaml_tells_all_its_problems(yaml):
-    told = refused(yaml("sise: 1\nadapter: lara\nseed: x\nadd: 2\ndebug: 1\n"))
-    assert told == [
+    problems = refused(yaml("sise: 1\nadapter: lara\nseed: x\nadd: 2\ndebug: 1\n"))
+    assert problems == [
         "line 1: unknown option 'sise'; did you mean size?",
         "line 2: --adapter lara: not one of none, lora, adalora",
         "line 3: --seed 'x': expected a whole number",
@@ -206,7 +194,7 @@ def test_yaml_refuses_a_name_given_twice_in_either_spelling(yaml):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("seed: 2001-13-45", "line 1: --seed '2001-13-45': expected a whole number"),
         ("seed: 1:30", "line 1: --seed '1:30': expected a whole number"),
@@ -226,8 +214,8 @@ def test_yaml_refuses_a_name_given_twice_in_either_spelling(yaml):
         ("seed: " + "[" * 5000, "expected option names and values, one `name: value` a line"),
     ],
 )
-def test_yaml_that_is_no_value_of_an_option_is_named_on_one_line(yaml, text, told):
-    assert refused(yaml(text)) == [told]
+def test_yaml_value_of_a_wrong_kind_is_one_line(yaml, text, message):
+    assert refused(yaml(text)) == [message]
 
 
 def test_a_file_may_name_its_task(yaml):

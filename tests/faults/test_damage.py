@@ -71,7 +71,7 @@ def test_every_byte_of_the_manifest_counts(checkpoints):
     manifest.verify(folder)
 
 
-def test_a_flipped_bit_anywhere_is_found_and_the_checkpoint_before_is_taken(checkpoints):
+def test_flipped_bit_makes_resume_take_the_checkpoint_before(checkpoints):
     folder, draw = checkpoints / "checkpoints" / "step-000006", random.Random(1)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != manifest.MANIFEST]
     sizes = [path.stat().st_size for path in files]
@@ -84,8 +84,8 @@ def test_a_flipped_bit_anywhere_is_found_and_the_checkpoint_before_is_taken(chec
         with pytest.raises(manifest.Damaged, match="other bytes than were written"):
             manifest.verify(folder)
         if number % 100 == 0:
-            found, (line,) = newest(RunDir(checkpoints), "auto")
-            assert found.name == "step-000003"
+            chosen, (line,) = newest(RunDir(checkpoints), "auto")
+            assert chosen.name == "step-000003"
             assert f"{folder}: passed over: {path.relative_to(folder)} has other bytes" in line
         flipped(path, at, bit)
     assert newest(RunDir(checkpoints), "auto") == (folder, [])
@@ -96,18 +96,18 @@ def test_every_file_that_was_cut_or_is_gone_is_named(checkpoints):
     for path in [path for path in sorted(folder.rglob("*")) if path.is_file()]:
         content = path.read_bytes()
         os.truncate(path, draw.randrange(len(content)))
-        found, (line,) = newest(RunDir(checkpoints), "auto")
-        assert found.name == "step-000003"
+        chosen, (line,) = newest(RunDir(checkpoints), "auto")
+        assert chosen.name == "step-000003"
         assert f"passed over: {path.relative_to(folder)}" in line
         path.unlink()
-        found, (line,) = newest(RunDir(checkpoints), "auto")
-        assert found.name == "step-000003"
+        chosen, (line,) = newest(RunDir(checkpoints), "auto")
+        assert chosen.name == "step-000003"
         assert path.name in line
         path.write_bytes(content)
     assert newest(RunDir(checkpoints), "auto")[0] == folder
 
 
-def test_a_file_that_the_manifest_does_not_name_is_damage_and_is_never_read(checkpoints):
+def test_file_outside_the_manifest_is_damage_and_never_read(checkpoints):
     folder, other = (checkpoints / "checkpoints" / name for name in ("step-000006", "step-000003"))
     weights = next(path for path in manifest.paths(folder) if path.suffix == ".safetensors")
     for stray in (folder / "rank-0002-000.safetensors", folder / "link.safetensors", folder / "deeper" / "notes.txt"):
@@ -116,8 +116,8 @@ def test_a_file_that_the_manifest_does_not_name_is_damage_and_is_never_read(chec
             stray.symlink_to(other / weights.name)
         else:
             shutil.copy(other / weights.name, stray)
-        found, (line,) = newest(RunDir(checkpoints), "auto")
-        assert found.name == "step-000003"
+        chosen, (line,) = newest(RunDir(checkpoints), "auto")
+        assert chosen.name == "step-000003"
         assert f"passed over: {stray.relative_to(folder)} is not in manifest.json" in line
         # one that comes after the check is not opened all the same
         assert stray not in manifest.paths(folder)
@@ -125,7 +125,7 @@ def test_a_file_that_the_manifest_does_not_name_is_damage_and_is_never_read(chec
     assert newest(RunDir(checkpoints), "auto")[0] == folder
 
 
-def test_elements_that_another_runs_file_would_bring_do_not_reach_the_weights(tmp_path):
+def test_elements_of_another_runs_file_never_reach_the_weights(tmp_path):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     write(accelerator, model, optimizer, tmp_path)
@@ -142,15 +142,15 @@ def test_what_a_kill_amid_a_replacement_left_is_put_right(tmp_path):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "file").write_text(name)
     settle(RunDir(tmp_path))
-    found = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("file")}
-    assert found == {
+    contents = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("file")}
+    assert contents == {
         "best/file": ".best.outgoing",
         "final/file": "final",
         "checkpoints/step-000003/file": "checkpoints/.step-000003.outgoing",
     }
 
 
-def test_a_folder_that_a_user_put_on_another_disk_is_replaced_and_what_a_kill_left_of_it_put_right(tmp_path):
+def test_linked_folder_is_replaced_and_repaired_after_a_kill(tmp_path):
     run_dir, elsewhere = RunDir(tmp_path / "run"), tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "old").touch()
@@ -170,7 +170,7 @@ def sealed(folder, files):
 
 
 @pytest.mark.parametrize("name", ["/etc/hostname", "../outside", "a/../../outside", "zero", "link", "pipe"])
-def test_a_manifest_leads_to_no_file_but_those_of_its_folder(tmp_path, name):
+def test_manifest_leads_only_to_files_of_its_folder(tmp_path, name):
     folder, outside = tmp_path / "folder", tmp_path / "outside"
     folder.mkdir()
     (folder / "a").mkdir()
@@ -187,7 +187,7 @@ def test_a_manifest_leads_to_no_file_but_those_of_its_folder(tmp_path, name):
         assert manifest.verify(folder) == {}
 
 
-def test_of_a_file_that_grows_no_more_is_read_than_was_written():
+def test_growing_file_is_read_only_to_its_written_size():
     assert len(manifest._digest(Path("/dev/zero"), 2**20)) == 64
 
 
@@ -205,22 +205,14 @@ def test_sealed_manifest_of_odd_fields_is_damage(tmp_path, files):
         manifest.verify(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\x00" * 8,
-        b"\xff" * 64,
-        (2**62).to_bytes(8, "little"),
-        b"\x02" + b"\x00" * 7 + b"[]",
-        "no colons",
-        "scalar",
-    ],
-)
-def test_a_resealed_checkpoint_of_other_content_is_told_in_a_line(tmp_path, content):
-    odd = {"no colons": {"weights": torch.ones(2)}, "scalar": {"weights:0:weight": torch.tensor(1.0)}}
+ODD = [b"", b"\x00" * 8, b"\xff" * 64, (2**62).to_bytes(8, "little"), b"\x02" + b"\x00" * 7 + b"[]"]
+ODD += [{"weights": torch.ones(2)}, {"weights:0:weight": torch.tensor(1.0)}]
+
+
+@pytest.mark.parametrize("content", ODD, ids=str)
+def test_resealed_checkpoint_of_other_content_is_one_line(tmp_path, content):
     file = tmp_path / "rank-0000-000.safetensors"
-    save_file(odd[content], file) if isinstance(content, str) else file.write_bytes(content)
+    save_file(content, file) if isinstance(content, dict) else file.write_bytes(content)
     manifest.write(tmp_path, {})
     model = torch.nn.Linear(3, 2)
     with pytest.raises(UserError, match="not a file that accel_sft wrote"):

@@ -7,12 +7,10 @@ import json
 import shutil
 import subprocess
 import sys
-import sysconfig
-from pathlib import Path
 
 import pytest
 from conftest import accel_sft
-from places import CONFIGS
+from places import launcher
 
 JOB = ("math", "--max-steps", "100", "--global-batch-size", "10", "--train-examples", "60", "--eval-every", "off")
 JOB += ("--micro-batch-size", "5", "--save-every", "20", "--seed", "7")
@@ -30,14 +28,11 @@ wait $run
 """A shell's lines: the run, a fault as it stands between two checkpoints, the run's exit status."""
 READ_ONLY = 'mount --bind "$0" "$0"; until mount -o remount,bind,ro "$0" 2>/dev/null; do sleep 0.02; done'
 GONE = 'mv "$0" "$0-elsewhere"'
+IS_GONE = "the folder is gone; put it back, then go on with --resume auto"
 
 
 def command(yaml=None):
-    if yaml is None:
-        return [sys.executable, "-m", "accel_sft"]
-    launch = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch"]
-    launch += ["--config_file", str(CONFIGS / f"{yaml}.yaml"), "--mixed_precision", "no"]
-    return [*launch, "--main_process_port", "0", "-m", "accel_sft"]
+    return [*(launcher(yaml, "--mixed_precision", "no") if yaml else [sys.executable]), "-m", "accel_sft"]
 
 
 def in_a_shell(script, folder, *arguments):
@@ -57,23 +52,18 @@ def test_folder_on_a_read_only_disk_is_refused(tmp_path):
 
 @mounting
 @pytest.mark.parametrize(
-    ("yaml", "fault", "told"),
+    ("yaml", "fault", "message"),
     [
         (None, READ_ONLY, "the folder can no longer be written; make it writable, then go on with --resume auto"),
-        *(
-            pytest.param(
-                yaml, GONE, "the folder is gone; put it back, then go on with --resume auto", marks=pytest.mark.long
-            )
-            for yaml in (None, "ddp")
-        ),
+        *(pytest.param(yaml, GONE, IS_GONE, marks=pytest.mark.long) for yaml in (None, "ddp")),
     ],
 )
-def test_lost_folder_ends_run_and_resume_continues(tmp_path, yaml, fault, told):
+def test_lost_folder_ends_run_and_resume_continues(tmp_path, yaml, fault, message):
     run_dir = tmp_path / "run"
     job = (*JOB, "--output-dir", str(run_dir))
     ended = in_a_shell(AMID.format(fault=fault), run_dir, *command(yaml), *job)
     assert ended.returncode == 1, ended.stderr
-    assert ended.stderr.count(f"Error: {run_dir}: {told}\n") == 1, ended.stderr
+    assert ended.stderr.count(f"Error: {run_dir}: {message}\n") == 1, ended.stderr
     said = ended.stderr.split("Error: ")[0]  # torchrun's own follows
     assert "Traceback" not in said
     if fault == GONE:

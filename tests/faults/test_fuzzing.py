@@ -13,7 +13,6 @@ import functools
 import gzip
 import io
 import json
-import os
 import random
 import re
 import shutil
@@ -29,7 +28,6 @@ import yaml
 from accelerate import Accelerator
 from checkpoints import saved
 from conftest import accel_sft
-from fake_plugins import install
 from hypothesis import strategies as st
 from limits import limit
 from models import Sums, encode
@@ -71,7 +69,7 @@ from accel_sft_math import Math
 
 EARLIER = STORED_RUNS / "0.1.0"
 LONG = pytest.param(3340, marks=[pytest.mark.long, pytest.mark.timeout(1800)])
-each = pytest.mark.parametrize("count", [170, LONG])
+counts = pytest.mark.parametrize("count", [170, LONG])
 
 
 @pytest.fixture(scope="module")
@@ -110,21 +108,21 @@ def files(draw):
     return task, suffix, content, len(rows) if good else None
 
 
-@each
+@counts
 def test_rows(count, tokenizer, tmp_path):
     def check(drawn, large, most, truncation):
         kind, suffix, content, expected = drawn
         path = tmp_path / f"rows{suffix}"
         path.write_bytes(content)
         task = odd_input.reader(kind, path)
-        found = odd_input.read(task, path, large)
-        if isinstance(found, UserError):
-            assert expected is None, found
+        examples = odd_input.read(task, path, large)
+        if isinstance(examples, UserError):
+            assert expected is None, examples
             return
-        assert expected in (None, len(found))
+        assert expected in (None, len(examples))
         rules = {"eos_ids": {tokenizer.eos_token_id}, "max_length": most, "truncation": truncation}
         try:
-            encoding = encode(tokenizer, task, found, "validation", **rules)
+            encoding = encode(tokenizer, task, examples, "validation", **rules)
         except UserError as error:
             one_line_each(error)
             return
@@ -146,7 +144,7 @@ FORMS = [("", "\n", ""), ("\ufeff", "\r\n", "\r\n"), ("\n\n", "\n\n", "\n")]
 """What stands before, between and after lines."""
 
 
-@each
+@counts
 @pytest.mark.parametrize("task", ["math", "ner"])
 def test_named_line_is_the_wrong_one(count, task, tmp_path):
     def check(draw, line, form):
@@ -215,41 +213,16 @@ def test_impossible_file_names_are_refused(name):
 
 CHATML = ["{% for m in messages %}", "<|im_start|>", "{{ m.role }}", "\n", "{{ m.content }}", "<|im_end|>\n"]
 CHATML += ["{% endfor %}", "{% if add_generation_prompt %}", "<|im_start|>assistant\n", "{% endif %}"]
-PIECES = [
-    *CHATML,
-    "{% if m.role == 'user' %}",
-    "{% else %}",
-    "{{ m['content'] | trim }}",
-    "{{ eos_token }}",
-    "{{",
-    "}}",
-]
-PIECES += ["{{ messages }}", "{{ messages[0].content }}", "{{ raise_exception('no\nsuch role') }}", "{{ 1 / 0 }}"]
-PIECES += [
-    "{{ raise_exception(m) }}",
-    "{{ missing.deeper }}",
-    "{{ m.content[99] }}",
-    "{% include 'x' %}",
-    "{% if",
-    "{#",
-]
-PIECES += [
-    "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
-    "{% extends 'x' %}",
-    "{% import 'os' as o %}",
-    "#}",
-    "{%",
-]
-PIECES += [
-    "{% set x = namespace(n=0) %}",
-    "{% set x.n = x.n + 1 %}",
-    "{{ loop.index }}",
-    "{{ lipsum() }}",
-    "{% break %}",
-]
+PIECES = [*CHATML, "{% if m.role == 'user' %}", "{% else %}", "{{ m['content'] | trim }}", "{{ eos_token }}", "{{"]
+PIECES += ["}}", "{{ messages }}", "{{ messages[0].content }}", "{{ raise_exception('no\nsuch role') }}"]
+PIECES += ["{{ 1 / 0 }}", "{{ raise_exception(m) }}", "{{ missing.deeper }}", "{{ m.content[99] }}"]
+PIECES += ["{% include 'x' %}", "{% if", "{#", "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"]
+PIECES += ["{% extends 'x' %}", "{% import 'os' as o %}", "#}", "{%", "{% set x = namespace(n=0) %}"]
+PIECES += ["{% set x.n = x.n + 1 %}", "{{ loop.index }}", "{{ lipsum() }}", "{% break %}"]
 PIECES += ["{% for i in range(99999) %}{% endfor %}", "{{ 9 ** 9 }}", "{% raw %}", "\0", "\ud800", "{{ '\\ud800' }}"]
-PIECES += ["{{ ''.__class__.__mro__ }}", "{{ m.update({'content': 'x'}) }}", "{% generation %}", "{% endgeneration %}"]
-PIECES += ["{{ strftime_now('%Y') }}", "{{ m.content.encode() }}", "{{ '%s' | format(m.content) }}"]
+PIECES += ["{{ ''.__class__.__mro__ }}", "{{ m.update({'content': 'x'}) }}", "{% generation %}"]
+PIECES += ["{% endgeneration %}", "{{ strftime_now('%Y') }}", "{{ m.content.encode() }}"]
+PIECES += ["{{ '%s' | format(m.content) }}"]
 
 
 @st.composite
@@ -262,7 +235,7 @@ def templates(draw):
     return "".join(pieces)
 
 
-@each
+@counts
 def test_chat_templates(count, tokenizer):
     own, task, refused = copy.deepcopy(tokenizer), Sums(), set()
 
@@ -312,7 +285,7 @@ def launches(draw):
     return draw(damaged(text)), draw(changed(JSON).flatmap(written).flatmap(damaged)) if named else b"{}"
 
 
-@each
+@counts
 def test_launch_files(count, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -358,40 +331,40 @@ def built(*arguments):
         return error
 
 
-@each
+@counts
 def test_config_files_are_settings_or_refused_by_option(count, tmp_path):
     path = tmp_path / "config.yaml"
 
     def check(drawn):
         content, bom = drawn
         path.write_bytes(bom + content)
-        found = built("--config", str(path))
-        if isinstance(found, TrainConfig):
-            assert found.problems() == []
+        config = built("--config", str(path))
+        if isinstance(config, TrainConfig):
+            assert config.problems() == []
             return
-        one_line_each(found, longest=1000)
-        options = [line.removeprefix(f"--config {path}: ") for line in found.problems]
+        one_line_each(config, longest=1000)
+        options = [line.removeprefix(f"--config {path}: ") for line in config.problems]
         assert all(map(OPTION.match, options)), options
 
     holds(count, st.tuples(yaml_files, st.sampled_from([b"", codecs.BOM_UTF8])), check)
 
 
-@each
+@counts
 def test_command_lines_are_settings_or_refused_by_option(count):
     def check(values):
-        found = built(*(f"{flag}={value}" for flag, value in values.items()))
-        if isinstance(found, TrainConfig):
-            assert found.problems() == []
-        elif isinstance(found, UserError):  # else click's own, of a switch that takes no value
-            one_line_each(found, "--", 1000)
-            assert all(line.split()[0].rstrip(":") in values for line in found.problems), found.problems
+        config = built(*(f"{flag}={value}" for flag, value in values.items()))
+        if isinstance(config, TrainConfig):
+            assert config.problems() == []
+        elif isinstance(config, UserError):  # else click's own, of a switch that takes no value
+            one_line_each(config, "--", 1000)
+            assert all(line.split()[0].rstrip(":") in values for line in config.problems), config.problems
 
     flags = st.sampled_from([flag for flag in FLAGS if not flag.startswith("--config")])
     given = texts | st.integers().map(str) | st.floats().map(str)
     holds(count, st.dictionaries(flags, given, max_size=4), check)
 
 
-@each
+@counts
 def test_settings_of_any_type_have_problems_in_a_line_each(count):
     def check(values):
         one_line_each(UserError(*TrainConfig(**values).problems()), "--", 1000)
@@ -407,8 +380,8 @@ def test_values_that_hold_themselves_are_refused_at_once(tmp_path):
     started = time.perf_counter()
     _, problems = load_yaml(str(path), TrainConfig)
     one_line_each(UserError(*problems), longest=1000)
-    told = {line.split()[4].rstrip(":") for line in problems}
-    assert told == {"unknown", "--seed", "--model", "expected"}
+    names = {line.split()[4].rstrip(":") for line in problems}
+    assert names == {"unknown", "--seed", "--model", "expected"}
     assert time.perf_counter() - started < limit(60)
 
 
@@ -441,7 +414,7 @@ def runs(draw):
     return files
 
 
-@each
+@counts
 def test_files_of_a_run(count, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     (folder / "samples").mkdir(parents=True)
@@ -510,15 +483,15 @@ def checkpoints(draw, good):
     return files, honest
 
 
-@each
+@counts
 def test_checkpoints(count, tmp_path):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    run_dir, kept, refused = RunDir(tmp_path), {}, []
+    run_dir, weights, refused = RunDir(tmp_path), {}, []
     for step in (3, 6):
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
-        kept[step] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        weights[step] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         state = {"step": step, "progress": vars(TrainState(step=step)), "batching": None}
         saved(accelerator, model, optimizer, run_dir, state, keep="2")
     folder = run_dir.checkpoints
@@ -545,7 +518,7 @@ def test_checkpoints(count, tmp_path):
             refused.append(files)
             return
         if honest:
-            assert all(torch.equal(tensor, kept[state.step][name]) for name, tensor in model.state_dict().items())
+            assert all(torch.equal(tensor, weights[state.step][name]) for name, tensor in model.state_dict().items())
 
     check((good, True))
     holds(count, checkpoints(good), check)
@@ -580,20 +553,18 @@ class Lame(Shipped):
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ("dataset", r"the task's dataset\('train'\) failed: LookupError: no such\\nsplit \(\S+lame\.py:15\)"),
         ("score", r"validation example \d: score\(\) gave .*, which JSON cannot hold \(Object of type set is not .*"),
     ],
 )
-def test_nonsense_on_one_rank_ends_both_with_one_line(tmp_path, how, told):
-    (tmp_path / "site").mkdir()
-    install(tmp_path / "site", "accel-sft-lame", "lame = accel_sft_lame:Lame", ONE_RANK)
-    site = {"PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")))}
+def test_nonsense_on_one_rank_ends_both_with_one_line(tmp_path, how, message):
+    (tmp_path / "lame.py").write_text(ONE_RANK)
     small = ("--max-steps", "2", "--train-examples", "40", "--validation-examples", "7", "--global-batch-size", "10")
-    run = accel_sft("lame", "--how", how, *small, yaml="ddp", run_dir=tmp_path / "run", environment=site)
+    run = accel_sft(f"{tmp_path}/lame.py:Lame", "--how", how, *small, yaml="ddp", run_dir=tmp_path / "run")
     assert run.status == 1
     (line,) = re.findall(r"^Error: (?!.*after another rank).*", run.output, re.M)
-    assert re.fullmatch(f"Error: {told}", line)
+    assert re.fullmatch(f"Error: {message}", line)
     assert not re.search(r'File "\S+/accel_sft/\S+\.py", line', run.output)  # no traceback but the launcher's own
     assert not (tmp_path / "run").exists()  # refused before the first evaluation

@@ -10,9 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -23,7 +21,7 @@ from conftest import accel_sft
 from fake_plugins import install
 from limits import limit, wait_for
 from models import make_tiny
-from places import CONFIGS, SUPPORT
+from places import SUPPORT, launcher
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import shards
@@ -85,7 +83,7 @@ def rank_below(launcher, rank):
 
 
 @pytest.mark.parametrize(("method", "yaml"), [("score", "z2"), ("dataset", "ddp")])
-def test_a_rank_that_stands_still_is_named_with_its_place_and_stack(tmp_path, method, yaml):
+def test_hanging_rank_is_named_with_place_and_stack(tmp_path, method, yaml):
     options = {"yaml": yaml, "launcher": ("--mixed_precision", "no"), "real": True, "run_dir": tmp_path / "run"}
     run = accel_sft("stuck", *JOB, environment=stuck(tmp_path, method), **options)
     took = time.time() - (tmp_path / "began").stat().st_mtime
@@ -103,7 +101,7 @@ def test_a_rank_that_stands_still_is_named_with_its_place_and_stack(tmp_path, me
     assert "ponder" in result["error"]
 
 
-def test_an_evaluation_that_stands_still_shows_the_stack_at_the_terminal(tmp_path):
+def test_hanging_evaluation_shows_its_stack_on_the_terminal(tmp_path):
     model = make_tiny(tmp_path / "model")
     command = ("evaluate", "stuck", "--model", str(model), "--validation-examples", "4", "--max-new-tokens", "4")
     options = {"yaml": "ddp", "launcher": ("--mixed_precision", "no"), "real": True}
@@ -119,12 +117,10 @@ def test_an_evaluation_that_stands_still_shows_the_stack_at_the_terminal(tmp_pat
 
 
 @pytest.mark.parametrize("when", ["amid steps", "as it starts"])
-def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(tmp_path, when):
-    command = [str(Path(sysconfig.get_path("scripts"), "accelerate-launch")), "--mixed_precision", "no"]
-    command += ["--config_file", str(CONFIGS / "ddp.yaml"), "--main_process_port", "0"]
-    command += ["-m", "accel_sft", "math", *JOB, "--eval-every", "off", "--output-dir", str(tmp_path / "run")]
+def test_stopped_process_is_named_and_frees_the_launcher(tmp_path, when):
+    command = launcher("ddp", "--mixed_precision", "no", "-m", "accel_sft", "math", *JOB, "--eval-every", "off")
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log)
+        process = subprocess.Popen([*command, "--output-dir", str(tmp_path / "run")], stdout=log, stderr=log)
     try:
         saved = tmp_path / "run" / "checkpoints" / "step-000002"
         come_so_far = saved.exists if when == "amid steps" else lambda: rank_below(process.pid, 1)
@@ -136,9 +132,9 @@ def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(tmp_path, whe
         status = process.wait(TIMEOUT + PAST)
         took = time.monotonic() - began
     finally:
-        for each in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+                child.kill()
         if process.poll() is None:
             process.kill()
     said = " ".join((tmp_path / "log").read_text().split())
@@ -253,7 +249,7 @@ def test_activity_is_progress_until_only_heartbeats_count(tmp_path, what):
     assert process.returncode == 1
 
 
-def test_a_rank_that_is_at_work_in_c_is_not_taken_for_a_silent_one(tmp_path):
+def test_rank_at_work_in_c_is_not_called_silent(tmp_path):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     ranks = [start(IN_C, tmp_path, **world, RANK=rank) for rank in ("0", "1")]
@@ -264,7 +260,7 @@ def test_a_rank_that_is_at_work_in_c_is_not_taken_for_a_silent_one(tmp_path):
             process.kill()
 
 
-def test_a_process_that_was_suspended_as_a_whole_goes_on_and_one_that_hangs_then_ends(tmp_path):
+def test_suspended_process_continues_and_a_later_hang_ends(tmp_path):
     process = start(SUSPENDED, tmp_path)
     while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
         assert process.poll() is None, process.communicate()[0]
@@ -277,7 +273,7 @@ def test_a_process_that_was_suspended_as_a_whole_goes_on_and_one_that_hangs_then
     assert "rank 0 is stuck in <module> (<string>:" in said
 
 
-def test_a_disk_that_hangs_too_keeps_neither_the_message_nor_the_end(tmp_path):
+def test_hanging_disk_delays_neither_message_nor_end(tmp_path):
     process = start(UNHEARD, tmp_path)
     assert "nothing has moved for" in process.communicate()[0]
     assert process.returncode == 1

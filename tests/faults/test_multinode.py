@@ -59,9 +59,9 @@ def machines(launcher, run_dir, flags=(), program=("-m", "accel_sft", *JOB), sec
     finally:
         for launch in launches:
             with contextlib.suppress(psutil.NoSuchProcess):
-                for each in [*launch.family, *psutil.Process(launch.pid).children(recursive=True)]:
+                for process in [*launch.family, *psutil.Process(launch.pid).children(recursive=True)]:
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        each.kill()
+                        process.kill()
             launch.kill()
             launch.wait()
 
@@ -100,14 +100,14 @@ with exit.ExitHandler(), watchdog.Watchdog(int(sys.argv[2]), run_dir):
 
 
 @pytest.mark.parametrize(
-    ("ends", "hang_timeout", "told"),
+    ("ends", "hang_timeout", "message"),
     [
         ("os.kill(os.getpid(), 9)", "0", "ended without an error message, or its machine was lost"),
         pytest.param("raise UserError('out of memory')", "600", "out of memory; continue with", marks=LONG),
     ],
     ids=["killed", "with an error"],
 )
-def test_a_rank_in_c_ends_and_names_the_rank_that_failed_on_another_machine(tmp_path, ends, hang_timeout, told):
+def test_rank_in_c_names_the_failed_rank_of_another_machine(tmp_path, ends, hang_timeout, message):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
     (tmp_path / "logs").mkdir()
@@ -116,10 +116,10 @@ def test_a_rank_in_c_ends_and_names_the_rank_that_failed_on_another_machine(tmp_
     environment = {**os.environ, **world, "RANK": "0", "LOCAL_RANK": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
-    assert f"Error: rank 2 on machine-2: {told}" in done.stdout
-    assert f"rank 2 on machine-2: {told}" in json.loads((tmp_path / "result.json").read_text())["error"]
+    assert f"Error: rank 2 on machine-2: {message}" in done.stdout
+    assert f"rank 2 on machine-2: {message}" in json.loads((tmp_path / "result.json").read_text())["error"]
     record = json.loads((tmp_path / "machine-0" / "0" / "error.json").read_text())
-    assert record["message"]["message"].startswith(f"rank 2 on machine-2: {told}")  # for the launcher's summary
+    assert record["message"]["message"].startswith(f"rank 2 on machine-2: {message}")  # for the launcher's summary
 
 
 WITHOUT_A_STORE = """
@@ -150,7 +150,7 @@ sys.stdin.read()
 """
 
 
-def test_a_lost_machine_is_noticed_by_the_others_also_if_its_store_answers_no_more(tmp_path):
+def test_lost_machine_is_noticed_even_with_its_store(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as store:
@@ -199,18 +199,13 @@ with exit.ExitHandler(), signals.StopSignals() as stopping, watchdog.Watchdog(60
 @pytest.mark.parametrize(
     ("ends", "why"),
     [
-        pytest.param(
-            "os.kill(os.getpid(), 9)",
-            r"rank 2 on \S+: rank 3 (was killed|ended without an error message)",
-            marks=LONG,
-            id="killed",
-        ),
-        pytest.param(
-            "raise UserError('out of memory')", r"rank 3 on \S+: out of memory", marks=LONG, id="with an error"
-        ),
+        ("os.kill(os.getpid(), 9)", r"rank 2 on \S+: rank 3 (was killed|ended without an error message)"),
+        ("raise UserError('out of memory')", r"rank 3 on \S+: out of memory"),
     ],
+    ids=["killed", "with an error"],
 )
-def test_two_launchers_of_ranks_in_c_end_when_one_fails_on_the_second_machine(tmp_path, ends, why):
+@LONG
+def test_failure_on_the_second_machine_ends_both_launchers(tmp_path, ends, why):
     script = tmp_path / "in_c.py"
     script.write_text(IN_C.replace("BEGAN", str(tmp_path / "began")).replace("ENDS", ends))
     flags = ("--config_file", str(CONFIGS / "ddp.yaml"), "--num_machines", "2", "--num_processes", "4")
@@ -226,7 +221,7 @@ def test_two_launchers_of_ranks_in_c_end_when_one_fails_on_the_second_machine(tm
 
 # test_stopping.py has a rank that is started again on one machine
 @pytest.mark.parametrize("launcher", [pytest.param(name, marks=LONG) for name in MACHINES])
-def test_two_machines_of_which_one_lost_its_rank_start_again_and_go_on(launcher, launched, tmp_path):
+def test_two_machines_restart_after_one_lost_its_rank(launcher, launched, tmp_path):
     run_dir = tmp_path / "run"
     with machines(launcher, run_dir) as both:
         wait_for(lambda: steps_done(run_dir) >= 18)
@@ -235,19 +230,22 @@ def test_two_machines_of_which_one_lost_its_rank_start_again_and_go_on(launcher,
     said = (tmp_path / "run-0.log").read_text()
     assert ends == [0, 0], said + (tmp_path / "run-1.log").read_text()
     assert "resumed" in said
+    has_the_curve_of_one_machine(launched, run_dir)
+
+
+def has_the_curve_of_one_machine(launched, run_dir):
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
-    expected = [line["loss"] for line in whole(launched, "plain").lines()]
     assert len(losses) == STEPS
-    assert losses == pytest.approx(expected, rel=2e-4)
+    assert losses == pytest.approx([line["loss"] for line in whole(launched, "plain").lines()], rel=2e-4)
 
 
 def test_machines_that_differ_in_a_librarys_version_are_named():
     alike = {"python": "3.12.1", "torch": "2.13.0+cu130", "peft": "0.21.2"}
     other = {"python": "3.11.9", "torch": "2.13.0+cpu", "peft": "0.20.0"}
-    (found,) = differing_versions([("a", alike), ("a", alike), ("b", other), ("c", {"torch": "2.13.0"}), ("d", alike)])
-    assert found.level == "error"
-    assert found.what == "peft: 0.21.2 on a, d, 0.20.0 on b, missing on c"
+    (line,) = differing_versions([("a", alike), ("a", alike), ("b", other), ("c", {"torch": "2.13.0"}), ("d", alike)])
+    assert line.level == "error"
+    assert line.what == "peft: 0.21.2 on a, d, 0.20.0 on b, missing on c"
     assert not [*differing_versions([("a", alike), ("b", {**alike, "python": "3.11.9"})])]
 
 
@@ -279,9 +277,7 @@ def test_two_machines_of_which_one_differs(launched, tmp_path, differs):
         return
     assert ends == [0, 0], said
     assert "(Not a directory, on machine-1); they are made for this run only" in said
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    expected = [line["loss"] for line in whole(launched, "plain").lines()]
-    assert [line["loss"] for line in lines if "loss" in line] == pytest.approx(expected, rel=2e-4)
+    has_the_curve_of_one_machine(launched, tmp_path / "run")
 
 
 SLURM = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (DOCS / "multinode.md").read_text(), re.S)[1]
@@ -321,20 +317,20 @@ def job_of_slurm(folder, **more):
 
 
 @pytest.mark.parametrize(("ended", "again"), [("interrupted 1", True), ("failed 1", False), ("complete 0", False)])
-def test_slurms_job_is_put_back_into_the_queue_only_if_a_signal_ended_the_run(tmp_path, ended, again):
+def test_slurm_job_is_requeued_only_after_a_signal(tmp_path, ended, again):
     assert job_of_slurm(tmp_path, ENDED=ended).wait() == int(ended[-1])
     assert (tmp_path / "srun").read_text() == "64 540\n"
     assert (tmp_path / "requeued").exists() == again
 
 
 @pytest.mark.parametrize("status", [pytest.param(1, marks=LONG)])  # of the launchers, after a signal
-def test_a_job_of_slurm_that_reaches_its_time_limit_goes_on_when_it_is_started_again(launched, tmp_path, status):
+def test_slurm_job_continues_after_its_time_limit(launched, tmp_path, status):
     job = job_of_slurm(tmp_path)
     try:
         wait_for(lambda: steps_done(tmp_path / "run") >= 5)
         for task in map(int, (tmp_path / "tasks").read_text().split()):  # as --signal=TERM@600 does
-            for each in [psutil.Process(task), *psutil.Process(task).children(recursive=True)]:
-                each.terminate()
+            for process in [psutil.Process(task), *psutil.Process(task).children(recursive=True)]:
+                process.terminate()
         assert job.wait() == status
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"
         (tmp_path / "requeued").unlink()
@@ -342,6 +338,4 @@ def test_a_job_of_slurm_that_reaches_its_time_limit_goes_on_when_it_is_started_a
         assert not (tmp_path / "requeued").exists()
     finally:
         job.kill()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    expected = [line["loss"] for line in whole(launched, "plain").lines()]
-    assert [line["loss"] for line in lines if "loss" in line] == pytest.approx(expected, rel=2e-4)
+    has_the_curve_of_one_machine(launched, tmp_path / "run")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 
 import pytest
 import torch
 from conftest import accel_sft
-from fake_plugins import install
 from safetensors.torch import load_file
 
 from accel_sft import UserError
@@ -53,19 +51,14 @@ class Spoiled(Shipped):
 
         accel_sft.training.step.Batching.batch, accel_sft.training.step.nll_sum = batch, nll
 """
-JOB = ("spoiled", "--max-steps", "8", "--global-batch-size", "10", "--train-examples", "40", "--seed", "7")
+JOB = ("--max-steps", "8", "--global-batch-size", "10", "--train-examples", "40", "--seed", "7")
 JOB += ("--validation-examples", "7", "--eval-every", "off", "--micro-batch-size", "5", "--save-every", "1")
 
 
-def seeing(tmp_path):
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path / "site"), os.environ.get("PYTHONPATH"))))}
-
-
 def launched_so(tmp_path, how, yaml, precision, *more):
-    (tmp_path / "site").mkdir()
-    install(tmp_path / "site", "accel-sft-spoiled", "spoiled = accel_sft_spoiled:Spoiled", SPOILED)
+    (tmp_path / "own.py").write_text(SPOILED)
     options = {"yaml": yaml, "launcher": ("--mixed_precision", precision)} if yaml else {}
-    return accel_sft(*JOB, "--how", how, *more, run_dir=tmp_path / "run", environment=seeing(tmp_path), **options)
+    return accel_sft(f"{tmp_path}/own.py:Spoiled", *JOB, "--how", how, *more, run_dir=tmp_path / "run", **options)
 
 
 def held_in(folder):
@@ -109,21 +102,13 @@ def test_by_default_it_stops_the_run_which_may_go_on(tmp_path, save_every):
     assert f"step {record['step']}: the loss is inf, and the step was not applied" in run.output
     assert run.result()["status"] == "failed"
     assert not (run.run_dir / "final").exists()
-    again = accel_sft(
-        *run.arguments,
-        "--resume",
-        "auto",
-        "--on-nonfinite",
-        "skip",
-        run_dir=run.run_dir,
-        environment=seeing(tmp_path),
-        **run.options,
-    )
+    leaving_out = (*run.arguments, "--resume", "auto", "--on-nonfinite", "skip")
+    again = accel_sft(*leaving_out, run_dir=run.run_dir, **run.options)
     assert again.status == 0, again.output
     assert len(again.lines()) == 8
-    told = [json.loads(line)["step"] for line in (run.run_dir / "nonfinite.jsonl").read_text().splitlines()]
-    assert len(told) == 2  # in each of two epochs, the first of which was made twice
-    assert len(set(told)) == 2
+    steps = [json.loads(line)["step"] for line in (run.run_dir / "nonfinite.jsonl").read_text().splitlines()]
+    assert len(steps) == 2  # in each of two epochs, the first of which was made twice
+    assert len(set(steps)) == 2
 
 
 class Example:

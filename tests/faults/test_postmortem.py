@@ -77,7 +77,7 @@ with ExitHandler(): raise UserError("out of device memory")
 
 
 @pytest.mark.parametrize(
-    ("state", "ends", "told"),
+    ("state", "ends", "message"),
     [
         # the launcher has reaped it: how it ended cannot be read, and no signal is claimed
         ("deferred", KILLED.format(9), GONE),
@@ -85,36 +85,30 @@ with ExitHandler(): raise UserError("out of device memory")
         ("deferred", RECORDING, "another rank failed: out of device memory"),
     ],
 )
-def test_a_rank_in_c_that_lost_another_says_so_when_its_launcher_sends_sigterm(tmp_path, state, ends, told):
+def test_rank_in_c_names_its_lost_rank_on_sigterm(tmp_path, state, ends, message):
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
     survivor = SIGNALLED.replace("ATTEMPT", str(tmp_path)).replace("STATE", state)
     environment = {**os.environ, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "one", "WORLD_SIZE": "2"}
     environment["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "0" / "error.json")
-    done = subprocess.run(
-        [sys.executable, "-c", SIGNALLING + LAUNCHER, survivor, ends.replace("ATTEMPT", str(tmp_path))],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.startswith(f"Error: {told}"), done.stderr
+    command = [sys.executable, "-c", SIGNALLING + LAUNCHER, survivor, ends.replace("ATTEMPT", str(tmp_path))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith(f"Error: {message}"), done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["status"] == "failed"
-    assert result["error"].startswith(told)
+    assert result["error"].startswith(message)
 
 
-def test_a_rank_that_was_interrupted_does_not_look_killed_to_the_others(tmp_path):
+def test_interrupted_rank_does_not_look_killed_to_others(tmp_path):
     (tmp_path / "0").mkdir()
-    code = (
-        "from accel_sft.resilience.exit import ExitHandler\nwith ExitHandler(): raise KeyboardInterrupt('by SIGTERM')"
-    )
+    code = "from accel_sft.resilience import exit\nwith exit.ExitHandler(): raise KeyboardInterrupt('by SIGTERM')"
     environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "0" / "error.json"), "WORLD_SIZE": "2"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "by SIGTERM\n")
     assert json.loads((tmp_path / "0" / "error.json").read_text())["message"]["message"] == "by SIGTERM"
 
 
-def test_a_rank_that_synchronises_a_device_or_is_in_deepspeeds_engine_waits():
+def test_rank_in_a_synchronise_or_deepspeed_engine_waits():
     for file in ("torch/cuda/streams.py", "deepspeed/runtime/zero/stage3.py", "deepspeed/comm/comm.py"):
         frames = {}
         exec(compile("import sys\ndef wait(): return sys._getframe()", f"/x/site-packages/{file}", "exec"), frames)
@@ -122,24 +116,24 @@ def test_a_rank_that_synchronises_a_device_or_is_in_deepspeeds_engine_waits():
     assert not ranks.waits(sys._getframe())
 
 
-def test_a_rank_that_exchanges_numbers_waits_and_so_does_one_whose_device_is_behind():
-    found = []
+def test_rank_in_an_exchange_or_behind_its_device_waits():
+    states = []
 
     class Number:
         def __float__(self):
-            found.append(ranks.waits(sys._getframe()))
+            states.append(ranks.waits(sys._getframe()))
             return 1.0
 
         item = __float__
 
     assert gather_numbers([Number()]) == [[1.0]]
     assert reduce_step(Number(), OutOfMemory(), 0, [])[0] == 1.0
-    assert found == [True, True]
+    assert states == [True, True]
     assert not ranks.waits(sys._getframe())
 
 
 @pytest.mark.parametrize(
-    ("ends", "told"),
+    ("ends", "message"),
     [
         ([KILLED.format(9)], "rank 5 was killed (signal 9, which the kernel sends when memory runs out); host memory"),
         ([KILLED.format(9)] * 2, "rank 5 and rank 6 were killed (signal 9"),
@@ -150,10 +144,10 @@ def test_a_rank_that_exchanges_numbers_waits_and_so_does_one_whose_device_is_beh
         (["from pathlib import Path; Path('ATTEMPT/1/error.json').write_text('{}')"], ""),
     ],
 )
-def test_a_rank_that_is_gone_is_explained_by_how_it_ended(tmp_path, ends, told):
+def test_lost_rank_is_explained_by_how_it_ended(tmp_path, ends, message):
     (tmp_path / "1").mkdir()
     codes = [code.replace("ATTEMPT", str(tmp_path)) for code in [SURVIVOR, *ends]]
     environment = {**os.environ, "LOCAL_WORLD_SIZE": str(len(codes))}
     done = subprocess.run([sys.executable, "-c", LAUNCHER, *codes], env=environment, capture_output=True, text=True)
-    assert done.stdout.startswith(told), done.stderr
-    assert bool(done.stdout.strip()) == bool(told)
+    assert done.stdout.startswith(message), done.stderr
+    assert bool(done.stdout.strip()) == bool(message)

@@ -7,26 +7,24 @@ from conftest import accel_sft, stopped
 from reference_job import FP32, JOB, layout, resumed, same_curve
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+LONG = pytest.mark.long
+
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
-        pytest.param(
-            "z2",
-            "ranks 2, now 1; backend DeepSpeed, now one process; ZeRO stage 2, now none",
-            marks=pytest.mark.long,
-        ),
+        pytest.param("z2", "ranks 2, now 1; backend DeepSpeed, now one process; ZeRO stage 2, now none", marks=LONG),
         ("plain", "ranks 1, now 2; backend one process, now DeepSpeed; ZeRO stage none, now 3"),
     ],
     ids=["z2", "plain"],
 )
-def test_a_run_goes_on_under_another_launch_with_the_same_curve(launched, tmp_path, name, told):
+def test_run_resumes_under_another_launch_with_one_curve(launched, tmp_path, name, message):
     run_dir = stopped(layout(launched, name), tmp_path / "run", 3)
     arguments = (*layout(launched, name).arguments, "--resume", "auto", "--micro-batch-size", "1")
     elsewhere = {} if name != "plain" else {"yaml": "z3", "launcher": FP32}
     again = accel_sft(*arguments, run_dir=run_dir, **elsewhere)
     assert again.status == 0, again.output
-    assert f"at step 3 of 6; written under another layout ({told})" in " ".join(again.output.split())
+    assert f"at step 3 of 6; written under another layout ({message})" in " ".join(again.output.split())
     same_curve(layout(launched, "plain").lines(), again.lines())
 
 
@@ -45,26 +43,25 @@ def curves(folder):
     """Steps and values of every TensorBoard curve, but for those of time and memory."""
     events = EventAccumulator(str(folder))
     events.Reload()
-    kept = [tag for tag in events.Tags()["scalars"] if tag.split("/")[-1] in ("loss", "grad_norm", "accuracy", "epoch")]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in kept}
+    tags = [tag for tag in events.Tags()["scalars"] if tag.split("/")[-1] in ("loss", "grad_norm", "accuracy", "epoch")]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
 @pytest.mark.parametrize("step", [2, 4])
-def test_an_epochs_end_the_best_so_far_and_the_curves_are_as_if_it_had_not_stopped(launched, tmp_path, step):
+def test_resumed_run_has_the_end_best_and_curves_of_unstopped(launched, tmp_path, step):
     job = (*JOB, "--train-examples", "25", "--save-every", "2", "--eval-every", "1", "--keep-checkpoints", "9")
     whole = launched("epochs", *job)  # of two steps and a half
     run_dir = stopped(whole, tmp_path / "run", step)
     again = resumed(whole, run_dir, *job)
     for kind in ("loss", "eval_loss"):
         varying = ("seconds", "tokens_per_second", "per_device")
-        told, retold = (
+        reports, retold = (
             [{k: v for k, v in line.items() if not k.endswith(varying)} for line in run.lines(kind)]
             for run in (whole, again)
         )
-        assert [line["step"] for line in told] == [line["step"] for line in retold]
-        assert [(line.get("loss"), line.get("accuracy"), line.get("epoch")) for line in told] == [
-            (line.get("loss"), line.get("accuracy"), line.get("epoch")) for line in retold
-        ]
+        assert [line["step"] for line in reports] == [line["step"] for line in retold]
+        for key in ("loss", "accuracy", "epoch"):
+            assert [line.get(key) for line in reports] == [line.get(key) for line in retold]
     assert curves(run_dir) == curves(whole.run_dir)
     assert curves(run_dir)
     assert again.result().get("best_step") == whole.result().get("best_step")
@@ -72,15 +69,9 @@ def test_an_epochs_end_the_best_so_far_and_the_curves_are_as_if_it_had_not_stopp
 
 @pytest.mark.parametrize(
     "way",
-    [
-        "ddp",
-        *(
-            pytest.param(way, marks=pytest.mark.long)
-            for way in ("z2", "z3", "z2 --adapter lora", "z2 --compile", "--compile")
-        ),
-    ],
+    ["ddp", *(pytest.param(way, marks=LONG) for way in ("z2", "z3", "z2 --adapter lora", "z2 --compile", "--compile"))],
 )
-def test_bf16_and_compiled_blocks_go_on_to_the_same_bits_too(tmp_path, way):
+def test_bf16_and_compiled_blocks_resume_bit_for_bit(tmp_path, way):
     yaml, *more = way.split() if way[0] != "-" else (None, way)
     options = {"yaml": yaml, "launcher": ("--mixed_precision", "bf16")} if yaml else {}
     job = (*JOB, "--save-every", "3", "--eval-every", "off", *more)

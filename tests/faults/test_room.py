@@ -34,8 +34,7 @@ def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"3 checkpoints take 36\.0 MiB, .* --keep-checkpoints"):
         background.check_disk(accelerator, model, RunDir(tmp_path), checkpoints=3)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size * 4 // 3 - 1))
-    told = r"a checkpoint takes 12.0 MiB, other files 4.0 MiB, and 16.0 MiB are free; free space"
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=r"takes 12.0 MiB, other files 4.0 MiB, and 16.0 MiB are free; free space"):
         background.check_disk(accelerator, model, RunDir(tmp_path))
 
 
@@ -51,7 +50,18 @@ def control_groups(tmp_path, lines, files):
     return tmp_path
 
 
-def test_a_containers_limit_counts_and_what_the_system_would_give_back_does_not(tmp_path, monkeypatch):
+@pytest.fixture
+def free(tmp_path, monkeypatch):
+    """`free(lines, files)`: the free bytes of a machine with these control groups."""
+
+    def free_bytes(lines, files):
+        monkeypatch.setattr(host_memory, "SYSTEM", control_groups(tmp_path, lines, files))
+        return host_memory.free_bytes()
+
+    return free_bytes
+
+
+def test_container_limit_counts_without_reclaimable_memory(free):
     files = {
         "memory.max": "max\n",
         "memory.current": f"{9 * GIB}\n",
@@ -63,27 +73,20 @@ def test_a_containers_limit_counts_and_what_the_system_would_give_back_does_not(
         "job/step/memory.current": f"{GIB // 2}\n",
         "job/step/memory.events": "oom_kill 2\n",  # which the count of its parent includes
     }
-    monkeypatch.setattr(host_memory, "SYSTEM", control_groups(tmp_path, ["0::/job/step"], files))
-    assert host_memory.free_bytes() == GIB // 2 + GIB // 4
+    assert free(["0::/job/step"], files) == GIB // 2 + GIB // 4
     assert "0.2 of the container's 1.0 GiB used" in host_memory.describe()
     assert host_memory.describe().endswith("GiB used, processes OOM-killed so far: 3")
 
 
-def test_the_first_version_of_control_groups_counts_too_where_only_its_root_is_seen(tmp_path, monkeypatch):
-    files = {
-        "memory/memory.limit_in_bytes": f"{GIB}\n",
-        "memory/memory.usage_in_bytes": f"{GIB // 4}\n",
-        "memory/memory.stat": "cache 5\ntotal_inactive_file 0\n",
-    }
-    lines = ["5:cpu:/", "4:memory:/docker/0a1b", "0::/"]
-    monkeypatch.setattr(host_memory, "SYSTEM", control_groups(tmp_path, lines, files))
-    assert host_memory.free_bytes() == GIB - GIB // 4
+def test_control_groups_v1_limit_counts_at_its_root(free):
+    files = {"limit_in_bytes": f"{GIB}\n", "usage_in_bytes": f"{GIB // 4}\n", "stat": "total_inactive_file 0\n"}
+    files = {f"memory/memory.{name}": text for name, text in files.items()}
+    assert free(["5:cpu:/", "4:memory:/docker/0a1b", "0::/"], files) == GIB - GIB // 4
 
 
-def test_no_limit_leaves_the_machines_own(tmp_path, monkeypatch):
+def test_no_limit_leaves_the_machines_own(free):
     files = {"memory/memory.limit_in_bytes": "9223372036854771712\n", "memory/memory.usage_in_bytes": "1\n"}
-    monkeypatch.setattr(host_memory, "SYSTEM", control_groups(tmp_path, ["4:memory:/"], files))
-    assert host_memory.free_bytes() > GIB
+    assert free(["4:memory:/"], files) > GIB
 
 
 def test_a_real_containers_limit_is_seen_from_within():
@@ -98,7 +101,7 @@ def test_a_real_containers_limit_is_seen_from_within():
             group.rmdir()
         pytest.skip("control groups cannot be made here")
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-c", "from accel_sft.launch import host_memory; print(host_memory.free_bytes())"],
             preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())),
             capture_output=True,
@@ -107,4 +110,4 @@ def test_a_real_containers_limit_is_seen_from_within():
         )
     finally:
         group.rmdir()
-    assert GIB // 2 < int(told.stdout) < GIB
+    assert GIB // 2 < int(done.stdout) < GIB

@@ -39,9 +39,7 @@ def same_end(run, run_dir):
         pytest.param("plain", signal.SIGINT, marks=pytest.mark.long),
     ],
 )
-def test_a_signal_ends_the_step_with_a_checkpoint_and_the_run_goes_on_to_the_same_bits(
-    launched, tmp_path, name, number
-):
+def test_signal_ends_the_step_with_a_resumable_checkpoint(launched, tmp_path, name, number):
     run, run_dir = whole(launched, name), tmp_path / "run"
     with started(run_dir, LAUNCHES[name]) as process:
         wait_for(lambda: steps_done(run_dir) >= 3)
@@ -62,7 +60,7 @@ def test_a_signal_ends_the_step_with_a_checkpoint_and_the_run_goes_on_to_the_sam
     same_end(run, run_dir)
 
 
-def test_a_signal_while_steps_are_traced_writes_the_checkpoint_before_the_trace(tmp_path):
+def test_signal_during_tracing_writes_the_checkpoint_first(tmp_path):
     run_dir = tmp_path / "run"
     with started(run_dir, None, "--profile", "--eval-every", "off") as process:
         wait_for(lambda: steps_done(run_dir) >= 3)
@@ -93,7 +91,7 @@ main()
 """
 
 
-def test_a_signal_ends_an_evaluation_before_its_next_answers_but_not_one_that_is_ignored(tmp_path):
+def test_signal_ends_an_evaluation_unless_it_is_ignored(tmp_path):
     run_dir, few = tmp_path / "run", ("--validation-examples", "60", "--eval-batch-size", "1", "--max-steps", "2")
     command = [sys.executable, "-c", ANSWERING, *JOB, *few, "--output-dir", str(run_dir)]
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for what a script starts in the background
@@ -161,7 +159,7 @@ with signals.StopSignals() as stopping:
 
 
 @pytest.mark.parametrize(("echo_seconds", "status"), [("60", 0), ("0.01", 128 + signal.SIGTERM)])
-def test_what_a_scheduler_and_the_launcher_both_send_a_rank_is_one_signal(echo_seconds, status):
+def test_scheduler_and_launcher_signals_count_as_one(echo_seconds, status):
     under_launcher = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "RANK": "0"}
     assert subprocess.run([sys.executable, "-c", TWICE, echo_seconds], env=under_launcher).returncode == status
 
@@ -178,7 +176,7 @@ with StopSignals() as stopping:
 """
 
 
-def test_a_rank_that_waits_for_one_that_never_comes_hears_a_signal_all_the_same():
+def test_rank_waiting_for_a_missing_one_hears_signals():
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "one"}
     with subprocess.Popen([sys.executable, "-c", WAITING], env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"waits\n"
@@ -187,7 +185,7 @@ def test_a_rank_that_waits_for_one_that_never_comes_hears_a_signal_all_the_same(
         assert process.wait(limit(20)) == 128 + signal.SIGTERM
 
 
-def test_process_that_waits_for_ranks_nobody_starts_says_so_and_ends_by_a_signal(tmp_path):
+def test_wait_for_unstarted_ranks_is_reported_and_ends_by_signal(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     left_over = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -195,8 +193,8 @@ def test_process_that_waits_for_ranks_nobody_starts_says_so_and_ends_by_a_signal
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env={**os.environ, **left_over}, **pipes) as process:
         lines = iter(process.stdout.readline, "")
-        told = f"waiting for 2 processes at 127.0.0.1:{port}; unset WORLD_SIZE to start one process"
-        assert any(told in line for line in lines)
+        message = f"waiting for 2 processes at 127.0.0.1:{port}; unset WORLD_SIZE to start one process"
+        assert any(message in line for line in lines)
         process.send_signal(signal.SIGTERM)
         assert process.wait(limit(30)) == 128 + signal.SIGTERM
 
@@ -220,7 +218,7 @@ with signals.StopSignals() as stopping:
 
 
 @pytest.mark.parametrize("when", ["deferred", "as it starts"])
-def test_what_a_task_has_forked_dies_by_a_signal_and_the_rank_lives_on(when):
+def test_tasks_fork_dies_by_a_signal_and_the_rank_lives(when):
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "one"}
     done = subprocess.run([sys.executable, "-c", FORKING, when], env=environment, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
@@ -249,7 +247,7 @@ with exit.ExitHandler(), StopSignals() as stopping:
 """
 
 
-def test_a_rank_that_lost_another_says_so_although_its_launcher_sends_sigterm(tmp_path):
+def test_rank_names_its_lost_rank_despite_sigterm(tmp_path):
     record = tmp_path / "0" / "error.json"
     record.parent.mkdir()
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "one", "WORLD_SIZE": "2"}
@@ -287,7 +285,7 @@ def test_ranks_whose_launcher_is_killed_as_they_start_end_too(tmp_path):
         wait_for(lambda: not any(orphan.is_running() for orphan in orphans), seconds=30)
 
 
-def test_a_killed_rank_is_started_again_and_goes_on_from_the_last_checkpoint(launched, tmp_path):
+def test_killed_rank_restarts_from_the_last_checkpoint(launched, tmp_path):
     run, run_dir = whole(launched, "ddp"), tmp_path / "run"
     with started(run_dir, "ddp", "--max_restarts", "1") as process:
         wait_for(lambda: steps_done(run_dir) >= 18)
@@ -300,7 +298,7 @@ def test_a_killed_rank_is_started_again_and_goes_on_from_the_last_checkpoint(lau
     same_end(run, run_dir)
 
 
-def test_a_folder_in_which_a_run_lives_is_left_to_it_and_free_once_it_is_dead(launched, tmp_path):
+def test_folder_of_a_live_run_is_refused_until_it_ends(launched, tmp_path):
     run, run_dir = whole(launched, "plain"), tmp_path / "run"
     with started(run_dir) as process:
         wait_for(lambda: steps_done(run_dir) >= 16)
@@ -314,7 +312,7 @@ def test_a_folder_in_which_a_run_lives_is_left_to_it_and_free_once_it_is_dead(la
     same_end(run, run_dir)
 
 
-def test_a_rank_that_was_killed_is_named_with_the_memory_there_was(tmp_path):
+def test_killed_rank_is_named_with_the_memory_there_was(tmp_path):
     run_dir = tmp_path / "run"
     with started(run_dir, "z2") as process:
         wait_for(lambda: steps_done(run_dir) >= 3)
@@ -322,12 +320,12 @@ def test_a_rank_that_was_killed_is_named_with_the_memory_there_was(tmp_path):
         assert process.wait() != 0
     said = (tmp_path / "run.log").read_text()
     # once the launcher has reaped the rank, nobody else can read the signal
-    told = r"rank 1 (was killed \(signal 9, .*\)|ended without an error message \(the launcher's .*\)); host memory"
-    assert re.search(f"Error: {told}", said)
+    message = r"rank 1 (was killed \(signal 9, .*\)|ended without an error message \(the launcher's .*\)); host memory"
+    assert re.search(f"Error: {message}", said)
     assert "Traceback (most recent call last):\n  File" not in said.split("Error: rank 1")[0]
     result = json.loads((run_dir / "result.json").read_text())
     assert result["status"] == "failed"
-    assert re.match(told, result["error"])
+    assert re.match(message, result["error"])
     assert "; to continue: " in result["error"]
     assert result["error"].endswith("--resume auto")
     assert "will write a checkpoint" not in said, "nothing will be written: rank 1 is missing"

@@ -50,8 +50,8 @@ def test_time_limit_ends_children_that_left_the_session(tmp_path):
     ended = launch([sys.executable, "-c", script], {}, tmp_path, tmp_path / "log", 1.0, lambda: None)
     assert ended.over_time
     assert marked(tmp_path) == []
-    told = outcome(ended, RunDir(tmp_path), tmp_path / "log", 90.0)
-    assert told == ("time limit", "not done after 1.5 minutes (--time-limit)")
+    result = outcome(ended, RunDir(tmp_path), tmp_path / "log", 90.0)
+    assert result == ("time limit", "not done after 1.5 minutes (--time-limit)")
 
 
 @pytest.mark.parametrize(

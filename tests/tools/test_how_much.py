@@ -131,14 +131,14 @@ def drawn(number):
     return Curve(sizes, [[seen(size), seen(size)] for size in sizes]), (seen(2 * most) + seen(2 * most)) / 2
 
 
-def test_intervals_of_95_percent_hold_what_twice_as_many_rows_bring():
+def test_intervals_of_95_percent_cover_twice_as_many_rows():
     held, widths = 0, []
     for number in range(40):
         curve, truth = drawn(number)
-        (found,) = forecast(curve, [16_000])
-        assert found.low <= found.value <= found.high
-        held += found.low <= truth <= found.high
-        widths.append(found.high - found.low)
+        (point,) = forecast(curve, [16_000])
+        assert point.low <= point.value <= point.high
+        held += point.low <= truth <= point.high
+        widths.append(point.high - point.low)
     assert held >= 37
     assert sorted(widths)[20] <= 0.25
 
@@ -185,18 +185,18 @@ def test_sentences_name_gain_of_more_rows_and_its_end():
 def test_flat_forecast_is_no_gain_after_a_worse_largest_part():
     record = made({35: (0.28, 0.3), 70: (0.3, 0.3), 150: (0.2, 0.3)})
     now, _, twice = (round(one["value"], 3) for one in record["learning_curve"]["forecast"][:3])
-    told = [*in_sentences(record)]
-    assert "0.250 (0.200 to 0.300) with 150 rows." in told[0]
+    sentences = [*in_sentences(record)]
+    assert "0.250 (0.200 to 0.300) with 150 rows." in sentences[0]
     assert abs(twice - now) < 0.02  # against the 0.25 that was measured it would be 0.05
-    assert f"a change of {twice - now:+.3f} against {now:.3f} forecast for 150." in told[1]
+    assert f"a change of {twice - now:+.3f} against {now:.3f} forecast for 150." in sentences[1]
     large = [*in_sentences(made({500: (50.0,), 1000: (40.0,), 2000: (35.0,)}, higher_is_better=False))]
     assert large[0] == "f1 after training is 50.0 with 500 rows, 40.0 with 1,000 rows, 35.0 with 2,000 rows."
 
 
-def test_what_is_better_when_it_is_lower_is_forecast_to_fall():
+def test_metric_better_when_lower_is_forecast_to_fall():
     record = made({500: (2.4,), 1000: (2.2,), 2000: (2.05,), 4000: (1.95,)}, higher_is_better=False)
-    (found,) = forecast(read_curve(record), [8000])
-    assert 1.75 < found.low < found.value < found.high < 2.0
+    (point,) = forecast(read_curve(record), [8000])
+    assert 1.75 < point.low < point.value < point.high < 2.0
 
     record = made({500: (50.0,), 1000: (20.0,), 2000: (9.0,), 4000: (6.0,)}, higher_is_better=False)  # a perplexity
     assert min(one["low"] for one in record["learning_curve"]["forecast"]) == 0
@@ -206,9 +206,9 @@ def test_what_is_better_when_it_is_lower_is_forecast_to_fall():
 def test_metric_that_fell_with_rows_is_not_forecast(better):
     falling = {500: (0.9, 0.91), 1000: (0.85, 0.86), 2000: (0.8, 0.81), 4000: (0.7, 0.71)}
     metrics = falling if better else {rows: [2 - value for value in values] for rows, values in falling.items()}
-    told = [*in_sentences(made(metrics, higher_is_better=better))]
-    assert len(told) == 2
-    assert told[1].startswith("f1 was better after 500 rows than after 4,000, so nothing is forecast: ")
+    sentences = [*in_sentences(made(metrics, higher_is_better=better))]
+    assert len(sentences) == 2
+    assert sentences[1].startswith("f1 was better after 500 rows than after 4,000, so nothing is forecast: ")
     noisy = {500: (0.5, 0.9), 1000: (0.6, 0.8), 2000: (0.4, 0.7), 4000: (0.3, 0.6)}
     assert made(noisy)["learning_curve"]["forecast"]
 
@@ -217,11 +217,11 @@ def test_metric_that_fell_with_rows_is_not_forecast(better):
 def test_sizes_that_answer_like_the_best_end_no_forecast(errors, detectable):
     paired = {f"train-limit {n}": {"examples": 50, "standard_error": one} for n, one in enumerate(errors)}
     record = made({500: (0.9,), 1000: (0.98,), 2000: (0.98,), 4000: (0.98,)}, paired=paired)
-    told = [*in_sentences(record)]
-    assert len(told) == (2 if detectable is None else 3)
+    sentences = [*in_sentences(record)]
+    assert len(sentences) == (2 if detectable is None else 3)
     smallest = record["learning_curve"]["detectable"]
     assert (smallest and round(smallest, 3)) == detectable
-    assert not told[2:] or told[2].startswith("50 validation examples show no difference below 0.028")
+    assert not sentences[2:] or sentences[2].startswith("50 validation examples show no difference below 0.028")
 
 
 def test_other_comparisons_have_no_curve():

@@ -184,7 +184,7 @@ def test_a_fault_is_named_and_no_other(run, fault, form, tmp_path):
         assert result["log_probabilities"]["largest"] < 1e-4
 
 
-def test_the_command_prints_ends_with_a_status_and_refuses_what_it_cannot_compare(run, tmp_path):
+def test_command_ends_with_a_status_and_refuses_the_incomparable(run, tmp_path):
     with serving(served_with(run, "vllm", ends=False)) as url:
         done = accel_sft("parity", str(run), "--url", url, "--examples", "3")
     assert done.status == 1, done.output
@@ -205,7 +205,7 @@ def test_the_command_prints_ends_with_a_status_and_refuses_what_it_cannot_compar
     assert "its record names files, and those of a record are not read unasked; add --same-data\n" in unasked.output
 
 
-def test_a_cause_whose_test_needs_a_model_that_is_gone_is_said_to_be_untested(run, tmp_path):
+def test_cause_whose_model_is_gone_is_reported_untested(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     record = json.loads((run / "run.json").read_text())
     record["config"]["model"] = str(tmp_path / "gone")
@@ -218,7 +218,7 @@ def test_a_cause_whose_test_needs_a_model_that_is_gone_is_said_to_be_untested(ru
     assert "no such folder" in untested
 
 
-def test_a_refusal_is_laid_to_the_context_only_where_no_longer_prompt_was_answered():
+def test_refusal_counts_as_context_unless_longer_prompts_were_answered():
     def cause(*refused):
         pairs = [Pair(None, Encoded(0, [1] * n, n), [2], refusal="no system turn") for n in refused]
         answered = Pair(None, Encoded(0, [1] * 5, 5), [2], Reply("a", "stop"))
@@ -228,7 +228,7 @@ def test_a_refusal_is_laid_to_the_context_only_where_no_longer_prompt_was_answer
     assert cause(4, 9)[:2] == (causes.OTHER, "2 examples refused: no system turn")
 
 
-def test_thinking_that_a_server_leaves_out_and_a_part_of_a_character_are_no_differences():
+def test_left_out_thinking_and_split_characters_are_no_differences():
     for own, served in (
         ("<think>\n\n</think>\n\n42", "42"),
         ("\n<think>\na\n</think>\n42", "\n42"),

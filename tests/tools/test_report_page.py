@@ -164,7 +164,7 @@ def test_page_has_labels_mfu_disturbances_and_memory_where_recorded(two, tmp_pat
     assert "Model FLOPs utilisation" in {chart["title"] for chart in elements.data()["charts"]}
 
 
-def test_a_killed_run_is_shown_as_far_as_it_goes_and_one_that_trains_is_running(two, tmp_path):
+def test_killed_and_training_runs_are_shown_so_far(two, tmp_path):
     killed = copy(two[0], tmp_path / "killed")
     (killed / "result.json").write_text('{"status": "running"}')
     with (killed / "metrics.jsonl").open("a") as metrics:
@@ -185,7 +185,7 @@ def test_a_killed_run_is_shown_as_far_as_it_goes_and_one_that_trains_is_running(
 
 
 @pytest.mark.parametrize("file", ["run.json", "result.json"])
-def test_a_half_written_file_is_named_and_the_rest_is_shown(two, tmp_path, file):
+def test_half_written_file_is_named_and_the_rest_shown(two, tmp_path, file):
     broken = copy(two[0], tmp_path / "broken")
     text = (broken / file).read_text()
     (broken / file).write_text(text[: len(text) // 2])
@@ -216,7 +216,7 @@ def test_a_file_that_is_too_large_is_named(two, tmp_path, monkeypatch):
     assert any("metrics.jsonl cannot be read: it is larger than" in line for line in read_run(large, "large").notes)
 
 
-def test_a_number_of_many_digits_and_many_names_make_no_large_page(two, tmp_path):
+def test_long_numbers_and_many_names_make_no_large_page(two, tmp_path):
     odd = copy(two[0], tmp_path / "odd")
     lines = [{"step": step, "loss": 10**400, f"{'n' * 2000}": 1} for step in (7, 8)]
     lines.append({"step": 8, **{f"metric_{number}": 0.5 for number in range(3000)}})
@@ -327,7 +327,7 @@ def test_only_the_page_s_own_scripts_are_in_it(hostile, tmp_path):
     assert not [values for _, values in elements.tags if "src" in values]
 
 
-def test_many_answers_stay_below_two_megabytes_and_the_newest_come_first(two, tmp_path):
+def test_many_answers_stay_below_two_megabytes_newest_first(two, tmp_path):
     run = copy(two[0], tmp_path / "many")
     for step in (0, 2, 4, 6):
         texts = ((f"{i} " * 99, f"{step} {i}" * 99) for i in range(2000))
@@ -345,7 +345,7 @@ def test_many_answers_stay_below_two_megabytes_and_the_newest_come_first(two, tm
     assert "This page has the first 200 of up to 2,000 answers of each evaluation" in printed
 
 
-def test_an_evaluation_that_the_page_has_no_room_for_leaves_nothing_on_it(tmp_path):
+def test_evaluation_without_room_leaves_nothing_on_the_page(tmp_path):
     run = runs.Run(name="one", series="one", folder=RunDir(tmp_path), status="complete")
     (tmp_path / "samples").mkdir()
     for step, prompt, score in ((1, "p", "accuracy"), (2, "q" * 5000, "other"), (3, "p", "accuracy")):
@@ -353,7 +353,7 @@ def test_an_evaluation_that_the_page_has_no_room_for_leaves_nothing_on_it(tmp_pa
         write_json_lines(tmp_path / "samples" / f"step-{step:06d}.jsonl", [row])
     (tmp_path / "samples" / "step-000004.jsonl").write_text("no JSON\n")
     content, said = answers.collect([run], 1000)
-    assert [each["step"] for each in content["evaluations"]] == [1, 3]
+    assert [evaluation["step"] for evaluation in content["evaluations"]] == [1, 3]
     assert (content["texts"], content["examples"], content["scores"]) == (["p", "x", "y"], [(0, 1)], ["accuracy"])
     assert said == [
         "This page has no answers of one, step 2, for which there is no room. The runs' samples/ folders have all."
@@ -375,12 +375,12 @@ def test_texts_are_cut_and_said_to_be(two, tmp_path):
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(6, 60))
 def test_thinned_curves_keep_their_ends_and_every_extreme(values, most):
     points = list(enumerate(values))
-    kept = thin(points, most)
-    assert len(kept) <= max(most, 2)
-    assert kept == sorted(kept)
-    assert (kept[0], kept[-1]) == (points[0], points[-1])
-    assert min(value for _, value in kept) == min(values)
-    assert max(value for _, value in kept) == max(values)
+    thinned = thin(points, most)
+    assert len(thinned) <= max(most, 2)
+    assert thinned == sorted(thinned)
+    assert (thinned[0], thinned[-1]) == (points[0], points[-1])
+    assert min(value for _, value in thinned) == min(values)
+    assert max(value for _, value in thinned) == max(values)
 
 
 def test_means_of_a_thinned_curve_are_of_all_its_points():
@@ -437,7 +437,7 @@ def test_comparison_shows_findings_settings_and_curves(comparison, tmp_path):
     times = next(chart["rows"] for chart in data["charts"] if chart["title"] == "Seconds of each counted step")
     assert [(row["name"], row["seconds"]) for row in times] == [("z0", 0.5), ("z0", 0.6)]
     assert [run["name"] for run in data["runs"]] == ["z0, round 1", "z3, round 1"]
-    assert [each["name"] for each in data["series"]] == ["z0", "z3"]
+    assert [curve["name"] for curve in data["series"]] == ["z0", "z3"]
 
 
 @pytest.mark.parametrize("key", ["varied", "findings", "status", "settings"])
@@ -496,8 +496,8 @@ def opened(tmp_path):
         return pages[-1]
 
     yield open_page
-    for each in pages:
-        each.close()
+    for opened_page in pages:
+        opened_page.close()
 
 
 COUNT = "document.querySelector('#count').textContent"
@@ -540,7 +540,7 @@ def test_answers_are_filtered_and_rows_reached_by_keyboard(two, tmp_path, opened
 
 
 @needs_chromium
-def test_charts_follow_the_list_of_runs_the_range_and_a_drag(two, tmp_path, opened):
+def test_charts_follow_the_list_range_and_drag(two, tmp_path, opened):
     page = opened(page_of(tmp_path, *two))
     lines = "document.querySelectorAll('#main-0 .mark-line path').length"
     ticks = "[...document.querySelector('#main-0 .role-axis-label').querySelectorAll('text')].map(e => e.textContent)"

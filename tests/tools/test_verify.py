@@ -130,11 +130,11 @@ def test_a_secret_that_run_yaml_hides_is_no_difference(tmp_path):
     (tmp_path / "run.yaml").write_text("task: t\nhf_token: '***'\nrows: '***'\nseed: '***'\n")
     record = {"config": {"seed": 3}, "task_options": {"hf_token": "***", "rows": "https://***@host/rows.jsonl"}}
     run = SimpleNamespace(run_dir=RunDir(tmp_path), record=record, trained=[])
-    (found,) = records._settings(run)
-    assert (found.level, found.what) == ("differs", "seed is ***, and 3 in run.json")
+    (finding,) = records._settings(run)
+    assert (finding.level, finding.what) == ("differs", "seed is ***, and 3 in run.json")
 
 
-def test_nothing_is_found_in_a_run_that_is_as_it_was_trained(honest):
+def test_unchanged_run_has_no_findings(honest):
     assert differences(honest) == differences(honest, "open") == []
     assert len(differences(honest, "holds")) == 6
 
@@ -220,13 +220,13 @@ TAMPERINGS = [
 
 
 @pytest.mark.parametrize(("change", "expected"), TAMPERINGS, ids=[expected for _, expected in TAMPERINGS])
-def test_what_was_changed_in_a_run_is_found_by_its_records(honest, change, expected):
+def test_changes_in_a_run_are_found_by_its_records(honest, change, expected):
     change(honest)
     lines = differences(honest)
     assert any(expected in line for line in lines), lines
 
 
-def test_a_checkpoint_that_a_run_has_removed_since_is_not_missed_while_it_trains(honest):
+def test_training_run_may_remove_its_checkpoints(honest):
     drop_checkpoint(honest, 2)
     assert any("step-000002: is missing" in line for line in differences(honest))
     descriptor = os.open(honest.path, os.O_RDONLY)
@@ -242,21 +242,21 @@ def test_other_software_than_the_runs_is_found(honest, monkeypatch):
     assert any("torch" in line and "here 9.9" in line for line in differences(honest, "open"))
 
 
-def test_an_installed_task_is_held_to_its_own_files_and_to_the_versions_of_what_they_import(honest):
+def test_installed_task_is_held_to_its_files_and_their_imports(honest):
     mine = task_record(Chat)
     assert mine["task_libraries"].keys() == {"regex", "sacrebleu"}
 
-    def found(level, **changes):
+    def findings(level, **changes):
         edit_json(honest.record, task="chat", task_file=None, **{**mine, **changes})
         return [line for line in differences(honest, level) if line.startswith(("task:", "code:"))]
 
-    assert found("holds") == ["code: accel_sft, the task and the libraries' versions are those of the run"]
-    (line,) = found("differs", task_code="another")
+    assert findings("holds") == ["code: accel_sft, the task and the libraries' versions are those of the run"]
+    (line,) = findings("differs", task_code="another")
     assert line.startswith("task: the files of its package are others than the run's: /")
     assert line.endswith("/accel_sft_chat")
     older = {"task_libraries": {"sacrebleu": "1.0"}}
-    assert found("differs", **older) == []
-    (line,) = found("open", **older)
+    assert findings("differs", **older) == []
+    (line,) = findings("open", **older)
     assert line.startswith("task: what it imports: sacrebleu 1.0, here ")
 
 
@@ -308,7 +308,7 @@ def seed_that_draws(run: RunDir, segment: list[int]) -> str:
 @pytest.mark.parametrize(
     "what", [what if what == "a moment" else pytest.param(what, marks=pytest.mark.long) for what in AGREEING]
 )
-def test_what_all_records_were_made_to_agree_with_is_found_where_its_segment_is_run_again(honest, what, forks):
+def test_rerun_segment_finds_what_agreeing_records_hide(honest, what, forks):
     change, segment, expected = AGREEING[what]
     change(honest)
     assert differences(honest) == []
@@ -341,7 +341,7 @@ def test_segment_of_three_ranks_has_the_same_bits(tmp_path, forks):
     assert (finding.level, finding.subject) == ("holds", "steps 5 to 6"), finding
 
 
-def test_a_segment_that_cannot_be_run_again_here_is_no_difference_and_no_success(honest, forks):
+def test_segment_that_cannot_rerun_is_neither_difference_nor_success(honest, forks):
     (honest.path.parent / "rows.jsonl").unlink()
     done = CliRunner().invoke(verify, [str(honest.path), "--segments", "1"])
     assert done.exit_code == 1, done.output
@@ -410,9 +410,9 @@ def test_another_machines_run_is_held_to_its_curve(honest, forks, tolerance):
     edit_json(honest.record, launch__host__processor="another")
     changed_loss(honest)
     if tolerance:
-        asked = ("--segments", "1", "--seed", seed_that_draws(honest, [4, 6]), "--tolerance", str(tolerance))
-        report = verified(honest, *asked)[1]
-        finding = next(each for each in report["findings"] if each["subject"] == "steps 5 to 6")
+        flags = ("--segments", "1", "--seed", seed_that_draws(honest, [4, 6]), "--tolerance", str(tolerance))
+        report = verified(honest, *flags)[1]
+        finding = next(row for row in report["findings"] if row["subject"] == "steps 5 to 6")
         assert finding["level"] == "holds"
         assert "bits may differ: processor then: another, here: " in finding["what"]
         assert report["notes"][1].startswith("where bits may differ, that is a change by which a loss differs by more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -51,7 +52,7 @@ def ticks(of_core_0, of_core_3):
     return f"cpu  {rest}cpu0 {of_core_0}\ncpu1 {rest}cpu2 {rest}cpu3 {of_core_3}\ncpu30 {rest}intr 1 2 3\n"
 
 
-def test_the_cores_that_a_process_may_use_are_divided_into_busy_idle_and_stolen(system):
+def test_allowed_cores_divide_into_busy_idle_and_stolen(system):
     assert all(map(math.isnan, CoreClock().since()))  # no /proc/stat, as on macOS
     system("proc/stat", ticks("0 0 0 0 0 0 0 0 0 0", "100 0 0 0 0 0 0 0 0 0"))
     clock = CoreClock()
@@ -68,9 +69,7 @@ def test_the_cores_that_a_process_may_use_are_divided_into_busy_idle_and_stolen(
     ("groups", "folder", "line"),
     [("0::/\n", "", "throttled_usec"), ("3:cpu,cpuacct:/\n", "cpu,cpuacct/", "throttled_time")],
 )
-def test_what_a_cpu_quota_holds_back_is_counted_in_both_versions_of_control_groups(
-    system, monkeypatch, groups, folder, line
-):
+def test_cpu_quota_is_counted_in_both_control_group_versions(system, monkeypatch, groups, folder, line):
     now = iter([10.0, 12.0])
     monkeypatch.setattr(machine_state.time, "monotonic", lambda: next(now))
     unit = 1_000_000 if line == "throttled_usec" else 1_000_000_000
@@ -83,7 +82,7 @@ def test_what_a_cpu_quota_holds_back_is_counted_in_both_versions_of_control_grou
     assert clock.since() == pytest.approx((2.0, 0.0, 0.0, 0.5))
 
 
-def test_the_clock_is_that_of_the_core_that_the_process_is_on(system):
+def test_clock_is_that_of_the_processes_core(system):
     assert math.isnan(cpu_clock_share())
     system("proc/self/stat", "7 (a) b) R " + " ".join(["0"] * 35) + " 5 0 0\n")
     assert math.isnan(cpu_clock_share())  # a virtual machine
@@ -108,13 +107,13 @@ def test_the_clock_is_that_of_the_core_that_the_process_is_on(system):
         ({"CurrentClocksEventReasons": None}, ""),
     ],
 )
-def test_a_gpu_is_slowed_down_by_what_counts_and_by_nothing_else(answers, why):
+def test_gpu_slowdown_counts_only_its_real_causes(answers, why):
     state = gpu_state(Nvml(**answers), None)
     assert slowed_by(state.reasons) == why
     assert math.isnan(state.mhz) == (answers == {"CurrentClocksEventReasons": None})
 
 
-def test_memory_of_others_on_a_gpu_is_known_where_the_driver_lists_this_process():
+def test_memory_of_others_needs_this_process_in_the_drivers_list():
     sibling = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         listed = {os.getpid(): 2**30, 2**22 + 1: 3 * 2**30, 2**22 + 2: None}
@@ -151,13 +150,13 @@ def test_nothing_is_marked_on_a_quiet_machine():
         QUIET._replace(cpu_percent=100.0, busy_cores=9.0, idle_cores=7.0),  # others on cores that the run leaves idle
         QUIET._replace(cpu_percent=185.0, stolen_cores=0.1, held_cores=0.1, gpu_others_gib=0.6),
     )
-    assert [marks([each]) for each in quiet] == [{}] * len(quiet)
+    assert [marks([one]) for one in quiet] == [{}] * len(quiet)
     sharing = [QUIET._replace(cpu_percent=95.0), NOTHING._replace(cpu_percent=95.0)]  # two ranks share the cores
     assert marks(sharing) == {}
 
 
 @pytest.mark.parametrize(
-    ("read", "told"),
+    ("read", "words"),
     [
         ({"cpu_percent": 60.0}, "other processes took 1.4 of 2 cores"),
         (
@@ -170,8 +169,8 @@ def test_nothing_is_marked_on_a_quiet_machine():
         (GPU | {"gpu_others_gib": 3.25}, "other processes had 3.2 GiB of rank 0's GPU"),
     ],
 )
-def test_what_slows_a_machine_down_is_marked_in_words(read, told):
-    assert [in_words(*mark) for mark in marks([QUIET._replace(**read)]).items()] == [told]
+def test_what_slows_a_machine_down_is_marked_in_words(read, words):
+    assert [in_words(*mark) for mark in marks([QUIET._replace(**read)]).items()] == [words]
     (there,) = marks([QUIET, NOTHING._replace(cpu_percent=0.0), QUIET._replace(**read)])  # on a second machine
     assert "rank 2's" in there
 
@@ -198,18 +197,18 @@ def test_readings_across_a_start_or_pause_have_none_before_them():
 
 def lines_of(readings, seconds=1.0):
     """Training lines from what is read in their steps: cores taken, 0 for nothing, None without a reading."""
-    found = []
+    written = []
     for step, taken in enumerate(readings, 1):
         line = {"step": step, "loss": 1.0, "seconds": seconds, "tokens": 64}
-        found.append(line if taken is None else line | {KEY: {OTHERS: taken} if taken else {}})
-    return found
+        written.append(line if taken is None else line | {KEY: {OTHERS: taken} if taken else {}})
+    return written
 
 
 def test_segments_show_steps_and_means():
     lines = lines_of([*[0] * 119, None, *[1.2, None, 1.6] * 20, 1.4, *[0] * 100])
-    (found,) = disturbed_segments(lines)
-    assert str(found) == "steps 120 to 181: other processes took 1.4 of 2 cores"
-    assert share(lines, [found]) == pytest.approx(62 / len(lines))
+    (segment,) = disturbed_segments(lines)
+    assert str(segment) == "steps 120 to 181: other processes took 1.4 of 2 cores"
+    assert share(lines, [segment]) == pytest.approx(62 / len(lines))
     (one,) = disturbed_segments(lines_of([0, 1.0, 1.0, 0, 1.0, 0, 0, 1.0]))
     assert (one.first, one.last) == (2, 5)  # one reading in between is no end, two are
 
@@ -226,7 +225,7 @@ def test_short_and_single_readings_make_no_segment():
 
 def test_lines_that_were_changed_by_hand_are_no_readings():
     odd = [None, 5, "a", [1], {"a#": None, "b": "1", "c": [], "d": True}]
-    assert disturbed_segments([{"step": 1, KEY: each} for each in odd]) == []
+    assert disturbed_segments([{"step": 1, KEY: value} for value in odd]) == []
     assert disturbed_segments([{"step": step, "seconds": "a", KEY: {"#": 1.0}} for step in range(4)])[0].seconds == 0.0
 
 
@@ -238,21 +237,27 @@ def test_the_report_and_a_comparison_name_the_steps(tmp_path):
         (tmp_path / name).mkdir()
         lines = lines_of([*[0] * (40 - taken), *[1.0] * taken])
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        told = measure(RunDir(tmp_path / name), 3)["disturbed"]
-        assert told == ([f"steps {first} to 40: other processes took 1.0 of 2 cores"] if taken == 8 else [])
+        disturbances = measure(RunDir(tmp_path / name), 3)["disturbed"]
+        assert disturbances == ([f"steps {first} to 40: other processes took 1.0 of 2 cores"] if taken == 8 else [])
 
 
-def beside_the_sampler_is_marked():
+@contextlib.contextmanager
+def busy_cores():
     beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     try:
-        sampler, readings = SystemSampler(torch.device("cpu"), seconds_between=0.3), []
-        while len(readings) < 4:
-            latest = sampler.sample()
-            readings += [latest] if latest.sample > len(readings) else []
+        yield
     finally:
         for process in beside:
             process.kill()
             process.wait()
+
+
+def beside_the_sampler_is_marked():
+    with busy_cores():
+        sampler, readings = SystemSampler(torch.device("cpu"), seconds_between=0.3), []
+        while len(readings) < 4:
+            latest = sampler.sample()
+            readings += [latest] if latest.sample > len(readings) else []
     for read in readings[1:]:
         taken = [number for mark, number in marks([read]).items() if mark.startswith("other processes took #")]
         assert taken, read
@@ -260,19 +265,14 @@ def beside_the_sampler_is_marked():
 
 
 def beside_a_run_is_told_at_its_end_and_in_its_files(tmp_path):
-    beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
-    try:
+    with busy_cores():
         options = ("--max-steps", "40", "--eval-every", "off", "--save-every", "off", "--output-dir", "run")
         done = accel_sft("math", *options, cwd=tmp_path)
-    finally:
-        for process in beside:
-            process.kill()
-            process.wait()
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("disturbed: steps ")]
     assert "other processes took" in line
     result, report = (json.loads((tmp_path / "run/result.json").read_text()), (tmp_path / "run/report.md").read_text())
-    assert all(f"- {told}" in report for told in result["disturbed"])
+    assert all(f"- {words}" in report for words in result["disturbed"])
     assert measure(RunDir(tmp_path / "run"), 3)["disturbed"]
 
 

@@ -43,7 +43,7 @@ def printed(result, before, after, width=80, **options):
     return text
 
 
-def test_the_report_of_an_evaluation_names_its_own_files_and_no_training():
+def test_evaluation_report_names_its_own_files_and_no_training():
     page = render_report({"status": "complete", "task": "math", "after": AFTER}, [], [sample(0, "t0")])
     assert "## Answers (1 of 1, all in `samples-tuned.jsonl`)" in page
     assert "## Training" not in page
@@ -89,7 +89,7 @@ def test_metrics_come_first_then_loss_then_costs():
     ]
 
 
-def test_a_run_s_report_tells_how_it_was_launched_and_what_is_not_at_its_default(tmp_path):
+def test_report_has_the_launch_and_the_changed_settings(tmp_path):
     launch = {"yaml_path": "a/z2.yaml", "backend": "deepspeed", "zero_stage": 2, "processes": 2, "machines": 1}
     config = {"seed": 42, "adapter": "lora", "thinking": "off"}
     record = {"task": "math", "config": config, "task_options": {"max_number": 300, "train_file": None}}
@@ -157,7 +157,7 @@ def test_the_terminal_report_fits_eighty_columns():
     assert re.search(r"^ *accuracy +0 +1 +\+1 *$", text, re.M)
 
 
-def test_long_prompts_stand_above_their_answers_where_columns_would_be_narrow():
+def test_long_prompts_stand_above_their_answers():
     prompt, answer = "Which of the following entities are named in this sentence", "none of those that were asked for"
     after = [{**sample(0, answer, accuracy=1.0), "prompt": prompt}]
     text = printed({"before": BEFORE, "after": AFTER, "main_metric": "accuracy"}, after, after)
@@ -304,7 +304,7 @@ def test_markup_in_an_answer_is_shown_and_not_obeyed():
     assert "[/red] [bold]x[/bold]" in printed({}, [], [sample(0, "[/red] [bold]x[/bold]")], 120)
 
 
-def test_the_card_names_the_base_the_task_the_scores_and_the_data():
+def test_card_names_base_task_scores_and_data():
     text = card()
     meta = yaml.safe_load(text.split("---\n")[1])
     assert meta["base_model"] == "org/model-0.5B"
@@ -321,7 +321,7 @@ def test_the_card_names_the_base_the_task_the_scores_and_the_data():
     assert "max_new_tokens=17," in text
 
 
-def test_the_card_asks_with_the_templates_switches_and_ends_the_prompt_as_training_did():
+def test_cards_prompt_is_that_of_training():
     assert 'return_tensors="pt"\n' in card()
     assert 'return_tensors="pt", enable_thinking=False\n' in card(template_arguments={"enable_thinking": False})
     closed = card(template_arguments={"thinking": False}, prompt_end="\n</think>\n\n")
@@ -331,7 +331,7 @@ def test_the_card_asks_with_the_templates_switches_and_ends_the_prompt_as_traini
     assert r"print(answer.removesuffix('<|im_end|>\n'))" in card(answer_end="<|im_end|>\n")
 
 
-def test_an_adapters_card_names_peft_and_a_folder_is_no_hub_id(tmp_path):
+def test_adapter_card_names_peft_and_no_folder_as_base(tmp_path):
     text = card(adapter="lora", base_model=str(tmp_path / "base"))
     meta = yaml.safe_load(text.split("---\n")[1])
     assert (meta["library_name"], "base_model" in meta, str(tmp_path) in text) == ("peft", False, False)

@@ -78,18 +78,18 @@ def test_what_a_paired_test_finds_is_said_in_words(lost, gained, words):
     assert verdict(paired(rate(100, 100), rate(100, 100, lost, gained)), WORDS) == words
 
 
-def test_which_way_is_better_is_the_tasks_and_unknown_for_other_metrics():
+def test_better_direction_is_the_tasks_and_otherwise_unknown():
     change = paired(rate(100, 100), rate(100, 100, 5, 25))
     assert verdict(change, words_for(False)).startswith("worse (+0.10,")
     assert verdict(change, words_for(None)).startswith("higher (+0.10,")
 
 
-def test_right_and_wrong_answers_are_tested_by_mcnemar_in_its_mid_p_form():
+def test_right_and_wrong_answers_have_mcnemars_mid_p():
     assert paired(rate(100, 100), rate(100, 100, 0, 6))["p"] == pytest.approx(0.5**6)
     assert paired(rate(100, 100), rate(100, 100, 1, 6))["p"] == pytest.approx(2 * 0.5**7 + 7 * 0.5**7)
 
 
-def test_an_interval_is_none_of_a_point_where_every_answer_changed():
+def test_interval_is_no_point_where_every_answer_changed():
     change = paired(rate(50, 0), rate(50, 0, 0, 50))
     assert change["low"] < 0.95
     assert change["high"] == 1.0
@@ -108,7 +108,7 @@ def test_the_interval_of_a_difference_of_rates_is_newcombes(both, before, after,
     assert (change["low"], change["high"]) == pytest.approx((low, high), abs=6e-5)
 
 
-def test_examples_that_did_not_show_a_difference_are_never_said_to_be_enough():
+def test_examples_without_a_difference_are_never_called_enough():
     undecided = 0
     for count in range(2, 13):
         for lost in range(count + 1):
@@ -124,7 +124,7 @@ def test_examples_that_did_not_show_a_difference_are_never_said_to_be_enough():
 
 
 @pytest.mark.parametrize(("less", "words"), [(0.1, "no difference that 3 examples can show"), (0.0, "the same")])
-def test_examples_that_all_changed_alike_have_no_noise_but_that_of_rounding(less, words):
+def test_equal_changes_have_only_rounding_noise(less, words):
     scores = [0.2, 0.7, 0.4]
     before = [0.1 + 0.2 + score - 0.3 - less for score in scores]  # differs by rounding
     after, before = (measured({"a": sum(of) / len(of)}, answers("a", of), None)[0]["a"] for of in (scores, before))
@@ -152,7 +152,7 @@ def test_levels_are_corrected_for_every_pair_of_settings():
     assert needed(tests["d"], tests["d"]["level"]) > needed(tests["d"])
 
 
-def test_the_interval_of_micro_f1_is_of_the_tasks_own_aggregate_and_always_the_same():
+def test_micro_f1_interval_is_the_tasks_and_repeatable():
     before, after = micro_answers(1, 0.5), micro_answers(2, 0.8)
     result = evaluated(before, after)
     intervals = result["intervals"]
@@ -211,7 +211,7 @@ def oddity(name):
         ("count", "it depends on the number of examples"),
     ],
 )
-def test_a_metric_that_cannot_be_resampled_says_why_and_fails_nothing(name, reason):
+def test_metric_that_cannot_be_resampled_says_why(name, reason):
     samples = answers("x", [place / 20 for place in range(20)])
     aggregate = oddity(name)
     metric_of, without = measured(aggregate([sample["scores"] for sample in samples]), samples, aggregate)
@@ -219,7 +219,7 @@ def test_a_metric_that_cannot_be_resampled_says_why_and_fails_nothing(name, reas
     assert ("main" in metric_of) == (name != "fails")
 
 
-def test_an_aggregate_that_is_slow_is_given_up_and_one_of_other_answers_is_not_believed(monkeypatch):
+def test_slow_or_foreign_aggregate_has_no_interval(monkeypatch):
     samples = micro_answers(1, 0.5)
     values = Micro.aggregate([sample["scores"] for sample in samples])
     _, without = measured({**values, "f1": values["f1"] + 0.1}, samples, Micro.aggregate)
@@ -246,7 +246,7 @@ def test_slow_aggregate_sends_heartbeats_while_it_is_resampled():
     assert heartbeat_count() - beats >= significance.RESAMPLES
 
 
-def test_one_example_and_none_have_what_can_be_known_of_them():
+def test_one_example_or_none_have_no_interval():
     one = evaluated(micro_answers(1, 0.5, 1), micro_answers(2, 0.5, 1))["intervals"]
     assert one["without"] == {"f1": "one example"}
     assert one["change"] == {}
@@ -255,7 +255,7 @@ def test_one_example_and_none_have_what_can_be_known_of_them():
     assert "intervals" not in result
 
 
-def test_report_and_terminal_have_the_interval_of_each_metric_and_what_the_test_found():
+def test_report_and_terminal_have_intervals_and_the_tests_result():
     before, after = micro_answers(1, 0.5, 200), micro_answers(2, 0.52, 200)
     result = evaluated(before, after)
     page = render_report(result, before, after)

@@ -35,16 +35,8 @@ from accel_sft.tracking.time_spent import BATCHES, FORWARD, span
 from accel_sft.tracking.tracker import Tracker
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
-SAMPLES = [
-    {
-        "index": index,
-        "prompt": f"{index}=",
-        "expected": "1 + 2",
-        "generated": "<|im_start|>a|b\n**王大**",
-        "scores": {"accuracy": 1.0},
-    }
-    for index in range(30)
-]
+ANSWER = {"expected": "1 + 2", "generated": "<|im_start|>a|b\n**王大**", "scores": {"accuracy": 1.0}}
+SAMPLES = [{"index": index, "prompt": f"{index}=", **ANSWER} for index in range(30)]
 
 
 @pytest.fixture
@@ -61,15 +53,8 @@ def tracked(accelerator, tmp_path):
     def build(total_steps=10, **settings):
         if opened:
             time.sleep(1.1)  # TensorBoard orders a folder's files by the second of their names
-        opened.append(
-            Tracker(
-                accelerator,
-                RunDir(tmp_path / "runs" / "one"),
-                TrainConfig(**settings),
-                total_steps=total_steps,
-                main_metric="accuracy",
-            )
-        )
+        run_dir, numbers = RunDir(tmp_path / "runs" / "one"), {"total_steps": total_steps, "main_metric": "accuracy"}
+        opened.append(Tracker(accelerator, run_dir, TrainConfig(**settings), **numbers))
         return opened[-1]
 
     yield build
@@ -142,15 +127,15 @@ for step in range(1, 100):
 """
 
 
-def test_a_disk_that_takes_a_part_of_a_line_only_is_an_error_and_the_part_is_cut_off_later(tmp_path):
+def test_partly_written_line_is_an_error_and_later_cut(tmp_path):
     path = tmp_path / "metrics.jsonl"
     done = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True)
     assert done.stderr.splitlines()[-1].startswith("OSError: ")
     assert path.stat().st_size == 110  # the system took what it could of the last line
     assert not path.read_bytes().endswith(b"\n")
     assert MetricsFile(path).rewind(99)[0] == 1
-    kept = path.read_text().splitlines()
-    assert [json.loads(line)["step"] for line in kept] == list(range(1, len(kept) + 1))
+    remaining = path.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in remaining] == list(range(1, len(remaining) + 1))
 
 
 def test_curves_are_read_back_from_the_run_folder_itself(tracked):
@@ -182,7 +167,7 @@ def reading(number, percent=90.0):
     return Reading(number, 50.0, 0.5, 4.0, percent, 1.0, 0.0)
 
 
-def test_what_slows_the_machine_down_stands_in_the_line_of_the_step_that_read_it(tracked):
+def test_slowdown_stands_in_the_line_of_its_step(tracked):
     tracker = tracked()
     quiet = reading(1)._replace(cpu_percent=60.0, busy_cores=0.6, idle_cores=1.4, stolen_cores=0.0, held_cores=0.0)
     taken = quiet._replace(busy_cores=2.0, idle_cores=0.0)
@@ -198,14 +183,14 @@ def test_what_slows_the_machine_down_stands_in_the_line_of_the_step_that_read_it
     assert points(tracker, "system/rank0/busy_cores") == [(1, 2.0), (2, 2.0), (4, 0.6)]
 
 
-def test_a_gpu_that_idles_is_told_above_the_bar_by_what_the_process_did(tracked, capsys):
+def test_idle_gpu_is_reported_with_what_the_process_did(tracked, capsys):
     tracker = tracked(total_steps=60)
     for step in range(1, 61):
         with span(BATCHES):
             time.sleep(0.002)
         tracker.step(record(step, seconds=0.004), [reading(step, percent=9.0)])
-    told = capsys.readouterr().out
-    assert told.count("the GPU idles: a kernel ran in 9% of the time in steps 11 to 30; making batches") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("the GPU idles: a kernel ran in 9% of the time in steps 11 to 30; making batches") == 1
 
 
 def test_an_evaluation_is_recorded_with_every_answer(tracked, capsys):
@@ -245,6 +230,7 @@ def test_a_resumed_run_has_no_doubled_points(tracked, capsys):
     resumed = tracked()
     resumed.rewind(6)
     assert "2 unreadable line" in capsys.readouterr().out
+    assert [path.name for path in resumed.run_dir.path.glob("samples/*")] == ["step-000004.jsonl"]
     for step in range(7, 11):
         resumed.step(record(step, loss=-1.0))
     resumed.evaluation(8, {"eval_loss": 2.0, "accuracy": 0.9}, SAMPLES)
@@ -256,7 +242,7 @@ def test_a_resumed_run_has_no_doubled_points(tracked, capsys):
     assert points(resumed, "eval/accuracy") == [(4, 0.1), (8, 0.9)]
 
 
-def test_an_evaluation_that_no_checkpoint_knows_of_is_made_again_and_stands_once(tracked):
+def test_evaluation_after_the_last_checkpoint_is_repeated_and_logged_once(tracked):
     tracker = tracked()
     for step in (1, 2, 3):
         tracker.step(record(step))
@@ -278,15 +264,7 @@ def test_an_evaluation_that_no_checkpoint_knows_of_is_made_again_and_stands_once
         assert [line["step"] for line in lines(resumed) if "loss" in line] == [1, 2, 3, 4]
 
 
-def test_rewinding_drops_the_answers_of_steps_undone(tracked):
-    tracker = tracked()
-    for step in (4, 8):
-        tracker.evaluation(step, {"eval_loss": 1.0}, SAMPLES)
-    tracker.rewind(6)
-    assert [path.name for path in tracker.run_dir.path.glob("samples/*")] == ["step-000004.jsonl"]
-
-
-def test_the_chain_of_lines_goes_on_from_the_checkpoints_and_shows_what_was_changed_since(tracked):
+def test_chain_of_lines_resumes_from_checkpoints_and_shows_changes(tracked):
     whole, chains = tracked(), []
     for step in (1, 2, 3):
         whole.step(record(step))
@@ -322,7 +300,7 @@ def test_starting_over_forgets_everything(tracked):
     assert len(events(again).Tensors("settings/text_summary")) == 1
 
 
-def test_an_unknown_and_a_missing_tracker_are_named_with_the_way_out(tracked):
+def test_unknown_or_missing_tracker_is_named_with_a_fix(tracked):
     with pytest.raises(UserError, match=r"--tracker tensorbored: unknown; give one or several of .*tensorboard.* none"):
         tracked(tracker="tensorbored")
     from accelerate.tracking import get_available_trackers
@@ -364,7 +342,7 @@ class Service(GeneralTracker):
         self.seen.append(step)
 
 
-def test_a_service_that_fails_is_named_and_the_run_goes_on(tracked, capsys, monkeypatch):
+def test_failing_service_is_named_and_the_run_continues(tracked, capsys, monkeypatch):
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "service", Service)
     monkeypatch.setattr(Service, "seen", [])
     tracker = tracked(tracker="service,tensorboard")
@@ -422,15 +400,11 @@ def test_the_profiler_traces_steps_three_to_five(tracked, capsys):
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"} < names
     assert "aten::dot" in names
-    printed = capsys.readouterr().out
-    assert str(trace.parent) in printed
-
-
-def test_without_profile_nothing_is_traced(tracked):
-    tracker = tracked()
-    with tracker.profiler() as profiler:
+    assert str(trace.parent) in capsys.readouterr().out
+    plain = tracked()
+    with plain.profiler() as profiler:
         profiler.step()
-    assert not (tracker.run_dir.path / "profile").exists()
+    assert [*(plain.run_dir.path / "profile").iterdir()] == [trace], "without --profile nothing is traced"
 
 
 def test_the_machine_is_sampled_at_most_once_in_an_interval():
@@ -469,7 +443,7 @@ class Driver(Nvml):
         return types.SimpleNamespace(used=2**30)
 
 
-def test_a_gpu_that_cannot_be_read_any_more_is_told_once(tracked, capsys):
+def test_unreadable_gpu_is_reported_once(tracked, capsys):
     tracker, driver = tracked(), Driver()
     sampler = tracker._system
     sampler._nvml, sampler._seconds_between = (driver, None), 0.0
@@ -478,8 +452,8 @@ def test_a_gpu_that_cannot_be_read_any_more_is_told_once(tracked, capsys):
     driver.failed = True
     for _ in range(2):
         assert math.isnan(tracker.system()[5])
-    told = capsys.readouterr().out
-    assert told.count("no GPU curves from here on: NVML says Driver/library version mismatch") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("no GPU curves from here on: NVML says Driver/library version mismatch") == 1
 
 
 def test_gpu_of_unknown_memory_keeps_its_other_curves(tracked):
@@ -492,7 +466,7 @@ def test_gpu_of_unknown_memory_keeps_its_other_curves(tracked):
     assert read.gpu_percent == 77.0
 
 
-def test_means_and_peaks_of_a_rank_are_those_of_its_samples_after_the_first():
+def test_means_and_peaks_leave_out_the_first_sample():
     usage = Usage()
     assert usage.by_rank() == []
     usage.add(0, Reading(1, 900.0, 5.0, 7.0))
@@ -583,20 +557,14 @@ def test_the_bar_shows_loss_metric_and_time_to_go(terminal):
     assert "a line above" in drawn
 
 
-def test_what_others_print_stays_out_of_a_terminal_of_its_own(terminal, capsys):
+def test_bar_hides_no_cursor_and_shows_no_output_of_libraries(terminal, capsys):
     line = ProgressBar(200, file=terminal)
     line.step(record(1))
+    assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
     print("chatter")
     line.close()
     assert "chatter" in capsys.readouterr().out
     assert "chatter" not in terminal.getvalue()
-
-
-def test_the_cursor_is_never_left_hidden(terminal):
-    line = ProgressBar(200, file=terminal)
-    line.step(record(1))
-    shown = terminal.getvalue().rfind("\x1b[?25h")
-    assert shown > terminal.getvalue().rfind("\x1b[?25l")
 
 
 def test_two_ranks_share_one_record(tmp_path):
@@ -670,12 +638,12 @@ def test_a_service_gets_no_name_that_it_refuses(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
-def test_a_service_gets_the_project_and_the_name_of_the_run(tmp_path, monkeypatch, name):
-    kind, told = LOGGER_TYPE_TO_CLASS[name], []
+def test_service_gets_project_and_run_name(tmp_path, monkeypatch, name):
+    kind, starts = LOGGER_TYPE_TO_CLASS[name], []
 
     class Started(kind):  # with its own signature; what it would start is not installed
         def start(self):
-            told.append({**vars(self), **getattr(self, "init_kwargs", {})})
+            starts.append({**vars(self), **getattr(self, "init_kwargs", {})})
 
         def store_init_configuration(self, values):
             pass
@@ -683,10 +651,10 @@ def test_a_service_gets_the_project_and_the_name_of_the_run(tmp_path, monkeypatc
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Started)
     for settings in ({"tracker_project": "sums", "run_name": "first"}, {}):
         Trackers([name], tmp_path / "one", settings, print)
-    assert {"sums", "first"} <= {str(value) for value in told[0].values()}
-    assert {"accel_sft", "one"} <= {str(value) for value in told[1].values()}
+    assert {"sums", "first"} <= {str(value) for value in starts[0].values()}
+    assert {"accel_sft", "one"} <= {str(value) for value in starts[1].values()}
     if name != "mlflow":  # which takes no id of ours
         Trackers([name], tmp_path / "other", {}, print)
-        assert told[0]["id"] == told[1]["id"] != told[2]["id"]
-        assert re.fullmatch("[a-z0-9]{21}", told[0]["id"])
-        assert {each["resume"] for each in told} == {"allow"}
+        assert starts[0]["id"] == starts[1]["id"] != starts[2]["id"]
+        assert re.fullmatch("[a-z0-9]{21}", starts[0]["id"])
+        assert {settings["resume"] for settings in starts} == {"allow"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import time
@@ -30,16 +31,17 @@ from accel_sft.tracking.time_spent import (
 from accel_sft.tracking.tracker import traced_steps
 
 
-def test_the_time_of_steps_is_divided_without_a_rest_and_evaluations_are_left_out():
+def test_step_time_divides_without_rest_and_without_evaluations():
     time = TimeSpent()
     assert time.totals() is None
     spent = {BATCHES: 0.01, FORWARD: 0.02, BACKWARD: 0.04, COMMUNICATION: 0.005, OPTIMIZER: 0.015}
     time.add(0.1, spent)
     time.add(0.1, {**spent, PAUSE: 50.0})
-    found = time.totals()
-    assert found["parts"] == pytest.approx({**{name: 2 * each for name, each in spent.items()}, "the rest": 0.02})
-    assert (found["steps"], found["seconds"]) == (2, pytest.approx(0.2))
-    assert time_sentence(found) == (
+    totals = time.totals()
+    twice = {name: 2 * seconds for name, seconds in spent.items()}
+    assert totals["parts"] == pytest.approx(twice | {"the rest": 0.02})
+    assert (totals["steps"], totals["seconds"]) == (2, pytest.approx(0.2))
+    assert time_sentence(totals) == (
         "a step took 0.1 s in the mean of 2: 40% backward, 20% forward, 15% optimizer, "
         "10% reading rows and making batches, 10% the rest, 5% exchanging the loss"
     )
@@ -58,28 +60,16 @@ def test_spans_count_what_is_done_in_them():
     assert taken() == ({}, {})
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_training_too_short_to_be_traced_is_told_so(tmp_path, steps):
-    told = []
-    with traced_steps(tmp_path, 0, told.append) as profiler:
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_trace_that_an_error_ends_is_named_or_too_short(tmp_path, steps):
+    printed = []
+    with contextlib.suppress(KeyboardInterrupt), traced_steps(tmp_path, 0, printed.append) as profiler:
         for _ in range(steps):
             profiler.step()
-    assert "begins with step 3 of a start" in told[-1]
-
-
-def test_a_trace_that_an_error_ends_is_named(tmp_path):
-    told = []
-
-    def trained():
-        with traced_steps(tmp_path, 0, told.append) as profiler:
-            for _ in range(3):
-                profiler.step()
+        if steps == 3:
             raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        trained()
-    assert str(tmp_path) in told[0]
-    assert [*tmp_path.iterdir()]
+    assert (str(tmp_path) if steps == 3 else "begins with step 3 of a start") in printed[-1]
+    assert steps < 3 or [*tmp_path.iterdir()]
 
 
 # --- a GPU that idles ---
@@ -98,8 +88,8 @@ def watched(
     for number in range(begin, begin + steps):
         use = [90.0] * (ranks - 1) + [percent(number) if callable(percent) else percent]
         system = [
-            Reading(number, 100.0, 1.0, 1.0, each, 1.0, number * (0.5 - wait))
-            for each, wait in zip(use, waits, strict=True)
+            Reading(number, 100.0, 1.0, 1.0, gpu_percent, 1.0, number * (0.5 - wait))
+            for gpu_percent, wait in zip(use, waits, strict=True)
         ]
         record = {"step": number, "tokens": tokens, "seconds": 1.0}
         seconds = {**SECONDS, **(spent or {})}
@@ -108,20 +98,18 @@ def watched(
     return [*filter(None, warnings)]
 
 
+OFFLOADED = {"offloaded": ["optimizer", "param"]}
 CAUSES = {
     "batches": ({"spent": {BATCHES: 0.34}}, "making batches takes 34% of a step: look at the disk"),
     "optimizer": (
-        {"spent": {OPTIMIZER: 0.6, BATCHES: 0.25}, "offloaded": ["optimizer", "param"]},
+        {"spent": {OPTIMIZER: 0.6, BATCHES: 0.25}, **OFFLOADED},
         "the optimizer on the host takes 60% of a step",
     ),
     "other ranks": ({"waits": [0.1, 0.5], "ranks": 2}, "it waits for rank 0 for 40% of a step or longer"),
-    "ranks that wait in their forwards": (
-        {"waits": [math.nan, math.nan], "ranks": 2},
-        "neither batches nor the optimizer",
-    ),
+    "ranks that wait in their forwards": ({"waits": [math.nan] * 2, "ranks": 2}, "neither batches nor the optimizer"),
     "images": ({"spent": {BATCHES: 0.34}, "images": True}, "look at the images' size"),
     "weights on the host": (
-        {"spent": {OPTIMIZER: 0.1}, "offloaded": ["optimizer", "param"]},
+        {"spent": {OPTIMIZER: 0.1}, **OFFLOADED},
         "weights are copied from the host for every layer",
     ),
     "small forwards": ({"tokens": 1024, "forwards": 8}, "a forward has 128 tokens"),
@@ -140,7 +128,7 @@ def test_an_idle_gpu_is_named_once_with_its_likely_cause(cause):
     assert len(warning) <= 160
 
 
-def test_neither_a_start_nor_an_evaluation_nor_a_busy_gpu_is_warned_of():
+def test_start_evaluation_and_busy_gpu_give_no_warning():
     assert watched(IdleWatch(), 200, 60.0) == []
     assert watched(IdleWatch(), 60, lambda number: 5.0 if number <= WARMUP_STEPS else 90.0) == []
     after_pauses = range(12, 200, 2)  # the reading after each is that of the evaluation
@@ -148,7 +136,7 @@ def test_neither_a_start_nor_an_evaluation_nor_a_busy_gpu_is_warned_of():
     assert watched(IdleWatch(), 200, math.nan) == []
 
 
-def test_a_rank_that_waits_is_named_though_nvml_reads_its_gpu_as_busy():
+def test_waiting_rank_is_named_though_nvml_shows_it_busy():
     (warning,) = watched(IdleWatch(), 200, 100.0, ranks=3, waits=[0.5, 0.12, 0.1])
     assert warning.startswith("rank 0 waits for rank 2 for 40% of a step or longer, in steps")
     assert "its GPU reads 90% busy" in warning
@@ -195,14 +183,14 @@ class Meter(Nvml):
         return types.SimpleNamespace(used=2**30)
 
     def nvmlDeviceGetSamples(self, handle, kind, since):
-        found = [
+        readings = [
             types.SimpleNamespace(timeStamp=at, sampleValue=types.SimpleNamespace(uiVal=use))
             for at, use in self.samples
             if at > since
         ]
-        if not found:
+        if not readings:
             raise self.NVMLError("Not Found")
-        return 1, found
+        return 1, readings
 
     def nvmlDeviceGetUtilizationRates(self, handle):
         return types.SimpleNamespace(gpu=77)

@@ -44,7 +44,7 @@ def chosen(run_dir):
     every = [
         [json.loads(line) for line in file.read_text().splitlines()] for file in sorted(run_dir.glob("kept-rank-*"))
     ]
-    assert all(each == every[0] for each in every)
+    assert all(rank == every[0] for rank in every)
     return every[0]
 
 
@@ -73,8 +73,8 @@ def choose_what_one_process_chooses_and_learn_the_same(launched, alone, yaml):
     for one, other in zip(lines, expected, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-4)
-    found, wanted = weights(run.run_dir / "final"), weights(alone.run_dir / "final")
-    assert {name: tensor.shape for name, tensor in found.items()} == {n: tensor.shape for n, tensor in wanted.items()}
+    actual, wanted = weights(run.run_dir / "final"), weights(alone.run_dir / "final")
+    assert {name: tensor.shape for name, tensor in actual.items()} == {n: tensor.shape for n, tensor in wanted.items()}
     torch.testing.assert_close(logits(run.run_dir / "final"), logits(alone.run_dir / "final"), rtol=1e-3, atol=1e-3)
 
 
@@ -123,8 +123,8 @@ def test_a_stopped_run(check, request):
 
 def keep_masked_in_bf16_what_was_masked_in_both_copies_of_the_weights(launched, tmp_path, yaml):
     run = launched(f"adalora bf16 {yaml}", *JOB, **(sharing(yaml) | {"launcher": ("--mixed_precision", "bf16")}))
-    kept = chosen(run.run_dir)[-1]["kept"]  # each rank has compared both copies (adalora_ranks.py)
-    assert sum(map(sum, kept.values())) == 4 * len(kept)
+    mask = chosen(run.run_dir)[-1]["kept"]  # each rank has compared both copies (adalora_ranks.py)
+    assert sum(map(sum, mask.values())) == 4 * len(mask)
     assert torch.isfinite(logits(run.run_dir / "final")).all()
 
 

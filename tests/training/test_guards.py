@@ -18,7 +18,7 @@ import psutil
 import pytest
 from accelerate import Accelerator
 from conftest import accel_sft, stopped
-from fake_plugins import GOOD, install
+from fake_plugins import GOOD
 from models import Sums, encode, make_tiny
 from reference_job import JOB, layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -34,7 +34,6 @@ from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.scoring import check_scoring, scored
 from accel_sft.io import lock
-from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.run_record import recorded_options
 from accel_sft.launch.info import read_launch
@@ -52,8 +51,7 @@ ALONE = read_launch({}, [])
 def copy(launched, tmp_path):
     """A finished run of one process, to be damaged: its launch and its folder."""
     whole = layout(launched, "plain")
-    shutil.copytree(whole.run_dir, tmp_path / "run")
-    return whole, tmp_path / "run"
+    return whole, shutil.copytree(whole.run_dir, tmp_path / "run")
 
 
 # --- what a task returns ---
@@ -70,11 +68,11 @@ def evaluate(tiny, **methods):
     task = type("Broken", (Sums,), methods)()
     examples = [40, 41]
     eos = {tokenizer.eos_token_id}
-    kept = encode(tokenizer, task, examples, "validation", eos_ids=eos, max_length=99, truncation="drop").kept
+    rows = encode(tokenizer, task, examples, "validation", eos_ids=eos, max_length=99, truncation="drop").kept
     config = TrainConfig(max_new_tokens=2).resolved({})
     accelerator = Accelerator(cpu=True)
     backend = Generator(accelerator, tokenizer, model, None)
-    return Evaluator(accelerator, tokenizer, task, examples, kept, config, backend)(model, Batching("shared", 256))
+    return Evaluator(accelerator, tokenizer, task, examples, rows, config, backend)(model, Batching("shared", 256))
 
 
 def fail(*_):
@@ -97,11 +95,7 @@ def fail(*_):
         ("score", lambda self, example, text: 1.0, r"validation example [01]: score\(\) gave 1\.0"),
         ("score", lambda self, example, text: {"right": {1}}, r"score\(\) gave .*, which JSON cannot hold \(Object of"),
         ("score", lambda self, example, text: {"right": "\ud800"}, r"score\(\) gave .*, which JSON cannot hold"),
-        (
-            "score",
-            lambda self, example, text: {"right": "yes"},
-            r"score\(\) gave 'right' 'yes', of which",
-        ),
+        ("score", lambda self, example, text: {"right": "yes"}, r"score\(\) gave 'right' 'yes', of which"),
         ("score", lambda self, example, text: {str(example): 1.0}, r"score\(\) gave '.*' None, of which"),
         ("score", fail, r"validation example [01]: the task's score\(\) failed on .*RuntimeError: ill"),
     ],
@@ -115,13 +109,11 @@ def test_a_metric_that_some_scores_lack_is_refused_by_name():
     for scores in ([{"right": 1.0}, {"right": 1.0, "extra": 1.0}], [{"right": 1.0, "extra": 1.0}, {"right": 1.0}]):
         with pytest.raises(UserError, match=r"score\(\) gave 'extra' None, of which there is no mean"):
             Sums().aggregate(scores)
-    assert Sums().aggregate([{"right": 1.0, "extra": True}, {"extra": 0.0, "right": 0.0}]) == {
-        "right": 0.5,
-        "extra": 0.5,
-    }
+    means = Sums().aggregate([{"right": 1.0, "extra": True}, {"extra": 0.0, "right": 0.0}])
+    assert means == {"right": 0.5, "extra": 0.5}
 
 
-def test_a_task_that_turns_gradients_off_is_trained_all_the_same(tmp_path):
+def test_task_that_turns_gradients_off_still_trains(tmp_path):
     off = "torch.set_grad_enabled(False)"
     text = GOOD.replace("def score(self, example, text):", f"def score(self, example, text):\n        {off}")
     (tmp_path / "judged.py").write_text(f"import torch\n{off}\n{text}")
@@ -132,33 +124,23 @@ def test_a_task_that_turns_gradients_off_is_trained_all_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
-        (
-            "float(text == str(example))",
-            "'yes'",
-            "score() gave 'accuracy' 'yes', of which there is no mean",
-        ),
+        ("float(text == str(example))", "'yes'", "score() gave 'accuracy' 'yes', of which there is no mean"),
         ('"accuracy"\n', '"f1"\n', "the task's score() gave ['accuracy'], without its main_metric 'f1'"),
-        (
-            '{"accuracy":',
-            '1 / 0 or {"accuracy":',
-            "validation example 0: the task's score() failed on '0': Zero",
-        ),
+        ('{"accuracy":', '1 / 0 or {"accuracy":', "validation example 0: the task's score() failed on '0': Zero"),
     ],
 )
-def test_a_task_that_cannot_be_scored_is_refused_before_anything_is_made(tmp_path, old, new, told):
-    site = tmp_path / "site"
-    site.mkdir()
-    install(site, "accel-sft-good", "good = accel_sft_good:Good", GOOD.replace(old, new))
-    job = ("good", "--max-steps", "1", "--global-batch-size", "4")
-    run = accel_sft(*job, run_dir=tmp_path / "run", environment={"PYTHONPATH": str(site)})
+def test_task_that_cannot_be_scored_is_refused_before_any_work(called, tmp_path, old, new, message):
+    (tmp_path / "scored.py").write_text(GOOD.replace(old, new))
+    job = (str(tmp_path / "scored.py"), "--max-steps", "1", "--global-batch-size", "4")
+    run = called(*job, run_dir=tmp_path / "run")
     assert run.status == 1
-    assert f"Error: {told}" in run.output
+    assert f"Error: {message}" in run.output
     assert not (tmp_path / "run" / "base").exists()
 
 
-def test_a_row_that_cannot_be_read_again_is_not_blamed_on_the_score():
+def test_unreadable_row_is_not_blamed_on_the_score():
     class Gone(list):
         def __getitem__(self, index):
             raise OSError("stale file handle")
@@ -167,7 +149,7 @@ def test_a_row_that_cannot_be_read_again_is_not_blamed_on_the_score():
         scored(Sums(), Gone([40]), 0, "")
 
 
-def test_metrics_that_need_many_scores_are_left_to_the_first_evaluation():
+def test_metrics_of_many_scores_wait_for_the_first_evaluation():
     def of_many(self, scores):
         return {"right": statistics.correlation(*zip(*((s["right"], s["right"]) for s in scores), strict=True))}
 
@@ -223,22 +205,22 @@ def test_examples_are_a_sequence_with_something_in_it(examples, message):
         read_split(task, "train")
 
 
-def test_a_dataset_that_cannot_be_made_is_named_with_its_line():
+def test_failing_dataset_is_named_with_its_line():
     with pytest.raises(UserError, match=r"dataset\('train'\) failed: RuntimeError: ill \(\S+test_guards\.py:\d+\)$"):
         read_split(type("Broken", (Sums,), {"dataset": fail})(), "train")
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (("--epochs", "0.0001"), "--epochs 0.0001: not one of 60 examples"),
         (("--max-steps", "3", "--warmup-steps", "4"), "--warmup-steps 4: the run has 3 steps"),
     ],
 )
-def test_a_plan_of_steps_that_makes_no_sense_is_refused(tmp_path, flags, told):
-    run = accel_sft("math", *flags, "--train-examples", "60", run_dir=tmp_path / "run")
+def test_a_plan_of_steps_that_makes_no_sense_is_refused(called, tmp_path, flags, message):
+    run = called("math", *flags, "--train-examples", "60", run_dir=tmp_path / "run")
     assert run.status == 1
-    assert told in run.output
+    assert message in run.output
 
 
 # --- a run's folder ---
@@ -265,19 +247,17 @@ def test_claim_broken_off_by_another_rank_leaves_no_running_run(tmp_path, monkey
     assert result == {"status": "failed", "error": "Connection closed by peer"}
 
 
-def test_a_finished_run_without_checkpoints_is_not_begun_anew_with_other_settings(launched, tmp_path):
-    whole = layout(launched, "plain")
-    copy = tmp_path / "run"
-    shutil.copytree(whole.run_dir, copy)
-    shutil.rmtree(copy / "checkpoints")
-    before = (copy / "base" / "tokenizer.json").stat().st_mtime_ns
-    refused = accel_sft(*whole.arguments, "--seed", "99", "--resume", "auto", run_dir=copy)
+def test_finished_run_without_checkpoints_refuses_other_settings(copy, called):
+    whole, folder = copy
+    shutil.rmtree(folder / "checkpoints")
+    before = (folder / "base" / "tokenizer.json").stat().st_mtime_ns
+    refused = called(*whole.arguments, "--seed", "99", "--resume", "auto", run_dir=folder)
     assert refused.status == 1
     assert "--seed: the run was started with 7, not 99" in refused.output
-    assert (copy / "base" / "tokenizer.json").stat().st_mtime_ns == before
+    assert (folder / "base" / "tokenizer.json").stat().st_mtime_ns == before
 
 
-def test_a_finished_run_says_whether_its_data_has_changed_since(tmp_path):
+def test_a_finished_run_says_whether_its_data_has_changed_since(called, tmp_path):
     rows = [json.dumps({"instruction": f"{number}?", "output": str(number)}) + "\n" for number in range(8)]
     for name in ("one", "two"):
         (tmp_path / f"{name}.jsonl").write_text("".join(rows))
@@ -287,21 +267,20 @@ def test_a_finished_run_says_whether_its_data_has_changed_since(tmp_path):
     assert first.status == 0, first.output
 
     def again():
-        done = accel_sft(*job, run_dir=tmp_path / "run")
+        done = called(*job, run_dir=tmp_path / "run")
         assert done.status == 0, done.output
         assert "this run is finished" in done.output
         return " ".join(done.output.partition("report.md")[2].split())
 
     assert again() == ""
     (tmp_path / "two.jsonl").write_text("".join(rows[:4]))
-    assert again() == (
-        f"its data has changed since ({tmp_path}/two.jsonl): to train on it, start a run in another folder"
-    )
+    changed = f"its data has changed since ({tmp_path}/two.jsonl): to train on it, start a run in another folder"
+    assert again() == changed
     (tmp_path / "two.jsonl").unlink()
     assert again().startswith(f"its data can no longer be read: {tmp_path}/two.jsonl: cannot be read (No such file")
 
 
-def test_what_came_after_a_checkpoint_that_is_named_is_put_aside(launched, tmp_path):
+def test_resume_from_a_named_checkpoint_sets_later_files_aside(launched, tmp_path):
     run_dir = stopped(layout(launched, "plain"), tmp_path / "run", 6)
     assert [path.name for path in checkpoint.undo_after(RunDir(run_dir), 3)] == ["undone-step-000006"]
     assert checkpoint.newest(RunDir(run_dir), "auto")[0] == run_dir / "checkpoints" / "step-000003"
@@ -323,10 +302,9 @@ time.sleep(120)
 """
 
 
-def test_a_forked_child_that_outlives_its_killed_run_does_not_keep_the_folder(tmp_path, monkeypatch):
-    with subprocess.Popen(
-        [sys.executable, "-c", FORKS_AND_WAITS, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    ) as run:
+def test_orphan_of_a_killed_run_does_not_hold_its_folder(tmp_path, monkeypatch):
+    command = [sys.executable, "-c", FORKS_AND_WAITS, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         child = psutil.Process(int(run.stdout.readline()))
         try:
             monkeypatch.setattr(lock, "LOCK_SECONDS", 0.5)
@@ -342,19 +320,19 @@ def test_a_forked_child_that_outlives_its_killed_run_does_not_keep_the_folder(tm
             child.kill()
 
 
-def test_a_failed_start_leaves_no_folder_that_nobody_named(tmp_path, monkeypatch):
+def test_a_failed_start_leaves_no_folder_that_nobody_named(called, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.json").write_text("[]")
     files = ("--train-file", "rows.json", "--validation-file", "rows.json")
-    assert accel_sft("math", *files).status == 1
+    assert called("math", *files).status == 1
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_refused_run_leaves_nothing_for_tensorboard_or_report(tmp_path, monkeypatch):
+def test_refused_run_leaves_nothing_for_tensorboard_or_report(called, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few = ("math", "--train-examples", "60", "--adapter", "lora", "--lora-target-modules", "none_such")
     for folder in (None, tmp_path / "named"):  # refused once the model is there
-        refused = accel_sft(*few, run_dir=folder)
+        refused = called(*few, run_dir=folder)
         assert (refused.status, "none_such" in refused.output) == (1, True), refused.output
     assert [*tmp_path.rglob("*")] == [tmp_path / "runs"]
 
@@ -394,9 +372,8 @@ def test_a_folder_is_a_runs_by_its_record_alone(tmp_path, case):
         return
     with pytest.raises(UserError, match=refusal):
         claim(tmp_path, resume=resume)
-    assert {
-        str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()
-    } == files
+    left = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == files
 
 
 @pytest.mark.parametrize("resume", ["off", "auto"])
@@ -418,8 +395,8 @@ def test_machines_without_a_common_folder_are_refused(tmp_path, monkeypatch):
     assert sorted(path.name for path in run_dir.path.iterdir()) == ["logs", "result.json"]
 
     def on_another_machine(accelerator, decide):
-        found = decide()
-        return tmp_path / "elsewhere" / found.name if isinstance(found, Path) else found
+        decision = decide()
+        return tmp_path / "elsewhere" / decision.name if isinstance(decision, Path) else decision
 
     monkeypatch.setattr(run_folder, "decided_by_main", on_another_machine)
     with pytest.raises(UserError, match="does not see what rank 0 wrote there; name a folder on a file system that"):
@@ -447,9 +424,7 @@ def test_a_value_that_a_record_hides_is_asked_for(tmp_path, capsys):
         recorded_options(record, [own], [], "--model run", same_data=False)
     assert recorded_options(record, [own], ["tokenizer"], "--model run", same_data=False) == {}
     assert recorded_options(record, [own], None, "RUN run", same_data=False) == {}  # a command that cannot be given it
-    assert (
-        "note: RUN run: secrets are not in its record, so the default of --tokenizer is used" in capsys.readouterr().err
-    )
+    assert "so the default of --tokenizer is used" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"--tokenizer 5: expected text; so says the run.json of --model run"):
         recorded_options({**record, "task_options": {"tokenizer": 5}}, [own], [], "--model run", same_data=False)
     _check_unchanged(record, {**record, "task_options": {"tokenizer": "gpt2"}}, RunDir(tmp_path))
@@ -500,13 +475,13 @@ def test_a_longer_run_is_refused_with_the_way_out(tmp_path):
     assert refusal().endswith(f"or start a new run from its weights: --init-from {tmp_path}")
 
 
-def test_a_broken_record_is_named_and_a_broken_result_is_made_again(copy):
+def test_broken_record_is_named_and_broken_result_is_rewritten(copy, called):
     whole, folder = copy
     (folder / "result.json").write_text('{"status": "comp')
     assert RunDir(folder).read_status() is None
     record = (folder / "run.json").read_text()
     (folder / "run.json").write_text(record[:100])
-    refused = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder)
+    refused = called(*whole.arguments, "--resume", "auto", run_dir=folder)
     assert refused.status == 1
     assert f"{folder / 'run.json'}: cannot be read" in refused.output
     (folder / "run.json").write_text(record)
@@ -544,16 +519,16 @@ def in_a_small_disk(folder, size, *arguments):
     reason="a small file system of one's own needs user namespaces",
 )
 @pytest.mark.parametrize(
-    ("size", "told"),
+    ("size", "message"),
     [
         ("2m", "the disk is full; free space, then go on with --resume auto"),  # the base model
         ("14m", "a checkpoint takes 10.2 MiB, other files 3.4 MiB, and "),
     ],
 )
-def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, told):
+def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, message):
     run = in_a_small_disk(tmp_path, size, *JOB, "--save-every", "1", "--eval-every", "1")
     assert run.returncode == 1
-    assert told in run.stderr
+    assert message in run.stderr
     assert "Traceback" not in run.stderr
     if size == "14m":  # refused before it trains, and nothing is left
         assert "{\n" not in run.stdout
@@ -570,17 +545,15 @@ def test_run_whose_output_cannot_be_written_ends_in_a_line(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_write_that_the_disk_refuses_is_told_with_the_way_out(tmp_path, number):
+def test_refused_write_is_reported_with_a_fix(tmp_path, number):
     error = _explained(RunDir(tmp_path), StopSignals(), OSError(number, os.strerror(number), "model.safetensors"))
     assert isinstance(error, UserError)
     assert "then go on with --resume auto" in str(error)
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "message"),
     [
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc': unset WORLD_SIZE to start one"),
-        ({"WORLD_SIZE": "2"}, "RANK is not set, MASTER_ADDR is not set"),
         (
             {"CXX": "no-such-compiler"},
             "--compile: there is no C++ compiler (no-such-compiler); install one, name it in",
@@ -588,10 +561,12 @@ def test_a_write_that_the_disk_refuses_is_told_with_the_way_out(tmp_path, number
         ({"ACCEL_SFT_CACHE": "~nobody.here"}, "ACCEL_SFT_CACHE ~nobody.here: nobody here has this home folder"),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_refused_in_a_line(tmp_path, environment, told):
-    run = accel_sft(*JOB, *["--compile"] * ("CXX" in environment), run_dir=tmp_path / "run", environment=environment)
+def test_senseless_environment_is_refused_in_one_line(called, monkeypatch, tmp_path, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    run = called(*JOB, *["--compile"] * ("CXX" in environment), run_dir=tmp_path / "run")
     assert run.status == 1
-    assert f"Error: {told}" in run.output
+    assert f"Error: {message}" in run.output
     assert "Traceback" not in run.output
 
 
@@ -615,51 +590,47 @@ def test_what_kernels_on_gpus_are_compiled_with_is_asked_for(flag, lacking, monk
 # --- evaluate ---
 
 
-def test_an_evaluation_overwrites_nothing(copy, tmp_path):
-    _, folder = copy
+def test_an_evaluation_overwrites_nothing(launched, called, tmp_path):
+    folder = layout(launched, "plain").run_dir
     occupied = tmp_path / "out"
     occupied.mkdir()
     (occupied / "report.md").write_text("by hand")
-    refused = accel_sft("evaluate", "math", "--model", str(folder), run_dir=occupied)
+    refused = called("evaluate", "math", "--model", str(folder), run_dir=occupied)
     assert refused.status == 1
     assert f"--output-dir {occupied}: not empty" in refused.output
     assert (occupied / "report.md").read_text() == "by hand"
 
 
-def test_an_evaluation_takes_its_lengths_from_the_run_and_from_flags_first(copy):
-    _, folder = copy
-    evaluated = ("evaluate", "math", "--model", str(folder), "--dry-run")
-    assert "max-new-tokens 6" in accel_sft(*evaluated).output
-    final = ("evaluate", "math", "--model", str(folder / "final"), "--dry-run")
-    assert "max-new-tokens 6" in accel_sft(*final).output
-    assert "max-new-tokens 4" in accel_sft(*evaluated, "--max-new-tokens", "4").output
+def test_evaluation_takes_lengths_from_flags_then_from_the_run(launched, called):
+    folder = layout(launched, "plain").run_dir
+    for model, flags, length in ((folder, (), 6), (folder / "final", (), 6), (folder, ("--max-new-tokens", "4"), 4)):
+        shown = called("evaluate", "math", "--model", str(model), "--dry-run", *flags)
+        assert f"max-new-tokens {length}" in shown.output
 
 
-def test_an_evaluation_computes_in_the_runs_precision_unless_it_is_launched(copy):
+def test_evaluation_uses_the_runs_precision_unless_launched(copy):
     _, folder = copy
     evaluated = ("evaluate", "math", "--model", str(folder), "--dry-run")
     assert re.search("precision +fp32", accel_sft(*evaluated).output)
     record = json.loads((folder / "run.json").read_text())
     record["launch"]["precision"] = "bf16"
     (folder / "run.json").write_text(json.dumps(record))
-    told = accel_sft(*evaluated).output
-    assert re.search("precision +bf16", told)
-    assert "clipping" not in told  # nothing is trained
+    printed = accel_sft(*evaluated).output
+    assert re.search("precision +bf16", printed)
+    assert "clipping" not in printed  # nothing is trained
     launched = {"ACCELERATE_MIXED_PRECISION": "no"}
     assert re.search("precision +fp32", accel_sft(*evaluated, environment=launched).output)
 
 
-def test_a_run_without_a_readable_record_is_not_evaluated_by_guess(copy):
-    _, folder = copy
-    (folder / "run.json").write_text("{")
-    refused = accel_sft("evaluate", "math", "--model", str(folder), "--dry-run")
+@pytest.mark.parametrize(
+    ("record", "problem"), [("{", "cannot be read"), ("{}", "not the record of a run of accel_sft")]
+)
+def test_run_without_readable_record_is_not_evaluated(called, tmp_path, record, problem):
+    model = make_tiny(tmp_path / "run" / "final")
+    (tmp_path / "run" / "run.json").write_text(record)
+    refused = called("evaluate", "math", "--model", str(model), "--dry-run")
     assert refused.status == 1
-    assert "run.json: cannot be read" in refused.output
-    with pytest.raises(UserError):
-        read_json(folder / "run.json")
-    (folder / "run.json").write_text("{}")
-    refused = accel_sft("evaluate", "math", "--model", str(folder), "--dry-run")
-    assert "run.json: not the record of a run of accel_sft" in refused.output
+    assert f"run.json: {problem}" in refused.output
     assert "Traceback" not in refused.output
 
 
@@ -675,31 +646,31 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("record", HOSTILE.values(), ids=HOSTILE)
-def test_a_strangers_record_is_told_in_lines_that_steer_no_terminal(tmp_path, record):
+def test_printed_records_steer_no_terminal(called, tmp_path, record):
     model = make_tiny(tmp_path / "run" / "final")
     usual = {"task": "math", "config": {}, "task_options": {}, "max_new_tokens": 4}
     content = json.dumps({**usual, **record} if isinstance(record, dict) else record)
     (tmp_path / "run" / "run.json").write_text("[" * 10**6 if record is None else content)
-    run = accel_sft("evaluate", "math", "--model", str(model), "--eval-limit", "1", "--max-new-tokens", "2")
+    run = called("evaluate", "math", "--model", str(model), "--eval-limit", "1", "--max-new-tokens", "2")
     assert "Traceback" not in run.output
     assert "\x1b" not in run.output
     assert run.status == 0 or "run.json" in run.output
 
 
-def test_files_that_a_record_names_are_not_read_unasked(tmp_path):
+def test_files_that_a_record_names_are_not_read_unasked(called, tmp_path):
     model, rows = make_tiny(tmp_path / "run" / "final"), tmp_path / "rows.jsonl"
     rows.write_text('{"question": "private", "answer": "private"}')
     record = {"task": "math", "config": {}, "task_options": {"train_file": str(rows), "validation_file": str(rows)}}
     (tmp_path / "run" / "run.json").write_text(json.dumps(record))
-    refused = accel_sft("evaluate", "math", "--model", str(model), "--dry-run")
+    refused = called("evaluate", "math", "--model", str(model), "--dry-run")
     assert refused.status == 1
     named = ("--train-file", str(rows), "--validation-file", str(rows))
     assert (
         f"its record names files, and those of a record are not read unasked; add --same-data, or {' '.join(named)}"
         in refused.output
     )
-    for asked in (named, ("--same-data",)):
-        assert accel_sft("evaluate", "math", "--model", str(model), "--dry-run", *asked).status == 0
-    other = accel_sft("evaluate", "ner", "--model", str(model), "--dry-run", "--same-data")
+    for permission in (named, ("--same-data",)):
+        assert called("evaluate", "math", "--model", str(model), "--dry-run", *permission).status == 0
+    other = called("evaluate", "ner", "--model", str(model), "--dry-run", "--same-data")
     assert "--same-data: --model" in other.output
     assert other.status == 1

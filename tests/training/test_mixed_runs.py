@@ -49,10 +49,10 @@ def is_told_by_source(launched, job):
     lines, result, record = run.lines(), run.result(), json.loads((run.run_dir / "run.json").read_text())
     output, report = " ".join(run.output.split()), (run.run_dir / "report.md").read_text()
     pattern = r"--mix: 2 : 1 of a.jsonl \((\d+) rows\), b.jsonl \((\d+) rows, seen ([\d.]+) times an epoch\)"
-    told = re.search(pattern, output)
-    rows = {name: int(told[place]) for place, name in enumerate(NAMES, 1)}
+    printed = re.search(pattern, output)
+    rows = {name: int(printed[place]) for place, name in enumerate(NAMES, 1)}
     assert sum(rows.values()) == 32
-    assert float(told[3]) == pytest.approx(rows["a.jsonl"] / 2 / rows["b.jsonl"], abs=0.05001)
+    assert float(printed[3]) == pytest.approx(rows["a.jsonl"] / 2 / rows["b.jsonl"], abs=0.05001)
     assert "assistant turns of weight 0" in output
     assert "its loss is not that of single rows" not in output
     for name, source in zip(NAMES, result["sources"], strict=True):
@@ -86,7 +86,9 @@ def has_a_command_that_check_and_plan_take(launched, job):
     wrong = [*job[:6], "2,1,1", *job[7:]]
     findings = json.loads(accel_sft("check", *wrong, "--json", "--no-score").output)["findings"]
     assert any(
-        "--mix 2,1,1: 3 shares, and --train-file names 2" in row["detail"] for each in findings for row in each["rows"]
+        "--mix 2,1,1: 3 shares, and --train-file names 2" in row["detail"]
+        for finding in findings
+        for row in finding["rows"]
     )
     refused = accel_sft(*wrong)
     assert (refused.status, "--mix 2,1,1: 3 shares, and --train-file names 2" in refused.output) == (1, True)
@@ -118,10 +120,10 @@ def has_on_two_ranks_the_loss_of_plain_transformers(launched, files):
     for line in Path(files[-1]).read_text().splitlines():
         turns = json.loads(line)["messages"]
         for at in (1, 3):
-            asked = tokenizer.apply_chat_template(turns[:at], add_generation_prompt=True, return_dict=False)
-            ids = asked + tokenizer(turns[at]["content"])["input_ids"] + [tokenizer.eos_token_id]
-            learnt = len(ids) - len(asked)
-            labels = torch.tensor([[-100] * len(asked) + ids[len(asked) :]])
+            prompt = tokenizer.apply_chat_template(turns[:at], add_generation_prompt=True, return_dict=False)
+            ids = prompt + tokenizer(turns[at]["content"])["input_ids"] + [tokenizer.eos_token_id]
+            learnt = len(ids) - len(prompt)
+            labels = torch.tensor([[-100] * len(prompt) + ids[len(prompt) :]])
             with torch.no_grad():
                 loss = model(input_ids=torch.tensor([ids]), labels=labels).loss.item() * learnt
             total, tokens = total + turns[at]["weight"] * loss, tokens + turns[at]["weight"] * learnt

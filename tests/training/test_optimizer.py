@@ -52,30 +52,35 @@ def test_the_rate_of_every_step_by_value(name):
     settings, expected = RATES[name]
     config = TrainConfig(learning_rate=2e-3, **settings)
     assert config.problems() == []
-    found = [learning_rate(step, len(expected), config) for step in range(len(expected))]
-    assert found == pytest.approx([2e-3 * share for share in expected], rel=1e-12)
+    rates = [learning_rate(step, len(expected), config) for step in range(len(expected))]
+    assert rates == pytest.approx([2e-3 * share for share in expected], rel=1e-12)
 
 
 @pytest.mark.parametrize(
     ("settings", "theirs"),
     [
-        ({"min_lr_ratio": 0.2}, lambda each: get_cosine_with_min_lr_schedule_with_warmup(each, 5, 50, min_lr_rate=0.2)),
+        (
+            {"min_lr_ratio": 0.2},
+            lambda optimizer: get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, 50, min_lr_rate=0.2),
+        ),
         (
             {"lr_scheduler": "wsd", "decay_ratio": 0.3, "min_lr_ratio": 0.2},
-            lambda each: get_wsd_schedule(each, 5, 15, num_training_steps=50, decay_type="linear", min_lr_ratio=0.2),
+            lambda optimizer: get_wsd_schedule(
+                optimizer, 5, 15, num_training_steps=50, decay_type="linear", min_lr_ratio=0.2
+            ),
         ),
     ],
     ids=["cosine", "wsd"],
 )
 def test_after_warm_up_the_rates_are_those_of_transformers(settings, theirs):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
-    schedule, found = theirs(optimizer), []
+    schedule, rates = theirs(optimizer), []
     for _ in range(50):
-        found += schedule.get_last_lr()
+        rates += schedule.get_last_lr()
         optimizer.step()
         schedule.step()
     config = TrainConfig(learning_rate=1e-3, warmup_steps=5, **settings)
-    assert [learning_rate(step, 50, config) for step in range(5, 50)] == pytest.approx(found[5:], rel=1e-9)
+    assert [learning_rate(step, 50, config) for step in range(5, 50)] == pytest.approx(rates[5:], rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -87,27 +92,27 @@ def test_after_warm_up_the_rates_are_those_of_transformers(settings, theirs):
         ({"min_lr_ratio": 1.1}, "--min-lr-ratio"),
     ],
 )
-def test_a_schedule_that_makes_no_sense_is_refused_by_its_flag(settings, flag):
+def test_senseless_schedule_is_refused_by_its_flag(settings, flag):
     (line,) = TrainConfig(**settings).problems()
     assert line.startswith(flag)
 
 
-def test_a_run_that_recorded_no_such_settings_goes_on_with_the_rates_it_had():
+def test_run_without_recorded_rates_resumes_with_the_earlier_defaults():
     now = TrainConfig(learning_rate=1e-3).as_dict()
     before = {name: value for name, value in now.items() if name not in ("warmup_steps", "decay_ratio", "min_lr_ratio")}
     assert changed(before, now) == []
     assert len(changed(before, {**now, "min_lr_ratio": 0.1, "warmup_steps": 3})) == 2
 
 
-def test_adamw_takes_its_rate_its_moments_and_weight_decay_for_matrices_only():
+def test_adamw_decays_matrices_only_at_its_rate_and_moments():
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     settings = {"learning_rate": 0.01, "adam_beta1": 0.7, "adam_beta2": 0.9, "weight_decay": 0.5}
     optimizer = new_optimizer(model, TrainConfig(**settings))
-    gradients = [[torch.randn_like(each) for each in model.parameters()] for _ in range(3)]
+    gradients = [[torch.randn_like(weight) for weight in model.parameters()] for _ in range(3)]
     for index, (parameter, decay) in enumerate(zip(model.parameters(), (0.5, 0.0), strict=True)):  # weight, bias
         expected, first, second = parameter.detach().clone(), 0.0, 0.0
-        for step, gradient in enumerate((each[index] for each in gradients), 1):
+        for step, gradient in enumerate((of_step[index] for of_step in gradients), 1):
             first, second = 0.7 * first + 0.3 * gradient, 0.9 * second + 0.1 * gradient**2
             expected *= 1 - 0.01 * decay
             expected -= 0.01 * (first / (1 - 0.7**step)) / ((second / (1 - 0.9**step)).sqrt() + 1e-8)

@@ -65,20 +65,20 @@ def quick():
     return [*plan_accuracy.rehearsed(QUICK)]
 
 
-def check(found):
+def check(rehearsed):
     """A step's waits, exchanges, products and kernels of attention are those that its launch is designed for."""
-    case = {"adapter": "none"} | found["case"]
-    places = [(part, what, where.rpartition(":")[0] or where) for part, what, where in found["waits"]]
+    case = {"adapter": "none"} | rehearsed["case"]
+    places = [(part, what, where.rpartition(":")[0] or where) for part, what, where in rehearsed["waits"]]
     once = [place for place in places if not (case["layout"] == "padded" and place in BY_MASK)]
     assert all(once.count(place) == 1 for place in NAMED), once
     assert all(places.count(place) <= 2 for place in BY_MASK), places  # in each of two forwards
     beyond = [place for place in once if place not in NAMED]
     assert len(beyond) <= 1, beyond
-    assert {dtype for _, dtype, *_ in found["products"]} == {"bfloat16"}, found["products"]
-    assert {name.split(",")[0] for name in found["attention"]} == {KERNEL[case["layout"], case["attention"]]}
-    assert not any("float32" in name for name in found["attention"]), found["attention"]
+    assert {dtype for _, dtype, *_ in rehearsed["products"]} == {"bfloat16"}, rehearsed["products"]
+    assert {name.split(",")[0] for name in rehearsed["attention"]} == {KERNEL[case["layout"], case["attention"]]}
+    assert not any("float32" in name for name in rehearsed["attention"]), rehearsed["attention"]
     counted, reduced = {}, set()
-    for part, kind, ranks, count, size in found["exchanges"]:
+    for part, kind, ranks, count, size in rehearsed["exchanges"]:
         if part not in ("wait for ranks", "optimizer step"):
             before = counted.get((kind, ranks), (0, 0))
             counted[kind, ranks] = before[0] + count, before[1] + size
@@ -86,7 +86,7 @@ def check(found):
     assert "forward" not in reduced
     if case["launch"] == "ddp":
         # of the last backward alone: its bytes are those of all gradients, once
-        assert counted == {("all-reduce", case["ranks"]): (1, 4 * found["trained"])}
+        assert counted == {("all-reduce", case["ranks"]): (1, 4 * rehearsed["trained"])}
         return
     groups = BLOCKS + (case["adapter"] == "none")  # the embedding, which is the head, is frozen under an adapter
     shards = 8 if case["launch"] == "hsdp" else case["ranks"]
@@ -95,21 +95,21 @@ def check(found):
     assert counted.pop(("all-gather", shards))[0] >= 2 * 2 * BLOCKS
     if case["launch"] == "hsdp":
         # of the last backward alone: the gradients of this rank's shard, once
-        assert counted.pop(("all-reduce", case["ranks"] // shards)) == (groups, 4 * found["trained"] // shards)
+        assert counted.pop(("all-reduce", case["ranks"] // shards)) == (groups, 4 * rehearsed["trained"] // shards)
     assert not counted
 
 
 @pytest.mark.parametrize("cases", ["quick", pytest.param("every", marks=pytest.mark.long)])
-def test_a_step_waits_exchanges_and_multiplies_as_it_is_designed_to(cases, quick):
-    for found in quick if cases == "quick" else plan_accuracy.rehearsed(EVERY):
-        check(found)
+def test_step_has_the_designed_waits_exchanges_and_products(cases, quick):
+    for rehearsed in quick if cases == "quick" else plan_accuracy.rehearsed(EVERY):
+        check(rehearsed)
 
 
-def test_sharded_weights_are_exported_with_one_copy_to_the_host_for_each(quick):
-    for found in quick:
-        copies = [where for _, what, where in found["export"]["waits"] if what == "copy to the host"]
-        gathered = sum(count for _, kind, _, count, _ in found["export"]["exchanges"] if kind == "all-gather")
-        assert len(copies) == len(found["export"]["waits"]) == gathered
+def test_export_copies_every_sharded_weight_to_the_host_once(quick):
+    for rehearsed in quick:
+        copies = [where for _, what, where in rehearsed["export"]["waits"] if what == "copy to the host"]
+        gathered = sum(count for _, kind, _, count, _ in rehearsed["export"]["exchanges"] if kind == "all-gather")
+        assert len(copies) == len(rehearsed["export"]["waits"]) == gathered
 
 
 @pytest.mark.long
@@ -117,8 +117,8 @@ def test_plan_agrees_with_torchs_tracker():
     wanted = [plan_accuracy.cut(case, 6) for case in plan_accuracy.rehearsed_cases()]
     unnamed = [{key: value for key, value in case.items() if key != "name"} for case in wanted]
     errors = []
-    for case, found in zip(wanted, plan_accuracy.rehearsed(unnamed), strict=True):
-        predicted = plan_accuracy.predicted_simulation({**case, **found})["step"] * plan_accuracy.GIB
-        errors.append(abs(predicted / max(found["peak"].values()) - 1))
+    for case, rehearsed in zip(wanted, plan_accuracy.rehearsed(unnamed), strict=True):
+        predicted = plan_accuracy.predicted_simulation({**case, **rehearsed})["step"] * plan_accuracy.GIB
+        errors.append(abs(predicted / max(rehearsed["peak"].values()) - 1))
     assert sum(errors) / len(errors) <= 0.05, errors
     assert max(errors) <= 0.12, errors

@@ -18,7 +18,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import accel_sft, stopped
-from fake_plugins import install
 from limits import limit
 from reference_job import JOB, LAYOUTS, MICRO, ONCE, goes_on_to_the_same_bits, layout, same_curve
 from safetensors.torch import load_file, save_file
@@ -40,19 +39,9 @@ def weights(folder):
 @pytest.mark.parametrize("name", ["z2"])  # the others: tests/laws/test_layouts.py
 def test_a_resumed_run_ends_with_the_same_bits(launched, tmp_path, name):
     whole = layout(launched, name)
-    broken_off = tmp_path / "run"
-    shutil.copytree(whole.run_dir, broken_off)
-    shutil.rmtree(broken_off / "checkpoints" / "step-000006")
-    shutil.rmtree(broken_off / "final")
-    (broken_off / "result.json").write_text('{"status": "running"}')
-    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=broken_off, **whole.options)
-    assert resumed.status == 0, resumed.output
+    resumed = goes_on_to_the_same_bits(whole, tmp_path / "run", 3)
     assert "resumed" in resumed.output
-    expected, got = weights(whole.run_dir / "final"), weights(broken_off / "final")
-    assert expected.keys() == got.keys()
-    assert all(torch.equal(expected[key], got[key]) for key in expected)
     assert [line["step"] for line in resumed.lines()] == [1, 2, 3, 4, 5, 6]
-    assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
     assert resumed.result()["before"] == whole.result()["before"]
     spent = resumed.result()["time_spent"]
     assert {"forward", "backward", "optimizer step", "make batch", "the rest"} <= {*spent["parts"]}
@@ -78,7 +67,7 @@ def test_an_interpreter_that_has_trained_ends_without_a_word(tmp_path):
     assert "tuned" not in done.stdout + (tmp_path / "run" / "report.md").read_text()  # nothing was judged
 
 
-def test_the_last_lines_of_a_finished_run_are_commands_to_copy(launched):
+def test_finished_run_ends_with_commands_to_copy(launched, called):
     run = layout(launched, "plain")
     *_, first, second, third, fourth = run.output.splitlines()
     name, *report = first.split()
@@ -87,15 +76,15 @@ def test_the_last_lines_of_a_finished_run_are_commands_to_copy(launched):
     assert tensorboard == ["tensorboard", "--logdir", str(run.run_dir)]
     assert generate == ["accel-sft", "generate", str(run.run_dir), "PROMPT"]
     for tool in (report, evaluate):
-        assert accel_sft(*tool[1:], "--help").status == 0
+        assert called(*tool[1:], "--help").status == 0
         assert tool[-1] == str(run.run_dir)
 
 
-def test_a_run_that_failed_before_it_began_may_be_started_again(tmp_path):
+def test_run_that_failed_before_beginning_can_start_again(called, tmp_path):
     rows = tmp_path / "rows.json"
     rows.write_text('[{"instruction": "5=", "input": "", "output": "wrong"}]')
     files = ("--train-file", str(rows), "--validation-file", str(rows))
-    failed = accel_sft("math", "--max-steps", "1", *files, run_dir=tmp_path / "run")
+    failed = called("math", "--max-steps", "1", *files, run_dir=tmp_path / "run")
     assert failed.status == 1
     assert f"{rows} row 1: field 'output'" in failed.output
     few = ("--train-examples", "60", "--max-steps", "1", "--eval-every", "off")
@@ -126,10 +115,10 @@ def test_the_cards_own_lines_give_the_answer_the_run_gave(launched):
     run = layout(launched, "plain")
     (block,) = re.findall(r"^```python\n(.*?)^```", (run.run_dir / "final" / "README.md").read_text(), re.S | re.M)
     assert "max_new_tokens=6," in block  # the run's own
-    told = subprocess.run([sys.executable, "-c", block], cwd=run.run_dir / "final", capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
+    done = subprocess.run([sys.executable, "-c", block], cwd=run.run_dir / "final", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     sample = json.loads((run.run_dir / "samples" / "step-000006.jsonl").read_text().splitlines()[0])
-    assert told.stdout.rstrip("\n") == sample["generated"]
+    assert done.stdout.rstrip("\n") == sample["generated"]
 
 
 @pytest.mark.parametrize("name", RESUMABLE)
@@ -179,38 +168,36 @@ class Counted(Task):
     ("count", "batch_size"),
     [(4, 1), pytest.param(2, 64, marks=pytest.mark.long), pytest.param(5, 2, marks=pytest.mark.long)],
 )
-def test_three_ranks_give_the_numbers_of_a_plain_count_over_examples_and_answers(launched, tmp_path, count, batch_size):
+def test_three_ranks_report_the_numbers_of_a_plain_count(launched, tmp_path, count, batch_size):
     model_dir = layout(launched, "plain").run_dir / "final"
     (tmp_path / "counted.py").write_text(COUNTED)
-    asked = ("--eval-limit", str(count), "--eval-batch-size", str(batch_size), "--max-new-tokens", "12")
-    command = ("evaluate", str(tmp_path / "counted.py"), "--model", str(model_dir), *asked)
+    command = ("evaluate", str(tmp_path / "counted.py"), "--model", str(model_dir), "--eval-limit", str(count))
+    command += ("--eval-batch-size", str(batch_size), "--max-new-tokens", "12")
     ranks = ("--mixed_precision", "no", "--num_processes", "3")
     run = accel_sft(*command, yaml="ddp", launcher=ranks, run_dir=tmp_path / "out")
     assert run.status == 0, run.output
     samples = [json.loads(line) for line in (run.run_dir / "samples-tuned.jsonl").read_text().splitlines()]
     questions = [str(index) * (1 + 40 * (index % 2)) for index in range(count)]
     answers = ["1 + 2" * (index + 1) for index in range(count)]
-    assert [(each["index"], each["prompt"], each["expected"]) for each in samples] == [
-        *zip(range(count), questions, answers, strict=True)
-    ]
-    said = [each["generated"] for each in samples]
+    rows = [(sample["index"], sample["prompt"], sample["expected"]) for sample in samples]
+    assert rows == [*zip(range(count), questions, answers, strict=True)]
+    said = [sample["generated"] for sample in samples]
     shared = sum((Counter(text) & Counter(answer)).total() for text, answer in zip(said, answers, strict=True))
     assert run.result()["after"]["f1"] == 2 * shared / len("".join(said + answers)) > 0
     assert run.result()["after"]["examples"] == count
-    model, tokenizer = (each.from_pretrained(model_dir) for each in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (sample.from_pretrained(model_dir) for sample in (AutoModelForCausalLM, AutoTokenizer))
     losses = []
     for question, answer in zip(questions, answers, strict=True):
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        asked, whole = (
+        prompt, whole = (
             tokenizer.apply_chat_template(part, add_generation_prompt=len(part) == 1, return_dict=True)["input_ids"]
             for part in (turns[:1], turns)
         )
         ends = len(whole) - whole[::-1].index(tokenizer.eos_token_id)
         with torch.no_grad():
-            logits = model(torch.tensor([whole])).logits[0, len(asked) - 1 : ends - 1]
-        losses.append(
-            torch.nn.functional.cross_entropy(logits, torch.tensor(whole[len(asked) : ends]), reduction="none")
-        )
+            logits = model(torch.tensor([whole])).logits[0, len(prompt) - 1 : ends - 1]
+        labels = torch.tensor(whole[len(prompt) : ends])
+        losses.append(torch.nn.functional.cross_entropy(logits, labels, reduction="none"))
     assert run.result()["after"]["eval_loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
 
 
@@ -283,14 +270,14 @@ def test_an_adapter_run_with_dropout_resumes_to_the_same_bits(launched, tmp_path
     goes_on_to_the_same_bits(lora(launched, "z3"), tmp_path / "run", 3)
 
 
-def test_an_adapter_does_not_go_on_upon_other_weights_than_those_it_stood_on(launched, tmp_path):
+def test_adapter_does_not_resume_on_other_base_weights(launched, called, tmp_path):
     whole = lora(launched, None)
     run_dir = stopped(whole, tmp_path / "run", 3)
     base = run_dir / "base" / "model.safetensors"
     weights = load_file(base)
     largest = max(weights, key=lambda name: weights[name].numel())
     save_file({**weights, largest: weights[largest] * 1.01}, base, metadata={"format": "pt"})
-    refused = accel_sft(*whole.arguments, "--resume", "auto", run_dir=run_dir)
+    refused = called(*whole.arguments, "--resume", "auto", run_dir=run_dir)
     assert refused.status == 1
     assert "the weights below the adapter are not those that the run was started with" in refused.output
 
@@ -300,9 +287,9 @@ def test_a_new_run_starts_from_an_earlier_ones_weights(launched):
     second = launched("from plain", *JOB, "--init-from", str(first.run_dir))
     assert second.result()["before"]["eval_loss"] == pytest.approx(first.result()["after"]["eval_loss"], rel=1e-5)
     assert len(second.lines()) == 6
-    told = " ".join(second.output.split())
-    assert f"this run's final/ weights are taken; for those of its best step name {first.run_dir}" in told
-    assert "model tiny" not in told
+    printed = " ".join(second.output.split())
+    assert f"this run's final/ weights are taken; for those of its best step name {first.run_dir}" in printed
+    assert "model tiny" not in printed
 
 
 def test_full_training_goes_on_from_an_adapter_run(launched):
@@ -313,19 +300,17 @@ def test_full_training_goes_on_from_an_adapter_run(launched):
     assert (second.run_dir / "final" / "model.safetensors").exists()
 
 
-def test_an_adapter_that_is_trained_on_keeps_its_shape_or_says_so(launched, tmp_path):
-    first = lora(launched, None)
-    moved = tmp_path / "moved"
-    shutil.copytree(first.run_dir, moved)
-    wrong = accel_sft(*JOB, "--init-from", str(moved), "--adapter", "lora", "--lora-r", "4", run_dir=tmp_path / "wrong")
+def test_adapter_trained_further_keeps_its_shape_or_says_so(launched, called, tmp_path):
+    moved = shutil.copytree(lora(launched, None).run_dir, tmp_path / "moved")
+    wrong = called(*JOB, "--init-from", str(moved), "--adapter", "lora", "--lora-r", "4", run_dir=tmp_path / "wrong")
     assert wrong.status == 1
     assert "--lora-r 4: the adapter in" in wrong.output
     assert "--lora-dropout 0.0: the adapter in" in wrong.output
 
 
-def test_a_module_that_is_not_there_is_named(tmp_path):
+def test_a_module_that_is_not_there_is_named(called, tmp_path):
     modules = ("--adapter", "lora", "--lora-target-modules", "q_proj,nosuch")
-    run = accel_sft(*JOB, *modules, run_dir=tmp_path / "run")
+    run = called(*JOB, *modules, run_dir=tmp_path / "run")
     assert run.status == 1
     assert "--lora-target-modules nosuch: no such module; this model has down_proj" in run.output
 
@@ -355,16 +340,14 @@ class Straying(Shipped):
 
 
 def test_ranks_that_would_train_on_different_data_are_refused(tmp_path):
-    (tmp_path / "site").mkdir()
-    install(tmp_path / "site", "accel-sft-straying", "straying = accel_sft_straying:Straying", STRAYING)
-    site = {"PYTHONPATH": str(tmp_path / "site")}
-    run = accel_sft("straying", *JOB[1:], yaml="ddp", run_dir=tmp_path / "run", environment=site)
+    (tmp_path / "own.py").write_text(STRAYING)
+    run = accel_sft(f"{tmp_path}/own.py:Straying", *JOB[1:], yaml="ddp", run_dir=tmp_path / "run")
     assert run.status != 0
     assert "ranks got different examples from dataset()" in run.output
 
 
 @pytest.mark.parametrize("yaml", ["z2", pytest.param("z3", marks=pytest.mark.long)])
-def test_zero_on_cpus_compiles_nothing_and_leaves_nothing_in_shared_memory(tmp_path, yaml):
+def test_zero_on_cpus_compiles_nothing_and_frees_shared_memory(tmp_path, yaml):
     """DeepSpeed's operator for sums of an inference would need a compiler, and with LOCAL_SIZE 66 MiB a rank."""
     before = {*Path("/dev/shm").glob("deepspeed_*")}
     extensions = tmp_path / "extensions"
@@ -410,8 +393,8 @@ def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):
         (["--model", "r", "--base", "tiny"], "--base tiny: the built-in model is made for a run"),
     ],
 )
-def test_evaluate_needs_weights_that_exist(models, said):
-    run = accel_sft("evaluate", "math", *models)
+def test_evaluate_needs_weights_that_exist(called, models, said):
+    run = called("evaluate", "math", *models)
     assert run.status == 1
     assert f"Error: {said}" in run.output
 
@@ -424,7 +407,7 @@ def test_dry_run_stops_before_anything_is_made(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["z2", pytest.param("z3", marks=pytest.mark.long)])
-def test_train_only_has_one_loss_curve_and_leaves_the_other_weights_on_every_launch(launched, name):
+def test_train_only_is_the_same_on_every_launch(launched, name):
     job = (*JOB, *ONCE, "--train-only", "layers.1.|norm")
     alone = launched("train only", *job)
     run = launched(f"train only {name}", *job, "--micro-batch-size", MICRO[name], **LAYOUTS[name])
@@ -445,30 +428,27 @@ def test_averages_are_evaluated_and_exported_alike_on_every_launch(launched, tmp
     alone = launched(f"averages {adapter}", *job)
     run = launched(f"averages {adapter} {name}", *job, "--micro-batch-size", MICRO.get(name, "2"), **LAYOUTS[name])
     same_curve(alone.lines(), run.lines())
-    for here, there in zip(alone.lines("eval_loss"), run.lines("eval_loss"), strict=True):
-        assert there["eval_loss"] == pytest.approx(here["eval_loss"], rel=2e-5)
+    for expected, actual in zip(alone.lines("eval_loss"), run.lines("eval_loss"), strict=True):
+        assert actual["eval_loss"] == pytest.approx(expected["eval_loss"], rel=2e-5)
     file = "model.safetensors" if adapter == "none" else "adapter_model.safetensors"
     of_run = {part: load_file(run.run_dir / part / file) for part in ("final", "final-plain")}
-    for part, found in of_run.items():
+    for part, weights_of_part in of_run.items():
         for key, weight in load_file(alone.run_dir / part / file).items():
-            assert (weight - found[key]).norm() <= 1e-3 * weight.norm(), (part, key)
+            assert (weight - weights_of_part[key]).norm() <= 1e-3 * weight.norm(), (part, key)
     assert not all(torch.equal(of_run["final"][key], of_run["final-plain"][key]) for key in of_run["final"])
-    assert (
-        "tuned: the averages of these weights (in final/), of step 6"
-        in (run.run_dir / "final-plain" / "README.md").read_text()
-    )
+    card = (run.run_dir / "final-plain" / "README.md").read_text()
+    assert "tuned: the averages of these weights (in final/), of step 6" in card
     assert "(averages; final-plain/ has the last step's own)" in " ".join(run.output.split())
     if adapter == "lora":
-        resumed = accel_sft(
-            *run.arguments, "--resume", "auto", run_dir=stopped(run, tmp_path / "run", 3), **run.options
-        )
+        folder = stopped(run, tmp_path / "run", 3)
+        resumed = accel_sft(*run.arguments, "--resume", "auto", run_dir=folder, **run.options)
         assert resumed.status == 0, resumed.output
-        for part, found in of_run.items():
+        for part, weights_of_part in of_run.items():
             again = load_file(tmp_path / "run" / part / file)
-            assert all(torch.equal(found[key], again[key]) for key in found)
+            assert all(torch.equal(weights_of_part[key], again[key]) for key in weights_of_part)
 
 
-def test_a_signal_amid_an_evaluation_of_averages_restores_the_weights_and_an_error_does_not():
+def test_signal_amid_evaluation_of_averages_restores_the_weights():
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 2)
     before = model.weight.clone()
     averages = Averages(accelerator, model, torch.optim.SGD(model.parameters()), 0.5)
@@ -492,7 +472,7 @@ def test_averages_that_a_setting_makes_useless_are_refused():
         assert line.startswith(f"--ema-decay {decay}: must be at ")
 
 
-def test_a_run_and_check_read_as_many_examples_as_train_limit_says(tmp_path):
+def test_train_limit_bounds_what_run_and_check_read(called, tmp_path):
     job = (*JOB, *ONCE, "--max-steps", "1", "--train-limit", "10%")
     run = accel_sft(*job, run_dir=tmp_path / "run")
     assert run.status == 0, run.output
@@ -500,7 +480,7 @@ def test_a_run_and_check_read_as_many_examples_as_train_limit_says(tmp_path):
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"]["train_limit"] == "10%"
     assert record["data"]["train examples beyond --train-limit"] == 450
-    again = accel_sft(*job[:-1], "11%", "--resume", "auto", run_dir=tmp_path / "run")
+    again = called(*job[:-1], "11%", "--resume", "auto", run_dir=tmp_path / "run")
     assert again.status == 1
     assert "--train-limit: the run was started with 10%, not 11%" in " ".join(again.output.split())
     checked = accel_sft("check", "math", "--train-examples", "500", "--train-limit", "30", "--json")
@@ -524,30 +504,31 @@ class Failing(Shipped):
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
-    [('raise RuntimeError("the judge is ill")', "score() failed"), ("raise SystemExit(0)", "accel_sft_failing.py:12")],
+    ("what", "message"),
+    [('raise RuntimeError("the judge is ill")', "score() failed"), ("raise SystemExit(0)", "own.py:12")],
 )
-def test_a_rank_that_fails_alone_ends_the_run_at_once_with_its_message(tmp_path, what, told):
-    (tmp_path / "site").mkdir()
-    source = FAILING.replace("WHAT", what)
-    install(tmp_path / "site", "accel-sft-failing", "failing = accel_sft_failing:Failing", source)
+def test_failing_rank_ends_the_run_with_its_message(tmp_path, what, message):
+    (tmp_path / "own.py").write_text(FAILING.replace("WHAT", what))
     started = time.monotonic()
-    site = {"PYTHONPATH": str(tmp_path / "site")}
-    run = accel_sft("failing", *JOB[1:], yaml="ddp", run_dir=tmp_path / "run", environment=site, real=True)
+    run = accel_sft(f"{tmp_path}/own.py:Failing", *JOB[1:], yaml="ddp", run_dir=tmp_path / "run", real=True)
     assert run.status != 0
     assert time.monotonic() - started < limit(400), "the other rank waited for the one that failed"
     summary = run.output[run.output.index("ChildFailedError") :]
-    assert told in summary
+    assert message in summary
     assert "the judge is ill" in summary or "sys.exit(0) during the run; raise an error instead" in summary
-    if told == "score() failed":  # in the check before the first evaluation: refused, which leaves no folder
+    if message == "score() failed":  # in the check before the first evaluation: refused, which leaves no folder
         assert not (tmp_path / "run").exists()
     else:
         assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
 
 
 ENDING = """
-import atexit, os, pathlib, sys
-from accel_sft_math import Math as Ending
+import atexit, dataclasses, os, pathlib, sys
+from accel_sft_math import Math
+
+@dataclasses.dataclass(kw_only=True)
+class Ending(Math):
+    pass
 
 class Held:
     def __del__(self):
@@ -555,15 +536,12 @@ class Held:
             os.abort()  # as a thread of gloo that drops its last tensor while Python takes its modules apart
 
 held = Held()
-atexit.register(lambda: pathlib.Path(os.environ["SAID"], os.environ["RANK"]).touch())
+atexit.register(lambda: pathlib.Path("HERE", os.environ["RANK"]).touch())
 """
 
 
-def test_ranks_that_are_done_run_their_exit_handlers_and_skip_the_teardown(tmp_path):
-    (tmp_path / "site").mkdir()
-    install(tmp_path / "site", "accel-sft-ending", "ending = accel_sft_ending:Ending", ENDING)
-    environment = {"PYTHONPATH": str(tmp_path / "site"), "SAID": str(tmp_path)}
-    run = accel_sft("ending", "--dry-run", *JOB[1:], yaml="ddp", environment=environment, real=True)
+def test_finished_ranks_run_exit_handlers_and_skip_the_teardown(tmp_path):
+    (tmp_path / "own.py").write_text(ENDING.replace("HERE", str(tmp_path)))
+    run = accel_sft(f"{tmp_path}/own.py:Ending", "--dry-run", *JOB[1:], yaml="ddp", real=True)
     assert run.status == 0, run.output
-    assert (tmp_path / "0").exists()
-    assert (tmp_path / "1").exists()
+    assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}

@@ -30,7 +30,7 @@ def command_in(run_dir):
     return shlex.split(lines[1].removeprefix("# "))
 
 
-def test_the_command_in_run_yaml_starts_the_run_again_to_the_same_bits(launched, tmp_path):
+def test_command_in_run_yaml_reproduces_the_run_bit_for_bit(launched, tmp_path):
     first, again = RunDir(layout(launched, "z2").run_dir), RunDir(tmp_path / "again")
     program, launch, *words = command_in(first)
     assert (program, launch, words[0]) == ("accelerate", "launch", "--config_file")
@@ -94,9 +94,8 @@ def test_run_yaml_gives_every_setting_back_but_asks_for_secrets(tmp_path):
     usual = {"output_dir": None, "resume": "off", "dry_run": False}
     assert TrainConfig(**values).resolved({}) == dataclasses.replace(config.resolved({}), **usual)
     assert "sk-1" not in text
-    partly = written(
-        tmp_path / "partly", config, dataclasses.replace(task, word="https://me:sk-1@host/x", lines="***x")
-    )
+    secret_word = dataclasses.replace(task, word="https://me:sk-1@host/x", lines="***x")
+    partly = written(tmp_path / "partly", config, secret_word)
     values, problems = load_yaml(str(partly.settings), TrainConfig, Odd, given=["api_key"])
     assert problems[0].endswith("--word: secrets are not in a run's file; give it on the command line")
     assert values["lines"] == "***x"
@@ -126,7 +125,7 @@ def test_a_folder_s_name_is_no_setting(tmp_path, monkeypatch):
     assert (values["seed"], problems) == (42, [])
 
 
-def test_of_a_task_in_a_file_the_place_and_class_are_written(tmp_path):
+def test_run_yaml_names_the_file_and_class_of_a_task(tmp_path):
     (tmp_path / "mine.py").write_text(GOOD)
     task = registry.load(str(tmp_path / "mine.py"))()
     assert task_in(str(written(tmp_path / "run", task=task).settings)) == f"{tmp_path / 'mine.py'}:Good"
@@ -137,7 +136,7 @@ LAUNCHER += ["--main_process_ip", "::1", "--mixed_precision", "fp16", "--num_cpu
 LAUNCHER += ["-m", "accel_sft", "math", "--seed", "1"]
 
 
-def test_launch_yaml_has_the_flags_that_decide_numbers_and_the_command_has_the_others(tmp_path, monkeypatch):
+def test_launch_yaml_has_flags_that_decide_numbers(tmp_path, monkeypatch):
     deepspeed = {"zero_optimization": {"stage": 1}, "wandb": {"api_key": "sk-1"}}
     (tmp_path / "ds.json").write_text(json.dumps(deepspeed))
     content = yaml.safe_load((CONFIGS / "z2.yaml").read_text())
@@ -158,7 +157,7 @@ def test_launch_yaml_has_the_flags_that_decide_numbers_and_the_command_has_the_o
     assert command_in(run_dir) == [*start, "-m", "accel_sft", "--config", "run/run.yaml"]
 
 
-def test_without_a_launch_file_the_command_names_the_precision_that_was_chosen(tmp_path, monkeypatch):
+def test_command_without_launch_file_names_the_chosen_precision(tmp_path, monkeypatch):
     flags = ["accelerate", "launch", "--num_processes", "1"]
     monkeypatch.setattr(record, "launcher_command", lambda: ([*flags, "-m", "accel_sft", "math"], tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -168,7 +167,7 @@ def test_without_a_launch_file_the_command_names_the_precision_that_was_chosen(t
 
 
 @pytest.mark.parametrize(
-    ("command", "kept"),
+    ("command", "words"),
     [
         (LAUNCHER[1:], LAUNCHER[4:11]),
         (["accelerate-launch", "--num_processes", "2", "--module", "accel_sft"], ["--num_processes", "2"]),
@@ -177,5 +176,5 @@ def test_without_a_launch_file_the_command_names_the_precision_that_was_chosen(t
         (["python", "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "accel_sft"], ["--nproc-per-node=2"]),
     ],
 )
-def test_the_launcher_s_own_words_end_where_its_module_begins(command, kept):
-    assert own_words(command, without=("config_file",)) == kept
+def test_the_launcher_s_own_words_end_where_its_module_begins(command, words):
+    assert own_words(command, without=("config_file",)) == words

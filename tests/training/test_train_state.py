@@ -18,13 +18,11 @@ from accel_sft.training.state import TrainState
         (True, [math.nan, 0.0, math.nan], [0.1, 1.0, 0.1], 2, 1),
     ],
 )
-def test_the_best_is_the_first_of_the_best_with_the_lowest_loss(
-    higher_is_better, values, losses, best_step, without_better
-):
+def test_best_is_the_earliest_among_equals_of_lowest_loss(higher_is_better, values, losses, best_step, without_better):
     state = TrainState()
-    told = []
+    improved = []
     for state.step, (value, loss) in enumerate(zip(values, losses, strict=True), 1):
-        told.append(state.update_best(value, loss, higher_is_better))
+        improved.append(state.update_best(value, loss, higher_is_better))
     assert (state.best_step, state.without_better) == (best_step, without_better)
     assert state.best == values[best_step - 1]
-    assert max(step for step, better in enumerate(told, 1) if better) == best_step
+    assert max(step for step, better in enumerate(improved, 1) if better) == best_step
