@@ -24,8 +24,6 @@ from filelock import FileLock
 from packaging.version import Version
 from places import CONFIGS, SUPPORT
 
-from accel_sft.models.pretrained import LOWEST_TORCH
-
 pytest_plugins = ["overdue", "shared_fixtures"]
 collect_ignore = ["stored_runs"]  # the test of a stored task is run by the test of ours
 pytest.register_assert_rewrite("reference_job", "stopping", "parsers", "planted")
@@ -44,6 +42,7 @@ if (every_process := str(SUPPORT / "every_process")) not in os.environ.get("PYTH
     runpy.run_path(f"{every_process}/sitecustomize.py")
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two workers' threads would spin for the same cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+from accel_sft.models.pretrained import LOWEST_TORCH  # noqa: E402 - what is planted comes before it
 
 CUTS_WEIGHTS = pytest.mark.skipif(
     Version(importlib.metadata.version("torch")) < Version(LOWEST_TORCH), reason="this torch cuts no weights over ranks"
