@@ -1,5 +1,6 @@
 """`accel-sft generate`: answers a prompt, a file of prompts, or a person at the terminal with a trained model."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ _OF_TRAINING = (
     *("dtype", "offload", "trust_remote_code", "debug"),
 )
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
+_LOWEST_TEMPERATURE = 0.01
+"""Below it, logits that are divided by it may overflow."""
 _FILE: dict[str, Any] = {"type": click.Path(), "metavar": "FILE"}  # a shell completes paths for this type
 EXAMPLES = """\b
 For example:
@@ -78,6 +81,11 @@ def _problems(options: dict[str, Any]) -> list[str]:
         lines.append("--file and --output go together: name a file of prompts and a new file for the answers")
     if options["output"] and Path(options["output"]).exists():
         lines.append(f"--output {options['output']}: is there already; name a new file")
+    for name in _OF_SAMPLING:
+        if math.isnan(options[name] or 0):  # which no range of click's refuses
+            lines.append(f"{flag_of(name)} nan: not a number")
+    if 0 < (options["temperature"] or 0) < _LOWEST_TEMPERATURE:
+        lines.append(f"--temperature {options['temperature']:g}: must be 0, or at least {_LOWEST_TEMPERATURE}")
     for name in ("top_p", "top_k"):
         if options[name] is not None and not options["temperature"]:
             lines.append(f"{flag_of(name)} needs --temperature above 0: without it nothing is drawn")

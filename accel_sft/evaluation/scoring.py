@@ -51,6 +51,13 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
     main = task.main_metric
     if _checked(task, metrics)[main] or not task.higher_is_better:
         return []
+    try:
+        with heartbeats_only():
+            of_empty = float(task.aggregate([task.score(examples[index], "") for index in targets])[main])
+    except Exception:  # noqa: BLE001 - a score that fails on an empty answer is reported where one is given
+        of_empty = 0.0
+    if of_empty < 0:  # as of a negative distance, of which 0 is the best
+        return []
     first = f"the first {len(targets)} validation examples"
     return [f"warning: {main} is 0 for the own answers of {first}: no right answer can score; see the task's options"]
 

@@ -161,6 +161,8 @@ def test_metric_that_no_own_answer_scores_is_named():
     (line,) = check_scoring(never(), [40, 41])
     assert line.startswith("warning: right is 0 for the own answers of the first 2 validation examples: ")
     assert check_scoring(Sums(), [40, 41]) == []
+    distance = type("Distance", (Sums,), {"score": lambda self, example, text: {"right": 0.0 if text else -1.0}})
+    assert check_scoring(distance(), [40, 41]) == [], "0 is its best"
 
 
 def test_limits_that_no_right_answer_can_pass_are_named(tmp_path):
