@@ -11,9 +11,10 @@ from chats import jsonl
 
 from accel_sft import RowLeftOut, RowProblem, UserError
 from accel_sft.chat.conversation import conversation
+from accel_sft.rows.json_stream import Written
 from accel_sft_chat import Chat
 from accel_sft_chat.keys import AS_JSON, RowRefused, without_numbers
-from accel_sft_chat.messages import OTHERS_MARKED
+from accel_sft_chat.messages import OTHERS_MARKED, REWRITTEN
 from accel_sft_chat.task import parse_row
 from accel_sft_chat.turns import JOINED
 
@@ -594,6 +595,13 @@ def test_numbers_lists_and_objects_are_read_as_json():
     assert AS_JSON not in parsed(messages(ASK, {"role": "tool", "content": {"a": 1}}, ANSWER)).notes
 
 
+def test_numbers_in_calls_that_templates_rewrite_are_noted():
+    for rewritten, arguments in ((True, Written("1.50")), (False, Written("1.5")), (True, '{"x": 1.50}'), (False, {})):
+        arguments = arguments if isinstance(arguments, (str, dict)) else {"x": [arguments]}
+        found = parsed(said(content="", tool_calls=[{"name": "w", "arguments": arguments}]))
+        assert (REWRITTEN in found.notes) is rewritten, arguments
+
+
 @pytest.mark.parametrize("system", [["s", "t"], [SYSTEM, {**SYSTEM, "content": "t"}]])
 def test_several_system_prompts_of_a_column_are_joined(system):
     got = parsed({"instruction": "u", "output": "a", "system": system})
@@ -621,7 +629,8 @@ def test_template_variables_of_a_row_reach_its_conversation():
     assert parsed(messages(ASK, ANSWER, chat_template_kwargs={})).example.variables is None
     columns = {"enable_thinking": "False", "thinking_budget": "512", "reasoning_effort": "low"}
     given = {"enable_thinking": False, "thinking_budget": 512, "reasoning_effort": "low"}
-    for row in (given, columns, {**columns, "chat_template_kwargs": given}):
+    numbers = {**given, "enable_thinking": 0, "thinking_budget": 512.0}  # as a column with gaps has them
+    for row in (given, columns, numbers, {**columns, "chat_template_kwargs": given}):
         read = parsed(messages(ASK, ANSWER, **row))
         assert (read.example.variables, read.unread) == (given, ())
     given = {"thinking": True, "effort": "none", "enable_thinking": False, "depth": 0}

@@ -685,10 +685,19 @@ def test_missing_values_that_are_written_as_words_are_noted(rows):
     assert notes[1:] == []
 
 
-def test_a_number_is_learnt_as_the_file_writes_it(rows, tmp_path):
-    (tmp_path / "numbers.jsonl").write_text('{"prompt": "u", "completion": 12.50}\n' * 2)
+NUMBERS = ("12.50", '{"price": 12.50}', '[1.10, 3, true, "\u00e9"]', '{"a": [{"b": 1E5}, null]}', "[]")
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_number_is_learnt_as_the_file_writes_it(number, tmp_path):
+    (tmp_path / "numbers.jsonl").write_text(f'{{"prompt": "u", "completion": {number}}}\n' * 2, encoding="utf-8")
     task = Chat(validation_file=str(tmp_path / "numbers.jsonl"))
-    assert task.target(task.dataset("validation")[0]) == "12.50"
+    assert task.target(task.dataset("validation")[0]) == number
+    turns = json.dumps([{"role": role, "content": role} for role in ("user", "tool", "assistant")])
+    turns = turns.replace('"content": "tool"', f'"content": {number}')
+    (tmp_path / "results.jsonl").write_text(f'{{"messages": {turns}}}\n' * 2, encoding="utf-8")
+    task = Chat(validation_file=str(tmp_path / "results.jsonl"))
+    assert task.messages(task.dataset("validation")[0])[1]["content"] == number
 
 
 def test_the_splits_of_a_folder_are_trained_on_and_evaluated(tmp_path):

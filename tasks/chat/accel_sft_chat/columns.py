@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from accel_sft import RowProblem
 from accel_sft_chat.images import with_images
 from accel_sft_chat.keys import AS_JSON, VIDEOS, Remarks, RowRefused, is_empty, preferred, refused_in
-from accel_sft_chat.messages import IN_PROMPT, Turn, content_of, json_in, kind, read_turns, text_of
+from accel_sft_chat.messages import IN_PROMPT, Turn, content_of, read_turns
 from accel_sft_chat.turns import JOINED
+from accel_sft_chat.values import json_in, kind, text_of
 
 COLUMNS = {
     "messages": ("messages", "conversations", "conversation", "dialogue", "dialog", "contents"),
@@ -371,6 +372,10 @@ def _variables(row: Mapping[str, Any]) -> dict[str, Any] | None:
         if isinstance(held, str) and wanted is not str:  # as in a CSV cell
             with contextlib.suppress(ValueError):
                 held = json_in(held.strip().lower())
+        if isinstance(held, float) and held.is_integer():  # as in a column with gaps
+            held = int(held)
+        if wanted is bool and isinstance(held, int) and held in (0, 1):
+            held = bool(held)
         if not isinstance(held, wanted) or (wanted is int and isinstance(held, bool)):
             raise RowProblem(name, f"{_TYPES[wanted]}, got {held!r:.40}")
         if variables.setdefault(name, held) != held:

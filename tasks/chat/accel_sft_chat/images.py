@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel_sft import RowProblem
-from accel_sft_chat.messages import IMAGE, Turn, image_address, kind
+from accel_sft_chat.messages import IMAGE, Turn, image_address
+from accel_sft_chat.values import kind
 
 PUT_FIRST = f"with images and no {IMAGE} in their texts, which are put before the first question"
 

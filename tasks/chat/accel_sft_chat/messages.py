@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from accel_sft import RowProblem
-from accel_sft_chat.keys import AS_JSON, REFUSED_IN_PARTS, REFUSED_IN_TURNS, Remarks, RowRefused
+from accel_sft_chat.keys import REFUSED_IN_PARTS, REFUSED_IN_TURNS, Remarks, RowRefused
+from accel_sft_chat.values import as_json, functions_in, has_rewritten_numbers, json_in, kind, text_of
 
 Turn = dict[str, Any]
 """A message with `role` (system, user, assistant or tool) and `content`.
@@ -60,6 +59,7 @@ _CALL_MARK = re.compile(
     re.IGNORECASE,
 )
 """How templates begin a call of a tool as text."""
+REWRITTEN = "with numbers in calls of tools that templates write in another form (1.50 as 1.5)"
 OTHERS_MARKED = "with turns marked to be learnt that are not the assistant's, which are not learnt"
 _ROLES = {
     "system": "system",
@@ -108,50 +108,6 @@ def _refuse_written_calls(before: list[Turn], turn: Turn, field: str) -> None:
         if mark or any(function in calls for _, _, function in functions_in(turn_before["content"])):
             got = kind(mark[0] if mark else turn_before["content"])
             raise RowProblem(field, f"calls in tool_calls alone, not as text in the content too, got {got}")
-
-
-def text_of(value: Any, field: str, remarks: Remarks) -> str:
-    """A text, or a number, a list or an object as JSON."""
-    if isinstance(value, str):
-        return value
-    if value is None:
-        raise RowProblem(field, f"text, got {kind(value)}")
-    if isinstance(value, dict) and value.keys() == {"base64"}:  # as `read_rows` gives bytes
-        raise RowProblem(field, "text, got bytes that are no UTF-8")
-    remarks.notes[AS_JSON] = None
-    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)  # 12.50 as it was written
-
-
-def kind(value: Any) -> str:
-    """A value in an error message: a text by its beginning, anything else by its type."""
-    if isinstance(value, str):
-        return repr(value) if len(value) <= 40 else repr(value[:40]) + "..."
-    if isinstance(value, (list, dict)) and not value:
-        return f"an empty {type(value).__name__}"
-    return {type(None): "null or nothing"}.get(type(value), type(value).__name__)
-
-
-def json_in(text: str) -> Any:
-    """The value of a JSON text, read as strictly as rows are.
-
-    Raises:
-        ValueError: the text is no JSON, or has a key twice, NaN or a lone surrogate, which could not be kept.
-    """
-    try:
-        value = json.loads(text, object_pairs_hook=_object)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except UnicodeEncodeError:
-        raise ValueError("a lone surrogate, \\ud800 to \\udfff, is not text") from None
-    return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError(f"a key twice among {', '.join(key for key, _ in pairs)}"[:80])
-    return value
 
 
 def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
@@ -334,7 +290,7 @@ def content_of(value: Any, field: str, role: str, called: bool, remarks: Remarks
         value = [value]
     parts = [_typed(part) for part in value] if isinstance(value, list) else []
     if role == "tool" and value is not None and not (parts and all(part and part["type"] in types for part in parts)):
-        return {"content": json.dumps(value, ensure_ascii=False)}
+        return {"content": as_json(value)}
     if value == []:
         raise RowProblem(field, f"text, got {kind(value)}")
     if not any(parts):
@@ -415,25 +371,6 @@ def _json(value: Any, field: str) -> Any:
         raise RowProblem(field, expected) from None
 
 
-def functions_in(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """The JSON objects in a text that call a function by name: (begin, end, name and arguments)."""
-    decoder, at = json.JSONDecoder(), 0
-    while (at := text.find("{", at)) >= 0:
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            at += 1
-            continue
-        function = value.get("function", value) if isinstance(value, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            arguments = function.get("arguments", function.get("parameters"))
-            if isinstance(arguments, dict):
-                yield at, end, {"name": function["name"], "arguments": arguments}
-                at = end
-                continue
-        at += 1
-
-
 def read_calls(value: Any, field: str, remarks: Remarks) -> list[Turn]:
     """Calls of tools in OpenAI's form, with their arguments, often given as a JSON text, as an object."""
     calls = []
@@ -445,9 +382,12 @@ def read_calls(value: Any, field: str, remarks: Remarks) -> list[Turn]:
             _look_at_part(keys, _IN_CALLS, f"{field}[{number}]", remarks)
         arguments = next((function[name] for name in _ARGUMENTS if function.get(name) is not None), None)
         where = f"{field}[{number}].arguments"
+        given = arguments
         arguments = {} if arguments in (None, "") else _json(arguments, where)
         if not isinstance(arguments, dict):
             raise RowProblem(where, f"an object, or JSON of one, got {kind(arguments)}")
+        if arguments and has_rewritten_numbers(given if isinstance(given, str) else as_json(given)):
+            remarks.notes[REWRITTEN] = None
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         calls.append({"type": "function", **named, "function": {"name": function["name"], "arguments": arguments}})
     if not calls:

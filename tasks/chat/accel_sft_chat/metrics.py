@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import regex
 
 from accel_sft import UserError
-from accel_sft_chat.messages import Turn, functions_in
+from accel_sft_chat.messages import Turn
+from accel_sft_chat.values import functions_in
 
 # a token is a word, or a character in scripts that put no blanks between words (Han, kana, Hangul, Thai)
 _SPELT = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
