@@ -147,6 +147,9 @@ def finished(*arguments: str, **options) -> Launched:
 @pytest.fixture
 def called(monkeypatch, capfd):
     """`called(...)`: a command line in this process, for what ends before it computes: a refusal, a report, a plan."""
+    with capfd.disabled():
+        import deepspeed  # noqa: F401 - its first import prints a line, to a stream that its logger keeps
+
     from accel_sft.__main__ import main
 
     monkeypatch.setattr("accel_sft.launch.environment.prepare_environment", lambda debug=False: None)
