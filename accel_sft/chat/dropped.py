@@ -116,7 +116,7 @@ def _lacking(turn: Turn, prompt: str) -> str:
     Ignored are white space, the thinking of earlier answers, and the switches `/think` and `/no_think`: templates
     rewrite these or leave them out. A text may be written as JSON.
     """
-    content = turn["content"]
+    content: str = turn["content"]
     if turn["role"] == "assistant":
         content = split_thinking(content)[1].rpartition("</think>")[2]
     for text in content.split(IMAGE_MARK):
