@@ -9,6 +9,11 @@ CELL_CHARACTERS = 300
 LINE_CHARACTERS = 60
 LONGEST_ERROR = 300
 """Maximum number of characters of a task's or library's error that a message repeats."""
+MISSING_VALUES = {
+    *("nan", "NaN", "-nan", "NaT", "None", "null", "NULL", "(null)", "undefined", r"\N", "<NA>", "#N/A", "#NA"),
+    *("<noinput>", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"),
+}
+"""What programs write for a missing value: all of a text or, where Alpaca's input stands, a question's last line."""
 _MARKUP = re.compile(r"[&<>|*`\\~$]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[:]")
 """Markup that takes effect inside a cell: not an underscore within a word, nor a bracket without a link target."""
 

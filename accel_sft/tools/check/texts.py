@@ -19,16 +19,12 @@ from accel_sft.api.task import Task
 from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.conversation import Conversation, Turn, conversation, divided
 from accel_sft.chat.pictures import shown
+from accel_sft.io.text import MISSING_VALUES
 from accel_sft.results.labels import LONGEST_LABEL, are_labels
 from accel_sft.tools.check.findings import Findings
 
 DAMAGED = re.compile("[\ufeff\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """Signs of a wrong encoding: the replacement character, control characters, and UTF-8 read as Latin-1 or cp1252."""
-_MISSING = {
-    *("nan", "NaN", "-nan", "NaT", "None", "null", "NULL", "(null)", "undefined", r"\N", "<NA>", "#N/A", "#NA"),
-    *("<noinput>", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"),
-}
-"""What programs write for a missing value: all of a text or, where Alpaca's input stands, a question's last line."""
 _TIMES, _FEWEST_LETTERS = 10, 5
 """How many times as often the other label occurs, and its fewest letters, for a slip: Iran is not Iraq."""
 _MOST_LABELS = 1000
@@ -200,7 +196,7 @@ def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
             faults.setdefault("D207", f"answer: {shortened(target)}")
     for turn in (*chat.turns, chat.answer):
         text = turn["content"].strip()
-        if (text.rpartition("\n")[2].strip() if turn["role"] == "user" else text) in _MISSING:
+        if (text.rpartition("\n")[2].strip() if turn["role"] == "user" else text) in MISSING_VALUES:
             faults.setdefault("D217", f"{turn['role']}: {shortened(text)}")
     for text in chat.texts():
         if not (text.isascii() and text.isprintable()) and (damage := DAMAGED.search(text)):

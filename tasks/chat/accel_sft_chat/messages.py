@@ -222,7 +222,7 @@ def _of_cloud(part: Any, field: str, *, is_part: bool) -> Any:
         return part
     unknown = [name for name in rest if name not in _BESIDE_IN_PARTS] if kinds in (["text"], ["image"]) else []
     if len(kinds) != 1 or (unknown and not is_part):
-        held = (kinds[1:] or unknown or [*rest] or [None])[0] if isinstance(part, dict) else type(part).__name__
+        held = (unknown or kinds or [*rest] or [None])[0] if isinstance(part, dict) else type(part).__name__
         raise _no_part(field, held)
     (key,) = kinds
     if key in _CLOUDS:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from accel_sft import ParsedRow, RowLeftOut, RowProblem, Task, UserError, option, read_rows
+from accel_sft import MISSING_VALUES, ParsedRow, RowLeftOut, RowProblem, Task, UserError, option, read_rows
 from accel_sft_chat.columns import RAW_TEXT, named_columns, read_row
 from accel_sft_chat.images import as_parts
 from accel_sft_chat.keys import RowRefused, without_numbers
@@ -32,11 +32,6 @@ _REMEMBERED = (
     "{:,} rows are evaluated that are trained on too (--held-out 0): their scores say what is remembered, not what is "
     "learnt"
 )
-_MISSING = {
-    *("nan", "NaN", "-nan", "NaT", "None", "null", "NULL", "(null)", "undefined", r"\N", "<NA>", "#N/A", "#NA"),
-    *("<noinput>", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!"),
-}
-"""What programs write for a missing value: a text, or a question's last line, which is Alpaca's input."""
 _FILES = (
     "JSON, JSONL, CSV, Parquet or text, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME), "
     "either with :SPLIT; may be repeated."
@@ -274,7 +269,7 @@ def parse_row(
         raise RowLeftOut(f"malformed ({_UNSHOWN.sub('', without_numbers(str(problem)))})") from problem
     last_lines = [turn["content"].rpartition("\n")[2] for turn in read.turns if turn["role"] == "user"]
     texts = map(str.strip, [*last_lines, *(turn["content"] for turn in read.turns)])
-    missing = [f"with a text that is {text!r}, which is learnt as a word" for text in texts if text in _MISSING]
+    missing = [f"with a text that is {text!r}, which is learnt as a word" for text in texts if text in MISSING_VALUES]
     if read.form.startswith(RAW_TEXT):
         text = read.turns[0]["content"]
         if not text.strip():
