@@ -1,6 +1,5 @@
 """`python -m accel_sft` and the console script `accel-sft`: the same command group."""
 
-import importlib.util
 import os
 import sys
 
@@ -10,7 +9,9 @@ if sys.platform == "win32":  # before imports of what there is not
         "in its terminal the commands of the README"
     )
 
-if importlib.util.find_spec("click") is None:
+try:
+    import click  # noqa: F401
+except ModuleNotFoundError:
     sys.exit("Error: this Python lacks accel_sft's libraries; activate its environment: . .venv/bin/activate")
 
 import accel_sft.launch.launcher  # noqa: F401 - early: it notes who started this process

@@ -224,7 +224,7 @@ def test_answers_that_are_not_whole_are_counted(monkeypatch):
     choices = [{"message": {"content": text}, "finish_reason": finish} for text, finish in endings]
     address = answering(*(response({"choices": [choice]}) for choice in choices))
     config = EvaluateConfig(url=address, model="m", max_new_tokens=9).resolved({})
-    result = evaluation.evaluate(Accelerator(cpu=True), Sums(), config, Endpoint(address, "m"))
+    result = evaluation.evaluate_served(Accelerator(cpu=True), Sums(), config, Endpoint(address, "m"))
     assert result.lines == [
         "warning: of 7 answers: 2 cut (raise --max-new-tokens), 1 withheld by the server's filter, 1 tool calls, "
         "2 empty; scored as they are"
