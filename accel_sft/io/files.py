@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from accel_sft.api.errors import UserError
-from accel_sft.io.lock import is_locked, lock
 from accel_sft.io.manifest import sync
 
 PAGE_MARK = '<meta name="generator" content="accel-sft '
@@ -85,6 +84,11 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
         UserError: `name` is not empty, or cannot be written.
         Exception: what the block raises.
     """
+    from accel_sft.io.lock import (
+        is_locked,
+        lock,
+    )  # Windows has no locks, and is refused in a line once this is imported
+
     target = Path(os.path.realpath(expanded(name, what)))  # if `name` is a link, it stays, and its target is filled
     occupied = UserError(f"{what} {name}: not empty; name another folder")
     try:

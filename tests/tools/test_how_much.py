@@ -94,7 +94,7 @@ def test_dry_run_names_steps_and_detectable_difference(tmp_path, monkeypatch):
     done = CliRunner().invoke(cli, ["how-much", "math", *words.split()])
     assert done.exit_code == 0, done.output
     output = " ".join(done.output.split())
-    assert "6 trainings, about 102 steps in all. Each is scored on 50 validation examples" in output
+    assert "6 trainings, about 102 steps. 50 validation examples show" in output
     assert "validation examples show a difference of 0.28 between scores near 0.5" in output
     assert not [*tmp_path.iterdir()]
 

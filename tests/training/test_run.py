@@ -233,13 +233,15 @@ def test_the_terminal_is_quiet_and_in_order(launched):
     assert output.index("ZeRO-2") < output.index("training examples") < output.index("base and tuned")
     assert output.count("base and tuned") == 1
     assert "base: tiny before the first step; tuned: final/, of step 6\n" in output
-    opening = output[output.index("run       ") : output.index("step 6/6")].splitlines()[:6]
-    assert [line.split()[0] for line in opening] == ["run", "settings", "validation:", "data", "model", "step"]
-    run, settings, note, data, model, first = opening
+    opening = output[output.index("run       ") : output.index("step 6/6")].splitlines()[:7]
+    names = ["run", "settings", "validation:", "warning:", "data", "model", "step"]
+    assert [line.split()[0] for line in opening] == names
+    run, settings, note, limit, data, model, first = opening
     assert run.startswith(f"run       {layout(launched, 'z2').run_dir}: ")
     assert "z2.yaml, DeepSpeed ZeRO-2, 2 processes, cpu (" in run
     assert "global-batch-size 10" in settings
     assert "any two integers" in note
+    assert "have more tokens than --max-new-tokens 6" in limit
     assert re.search(r"; 6 steps of 10: [\d.]+ epochs", data)
     assert re.search(r" ([\d,]+) of \1 parameters are trained; batching ", model)
     assert first.startswith("step 0: ")
