@@ -215,7 +215,9 @@ def rank(backend: str, seconds: str) -> None:
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         failure = first_line(error)
     if failure:
-        print(f"rank {number}: {failure}", flush=True)
+        # in one write with its line break, which print() makes two of where Python is unbuffered: ranks share the pipe
+        sys.stdout.write(f"rank {number}: {failure}\n")
+        sys.stdout.flush()
     # destroying the group would hold the GIL until gloo's threads end, and they may wait for the GIL
     os._exit(bool(failure))
 
