@@ -381,7 +381,8 @@ def generate(
         more: further arguments of transformers' `generate`, such as inputs besides tokens and mask.
     """
     longest = max(map(len, prompts))
-    output = _output(model, prompts, max_new_tokens, ends, pad_token_id, device, sampling, **more)
+    settings = {**more, **sampling.settings(), "max_new_tokens": max_new_tokens}
+    output = _output(model, prompts, ends, pad_token_id, device, **settings)
     answers = []
     for ids in output.sequences[:, longest:].tolist():
         stop = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
@@ -396,10 +397,10 @@ def padding_changes(
 
     They differ, for example, where recurrent layers or compressed caches take padding for text.
     """
-    largest, how = 0.0, (CHECKED_TOKENS, ends, pad_token_id, device)
-    together = _output(model, prompts, *how, output_logits=True)
+    largest, settings = 0.0, {**GREEDY.settings(), "max_new_tokens": CHECKED_TOKENS, "output_logits": True}
+    together = _output(model, prompts, ends, pad_token_id, device, **settings)
     for number, prompt in enumerate(prompts):
-        alone = _output(model, [prompt], *how, output_logits=True)
+        alone = _output(model, [prompt], ends, pad_token_id, device, **settings)
         for mine, others in zip(alone.logits, together.logits, strict=False):
             largest = max(largest, nats_apart(mine[0], others[number]))
             if mine[0].argmax() != others[number].argmax():  # from here on they answer different texts
@@ -417,24 +418,20 @@ def nats_apart(expected: torch.Tensor, actual: torch.Tensor) -> float:
 def _output(
     model: Any,
     prompts: Sequence[list[int]],
-    max_new_tokens: int,
     ends: Collection[int],
     pad_token_id: int,
     device: torch.device,
-    sampling: Sampling = GREEDY,
     **more: Any,
 ) -> Any:
-    """What `generate` of transformers returns."""
+    """What `generate` of transformers returns, given `more`."""
     longest = max(map(len, prompts))
     rows = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return model.generate(
         input_ids=torch.tensor(rows, device=device),
         attention_mask=torch.tensor(mask, device=device),
-        **more,
         # they override the model's own sampling and penalties, also with None, as a GenerationConfig would not
-        **{**left_out(model.generation_config), **sampling.settings()},
-        max_new_tokens=max_new_tokens,
+        **{**left_out(model.generation_config), **more},
         eos_token_id=sorted(ends),
         pad_token_id=pad_token_id,
         use_cache=True,

@@ -84,10 +84,8 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
         UserError: `name` is not empty, or cannot be written.
         Exception: what the block raises.
     """
-    from accel_sft.io.lock import (
-        is_locked,
-        lock,
-    )  # Windows has no locks, and is refused in a line once this is imported
+    # not at the top: Windows has no locks, and is refused in a line once this module is imported
+    from accel_sft.io.lock import is_locked, lock
 
     target = Path(os.path.realpath(expanded(name, what)))  # if `name` is a link, it stays, and its target is filled
     occupied = UserError(f"{what} {name}: not empty; name another folder")
