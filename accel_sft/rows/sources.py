@@ -40,8 +40,6 @@ _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 """Files of a data set of the hub; its splits may have any names, and it has no other rows."""
 
-_CONFIG = re.compile(r"(?m)^ *- config_name: *(\S+)")
-"""A configuration in the card of a data set."""
 _SPLIT = r"[\w.-]+(\[[\d%:-]+\])?"
 _NAME = re.compile(
     rf"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w.-]+))?(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>{_SPLIT}))?"
@@ -126,9 +124,8 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
         exact = {path: name.partition("/")[0] for path, name in names.items() if "/" in name}
     else:
         exact = {path: shard[1] for path, name in names.items() if (shard := _SHARD.fullmatch(name))}
-    card = folder / "README.md"
-    described = card.read_text(errors="replace") if card.is_file() else ""
-    by_card, lines = _by_card(folder, names, described)
+    configs = _configurations(folder / "README.md")
+    by_card, lines = _by_card(folder, names, configs)
     exact = by_card or exact
     splits: dict[str, list[Path]] = {}
     for path, name in names.items():
@@ -143,19 +140,17 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
         lines.append(f"{folder}: not read, as in none of its splits: {beside[0].name}{more(len(beside) - 1)}")
     if others:
         lines.append(f"{folder}: not read, as of no known format: {others[0].name}{more(len(others) - 1)}")
-    configs = dict.fromkeys(_CONFIG.findall(described))
     if len(configs) > 1:
-        lines.append(
-            f"{folder}: read are all its configurations, {', '.join(configs)}; for one, name its files or folder"
-        )
+        configurations = ", ".join(str(config.get("config_name")) for config in configs)
+        lines.append(f"{folder}: read are all its configurations, {configurations}; for one, name its files or folder")
     return splits[split], lines
 
 
-def _by_card(folder: Path, names: dict[Path, str], card: str) -> tuple[dict[Path, str], list[str]]:
+def _by_card(folder: Path, names: dict[Path, str], configs: list[dict[str, Any]]) -> tuple[dict[Path, str], list[str]]:
     """The split of each file that the folder's card names, and a line on patterns that match none."""
     exact: dict[Path, str] = {}
     unmatched = []
-    for pattern, split in _splits_of_card(card):
+    for pattern, split in _splits_by_card(configs):
         matched = [path for path, name in names.items() if _matches(name.split("/"), pattern.split("/"))]
         for path in matched:
             if (other := exact.setdefault(path, split)) != split:
@@ -178,20 +173,25 @@ def _matches(name: list[str], pattern: list[str]) -> bool:
     return bool(name) and fnmatch.fnmatch(name[0], pattern[0]) and _matches(name[1:], pattern[1:])
 
 
-def _splits_of_card(card: str) -> Iterator[tuple[str, str]]:
-    """The patterns of paths under `data_files` of a card's configurations, each with its split."""
-    head = re.match(r"---\n(.*?)\n---", card, re.DOTALL)
-    if not head or "data_files" not in head[1]:
-        return
+def _configurations(card: Path) -> list[dict[str, Any]]:
+    """The configurations that a folder's card describes; none where it is no card, or is not YAML."""
+    head = re.match(r"---\n(.*?)\n---", card.read_text(errors="replace"), re.DOTALL) if card.is_file() else None
+    if not head or "configs" not in head[1]:
+        return []
     import yaml  # not at the top: completion of file names needs the standard library alone
 
     try:
-        given = yaml.safe_load(head[1])
+        content = yaml.safe_load(head[1])
     except yaml.YAMLError:
-        return
-    configs = given.get("configs") if isinstance(given, dict) else None
-    for config in configs if isinstance(configs, list) else ():
-        files = config.get("data_files") if isinstance(config, dict) else None
+        return []
+    configs = content.get("configs") if isinstance(content, dict) else None
+    return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
+
+
+def _splits_by_card(configs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The patterns of paths under `data_files` of a card's configurations, each with its split."""
+    for config in configs:
+        files = config.get("data_files")
         for entry in files if isinstance(files, list) else [files]:
             of_split = entry if isinstance(entry, dict) else {"split": "train", "path": entry}
             paths = of_split.get("path")
