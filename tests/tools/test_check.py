@@ -78,6 +78,15 @@ def test_a_clean_file_gives_no_finding(check, site, model, tmp_path):
     assert "attention" not in trains
 
 
+def test_warnings_of_a_run_are_findings(check, site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    run = check(site, *files, "--json", "--strict", "--max-new-tokens", "1", model=model)
+    assert run.status == 1
+    (finding,) = report_of(run)["findings"]
+    assert (finding["code"], finding["split"]) == ("D219", "validation")
+    assert "have more tokens than --max-new-tokens 1" in finding["rows"][0]["detail"]
+
+
 def test_train_only_without_a_match_is_refused(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
     run = check(site, *files, "--train-only", "no_such", model=model)

@@ -140,6 +140,8 @@ class Audit:
         for note in (*(assembly.template.lines if assembly.template else ()), *encoding.notes, *limits):
             if note.startswith(HEADER_LEARNT):
                 self.findings.add("D215", "", detail=note.removeprefix("warning D215: "))
+            elif note.startswith("warning: "):
+                self.findings.add("D219", split, detail=note.removeprefix("warning: "))
             elif note not in self.notes:
                 self.notes.append(note)
         facts = tokens.token_facts(encoding.kept, tokenizer, assembly.encode.rules.eos_ids)

@@ -71,6 +71,7 @@ D217 warning: a text is what programs write for a missing value, such as nan or 
     -> leave the value empty, or take the row out, unless the word is meant: it is learnt as a word
 D218 warning: a label is trained on, and no validation row tests it
     -> hold out more rows, or give validation rows with each label (chat: --held-out, --data-seed, --validation-file)
+D219 warning: a run on this split warns -> see the line
 D301 warning: longer than --max-length, and left out -> raise --max-length, or shorten the rows
 D302 warning: cut to --max-length: the end of the turn is not learnt
     -> raise --max-length, or leave them out with --truncation drop
