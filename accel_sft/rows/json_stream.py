@@ -68,7 +68,7 @@ class RowProblem(ValueError):
     """
 
     def __init__(self, field: str | None, expected: str) -> None:
-        at = ""
+        self.field, at = field, ""
         if field is not None:
             at = f"field {field!r}: " if len(field) <= _MAX_NAME else f"field {field[:_MAX_NAME]!r}...: "
         super().__init__(f"{at}expected {expected}")

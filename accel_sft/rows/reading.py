@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
+import re
 import stat
 import tempfile
 import zlib
@@ -32,7 +34,7 @@ from accel_sft.rows.json_stream import (
     is_array,
     located,
 )
-from accel_sft.rows.row_file import PLACE, UNREAD, BadRow, OpenFile, RowFile, Tally, left_out_rows, named
+from accel_sft.rows.row_file import PLACE, UNREAD, BadRow, OpenFile, RowFile, Tally, left_out_rows, more, named
 from accel_sft.rows.sources import EXPECTED, chosen_split, load_dataset, split_by_name, unreadable
 
 MAX_PROBLEMS = 20
@@ -44,6 +46,7 @@ _ANNOUNCED_BYTES = 64 << 20
 _KIND, _PLACES, _TEXT, _PLAIN = "rows", "places.bin", "rows.jsonl", "decompressed"
 _FORM = 7
 """Version of a cache entry's form; it changes when older entries can no longer be read."""
+_KEYS_SHOWN = 6
 _ROWS = "a JSON array of objects, one JSON object per line, or a header and rows"
 _ROW_OF_TABLE = 'a row, got columns, as of df.to_json(); write rows: df.to_json(FILE, orient="records", lines=True)'
 
@@ -235,17 +238,26 @@ def _check(rows: RowFile, values: Iterable[Located], parse: Parse, written: Bina
         except RowLeftOut as reason:
             rows.left_out.add(str(reason), number)
         except ValueError as problem:
-            bad += 1
+            bad, line = bad + 1, f"{problem}{_keys_beside(problem, value)}"
             if left_out is not None:
-                left_out.append(BadRow(rows.place_at(number), str(problem), isinstance(value, ValueError)))
-            elif str(problem) in problems or len(problems) < MAX_PROBLEMS:
-                problems.add(str(problem), number)
+                left_out.append(BadRow(rows.place_at(number), line, isinstance(value, ValueError)))
+            elif line in problems or len(problems) < MAX_PROBLEMS:
+                problems.add(line, number)
     if problems:
         raise UserError(*_described(problems, rows, bad))
     if not places and not rows.left_out and not bad:
         raise UserError(f"{rows.name}: no rows; expected {_ROWS}")
     rows.places = places
     return bad
+
+
+def _keys_beside(problem: ValueError, row: Any) -> str:
+    """The keys that a row has, if it lacks the one that the problem is about."""
+    field = problem.field if isinstance(problem, RowProblem) else None
+    if not field or not isinstance(row, dict) or not row or field in row or re.split(r"[.\[]", field)[0] in row:
+        return ""
+    names = ", ".join(f"{key:.30}" for key in itertools.islice(row, _KEYS_SHOWN))
+    return f"; the row has {names}{more(max(len(row) - _KEYS_SHOWN, 0))}"
 
 
 def _is_table(row: dict[str, Any]) -> bool:

@@ -80,7 +80,11 @@ def test_rows_stand_at_lines_or_have_numbers(tmp_path):
 
 BAD = {
     "too few fields": ("a.csv", b"answer,more\nx,y\nz\n", ":3: 1 fields, where the header has 2 (answer, more)"),
-    "not the column": ("a.csv", b"answers\nx\n", ":2: field 'answer': expected text, got NoneType"),
+    "not the column": (
+        "a.csv",
+        b"answers,n\nx,1\n",
+        ":2: field 'answer': expected text, got NoneType; the row has answers,",
+    ),
     "a column twice": ("a.csv", b"answer,answer\nx,y\n", ":1: the header has the column 'answer' twice; give each"),
     "files joined": ("a.csv", b"answer,more\nx,y\n\xef\xbb\xbfanswer,more\n", ":3: the header again, where files were"),
     "an archive": ("a.jsonl", b"PK\x03\x04\x14\0\xff", ":1: not text (byte 6); unpack an archive; UTF-16"),
