@@ -61,7 +61,6 @@ def number(cell: str) -> float:
         ("plan_accuracy.py", "measured", {"20 million"}),
         pytest.param(*("plan_accuracy.py --source images", "measured", {"qwen2_vl"}), marks=pytest.mark.long),
         ("plan_accuracy.py --source simulated", "measured", {"0.5B"}),
-        pytest.param(*("plan_accuracy.py --source rehearsed", "host waits", {"ddp"}), marks=pytest.mark.long),
         pytest.param(*("significance.py", "intervals that cover it", {"rate, Wilson"}), marks=pytest.mark.long),
     ],
 )
