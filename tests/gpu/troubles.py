@@ -53,7 +53,7 @@ class Failing(_Troubled):
 
     def trouble(self, tokens: int) -> None:
         Path(os.environ["TROUBLE_RUN"] + ".began").touch()
-        raise ValueError("an error that a check planned")
+        raise ValueError("an error that a test planned")
 
 
 @dataclass(kw_only=True)

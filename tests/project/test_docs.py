@@ -31,8 +31,8 @@ OTHER_PROGRAMS = {
     *("--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--requeue"),  # Slurm
     *("--open-mode", "--signal", "--kill-on-bad-exit"),
     *("--model_name", "--model_flavor", "--pretrain"),  # scripts of torchtitan and ColossalAI
-    *("--gpus", "--minutes", "--check", "--again", "--state", "--tiny", "--list"),  # tests/gpu/run
-    *("--all", "--test", "--shout", "--no-shout"),  # .ci/run, setup.sh, the example task on a page
+    *("--all", "--test", "--collect-only", "--last-failed"),  # .ci/run, setup.sh, pytest
+    *("--shout", "--no-shout"),  # the example task on a page
 }
 
 
