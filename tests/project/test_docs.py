@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +22,6 @@ from accel_sft.evaluation.scoring import aggregated, check_scoring, scored
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
 HOW_TO = (ROOT / "docs/how-to.md").read_text(encoding="utf-8")
-ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 OF_ACCELERATE = {*launch_command_parser()._option_string_actions}
 OTHER_PROGRAMS = {
     *("--logdir", "--editable", "--no-deps", "--no-binary", "--dataset", "--local_dir"),  # TensorBoard, pip, modelscope
@@ -103,48 +101,6 @@ def test_documentation_builds_without_warnings_and_fetches_nothing(tmp_path):
     assert [address for page in pages for address in re.findall(fetched, page.read_text(encoding="utf-8"))] == []
 
 
-def _commands(page: str) -> list[list[str]]:
-    """The words of every command of the program or its launcher, in blocks of code and in code spans."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", page, re.S | re.M)
-    spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"^```.*?^```", "", page, flags=re.S | re.M))
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    found = []
-    for line in (*lines, *spans):
-        words = shlex.split(line, comments=True)
-        while words and ASSIGNMENT.fullmatch(words[0]):
-            del words[0]
-        if words[:1] == ["accel-sft"] or words[:2] == ["accelerate", "launch"]:
-            found.append(words)
-    return found
-
-
-def _unknown(words: list[str]) -> list[str]:
-    """What a command names that is not there: a launch file, an option, a tool or a task."""
-    wrong = []
-    if words[0] == "accelerate":
-        at = words.index("-m")
-        file = ROOT / words[words.index("--config_file") + 1]
-        wrong += [word for word in words[:at] if word.startswith("--") and word not in OF_ACCELERATE]
-        wrong += [] if file.is_file() or file.name == "launch.yaml" else [str(file)]  # the latter: a run's own
-        wrong += [] if words[at + 1] == "accel_sft" else [words[at + 1]]
-        words = words[at + 1 :]
-    command: click.Command = cli
-    for at, word in enumerate(words[1:], 1):
-        if not isinstance(command, click.Group) or word.startswith("-"):
-            break
-        try:
-            found = command.get_command(click.Context(command), word)
-        except click.UsageError:
-            found = None
-        if found is None:
-            return [*wrong, " ".join(words[: at + 1])]
-        command = found
-    flags = _flags_of(command)
-    if "--" in words:  # what is behind it is training's, of the same task
-        flags |= _flags_of(cli.get_command(click.Context(cli), words[2]))
-    return wrong + [word for word in words if re.match(r"--\w", word) and word.partition("=")[0] not in flags]
-
-
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
     """The working directory, with the page's task in it."""
@@ -154,11 +110,6 @@ def recipe(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
     sys.modules.pop("accel_sft_file_first_word", None)
-
-
-@pytest.mark.parametrize("words", _commands(HOW_TO), ids=shlex.join)
-def test_commands_of_how_to_name_existing_options(words, recipe):
-    assert _unknown(words) == []
 
 
 def test_recipe_for_own_metric_scores_chat_files(recipe, monkeypatch):
