@@ -75,11 +75,6 @@ class Run:
         assert files, f"{self.folder.name} has no weights in final/"
         return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
-    @property
-    def seen(self) -> dict[str, Any]:
-        """What rank 0 of a watched run wrote about itself."""
-        return json.loads((self.folder.with_name(f"{self.folder.name}.watched") / "rank-0.json").read_text())
-
 
 @dataclass
 class Launch:
@@ -195,16 +190,8 @@ class Machine:
                 time.sleep(0.05)
             process.wait()
 
-    def train(self, name: str, yaml: str, *options: str, watched: str = "", **launch: Any) -> Run:
-        """Train in the folder `name`, until the end; `launch` are arguments of `started`.
-
-        Args:
-            watched: a task of troubles.py whose ranks write about themselves (`Run.seen`).
-        """
-        if watched:
-            folder = self.folder / f"{name}.watched"
-            folder.mkdir()
-            launch |= {"task": f"{TROUBLES}:{watched}", "environment": {"WATCHED": str(folder)}}
+    def train(self, name: str, yaml: str, *options: str, **launch: Any) -> Run:
+        """Train in the folder `name`, until the end; `launch` are arguments of `started`."""
         with self.started(name, yaml, *options, **launch) as running:
             return running.ended(500)
 

@@ -28,8 +28,7 @@ def trained(machine, size, yaml, *options, processes=0):
         job = ("--model", str(model), "--train-file", str(machine.once("rows", lambda: random_rows(machine))))
         job += ("--max-steps", "12" if machine.devices else "6", "--eval-every", "off", "--save-every", "off")
         job += ("--global-batch-size", str((16 if machine.devices else 2) * processes), "--max-length", "2048")
-        launch = {"launcher": BF16, "processes": processes, "watched": "Watched"}
-        return machine.train(name, yaml, *job, *options, **launch).expect()
+        return machine.train(name, yaml, *job, *options, launcher=BF16, processes=processes, task="chat").expect()
 
     return machine.once(name, run)
 
@@ -90,13 +89,7 @@ def test_model_of_this_size_takes_the_predicted_memory(machine, size, yaml, opti
 @pytest.mark.parametrize("yaml", ["z2_offload", "fsdp2_offload"])
 def test_offloaded_model_takes_the_predicted_host_memory(machine, yaml):
     machine.needs("cpu_adam")
-    run = trained(machine, "0.5B", yaml)
-    print(f"pinned on rank 0, bytes: {run.seen.get('pinned')}")
-    takes_the_predicted_memory(machine, run)
-
-
-def test_adapters_are_given_bf16_without_a_cast(machine):
-    assert trained(machine, "0.5B", "ddp", "--adapter", "lora").seen["adapters_given"] == ["torch.bfloat16"]
+    takes_the_predicted_memory(machine, trained(machine, "0.5B", yaml))
 
 
 def test_all_gpus_train_nearly_as_many_times_faster(machine):

@@ -35,16 +35,14 @@ def test_run_reports_where_its_time_went(machine):
 @LONG
 @pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
 def test_no_attention_runs_in_cudnn(machine, layout):
-    """It plans anew for each shape; answers, which no trace shows, may use it."""
+    """It plans anew for each shape."""
     job = machine.short("--batching", layout, "--profile")
-    run = machine.train(f"kernels {layout}", "ddp", *job, launcher=BF16, watched="WatchedSums")
+    run = machine.train(f"kernels {layout}", "ddp", *job, launcher=BF16)
     calls = {name: count for name, count in traced(run).items() if ATTENTION.fullmatch(name)}
     calls = {name: count for name, count in calls.items() if not name.endswith("backward")}
     print(calls)
     assert calls
     assert not any("cudnn" in name for name in calls)
-    if machine.devices and run.seen["cudnn_attention"]:
-        assert run.seen["cudnn_attention_last"]
 
 
 @LONG
