@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from launches import BF16, ROOT
+from launches import BF16
+from places import ROOT
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.long]
 DEVICE_SHARE, HOST_SHARE, HOST_MORE = 0.15, 0.25, 1.0

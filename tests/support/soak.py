@@ -19,7 +19,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,12 +26,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from places import launcher
-from stopping import ranks, steps_done
+from launches import Launch, Machine
+from stopping import steps_done
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 STEPS, EVAL_EVERY = 12, 4
-JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--seed", "7", "--max-new-tokens", "6")
+JOB = ("--max-steps", str(STEPS), "--global-batch-size", "10", "--seed", "7", "--max-new-tokens", "6")
 JOB += ("--train-examples", "60", "--validation-examples", "7")  # two epochs
 JOB += ("--save-every", "2", "--eval-every", str(EVAL_EVERY), "--resume", "auto")
 DROPOUT = ("--adapter", "lora", "--lora-dropout", "0.1")
@@ -65,69 +64,53 @@ AIMS: dict[str, Callable[[Path, int], bool]] = {
 """What a run is hit amid, as its files show it, at a step or later."""
 
 
-class Launch:
-    """The job under a layout, launched in the background in a fresh folder or in one that an earlier launch left."""
+def started(machine: Machine, layout: str, name: str) -> contextlib.AbstractContextManager[Launch]:
+    """The job under a layout, in a fresh folder or in one that an earlier launch left."""
+    yaml, _, processes = layout.partition(" on ")
+    yaml = "" if layout == "plain" else yaml
+    return machine.started(name, yaml, *JOB, *LAYOUTS[layout], processes=int(processes or 2))
 
-    def __init__(self, layout: str, options: tuple[str, ...], run_dir: Path, number: int = 0) -> None:
-        self.run_dir, self.log = run_dir, run_dir.with_name(f"{run_dir.name}-{number}.log")
-        yaml, _, processes = layout.partition(" on ")
-        command = [sys.executable] if layout == "plain" else launcher(yaml, "--num_processes", processes or "2")
-        command += ["-m", "accel_sft", *JOB, *options, "--output-dir", str(run_dir)]
-        environment = {**os.environ, "PYTHONFAULTHANDLER": "1", "COLUMNS": "100"}  # an abort shows all stacks
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        self.process.family = [psutil.Process(self.process.pid)]  # `ranks` adds to it
 
-    def over(self) -> bool:
-        return self.process.poll() is not None
-
-    def hit(self, who: str, number: signal.Signals) -> None:
-        """Send the signal to those, or to the launcher while there are no ranks yet."""
-        trained = ranks(self.process)
-        if who == "everyone" and number == INT:
-            os.killpg(self.process.pid, number)
-            return
-        launcher, *_ = self.process.family
-        targets = {"launcher": [launcher], "everyone": self.process.family, "all ranks": trained}
-        for each in targets.get(who) or ([launcher] if len(trained) < 2 else [trained[int(who[-1])]]):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.send_signal(number)
-
-    def alive(self) -> list[psutil.Process]:
-        """Its processes that are still running."""
+def hit(launch: Launch, who: str, number: signal.Signals) -> None:
+    """Send the signal to those, or to the launcher while there are no ranks yet."""
+    if (who, number) == ("everyone", INT):
+        os.killpg(launch.process.pid, number)
+        return
+    everyone = launch.family()
+    ranks = [process for process in everyone if process.pid != launch.process.pid]
+    targets = {"everyone": everyone, "all ranks": ranks}.get(who) or [psutil.Process(launch.process.pid)]
+    if who.startswith("rank"):
+        with contextlib.suppress(AssertionError):
+            targets = [launch.rank(int(who[-1]))]
+    for process in targets:
         with contextlib.suppress(psutil.NoSuchProcess):
-            ranks(self.process)
-        self.process.poll()  # reaps the launcher
-        left = []
-        for each in self.process.family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if each.is_running() and each.status() != psutil.STATUS_ZOMBIE:
-                    left.append(each)
-        return left
+            process.send_signal(number)
 
-    def ended(self, seconds: float) -> bool:
-        """Whether all its processes end in time; the others are made to show their stacks, and are killed."""
-        until = time.monotonic() + seconds
-        while (left := self.alive()) and time.monotonic() < until:
-            time.sleep(0.02)
-        for number, each in [(number, each) for number in (signal.SIGABRT, KILL) for each in left]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.send_signal(number)
-            time.sleep(2 if number == signal.SIGABRT else 0)
-        if left:
-            print(f"HANGS: {left}")
-            self.show()
-        self.process.wait()
-        return not left
 
-    def show(self) -> None:
-        for file in (self.log, *sorted(self.run_dir.glob("logs/*.log"))):
-            print(f"--- the end of {file.name}\n{file.read_text(errors='replace')[-6000:]}")
+def hangs(launch: Launch, seconds: float) -> bool:
+    """Whether a process of the launch is there after so many seconds; it is made to show its stacks."""
+    until = time.monotonic() + seconds
+    while (left := launch.family()) and time.monotonic() < until:
+        launch.process.poll()  # reaps the launcher
+        time.sleep(0.02)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGABRT)
+    if left:
+        time.sleep(2)
+        show(launch)
+    launch.process.poll()
+    return bool(left)
+
+
+def show(launch: Launch) -> None:
+    for file in (launch.log, *sorted(launch.folder.glob("logs/*.log"))):
+        print(f"--- the end of {file.name}\n{file.read_text(errors='replace')[-6000:]}")
 
 
 def outcome(launch: Launch) -> dict:
     """What must be the same at the end: weights, the numbers of all steps and evaluations, curves, both statuses."""
-    run_dir = launch.run_dir
+    run_dir = launch.folder
     weights = {
         f"{name}/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest()
         for name in ("final", "best")
@@ -150,16 +133,15 @@ def outcome(launch: Launch) -> dict:
     return weights
 
 
-def reference(layout: str, options: tuple[str, ...], folder: Path) -> dict:
+def reference(machine: Machine, layout: str) -> dict:
     """The outcome of two uninterrupted runs, which must be the same; the first may compile an operator."""
     outcomes = []
     for number, seconds in enumerate((COMPILING_SECONDS, LAUNCH_SECONDS)):
-        launch = Launch(layout, options, folder / f"{layout.replace(' ', '-')}-reference-{number}")
-        whole = launch.ended(seconds)
-        outcomes.append(outcome(launch))
-        if not whole or outcomes[-1].get("status") != "complete":
-            launch.show()
-            sys.exit(f"{layout}: not even an uninterrupted run ends")
+        with started(machine, layout, f"{layout.replace(' ', '-')}-reference-{number}") as launch:
+            if hangs(launch, seconds) or outcome(launch).get("status") != "complete":
+                show(launch)
+                sys.exit(f"{layout}: not even an uninterrupted run ends")
+            outcomes.append(outcome(launch))
     if outcomes[0] != outcomes[1]:
         sys.exit(f"{layout}: two uninterrupted runs differ: {differences(*outcomes)}")
     return outcomes[0]
@@ -175,40 +157,40 @@ class Soak:
     def __init__(self, seed: int, total: int) -> None:
         self.rng, self.total, self.kills, self.hangs, self.broken = random.Random(seed), total, 0, 0, 0
 
-    def folder(self, layout: str, options: tuple[str, ...], run_dir: Path, expected: dict) -> None:
+    def folder(self, machine: Machine, layout: str, name: str, expected: dict) -> None:
         """Start, kill and resume a run in one folder until its kills are spent, let it end, and compare."""
         most = min(KILLS_PER_FOLDER, self.total - self.kills)
         aims = sorted((self.rng.randrange(STEPS), self.rng.choice([*AIMS])) for _ in range(most))
-        killed = []
-        for number, (step, aim) in enumerate(aims):
-            killed.append(Launch(layout, options, run_dir, number))
-            orphaned = self.kill(killed[-1], layout, aim, step)
-            # a resume may come while ranks that lost their launcher are still about to end
-            if not orphaned or self.rng.random() < 0.5:
-                self.hangs += not killed[-1].ended(END_SECONDS)
-        launch = Launch(layout, options, run_dir, len(aims))
-        self.hangs += not launch.ended(LAUNCH_SECONDS)
-        self.hangs += sum(not each.ended(END_SECONDS) for each in killed)
-        wrong = differences(expected, outcome(launch))
-        if wrong:
-            self.broken += 1
-            launch.show()
-        print(f"{layout:8} {run_dir.name}: {f'DIFFERENT ({wrong})' if wrong else 'identical'}", flush=True)
+        with contextlib.ExitStack() as stack:
+            killed = []
+            for step, aim in aims:
+                killed.append(stack.enter_context(started(machine, layout, name)))
+                orphaned = self.kill(killed[-1], layout, aim, step)
+                # a resume may come while ranks that lost their launcher are still about to end
+                if not orphaned or self.rng.random() < 0.5:
+                    self.hangs += hangs(killed[-1], END_SECONDS)
+            launch = stack.enter_context(started(machine, layout, name))
+            self.hangs += hangs(launch, LAUNCH_SECONDS) + sum(hangs(each, END_SECONDS) for each in killed)
+            wrong = differences(expected, outcome(launch))
+            if wrong:
+                self.broken += 1
+                show(launch)
+        print(f"{layout:8} {name}: {f'DIFFERENT ({wrong})' if wrong else 'identical'}", flush=True)
 
     def kill(self, launch: Launch, layout: str, aim: str, step: int) -> bool:
         """Kill at a random instant amid what is aimed at, unless the run ends first; returns whether ranks may have
         lost their launcher."""
         who, number = self.rng.choice(ALONE if layout == "plain" else LAUNCHED)
         until = time.monotonic() + LAUNCH_SECONDS
-        while not launch.over() and time.monotonic() < until and not AIMS[aim](launch.run_dir, step):
+        while launch.process.poll() is None and time.monotonic() < until and not AIMS[aim](launch.folder, step):
             time.sleep(0.001)
         time.sleep(self.rng.random() * (MOST_DELAY_SECONDS if aim != "starting" else 10))
-        if launch.over():
+        if launch.process.poll() is not None:
             return False
-        launch.hit(who, number)
+        hit(launch, who, number)
         self.kills += 1
-        done = steps_done(launch.run_dir)
-        print(f"{self.kills:3}/{self.total}  {layout:8} {launch.run_dir.name}  {who} {number.name}, {aim}, step {done}")
+        done = steps_done(launch.folder)
+        print(f"{self.kills:3}/{self.total}  {layout:8} {launch.folder.name}  {who} {number.name}, {aim}, step {done}")
         return number == KILL and who in ("launcher", "everyone")
 
 
@@ -221,14 +203,17 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns at every resume
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    os.environ["ACCEL_SFT_CACHE"] = str(folder / "cache")
-    options = {name: LAYOUTS[name] + FIXED * ((at + arguments.seed) % 2) for at, name in enumerate(LAYOUTS)}
+    # with the fault handler, an abort shows where every thread is
+    environment = {**os.environ, "ACCEL_SFT_CACHE": str(folder / "cache"), "PYTHONFAULTHANDLER": "1", "COLUMNS": "100"}
+    machine = Machine(folder, devices=0, processes=2, environment=environment)
+    for at, name in enumerate(LAYOUTS):
+        LAYOUTS[name] += FIXED * ((at + arguments.seed) % 2)
     layouts = arguments.layouts.split(",")
-    expected = {layout: reference(layout, options[layout], folder) for layout in layouts}
+    expected = {layout: reference(machine, layout) for layout in layouts}
     soak, number = Soak(arguments.seed, arguments.kills), 0
     while soak.kills < soak.total:
         layout = layouts[number % len(layouts)]
-        soak.folder(layout, options[layout], folder / f"run-{number}", expected[layout])
+        soak.folder(machine, layout, f"run-{number}", expected[layout])
         number += 1
     print(f"{soak.kills} kills in {number} folders, of which {soak.broken} ended otherwise; {soak.hangs} hangs")
     if arguments.keep:

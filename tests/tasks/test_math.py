@@ -178,3 +178,11 @@ def test_malformed_rows_are_named(tmp_path, bad, words):
 def test_options_that_cannot_be_used_are_one_clear_line(options, words):
     (line,) = complaint(lambda: Math(**options).dataset("train"))
     assert all(word in line for word in words)
+
+
+def test_a_line_says_which_answers_are_right(tmp_path):
+    files = {"train_file": write(tmp_path / "train.json", [row(5)])}
+    files["validation_file"] = write(tmp_path / "validation.json", [row(7)])
+    for task in (Math(max_number=30, validation_examples=5), Math(**files)):
+        (note,) = task.dataset("validation").notes
+        assert "any two integers with the asked sum are right" in note

@@ -1,4 +1,4 @@
-"""Launches of the trainer for the tests on GPUs: their commands, signals to their ranks, and what they left.
+"""Launches of the trainer in the background: their commands, signals to their ranks, and what they left.
 
 Every process that a launch starts inherits a mark in its environment. By it they are found wherever they have gone (the
 launcher puts each rank into a session of its own), and none of them outlives its test.
@@ -23,13 +23,10 @@ from typing import Any
 
 import psutil
 import pytest
+from places import CONFIGS, SUPPORT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-CONFIGS = ROOT / "accelerate_configs"
-LAUNCHER = (sys.executable, "-m", "accelerate.commands.launch")
-TROUBLES = Path(__file__).with_name("troubles.py")
 FLOAT32, BF16 = ("--mixed_precision", "no"), ("--mixed_precision", "bf16")
-MARK = "ACCEL_SFT_GPU_CHECK"
+MARK = "ACCEL_SFT_LAUNCH"
 LEAVING_SECONDS = 40
 """Seconds after its launcher's end in which the last process of a launch must be gone: torchrun waits 30 for a rank."""
 
@@ -168,16 +165,24 @@ class Machine:
         task: str = "math",
         environment: dict[str, str] | None = None,
     ) -> Iterator[Launch]:
-        """Run a launch in the background, in the folder `name`; whatever of it is left in the end is killed."""
+        """Run a launch in the background, in the folder `name`; whatever of it is left in the end is killed.
+
+        Args:
+            yaml: a shipped launch file, or "" for one process without a launcher.
+        """
+        command = [sys.executable]
+        if yaml:
+            command += ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{yaml}.yaml")]
+            command += ["--main_process_port", "0", "--num_processes", str(processes or self.processes), *launcher]
         fsdp = yaml.startswith(("fsdp", "hsdp"))
-        command = (*LAUNCHER, "--config_file", str(CONFIGS / f"{yaml}.yaml"), "--main_process_port", "0")
-        command += ("--num_processes", str(processes or self.processes), *launcher)
-        command += ("-m", "fsdp2_on_cpu" if fsdp and not self.devices else "accel_sft")
-        command += (task, "--output-dir", str(self.folder / name), *options)
+        command += ["-m", "fsdp2_on_cpu" if fsdp and not self.devices else "accel_sft"]
+        command += [task, "--output-dir", str(self.folder / name), *options]
         log, mark = self.folder / f"{name}.log", uuid.uuid4().hex
         own = {**self.environment, **(environment or {}), MARK: mark}
         with log.open("ab") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=file, env=own, cwd=self.folder)
+            process = subprocess.Popen(
+                command, stdout=file, stderr=file, env=own, cwd=self.folder, start_new_session=True
+            )
         launch = Launch(self.folder / name, process, log, mark)
         try:
             yield launch
@@ -234,8 +239,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     # in a process of its own: this one never holds memory on a card
     devices = int(subprocess.check_output([sys.executable, "-c", code]).split()[-1])
     folder = tmp_path_factory.mktemp("launches")
-    support = () if devices else (str(ROOT / "tests" / "support"),)  # where fsdp2_on_cpu is
-    paths = os.pathsep.join(filter(None, (*support, os.environ.get("PYTHONPATH"))))
+    paths = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "ACCEL_SFT_CACHE": str(folder / "cache"), "PYTHONPATH": paths}
     yield Machine(folder, devices, devices or 2, environment)
     for file in folder.rglob("*.safetensors"):  # large, and nobody wants them kept
