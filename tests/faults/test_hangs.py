@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import re
 import signal
-import subprocess
 import time
 
 import fake_plugins
@@ -20,7 +18,7 @@ from checkpoints import write
 from conftest import accel_sft
 from limits import limit, wait_for
 from models import make_tiny
-from places import launcher
+from stopping import ranks, started
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import shards
@@ -73,15 +71,6 @@ def stuck(folder, method):
     return {"PYTHONPATH": str(folder / "site"), "STUCK_IN": method}
 
 
-def rank_below(launcher, rank):
-    """The process of a rank; None before it is there: a fork that has not begun its program has no rank yet."""
-    for process in psutil.Process(launcher).children():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("RANK") == str(rank):
-                return process
-    return None
-
-
 @pytest.mark.parametrize(("method", "yaml"), [("score", "z2"), pytest.param("dataset", "ddp", marks=LONG)])
 def test_hanging_rank_is_named_with_place_and_stack(tmp_path, method, yaml):
     options = {"yaml": yaml, "launcher": ("--mixed_precision", "no"), "real": True, "run_dir": tmp_path / "run"}
@@ -119,26 +108,17 @@ def test_hanging_evaluation_shows_its_stack_on_the_terminal(tmp_path):
 
 @pytest.mark.parametrize("when", ["amid steps", pytest.param("as it starts", marks=LONG)])
 def test_stopped_process_is_named_and_frees_the_launcher(tmp_path, when):
-    command = launcher("ddp", "--mixed_precision", "no", "-m", "accel_sft", "math", *JOB, "--eval-every", "off")
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([*command, "--output-dir", str(tmp_path / "run")], stdout=log, stderr=log)
-    try:
+    with started(tmp_path / "run", "ddp", job=("math", *JOB, "--eval-every", "off")) as process:
         saved = tmp_path / "run" / "checkpoints" / "step-000002"
-        come_so_far = saved.exists if when == "amid steps" else lambda: rank_below(process.pid, 1)
+        come_so_far = saved.exists if when == "amid steps" else lambda: len(ranks(process)) == 2
         wait_for(lambda: process.poll() is not None or come_so_far())
-        assert process.poll() is None, (tmp_path / "log").read_text()
-        last = rank_below(process.pid, 1)
+        assert process.poll() is None, (tmp_path / "run.log").read_text()
+        last = ranks(process)[1]
         last.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         status = process.wait(TIMEOUT + PAST)
         took = time.monotonic() - began
-    finally:
-        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        if process.poll() is None:
-            process.kill()
-    said = " ".join((tmp_path / "log").read_text().split())
+    said = " ".join((tmp_path / "run.log").read_text().split())
     assert status == 1
     assert f"rank 1 does not respond (process {last.pid}, which is stopped), last seen in" in said
     assert "rank 0" not in said.split("Error: nothing has moved")[1].split("stacks are in")[0]
@@ -218,11 +198,11 @@ def test_activity_is_progress_until_only_heartbeats_count(run_dir, what):
 def test_rank_at_work_in_c_is_not_called_silent(run_dir):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
-    ranks = [scripts.started(IN_C, run_dir, **world, RANK=rank) for rank in ("0", "1")]
+    both = [scripts.started(IN_C, run_dir, **world, RANK=rank) for rank in ("0", "1")]
     try:
-        assert [(*process.communicate(), process.returncode) for process in ranks] == [("", "", 0)] * 2
+        assert [(*process.communicate(), process.returncode) for process in both] == [("", "", 0)] * 2
     finally:
-        for process in ranks:
+        for process in both:
             process.kill()
 
 

@@ -10,14 +10,13 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import scripts
 import torch
-from limits import limit, wait_for
+from limits import wait_for
 from places import CONFIGS, ROOT
 from stopping import JOB, STEPS, ranks, steps_done, whole
 
@@ -43,13 +42,13 @@ MACHINES = {
 
 
 @contextlib.contextmanager
-def machines(launcher, run_dir, flags=(), program=("-m", "accel_sft", *JOB)):
+def machines(launcher, run_dir):
     """Two launchers, each of which is a machine with one rank; killed in the end with all that they started."""
     environment = {**os.environ, **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher == "torchrun" else {})}
     launches = []
     for rank in ("0", "1"):
         script, *words = (word.format(rank=rank) for word in MACHINES[launcher])
-        command = [str(SCRIPTS / script), *words, *flags, *program, "--output-dir", str(run_dir)]
+        command = [str(SCRIPTS / script), *words, "-m", "accel_sft", *JOB, "--output-dir", str(run_dir)]
         with open(f"{run_dir}-{rank}.log", "wb") as log:
             launches.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         launches[-1].family = []
@@ -157,46 +156,6 @@ def test_a_rank_without_a_store_reports_its_own_error_alone(monkeypatch, capfd):
     monkeypatch.setattr(peers, "_joined", peers.Peers())
     exit.report("Error: out of memory", "out of memory")
     assert capfd.readouterr().err == "[rank 1] Error: out of memory\n"
-
-
-IN_C = """
-import torch
-
-with exit.ExitHandler(), signals.StopSignals() as stopping, watchdog.Watchdog(600):
-    stopping.deferred = True
-    if os.environ["RANK"] != "3":
-        wait_in_c()
-    while not (peers._joined and peers._joined._lines):
-        time.sleep(0.1)
-    time.sleep(3)
-    Path("BEGAN").touch()
-    ENDS
-"""
-
-
-# the test above, with launchers
-@pytest.mark.parametrize(
-    ("ends", "why"),
-    [
-        ("os.kill(os.getpid(), 9)", r"rank 2 on \S+: rank 3 (was killed|ended without an error message)"),
-        ("raise UserError('out of memory')", r"rank 3 on \S+: out of memory"),
-    ],
-    ids=["killed", "with an error"],
-)
-@LONG
-def test_failure_on_the_second_machine_ends_both_launchers(tmp_path, ends, why):
-    script = tmp_path / "in_c.py"
-    program = scripts.PREAMBLE.replace("from limits import limit\n", "") + IN_C
-    script.write_text(program.replace("BEGAN", str(tmp_path / "began")).replace("ENDS", ends))
-    flags = ("--config_file", str(CONFIGS / "ddp.yaml"), "--num_machines", "2", "--num_processes", "4")
-    flags += ("--max_restarts", "0")
-    with machines("accelerate launch", tmp_path / "run", flags=flags, program=(str(script),)) as both:
-        assert [launch.wait() for launch in both] == [1, 1]
-        took = time.time() - (tmp_path / "began").stat().st_mtime
-        assert took < 30 + limit(15)  # not the launchers' 30 seconds one after another
-    said = (tmp_path / "run-0.log").read_text()
-    assert re.search(f"Error: {why}", said)
-    assert re.search(f"traceback : {why}", said.split("Root Cause")[1])  # the launcher's summary
 
 
 # test_stopping.py has a rank that is started again on one machine
