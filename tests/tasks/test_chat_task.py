@@ -419,14 +419,14 @@ def test_check_names_rows_of_chat_files_by_line(tmp_path):
     assert reported == {code: [f"{tmp_path}/chats.jsonl:{line}" for line in lines] for code, lines in expected.items()}
 
 
-def test_rows_trained_on_and_evaluated_are_a_leak(tmp_path):
+def test_rows_trained_on_and_evaluated_are_a_leak(called, tmp_path):
     rows = jsonl(tmp_path / "rows.jsonl", ({"prompt": f"u{n}", "completion": f"a {n}"} for n in range(30)))
     once = ("--max-steps", "1", "--eval-every", "off", "--save-every", "off")
     for mode, code in ((("--held-out", "0"), 0), (("--validation-file", rows), 1)):
         command = ("chat", "--train-file", rows, *mode)
-        audit = CliRunner().invoke(cli, ["check", *command])
+        audit = called("check", *command)
         run = accel_sft(*command, *once, run_dir=tmp_path / f"run{code}")
-        assert (audit.exit_code, run.status) == (code, 0)
+        assert (audit.status, run.status) == (code, 0)
         assert ["D404" in audit.output, "D404" in run.output] == [bool(code)] * 2
         assert ("are evaluated that are trained on too" in audit.output) is not bool(code)
 
