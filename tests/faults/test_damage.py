@@ -22,7 +22,7 @@ from accel_sft.io import manifest
 from accel_sft.io.files import begin_folder, put_in_place
 from accel_sft.io.run_dir import RunDir
 
-FLIPS = 1000
+FLIPS = 300
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ from accel_sft.launch.recordable import recordable, without_secrets
 from accel_sft.models.source import began_with, find_source
 from accel_sft.models.tiny import train_tokenizer
 from accel_sft.tools.report import page
-from accel_sft.tools.report.runs import read_comparison, read_run
+from accel_sft.tools.report.runs import read_run
 from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.training.record import _check_unchanged
 from accel_sft_math import Math
@@ -341,15 +341,10 @@ def test_values_that_hold_themselves_are_refused_at_once(tmp_path):
 
 RUN = {path.relative_to(EARLIER / "run"): path.read_bytes() for path in (EARLIER / "run").rglob("*.json*")}
 RUN = {str(name): content for name, content in RUN.items() if "checkpoints" not in name.parts}
-ROUND = {"round": 1, "folder": "inner", "status": "complete", "reason": "", "steps": 3, "step_seconds": [0.1, 0.2]}
-SETTING = {"name": "a", "status": "complete", "runs": [ROUND], "reason": "", "disturbed": {}}
-SETTING |= {"median": {"tokens_per_second": 5.0}, "spread": {"tokens_per_second": 0.1}}
-COMPARISON = {"schema": 1, "status": "complete", "created": "2026-01-01", "command": "accel-sft compare math"}
-COMPARISON |= {"varied": ["seed"], "findings": ["Undecided."], "main_metric": "accuracy", "settings": [SETTING]}
 RESULT = {"status": "complete", "task": "math", "steps": 3, "train_seconds": 0.5, "tokens_per_second": 924.0}
 RESULT |= {"before": {"accuracy": 0.0, "eval_loss": 5.7}, "after": {"accuracy": 0.5, "eval_loss": 5.0}}
 RESULT |= {"main_metric": "accuracy", "memory": {"step": {"predicted": 1.0, "measured": 1.1}}}
-RUN |= {"comparison.json": json.dumps(COMPARISON).encode(), "result.json": json.dumps(RESULT).encode()}
+RUN["result.json"] = json.dumps(RESULT).encode()
 
 
 @st.composite
@@ -393,12 +388,7 @@ def test_files_of_a_run(count, tmp_path, monkeypatch):
     def check(files):
         for name, content in files.items():
             (folder / name).unlink(missing_ok=True) if content is None else (folder / name).write_bytes(content)
-        for read in (
-            lambda: page.render([], [read_comparison(folder, "run")]),
-            lambda: page.render([read_run(folder, "run")], []),
-            evaluated,
-            resumed,
-        ):
+        for read in (lambda: page.render([read_run(folder, "run")], []), evaluated, resumed):
             try:
                 read()
             except UserError as error:

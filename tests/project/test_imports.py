@@ -1,6 +1,7 @@
 """A package imports only from those the table allows, and what must answer at once imports no torch."""
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -49,16 +50,19 @@ FACTS = {"__version__", "__file__"}
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "numpy", "pyarrow", "scipy"}
 
 
+@functools.cache
 def modules():
     """Dotted name below accel_sft, and file, of each module; a package by its own name."""
+    pairs = []
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        yield ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts), path
+        pairs.append((".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts), path))
+    return pairs
 
 
 def imported_by(name, source):
     """Dotted names below accel_sft of what a module imports anywhere, functions included."""
-    known = {name for name, _ in modules()}
+    known = dict(modules())
     for node in ast.walk(ast.parse(source)):
         assert not (isinstance(node, ast.ImportFrom) and node.level), f"{name}: relative import"
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "accel_sft":
