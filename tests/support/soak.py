@@ -58,7 +58,9 @@ AIMS: dict[str, Callable[[Path, int], bool]] = {
     "starting": lambda run_dir, step: True,
     "stepping": lambda run_dir, step: steps_done(run_dir) >= step,
     "saving": lambda run_dir, step: steps_done(run_dir) >= step and any(run_dir.glob("checkpoints/.*.partial")),
-    "evaluating": lambda run_dir, step: evaluated(run_dir) <= steps_done(run_dir) // EVAL_EVERY >= step // EVAL_EVERY,
+    "evaluating": lambda run_dir, step: (
+        steps_done(run_dir) >= step and 0 < evaluated(run_dir) <= steps_done(run_dir) // EVAL_EVERY
+    ),
     "exporting": lambda run_dir, step: any(run_dir.glob(".*.partial")),
 }
 """What a run is hit amid, as its files show it, at a step or later."""
