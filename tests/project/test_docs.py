@@ -11,7 +11,6 @@ from pathlib import Path
 
 import click
 import pytest
-import yaml
 from accelerate.commands.launch import launch_command_parser
 from places import ROOT
 from torch.distributed.run import get_args_parser
@@ -142,13 +141,3 @@ def test_variables_of_the_reference_are_in_the_source():
 def test_page_of_options_is_what_its_script_makes():
     made = runpy.run_path(str(ROOT / "docs/options.py"))["make_page"]()
     assert (ROOT / "docs/options.md").read_text(encoding="utf-8") == made, "run: python docs/options.py"
-
-
-def test_sentences_about_options_are_of_those_on_the_page():
-    _, *parts = re.split(r"^## (.+)\n", (ROOT / "docs/options.md").read_text(encoding="utf-8"), flags=re.M)
-    page = {
-        name.lower(): sorted(re.findall(r"^\| `--([\w-]+)` \|", text, re.M))
-        for name, text in zip(parts[::2], parts[1::2], strict=True)
-    }
-    sentences = yaml.safe_load((ROOT / "docs/options.yaml").read_text(encoding="utf-8"))
-    assert {name: sorted(of_part) for name, of_part in sentences.items()} == page
