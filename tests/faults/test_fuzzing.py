@@ -128,7 +128,7 @@ FORMS = [("", "\n", ""), ("\ufeff", "\r\n", "\r\n"), ("\n\n", "\n\n", "\n")]
 @pytest.mark.parametrize(("before", "between", "after"), FORMS)
 def test_named_line_is_the_wrong_one(task, before, between, after, tmp_path):
     lines = [json.dumps(odd_input.good_row(random.Random(0), task)) for _ in range(3)]
-    for line, end in itertools.product(range(3), range(1, len(lines[0]))):
+    for line, end in itertools.product(range(3), range(1, len(lines[0]), 9)):
         cut = [text[:end] if at == line else text for at, text in enumerate(lines)]
         (problem,) = read(task, tmp_path, (before + between.join(cut) + after).encode()).problems
         at = before.count("\n") + line * between.count("\n") + 1
