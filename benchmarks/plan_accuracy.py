@@ -1,4 +1,4 @@
-"""The memory that `accel-sft plan` predicts, against four sources, in GiB.
+"""The memory that `accel-sft plan` predicts, against three sources, in GiB.
 
     python benchmarks/plan_accuracy.py [--source NAME] [--cases NAME] [--layers N] [--keep FILE] [--smoke]
     python benchmarks/plan_accuracy.py [--source NAME] --again FILE   # predict anew for what FILE has measured
@@ -14,10 +14,7 @@ the vision tower frozen or trained.
 `simulated`: models of published sizes on fake tensors (simulated_memory.py), as one GPU of eight under ZeRO-2. `step`
 is the peak without overhead; `forward` is what forward and backward add to the model states, in which the two differ.
 
-`rehearsed`: the trainer's own step on fake CUDA tensors (tests/support/rehearsal.py), by torch's MemTracker; beside it
-what a GPU would feel of the step: how often the host waits, what ranks exchange, how many operators are launched.
-
-`--layers` cuts the last two sources' models, which a machine in a hurry takes; both answers are about the cut model.
+`--layers` cuts the last source's models, which a machine in a hurry takes; both answers are about the cut model.
 """
 
 from __future__ import annotations
@@ -25,12 +22,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -224,27 +220,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "30B-A3B": _qwen(2048, 6144, 48, 32, 4, 151936, False) | {"model_type": "qwen3_moe", "head_dim": 128, **EXPERTS},
 }
 """Models with the shapes of Qwen2.5's and Qwen3's published configurations."""
-SHARDED = (("ddp", 8), ("fsdp2", 8), ("hsdp", 16))
-LAYOUTS = (("shared", "rows"), ("packed", "rows"), ("padded", "causal"))
 
 
 def simulated_cases(models: Sequence[str] = tuple(MODELS), tokens: Sequence[int] = (1024, 4096, 16384)) -> list[Case]:
     kinds = itertools.product(models, ("none", "lora"), (False, True), tokens)
     names = ("name", "adapter", "gradient_checkpointing", "tokens")
     return [{**dict(zip(names, kind, strict=True)), "launch": "z2", "ranks": 8} for kind in kinds]
-
-
-def rehearsed_cases(shapes: int = 40, models: Sequence[str] = ("0.5B", "1.5B", "7B")) -> list[Case]:
-    """Every launch, adapter, layout and kind of activations, with a model and a length in turn, `shapes` in all."""
-    kinds = [*itertools.product(("none", "lora"), (False, True), SHARDED, LAYOUTS)]
-    lengths, names, cases = itertools.cycle((500, 1000, 250)), itertools.cycle(models), []
-    for number in range(shapes):
-        adapter, recomputed, (launch, ranks), (layout, attention) = kinds[number % len(kinds)]
-        case = {"name": next(names), "launch": launch, "ranks": ranks, "adapter": adapter, "layout": layout}
-        case |= {"attention": attention, "gradient_checkpointing": recomputed, "rows": 8, "forwards": 2}
-        case |= {"instruction": 200, "answer": next(lengths) * (number // len(kinds) + 1), "export": False}
-        cases.append(case)
-    return cases
 
 
 def cut(case: Case, layers: int | None) -> Case:
@@ -255,16 +236,14 @@ def cut(case: Case, layers: int | None) -> Case:
 
 def job_of(case: Case) -> Job:
     launch = launch_of_yaml(yaml_of(case), "--num_processes", str(case["ranks"]))
-    tokens, supervised_tokens, rows, copied_keys = case.get("forward", (case.get("tokens"), case.get("tokens"), 0, 0))
     return Job(
         shape=read_shape(case["model"], "model"),
         launch=assume_precision(launch, bf16=True),
         device="cuda",
         adapter=case["adapter"],
         gradient_checkpointing=case["gradient_checkpointing"],
-        tokens=tokens,
-        supervised_tokens=supervised_tokens if "forward" in case else tokens // 2,
-        **({"rows": rows, "copied_keys": copied_keys} if "forward" in case else {}),
+        tokens=case["tokens"],
+        supervised_tokens=case["tokens"] // 2,
     )
 
 
@@ -291,37 +270,8 @@ def predicted_simulation(case: Case) -> dict[str, float]:
     return in_step(job, estimate(job))
 
 
-def measured_rehearsal(case: Case, folder: Path) -> Case:
-    (found,) = rehearsed([{key: value for key, value in case.items() if key != "name"}])
-    return {**case, **found, "measured": {"step": max(found["peak"].values()) / GIB}}
-
-
-def rehearsed(cases: list[Case]) -> Iterator[Case]:
-    """The rehearsals' results, as they come, from a process of their own."""
-    paths = (str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", ""))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, str(ROOT / "tests/support/rehearsal.py"), json.dumps(cases)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
-        assert process.stdout is not None
-        yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
-    if process.returncode:
-        raise ChildProcessError(f"{command[1]} ended with {process.returncode}")
-
-
 def cells_of_simulation(case: Case) -> list[str]:
     return [case["name"], training(case), activations(case), str(case["tokens"])]
-
-
-def cells_of_rehearsal(case: Case) -> list[str]:
-    """The last ones leave out the few numbers that ranks agree by."""
-    cells = [case["launch"], str(case["ranks"]), training(case), case["layout"], activations(case), case["name"]]
-    counted: Counter[str] = Counter()
-    for part, kind, _, count, _ in case["exchanges"]:
-        if part not in ("wait for ranks", "optimizer step"):
-            counted[f"{kind} {'forward' if part == 'forward' else 'backward'}"] += count
-    exchanged = ", ".join(f"{count} {name}" for name, count in counted.items())
-    kernels = "; ".join(sorted({name.split(",")[0] for name in case["attention"]}))
-    return [*cells, str(len(case["waits"])), exchanged, str(sum(case["launches"].values())), kernels]
 
 
 # --- the table ---
@@ -360,13 +310,6 @@ SOURCES = {
         measured_simulation,
         predicted_simulation,
         cells_of_simulation,
-    ),
-    "rehearsed": Source(
-        "launch | ranks | training | rows | activations | model | host waits | exchanges | launches | attention",
-        {"all": rehearsed_cases(), "smoke": rehearsed_cases(1, ["0.5B"])},
-        measured_rehearsal,
-        predicted_simulation,
-        cells_of_rehearsal,
     ),
 }
 

@@ -24,7 +24,7 @@ from filelock import FileLock
 from packaging.version import Version
 from places import CONFIGS, SUPPORT
 
-pytest_plugins = ["overdue", "shared_fixtures"]
+pytest_plugins = ["overdue", "shared_fixtures", "launches"]
 collect_ignore = ["stored_runs"]  # the test of a stored task is run by the test of ours
 pytest.register_assert_rewrite("reference_job", "stopping", "parsers", "planted")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for all that a script puts into the background

@@ -302,8 +302,8 @@ def test_head_pieces_fit_the_device_and_survive_a_resume(monkeypatch):
     assert choice.with_sized_pieces(trial, [with_all]) == [with_all]
 
 
-# for each batching other code is compiled
-@pytest.mark.parametrize("batching", ["padded", pytest.param("shared", marks=pytest.mark.long)])
+@pytest.mark.long  # for each batching other code is compiled
+@pytest.mark.parametrize("batching", ["padded", "shared"])
 def test_compiled_blocks_draw_the_same_curve_and_record_time(launched, tmp_path, batching):
     forwards = ("--batching", batching, "--micro-batch-size", "10")
     run = finished(*JOB, *ONCE, "--compile", *forwards, run_dir=tmp_path / "run")

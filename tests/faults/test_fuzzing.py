@@ -6,16 +6,15 @@ A thousand inputs, the same ones each time; `pytest -m long tests/faults/test_fu
 from __future__ import annotations
 
 import codecs
-import contextlib
 import copy
 import csv
 import functools
 import gzip
 import io
+import itertools
 import json
 import random
 import re
-import shutil
 import time
 from pathlib import Path
 
@@ -23,36 +22,18 @@ import chats
 import click
 import odd_input
 import pytest
-import torch
 import yaml
-from accelerate import Accelerator
-from checkpoints import saved
-from conftest import accel_sft
 from hypothesis import strategies as st
 from limits import limit
 from models import Sums, encode
-from odd_input import (
-    PREFIX,
-    changed,
-    damaged,
-    holds,
-    in_pieces,
-    json_values,
-    one_line_each,
-    texts,
-    values,
-    written,
-    yaml_lines,
-)
+from odd_input import PREFIX, changed, damaged, holds, json_values, one_line_each, texts, written, yaml_lines
 from places import CONFIGS, STORED_RUNS
 
 from accel_sft import UserError, read_rows
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.options import settings as settings_of
-from accel_sft.checkpoint import checkpoint, shards
 from accel_sft.cli.task_command import TaskCommand
-from accel_sft.io import manifest
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.audit import audit
 from accel_sft.launch.info import launch_of_yaml
@@ -61,10 +42,9 @@ from accel_sft.launch.recordable import recordable, without_secrets
 from accel_sft.models.source import began_with, find_source
 from accel_sft.models.tiny import train_tokenizer
 from accel_sft.tools.report import page
-from accel_sft.tools.report.runs import read_comparison, read_run
+from accel_sft.tools.report.runs import read_run
 from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.training.record import _check_unchanged
-from accel_sft.training.state import TrainState
 from accel_sft_math import Math
 
 EARLIER = STORED_RUNS / "0.1.0"
@@ -101,7 +81,7 @@ def files(draw):
         lines = [draw(written(row)) for _, row in rows]
         content = b"[" + b",\n".join(lines) + b"]" if draw(st.booleans()) else b"\n".join(lines)
     if draw(st.integers(0, 9)) == 0:
-        content, suffix = draw(st.binary() | in_pieces), ".json"
+        content, suffix = draw(st.binary()), ".json"
     content = draw(damaged(FILES[suffix](content) if FILES[suffix] else content))
     lines = [json.dumps(row).encode() for row, _ in rows]
     good = content in (b"[" + b",\n".join(lines) + b"]", b"\n".join(lines))
@@ -144,41 +124,30 @@ FORMS = [("", "\n", ""), ("\ufeff", "\r\n", "\r\n"), ("\n\n", "\n\n", "\n")]
 """What stands before, between and after lines."""
 
 
-@counts
 @pytest.mark.parametrize("task", ["math", "ner"])
-def test_named_line_is_the_wrong_one(count, task, tmp_path):
-    def check(draw, line, form):
-        before, between, after = form
-        lines = [json.dumps(odd_input.good_row(draw, task)) for _ in range(3)]
-        lines[line] = lines[line][: draw.randrange(1, len(lines[line]))]
-        (problem,) = read(task, tmp_path, (before + between.join(lines) + after).encode()).problems
+@pytest.mark.parametrize(("before", "between", "after"), FORMS)
+def test_named_line_is_the_wrong_one(task, before, between, after, tmp_path):
+    lines = [json.dumps(odd_input.good_row(random.Random(0), task)) for _ in range(3)]
+    for line, end in itertools.product(range(3), range(1, len(lines[0]), 9)):
+        cut = [text[:end] if at == line else text for at, text in enumerate(lines)]
+        (problem,) = read(task, tmp_path, (before + between.join(cut) + after).encode()).problems
         at = before.count("\n") + line * between.count("\n") + 1
         assert problem.startswith(f"{tmp_path}/rows.json:{at}: not JSON at column ")
-
-    drawn = st.tuples(st.integers(0, 2**32).map(random.Random), st.integers(0, 2), st.sampled_from(FORMS))
-    holds(count // 3, drawn, lambda drawn: check(*drawn))
 
 
 MEGABYTE = 1 << 20
 LARGE = {
     "brackets": b"[" * MEGABYTE,
-    "braces": b'{"a":' * (MEGABYTE // 5),
-    "an unclosed text": b'{"text": "' + b"x" * MEGABYTE,
-    "an unclosed array": b'[{"text": "' + b"x" * MEGABYTE,
+    "an unclosed text": b'[{"text": "' + b"x" * MEGABYTE,
     "digits": b'{"text": ' + b"9" * MEGABYTE + b"}",
     "a number before the equals sign": b'{"instruction": "' + b"9" * MEGABYTE + b'=", "output": "1 + 1"}',
-    "blanks before the equals sign": b'{"instruction": "1' + b" " * MEGABYTE + b'", "output": ""}',
     "an answer of blanks": json.dumps({"instruction": "2=", "output": PREFIX + "1" + " " * MEGABYTE}).encode(),
     "blank lines": b"\n" * MEGABYTE,
     "backslashes": b'{"text": "' + b"\\" * MEGABYTE,
-    "an escape for each character": b'{"text": "' + rb"\u0041" * (MEGABYTE // 6) + b'"}',
     "lone surrogates": b'{"text": "' + rb"\ud800" * (MEGABYTE // 6) + b'"}',
     "one key again and again": b"{" + b'"a":1,' * (MEGABYTE // 6) + b'"a":1}',
-    "as many keys": b"{" + b",".join(b'"%d":1' % n for n in range(MEGABYTE // 10)) + b"}",
-    "a long key": json.dumps({"text": "x", "label": {"k" * MEGABYTE: {"x": [1]}}}).encode(),
     "bad rows": b"{}\n" * 50_000,
     "bad elements": b"[" + b"{},\n" * 50_000 + b"{}]",
-    "a byte that is not UTF-8, at the end": b" " * MEGABYTE + b"\xff",
     "spans": json.dumps({"text": "x", "label": {"a": {"x": [[0, n] for n in range(MEGABYTE // 11)]}}}).encode(),
     "spans of a long surface": json.dumps(
         {"text": "x" * 400_000, "label": {"a": {"x" * 200_000: [[n, 399_999] for n in range(25_000)]}}}
@@ -190,16 +159,7 @@ LARGE = {
 @pytest.mark.parametrize("content", LARGE.values(), ids=LARGE)
 def test_megabyte_of_nonsense_is_refused_at_once(tmp_path, task, content):
     started = time.perf_counter()
-    error = read(task, tmp_path, content)
-    assert isinstance(error, UserError)
-    assert time.perf_counter() - started < limit(60)  # a hundredth of that, unless something is not linear
-
-
-def test_megabyte_in_one_line_is_a_row(tmp_path):
-    row = {"text": "x" * MEGABYTE, "label": {"a": {"x": [[n, n] for n in range(100_000)]}}}
-    started = time.perf_counter()
-    (example,) = read("ner", tmp_path, json.dumps(row).encode())
-    assert example.text == row["text"]
+    assert isinstance(read(task, tmp_path, content), UserError)
     assert time.perf_counter() - started < limit(60)  # a hundredth of that, unless something is not linear
 
 
@@ -364,14 +324,6 @@ def test_command_lines_are_settings_or_refused_by_option(count):
     holds(count, st.dictionaries(flags, given, max_size=4), check)
 
 
-@counts
-def test_settings_of_any_type_have_problems_in_a_line_each(count):
-    def check(values):
-        one_line_each(UserError(*TrainConfig(**values).problems()), "--", 1000)
-
-    holds(count // 3, st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, json_values)), check)
-
-
 def test_values_that_hold_themselves_are_refused_at_once(tmp_path):
     path = tmp_path / "config.yaml"
     lines = ["a0: &a0 [x]", *(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]" for n in range(9)), "seed: *a9"]
@@ -389,15 +341,10 @@ def test_values_that_hold_themselves_are_refused_at_once(tmp_path):
 
 RUN = {path.relative_to(EARLIER / "run"): path.read_bytes() for path in (EARLIER / "run").rglob("*.json*")}
 RUN = {str(name): content for name, content in RUN.items() if "checkpoints" not in name.parts}
-ROUND = {"round": 1, "folder": "inner", "status": "complete", "reason": "", "steps": 3, "step_seconds": [0.1, 0.2]}
-SETTING = {"name": "a", "status": "complete", "runs": [ROUND], "reason": "", "disturbed": {}}
-SETTING |= {"median": {"tokens_per_second": 5.0}, "spread": {"tokens_per_second": 0.1}}
-COMPARISON = {"schema": 1, "status": "complete", "created": "2026-01-01", "command": "accel-sft compare math"}
-COMPARISON |= {"varied": ["seed"], "findings": ["Undecided."], "main_metric": "accuracy", "settings": [SETTING]}
 RESULT = {"status": "complete", "task": "math", "steps": 3, "train_seconds": 0.5, "tokens_per_second": 924.0}
 RESULT |= {"before": {"accuracy": 0.0, "eval_loss": 5.7}, "after": {"accuracy": 0.5, "eval_loss": 5.0}}
 RESULT |= {"main_metric": "accuracy", "memory": {"step": {"predicted": 1.0, "measured": 1.1}}}
-RUN |= {"comparison.json": json.dumps(COMPARISON).encode(), "result.json": json.dumps(RESULT).encode()}
+RUN["result.json"] = json.dumps(RESULT).encode()
 
 
 @st.composite
@@ -441,12 +388,7 @@ def test_files_of_a_run(count, tmp_path, monkeypatch):
     def check(files):
         for name, content in files.items():
             (folder / name).unlink(missing_ok=True) if content is None else (folder / name).write_bytes(content)
-        for read in (
-            lambda: page.render([], [read_comparison(folder, "run")]),
-            lambda: page.render([read_run(folder, "run")], []),
-            evaluated,
-            resumed,
-        ):
+        for read in (lambda: page.render([read_run(folder, "run")], []), evaluated, resumed):
             try:
                 read()
             except UserError as error:
@@ -455,116 +397,3 @@ def test_files_of_a_run(count, tmp_path, monkeypatch):
     check(RUN)
     assert (read_run(folder, "run").status, read_run(folder, "run").notes) == ("complete", [])
     holds(count, runs(), check)
-
-
-# --- checkpoints ---
-
-
-@st.composite
-def checkpoints(draw, good):
-    """The files of two checkpoints, and whether nothing but their bytes was harmed."""
-    files, honest = dict(good), True
-    for _ in range(draw(st.integers(0, 2))):
-        name, other = draw(st.sampled_from([*files])), draw(st.sampled_from([*files]))
-        how = draw(st.sampled_from(["damage", "lose", "swap", "stray", "seal"]))
-        if how == "damage":
-            files[name] = draw(damaged(files[name], 3))
-        elif how == "lose" and len(files) > 1:
-            del files[name]
-        elif how == "swap":
-            files[name], files[other] = files[other], files[name]
-        elif how == "stray":
-            files[f"{name}{draw(st.sampled_from(['.bak', '2.safetensors']))}"] = files[name]
-        elif name.endswith(manifest.MANIFEST) and good.get(name) == files[name]:
-            content = json.loads(files[name])["content"]
-            content["about"] = draw(changed(content["about"], 2) | values)
-            with contextlib.suppress(ValueError):
-                files[name], honest = manifest._text(content).encode("utf-8", "surrogatepass"), False
-    return files, honest
-
-
-@counts
-def test_checkpoints(count, tmp_path):
-    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    run_dir, weights, refused = RunDir(tmp_path), {}, []
-    for step in (3, 6):
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        weights[step] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        state = {"step": step, "progress": vars(TrainState(step=step)), "batching": None}
-        saved(accelerator, model, optimizer, run_dir, state, keep="2")
-    folder = run_dir.checkpoints
-    good = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-    def check(drawn):
-        files, honest = drawn
-        shutil.rmtree(folder)
-        for name, content in files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-        with torch.no_grad():
-            model.weight.zero_()
-        try:
-            path, skipped = checkpoint.newest(run_dir, "auto")
-            one_line_each(UserError("those are all", *skipped))
-            if path is None:
-                return
-            saved = checkpoint.load(accelerator, model, optimizer, path)
-            state = TrainState.of(saved, path)
-            shards.read_extra(path)
-        except UserError as error:
-            one_line_each(error)
-            refused.append(files)
-            return
-        if honest:
-            assert all(torch.equal(tensor, weights[state.step][name]) for name, tensor in model.state_dict().items())
-
-    check((good, True))
-    holds(count, checkpoints(good), check)
-    assert good not in refused
-
-
-# --- tasks that go wrong on one rank only ---
-
-ONE_RANK = """
-import os
-from dataclasses import dataclass
-from accel_sft import option
-from accel_sft_math import Math as Shipped
-
-@dataclass(kw_only=True)
-class Lame(Shipped):
-    \"\"\"Math of which one method gives nonsense on rank 1.\"\"\"
-    how: str = option("", help="Which method.")
-
-    def dataset(self, split):
-        rows = super().dataset(split)
-        if self.how == "dataset" and os.environ.get("RANK") == "1":
-            raise LookupError("no such\\nsplit")
-        return rows
-
-    def score(self, example, text):
-        scores = super().score(example, text)
-        if self.how == "score" and os.environ.get("RANK") == "1":
-            scores["accuracy"] = {1, 2}
-        return scores
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("dataset", r"the task's dataset\('train'\) failed: LookupError: no such\\nsplit \(\S+lame\.py:15\)"),
-        ("score", r"validation example \d: score\(\) gave .*, which JSON cannot hold \(Object of type set is not .*"),
-    ],
-)
-def test_nonsense_on_one_rank_ends_both_with_one_line(tmp_path, how, message):
-    (tmp_path / "lame.py").write_text(ONE_RANK)
-    small = ("--max-steps", "2", "--train-examples", "40", "--validation-examples", "7", "--global-batch-size", "10")
-    run = accel_sft(f"{tmp_path}/lame.py:Lame", "--how", how, *small, yaml="ddp", run_dir=tmp_path / "run")
-    assert run.status == 1
-    (line,) = re.findall(r"^Error: (?!.*after another rank).*", run.output, re.M)
-    assert re.fullmatch(f"Error: {message}", line)
-    assert not re.search(r'File "\S+/accel_sft/\S+\.py", line', run.output)  # no traceback but the launcher's own
-    assert not (tmp_path / "run").exists()  # refused before the first evaluation

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
+import fake_plugins
 import psutil
 import pytest
+import scripts
 import torch
 from accelerate import Accelerator
 from checkpoints import write
 from conftest import accel_sft
-from fake_plugins import install
 from limits import limit, wait_for
 from models import make_tiny
-from places import SUPPORT, launcher
+from stopping import ranks, started
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import shards
@@ -31,6 +28,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.resilience import watchdog
 from accel_sft.training.optimizer import new_optimizer
 
+LONG = pytest.mark.long
 TIMEOUT = round(limit(6))
 PAST = limit(100)
 """Seconds after the timeout in which everything must be over. A collective that nobody watches waits for 1,800."""
@@ -69,20 +67,11 @@ def stuck(folder, method):
     """How to launch a job in which the last rank never comes back from this method of its task."""
     (folder / "site").mkdir()
     source = STUCK.replace("BEGAN", str(folder / "began"))
-    install(folder / "site", "accel-sft-stuck", "stuck = accel_sft_stuck:Stuck", source)
+    fake_plugins.install(folder / "site", "accel-sft-stuck", "stuck = accel_sft_stuck:Stuck", source)
     return {"PYTHONPATH": str(folder / "site"), "STUCK_IN": method}
 
 
-def rank_below(launcher, rank):
-    """The process of a rank; None before it is there: a fork that has not begun its program has no rank yet."""
-    for process in psutil.Process(launcher).children():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("RANK") == str(rank):
-                return process
-    return None
-
-
-@pytest.mark.parametrize(("method", "yaml"), [("score", "z2"), ("dataset", "ddp")])
+@pytest.mark.parametrize(("method", "yaml"), [("score", "z2"), pytest.param("dataset", "ddp", marks=LONG)])
 def test_hanging_rank_is_named_with_place_and_stack(tmp_path, method, yaml):
     options = {"yaml": yaml, "launcher": ("--mixed_precision", "no"), "real": True, "run_dir": tmp_path / "run"}
     run = accel_sft("stuck", *JOB, environment=stuck(tmp_path, method), **options)
@@ -101,6 +90,7 @@ def test_hanging_rank_is_named_with_place_and_stack(tmp_path, method, yaml):
     assert "ponder" in result["error"]
 
 
+@LONG
 def test_hanging_evaluation_shows_its_stack_on_the_terminal(tmp_path):
     model = make_tiny(tmp_path / "model")
     command = ("evaluate", "stuck", "--model", str(model), "--validation-examples", "4", "--max-new-tokens", "4")
@@ -116,28 +106,19 @@ def test_hanging_evaluation_shows_its_stack_on_the_terminal(tmp_path):
     assert said.count("in ponder File") == said.count(f"Timeout ({datetime.timedelta(seconds=TIMEOUT)})!") == 1
 
 
-@pytest.mark.parametrize("when", ["amid steps", "as it starts"])
+@pytest.mark.parametrize("when", ["amid steps", pytest.param("as it starts", marks=LONG)])
 def test_stopped_process_is_named_and_frees_the_launcher(tmp_path, when):
-    command = launcher("ddp", "--mixed_precision", "no", "-m", "accel_sft", "math", *JOB, "--eval-every", "off")
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([*command, "--output-dir", str(tmp_path / "run")], stdout=log, stderr=log)
-    try:
+    with started(tmp_path / "run", "ddp", job=("math", *JOB, "--eval-every", "off")) as process:
         saved = tmp_path / "run" / "checkpoints" / "step-000002"
-        come_so_far = saved.exists if when == "amid steps" else lambda: rank_below(process.pid, 1)
+        come_so_far = saved.exists if when == "amid steps" else lambda: len(ranks(process)) == 2
         wait_for(lambda: process.poll() is not None or come_so_far())
-        assert process.poll() is None, (tmp_path / "log").read_text()
-        last = rank_below(process.pid, 1)
+        assert process.poll() is None, (tmp_path / "run.log").read_text()
+        last = ranks(process)[1]
         last.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         status = process.wait(TIMEOUT + PAST)
         took = time.monotonic() - began
-    finally:
-        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        if process.poll() is None:
-            process.kill()
-    said = " ".join((tmp_path / "log").read_text().split())
+    said = " ".join((tmp_path / "run.log").read_text().split())
     assert status == 1
     assert f"rank 1 does not respond (process {last.pid}, which is stopped), last seen in" in said
     assert "rank 0" not in said.split("Error: nothing has moved")[1].split("stacks are in")[0]
@@ -145,12 +126,7 @@ def test_stopped_process_is_named_and_frees_the_launcher(tmp_path, when):
 
 
 AT_WORK = """
-import sys, time
-from pathlib import Path
-from limits import limit
 from accel_sft.io.heartbeat import heartbeats_only
-from accel_sft.io.run_dir import RunDir
-from accel_sft.resilience import watchdog
 
 watchdog.GRACE_SECONDS = 0.5
 with watchdog.Watchdog(round(limit(2)), RunDir(Path(sys.argv[1]))):
@@ -169,15 +145,7 @@ with watchdog.Watchdog(round(limit(2)), RunDir(Path(sys.argv[1]))):
         while True:
             sum(range(20000))
 """
-
-
 IN_C = """
-import sys, time
-from pathlib import Path
-from limits import limit
-from accel_sft.io.run_dir import RunDir
-from accel_sft.resilience import watchdog
-
 watchdog.SILENT_SECONDS, watchdog.GRACE_SECONDS = limit(1), 0.5
 with watchdog.Watchdog(limit(2), RunDir(Path(sys.argv[1]))) as watched:
     time.sleep(limit(2))
@@ -189,15 +157,8 @@ with watchdog.Watchdog(limit(2), RunDir(Path(sys.argv[1]))) as watched:
     while not Path(sys.argv[1], "done").exists():
         time.sleep(0.1)
 """
-
-
 SUSPENDED = """
-import os, signal, sys, time
-from pathlib import Path
-from limits import limit
-from accel_sft.io.heartbeat import heartbeat, heartbeat_count
-from accel_sft.io.run_dir import RunDir
-from accel_sft.resilience import watchdog
+from accel_sft.io.heartbeat import heartbeat
 
 watchdog.SILENT_SECONDS, watchdog.GRACE_SECONDS = limit(1), 0.0
 with watchdog.Watchdog(limit(2), RunDir(Path(sys.argv[1]))):
@@ -208,15 +169,7 @@ with watchdog.Watchdog(limit(2), RunDir(Path(sys.argv[1]))):
     print("went on", flush=True)
     time.sleep(limit(9))
 """
-
-
 UNHEARD = """
-import sys, time
-from pathlib import Path
-from limits import limit
-from accel_sft.io.run_dir import RunDir
-from accel_sft.resilience import watchdog
-
 watchdog.GRACE_SECONDS = 1.0
 class OnAHungDisk(RunDir):
     def write_ended(self, status, error):
@@ -227,56 +180,49 @@ with watchdog.Watchdog(limit(2), OnAHungDisk(Path(sys.argv[1]))):
 """
 
 
-def start(source, run_dir, *arguments, **environment):
-    """The source in a process of its own, which ends by itself; its first argument is a run's folder."""
-    (run_dir / "logs").mkdir(exist_ok=True)
-    path = os.pathsep.join((str(SUPPORT), os.environ["PYTHONPATH"]))
-    return subprocess.Popen(
-        [sys.executable, "-c", source, str(run_dir), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-    )
+@pytest.fixture
+def run_dir(tmp_path):
+    """The folder of a run for a program, which ends by itself."""
+    (tmp_path / "logs").mkdir()
+    return tmp_path
 
 
 @pytest.mark.parametrize("what", ["computes", "loads"])
-def test_activity_is_progress_until_only_heartbeats_count(tmp_path, what):
-    process = start(AT_WORK, tmp_path, what)
-    said = re.match(r"went on\nError: nothing has moved for (\d+) seconds", process.communicate()[0])
-    assert said
-    assert int(said[1]) >= round(limit(2))
-    assert process.returncode == 1
+def test_activity_is_progress_until_only_heartbeats_count(run_dir, what):
+    done = scripts.run(AT_WORK, run_dir, what)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (1, "went on")
+    message = re.search(r"Error: nothing has moved for (\d+) seconds", done.stdout + done.stderr)
+    assert int(message[1]) >= round(limit(2))
 
 
-def test_rank_at_work_in_c_is_not_called_silent(tmp_path):
+def test_rank_at_work_in_c_is_not_called_silent(run_dir):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
-    ranks = [start(IN_C, tmp_path, **world, RANK=rank) for rank in ("0", "1")]
+    both = [scripts.started(IN_C, run_dir, **world, RANK=rank) for rank in ("0", "1")]
     try:
-        assert [(process.communicate()[0], process.returncode) for process in ranks] == [("", 0), ("", 0)]
+        assert [(*process.communicate(), process.returncode) for process in both] == [("", "", 0)] * 2
     finally:
-        for process in ranks:
+        for process in both:
             process.kill()
 
 
-def test_suspended_process_continues_and_a_later_hang_ends(tmp_path):
-    process = start(SUSPENDED, tmp_path)
+def test_suspended_process_continues_and_a_later_hang_ends(run_dir):
+    process = scripts.started(SUSPENDED, run_dir)
     while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     time.sleep(limit(3))
     process.send_signal(signal.SIGCONT)
-    said = process.communicate()[0]
+    said = "".join(process.communicate())
     assert "went on" in said
     assert process.returncode == 1
     assert "rank 0 is stuck in <module> (<string>:" in said
 
 
-def test_hanging_disk_delays_neither_message_nor_end(tmp_path):
-    process = start(UNHEARD, tmp_path)
-    assert "nothing has moved for" in process.communicate()[0]
-    assert process.returncode == 1
+def test_hanging_disk_delays_neither_message_nor_end(run_dir):
+    done = scripts.run(UNHEARD, run_dir)
+    assert "nothing has moved for" in done.stdout + done.stderr
+    assert done.returncode == 1
 
 
 def test_a_run_that_makes_progress_leaves_no_stacks(tmp_path):
@@ -325,11 +271,9 @@ class Stuck(Math):
 
 
 def test_endless_score_before_training_is_named_without_a_launcher(tmp_path):
-    install(tmp_path, "accel-sft-stuck", "stuck = accel_sft_stuck:Stuck", ENDLESS)
-    paths = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
-    command = [sys.executable, "-m", "accel_sft", "stuck", "--hang-timeout", f"{limit(3):.0f}", "--max-steps", "1"]
-    command += ["--output-dir", str(tmp_path / "run")]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    fake_plugins.install(tmp_path, "accel-sft-stuck", "stuck = accel_sft_stuck:Stuck", ENDLESS)
+    command = ("stuck", "--hang-timeout", f"{limit(3):.0f}", "--max-steps", "1", "--output-dir", str(tmp_path / "run"))
+    done = fake_plugins.accel_sft(*command, site=tmp_path)
     assert done.returncode == 1
     assert f"rank 0 is stuck in score ({tmp_path}/accel_sft_stuck.py:" in done.stdout + done.stderr
     assert "most recent call first" in next(tmp_path.glob("run/logs/hang-*")).read_text()

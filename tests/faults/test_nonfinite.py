@@ -67,7 +67,9 @@ def held_in(folder):
 
 
 # test_layouts.py makes such a step under every launch
-@pytest.mark.parametrize(("yaml", "precision", "how"), [(None, "no", "loss"), ("z3", "bf16", "gradient")])
+@pytest.mark.parametrize(
+    ("yaml", "precision", "how"), [(None, "no", "loss"), pytest.param("z3", "bf16", "gradient", marks=pytest.mark.long)]
+)
 def test_nonfinite_step_is_left_out_on_every_rank(tmp_path, how, yaml, precision):
     run = launched_so(tmp_path, how, yaml, precision, "--on-nonfinite", "skip", "--keep-checkpoints", "99")
     assert run.status == 0, run.output
@@ -94,7 +96,8 @@ def test_nonfinite_step_is_left_out_on_every_rank(tmp_path, how, yaml, precision
     assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in others)
 
 
-@pytest.mark.parametrize("save_every", ["1", "50"])  # from a checkpoint, and from the start
+# from the start, and from a checkpoint
+@pytest.mark.parametrize("save_every", ["50", pytest.param("1", marks=pytest.mark.long)])
 def test_by_default_it_stops_the_run_which_may_go_on(tmp_path, save_every):
     run = launched_so(tmp_path, "loss", None, "no", "--save-every", save_every)
     assert run.status == 1

@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
+import scripts
 
 from accel_sft.launch.collectives import gather_numbers
 from accel_sft.resilience import ranks
 from accel_sft.training.step import OutOfMemory, reduce_step
 
 LAUNCHER = """
-import os, subprocess, sys
+import subprocess
 
-ranks = [
+started = [
     subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RANK": str(rank + 4), "LOCAL_RANK": str(rank)})
     for rank, code in enumerate(sys.argv[1:])
 ]
-ranks[0].wait()  # whoever reaps the other takes away how it ended
+started[0].wait()  # whoever reaps the other takes away how it ended
 """
 SURVIVOR = """
-import sys, time
-from pathlib import Path
-import psutil
-from accel_sft.resilience.ranks import lost_ranks
-
 other = [p for p in psutil.Process().parent().children() if p.pid != psutil.Process().pid]
 while any(p.status() != psutil.STATUS_ZOMBIE for p in other):
     time.sleep(0.02)
-print(lost_ranks(Path("ATTEMPT")))
+print(ranks.lost_ranks(Path("ATTEMPT")))
 """
 GONE = "rank 5 ended without an error message (the launcher's summary names the signal, if there was one); host"
 KILLED = "import os; os.kill(os.getpid(), {})"
 
 SIGNALLED = """
-import ctypes, os, signal, sys, time
-from pathlib import Path
-import psutil
-from accel_sft.io.run_dir import RunDir
-from accel_sft.resilience import exit, signals
-
 signals.UNHANDLED_SECONDS = 0.5
 run_dir = RunDir(Path("ATTEMPT"))
 run_dir.write_result({"status": "running"})
@@ -51,28 +39,20 @@ with exit.ExitHandler(), signals.StopSignals() as stopping:
     other = [p for p in psutil.Process().parent().children() if p.pid != psutil.Process().pid]
     while any(p.status() != psutil.STATUS_ZOMBIE for p in other):
         time.sleep(0.02)
-    mutex = ctypes.create_string_buffer(256)  # as a synchronisation with a device does, it lets no signal through
-    ctypes.CDLL(None).pthread_mutex_lock(mutex)
     os.kill(os.getppid(), signal.SIGUSR1)
-    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    wait_in_c()
 """
 SIGNALLING = """
 def tell(number, frame):
-    ranks[1].wait()  # a launcher that misses a rank sends the others SIGTERM
+    started[1].wait()  # a launcher that misses a rank sends the others SIGTERM
     time.sleep(0.3)
-    ranks[0].send_signal(signal.SIGTERM)
+    started[0].send_signal(signal.SIGTERM)
 
-import signal, time
 signal.signal(signal.SIGUSR1, tell)
 """
-
-
 RECORDING = """
-import os
 os.environ["TORCHELASTIC_ERROR_FILE"] = "ATTEMPT/1/error.json"
-from accel_sft.api.errors import UserError
-from accel_sft.resilience.exit import ExitHandler
-with ExitHandler(): raise UserError("out of device memory")
+with exit.ExitHandler(): raise UserError("out of device memory")
 """
 
 
@@ -80,19 +60,18 @@ with ExitHandler(): raise UserError("out of device memory")
     ("state", "ends", "message"),
     [
         # the launcher has reaped it: how it ended cannot be read, and no signal is claimed
-        ("deferred", KILLED.format(9), GONE),
         ("as it starts", KILLED.format(9), GONE),
-        ("deferred", RECORDING, "another rank failed: out of device memory"),
+        ("deferred", scripts.PREAMBLE + RECORDING, "another rank failed: out of device memory"),
     ],
 )
 def test_rank_in_c_names_its_lost_rank_on_sigterm(tmp_path, state, ends, message):
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
-    survivor = SIGNALLED.replace("ATTEMPT", str(tmp_path)).replace("STATE", state)
-    environment = {**os.environ, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "one", "WORLD_SIZE": "2"}
+    survivor = scripts.PREAMBLE + SIGNALLED.replace("STATE", state)
+    codes = [code.replace("ATTEMPT", str(tmp_path)) for code in (survivor, ends)]
+    environment = {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "one", "WORLD_SIZE": "2"}
     environment["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "0" / "error.json")
-    command = [sys.executable, "-c", SIGNALLING + LAUNCHER, survivor, ends.replace("ATTEMPT", str(tmp_path))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = scripts.run(SIGNALLING + LAUNCHER, *codes, **environment)
     assert done.stdout.startswith(f"Error: {message}"), done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["status"] == "failed"
@@ -101,9 +80,8 @@ def test_rank_in_c_names_its_lost_rank_on_sigterm(tmp_path, state, ends, message
 
 def test_interrupted_rank_does_not_look_killed_to_others(tmp_path):
     (tmp_path / "0").mkdir()
-    code = "from accel_sft.resilience import exit\nwith exit.ExitHandler(): raise KeyboardInterrupt('by SIGTERM')"
-    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "0" / "error.json"), "WORLD_SIZE": "2"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    environment = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "0" / "error.json"), "WORLD_SIZE": "2"}
+    done = scripts.run("with exit.ExitHandler(): raise KeyboardInterrupt('by SIGTERM')", **environment)
     assert (done.returncode, done.stderr) == (130, "by SIGTERM\n")
     assert json.loads((tmp_path / "0" / "error.json").read_text())["message"]["message"] == "by SIGTERM"
 
@@ -136,18 +114,15 @@ def test_rank_in_an_exchange_or_behind_its_device_waits():
     ("ends", "message"),
     [
         ([KILLED.format(9)], "rank 5 was killed (signal 9, which the kernel sends when memory runs out); host memory"),
-        ([KILLED.format(9)] * 2, "rank 5 and rank 6 were killed (signal 9"),
         ([KILLED.format(9), KILLED.format(11)], "rank 5 and rank 6 were ended by SIGKILL and SIGSEGV"),
         ([KILLED.format(11)], "rank 5 was ended by SIGSEGV; any output is in the run's logs"),
-        ([KILLED.format(6)], "rank 5 was ended by SIGABRT"),
         (["pass"], "rank 5 ended without an error message"),
         (["from pathlib import Path; Path('ATTEMPT/1/error.json').write_text('{}')"], ""),
     ],
 )
 def test_lost_rank_is_explained_by_how_it_ended(tmp_path, ends, message):
     (tmp_path / "1").mkdir()
-    codes = [code.replace("ATTEMPT", str(tmp_path)) for code in [SURVIVOR, *ends]]
-    environment = {**os.environ, "LOCAL_WORLD_SIZE": str(len(codes))}
-    done = subprocess.run([sys.executable, "-c", LAUNCHER, *codes], env=environment, capture_output=True, text=True)
+    codes = [code.replace("ATTEMPT", str(tmp_path)) for code in [scripts.PREAMBLE + SURVIVOR, *ends]]
+    done = scripts.run(LAUNCHER, *codes, LOCAL_WORLD_SIZE=str(len(codes)))
     assert done.stdout.startswith(message), done.stderr
     assert bool(done.stdout.strip()) == bool(message)

@@ -13,22 +13,27 @@ import time
 
 import psutil
 import pytest
-import torch
+import scripts
 from conftest import accel_sft
 from limits import limit, wait_for
-from safetensors.torch import load_file
+from reference_job import same_weights
 from stopping import JOB, LAUNCHES, ranks, started, steps_done, whole
 
 
 def same_end(run, run_dir):
-    for name in ("final", "best"):
-        expected, got = (load_file(folder / name / "model.safetensors") for folder in (run.run_dir, run_dir))
-        assert all(torch.equal(expected[key], got[key]) for key in expected)
+    same_weights(run.run_dir, run_dir)
+    same_weights(run.run_dir, run_dir, "best")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     assert losses == [(line["step"], line["loss"]) for line in run.lines()]
     judged = [(line["step"], line["accuracy"]) for line in lines if "eval_loss" in line]
     assert judged == [(line["step"], line["accuracy"]) for line in run.lines("eval_loss")]
+
+
+def goes_on_to_the_same_end(run, run_dir):
+    resumed = accel_sft(*run.arguments, "--resume", "auto", run_dir=run_dir, **run.options)
+    assert resumed.status == 0, resumed.output
+    same_end(run, run_dir)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +60,7 @@ def test_signal_ends_the_step_with_a_resumable_checkpoint(launched, tmp_path, na
     assert re.search(continued, result["error"]), result["error"]
     assert result["error"] in said
     assert (run_dir / "checkpoints" / "latest").read_text() == f"step-{step:06d}\n"
-    resumed = accel_sft(*run.arguments, "--resume", "auto", run_dir=run_dir, **run.options)
-    assert resumed.status == 0, resumed.output
-    same_end(run, run_dir)
+    goes_on_to_the_same_end(run, run_dir)
 
 
 def test_signal_during_tracing_writes_the_checkpoint_first(tmp_path):
@@ -146,9 +149,6 @@ def test_a_second_signal_ends_at_once(tmp_path):
 
 
 TWICE = """
-import os, signal, sys, time
-from accel_sft.resilience import signals
-
 signals.ECHO_SECONDS = float(sys.argv[1])
 with signals.StopSignals() as stopping:
     stopping.deferred = True
@@ -160,26 +160,23 @@ with signals.StopSignals() as stopping:
 
 @pytest.mark.parametrize(("echo_seconds", "status"), [("60", 0), ("0.01", 128 + signal.SIGTERM)])
 def test_scheduler_and_launcher_signals_count_as_one(echo_seconds, status):
-    under_launcher = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "RANK": "0"}
-    assert subprocess.run([sys.executable, "-c", TWICE, echo_seconds], env=under_launcher).returncode == status
+    assert scripts.run(TWICE, echo_seconds, TORCHELASTIC_RUN_ID="none", RANK="0").returncode == status
 
 
 WAITING = """
 import datetime
-from accel_sft.resilience.signals import StopSignals
 from torch.distributed import TCPStore
 
 store = TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(seconds=100), wait_for_workers=False)
-with StopSignals() as stopping:
+with signals.StopSignals():
     print("waits", flush=True)
     store.get("what a rank that was killed would have set")
 """
 
 
 def test_rank_waiting_for_a_missing_one_hears_signals():
-    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "one"}
-    with subprocess.Popen([sys.executable, "-c", WAITING], env=environment, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"waits\n"
+    with scripts.started(WAITING, TORCHELASTIC_RUN_ID="one") as process:
+        assert process.stdout.readline() == "waits\n"
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
         assert process.wait(limit(20)) == 128 + signal.SIGTERM
@@ -200,9 +197,6 @@ def test_wait_for_unstarted_ranks_is_reported_and_ends_by_signal(tmp_path):
 
 
 FORKING = """
-import os, signal, sys, time
-from accel_sft.resilience import signals
-
 signals.WATCH_SECONDS, signals.UNHANDLED_SECONDS = 0.2, 0.5
 with signals.StopSignals() as stopping:
     stopping.deferred = sys.argv[1] == "deferred"
@@ -219,22 +213,17 @@ with signals.StopSignals() as stopping:
 
 @pytest.mark.parametrize("when", ["deferred", "as it starts"])
 def test_tasks_fork_dies_by_a_signal_and_the_rank_lives(when):
-    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "one"}
-    done = subprocess.run([sys.executable, "-c", FORKING, when], env=environment, capture_output=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    done = scripts.run(FORKING, when, TORCHELASTIC_RUN_ID="one")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 FAILING = """
-import os, signal
-from accel_sft.resilience import exit, ranks
-from accel_sft.resilience.signals import StopSignals
-
 def what_became_of_the_others(attempt):
     os.kill(os.getpid(), signal.SIGTERM)
     return "rank 1 was killed"
 
 ranks.lost_ranks = what_became_of_the_others
-with exit.ExitHandler(), StopSignals() as stopping:
+with exit.ExitHandler(), signals.StopSignals() as stopping:
     stopping.deferred = True
     try:
         raise RuntimeError("Connection closed by peer")
@@ -250,9 +239,8 @@ with exit.ExitHandler(), StopSignals() as stopping:
 def test_rank_names_its_lost_rank_despite_sigterm(tmp_path):
     record = tmp_path / "0" / "error.json"
     record.parent.mkdir()
-    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "one", "WORLD_SIZE": "2"}
-    environment["TORCHELASTIC_ERROR_FILE"] = str(record)
-    done = subprocess.run([sys.executable, "-c", FAILING], env=environment, capture_output=True, text=True)
+    under_launcher = {"TORCHELASTIC_RUN_ID": "one", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(record)}
+    done = scripts.run(FAILING, **under_launcher)
     assert (done.returncode, done.stderr) == (1, "Error: rank 1 was killed\n")
     assert json.loads(record.read_text())["message"]["message"] == "rank 1 was killed"
 
@@ -270,9 +258,7 @@ def test_ranks_whose_launcher_was_killed_end_and_write_nothing_more(launched, tm
     after = {path: path.stat().st_mtime_ns for path in sorted(run_dir.rglob("*")) if "logs" not in path.parts}
     changed = {str(path.relative_to(run_dir)) for path in before | after if before.get(path) != after.get(path)}
     assert changed <= {"metrics.jsonl"} | {name for name in changed if "tfevents" in name}  # the step they were in
-    resumed = accel_sft(*run.arguments, "--resume", "auto", run_dir=run_dir, **run.options)
-    assert resumed.status == 0, resumed.output
-    same_end(run, run_dir)
+    goes_on_to_the_same_end(run, run_dir)
 
 
 def test_ranks_whose_launcher_is_killed_as_they_start_end_too(tmp_path):
@@ -307,9 +293,7 @@ def test_folder_of_a_live_run_is_refused_until_it_ends(launched, tmp_path):
         assert refused.status == 1
         assert "another process is working in this folder" in refused.output
         process.kill()
-    resumed = accel_sft(*run.arguments, "--resume", "auto", run_dir=run_dir)
-    assert resumed.status == 0, resumed.output
-    same_end(run, run_dir)
+    goes_on_to_the_same_end(run, run_dir)
 
 
 def test_killed_rank_is_named_with_the_memory_there_was(tmp_path):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import click
 import pytest
-import yaml
 from accelerate.commands.launch import launch_command_parser
 from places import ROOT
 from torch.distributed.run import get_args_parser
@@ -23,7 +21,6 @@ from accel_sft.evaluation.scoring import aggregated, check_scoring, scored
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
 HOW_TO = (ROOT / "docs/how-to.md").read_text(encoding="utf-8")
-ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 OF_ACCELERATE = {*launch_command_parser()._option_string_actions}
 OTHER_PROGRAMS = {
     *("--logdir", "--editable", "--no-deps", "--no-binary", "--dataset", "--local_dir"),  # TensorBoard, pip, modelscope
@@ -31,8 +28,8 @@ OTHER_PROGRAMS = {
     *("--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--requeue"),  # Slurm
     *("--open-mode", "--signal", "--kill-on-bad-exit"),
     *("--model_name", "--model_flavor", "--pretrain"),  # scripts of torchtitan and ColossalAI
-    *("--gpus", "--minutes", "--check", "--again", "--state", "--tiny", "--list"),  # tests/gpu/run
-    *("--all", "--test", "--shout", "--no-shout"),  # .ci/run, setup.sh, the example task on a page
+    *("--all", "--test", "--collect-only", "--last-failed"),  # .ci/run, setup.sh, pytest
+    *("--shout", "--no-shout"),  # the example task on a page
 }
 
 
@@ -103,48 +100,6 @@ def test_documentation_builds_without_warnings_and_fetches_nothing(tmp_path):
     assert [address for page in pages for address in re.findall(fetched, page.read_text(encoding="utf-8"))] == []
 
 
-def _commands(page: str) -> list[list[str]]:
-    """The words of every command of the program or its launcher, in blocks of code and in code spans."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", page, re.S | re.M)
-    spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"^```.*?^```", "", page, flags=re.S | re.M))
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    found = []
-    for line in (*lines, *spans):
-        words = shlex.split(line, comments=True)
-        while words and ASSIGNMENT.fullmatch(words[0]):
-            del words[0]
-        if words[:1] == ["accel-sft"] or words[:2] == ["accelerate", "launch"]:
-            found.append(words)
-    return found
-
-
-def _unknown(words: list[str]) -> list[str]:
-    """What a command names that is not there: a launch file, an option, a tool or a task."""
-    wrong = []
-    if words[0] == "accelerate":
-        at = words.index("-m")
-        file = ROOT / words[words.index("--config_file") + 1]
-        wrong += [word for word in words[:at] if word.startswith("--") and word not in OF_ACCELERATE]
-        wrong += [] if file.is_file() or file.name == "launch.yaml" else [str(file)]  # the latter: a run's own
-        wrong += [] if words[at + 1] == "accel_sft" else [words[at + 1]]
-        words = words[at + 1 :]
-    command: click.Command = cli
-    for at, word in enumerate(words[1:], 1):
-        if not isinstance(command, click.Group) or word.startswith("-"):
-            break
-        try:
-            found = command.get_command(click.Context(command), word)
-        except click.UsageError:
-            found = None
-        if found is None:
-            return [*wrong, " ".join(words[: at + 1])]
-        command = found
-    flags = _flags_of(command)
-    if "--" in words:  # what is behind it is training's, of the same task
-        flags |= _flags_of(cli.get_command(click.Context(cli), words[2]))
-    return wrong + [word for word in words if re.match(r"--\w", word) and word.partition("=")[0] not in flags]
-
-
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
     """The working directory, with the page's task in it."""
@@ -154,11 +109,6 @@ def recipe(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
     sys.modules.pop("accel_sft_file_first_word", None)
-
-
-@pytest.mark.parametrize("words", _commands(HOW_TO), ids=shlex.join)
-def test_commands_of_how_to_name_existing_options(words, recipe):
-    assert _unknown(words) == []
 
 
 def test_recipe_for_own_metric_scores_chat_files(recipe, monkeypatch):
@@ -191,13 +141,3 @@ def test_variables_of_the_reference_are_in_the_source():
 def test_page_of_options_is_what_its_script_makes():
     made = runpy.run_path(str(ROOT / "docs/options.py"))["make_page"]()
     assert (ROOT / "docs/options.md").read_text(encoding="utf-8") == made, "run: python docs/options.py"
-
-
-def test_sentences_about_options_are_of_those_on_the_page():
-    _, *parts = re.split(r"^## (.+)\n", (ROOT / "docs/options.md").read_text(encoding="utf-8"), flags=re.M)
-    page = {
-        name.lower(): sorted(re.findall(r"^\| `--([\w-]+)` \|", text, re.M))
-        for name, text in zip(parts[::2], parts[1::2], strict=True)
-    }
-    sentences = yaml.safe_load((ROOT / "docs/options.yaml").read_text(encoding="utf-8"))
-    assert {name: sorted(of_part) for name, of_part in sentences.items()} == page

@@ -1,9 +1,4 @@
-"""Writes chat files in the forms in which they are published, with the blemishes that such files have.
-
-    python tests/support/chats.py FOLDER [ROWS]
-
-Every fifteenth row has a blemish; the functions in FORMS write a chat in each form.
-"""
+"""Writes chat files in the forms in which they are published; every fifteenth row has a blemish of such files."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ import csv
 import gzip
 import json
 import random
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -164,8 +158,3 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
 
     rows = [{**row, "tools": json.dumps(row.get("tools"))} for row in rows]
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-
-
-if __name__ == "__main__":
-    for name, path in write(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1000).items():
-        print(f"{name}: {path}")

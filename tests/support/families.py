@@ -190,19 +190,5 @@ FAMILIES = {
         ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
         ("<|end_of_text|>",),
     ),
-    "Command-R": Family(
-        "<BOS>{% for m in messages %}<|START|>{% if m.role == 'system' %}<|SYSTEM|>{% elif m.role == 'user' %}<|USER|>"
-        "{% else %}<|CHATBOT|>{% endif %}{{ m.content.strip() }}<|END|>{% endfor %}"
-        "{% if add_generation_prompt %}<|START|><|CHATBOT|>{% endif %}",
-        ("<BOS>", "<|START|>", "<|SYSTEM|>", "<|USER|>", "<|CHATBOT|>", "<|END|>"),
-        ("<|END|>",),
-    ),
-    "Seed-OSS": Family(
-        "{% for m in messages %}<seed:bos>{{ m.role }}\n{% if m.reasoning_content is string %}"
-        "<seed:think>{{ m.reasoning_content }}</seed:think>{% endif %}{{ m.content }}<seed:eos>{% endfor %}"
-        "{% if add_generation_prompt %}<seed:bos>assistant\n{% endif %}",
-        ("<seed:bos>", "<seed:eos>"),
-        ("<seed:eos>",),
-    ),
     "QwQ": _chatml("{{ m.content.split('</think>')[-1].lstrip('\n') }}", "<think>\n"),
 }

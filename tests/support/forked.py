@@ -1,16 +1,10 @@
-"""Runs command lines in forked processes that have everything imported already.
-
-Imports take five of a small run's eight seconds, and twelve of the sixteen of a small launch of two ranks. The
-processes are forked from one that has only made imports (`multiprocessing`'s fork server).
+"""Runs command lines in processes forked from one that has only made imports, which take most of a small run's time.
 
 Real in a launch are Accelerate's launcher with its flags and yaml, torchrun's agent and its summary, a process and
 process group for each rank with the environment that both give it, and everything that the rank does. Not real:
 nothing is imported again, a rank has the launcher's hash seed, and the system shows neither the command line nor the
 environment of these processes. So the ranks are told the launcher's command line, and failing ranks do not find each
-other.
-
-Tests of imports, signals, kills, lost ranks, processes that a launcher starts, or an interpreter's end use ordinary
-processes instead.
+other: tests of imports, signals, kills, lost ranks, or an interpreter's end use ordinary processes.
 """
 
 from __future__ import annotations

@@ -126,14 +126,6 @@ def written(draw, value: Any) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-in_pieces = st.lists(
-    st.sampled_from([*b'[]{}":,\\0', *b" \n\r\t\x0c"]).map(lambda byte: bytes([byte]))
-    | st.sampled_from(BYTES)
-    | st.sampled_from(b'"text" "label" "output" "messages" "role" {} null 1e9 \\ud83d'.split())
-).map(b"".join)
-"""Pieces of JSON, and other bytes, in any order."""
-
-
 @st.composite
 def damaged(draw, content: bytes, most: int = 2) -> bytes:
     """The content cut, doubled or with a flipped bit, as a broken disk, transfer, editor or merge leaves a file."""

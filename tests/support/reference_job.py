@@ -47,12 +47,12 @@ def same_curve(reference, other):
         assert line["learning_rate"] == expected["learning_rate"]
 
 
-def same_weights(expected, got):
+def same_weights(expected, got, folder="final"):
     """Two runs have exported the same tensors, bit by bit."""
-    files = sorted((expected / "final").glob("*.safetensors"))
-    assert [file.name for file in files] == sorted(file.name for file in (got / "final").glob("*.safetensors"))
+    files = sorted((expected / folder).glob("*.safetensors"))
+    assert [file.name for file in files] == sorted(file.name for file in (got / folder).glob("*.safetensors"))
     for file in files:
-        ours, theirs = load_file(got / "final" / file.name), load_file(file)
+        ours, theirs = load_file(got / folder / file.name), load_file(file)
         assert ours.keys() == theirs.keys()
         assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
 

@@ -13,8 +13,6 @@ from models import make_tiny
 from places import CONFIGS
 from safetensors.torch import load_file, save_file
 
-from accel_sft.models.tiny import CHAT_TEMPLATE
-
 MATH = ("math", "--train-examples", "200", "--validation-examples", "8", "--global-batch-size", "32")
 TASK = '''
 import random
@@ -68,44 +66,30 @@ class Fault:
     Attributes:
         stage, words: which stage says what.
         plant: makes it in a folder, and returns the words of the command line.
-        runs: whether it shows only when the run is rehearsed.
     """
 
     stage: str
     words: str
     plant: Callable[[Path], tuple[str, ...]]
-    runs: bool = False
 
 
-def launched(name, old="", new="", more=""):
-    """With the shipped launch file `name`, edited."""
-
-    def plant(folder):
-        text = (CONFIGS / f"{name}.yaml").read_text()
-        assert old in text
-        (folder / "launch.yaml").write_text(text.replace(old, new) + more)
-        return (*MATH, "--launch", str(folder / "launch.yaml"))
-
-    return plant
+def misspelt(folder):
+    text = (CONFIGS / "z2.yaml").read_text()
+    (folder / "launch.yaml").write_text(text.replace("zero_stage: 2", "zero_sage: 3"))
+    return (*MATH, "--launch", str(folder / "launch.yaml"))
 
 
 def options(*words):
     return lambda folder: (*MATH, *(word.format(folder=folder) for word in words))
 
 
-def model(*words, template=None, edit=None, task=MATH):
-    """With a pretrained model that has another chat template, or of which `edit` changes a file."""
+def model(*words, **generation):
+    """With a pretrained model that has these settings of generation."""
 
     def plant(folder):
         made = make_tiny(folder / "model")
-        if template:
-            (made / "chat_template.jinja").write_text(template)
-        if edit:
-            name, change = edit
-            file = made / name
-            content = json.loads(file.read_text()) if file.is_file() else {}
-            file.write_text(json.dumps({**content, **change}))
-        return (*task, "--model", str(made), *words)
+        (made / "generation_config.json").write_text(json.dumps(generation))
+        return (*MATH, "--model", str(made), *words)
 
     return plant
 
@@ -114,17 +98,6 @@ def task(fault, *words):
     def plant(folder):
         (folder / "sums.py").write_text(TASK)
         return (str(folder / "sums.py"), "--fault", fault, "--global-batch-size", "32", *words)
-
-    return plant
-
-
-def chats(train, validation):
-    def plant(folder):
-        for name, rows in (("train", train), ("validation", validation)):
-            lines = [json.dumps({"prompt": question, "completion": answer}) for question, answer in rows]
-            (folder / f"{name}.jsonl").write_text("\n".join(lines))
-        files = ("--train-file", str(folder / "train.jsonl"), "--validation-file", str(folder / "validation.jsonl"))
-        return ("chat", *files, "--max-steps", "20")
 
     return plant
 
@@ -146,71 +119,27 @@ def side(folder):
     return (*MATH, "--model", str(made), "--trust-remote-code")
 
 
-WITHOUT_ANSWERS = CHAT_TEMPLATE.replace(
-    "{{ message['content'] }}", "{{ message['content'] if message['role'] != 'assistant' }}"
-)
-REFUSES = "{% for m in messages %}{% if '17' in m.content %}{{ raise_exception('17') }}{% endif %}{% endfor %}"
-BOS_TWICE = "{{ bos_token }}{{ bos_token }}" + CHAT_TEMPLATE
-IGNORED = "zero_stage: 2\n  offload_param_device: cpu"
 LORA = "--adapter", "lora", "--lora-target-modules"
-ROWS = [(f"What follows {n}?", f"It is {n + 1}.") for n in range(40)]
-MORE = [(f"What follows {n}?", f"It is {n + 1}.") for n in range(40, 46)]
 FAULTS = {
-    "a misspelt key": Fault("launch", "zero_sage is unknown", launched("z2", "zero_stage: 2", "zero_sage: 3")),
-    "a key that the stage ignores": Fault(
-        "launch", "offload_param to cpu needs stage 3", launched("z2", "zero_stage: 2", IGNORED)
-    ),
-    # reported: axolotl #705, #1223
-    "weights that ZeRO-3 does not gather": Fault(
-        "launch", "the export at the end of a ZeRO-3 run fails", launched("z3", "zero3_save_16bit_model: true", "")
-    ),
-    "processes that do not start": Fault(
-        "launch", "2 processes asked for, 1 started", launched("ddp", "MULTI_GPU", "'NO'")
-    ),
-    "a folder that is not empty": Fault("launch", "not empty", options("--output-dir", "{folder}/..")),
-    "a tracker that is not installed": Fault(
-        "launch", "--tracker comet_ml: not installed", options("--tracker", "comet_ml")
-    ),
-    "a template without the answer": Fault("data", "D204", model(template=WITHOUT_ANSWERS)),
-    "a template that refuses some rows": Fault("data", "D202", model(template=REFUSES + CHAT_TEMPLATE)),
-    "rows that are too long": Fault("data", "D301", chats([*ROWS, ("Why? " * 600, "So.")], MORE)),
-    # reported: alignment-handbook #127
-    "two tokens that begin a text": Fault(
-        "data", "D305", model(template=BOS_TWICE, edit=("tokenizer_config.json", {"bos_token": "<|endoftext|>"}))
-    ),
-    "rows that are trained on and scored": Fault("data", "D404", chats(ROWS, [*MORE, ROWS[3]])),
+    "a misspelt key": Fault("launch", "zero_sage is unknown", misspelt),
     "answers that the score calls wrong": Fault("data", "D501", task("strict")),
-    "answers longer than what is generated": Fault(
-        "data", "could never be scored as right", options("--max-new-tokens", "3")
-    ),
     "a checkpoint that never comes": Fault("data", "--save-every 5000 is never due", options("--save-every", "5000")),
-    # reported: LLaMA-Factory #8803
-    "a token without an embedding": Fault("data", "D601", model(edit=("config.json", {"vocab_size": 128}))),
-    "a control token that the tokenizer lacks": Fault(
-        "model", "has no token", model(template=CHAT_TEMPLATE.replace("<|im_start|>", "<|turn|>"))
-    ),
-    "an adapter on a layer that is not there": Fault("model", "no such module", model(*LORA, "q_prj")),
-    "an adapter that kernels pass by": Fault("model", "is passed by", family("falcon_mamba", *LORA, "in_proj,x_proj")),
+    "an adapter on a layer that is not there": Fault("model", "no such module", options(*LORA, "q_prj")),
     # reported: peft #2545, unsloth #11014
     "an adapter that does not reach the experts": Fault(
         "model", "--lora-target-parameters", family("deepseek_v3", *LORA, "down_proj")
     ),
-    "a loss that is no number": Fault(
-        "steps", "the loss is nan", options("--learning-rate", "1e30", "--on-nonfinite", "skip"), runs=True
-    ),
-    "a score that fails on what a model writes": Fault("evaluation", "no answer", task("score"), runs=True),
-    "data that are drawn anew": Fault(
-        "resume", "the data is not what the run was started with", task("drawn"), runs=True
-    ),
-    "a learning rate of zero": Fault("reload", "nothing was learnt", options("--learning-rate", "0"), runs=True),
-    "weights that nothing uses": Fault("trained", "side.weight, side.bias", side, runs=True),
+    "a NaN loss": Fault("steps", "the loss is nan", options("--learning-rate", "1e30", "--on-nonfinite", "skip")),
+    "a score that fails on what a model writes": Fault("evaluation", "no answer", task("score")),
+    "data that are drawn anew": Fault("resume", "the data is not what the run was started with", task("drawn")),
+    "a learning rate of zero": Fault("reload", "nothing was learnt", options("--learning-rate", "0")),
+    "weights that nothing uses": Fault("trained", "side.weight, side.bias", side),
     # reported: peft #2018
-    "an adapter on a tied head": Fault("merge", "tied embeddings", model(*LORA, "lm_head,q_proj"), runs=True),
+    "an adapter on a tied head": Fault("merge", "tied embeddings", model(*LORA, "lm_head,q_proj")),
     # reported: unsloth #416, trl #1623
     "an end that a server does not stop at": Fault(
         "generate",
         "a server of the base goes on",
-        model("--adapter", "lora", edit=("generation_config.json", {"eos_token_id": [0]})),
-        runs=True,
+        model("--adapter", "lora", eos_token_id=[0]),
     ),
 }

@@ -44,13 +44,13 @@ def whole(launched, name):
 
 
 @contextlib.contextmanager
-def started(run_dir, yaml=None, *more, module="accel_sft"):
+def started(run_dir, yaml=None, *more, module="accel_sft", job=JOB):
     """The job in the background, with `more` for its launcher or itself; killed in the end with all that it started."""
     command, own = [sys.executable, "-m", "accel_sft"], () if yaml else more
     if yaml:
         command = launcher(yaml, "--mixed_precision", "no", *more, "-m", module)
     with open(f"{run_dir}.log", "ab") as log:
-        process = subprocess.Popen([*command, *JOB, *own, "--output-dir", str(run_dir)], stdout=log, stderr=log)
+        process = subprocess.Popen([*command, *job, *own, "--output-dir", str(run_dir)], stdout=log, stderr=log)
     family: list[psutil.Process] = []
     process.family = family
     try:

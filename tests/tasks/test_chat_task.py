@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import io
 import json
-import random
 
 import chats
 import pyarrow.parquet
@@ -17,7 +15,7 @@ from conftest import accel_sft, finished
 from PIL import Image
 from transformers import AutoTokenizer
 
-from accel_sft import RowLeftOut, RowProblem, UserError
+from accel_sft import UserError
 from accel_sft.chat.conversation import conversation
 from accel_sft.chat.encode import encode_parts
 from accel_sft.chat.encoded import Rules
@@ -29,7 +27,7 @@ from accel_sft.training.prepare import texts_of
 from accel_sft_chat import Chat
 from accel_sft_chat.metrics import METRICS
 from accel_sft_chat.task import parse_row
-from accel_sft_chat.turns import LEARN, Dialogue
+from accel_sft_chat.turns import Dialogue
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
 TOOL = {"type": "function", "function": chats.WEATHER}
@@ -197,50 +195,6 @@ def test_a_system_prompt_is_for_rows_without_one(rows):
     assert "1 row without a system prompt, which get --system-prompt (line 1)" in notes
 
 
-VALUES = (
-    *(None, 0, 1, 0.5, True, "", "x", "[", "[{}]", "assistant", [], {}, [[]], [{}]),
-    *({"role": "user"}, {"type": "text"}),
-    [{"type": "tool_use", "name": "f", "input": {"x": None}}],
-    [{"type": "tool_result", "content": [{"type": "text", "text": "x"}]}],
-    [{"type": "thinking", "thinking": "x"}, {"text": "y"}],
-)
-KEYS = (
-    *("weight", "train", "loss", "from", "content", "tool_calls", "function_call", "reasoning_content", "thinking"),
-    *("tools", "messages", "system", "body", "chat_template_kwargs", "refusal", "tool_use_id"),
-)
-
-
-def changed(row, draw):
-    """The row with one value at any depth removed or replaced, or one added."""
-    whole = row = json.loads(json.dumps(row))
-    while True:
-        key = draw.choice(list(row) if isinstance(row, dict) else range(len(row)))
-        if not isinstance(row[key], (dict, list)) or not row[key] or draw.random() < 0.3:
-            break
-        row = row[key]
-    how = draw.random()
-    if how < 0.25:
-        del row[key]
-    elif how < 0.7 or isinstance(row, list):
-        row[key] = draw.choice(VALUES)
-    else:
-        row[draw.choice(KEYS)] = draw.choice(VALUES)
-    return whole
-
-
-@pytest.mark.parametrize("form", chats.FORMS)
-def test_any_row_is_a_chat_or_refused_by_field(form):
-    draw, examples = random.Random(0), []
-    for row in chats.rows(form, 400) * 4:
-        with contextlib.suppress(RowProblem, RowLeftOut):
-            examples.append(parse_row((), draw.choice(LEARN), None, changed(row, draw)).example)
-    assert 200 < len(examples) < 1600
-    for index, example in enumerate(examples):
-        chat = conversation(Chat(train_file="x"), examples, "train", index)
-        assert chat.turns
-        assert Chat(train_file="x").score(example, chat.target)
-
-
 @pytest.mark.parametrize("text", ['[{"name": "Bob", "role": "father"}]', "[[1, 2], [3, 4]]", "[]", "[{", " [1]"])
 def test_text_that_is_another_json_list_stays_text(rows, text):
     ((prompt, target, _),), _ = rows({"prompt": text, "completion": text})
@@ -372,7 +326,7 @@ def test_metrics(metric):
     "text",
     [
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>',
-        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]'.replace("[{", "{").replace("}]", "}"),
+        '[TOOL_CALLS] {"name": "weather", "arguments": {"city": "Paris"}}',
         '{"type": "function", "function": {"name": "weather", "parameters": {"city": "Paris"}}}',
     ],
 )
@@ -434,21 +388,9 @@ def test_a_file_of_chats_trains_on_two_ranks(launched, files):
     assert run.lines("eval_loss")[-1]["eval_loss"] < run.lines("eval_loss")[0]["eval_loss"]
 
 
-@pytest.fixture(scope="module")
-def thousand_rows(tmp_path_factory):
-    return chats.write(tmp_path_factory.mktemp("thousand"), 1000)
-
-
-FILES = ("messages", "messages as Parquet", "sharegpt", "sharegpt, compressed", "alpaca as JSON", "pairs")
-FILES += ("pairs as CSV",)
-
-
-@pytest.mark.parametrize("name", ["alpaca", *(pytest.param(name, marks=pytest.mark.long) for name in FILES)])
-def test_thousand_rows_of_any_form_train_by_loss_alone(tmp_path, thousand_rows, name):
-    """Without another metric nothing is generated."""
-    assert thousand_rows.keys() == {"alpaca", *FILES}
+def test_training_by_loss_alone_generates_nothing(tmp_path, files):
     run = finished(
-        "chat", "--train-file", str(thousand_rows[name]), "--metric", "loss", "--max-steps", "2", "--eval-every", "1",
+        "chat", "--train-file", str(files["alpaca"]), "--metric", "loss", "--max-steps", "2", "--eval-every", "1",
         run_dir=tmp_path / "run",
     )  # fmt: skip
     assert [line.split()[0] for line in run.output.splitlines()[:2]] == ["run", "settings"]
@@ -477,12 +419,12 @@ def test_check_names_rows_of_chat_files_by_line(tmp_path):
     assert reported == {code: [f"{tmp_path}/chats.jsonl:{line}" for line in lines] for code, lines in expected.items()}
 
 
-def test_rows_trained_on_and_evaluated_are_a_leak(tmp_path):
+def test_rows_trained_on_and_evaluated_are_a_leak(called, tmp_path):
     rows = jsonl(tmp_path / "rows.jsonl", ({"prompt": f"u{n}", "completion": f"a {n}"} for n in range(30)))
     once = ("--max-steps", "1", "--eval-every", "off", "--save-every", "off")
     for mode, code in ((("--held-out", "0"), 0), (("--validation-file", rows), 1)):
         command = ("chat", "--train-file", rows, *mode)
-        audit = accel_sft("check", *command)
+        audit = called("check", *command)
         run = accel_sft(*command, *once, run_dir=tmp_path / f"run{code}")
         assert (audit.status, run.status) == (code, 0)
         assert ["D404" in audit.output, "D404" in run.output] == [bool(code)] * 2
@@ -580,9 +522,7 @@ def test_places_of_images_without_any_are_passed_over(rows, tmp_path, empty):
     [
         ({"prompt": "<image>?", "completion": "a", "image": ""}, r"image\[0\]': expected an image's path or bytes"),
         ({"prompt": "<image><image>?", "completion": "a", "images": ["1"]}, "an image for each of 2 <image> .* got 1"),
-        ({"prompt": "<image>?", "completion": "a", "images": [5]}, r"images\[0\]': expected an image's path or bytes"),
         (messages({"role": "user", "content": [part(), text("?")]}, ANSWER), "an image for each of 1 <image> .* got 0"),
-        (messages({"role": "user", "content": [part("a"), text("<image>")]}, ANSWER), "a text without <image>"),
     ],
 )
 def test_images_that_do_not_fit_their_texts_are_refused(rows, row, message):
@@ -631,24 +571,14 @@ def test_a_metric_that_matches_no_own_answer_is_named(tmp_path, options, answers
     ("rows", "options", "message"),
     [
         (600, {}, "30 of 600 rows are held out of FILE: few, a score of 0.5 is ±0.17 (95%); --held-out 100: ±0.10"),
-        (60, {}, "3 of 60 rows are held out of FILE: few, a score of 0.5 is ±0.37 (95%); --held-out 15: ±0.23"),
         (60, {"held_out": 20}, "20 of 60 rows are held out of FILE: few, a score of 0.5 is ±0.20 (95%); --validation"),
         (200, {"held_out": 100}, "100 of 200 rows are held out of FILE: to evaluate (--held-out"),
-        (60, {"metric": "loss"}, "3 of 60 rows are held out of FILE: to evaluate (--held-out"),
     ],
 )
 def test_few_rows_held_out_are_named_with_their_interval(tmp_path, rows, options, message):
     file = jsonl(tmp_path / "rows.jsonl", ({"prompt": f"{n}?", "completion": f"a {n}"} for n in range(rows)))
     (note,) = [n for n in Chat(train_file=file, **options).dataset("validation").notes if "held out" in n]
     assert note.replace(file, "FILE").startswith(message)
-
-
-def test_without_held_out_rows_some_trained_ones_are_evaluated(tmp_path):
-    rows = ({"prompt": f"u{n}", "completion": f"a {n}"} for n in range(40))
-    task = Chat(train_file=jsonl(tmp_path / "rows.jsonl", rows), held_out=0)
-    assert len(task.dataset("train")) == 40
-    assert [note for note in task.dataset("validation").notes if "(--held-out 0)" in note]
-    assert len(task.dataset("validation")) == 2
 
 
 def test_single_prompt_needs_a_validation_file_or_none_held_out(tmp_path):

@@ -44,11 +44,8 @@ def test_is_a_task_that_needs_no_torch():
 def test_rows_look_like_series_a():
     task = Math(max_number=50, validation_examples=10, train_examples=80, answer_prefix=OF_SERIES_A)
     example = task.dataset("train")[0]
-    system, user = task.messages(example)
-    assert system["role"] == "system"
-    assert "maths" in system["content"]
-    assert user == {"role": "user", "content": f"{example.number}="}
-    assert all(task.target(example).startswith(OF_SERIES_A) for example in task.dataset("train"))
+    assert task.messages(example)[1] == {"role": "user", "content": f"{example.number}="}
+    assert task.target(example).startswith(OF_SERIES_A)
     assert scored(f"{OF_SERIES_A}2 + 3", answer_prefix=OF_SERIES_A) == (1.0, 1.0)
 
 
@@ -68,13 +65,10 @@ def test_built_in_answers_are_right_and_validation_is_apart(addends, held_out):
     assert result["nonzero_addends"] > 0.95
     if held_out == "largest":
         assert min(numbers) == 241
-
-
-def test_no_carry_means_that_no_digit_carries():
-    for example in Math(train_examples=500).dataset("train"):
-        first, second = example.answer.removeprefix(PREFIX).split(" + ")
-        digits = zip(first.rjust(4, "0"), second.rjust(4, "0"), strict=True)
-        assert all(int(a) + int(b) < 10 for a, b in digits)
+    if addends == "no-carry":
+        for example in train:
+            pair = (number.rjust(4, "0") for number in example.answer.removeprefix(PREFIX).split(" + "))
+            assert all(int(first) + int(second) < 10 for first, second in zip(*pair, strict=True))
 
 
 def test_examples_are_a_function_of_the_options():
@@ -93,16 +87,13 @@ def test_examples_are_a_function_of_the_options():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (f"{PREFIX}1 + 4", (1.0, 1.0)),
         (f" {PREFIX} 2+3\n", (1.0, 1.0)),
         (f"{PREFIX}-2 + 7", (1.0, 1.0)),
         (f"{PREFIX}7 + -2", (1.0, 1.0)),
         (f"{PREFIX}2 + 2", (0.0, 1.0)),
         ("1 + 4", (0.0, 0.0)),
-        ("", (0.0, 0.0)),
         (f"{PREFIX}5", (0.0, 0.0)),
         (f"{PREFIX}1 + 4 + 0", (0.0, 0.0)),
-        (f"{PREFIX}1 + 4 apples", (0.0, 0.0)),
         (f"{PREFIX}__import__('os') + 4", (0.0, 0.0)),
         (f"{PREFIX}٣ + ٢", (0.0, 0.0)),
         (f"{PREFIX}{'9' * 600} + 1", (0.0, 1.0)),

@@ -64,16 +64,6 @@ def test_validation_sentences_are_new_and_many_surfaces_too(ner):
     assert 0.4 < len(unseen) / len(surfaces(validation)) < 0.8
 
 
-def test_sentences_vary_in_what_they_hold(ner):
-    labels = [sentence.label for sentence in ner.dataset("train")]
-    assert 0.03 < sum(not label for label in labels) / len(labels) < 0.3
-    assert {kind for label in labels for kind in label} == {"name", "company", "address", "organization", "position"}
-    assert any(len(kind) > 1 for label in labels for kind in label.values())
-    assert any(len(spans) > 1 for label in labels for kind in label.values() for spans in kind.values())
-    chinese = sum(not sentence.text.isascii() for sentence in ner.dataset("train"))
-    assert 0.4 < chinese / len(labels) < 0.6
-
-
 def test_options_choose_language_size_and_seed(ner):
     assert all(s.text.isascii() for s in Ner(train_sentences=50, language="en").dataset("train"))
     assert not any(s.text.isascii() for s in Ner(train_sentences=50, language="zh").dataset("train"))
@@ -109,17 +99,14 @@ def test_published_rows_are_read_whatever_the_file_is_called(tmp_path, array):
     ("row", "field", "said"),
     [
         ({"text": 3, "label": {}}, "text", "got 3"),
-        ({"label": {}}, "text", "the field is missing"),
         ({"text": "a b"}, "label", "the field is missing"),
         ({"text": "a b", "label": []}, "label", "an object {type: {surface: [[first, last], ...]}}, got []"),
         ({"text": "a b", "label": {"name": ["a"]}}, "label.name", "got ['a']"),
         ({"text": "a b", "label": {"": {"a": [[0, 0]]}}}, "label", "a name for each type"),
         ({"text": "a b", "label": {"name": {"a": []}}}, "label.name.a", "with at least one, got []"),
         ({"text": "a b", "label": {"name": {"a": [0, 0]}}}, "label.name.a", "two integers, got 0"),
-        ({"text": "a b", "label": {"name": {"a": [[0, 0.0]]}}}, "label.name.a", "two integers, got [0, 0.0]"),
         ({"text": "a b", "label": {"name": {"a": [[False, 0]]}}}, "label.name.a", "two integers, got [False, 0]"),
         ({"text": "a b", "label": {"name": {"b": [[2, 3]]}}}, "label.name.b", "last < 3 (the text's length)"),
-        ({"text": "a b", "label": {"name": {"b": [[-1, -1]]}}}, "label.name.b", "0 <= first"),
         ({"text": "a b", "label": {"name": {"a": [[0, 1]]}}}, "label.name.a", "'a', got 'a ' at [0, 1]"),
         ({"text": "a b", "label": {"name": {"a": [[0, 0], [0, 0]]}}}, "label.name.a", "stands here twice"),
     ],
@@ -208,22 +195,11 @@ def test_an_invented_type_lowers_micro_precision_only():
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "",
-            "Sure! " + json.dumps(GOLD),
-            "```json\n" + json.dumps(GOLD) + "\n```",
-            json.dumps(GOLD)[:-1],
-            "{'name': {}}",
-        ),
+        *("", "Sure! " + json.dumps(GOLD), "```json\n" + json.dumps(GOLD) + "\n```", json.dumps(GOLD)[:-1]),
         *('{"name": {"Ann": [[0, NaN]]}}', '{"name": {"Ann": [[0, 2]]}, "name": {"Bo": [[4, 5]]}}'),
         *('{"name": {"\\ud800": [[0, 0]]}}', '{"name": {"\ud800": [[0, 0]]}}'),
         '{"a":' * 500 + '{"\\ud800": 0}' + "}" * 500,
-        *(
-            "[" * 100_000,
-            '{"a":' * 100_000,
-            '{"name": {"Ann": [[0, ' + "9" * 10_000 + "]]}}",
-            "__import__('os').abort()",
-        ),
+        *("[" * 100_000, '{"a":' * 100_000, '{"name": {"Ann": [[0, ' + "9" * 10_000 + "]]}}"),
     ],
 )
 def test_an_answer_that_is_not_valid_json_holds_no_entities(text):
