@@ -116,19 +116,15 @@ def contract_faults(cls: Any) -> list[str]:
 
 
 def _signature_fault(cls: type[Task], name: str) -> str:
-    method, bound = inspect.getattr_static(cls, name), getattr(cls, name)
+    bound = getattr(cls, name)
     expected = f"{name}({', '.join(_METHODS[name])})"
-    if not callable(bound) or isinstance(method, property):
+    if not callable(bound):
         return f"{name} is not a method; expected {expected}"
-    bound_already = isinstance(method, (staticmethod, classmethod))
+    bound_already = isinstance(inspect.getattr_static(cls, name), (staticmethod, classmethod))
     try:
-        signature = inspect.signature(bound)
-    except ValueError:  # a callable written in C has no signature
-        return ""
-    try:
-        signature.bind(*_METHODS[name][1 if bound_already else 0 :])
-    except TypeError as error:
-        return f"{name}{signature} does not accept the trainer's call {expected}: {error}"
+        inspect.signature(bound).bind(*_METHODS[name][1 if bound_already else 0 :])
+    except (TypeError, ValueError) as error:  # ValueError: a callable written in C
+        return f"{name} does not accept the trainer's call {expected}: {error}"
     return ""
 
 

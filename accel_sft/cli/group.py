@@ -53,20 +53,17 @@ class TaskGroup(click.Group):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            flags = ["--help", *(flag for option in self.params for flag in option.opts)]
-            if ctx.resilient_parsing or difflib.get_close_matches(error.option_name, flags, cutoff=0.75):
+            near = difflib.get_close_matches(error.option_name, ["--help", "--config", "--version"], cutoff=0.75)
+            if ctx.resilient_parsing or near:
                 raise
             example = f"`{ctx.command_path} TASK {error.option_name} ...`"
-            raise UserError(
-                f"{error.option_name}: name a task before its options, as in {example}; `accel-sft tasks` lists them"
-            ) from None
+            raise UserError(f"{error.option_name}: name a task before its options, as in {example}") from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*registry.names(), *self.commands]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a task's or a tool's command. While a shell completes, only shipped plugins are imported, so another
-        task's command lacks the task's own options."""
+        """Return a task's or a tool's command. While a shell completes, only shipped plugins are imported."""
         if tool := super().get_command(ctx, cmd_name):
             return tool
         summaries = {plugin.name: plugin.summary for plugin in registry.plugins()}

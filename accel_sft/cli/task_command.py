@@ -2,7 +2,6 @@
 Only running it imports torch."""
 
 import collections
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -40,12 +39,6 @@ class HelpFormatter(click.HelpFormatter):
 class HelpContext(click.Context):
     formatter_class = HelpFormatter
 
-    def get_help(self) -> str:
-        """Return the help on rank 0 of a launch; on other ranks, end the command without it."""
-        if os.environ.get("RANK", "0") != "0":
-            self.exit()
-        return super().get_help()
-
 
 def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
@@ -63,12 +56,7 @@ _ALL = click.Option(["--help-all"], help="Show every option and exit.", **_EAGER
 class TaskCommand(click.Command):
     """A command with a task's options and the trainer's, grouped by section in its help.
 
-    `--help` lists the options in `listed`, `--help-all` all.
-
-    Args:
-        task_class: the loaded task, or None while a shell completes, which imports no plugin.
-        summary: the task in a line.
-        tool: what the command does with the task.
+    `--help` lists the options in `listed`, `--help-all` all. `task_class` is None while a shell completes.
     """
 
     context_class = HelpContext
@@ -146,13 +134,10 @@ class TaskCommand(click.Command):
                 raise UserError(*(f"{name} {what}: {OTHER_NAMES[name]}" for name in theirs)) from None
             raise
         except click.UsageError as error:
-            if "unexpected extra argument" in error.message:
-                switch = re.search(r"\b(true|false)\b", error.message, re.IGNORECASE)
-                advice = "each value needs its option, as in --train-file A --train-file B"
-                advice = "a switch has no value: --compile or --no-compile" if switch else advice
-                if switch or any(param.multiple for param in self.params):
-                    raise click.UsageError(f"{error.message}; {advice}", error.ctx) from None
-            raise
+            if "unexpected extra argument" not in error.message:
+                raise
+            advice = "each value needs its option (--train-file A --train-file B), and a switch has none (--compile)"
+            raise click.UsageError(f"{error.message}; {advice}", error.ctx) from None
 
     def invoke(self, ctx: click.Context) -> None:
         if self.tool.compares:
@@ -182,9 +167,7 @@ class TaskCommand(click.Command):
     def _read(self, given: dict[str, Any]) -> tuple[TrainConfig, Task]:
         """Return trainer's settings and task: the command line overrides the YAML file, which overrides the defaults.
 
-        Raises:
-            UserError: every problem of the file, of each value and between values, together. What cannot be known
-                while another value is wrong or the file cannot be read is not reported.
+        A UserError has every problem of the file, of each value and between values.
         """
         every = [setting for offered in self.offers.values() for setting in offered]
         problems = [line for s in every if s.name in given and (line := s.problem(given[s.name]))]
@@ -196,9 +179,7 @@ class TaskCommand(click.Command):
                 raise UserError(*error.problems, *problems) from None
             named = task_in(path)
             if named and not same_task(named, self.name):
-                of_file.append(
-                    f"--config {path}: task: {named}, and the command line says {self.name}; leave out one of them"
-                )
+                of_file.append(f"--config {path}: task: {named}, and the command line says {self.name}; leave one out")
             problems = [*of_file, *problems]
         built: list[Any] = []
         for cls, offered in self.offers.items():
@@ -248,14 +229,7 @@ def _absent_models(config: TrainConfig) -> list[str]:
 
 
 def _refuse_clashes(task: str, params: Iterable[click.Parameter]) -> None:
-    """Refuse a tool if one of its own options is also the task's; an option of training never is (`api/task.py`).
-
-    Raises:
-        UserError: two options of the command have the same name.
-    """
+    """Refuse a tool if one of its own options is also the task's; an option of training never is (`api/task.py`)."""
     flags = collections.Counter(flag for option in params for flag in (*option.opts, *option.secondary_opts))
     if clash := " and ".join(flag for flag, times in flags.items() if times > 1):
-        raise UserError(
-            f"task {task}: option {clash} is this command's own and the task's too: rename it in the task to use this "
-            "command"
-        )
+        raise UserError(f"task {task}: option {clash} is this command's own and the task's too; rename it in the task")

@@ -21,25 +21,20 @@ _TRAINING = frozenset(setting.name for setting in settings(TrainConfig))
 
 @dataclass(frozen=True, kw_only=True)
 class TaskTool:
-    """A command that every task has.
+    """A command that every task has. Names are those of settings.
 
     Attributes:
         does: text of the command's help: below the task's own line, or above it if it does not train.
-        run: called with the task's name, the task and the settings; it imports what it needs, which may take seconds.
-            If the tool `compares`: with the name, the task's class, the settings that may have several values, the
-            command's parameters, and a function that parses the words of one run.
-        summary: a line in the list of tools.
-        config_class: the trainer's settings, with the tool's own among them.
-        takes: names of the trainer's settings that the command takes; None: all.
-        lists: names of the basic settings that `--help` lists; None: all basic ones that the command takes.
-        lists_task: whether `--help` lists the task's settings.
-        repeated: names of settings that may be given several times, which joins the values by commas.
+        run: called with the task's name, the task and the settings. If the tool `compares`: with the name, the task's
+            class, the settings that may have several values, the command's parameters, and a function that parses the
+            words of one run.
+        takes: the trainer's settings that the command takes; None: all.
+        lists: the basic settings that `--help` lists; None: all basic ones that the command takes.
+        repeated: settings that may be given several times, which joins the values by commas.
         missing_rows: "refused" when the command line is read; "reported" by the tool; or "unread": the tool opens no
             data, and required options that name files may be left out.
-        argument: the argument that follows the task, besides options.
         own_options: options that are not settings, by the heading above them.
         from_run: gives the values of task settings that the run has which `--model` names.
-        compares: whether options may have several values; settings are then read for each run, not before `run`.
     """
 
     does: str
@@ -107,6 +102,7 @@ def _settings_of_the_run(
     return recorded_options(record, task_settings, given, f"--model {model}", same_data=same_data) if record else {}
 
 
+_MOST_USED = _names("model init_from adapter max_length global_batch_size epochs max_steps")
 _SAME_DATA = "Evaluate on the files that the record of the run --model names, without naming them again."
 _RUN_WORDS = click.Argument(["run_words"], nargs=-1, metavar="[-- OPTIONS]", type=click.UNPROCESSED)
 TRAIN = TaskTool(does="Trains, evaluates and saves a model for this task.", run=_runs("accel_sft.commands.train"))
@@ -147,7 +143,7 @@ TOOLS = {
         "is sorted.",
         run=_runs("accel_sft.tools.how_much.command"),
         takes=_TRAINING - _names("output_dir resume dry_run debug train_limit seed"),
-        lists=_names("model epochs max_steps"),
+        lists=_MOST_USED,
         own_options=LEARNING_CURVE,
         argument=_RUN_WORDS,
         compares=True,
@@ -159,10 +155,7 @@ TOOLS = {
         "read. Exit status: 0 if any launch file fits, 1 if none does.",
         run=_runs("accel_sft.tools.plan.command"),
         config_class=PlanConfig,
-        lists=_names(
-            "model init_from adapter lora_r load_in_4bit max_length global_batch_size "
-            "micro_batch_size eval_every gradient_checkpointing"
-        ),
+        lists=_MOST_USED,
         repeated=_names("launch"),
         missing_rows="unread",
     ),
@@ -172,7 +165,7 @@ TOOLS = {
         "accepted too: put `check` before the task of any training command.",
         run=_runs("accel_sft.tools.check.command"),
         config_class=CheckConfig,
-        lists=_names("model init_from max_length global_batch_size micro_batch_size epochs max_steps seed"),
+        lists=_MOST_USED,
         missing_rows="reported",
     ),
     "rehearse": TaskTool(
@@ -183,7 +176,7 @@ TOOLS = {
         "with --launch. Exit status: 0 if the run holds, 1 if a stage of it would fail.",
         run=_runs("accel_sft.tools.rehearse.command"),
         config_class=RehearseConfig,
-        lists=_names("model init_from adapter max_length output_dir"),
+        lists=_MOST_USED,
         missing_rows="reported",
     ),
     "export-data": TaskTool(

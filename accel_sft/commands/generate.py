@@ -23,15 +23,9 @@ _OF_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 _LOWEST_TEMPERATURE = 0.01
 """Below it, logits that are divided by it may overflow."""
 _FILE: dict[str, Any] = {"type": click.Path(), "metavar": "FILE"}  # a shell completes paths for this type
-EXAMPLES = """\b
-For example:
-  accel-sft generate runs/math-20261120-101500 "365="
-  accel-sft generate runs/math-20261120-101500 --interactive
-  accel-sft generate org/model --file prompts.txt --output answers.jsonl
-"""
 
 
-@click.command(epilog=EXAMPLES)
+@click.command()
 @click.argument("model", type=click.Path(), metavar="RUN_OR_MODEL")
 @click.argument("prompt", required=False)
 @click.option("--file", **_FILE, help="Prompts: a line of text each, or JSONL with `messages` or `prompt`.")
@@ -59,6 +53,8 @@ For example:
 def generate(ctx: click.Context, model: str, **options: Any) -> None:
     """Answer a prompt, a file of prompts, or you at the terminal.
 
+    For example: accel-sft generate runs/math-20261120-101500 "365="
+
     RUN_OR_MODEL is a run's folder (its best/ weights, or else final/), exported weights, an adapter, or a hub id.
     Prompts are asked as the model was trained: with the run's own thinking, system message and longest answer; after a
     training on raw text they are texts to go on with.
@@ -74,7 +70,7 @@ def _problems(options: dict[str, Any]) -> list[str]:
     if sum(options[name] not in (None, False) for name in ("prompt", "file", "interactive")) != 1:
         lines.append("give one of these: a PROMPT, --file FILE, or --interactive")
     if options["image"] and options["prompt"] is None:
-        lines.append("--image goes with a PROMPT; rows of --file have a column `images`, or parts of type image")
+        lines.append("--image goes with a PROMPT")
     if options["prompt"] is not None and not options["prompt"].strip():
         lines.append("PROMPT: empty; write what is to be answered")
     if bool(options["file"]) != bool(options["output"]):
@@ -113,8 +109,8 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
     system = given.get("system", _system_of(trained))
     raw = trained.raw_text and config.chat_template is None
     chats, names = _chats(options, system)
-    images, tools = [chat.images for chat in chats], [chat.tools for chat in chats]
-    if raw and (options["interactive"] or any(images) or any(tools) or any(chat.turns[1:] for chat in chats)):
+    images = any(chat.images for chat in chats)
+    if raw and (options["interactive"] or images or any(chat.tools or chat.turns[1:] for chat in chats)):
         raise UserError(
             f"{trained.name}: trained on raw text, which it goes on with: give texts alone, or a --chat-template"
         )
@@ -132,13 +128,13 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
             for line in other_base(source):
                 tell(f"warning: {line}")
             offloaded: dict[str, Any] = {"offload": config.offload, "log": tell} if config.offload else {}
-            answerer = Answerer(accelerator, config, source, sampling, images=any(images), raw=raw, **offloaded)
+            answerer = Answerer(accelerator, config, source, sampling, images=images, raw=raw, **offloaded)
             torch.manual_seed(options["seed"])
             if options["interactive"]:
                 talking[side] = answerer
             else:
                 with terminal.waiting(f"answering {len(chats):,} prompts" if len(chats) > 1 else "answering"):
-                    answers[side] = answerer.answers([chat.turns for chat in chats], most, names, images, tools)
+                    answers[side] = answerer.answers(chats, most, names)
             for note in answerer.notes:
                 tell(note)
             del answerer  # the next model may need its memory
@@ -181,7 +177,7 @@ def _write(output: str, chats: list[Any], answers: dict[str, list[Any]], most: i
     """Write the answers as JSONL: the model's as `generated`, the base's, if asked for, as `base`."""
     rows = []
     for chat, (*before, last) in zip(chats, zip(*answers.values(), strict=True), strict=True):
-        row = {"messages": chat.messages(), **({"tools": chat.tools} if chat.tools else {})}
+        row = {"messages": chat.turns, **({"tools": chat.tools} if chat.tools else {})}
         row |= {"generated": last.text, "tokens": last.tokens, "ended": last.ended}
         rows.append({**row, **({"base": before[0].text} if before else {})})
     try:

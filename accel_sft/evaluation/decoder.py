@@ -94,10 +94,9 @@ class Decoder:
         """Yield each row as soon as its answer has ended: its most likely tokens, up to the first of `ends`.
 
         Args:
-            rows: those that come first start first; start with those that take longest, so that none is left alone.
+            rows: start with those that take longest, so that none is left alone.
             places: number of rows that are live at once.
-            go_on: called before each forward with whether this rank has rows left; returns whether any rank has,
-                because ranks with sharded weights must go on together.
+            go_on: called before each forward with whether this rank has rows left; returns whether any rank has.
         """
         # those that start at once are read with others of their length
         waiting = deque([*sorted(rows[:places], key=lambda row: -len(row.prompt)), *rows[places:]])

@@ -3,7 +3,6 @@ transformers' `generate`, left-padded, with a measure of how far padding changes
 
 import contextlib
 import dataclasses
-import heapq
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -43,19 +42,16 @@ CHECKED_TOKENS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
-
-    Attributes:
-        temperature: logits are divided by it before a token is drawn; 0: the most likely token is taken.
-        top_p: tokens are drawn from the most likely ones that together have this probability.
-        top_k: tokens are drawn from this many of the most likely ones; 0: from all.
-        repetition_penalty: factor that makes the logits of earlier tokens smaller; 1: no change.
-    """
+    """How the next token is chosen."""
 
     temperature: float = 0.0
+    """Logits are divided by it before a token is drawn; 0: the most likely token is taken."""
     top_p: float = 1.0
+    """Tokens are drawn from the most likely ones that together have this probability."""
     top_k: int = 0
+    """Tokens are drawn from this many of the most likely ones; 0: from all."""
     repetition_penalty: float = 1.0
+    """Factor that makes the logits of earlier tokens smaller; 1: no change."""
 
     def settings(self) -> dict[str, Any]:
         """Arguments of a GenerationConfig that override the model's own settings."""
@@ -136,15 +132,12 @@ class Generator:
             reason = reason or self._reason_inexact(examples, prefix)
             self.plain = first_reason(reason)
             self.unpadded = first_reason(self._reason_unpadded(examples)) if self.plain else None
-        self.message = f"answers: the {prefix} tokens that all prompts begin with are computed once"
+        shared = f"the {prefix} tokens that all prompts begin with are computed once"
+        self.message = f"answers: {shared if prefix else 'each prompt is computed whole'}"
         if self.plain:
             self.message = f"answers by transformers' generate, as {self.plain}"
             if self.unpadded:
                 self.message += f"; prompts of equal length only are answered together, as {self.unpadded}"
-        elif not prefix:
-            self.message = (
-                f"answers: prompts begin with fewer than {SHORTEST_PREFIX} common tokens; each is computed whole"
-            )
         self._log(self.message)
 
     def stream(self, prompt: list[int], max_new_tokens: int, streamer: Any) -> list[int]:
@@ -167,7 +160,7 @@ class Generator:
         prefix, ends = common_prefix(examples), self._ends()
         longest = max(example.prompt_length for example in examples) - prefix + max_new_tokens
         places = self.batch_size or min(max(CACHED_TOKENS // longest, FEWEST_ROWS), MOST_ROWS)
-        share = shares(examples, groups)[group]
+        share = [row for ranks in divide(examples, groups, 1) for row in ranks[group]]  # the longest first
         waiting = {Row(example.input_ids[prefix : example.prompt_length]): example for example in share}
         meeting, answered = _Meeting(self.between, self.sharded), list[tuple[Encoded, list[int]]]()
 
@@ -278,12 +271,8 @@ class Generator:
 
 
 class _Meeting:
-    """Where ranks meet between their forwards, as often on each as on any other.
-
-    Args:
-        between: called by every rank each time; it may raise, and then does on all.
-        every_forward: whether ranks go on together, forward by forward.
-    """
+    """Where ranks meet between their forwards, as often on each as on any other: to call `between`, which may raise and
+    then does on all, and with sharded weights (`every_forward`) to go on together."""
 
     def __init__(self, between: Callable[[], None], every_forward: bool) -> None:
         self.between, self.every_forward, self.forwards = between, every_forward, 0
@@ -307,8 +296,6 @@ class _Meeting:
 
 def _reason_unsupported(model: Any, examples: Sequence[Encoded], longest: int) -> str | None:
     """Return why a prompt or the model's configuration rules out the decoder; None if neither does."""
-    if any(example.prompt_length == 0 for example in examples):
-        return "a prompt is empty"
     attention = getattr(model.config, "_attn_implementation", None)
     if attention != "sdpa":
         other = ", sdpa does" if takes_sdpa(model) else ""
@@ -326,31 +313,14 @@ def common_prefix(examples: Sequence[Encoded]) -> int:
     return length if length >= SHORTEST_PREFIX else 0
 
 
-def shares(examples: Sequence[Encoded], ranks: int) -> list[list[Encoded]]:
-    """Divide examples among ranks, so that each has about as many tokens to compute; every rank gets the same result.
-
-    The expected answers stand for those to come. A rank's longest examples come first, so that no long one is left
-    alone at the end.
-    """
-    by_rank: list[list[Encoded]] = [[] for _ in range(ranks)]
-    tokens = [(0, rank) for rank in range(ranks)]  # a heap
-    for example in sorted(examples, key=lambda example: (-len(example.input_ids), example.index)):
-        least, rank = tokens[0]
-        by_rank[rank].append(example)
-        heapq.heapreplace(tokens, (least + len(example.input_ids), rank))
-    return by_rank
-
-
 def divide(
     examples: Sequence[Encoded], ranks: int, batch_size: int, *, equal_lengths: bool = False
 ) -> list[list[list[Encoded]]]:
     """Divide examples into batches of similar length, longest first, each a list of rows for each rank.
 
     A row's length includes the expected answer. Every rank gets the same result. Within a batch the ranks' numbers of
-    rows differ by one at most, and the longest prompt goes to another rank than in the batch before.
-
-    Args:
-        equal_lengths: whether all prompts of a batch must have the same number of tokens.
+    rows differ by one at most, and the longest prompt goes to another rank than in the batch before. With
+    `equal_lengths`, all prompts of a batch have the same number of tokens.
     """
     ordered = sorted(examples, key=lambda example: (-len(example.input_ids), example.index))
     groups: dict[int, list[Encoded]] = {}
@@ -375,11 +345,8 @@ def generate(
     sampling: Sampling = GREEDY,
     **more: Any,
 ) -> list[list[int]]:
-    """The answers to the prompts, each up to and including the first of `ends`.
-
-    Args:
-        more: further arguments of transformers' `generate`, such as inputs besides tokens and mask.
-    """
+    """The answers to the prompts, each up to and including the first of `ends`; `more` is for transformers'
+    `generate`."""
     longest = max(map(len, prompts))
     settings = {**more, **sampling.settings(), "max_new_tokens": max_new_tokens}
     output = _output(model, prompts, ends, pad_token_id, device, **settings)

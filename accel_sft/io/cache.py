@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.errors import UserError
 from accel_sft.io import manifest
 from accel_sft.io.files import expanded
 from accel_sft.io.terminal import terminal
@@ -39,7 +38,7 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
     """Return an entry's folder and the `about` of `publish`; None if it is absent, damaged (logged) or foreign."""
     path = folder() / kind / key
     try:
-        if not path.is_absolute() or not path.exists() or _foreign(path):
+        if not path.is_absolute() or not path.exists() or not _is_mine(path.parent):
             return None
         about = manifest.verify(path)
         with contextlib.suppress(OSError):  # the cache may be read-only
@@ -52,12 +51,9 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def _foreign(entry: Path) -> str:
-    """Return whose an entry is if not this user's: "" if this user or root owns both folders above."""
-    for place in (entry.parent, entry.parent.parent):
-        if place.stat().st_uid not in (os.getuid(), 0):
-            return f"{place} belongs to another user; name a folder of your own in ACCEL_SFT_CACHE"
-    return ""
+def _is_mine(base: Path) -> bool:
+    """Whether this user or root owns a folder of entries and the cache."""
+    return all(folder.stat().st_uid in (os.getuid(), 0) for folder in (base, base.parent))
 
 
 @contextlib.contextmanager
@@ -65,16 +61,14 @@ def partial(kind: str) -> Iterator[Path]:
     """Make a folder to fill and `publish`; at the end the folder is removed unless it was published.
 
     Abandoned folders, and entries that were unused for UNUSED_DAYS, are removed first.
-
-    Raises:
-        OSError: the cache cannot be written.
     """
     base, prefix = folder() / kind, f".{socket.gethostname()}-"
     if not base.is_absolute():
         raise FileNotFoundError(2, "no home folder, and ACCEL_SFT_CACHE is not set", str(base))
     base.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # `mode` does not apply to the parents it makes
     base.mkdir(exist_ok=True, mode=0o700)
-    if reason := _foreign(base / "any"):
+    if not _is_mine(base):
+        reason = f"{base} belongs to another user; name a folder of your own in ACCEL_SFT_CACHE"
         raise PermissionError(errno.EPERM, reason, str(base))
     for left in base.glob(f"{prefix}*-*"):
         with contextlib.suppress(OSError, ValueError):  # another process may be removing it
@@ -109,31 +103,13 @@ def publish(made: Path, kind: str, key: str, about: dict[str, Any]) -> Path:
         with contextlib.suppress(manifest.Damaged):
             manifest.verify(target)
             return target
-        with contextlib.suppress(FileNotFoundError):  # another run was quicker
-            _remove(target)
+        discard(kind, key)
 
 
 def discard(kind: str, key: str) -> None:
-    """Remove an entry that is complete but wrong.
-
-    Raises:
-        UserError: it cannot be removed.
-    """
-    path = folder() / kind / key
-    try:
-        _remove(path)
-    except OSError as error:
-        if path.exists():
-            raise UserError(
-                f"{path}: has the wrong content, and cannot be removed ({error.strerror}); remove it, or "
-                "name another folder in ACCEL_SFT_CACHE"
-            ) from None
-
-
-def _remove(entry: Path) -> None:
     """Remove an entry as a whole, so that no run finds a part of it."""
-    with partial(entry.parent.name) as aside:
-        entry.rename(aside / "removed")
+    with partial(kind) as aside, contextlib.suppress(FileNotFoundError):  # another run was quicker
+        (folder() / kind / key).rename(aside / "removed")
 
 
 def log(line: str) -> None:

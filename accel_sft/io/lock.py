@@ -18,9 +18,6 @@ def lock(path: Path) -> None:
 
     The system drops the lock when the last process closes its descriptor, so a forked child closes its copy:
     otherwise a task's process pool that outlives a killed run would keep the folder locked for every resume.
-
-    Raises:
-        UserError: a living process has locked it.
     """
     descriptor = os.open(path, os.O_RDONLY)
     _locked.append(descriptor)

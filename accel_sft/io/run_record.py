@@ -29,14 +29,12 @@ def recorded_options(
 ) -> dict[str, Any]:
     """The values that a run's record has for the settings of its task, except for those that are given.
 
+    A run's folder may be someone else's, and name any file of this machine: without `same_data` such settings are
+    refused.
+
     Args:
         given: names of settings; None: the command takes none.
         where: how the command names the run, for errors.
-        same_data: whether files that the record names are to be read.
-    Raises:
-        UserError: the settings name files and `same_data` is not set; a run's folder may be someone else's, and name
-            any file of this machine. Or the record hides a value as a secret, and `given` could have it; or a value of
-            the record is none that the setting may have now.
     """
     before = record["task_options"]
     mine = [s for s in task_settings if s.name in before.keys() - {*(given or ())}]
@@ -89,11 +87,8 @@ def write_manifest(run_dir: RunDir, result: str, about: dict[str, Any]) -> None:
     """Write the manifest of a finished run's folder: of its records, samples and exported weights, and of the manifests
     of its checkpoints. Logs, traces and the trackers' files are not in it.
 
-    It is written before the result.json that says that the run is complete: a kill in between leaves a run that
-    writes both again.
-
-    Args:
-        result: the text that result.json will have.
+    It is written before the result.json, with the text `result`, that says that the run is complete: a kill in between
+    leaves a run that writes both again.
     """
     content = result.encode()
     entries = {run_dir.result.name: [len(content), hashlib.sha256(content).hexdigest()]}

@@ -67,7 +67,7 @@ def test_what_goes_together_is_no_problem(values):
         ({"save_every": "0"}, "--save-every 0"),
         ({"keep_checkpoints": "0"}, "--keep-checkpoints 0: expected a number of checkpoints, or every:N"),
         ({"keep_checkpoints": "every:x"}, "--keep-checkpoints every:x: expected a number"),
-        ({"keep_checkpoints": "every:50", "save_every": "30"}, "--keep-checkpoints every:50: --save-every 30 makes no"),
+        ({"keep_checkpoints": "every:50", "save_every": "30"}, "--keep-checkpoints every:50: --save-every 30 makes"),
         ({"keep_checkpoints": "every:50", "save_every": "off"}, "--keep-checkpoints every:50: --save-every off makes"),
         ({"micro_batch_size": "-1"}, "--micro-batch-size -1"),
         ({"patience": 2, "eval_every": "off"}, "--patience"),
@@ -209,9 +209,8 @@ def test_yaml_refuses_a_name_given_twice_in_either_spelling(yaml):
         ('model: "a\\0"', "line 1: --model 'a\\x00': a NUL or bytes that are not UTF-8 are not text; remove them"),
         ('model: "\\Uffffffff"', "not YAML: Python int too large to convert to C int"),
         ("{seed: 1, seed: 2}", "seed is given twice, on lines 1 and 1; keep one"),
-        ("[a]: 1", "line 1: expected an option's name before the colon"),
+        ("[a]: 1", "line 1: unknown option ''"),
         ("<<: {seed: 3}", "line 1: unknown option '<<'"),
-        ("seed: " + "[" * 5000, "expected option names and values, one `name: value` a line"),
     ],
 )
 def test_yaml_value_of_a_wrong_kind_is_one_line(yaml, text, message):
@@ -239,5 +238,6 @@ def test_yaml_without_names_is_refused(yaml, text):
 
 
 def test_what_is_not_yaml_or_not_there_is_refused(yaml, tmp_path):
-    assert refused(yaml("seed: [1"))[0].startswith("not YAML: ")
+    for text in ("seed: [1", "seed: " + "[" * 5000):
+        assert refused(yaml(text))[0].startswith("not YAML: ")
     assert refused(str(tmp_path / "none"))[0].startswith("cannot be read (No such file")

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import types
@@ -177,19 +176,11 @@ def test_help_is_short_and_its_last_line_names_the_whole(run, monkeypatch, comma
         assert "--shout / --no-shout" not in help
 
 
-@pytest.mark.parametrize("command", ["--help", "good --help", "plan good --help-all"])
-def test_of_the_ranks_of_a_launch_one_prints_the_help(run, monkeypatch, command):
-    assert "Usage" in run(*command.split()).stdout
-    monkeypatch.setenv("RANK", "1")
-    result = run(*command.split())
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
 @pytest.mark.parametrize("command", ["--help", "good --help", "good --help-all", "generate --help", "doctor --help"])
 def test_help_has_the_width_of_the_terminal(run, monkeypatch, command):
     for columns in (60, 100):
         monkeypatch.setenv("COLUMNS", str(columns))
-        options = run(*command.split()).stdout.partition("For example:")[0]
+        options = run(*command.split()).stdout
         words = [line for line in options.splitlines() if not re.fullmatch(r" *\S+( \S+)?", line)]
         assert columns - 15 < max(map(len, words)) <= columns, command
 
@@ -264,11 +255,6 @@ NOT_OURS = "stage", "template", "quantization-bit", "val-size", "lora-rank", "sa
 NOT_OURS += "train-on-eos", "roles-to-train", "mask-history", "loss-type", "chat-template-path", "enable-thinking"
 
 
-def test_a_switch_with_a_value_says_how_to_write_it(run, site):
-    message = "unexpected extra argument (True); a switch has no value: --compile or --no-compile"
-    assert message in run("good", "--gradient_checkpointing", "True").stderr
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -298,6 +284,7 @@ def test_second_value_behind_an_option_is_refused(run, site):
     result = run("reads", "--train-file", "a.json", "b.json")
     assert result.returncode == 2
     assert "unexpected extra argument (b.json); each value needs its option" in result.stderr
+    assert "(True); each value needs its option" in run("good", "--gradient_checkpointing", "True").stderr
 
 
 def test_all_problems_are_told_at_once_each_naming_its_flag(run, site):
@@ -343,7 +330,7 @@ def test_a_file_of_another_task_or_of_none_is_refused(run, site, tmp_path):
     install(site, "p-other", "other = p_other:Good")
     file = tmp_path / "run.yaml"
     file.write_text("task: good\n", encoding="utf-8")
-    message = f"Error: --config {file}: task: good, and the command line says other; leave out one of them\n"
+    message = f"Error: --config {file}: task: good, and the command line says other; leave one out\n"
     assert run("other", "--config", str(file)).stderr == message
     file.write_text("task: god\n", encoding="utf-8")
     assert "no task or tool 'god'; did you mean good?" in run("--config", str(file)).stderr
@@ -355,24 +342,6 @@ def test_a_file_of_another_task_or_of_none_is_refused(run, site, tmp_path):
 
 
 SOURCE_WITH_NEED = GOOD.replace("option(10, min=2", "option(min=2")
-FAULTY_FILES = {
-    "a misspelt option": ("otput-dir: runs/a\nresume: auto\nsize: 4\n", "unknown option 'otput-dir'; did you mean"),
-    "another option misspelt": ("output-dir: runs/a\nresume: auto\nsize: 4\nlog: 3\n", "unknown option 'log'"),
-    "a misspelt option that is needed": ("sise: 4\n", "unknown option 'sise'; did you mean size?"),
-    "a wrong value that another needs": ("output-dir: [[a]]\nresume: auto\nsize: 4\n", "--output-dir (list): expected"),
-    "a wrong value that is needed": ("size: x\n", "--size 'x': expected a whole number"),
-    "no YAML": ("size: 4\noutput-dir: [runs/a\nresume: auto\n", "not YAML: "),
-}
-
-
-@pytest.mark.parametrize(("content", "problem"), FAULTY_FILES.values(), ids=FAULTY_FILES)
-def test_values_of_a_faulty_file_are_not_called_missing(site, run, tmp_path, content, problem):
-    install(site, "p-required", "needy = p_required:Good", SOURCE_WITH_NEED)
-    file = tmp_path / "run.yaml"
-    file.write_text(content)
-    resume = ["--resume", "auto"] if "not YAML" in problem else []  # of which the folder is in the file
-    (line,) = run("needy", "--config", str(file), *resume).stderr.splitlines()
-    assert re.sub(r"line \d+: ", "", line).startswith(f"Error: --config {file}: {problem}")
 
 
 def test_an_option_without_default_must_be_given(site, run):
@@ -541,34 +510,10 @@ def test_a_reader_that_leaves_ends_the_command_quietly(site):
     assert (result.returncode, result.stderr) == (141, "")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk of one's own")
-@pytest.mark.parametrize("command", ["--help", "tasks", "math --help", "launch-file z2", "completion bash"])
-def test_output_that_cannot_be_written_is_told_in_a_line(command):
-    with open("/dev/full", "w") as full:
-        argv = [sys.executable, "-m", "accel_sft", *command.split()]
-        result = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    message = "Error: standard output cannot be written: No space left on device; let it go elsewhere\n"
-    assert (result.returncode, result.stderr) == (1, message)
-
-
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"LANG": "C", "LC_ALL": "C"},
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        {"PYTHONIOENCODING": "latin-1"},
-    ],
-    ids=["C", "C without UTF-8 mode", "latin-1"],
-)
-def test_any_language_prints_under_any_locale(site, env):
-    failing(site, "print('王大丫丫的回答是', flush=True); raise UserError('缺少答案')")
-    result = accel_sft("fail", site=site, env=env)
-    assert result.returncode == 1
-    if "PYTHONIOENCODING" in env:
-        assert "\\u7f3a" in result.stderr
-    else:
-        assert "王大丫丫的回答是" in result.stdout
-        assert result.stderr == "Error: 缺少答案\n"
+def test_any_language_prints_under_any_encoding(site):
+    failing(site, "raise UserError('缺少答案')")
+    assert accel_sft("fail", site=site, env={"LC_ALL": "C"}).stderr == "Error: 缺少答案\n"
+    assert "\\u7f3a" in accel_sft("fail", site=site, env={"PYTHONIOENCODING": "latin-1"}).stderr
 
 
 # Launch files
@@ -609,45 +554,13 @@ def test_new_task_keeps_the_contract_and_passes_its_test(tmp_path, site, run):
     module = entry.split('"')[1].split(":")[0]
     source = (project / f"{module}.py").read_text(encoding="utf-8")
     install(site, "accel-sft-even-odd", entry.replace('"', ""), source, module=module)
-    shutil.copytree(project / f"{module}_data", site / f"{module}_data")
     assert "ok" in run("tasks").stdout.split("even-odd")[2]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))}
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project)]
     subprocess.run(tests, env=env, check=True, capture_output=True)
     subprocess.run([*LINT, str(project)], check=True)
-    for split in ("train", "validation"):  # as the docstring invites: other rows, another `parse`, prompt and score
-        rows = f'{{"said": ["a {split}"]}}\n{{"said": ["b {split}"]}}\n'
-        (site / f"{module}_data" / f"{split}.jsonl").write_text(rows)
-    edits = {
-        source[source.index("    for field in") :]: EDITED_PARSE,
-        'example["question"]': 'example["said"][0]',
-        'return example["answer"]': 'return example["said"][0].upper()',
-        '"accuracy": float(text.strip() == example["answer"])': '"wrong": float(text != self.target(example))',
-        'main_metric = "accuracy"': 'main_metric = "wrong"\n    higher_is_better = False',
-    }
-    for old, new in edits.items():
-        assert old in source
-        source = source.replace(old, new)
-    (site / f"{module}.py").write_text(source)
-    edited = subprocess.run(tests, env=env, capture_output=True, text=True)
-    assert edited.returncode == 0, edited.stdout
-    (site / f"{module}_data" / "validation.jsonl").write_text('{"said": ["a train"]}\n')
+    (site / f"{module}.py").write_text(source.replace("range(900, 1000)", "range(800, 900)"))
     assert "T301 " in subprocess.run(tests, env=env, capture_output=True, text=True).stdout
-
-
-EDITED_PARSE = """\
-    if not isinstance(row.get("said"), list):
-        raise RowProblem("said", "a list")
-    return row
-"""
-
-
-def test_a_new_task_reads_files(run, tmp_path, monkeypatch):
-    assert run("new-task", "even-odd", str(tmp_path / "new")).returncode == 0
-    (tmp_path / "train.jsonl").write_text('{"question": "2?", "answer": "even"}\n{"question": "3?"}\n')
-    task = registry.load(str(tmp_path / "new" / "accel_sft_even_odd.py"))
-    with pytest.raises(UserError, match=r"train\.jsonl:2: field 'answer': expected text"):
-        task(data_folder=str(tmp_path)).dataset("train")
 
 
 def test_a_new_task_in_one_file_runs_as_it_stands(run, tmp_path, monkeypatch):
@@ -659,11 +572,16 @@ def test_a_new_task_in_one_file_runs_as_it_stands(run, tmp_path, monkeypatch):
     checked = accel_sft("check", "./even_odd.py", "--strict", cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     (tmp_path / "own.jsonl").write_text("".join(f'{{"question": "q {n}", "answer": "a {n}"}}\n' for n in range(30)))
-    own = "--train-file", "own.jsonl", "--show", "0", "--json"
-    splits = json.loads(accel_sft("check", "./even_odd.py", *own, cwd=tmp_path).stdout)["splits"]
-    assert {split["split"]: split["rows"] for split in splits} == {"train": 27, "validation": 3}
-    refused = accel_sft("./even_odd.py", "--validation-file", "own.jsonl", cwd=tmp_path)
-    assert "--train-file: name the rows to train on" in refused.stderr
+    task = registry.load("./even_odd.py")
+    assert {split: len(task(train_file="own.jsonl").dataset(split)) for split in ("train", "validation")} == {
+        "train": 27,
+        "validation": 3,
+    }
+    with pytest.raises(UserError, match="--train-file: name the rows to train on"):
+        task(validation_file="own.jsonl").dataset("train")
+    (tmp_path / "bad.jsonl").write_text('{"question": "2?", "answer": "even"}\n{"question": "3?"}\n')
+    with pytest.raises(UserError, match=r"bad\.jsonl:2: field 'answer': expected text"):
+        task(train_file="bad.jsonl").dataset("train")
     assert "even_odd.py: is there already" in run("new-task", "even-odd", "--file").stderr
     assert "is called so" in run("new-task", "random", "--file").stderr
 
@@ -679,7 +597,7 @@ def test_a_new_task_needs_a_name_of_its_own(tmp_path, run, name):
 def test_a_new_task_overwrites_nothing(tmp_path, run):
     (tmp_path / "mine.txt").write_text("", encoding="utf-8")
     assert "is there already" in run("new-task", "fresh", str(tmp_path)).stderr
-    assert "already has it" in run("new-task", "good", str(tmp_path / "x")).stderr
+    assert "an installed task has it" in run("new-task", "good", str(tmp_path / "x")).stderr
     assert "cannot be written" in run("new-task", "fresh", str(tmp_path / "mine.txt" / "x")).stderr
 
 

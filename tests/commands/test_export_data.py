@@ -68,7 +68,7 @@ def test_template_variables_and_texts_to_continue_are_exported(tmp_path):
     task = Chat(validation_file=str(tmp_path / "rows.jsonl"))
     examples = read_split(task, "validation")
     chats = [conversation(task, examples, "validation", index) for index in range(2)]
-    assert tuple(export_data.chat_row(chat, tmp_path) for chat in chats) == rows
+    assert tuple(map(export_data.chat_row, chats)) == rows
 
 
 def test_forms_of_other_trainers_are_as_documented(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ from accel_sft import UserError
 from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.conversation import Conversation
 from accel_sft.commands.trained import Trained
-from accel_sft.evaluation.answerer import Answerer
+from accel_sft.evaluation.answerer import Answerer, Prompt
 from accel_sft.evaluation.generate import Sampling
 from accel_sft.evaluation.prompts import read_prompts
 from accel_sft.io.run_dir import RunDir
@@ -190,11 +190,11 @@ def test_tools_and_calls_of_rows_are_asked_as_in_training(tiny, tmp_path):
     tokenizer.save_pretrained(shutil.copytree(tiny, tmp_path / "base"))
     mine = answerer(tmp_path / "base")
     trained = Conversation(one.turns, {"role": "assistant", "content": "No."}, tools=one.tools)
-    prompt = mine.encode(one.turns, 8, tools=one.tools).input_ids[:-1]
+    prompt = mine.encode(one, 8).input_ids[:-1]
     assert prompt == mine.rendering.control.ids([mine.rendering.examples([trained], "train")[0].prompt])[0]
     assert '"town": {' in tokenizer.decode(prompt)
     assert 'weather {"town": "Ulm"}' in tokenizer.decode(prompt)
-    assert mine.answers([one.turns], 8, tools=[one.tools])[0].tokens
+    assert mine.answers([one], 8)[0].tokens
 
 
 TOOLS = (
@@ -211,9 +211,13 @@ TOOLS = (
         ({"prompt": "?", "tools": [3]}, "a list of schemas, or JSON of one"),
         ({"prompt": "?", "system": 3}, "field 'system'"),
         ({"prompt": "?", "chat_template_kwargs": {"a": 1}}, "no variables of the template"),
-        ({"messages": [{"role": "assistant", "content": 3, "tool_calls": [{}]}, *QUESTION]}, "with text in both"),
+        (
+            {"messages": [{"role": "assistant", "content": 3, "tool_calls": [{}]}, *QUESTION]},
+            'expected a list of {"role"',
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}, *QUESTION]}, "gave the call '{}', expected"),
-        ({"messages": ["a"]}, "with text in both"),
+        ({"messages": ["a"]}, 'a list of {"role"'),
+        ({"prompt": "?", "images": ["a.png"]}, "give images by --image, with one PROMPT"),
         ({"messages": [{"role": "user", "content": "?", "tool_calls": [{}]}]}, "gave tool_calls in a turn of role"),
         ({"messages": [{"role": "user", "content": "?", "function_call": {"name": "a"}}]}, "not in `function_call`"),
     ],
@@ -225,7 +229,7 @@ def test_what_a_row_says_of_tools_is_not_dropped(tmp_path, row, problem):
 
 
 def test_drawn_answers_follow_the_seed_and_top_1_is_greedy(tiny):
-    chats = [[{"role": "user", "content": f"{number}="}] for number in range(5)]
+    chats = [Prompt([{"role": "user", "content": f"{number}="}]) for number in range(5)]
     greedy = answerer(tiny).answers(chats, 8)
     assert answerer(tiny, Sampling(temperature=3.0, top_k=1)).answers(chats, 8) == greedy
     drawing = answerer(tiny, Sampling(temperature=3.0))
@@ -244,7 +248,7 @@ def test_streamed_answer_is_that_of_a_file(tiny, tmp_path):
     mine = answerer(tiny)
     written = []
     streamed = mine.stream(QUESTION, 12, written.append)
-    assert streamed == mine.answers([QUESTION], 12)[0]
+    assert streamed == mine.answers([Prompt(QUESTION)], 12)[0]
     assert "".join(written) == streamed.text
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     tokenizer.chat_template = FAMILIES["Qwen3.5"].template
@@ -252,7 +256,7 @@ def test_streamed_answer_is_that_of_a_file(tiny, tmp_path):
     tokenizer.save_pretrained(thoughtful)
     for thinking, end in (("off", "</think>\n\n"), ("template", "<think>\n"), ("keep", "<think>\n")):
         other = answerer(thoughtful, thinking=thinking)
-        encoded = other.encode(QUESTION, 5)
+        encoded = other.encode(Prompt(QUESTION), 5)
         assert tokenizer.decode(encoded.input_ids[: encoded.prompt_length]).endswith(end)
 
 

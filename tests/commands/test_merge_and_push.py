@@ -208,7 +208,7 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))
     try:
-        too_large = pytest.raises(UserError, match=r"^OUT .*: a file may not be that large here .*; raise the limit")
+        too_large = pytest.raises(UserError, match=r"^OUT .*: file too large; free space, or raise the limit")
         with too_large, new_folder(str(tmp_path / "out"), "OUT") as partial:
             save_file({"weight": torch.zeros(1 << 16)}, partial / "model.safetensors")  # its error is no OSError
     finally:
@@ -249,7 +249,7 @@ def test_what_appeared_while_a_folder_was_filled_stays(tmp_path, kind):
             if kind == "folder":
                 (out / "rows").write_text("theirs")
 
-    with pytest.raises(UserError, match="out: not empty; name another folder"):
+    with pytest.raises(UserError, match=r"out: cannot be written \(.*\); name another folder"):
         fill()
     assert kind != "folder" or (out / "rows").read_text() == "theirs"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
@@ -366,7 +366,7 @@ def test_of_a_strangers_folder_only_the_models_files_are_pushed(base, push, tmp_
 
 def test_adapter_is_pushed_with_its_base_id_or_merged(adapter, local_hub, push):
     there, _ = local_hub
-    with pytest.raises(UserError, match="--base-model ORG/NAME, or upload --what merged"):
+    with pytest.raises(UserError, match="name its hub id: --base-model ORG/NAME"):
         push(adapter, "org/lora")
     push(adapter, "org/lora", "--base-model", "org/base")
     assert json.loads(there.files["adapter_config.json"])["base_model_name_or_path"] == "org/base"
@@ -384,32 +384,25 @@ def test_a_base_in_the_hubs_cache_has_its_hub_id(base):
     assert [hub_id(path) for path in (str(base), "../base", "./base", "my org/base", "a/b/c")] == [None] * 5
 
 
-@pytest.mark.parametrize(
-    ("status", "problem"),
-    [
-        (401, "does not accept the token"),
-        (403, "does not let this token write to org/name"),
-        (404, "has no org/name for this token"),
-        (500, "answers 500: no"),
-    ],
-)
-def test_what_the_hub_refuses_is_one_line(run, local_hub, push, status, problem):
+@pytest.mark.parametrize("status", [401, 403, 404, 500])
+def test_what_the_hub_refuses_is_one_line(run, local_hub, push, status):
     local_hub[0].status = status
     with pytest.raises(UserError) as failed:
         push(run, "org/name")
-    assert len(failed.value.problems) == 1
-    assert failed.value.problems[0].startswith(f"the hub {local_hub[1]} {problem}")
+    (line,) = failed.value.problems
+    assert line.startswith(f"the hub {local_hub[1]} answers {status}: ")
+    assert line.endswith("; see that the token may write to org/name")
     assert local_hub[0].files == {}
 
 
 def test_what_cannot_be_pushed_is_one_line(run, push, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     for arguments, problem in (
-        ((run, "org/name", "--what", "final"), "--what final: "),
+        ((run, "org/name", "--what", "final"), "no weights in .*/final; name a run"),
         ((run, "org/name", "--also", "../*"), r"--also ../\*: no such file in"),
         ((run, "org/name", "--also", "config.json"), "--also config.json: no such file in"),
         ((run, "a/b/c"), "REPO a/b/c: not a repository's name"),
-        ((tmp_path, "org/name"), "no weights in it"),
+        ((tmp_path, "org/name"), "no weights in "),
     ):
         with pytest.raises(UserError, match=problem):
             push(*arguments)

