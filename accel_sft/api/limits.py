@@ -54,13 +54,8 @@ def adapter_conflicts(config: Any) -> list[str]:
 
 
 def launch_problem(settings: Any, backend: str, stage: int = 0, offload: str = "none") -> str | None:
-    """Return why this launch cannot train with these settings, in one line; None if it can.
-
-    Args:
-        settings: a `TrainConfig`, or a `Job` of the plan.
-        backend: accelerate's name of the backend, or TENSOR_PARALLEL.
-        offload: where the optimizer is offloaded to.
-    """
+    """Return why this launch cannot train with these settings (a `TrainConfig` or a `Job`), or None. `backend` is
+    accelerate's name, or TENSOR_PARALLEL; the optimizer is offloaded to `offload`."""
     launches = {backend, f"{backend} {stage}", f"{backend} {offload}"}
     for (name, value), (backends, instead) in _REFUSED.items():
         set_to = getattr(settings, name, None)  # a Job has only what memory and speed depend on

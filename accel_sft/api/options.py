@@ -33,9 +33,7 @@ def option(
     Args:
         default: the value when the option is not given; without a default, the option is required.
         help: one line for `--help`; name the unit.
-        choices: the accepted words of a `str` option.
         min, max: inclusive limits of a number.
-        section: heading under which `--help` lists the option.
         basic: whether `--help` lists an option of the trainer; `--help-all` lists all. No effect on a task's option.
         rows: whether a `str` option names rows for `read_rows`. It may then be given several times (the names are
             joined by commas), and a missing file or folder is refused before anything is loaded.
@@ -128,11 +126,7 @@ def _represented(value: Any) -> str:
 
 
 def settings(cls: type) -> list[Setting]:
-    """The settings of a dataclass, in the order of its fields.
-
-    Raises:
-        TypeError: a field's type is not str, int, float, bool or one of these `| None`.
-    """
+    """The settings of a dataclass, in the order of its fields; TypeError for a type that no option has."""
     hints = typing.get_type_hints(cls)
     result = []
     for field in dataclasses.fields(cls):

@@ -54,7 +54,7 @@ def names() -> dict[str, str]:
 def load(name: str) -> type[Task]:
     """Import the installed task `name`, or the task in the file `name`, and check it against the contract."""
     if file := task_file(name):
-        return load_file(file)
+        return load_file(*file)
     candidates = [plugin for plugin in plugins() if plugin.name == name]
     if usable := [plugin for plugin in candidates if not plugin.fault]:
         return load_plugin(usable[0])

@@ -11,7 +11,7 @@ from accel_sft.api import registry
 from accel_sft.api.config_file import OTHER_COMMANDS, task_in
 from accel_sft.api.errors import UserError
 from accel_sft.api.task_file import task_file
-from accel_sft.cli.task_command import HelpContext, TaskCommand
+from accel_sft.cli.task_command import TaskCommand
 from accel_sft.cli.task_tools import TOOLS, TRAIN, TaskTool
 from accel_sft.commands.generate import generate
 from accel_sft.commands.listings import completion, launch_file, tasks
@@ -27,8 +27,6 @@ from accel_sft.tools.verify.command import verify
 
 class TaskGroup(click.Group):
     """A group whose task commands are known by metadata, and whose tasks are each imported when they are called."""
-
-    context_class = HelpContext
 
     def __init__(self, *args: Any, tool: TaskTool = TRAIN, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -131,5 +129,4 @@ for _name, _task_tool in TOOLS.items():
     cli.add_command(TaskGroup(_name, help=_task_tool.summary, tool=_task_tool))
 _RUNS = doctor, report, verify, generate, merge, serve, parity, push
 for _tool in (*_RUNS, new_task, tasks, launch_file, completion):
-    _tool.context_class = HelpContext
     cli.add_command(_tool)

@@ -29,17 +29,6 @@ _SHORT_HEADINGS = {ADAPTER: MODEL, DATA: "Training", OPTIM: "Training", EVAL: "T
 """The heading under which `--help` lists the few options of a section; `--help-all` has each section's own."""
 
 
-class HelpFormatter(click.HelpFormatter):
-    """Keeps the column of options narrow: on a narrow terminal, most of the width is left to the help texts."""
-
-    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 34, col_spacing: int = 2) -> None:
-        super().write_dl(rows, min(col_max, self.width * 2 // 5), col_spacing)
-
-
-class HelpContext(click.Context):
-    formatter_class = HelpFormatter
-
-
 def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
         ctx.meta[_HELP_ALL] = True
@@ -59,7 +48,6 @@ class TaskCommand(click.Command):
     `--help` lists the options in `listed`, `--help-all` all. `task_class` is None while a shell completes.
     """
 
-    context_class = HelpContext
     name: str
 
     def __init__(self, name: str, task_class: type[Task] | None, summary: str, tool: TaskTool = TRAIN) -> None:

@@ -24,17 +24,14 @@ class TaskTool:
     """A command that every task has. Names are those of settings.
 
     Attributes:
-        does: text of the command's help: below the task's own line, or above it if it does not train.
         run: called with the task's name, the task and the settings. If the tool `compares`: with the name, the task's
             class, the settings that may have several values, the command's parameters, and a function that parses the
             words of one run.
         takes: the trainer's settings that the command takes; None: all.
         lists: the basic settings that `--help` lists; None: all basic ones that the command takes.
-        repeated: settings that may be given several times, which joins the values by commas.
         missing_rows: "refused" when the command line is read; "reported" by the tool; or "unread": the tool opens no
             data, and required options that name files may be left out.
         own_options: options that are not settings, by the heading above them.
-        from_run: gives the values of task settings that the run has which `--model` names.
     """
 
     does: str

@@ -50,7 +50,8 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     if config.url:
         return _served(task_name, task, config)
     launch, name = begin(), recorded_name(task_name)
-    _refuse_tiny(config)
+    if config.model == "tiny" or (config.base == "tiny" and not Path("tiny").exists()):
+        raise UserError("--model and --base: the model tiny is made for each run; name a run's folder, or its base/")
     trained = Trained(config.model)
     config = dataclasses.replace(trained.settings(config), load_in_4bit=trained.in_4bit)
     sources = trained.sources(config.base, config.revision)
@@ -81,11 +82,6 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         if accelerator.is_main_process:
             _publish(name, task, config, named, evaluations)
         leave_together()
-
-
-def _refuse_tiny(config: EvaluateConfig) -> None:
-    if config.model == "tiny" or (config.base == "tiny" and not Path("tiny").exists()):
-        raise UserError("--model and --base: the model tiny is made for each run; name a run's folder, or its base/")
 
 
 def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:

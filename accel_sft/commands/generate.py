@@ -1,6 +1,5 @@
 """`accel-sft generate`: answers a prompt, a file of prompts, or a person at the terminal with a trained model."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ _OF_TRAINING = (
     *("dtype", "offload", "trust_remote_code", "debug"),
 )
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
-_LOWEST_TEMPERATURE = 0.01
-"""Below it, logits that are divided by it may overflow."""
 _FILE: dict[str, Any] = {"type": click.Path(), "metavar": "FILE"}  # a shell completes paths for this type
 
 
@@ -77,11 +74,6 @@ def _problems(options: dict[str, Any]) -> list[str]:
         lines.append("--file and --output go together: name a file of prompts and a new file for the answers")
     if options["output"] and Path(options["output"]).exists():
         lines.append(f"--output {options['output']}: is there already; name a new file")
-    for name in _OF_SAMPLING:
-        if math.isnan(options[name] or 0):  # which no range of click's refuses
-            lines.append(f"{flag_of(name)} nan: not a number")
-    if 0 < (options["temperature"] or 0) < _LOWEST_TEMPERATURE:
-        lines.append(f"--temperature {options['temperature']:g}: must be 0, or at least {_LOWEST_TEMPERATURE}")
     for name in ("top_p", "top_k"):
         if options[name] is not None and not options["temperature"]:
             lines.append(f"{flag_of(name)} needs --temperature above 0: without it nothing is drawn")
@@ -94,7 +86,7 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
 
     from accel_sft.evaluation.answerer import Answerer
     from accel_sft.evaluation.generate import Sampling
-    from accel_sft.evaluation.prompts import talk
+    from accel_sft.evaluation.prompts import prompt_with, read_prompts, talk
     from accel_sft.launch.accelerator import create_accelerator
     from accel_sft.launch.info import launch_of_this_process
     from accel_sft.models.pretrained import refuse_offload
@@ -106,9 +98,13 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
     config = trained.settings(EvaluateConfig(model=trained.weights, **own))
     refuse_offload(config.offload, ranks=1, quantized=False)
     most = config.max_new_tokens or LONGEST_ANSWER
-    system = given.get("system", _system_of(trained))
+    of_run = (trained.record or {}).get("system_prompt")
+    system = given.get("system", of_run if isinstance(of_run, str) else None)  # the record may be someone else's
     raw = trained.raw_text and config.chat_template is None
-    chats, names = _chats(options, system)
+    if options["file"]:
+        chats, names = read_prompts(options["file"], system)
+    else:  # before a talk, one without a question
+        chats, names = [prompt_with(options["prompt"] or "", options["image"], system)], ["PROMPT"]
     images = any(chat.images for chat in chats)
     if raw and (options["interactive"] or images or any(chat.tools or chat.turns[1:] for chat in chats)):
         raise UserError(
@@ -145,21 +141,6 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
         _write(options["output"], chats, answers, most)
     else:
         _print({side: answer for side, (answer,) in answers.items()}, most, own=options["max_new_tokens"] is None)
-
-
-def _chats(options: dict[str, Any], system: str | None) -> tuple[list[Any], list[str]]:
-    """Return the conversations to answer, and how errors name each; one without a question before a talk."""
-    from accel_sft.evaluation.prompts import prompt_with, read_prompts
-
-    if options["file"]:
-        return read_prompts(options["file"], system)
-    return [prompt_with(options["prompt"] or "", options["image"], system)], ["PROMPT"]
-
-
-def _system_of(trained: Trained) -> str | None:
-    """The system message in a run's record; None if it is no text, since the record may be someone else's."""
-    message = (trained.record or {}).get("system_prompt")
-    return message if isinstance(message, str) else None
 
 
 def _print(answers: dict[str, Any], most: int, *, own: bool) -> None:

@@ -17,7 +17,6 @@ from accel_sft.commands.trained import Trained, begin_command
 from accel_sft.io import terminal
 from accel_sft.io.files import new_folder
 from accel_sft.io.run_dir import absent_weights
-from accel_sft.io.run_record import names_files
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 MERGED = click.Choice(["bf16", "bfloat16", "float16", "float32"])
@@ -68,8 +67,7 @@ def merge(ctx: click.Context, run: str, out: str | None, **options: Any) -> None
     if out:
         click.echo(f"{out}: weights that plain transformers loads")
     if gguf:
-        data = " --same-data" if names_files(trained.record) else ""
-        click.echo(f"{gguf}: serve it, then hold it to the run: accel-sft parity {run} --url URL{data}")
+        click.echo(f"{gguf}: serve it with accel-sft serve {run} --with llama.cpp --gguf {gguf}")
 
 
 def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code: bool) -> list[str]:

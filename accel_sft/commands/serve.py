@@ -14,7 +14,6 @@ import click
 from accel_sft.api.errors import UserError
 from accel_sft.commands.trained import Trained
 from accel_sft.io.files import read_json
-from accel_sft.io.run_record import names_files
 
 _MERGE = "merge it first (accel-sft merge), and serve the merged folder"
 _NOT_IN_VLLM = "use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"
@@ -60,13 +59,8 @@ def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
     words = _words(kind, folder, name, trained, options["gguf"])
     words = [program or words[0], *words[1:], "--host", options["host"], "--port", str(options["port"]), *more]
     click.echo(shlex.join(words))
-    host = f"[{options['host']}]" if ":" in options["host"] else options["host"]
-    address = f"http://{host}:{options['port']}/v1"
-    named = folder if kind == "transformers" else name  # transformers' server knows no other name
-    data = ["--same-data"] if names_files(trained.record) else []
-    hint = shlex.join(["accel-sft", "parity", run, "--url", address, "--model", named, *data])
-    advice = "trained on raw text: ask at /v1/completions, where no chat template is used"
-    click.echo(advice if trained.raw_text else f"then hold it to the run: {hint}", err=True)
+    if trained.raw_text:
+        click.echo("trained on raw text: ask at /v1/completions, where no chat template is used", err=True)
     if options["only_print"]:
         return
     path = shutil.which(words[0])

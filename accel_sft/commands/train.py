@@ -39,11 +39,8 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
     """Train `task` as `config` says; call it in the main thread of every process that `accelerate launch` started.
 
     Args:
-        on_step: called on every rank after each optimizer step, with the step's line of metrics.jsonl (`step`, `epoch`,
-            `loss`, `grad_norm`, `learning_rate`, `supervised_tokens`, `tokens`, `seconds`) and the batching of its
-            rows. Benchmarks use it. An exception that it raises ends the run.
-    Raises:
-        UserError: something that the user can fix.
+        on_step: called on every rank after each optimizer step, with the step's line of metrics.jsonl and the batching
+            of its rows. Benchmarks use it. An exception that it raises ends the run.
     """
     launch, name = begin(), recorded_name(task_name)
     requested = config = resolved(config, task)

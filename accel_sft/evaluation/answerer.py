@@ -47,10 +47,7 @@ class Answerer:
     """A loaded model that answers conversations, many at once or one token by token. It runs in one process.
 
     Args:
-        offload: where weights are that have no room on the GPU, "host" or "disk".
-        log: called with the lines that loading has to say.
         config: `thinking`, `template_date`, `control_tokens`, `eval_batch_size`, and the settings for loading weights.
-        images: whether prompts may have images.
         raw: whether the only turn's text is gone on with, as the model was trained on raw text.
     """
 

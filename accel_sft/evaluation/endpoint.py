@@ -53,13 +53,7 @@ class EndpointError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """An answer.
-
-    Attributes:
-        finish: why it ended: "stop", "length", or another word of the server.
-        prompt_tokens, tokens: what the server counted in the prompt and in the answer.
-        logprobs: text and log-probability of each token; empty if the server gives none.
-    """
+    """An answer; `logprobs` has text and log-probability of each token, and is empty if the server gives none."""
 
     text: str
     finish: str
@@ -76,10 +70,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 class Endpoint:
     """A server and the model that is asked there. Only `--url` is contacted, and nothing but prompts is sent.
 
-    Args:
-        model: the name that the server knows the model by; None: its only one.
-        key_from: the environment variable that has the key; None: KEY, if it is set.
-        timeout: seconds after which a request without an answer is given up.
+    Without `model` it is the server's only one; without `key_from`, the environment variable KEY may have the key.
     """
 
     def __init__(self, url: str, model: str | None, key_from: str | None = None, timeout: float = 600) -> None:
@@ -203,7 +194,7 @@ class Endpoint:
             pause, left = pause * 2, left - 1
         try:
             answer = json.loads(content)
-        except (ValueError, RecursionError):
+        except ValueError:
             raise EndpointError(f"{at}: the answer is no JSON; is it an OpenAI-compatible server?") from None
         if not isinstance(answer, dict):
             raise EndpointError(f"{at}: answered {self._shown(str(answer))}; is it an OpenAI-compatible server?")
@@ -242,14 +233,7 @@ class Endpoint:
 
 
 def _of_chat(turns: Turns, tools: Tools, thinking: str | None) -> dict[str, Any]:
-    """What decides a prompt, as the API takes it."""
-    body: dict[str, Any] = {"messages": messages_of(turns)}
-    body |= {"tools": tools} if tools else {}
-    return body | ({"chat_template_kwargs": {"enable_thinking": False}} if thinking == "off" else {})
-
-
-def messages_of(turns: Turns) -> list[dict[str, Any]]:
-    """Turns as the API takes them: arguments of tool calls are JSON in a text there."""
+    """What decides a prompt, as the API takes it: arguments of tool calls are JSON in a text there."""
     messages = []
     for turn in turns:
         calls = [
@@ -257,7 +241,8 @@ def messages_of(turns: Turns) -> list[dict[str, Any]]:
             for call in turn.get("tool_calls", ())
         ]
         messages.append({**turn, **({"tool_calls": calls} if calls else {})})
-    return messages
+    body = {"messages": messages, **({"tools": tools} if tools else {})}
+    return body | ({"chat_template_kwargs": {"enable_thinking": False}} if thinking == "off" else {})
 
 
 def _reply(answer: dict[str, Any], content: Any) -> Reply:
@@ -325,7 +310,7 @@ def _message(body: str) -> str:
     """The sentence in a server's error, whatever its form."""
     try:
         answer = json.loads(body)
-    except (ValueError, RecursionError):
+    except ValueError:
         return body.strip()
     while isinstance(answer, dict):
         answer = next((answer[key] for key in ("error", "message", "detail") if key in answer), None)

@@ -68,14 +68,12 @@ class Generator:
     """Answers prompts with a model, sharded or not, on any number of ranks. Greedy answers draw no random numbers.
 
     The first call finds out whether the decoder is exact for this model. `message` then says what was chosen, and why.
-    Prompts with images are always answered by transformers' `generate`.
+    Prompts with images, and answers that are drawn, are always by transformers' `generate`.
 
     Args:
         model: must be in eval mode whenever the generator is called; gradients must be off.
         batch_size: number of rows answered at once on one rank; None: the rows' length decides.
         between: called by every rank before each batch of answers.
-        log: called on rank 0 with `message`, once, and with a line about prompts with images.
-        sampling: how tokens are chosen; if not greedily, transformers' `generate` is used.
         sharded: whether a rank holds only a part of the weights, so that all take part in each forward.
     """
 
@@ -94,7 +92,7 @@ class Generator:
         self.model: Any = accelerator.unwrap_model(model)
         self.batch_size, self.between, self.log, self.sharded = batch_size, between, log, sharded
         self.synced = sharded and accelerator.num_processes > 1
-        self.message, self.pictured = "", False
+        self.message = ""
         self.plain: str | None = None  # why answers come from transformers' `generate`
         self.unpadded: str | None = None  # why prompts of unequal lengths are not padded there
 
@@ -104,9 +102,6 @@ class Generator:
         pictured = [example for example in examples if example.images]
         if texts:
             self.choose(texts, max_new_tokens)
-        if pictured and not self.pictured:
-            self._log("answers to prompts with images by transformers' generate, one prompt at a time")
-            self.pictured = True
         self.accelerator.wait_for_everyone()
         started = time.perf_counter()
         answers: list[tuple[Encoded, list[int]]] = []
@@ -138,15 +133,12 @@ class Generator:
             self.message = f"answers by transformers' generate, as {self.plain}"
             if self.unpadded:
                 self.message += f"; prompts of equal length only are answered together, as {self.unpadded}"
-        self._log(self.message)
+        if self.accelerator.is_main_process:
+            self.log(self.message)
 
     def stream(self, prompt: list[int], max_new_tokens: int, streamer: Any) -> list[int]:
         """Generate one answer by transformers' `generate`, each token of it to `streamer`; needs whole weights here."""
         return self._generate([prompt], max_new_tokens, streamer=streamer)[0]
-
-    def _log(self, line: str) -> None:
-        if self.accelerator.is_main_process:
-            self.log(line)
 
     def _ends(self) -> set[int]:
         return end_of_turn_ids(self.tokenizer, self.model.generation_config)
@@ -253,15 +245,24 @@ class Generator:
         return [*logits_of.values()]
 
     def _reason_unpadded(self, examples: Sequence[Encoded]) -> str | None:
-        """How predictions for left-padded prompts differ from those for each prompt alone; None if they agree."""
+        """How far predictions for left-padded prompts are from those for each prompt alone; None if they agree.
+
+        They are, for example, where recurrent layers or compressed caches take padding for text.
+        """
         ordered = sorted(examples, key=lambda example: (-example.prompt_length, example.index))
         rows = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
         if rows[0].prompt_length == rows[-1].prompt_length:
             return None
         prompts = [row.input_ids[: row.prompt_length] for row in rows]
-        largest = padding_changes(
-            self.model, prompts, self._ends(), self.tokenizer.pad_token_id, self.accelerator.device
-        )
+        by = self._ends(), self.tokenizer.pad_token_id, self.accelerator.device
+        largest, settings = 0.0, {**GREEDY.settings(), "max_new_tokens": CHECKED_TOKENS, "output_logits": True}
+        together = _output(self.model, prompts, *by, **settings)
+        for number, prompt in enumerate(prompts):
+            alone = _output(self.model, [prompt], *by, **settings)
+            for mine, others in zip(alone.logits, together.logits, strict=False):
+                largest = max(largest, nats_apart(mine[0], others[number]))
+                if mine[0].argmax() != others[number].argmax():  # from here on they answer different texts
+                    break
         wrong = f"padding changes its predictions (by {largest:.2g} nats)"
         return wrong if largest > self._tolerance() else None
 
@@ -355,24 +356,6 @@ def generate(
         stop = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
         answers.append(ids[: stop + 1])
     return answers
-
-
-def padding_changes(
-    model: Any, prompts: Sequence[list[int]], ends: Collection[int], pad_token_id: int, device: torch.device
-) -> float:
-    """Return the largest difference, in nats, between predictions for prompts in one batch and for each prompt alone.
-
-    They differ, for example, where recurrent layers or compressed caches take padding for text.
-    """
-    largest, settings = 0.0, {**GREEDY.settings(), "max_new_tokens": CHECKED_TOKENS, "output_logits": True}
-    together = _output(model, prompts, ends, pad_token_id, device, **settings)
-    for number, prompt in enumerate(prompts):
-        alone = _output(model, [prompt], ends, pad_token_id, device, **settings)
-        for mine, others in zip(alone.logits, together.logits, strict=False):
-            largest = max(largest, nats_apart(mine[0], others[number]))
-            if mine[0].argmax() != others[number].argmax():  # from here on they answer different texts
-                break
-    return largest
 
 
 def nats_apart(expected: torch.Tensor, actual: torch.Tensor) -> float:

@@ -109,12 +109,7 @@ HELP = "/reset forgets what was said, /system TEXT changes the system message; C
 
 
 def talk(sides: Mapping[str, Answerer], system: str | None, max_new_tokens: int) -> None:
-    """Answer what is typed until the end of the input. Each side keeps a history of its own.
-
-    Args:
-        sides: the models, by the names that are printed above their answers; a single model's name is not printed.
-        system: the system message; None: there is none.
-    """
+    """Answer what is typed until the end of the input, by each side, which has a name and a history of its own."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - input() then edits lines and knows earlier ones
     print(wrapped(HELP))

@@ -25,10 +25,7 @@ UNUSED_DAYS = 30
 
 
 def folder() -> Path:
-    """`$ACCEL_SFT_CACHE`, else `$XDG_CACHE_HOME/accel_sft`, else `~/.cache/accel_sft`.
-
-    Without a home folder the result is a relative path, and the cache is not used.
-    """
+    """The cache's folder; without a home folder it is a relative path, and the cache is not used."""
     if named := os.environ.get("ACCEL_SFT_CACHE"):
         return expanded(named, "ACCEL_SFT_CACHE").absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "accel_sft")

@@ -30,11 +30,7 @@ def recorded_options(
     """The values that a run's record has for the settings of its task, except for those that are given.
 
     A run's folder may be someone else's, and name any file of this machine: without `same_data` such settings are
-    refused.
-
-    Args:
-        given: names of settings; None: the command takes none.
-        where: how the command names the run, for errors.
+    refused. `given` is None if the command takes none.
     """
     before = record["task_options"]
     mine = [s for s in task_settings if s.name in before.keys() - {*(given or ())}]
@@ -54,12 +50,6 @@ def recorded_options(
         fix = "add --same-data" if given is None else f"add --same-data, or {named}, or name others"
         raise UserError(f"{where}: {why}; {fix}")
     return {s.name: before[s.name] for s in mine}
-
-
-def names_files(record: Mapping[str, Any] | None) -> bool:
-    """Whether a run's record names files of its task's."""
-    options = mapping((record or {}).get("task_options"))
-    return any(value and NAMES_A_FILE.search(name) for name, value in options.items())
 
 
 def made_by(record: Mapping[str, Any]) -> dict[str, Any]:
