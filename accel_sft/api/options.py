@@ -133,10 +133,8 @@ def settings(cls: type) -> list[Setting]:
         if not field.init:
             continue
         if hints[field.name] not in _TYPES:
-            raise TypeError(
-                f"{cls.__name__}.{field.name}: an option is a str, int, float or bool (or one of these | None), "
-                f"not {hints[field.name]}"
-            )
+            what = "an option is a str, int, float or bool (or one of these | None)"
+            raise TypeError(f"{cls.__name__}.{field.name}: {what}, not {hints[field.name]}")
         if field.default_factory is not dataclasses.MISSING:
             raise TypeError(f"{cls.__name__}.{field.name}: an option's default is a plain value, not a factory")
         limits = field.metadata.get(__name__, {})

@@ -78,8 +78,7 @@ class Task(abc.ABC):
             for score in scores:
                 if not isinstance(score.get(key), (int, float)):
                     raise UserError(
-                        f"score() gave {key!r} {score.get(key)!r}, of which there is no mean; give a number in every "
-                        "score, or write aggregate()"
+                        f"score() gave {key!r} {score.get(key)!r}, of which there is no mean; give a number"
                     )
         return {key: sum(score[key] for score in scores) / len(scores) for key in keys}
 
@@ -142,8 +141,7 @@ def _option_faults(cls: type[Task]) -> list[str]:
     for setting in own:
         if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]|[a-z]", setting.name):
             causes.append(
-                f"{setting.name!r} cannot be an option's name; use lower-case letters, digits and _, with a letter "
-                "first and no _ last"
+                f"{setting.name!r} cannot be an option's name; use lower-case letters and digits, as in my_option"
             )
         clash = sorted(_flags(setting) & taken)
         if clash:

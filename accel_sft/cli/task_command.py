@@ -58,7 +58,7 @@ class TaskCommand(click.Command):
         own = {tool.section: (), **tool.own_options} if tool.section else tool.own_options
         self.sections = {heading: [*options] for heading, options in own.items()}
         self.listed = {"config_file", *(option.name for options in own.values() for option in options)}
-        self.listed |= {setting.name for setting in self.task_settings if tool.lists_task}
+        self.listed |= {setting.name for setting in self.task_settings}
         self.listed |= {setting.name for setting in train_settings if tool.is_listed(setting)}
         for setting in (*self.task_settings, *train_settings):
             options = (make_list_option if tool.compares else make_option)(setting, setting.name in tool.repeated)
@@ -68,7 +68,7 @@ class TaskCommand(click.Command):
         _refuse_clashes(name, params)
         params += [tool.argument] if tool.argument else []
         completing = {"ignore_unknown_options": True} if task_class is None else None
-        help = f"{tool.does}\n\nThe task {name}: {summary}" if tool.summary else f"{summary}\n\n{tool.does}"
+        help = f"{tool.summary}\n\n{tool.does}\n\nThe task {name}: {summary}"
         super().__init__(name, params=params, help=help, context_settings=completing)
 
     def _words_of_a_run(self, ctx: click.Context) -> Callable[[Sequence[str]], Any]:

@@ -107,9 +107,7 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
         chats, names = [prompt_with(options["prompt"] or "", options["image"], system)], ["PROMPT"]
     images = any(chat.images for chat in chats)
     if raw and (options["interactive"] or images or any(chat.tools or chat.turns[1:] for chat in chats)):
-        raise UserError(
-            f"{trained.name}: trained on raw text, which it goes on with: give texts alone, or a --chat-template"
-        )
+        raise UserError(f"{trained.name}: trained on raw text; give a text to go on with, or a --chat-template")
     talking, answers = {}, {}
     with terminal.quiet(None, config.debug, shown_on=2) as out:
 

@@ -103,9 +103,7 @@ def test_the_task_is_found_by_its_name():
 def new_task(name: str, directory: str | None, one_file: bool) -> None:
     """Start a task of your own: a plugin named NAME in DIRECTORY (default: accel-sft-NAME)."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):
-        raise UserError(
-            f"NAME {name!r}: begin with a lower-case letter, go on with lower-case letters, digits and hyphens"
-        )
+        raise UserError(f"NAME {name!r}: use lower-case letters, digits and hyphens, a letter first")
     if name in (registry.RESERVED | registry.SHIPPED.keys() | registry.names().keys()):
         raise UserError(f"NAME {name!r}: a tool or an installed task has it; choose another")
     identifier, cls = re.sub("-+", "_", name), f"{name.title().replace('-', '')}Task"

@@ -151,7 +151,5 @@ def _upload(files: Mapping[str, Path], repo: str, private: bool, message: str) -
         raise UserError(f"the hub {api.endpoint} {refused}; see that the token may write to {repo}") from error
     except (HTTPError, OSError, ValueError, KeyError) as error:  # the last two: from a server that is no hub
         cause = one_line(str(error) or type(error).__name__, 200)
-        raise UserError(
-            f"the hub {api.endpoint} cannot be reached ({cause}); see the network and HF_ENDPOINT"
-        ) from error
+        raise UserError(f"the hub {api.endpoint} cannot be reached ({cause}); see HF_ENDPOINT") from error
     return str(url)

@@ -105,9 +105,9 @@ class Answerer:
             raise UserError(problem)
         longest = getattr(self.settings, "max_position_embeddings", None)
         if isinstance(longest, int) and len(ids) + max_new_tokens > longest:
+            most = f"{len(ids):,} tokens and --max-new-tokens {max_new_tokens:,}"
             raise UserError(
-                f"prompt: {len(ids):,} tokens and --max-new-tokens {max_new_tokens:,} are more than the {longest:,} "
-                "that the model reads; shorten it, or lower --max-new-tokens"
+                f"prompt: {most} are more than the {longest:,} that the model reads; shorten it, or lower it"
             )
         given = RowImages(index, len(images), b"", GivenImages(self.images, images, "prompt")) if images else None
         return Encoded(index, [*ids, min(self.ends)], len(ids), images=given)

@@ -248,10 +248,7 @@ def _out_of_memory_explained(options: str) -> Iterator[None]:
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        raise UserError(
-            f"evaluation: out of device memory ({first_line(error)[:100]}); lower {options}, "
-            "or choose a higher ZeRO stage"
-        ) from error
+        raise UserError(f"evaluation: out of device memory ({first_line(error)[:100]}); lower {options}") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -178,9 +178,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(read_text(Path(path)))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path}: cannot be read ({error}); put it back, or start a new run in another folder"
-        ) from None
+        raise UserError(f"{path}: cannot be read ({error}); put it back, or start a new run") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:

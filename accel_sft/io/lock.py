@@ -27,10 +27,7 @@ def lock(path: Path) -> None:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until:
-                raise UserError(
-                    f"--output-dir {path}: another process is working in this folder; wait for it or end it, or name "
-                    "another folder"
-                ) from None
+                raise UserError(f"--output-dir {path}: another process is working in this folder; end it") from None
             time.sleep(0.2)
         except OSError:  # a file system without locks
             return None

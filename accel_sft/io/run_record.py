@@ -47,7 +47,7 @@ def recorded_options(
     if files and not same_data:
         named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
         why = "its record names files, and those of a record are not read unasked"
-        fix = "add --same-data" if given is None else f"add --same-data, or {named}, or name others"
+        fix = "add --same-data" if given is None else f"add --same-data, or {named}"
         raise UserError(f"{where}: {why}; {fix}")
     return {s.name: before[s.name] for s in mine}
 
