@@ -7,7 +7,6 @@ import datetime
 import functools
 import math
 import re
-from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any, Self
 
@@ -16,8 +15,6 @@ from accel_sft.api.options import flag_of, option, problems, shown
 
 MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = SECTIONS = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
 _model, _adapter, _data, _optim, _eval, _run = (functools.partial(option, section=name) for name in SECTIONS)
-NAMED_LIKE = "model.layers.0.mlp.up_proj.weight"
-"""A name of a weight, for errors."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -185,7 +182,7 @@ class TrainConfig:
         try:
             re.compile(str(self.train_only or ""))
         except (re.error, OverflowError, RecursionError) as error:
-            why = f"not a regular expression ({shown(str(error))}); names are like {NAMED_LIKE}"
+            why = f"not a regular expression ({shown(str(error))}); names are like model.layers.0.mlp.up_proj.weight"
             lines.append(f"--train-only {shown(str(self.train_only))}: {why}")
         warmup, steps, adapter = self.warmup_steps, self.max_steps, self.adapter != "none"
         if self.train_only and adapter:
@@ -245,12 +242,6 @@ def read_shares(text: str) -> tuple[int, ...]:
     if sum(shares) > _LONGEST_ROUND:
         raise ValueError(f"in whole numbers they add up to {sum(shares):,}, and {_LONGEST_ROUND:,} is the most; round")
     return shares
-
-
-def no_match(pattern: str, names: Iterable[str]) -> str:
-    """The line for a `--train-only` that matches none of these names of weights."""
-    last = f", the last one is {list(names)[-1]}"
-    return f"--train-only {shown(pattern)}: no weight's name matches; names are like {NAMED_LIKE}{last}"
 
 
 def _is_day(text: str) -> bool:

@@ -42,7 +42,12 @@ class Plugin:
 
 def plugins() -> list[Plugin]:
     """Return every entry point of the group, sorted by name, with faults that its metadata shows; import none."""
-    every = sorted(_entry_points(), key=lambda plugin: (plugin.name, plugin.distribution, plugin.target))
+    every = []
+    for point in importlib.metadata.entry_points(group=GROUP):
+        assert point.dist  # known, as the metadata of a distribution names the entry point
+        name = re.sub(r"[-_.]+", "-", point.dist.name).lower()
+        every.append(Plugin(point.name, point.value, name, point.dist.version, point.dist.metadata["Summary"] or ""))
+    every.sort(key=lambda plugin: (plugin.name, plugin.distribution, plugin.target))
     return [dataclasses.replace(plugin, fault=_fault(plugin, every)) for plugin in every]
 
 
@@ -102,16 +107,6 @@ def build(name: str, cls: type[Any], values: dict[str, Any]) -> Any:
     if lines:
         raise UserError(*lines)
     return built
-
-
-def _entry_points() -> list[Plugin]:
-    result = []
-    for point in importlib.metadata.entry_points(group=GROUP):
-        assert point.dist  # known, as the metadata of a distribution names the entry point
-        name = re.sub(r"[-_.]+", "-", point.dist.name).lower()
-        summary = point.dist.metadata["Summary"] or ""
-        result.append(Plugin(point.name, point.value, name, point.dist.version, summary))
-    return result
 
 
 def _fault(plugin: Plugin, every: list[Plugin]) -> str:

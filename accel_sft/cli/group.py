@@ -1,6 +1,7 @@
 """The command line: a command for each task, and the tools. Only running a command imports torch."""
 
 import difflib
+from pathlib import Path
 from typing import Any
 
 import click
@@ -39,12 +40,7 @@ class TaskGroup(click.Group):
         if path and args[behind:] and not args[behind].startswith("-"):
             args = [args[behind], *args[:behind], *args[behind + 1 :]]
         elif path:
-            try:
-                named = task_in(path)
-            except UserError:
-                if not ctx.resilient_parsing:
-                    raise
-                named = None
+            named = None if ctx.resilient_parsing and not Path(path).is_file() else task_in(path)
             if named is None and not ctx.resilient_parsing:
                 raise UserError(f"--config {path}: no task in it; write `task: NAME`, or the name before the options")
             args = [*([named] if named else []), *args]

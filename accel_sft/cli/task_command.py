@@ -59,7 +59,10 @@ class TaskCommand(click.Command):
         self.sections = {heading: [*options] for heading, options in own.items()}
         self.listed = {"config_file", *(option.name for options in own.values() for option in options)}
         self.listed |= {setting.name for setting in self.task_settings}
-        self.listed |= {setting.name for setting in train_settings if tool.is_listed(setting)}
+        basic = [setting for setting in train_settings if setting.basic]
+        self.listed |= {
+            s.name for s in basic if tool.lists is None or s.name in tool.lists or s.section == tool.section
+        }
         for setting in (*self.task_settings, *train_settings):
             options = (make_list_option if tool.compares else make_option)(setting, setting.name in tool.repeated)
             self.sections.setdefault(setting.section or f"Task {name}", []).extend(options)
@@ -187,9 +190,12 @@ class TaskCommand(click.Command):
                 problems += [line for line in error.problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
         # a resumed run may need no rows
         if not problems and self.tool.missing_rows == "refused" and built[0].resume == "off":
-            names = {s.flag: getattr(built[1], s.name) for s in self.task_settings if s.rows}
+            config, task = built
+            names = {s.flag: getattr(task, s.name) for s in self.task_settings if s.rows}
             problems = [line for flag, name in names.items() if name for line in absent_rows(name, flag)]
-            problems += _absent_models(built[0])
+            models = {"--model": config.model, "--base": getattr(config, "base", None)}
+            models = {} if getattr(config, "url", None) else models  # --model is then a server's name
+            problems += [line for flag, name in models.items() if name for line in absent_weights(name, flag)]
         if problems:
             raise UserError(*dict.fromkeys(problems))
         return tuple(built)
@@ -206,14 +212,6 @@ class TaskCommand(click.Command):
             line = f"note: {' and '.join(unfit.values())} of the run's record: left out beside these options"
             print(line, file=sys.stderr)
         return registry.build(self.name, cls, {name: value for name, value in values.items() if name not in unfit})
-
-
-def _absent_models(config: TrainConfig) -> list[str]:
-    """A line for each model that the settings name by a folder that does not exist."""
-    if getattr(config, "url", None):  # --model is a server's name
-        return []
-    models = {"--model": config.model, "--base": getattr(config, "base", None)}
-    return [line for flag, name in models.items() if name for line in absent_weights(name, flag)]
 
 
 def _refuse_clashes(task: str, params: Iterable[click.Parameter]) -> None:

@@ -57,10 +57,6 @@ class TaskTool:
         """Heading of the tool's own settings, which stand first in its help and are all listed; "" without any."""
         return next((s.section for s in settings(self.config_class) if s.section not in SECTIONS), "")
 
-    def is_listed(self, setting: Setting) -> bool:
-        """Whether `--help` lists a setting of the trainer or of the tool."""
-        return setting.basic and (self.lists is None or setting.name in self.lists or setting.section not in SECTIONS)
-
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())

@@ -251,34 +251,6 @@ def _out_of_memory_explained(options: str) -> Iterator[None]:
         raise UserError(f"evaluation: out of device memory ({first_line(error)[:100]}); lower {options}") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class ServedBackend:
-    """Answers the examples of a task by a server, as its users get answers."""
-
-    endpoint: Endpoint
-    task: Task
-    examples: Sequence[Any]
-    thinking: str | None
-
-    def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
-        """Ask for an answer of at most `max_new_tokens` tokens to each example."""
-        chats = [conversation(self.task, self.examples, "validation", example.index) for example in examples]
-        refuse_beyond_text(chats)
-        began = time.perf_counter()
-
-        def ask(chat: Conversation) -> Reply:
-            return self.endpoint.chat(chat.turns, max_new_tokens, chat.tools, self.thinking)
-
-        replies = self.endpoint.call_all(f"{self.endpoint.model} answers", ask, chats)
-        seconds = time.perf_counter() - began
-        texts = []
-        for chat, reply in zip(chats, replies, strict=True):
-            text = without_thinking(reply.text, wanted(chat, self.thinking))
-            unusual = reply.finish if reply.finish in UNUSUAL else "" if text.strip() else "empty"
-            texts.append(AnswerInText(text, reply.tokens or 0, unusual))
-        return Generated(list(zip(examples, texts, strict=True)), seconds, {})
-
-
 def refuse_beyond_text(chats: Sequence[Conversation]) -> None:
     """Raise UserError for what a server is not asked: images, answers that call tools, and raw text."""
     for index, chat in enumerate(chats):
@@ -296,8 +268,25 @@ def problems_of_served(task: Task) -> list[str]:
 
 def evaluate_served(accelerator: Accelerator, task: Task, config: EvaluateConfig, endpoint: Endpoint) -> Evaluation:
     """Score the server's answers to the validation examples, as a model's are scored."""
-    examples = read_split(task, "validation")
-    check_scoring(task, examples, config.thinking)
-    rows = [Encoded(index, [], 0) for index in range(len(examples))]  # the server tokenizes
-    backend = ServedBackend(endpoint, task, examples, config.thinking)
-    return Evaluator(accelerator, None, task, examples, rows, config, backend).score_answers({})
+    dataset = read_split(task, "validation")
+    check_scoring(task, dataset, config.thinking)
+
+    def backend(examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
+        chats = [conversation(task, dataset, "validation", row.index) for row in examples]
+        refuse_beyond_text(chats)
+        began = time.perf_counter()
+
+        def ask(chat: Conversation) -> Reply:
+            return endpoint.chat(chat.turns, max_new_tokens, chat.tools, config.thinking)
+
+        replies = endpoint.call_all(f"{endpoint.model} answers", ask, chats)
+        seconds = time.perf_counter() - began
+        texts = []
+        for chat, reply in zip(chats, replies, strict=True):
+            text = without_thinking(reply.text, wanted(chat, config.thinking))
+            unusual = reply.finish if reply.finish in UNUSUAL else "" if text.strip() else "empty"
+            texts.append(AnswerInText(text, reply.tokens or 0, unusual))
+        return Generated(list(zip(examples, texts, strict=True)), seconds, {})
+
+    rows = [Encoded(index, [], 0) for index in range(len(dataset))]  # the server tokenizes
+    return Evaluator(accelerator, None, task, dataset, rows, config, backend).score_answers({})

@@ -264,7 +264,7 @@ def test_what_a_server_is_not_asked_is_refused(served):
         "--url: the task's metric is eval_loss, which servers do not return; choose a metric of answers"
     ]
     with serving(served) as url:
-        backend = evaluation.ServedBackend(Endpoint(url, None), Calls(), [1], None)
+        config = EvaluateConfig(url=url, max_new_tokens=3).resolved({})
         with pytest.raises(UserError, match="validation example 0 has images, calls of tools"):
-            backend([evaluation.Encoded(0, [], 0)], 3)
+            evaluation.evaluate_served(Accelerator(cpu=True), Calls(), config, Endpoint(url, None))
         assert [path for path, _, _ in served.asked] == ["/v1/models"]

@@ -35,9 +35,7 @@ from accel_sft.evaluation import decoder, live_rows
 from accel_sft.evaluation.decoder import Decoder
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import CHECKED_ROWS, Generator, common_prefix, divide
-from accel_sft.evaluation.live_rows import Row
 from accel_sft.io.heartbeat import heartbeat_count
-from accel_sft.models.architecture import cache_argument
 from accel_sft_math import Math
 
 NEW_TOKENS = 12
@@ -52,25 +50,6 @@ def examples(tokenizer):
     encoded = encode(tokenizer, Sums(), numbers, "validation", eos_ids=eos, max_length=99, truncation="drop").kept
     assert len({example.prompt_length for example in encoded}) == 4
     return encoded
-
-
-class Strict(Qwen2ForCausalLM):
-    """Takes no arguments that it does not know."""
-
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        cache=None,
-        use_cache=None,
-        logits_to_keep=0,
-        return_dict=None,
-    ):
-        names = ("position_ids", cache_argument(Qwen2ForCausalLM.forward), "use_cache", "logits_to_keep")
-        given = {name: value for name, value in locals().items() if name in names}
-        return super().forward(input_ids, attention_mask, **given)
 
 
 class Asserting(Qwen2ForCausalLM):
@@ -93,7 +72,7 @@ def build(kind, tiny, vocabulary):
     """A small model; its weights are large enough for answers to depend on all of the prompt."""
     torch.manual_seed(1)
     common = {**SMALL, "vocab_size": vocabulary, "initializer_range": 0.2}
-    classes = {"tiny": Qwen2ForCausalLM, "lora": Qwen2ForCausalLM, "lost": Lost, "strict": Strict}
+    classes = {"tiny": Qwen2ForCausalLM, "lora": Qwen2ForCausalLM, "lost": Lost}
     classes |= {"asserting": Asserting}
     if kind in classes:
         model = classes[kind].from_pretrained(tiny)
@@ -159,28 +138,6 @@ def test_answers_behind_a_shared_prefix_are_those_of_separate_questions(kind, ba
     assert answers == expected
 
 
-def test_autocast_caches_keys_in_the_type_of_attention(tiny, tokenizer, examples, monkeypatch):
-    """Rotary positions make them float32; a cache of those would be cast for every token, to the same scores."""
-    model = build("llama", tiny, len(tokenizer))
-    prefix = common_prefix(examples)
-    prompts = [example.input_ids[prefix : example.prompt_length] for example in examples]
-
-    def decoded():
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            decoder = Decoder(model, examples[0].input_ids[:prefix], torch.device("cpu"))
-            logits = [decoder.forward([Row(prompt) for prompt in prompts])]
-            for token, row in enumerate(decoder.live):
-                row.answer.append(token)
-            return decoder, torch.cat([*logits, decoder.forward()])
-
-    decoder, logits = decoded()
-    assert {states.dtype for states in (*decoder.before[0], *decoder.groups[0].layers[0])} == {torch.bfloat16}
-    monkeypatch.setattr(live_rows, "as_attended", lambda states: states)
-    decoder, cast_at_every_token = decoded()
-    assert decoder.groups[0].layers[0][0].dtype == torch.float32
-    assert torch.equal(logits, cast_at_every_token)
-
-
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_each_token_is_computed_once_until_its_row_ends(batch_size, tiny, tokenizer, examples):
     model = build("llama", tiny, len(tokenizer))
@@ -236,7 +193,6 @@ REFUSED = {
     "convolution": "the model's cache has layers of another kind (LinearAttentionLayer)",
     "eager": "attention eager takes no shared prefix, sdpa does",
     "lost": "its predictions behind a shared prefix are not those of single rows (off by ",
-    "strict": "the model takes no shared prefix (",
     "asserting": "the model takes no shared prefix (AssertionError)",
 }
 
