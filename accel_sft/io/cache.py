@@ -9,7 +9,6 @@ import contextlib
 import errno
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,8 +19,8 @@ from accel_sft.io import manifest
 from accel_sft.io.files import expanded
 from accel_sft.io.terminal import terminal
 
-UNUSED_DAYS = 30
-"""Number of days without use after which an entry is removed, as soon as another entry is made."""
+UNUSED_DAYS, ABANDONED_DAYS = 30, 1
+"""Days after which an entry without use, or a partial one without change, is removed, once another entry is made."""
 
 
 def folder() -> Path:
@@ -59,7 +58,7 @@ def partial(kind: str) -> Iterator[Path]:
 
     Abandoned folders, and entries that were unused for UNUSED_DAYS, are removed first.
     """
-    base, prefix = folder() / kind, f".{socket.gethostname()}-"
+    base = folder() / kind
     if not base.is_absolute():
         raise FileNotFoundError(2, "no home folder, and ACCEL_SFT_CACHE is not set", str(base))
     base.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # `mode` does not apply to the parents it makes
@@ -67,17 +66,13 @@ def partial(kind: str) -> Iterator[Path]:
     if not _is_mine(base):
         reason = f"{base} belongs to another user; name a folder of your own in ACCEL_SFT_CACHE"
         raise PermissionError(errno.EPERM, reason, str(base))
-    for left in base.glob(f"{prefix}*-*"):
-        with contextlib.suppress(OSError, ValueError):  # another process may be removing it
-            dead = not Path("/proc", str(int(left.name.removeprefix(prefix).split("-")[0]))).exists()
-            newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))
-            if dead and Path("/proc/self").exists() and newest < time.time() - 3600:
-                shutil.rmtree(left, ignore_errors=True)
-    for entry in base.glob("[!.]*"):
-        with contextlib.suppress(OSError):
-            if entry.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
+    for entry in base.iterdir():
+        with contextlib.suppress(OSError):  # another process may be removing it
+            hidden = entry.name.startswith(".")
+            newest = max(path.stat().st_mtime for path in (entry, *(entry.iterdir() if hidden else ())))
+            if newest < time.time() - (ABANDONED_DAYS if hidden else UNUSED_DAYS) * 86400:
                 shutil.rmtree(entry)  # a run that has opened its files can still read them
-    made = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
+    made = Path(tempfile.mkdtemp(prefix=".", dir=base))
     try:
         yield made
     finally:
