@@ -174,8 +174,7 @@ class TaskCommand(click.Command):
             problems = [*of_file, *problems]
         built: list[Any] = []
         for cls, offered in self.offers.items():
-            values = {**from_file, **given}
-            of_run: dict[str, Any] = {}
+            values, of_run = {**from_file, **given}, dict[str, Any]()
             if built and self.tool.from_run:
                 of_run = self.tool.from_run(self.name, self.task_settings, built[0].model, values)
             values = {**of_run, **values}

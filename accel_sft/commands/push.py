@@ -79,7 +79,8 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
 
 def _folder(run: str, what: str | None) -> Path:
     """The folder of the weights."""
-    folder = Path(RunDir.weights_in(run)) if what not in ("best", "final") else expanded(run, "RUN") / what
+    chosen = Path(run, what) if what in ("best", "final") else RunDir.weights_in(run)
+    folder = expanded(str(chosen), "RUN")
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UserError(f"RUN {run}: no weights in {folder}; name a run's folder, or one of exported weights")
     return folder

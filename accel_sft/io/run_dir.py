@@ -173,8 +173,8 @@ def absent_weights(name: str, flag: str) -> list[str]:
     """A line if `name` can only be a folder's, and no such folder exists; a hub that is asked for it costs a minute."""
     folder = expanded(name, flag)
     is_path = not name or name.startswith((".", "/", "~", f"{RUNS}/")) or name.endswith("/") or folder.is_file()
-    in_a_folder_here = len(folder.parts) == 2 and folder.parent.is_dir()
-    if (name and folder.is_dir()) or not (is_path or in_a_folder_here or len(folder.parts) > 2):
+    parent_exists = len(folder.parts) == 2 and folder.parent.is_dir()
+    if (name and folder.is_dir()) or not (is_path or parent_exists or len(folder.parts) > 2):
         return []
     return [f"{flag} {name!r}: no such folder; name a run, a folder of saved weights, or a hub id"]
 
