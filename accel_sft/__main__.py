@@ -17,13 +17,13 @@ except ModuleNotFoundError:
 import accel_sft.launch.launcher  # noqa: F401 - early: it notes who started this process
 from accel_sft.cli.group import cli
 from accel_sft.commands.listings import NAME, VARIABLE
-from accel_sft.io.terminal import use_utf8
+from accel_sft.io.terminal import escape_unencodable
 from accel_sft.resilience.exit import ExitHandler, leave_together
 
 
 def main() -> None:
     """Run the command line; ends the process with the status of the command."""
-    use_utf8()
+    escape_unencodable()
     # not click's own main: it ends broken pipes and EOFErrors in silence, also those of a plugin or a collective
     with ExitHandler() as ending:
         if VARIABLE in os.environ:

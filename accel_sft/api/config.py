@@ -7,7 +7,6 @@ import datetime
 import functools
 import math
 import re
-from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any, Self
 
@@ -16,8 +15,6 @@ from accel_sft.api.options import flag_of, option, problems, shown
 
 MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = SECTIONS = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
 _model, _adapter, _data, _optim, _eval, _run = (functools.partial(option, section=name) for name in SECTIONS)
-NAMED_LIKE = "model.layers.0.mlp.up_proj.weight"
-"""A name of a weight, for errors."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -168,21 +165,29 @@ class TrainConfig:
     def problems(self) -> list[str]:
         """Return a line for each problem, with the flag and what to give instead."""
         lines = problems(self)
-        for name, (expected, words) in _NUMBER_OR_WORD.items():
+        for name, (form, expected) in _FORMS.items():
             value = getattr(self, name)
-            if value not in words and not re.fullmatch("[1-9][0-9]{,17}", str(value)):  # more digits may be too large
+            if value is not None and not re.fullmatch(form, str(value)):
                 lines.append(f"{flag_of(name)} {shown(str(value))}: expected {expected}")
-        lines += _problems_of_keeping(str(self.keep_checkpoints), str(self.save_every))
+        every, save = re.fullmatch(f"every:({_COUNT})", str(self.keep_checkpoints)), str(self.save_every)
+        if every and (save == "off" or (re.fullmatch(_COUNT, save) and int(every[1]) % int(save))):
+            lines.append(f"--keep-checkpoints {every[0]}: --save-every {save} makes none at these steps; leave it out")
         if self.template_date is not None and not _is_day(self.template_date):
             lines.append(f"--template-date {shown(str(self.template_date))}: expected a day as YYYY-MM-DD")
-        if self.train_limit is not None and not _is_limit(str(self.train_limit)):
-            expected = "expected a number of examples, or a share of them above 0% and up to 100%"
-            lines.append(f"--train-limit {shown(str(self.train_limit))}: {expected}")
         if self.mix is not None:
-            lines += _problems_of_mix(str(self.mix))
-        if self.train_only is not None:
-            lines += _problems_of_train_only(str(self.train_only), adapter=str(self.adapter))
-        if self.export_dtype != "auto" and self.adapter != "none":
+            try:
+                read_shares(str(self.mix))
+            except ValueError as error:
+                lines.append(f"--mix {shown(str(self.mix))}: {error}")
+        try:
+            re.compile(str(self.train_only or ""))
+        except (re.error, OverflowError, RecursionError) as error:
+            why = f"not a regular expression ({shown(str(error))}); names are like model.layers.0.mlp.up_proj.weight"
+            lines.append(f"--train-only {shown(str(self.train_only))}: {why}")
+        warmup, steps, adapter = self.warmup_steps, self.max_steps, self.adapter != "none"
+        if self.train_only and adapter:
+            lines.append("--train-only: an adapter freezes the model itself; use --lora-modules-to-save beside it")
+        if self.export_dtype != "auto" and adapter:
             lines.append("--export-dtype: an adapter is exported as it was trained; leave it out (merge has --dtype)")
         if self.ema_decay is not None and self.adapter == "adalora":
             lines.append("--ema-decay: --adapter adalora sets ranks to zero in steps, which averages undo; choose lora")
@@ -191,10 +196,7 @@ class TrainConfig:
         if self.min_lr_ratio and self.lr_scheduler == "constant":
             lines.append("--min-lr-ratio: with --lr-scheduler constant the rate never falls; leave one of the two out")
         if self.decay_ratio != TrainConfig.decay_ratio and self.lr_scheduler != "wsd":
-            lines.append(
-                f"--decay-ratio: --lr-scheduler {shown(str(self.lr_scheduler))} has none; add --lr-scheduler wsd"
-            )
-        warmup, steps = self.warmup_steps, self.max_steps
+            lines.append("--decay-ratio: only --lr-scheduler wsd has one; add that")
         if isinstance(warmup, int) and isinstance(steps, int) and warmup > steps:
             lines.append(f"--warmup-steps {warmup}: the run has {steps} steps; ask for fewer")
         if self.patience and self.eval_every == "off":
@@ -225,57 +227,12 @@ class TrainConfig:
 
 
 def keep_every(keep: str) -> int | None:
-    """The N of `--keep-checkpoints every:N`; None for a number of checkpoints.
-
-    Raises:
-        ValueError: `keep` is neither.
-    """
-    match = re.fullmatch("(every:)?([1-9][0-9]{,17})", keep)
-    if not match:
-        raise ValueError(keep)
-    return int(match[2]) if match[1] else None
-
-
-def _problems_of_keeping(keep: str, save_every: str) -> list[str]:
-    try:
-        every = keep_every(keep)
-    except ValueError:
-        return [f"--keep-checkpoints {shown(keep)}: expected a number of checkpoints, or every:N for a number of steps"]
-    if every and (save_every == "off" or (save_every.isdecimal() and int(save_every) and every % int(save_every))):
-        made = "makes no checkpoints" if save_every == "off" else f"makes none at step {every}"
-        fix = f"leave it out, or give a divisor of {every}"
-        return [f"--keep-checkpoints {keep}: --save-every {save_every} {made}; {fix}"]
-    return []
-
-
-def _problems_of_train_only(pattern: str, *, adapter: str) -> list[str]:
-    if adapter != "none":
-        return [
-            f"--train-only: --adapter {shown(adapter)} freezes the model itself; leave one out, or name modules to "
-            "train beside the adapter with --lora-modules-to-save"
-        ]
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        why = shown(str(error))
-        return [f"--train-only {shown(pattern)}: not a regular expression ({why}); names are like {NAMED_LIKE}"]
-    return []
-
-
-def _problems_of_mix(mix: str) -> list[str]:
-    try:
-        read_shares(mix)
-    except ValueError as error:
-        return [f"--mix {shown(mix)}: {error}"]
-    return []
+    """The N of `--keep-checkpoints every:N`; None for a number of checkpoints."""
+    return int(keep.removeprefix("every:")) if keep.startswith("every:") else None
 
 
 def read_shares(text: str) -> tuple[int, ...]:
-    """Return the shares of `--mix` in lowest terms: 3 and 1 for "3,1" and "0.75,0.25".
-
-    Raises:
-        ValueError: what is wrong with them.
-    """
+    """Return the shares of `--mix` in lowest terms: 3 and 1 for "3,1" and "0.75,0.25"; or raise ValueError."""
     parts = [part.strip() for part in text.split(",")]
     numbers = [Fraction(part) for part in parts if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", part)]
     if len(parts) < 2 or len(numbers) < len(parts) or not all(numbers):
@@ -285,17 +242,6 @@ def read_shares(text: str) -> tuple[int, ...]:
     if sum(shares) > _LONGEST_ROUND:
         raise ValueError(f"in whole numbers they add up to {sum(shares):,}, and {_LONGEST_ROUND:,} is the most; round")
     return shares
-
-
-def no_match(pattern: str, names: Iterable[str]) -> str:
-    """The line for a `--train-only` that matches none of these names of weights."""
-    last = f", the last one is {list(names)[-1]}"
-    return f"--train-only {shown(pattern)}: no weight's name matches; names are like {NAMED_LIKE}{last}"
-
-
-def _is_limit(text: str) -> bool:
-    share = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)%", text)
-    return 0 < float(share[1]) <= 100 if share else bool(re.fullmatch("[1-9][0-9]{,17}", text))
 
 
 def _is_day(text: str) -> bool:
@@ -321,10 +267,19 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 _LONGEST_ROUND = 100_000
 """Largest sum of shares in lowest terms: after so many rows every source has had exactly its share."""
-_STEPS = "a number of steps, auto, epoch or off", ("auto", "epoch", "off")
-_EXAMPLES = "a number of examples or auto", ("auto",)
-_NUMBER_OR_WORD = {"eval_every": _STEPS, "save_every": _STEPS, "micro_batch_size": _EXAMPLES}
-"""Settings that are a number or a word: what messages say is expected, and the accepted words."""
+_COUNT = "[1-9][0-9]{,17}"  # more digits may be too large
+_STEPS = f"auto|epoch|off|{_COUNT}", "a number of steps, auto, epoch or off"
+_FORMS = {
+    "eval_every": _STEPS,
+    "save_every": _STEPS,
+    "micro_batch_size": (f"auto|{_COUNT}", "a number of examples or auto"),
+    "keep_checkpoints": (f"(every:)?{_COUNT}", "a number of checkpoints, or every:N for a number of steps"),
+    "train_limit": (
+        rf"{_COUNT}|100%|(?![0.]+%)[0-9]{{1,2}}(\.[0-9]{{1,6}})?%",
+        "a number of examples, or a share of them above 0% and up to 100%",
+    ),
+}
+"""Settings that are a number or a word: their regular expressions, and what messages say is expected."""
 _USUAL: dict[str, Any] = {
     "max_length": 2048,
     "thinking": "template",

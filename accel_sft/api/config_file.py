@@ -104,11 +104,7 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
         classes: the dataclasses (trainer's, task's) whose fields may stand in the file.
         given: names of options that the command line has, which the file of a run need not: it has no secrets.
     Returns:
-        The values by name (wrong values too, and a misspelt option's value under the nearest known name), and the
-        problems, one line each: names given twice, unknown names with the nearest known one or the one that another
-        trainer's name has here, unusable values.
-    Raises:
-        UserError: the file cannot be read, or is not a mapping in YAML.
+        The values by name, wrong ones too, and the problems, one line each.
     """
     setting_of = {setting.name: setting for cls in classes for setting in settings(cls)}
     values: dict[str, Any] = {}
@@ -120,19 +116,16 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
         raise UserError(f"--config {path}: a launch file, which accelerate reads: {launch}")
     for key, node in nodes:
         number = key.start_mark.line + 1
-        line = f"line {number}"
-        if key.id != "scalar":
-            problems.append(f"{line}: expected an option's name before the colon")
-            continue
-        name = key.value.replace("-", "_")
+        line, name = f"line {number}", (_text(key) or "").replace("-", "_")
+        setting = setting_of.get(name)
         if name in first_lines:
             problems.append(f"{shown(name)} is given twice, on lines {first_lines[name]} and {number}; keep one")
-        elif name in setting_of and _value(setting_of[name], node) == HIDDEN:
-            lacking = f"{line}: {setting_of[name].flag}: secrets are not in a run's file; give it on the command line"
+        elif setting and _value(setting, node) == HIDDEN:
+            lacking = f"{line}: {setting.flag}: secrets are not in a run's file; give it on the command line"
             problems.append(None if name in given else lacking)
-        elif name in setting_of:
-            values[name] = _value(setting_of[name], node)
-            problem = setting_of[name].problem(values[name])
+        elif setting:
+            values[name] = _value(setting, node)
+            problem = setting.problem(values[name])
             problems.append(problem and f"{line}: {problem}")
         elif name == TASK:
             problems.append(None if _text(node) else f"{line}: task: expected a task's name")
@@ -143,20 +136,13 @@ def load_yaml(path: str, *classes: type, given: Collection[str] = ()) -> tuple[d
         else:
             near = difflib.get_close_matches(name, [*setting_of, TASK], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            problems.append(f"{line}: unknown option {key.value[:80]!r}{hint}")
-            values.update(
-                {meant: _value(setting_of[meant], node) for meant in near if meant in setting_of.keys() - values}
-            )
+            problems.append(f"{line}: unknown option {name[:80]!r}{hint}")
         first_lines.setdefault(name, number)
     return values, [f"--config {path}: {problem}" for problem in problems if problem]
 
 
 def task_in(path: str) -> str | None:
-    """Return the task that a `--config` file names, as it would stand on a command line; None if the file has no task.
-
-    Raises:
-        UserError: the file cannot be read, or is not a mapping in YAML.
-    """
+    """Return the task that a `--config` file names, as it would stand on a command line; None if it names none."""
     return next((_text(node) for key, node in _mapping(path) if _text(key) == TASK), None)
 
 
@@ -164,17 +150,14 @@ def _mapping(path: str) -> list[tuple[Any, Any]]:
     """The nodes of a file's keys and values."""
     import yaml
 
-    not_options = UserError(f"--config {path}: expected option names and values, one `name: value` a line")
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise not_options from None
     if not isinstance(root, yaml.MappingNode):
-        raise not_options
+        raise UserError(f"--config {path}: expected option names and values, one `name: value` a line")
     return list(root.value)
 
 

@@ -33,9 +33,7 @@ def option(
     Args:
         default: the value when the option is not given; without a default, the option is required.
         help: one line for `--help`; name the unit.
-        choices: the accepted words of a `str` option.
         min, max: inclusive limits of a number.
-        section: heading under which `--help` lists the option.
         basic: whether `--help` lists an option of the trainer; `--help-all` lists all. No effect on a task's option.
         rows: whether a `str` option names rows for `read_rows`. It may then be given several times (the names are
             joined by commas), and a missing file or folder is refused before anything is loaded.
@@ -128,21 +126,15 @@ def _represented(value: Any) -> str:
 
 
 def settings(cls: type) -> list[Setting]:
-    """The settings of a dataclass, in the order of its fields.
-
-    Raises:
-        TypeError: a field's type is not str, int, float, bool or one of these `| None`.
-    """
+    """The settings of a dataclass, in the order of its fields; TypeError for a type that no option has."""
     hints = typing.get_type_hints(cls)
     result = []
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
         if hints[field.name] not in _TYPES:
-            raise TypeError(
-                f"{cls.__name__}.{field.name}: an option is a str, int, float or bool (or one of these | None), "
-                f"not {hints[field.name]}"
-            )
+            what = "an option is a str, int, float or bool (or one of these | None)"
+            raise TypeError(f"{cls.__name__}.{field.name}: {what}, not {hints[field.name]}")
         if field.default_factory is not dataclasses.MISSING:
             raise TypeError(f"{cls.__name__}.{field.name}: an option's default is a plain value, not a factory")
         limits = field.metadata.get(__name__, {})

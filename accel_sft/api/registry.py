@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-import accel_sft
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task, contract_faults
 from accel_sft.api.task_file import load_file, task_file
@@ -18,9 +17,10 @@ GROUP = "accel_sft.tasks"
 SHIPPED = {"chat": "accel-sft-chat", "math": "accel-sft-math", "ner": "accel-sft-ner"}
 """Task names, each with the distribution of this project that alone may use it."""
 RESERVED = frozenset(
-    ("tasks", "check", "plan", "compare", "report", "evaluate", "generate", "merge", "push", "new-task")
-) | {"launch-file", "doctor", "completion", "export-data", "verify", "parity", "serve", "rehearse", "how-much"}
-"""Names of present and planned tools, which no task may have."""
+    {"check", "compare", "completion", "doctor", "evaluate", "export-data", "generate", "how-much", "launch-file"}
+    | {"merge", "new-task", "parity", "plan", "push", "rehearse", "report", "serve", "tasks", "verify"}
+)
+"""Names of the tools, which no task may have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Plugin:
     distribution: str
     version: str
     summary: str
-    requires: tuple[str, ...] = ()
     fault: str = ""
 
     def error(self, cause: str) -> UserError:
@@ -43,7 +42,12 @@ class Plugin:
 
 def plugins() -> list[Plugin]:
     """Return every entry point of the group, sorted by name, with faults that its metadata shows; import none."""
-    every = sorted(_entry_points(), key=lambda plugin: (plugin.name, plugin.distribution, plugin.target))
+    every = []
+    for point in importlib.metadata.entry_points(group=GROUP):
+        assert point.dist  # known, as the metadata of a distribution names the entry point
+        name = re.sub(r"[-_.]+", "-", point.dist.name).lower()
+        every.append(Plugin(point.name, point.value, name, point.dist.version, point.dist.metadata["Summary"] or ""))
+    every.sort(key=lambda plugin: (plugin.name, plugin.distribution, plugin.target))
     return [dataclasses.replace(plugin, fault=_fault(plugin, every)) for plugin in every]
 
 
@@ -53,13 +57,9 @@ def names() -> dict[str, str]:
 
 
 def load(name: str) -> type[Task]:
-    """Import the installed task `name`, or the task in the file `name`, and check it against the contract.
-
-    Raises:
-        UserError: no such task (with the nearest names), or a plugin or file that cannot be used, and why.
-    """
+    """Import the installed task `name`, or the task in the file `name`, and check it against the contract."""
     if file := task_file(name):
-        return load_file(file)
+        return load_file(*file)
     candidates = [plugin for plugin in plugins() if plugin.name == name]
     if usable := [plugin for plugin in candidates if not plugin.fault]:
         return load_plugin(usable[0])
@@ -82,8 +82,8 @@ def summary_of(cls: type, fallback: str) -> str:
 
 def load_plugin(plugin: Plugin) -> type[Task]:
     """Import and check one plugin; a UserError has task, entry point, distribution, version and cause in one line."""
-    if cause := plugin.fault or _outdated(plugin):
-        raise plugin.error(cause)
+    if plugin.fault:
+        raise plugin.error(plugin.fault)
     entry_point = importlib.metadata.EntryPoint(plugin.name, plugin.target, GROUP)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # a command may print JSON to the standard output
@@ -109,68 +109,16 @@ def build(name: str, cls: type[Any], values: dict[str, Any]) -> Any:
     return built
 
 
-def _entry_points() -> list[Plugin]:
-    result, seen = [], set()
-    for distribution in importlib.metadata.distributions():
-        try:  # parsing the metadata of every installed package would take too long
-            if GROUP not in (distribution.read_text("entry_points.txt") or ""):
-                continue
-            entry_points, metadata = distribution.entry_points.select(group=GROUP), distribution.metadata
-        except (OSError, ValueError, TypeError) as error:  # bytes that are not UTF-8, or a line without `=`
-            folder = getattr(getattr(distribution, "_path", None), "name", "?")
-            fault = f"its metadata cannot be read ({error}); install it again"
-            result.append(Plugin("?", "?", folder, "?", "", fault=fault))
-            continue
-        name = _printable(metadata["Name"] or "(unnamed)")
-        normalized = re.sub(r"[-_.]+", "-", name).lower()
-        if normalized in seen:  # as with imports, the first on the path hides later ones
-            continue
-        seen.add(normalized)
-        about = (normalized, _printable(metadata["Version"] or "(no version)"), _printable(metadata["Summary"] or ""))
-        requires = tuple(metadata.get_all("Requires-Dist") or ())
-        for point in entry_points:
-            result.append(Plugin(_printable(point.name), _printable(point.value) or "?", *about, requires))
-    return result
-
-
-def _printable(text: str) -> str:
-    """Remove the control characters from a package's metadata: they would steer the terminal that shows it."""
-    return "".join(filter(str.isprintable, text))
-
-
 def _fault(plugin: Plugin, every: list[Plugin]) -> str:
     """Return why a plugin cannot be used, as far as metadata shows; empty if it can."""
-    if plugin.fault:
-        return plugin.fault
     if not re.fullmatch("[a-z0-9-]+", plugin.name):
         return "invalid task name; use lower-case letters, digits and hyphens"
     if plugin.name in RESERVED:
         return f"the name belongs to the tool `accel-sft {plugin.name}`; the plugin must choose another"
-    if not re.fullmatch(r"[\w.]+:[\w.]+", plugin.target):
-        return f"entry point {plugin.target!r} is not `module:Class`"
     if owner := SHIPPED.get(plugin.name):
         return "" if plugin.distribution == owner else f"the name belongs to {owner}; the plugin must choose another"
     same = [other for other in every if other.name == plugin.name and other is not plugin]
     if same:
         others = ", ".join(f"{other.target} of {other.distribution} {other.version}" for other in same)
         return f"the same name is also {others}; neither is loaded, uninstall one"
-    return ""
-
-
-def _outdated(plugin: Plugin) -> str:
-    from packaging.requirements import InvalidRequirement, Requirement
-
-    for text in plugin.requires:
-        if not re.match(r"accel[-_.]+sft(?![-_.]*[a-z0-9])", text, re.IGNORECASE):
-            continue  # only the requirement of accel-sft is checked here
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:
-            return f"its requirement {text!r} cannot be understood"
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if applies and not requirement.specifier.contains(accel_sft.__version__, prereleases=True):
-            return (
-                f"outdated: it needs accel-sft{requirement.specifier}, installed is {accel_sft.__version__}; "
-                f"`pip install --upgrade {plugin.distribution} accel-sft`"
-            )
     return ""

@@ -78,8 +78,7 @@ class Task(abc.ABC):
             for score in scores:
                 if not isinstance(score.get(key), (int, float)):
                     raise UserError(
-                        f"score() gave {key!r} {score.get(key)!r}, of which there is no mean; give a number in every "
-                        "score, or write aggregate()"
+                        f"score() gave {key!r} {score.get(key)!r}, of which there is no mean; give a number"
                     )
         return {key: sum(score[key] for score in scores) / len(scores) for key in keys}
 
@@ -116,19 +115,15 @@ def contract_faults(cls: Any) -> list[str]:
 
 
 def _signature_fault(cls: type[Task], name: str) -> str:
-    method, bound = inspect.getattr_static(cls, name), getattr(cls, name)
+    bound = getattr(cls, name)
     expected = f"{name}({', '.join(_METHODS[name])})"
-    if not callable(bound) or isinstance(method, property):
+    if not callable(bound):
         return f"{name} is not a method; expected {expected}"
-    bound_already = isinstance(method, (staticmethod, classmethod))
+    bound_already = isinstance(inspect.getattr_static(cls, name), (staticmethod, classmethod))
     try:
-        signature = inspect.signature(bound)
-    except ValueError:  # a callable written in C has no signature
-        return ""
-    try:
-        signature.bind(*_METHODS[name][1 if bound_already else 0 :])
-    except TypeError as error:
-        return f"{name}{signature} does not accept the trainer's call {expected}: {error}"
+        inspect.signature(bound).bind(*_METHODS[name][1 if bound_already else 0 :])
+    except (TypeError, ValueError) as error:  # ValueError: a callable written in C
+        return f"{name} does not accept the trainer's call {expected}: {error}"
     return ""
 
 
@@ -146,8 +141,7 @@ def _option_faults(cls: type[Task]) -> list[str]:
     for setting in own:
         if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]|[a-z]", setting.name):
             causes.append(
-                f"{setting.name!r} cannot be an option's name; use lower-case letters, digits and _, with a letter "
-                "first and no _ last"
+                f"{setting.name!r} cannot be an option's name; use lower-case letters and digits, as in my_option"
             )
         clash = sorted(_flags(setting) & taken)
         if clash:

@@ -1,7 +1,6 @@
 """Loads a task's class from a single Python file, which needs no package. Needs only the standard library."""
 
 import contextlib
-import dataclasses
 import hashlib
 import importlib.util
 import re
@@ -17,29 +16,18 @@ _MODULE = "accel_sft_file_"
 """Prefix of the names of modules made from files, so that `math.py` does not replace Python's own `math`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskFile:
-    """`mytask.py` or `mytask.py:MyTask`, as it was typed; `class_name` is empty if no class was named."""
-
-    path: Path
-    class_name: str = ""
-
-    @property
-    def name(self) -> str:
-        """The name under which runs record the task. It has a dot, which no installed task's name may have."""
-        return self.path.name
-
-
-def task_file(word: str) -> TaskFile | None:
-    """Return the file that a task's name on the command line stands for, or None if the name is an installed task's."""
+def task_file(word: str) -> tuple[Path, str] | None:
+    """The file and the class ("" if none is named) that `mytask.py` or `mytask.py:MyTask` stand for;
+    None if the word is an installed task's name."""
     match = re.fullmatch(r"(.+\.py)(?::(\w*))?", word, re.DOTALL)
-    return TaskFile(Path(match[1]).expanduser(), match[2] or "") if match else None
+    return (Path(match[1]).expanduser(), match[2] or "") if match else None
 
 
 def recorded_name(word: str) -> str:
-    """The name under which a run records its task: a file's name without folder and class, or an installed task's."""
+    """The name under which a run records its task: a file's name without folder and class, or an installed task's,
+    which has no dot."""
     file = task_file(word)
-    return file.name if file else word
+    return file[0].name if file else word
 
 
 def same_task(word: str, other: str) -> bool:
@@ -47,30 +35,25 @@ def same_task(word: str, other: str) -> bool:
     first, second = task_file(word), task_file(other)
     if first is None or second is None:
         return word == other
-    classes = {first.class_name, second.class_name} - {""}
-    return first.path.resolve() == second.path.resolve() and len(classes) < 2
+    return first[0].resolve() == second[0].resolve() and len({first[1], second[1]} - {""}) < 2
 
 
-def load_file(file: TaskFile) -> type[Task]:
-    """Run a file, check its task against the contract, and return it. The file can import modules beside it by name.
-
-    Raises:
-        UserError: the file cannot be read or run, has no task or several, or its task breaks the contract.
-    """
-    where = f"task {file.path}"
+def load_file(path: Path, class_name: str) -> type[Task]:
+    """Run a file, check its task against the contract, and return it. The file can import modules beside it by name."""
+    where = f"task {path}"
     try:
-        source = file.path.read_bytes()
+        source = path.read_bytes()
     except OSError as error:
         raise UserError(f"{where}: cannot be read ({error.strerror}); name a Python file with a task") from None
-    module = _module(file.path.absolute(), source)
+    module = _module(path.absolute(), source)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # a command may print JSON to the standard output
-            exec(compile(source, str(file.path), "exec"), module.__dict__)
+            exec(compile(source, str(path), "exec"), module.__dict__)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # the file may raise anything
         raise UserError(f"{where}: cannot be imported: {' '.join(what_and_where(error).split())}") from error
-    cls: type[Task] = _chosen(where, file, module)
+    cls: type[Task] = _chosen(where, path, class_name, module)
     if causes := contract_faults(cls):
         raise UserError(f"{where}: {' '.join('; '.join(causes).split())}")
     return cls
@@ -94,17 +77,17 @@ def _module(path: Path, source: bytes) -> types.ModuleType:
     return module
 
 
-def _chosen(where: str, file: TaskFile, module: types.ModuleType) -> Any:
+def _chosen(where: str, path: Path, class_name: str, module: types.ModuleType) -> Any:
     own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
     tasks = {cls.__name__: cls for cls in own if issubclass(cls, Task)}
-    if file.class_name:
-        if not hasattr(module, file.class_name):
-            raise UserError(f"{where}: no {file.class_name} in it; it has {', '.join(tasks) or 'no task'}")
-        return getattr(module, file.class_name)
+    if class_name:
+        if not hasattr(module, class_name):
+            raise UserError(f"{where}: no {class_name} in it; it has {', '.join(tasks) or 'no task'}")
+        return getattr(module, class_name)
     usable = {name: cls for name, cls in tasks.items() if not cls.__abstractmethods__} or tasks
     if not usable:
-        raise UserError(f"{where}: no subclass of accel_sft.Task in it; write one, or name it: {file.path}:MyTask")
+        raise UserError(f"{where}: no subclass of accel_sft.Task in it; write one, or name it: {path}:MyTask")
     if len(usable) > 1:
-        named = " or ".join(f"{file.path}:{name}" for name in usable)
+        named = " or ".join(f"{path}:{name}" for name in usable)
         raise UserError(f"{where}: {len(usable)} tasks are in it; name one: {named}")
     return next(iter(usable.values()))

@@ -26,7 +26,6 @@ _EXPECTED = (
 )
 _PROGRAMS = ("EPS",)
 """Formats that are programs, which Pillow lets Ghostscript run."""
-_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 _NO_FILE = "a folder, a pipe or a device, not a file"
 _KEYS = ("image", "path", "url", "base64", "image_url")
 """Keys of a part that may hold its image: those that transformers reads in a part of type "image", and OpenAI's, in a
@@ -110,15 +109,6 @@ class Picture:
             white = PIL.Image.new("RGBA", image.size, "white")
             return PIL.Image.alpha_composite(white, image).convert("RGB")
         return image
-
-    def file(self) -> tuple[bytes, str]:
-        """The bytes of an image file, and the suffix of its name; a PIL image is written as PNG."""
-        if isinstance(self.given, (str, bytes)):
-            self._decoded(content := self._file())  # raises if it is no image: a row may name any file
-            return content, Path(self.given).suffix.lower() if isinstance(self.given, str) else ""
-        image, file = self.opened(), io.BytesIO()
-        (image if image.mode in _PNG_MODES else image.convert("RGB")).save(file, "png")
-        return file.getvalue(), ".png"
 
     def __str__(self) -> str:
         return f"the image {self.given}" if isinstance(self.given, str) else f"image {self.number} of the row"

@@ -1,6 +1,7 @@
 """The command line: a command for each task, and the tools. Only running a command imports torch."""
 
 import difflib
+from pathlib import Path
 from typing import Any
 
 import click
@@ -11,7 +12,7 @@ from accel_sft.api import registry
 from accel_sft.api.config_file import OTHER_COMMANDS, task_in
 from accel_sft.api.errors import UserError
 from accel_sft.api.task_file import task_file
-from accel_sft.cli.task_command import HelpContext, TaskCommand
+from accel_sft.cli.task_command import TaskCommand
 from accel_sft.cli.task_tools import TOOLS, TRAIN, TaskTool
 from accel_sft.commands.generate import generate
 from accel_sft.commands.listings import completion, launch_file, tasks
@@ -28,8 +29,6 @@ from accel_sft.tools.verify.command import verify
 class TaskGroup(click.Group):
     """A group whose task commands are known by metadata, and whose tasks are each imported when they are called."""
 
-    context_class = HelpContext
-
     def __init__(self, *args: Any, tool: TaskTool = TRAIN, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.tool = tool
@@ -41,32 +40,24 @@ class TaskGroup(click.Group):
         if path and args[behind:] and not args[behind].startswith("-"):
             args = [args[behind], *args[:behind], *args[behind + 1 :]]
         elif path:
-            try:
-                named = task_in(path)
-            except UserError:
-                if not ctx.resilient_parsing:
-                    raise
-                named = None
+            named = None if ctx.resilient_parsing and not Path(path).is_file() else task_in(path)
             if named is None and not ctx.resilient_parsing:
                 raise UserError(f"--config {path}: no task in it; write `task: NAME`, or the name before the options")
             args = [*([named] if named else []), *args]
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            flags = ["--help", *(flag for option in self.params for flag in option.opts)]
-            if ctx.resilient_parsing or difflib.get_close_matches(error.option_name, flags, cutoff=0.75):
+            near = difflib.get_close_matches(error.option_name, ["--help", "--config", "--version"], cutoff=0.75)
+            if ctx.resilient_parsing or near:
                 raise
             example = f"`{ctx.command_path} TASK {error.option_name} ...`"
-            raise UserError(
-                f"{error.option_name}: name a task before its options, as in {example}; `accel-sft tasks` lists them"
-            ) from None
+            raise UserError(f"{error.option_name}: name a task before its options, as in {example}") from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*registry.names(), *self.commands]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a task's or a tool's command. While a shell completes, only shipped plugins are imported, so another
-        task's command lacks the task's own options."""
+        """Return a task's or a tool's command. While a shell completes, only shipped plugins are imported."""
         if tool := super().get_command(ctx, cmd_name):
             return tool
         summaries = {plugin.name: plugin.summary for plugin in registry.plugins()}
@@ -134,5 +125,4 @@ for _name, _task_tool in TOOLS.items():
     cli.add_command(TaskGroup(_name, help=_task_tool.summary, tool=_task_tool))
 _RUNS = doctor, report, verify, generate, merge, serve, parity, push
 for _tool in (*_RUNS, new_task, tasks, launch_file, completion):
-    _tool.context_class = HelpContext
     cli.add_command(_tool)

@@ -17,11 +17,8 @@ _METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER"}
 
 
 def make_option(setting: Setting, repeated: bool = False) -> list[click.Option]:
-    """The click option of a setting. It has no default, so that all values are read and checked in one place.
-
-    Args:
-        repeated: whether the option may be given several times, which joins the values by commas, as for names of rows.
-    """
+    """The click option of a setting. It has no default, so that all values are read and checked in one place. If it may
+    be `repeated`, its values are joined by commas, as for names of rows."""
     help = help_of(setting)
     if setting.type is bool:
         return [click.Option([f"{setting.flag}/--no-{setting.flag[2:]}", setting.name], default=None, help=help)]

@@ -2,7 +2,6 @@
 Only running it imports torch."""
 
 import collections
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -30,23 +29,6 @@ _SHORT_HEADINGS = {ADAPTER: MODEL, DATA: "Training", OPTIM: "Training", EVAL: "T
 """The heading under which `--help` lists the few options of a section; `--help-all` has each section's own."""
 
 
-class HelpFormatter(click.HelpFormatter):
-    """Keeps the column of options narrow: on a narrow terminal, most of the width is left to the help texts."""
-
-    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 34, col_spacing: int = 2) -> None:
-        super().write_dl(rows, min(col_max, self.width * 2 // 5), col_spacing)
-
-
-class HelpContext(click.Context):
-    formatter_class = HelpFormatter
-
-    def get_help(self) -> str:
-        """Return the help on rank 0 of a launch; on other ranks, end the command without it."""
-        if os.environ.get("RANK", "0") != "0":
-            self.exit()
-        return super().get_help()
-
-
 def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
         ctx.meta[_HELP_ALL] = True
@@ -63,15 +45,9 @@ _ALL = click.Option(["--help-all"], help="Show every option and exit.", **_EAGER
 class TaskCommand(click.Command):
     """A command with a task's options and the trainer's, grouped by section in its help.
 
-    `--help` lists the options in `listed`, `--help-all` all.
-
-    Args:
-        task_class: the loaded task, or None while a shell completes, which imports no plugin.
-        summary: the task in a line.
-        tool: what the command does with the task.
+    `--help` lists the options in `listed`, `--help-all` all. `task_class` is None while a shell completes.
     """
 
-    context_class = HelpContext
     name: str
 
     def __init__(self, name: str, task_class: type[Task] | None, summary: str, tool: TaskTool = TRAIN) -> None:
@@ -82,8 +58,11 @@ class TaskCommand(click.Command):
         own = {tool.section: (), **tool.own_options} if tool.section else tool.own_options
         self.sections = {heading: [*options] for heading, options in own.items()}
         self.listed = {"config_file", *(option.name for options in own.values() for option in options)}
-        self.listed |= {setting.name for setting in self.task_settings if tool.lists_task}
-        self.listed |= {setting.name for setting in train_settings if tool.is_listed(setting)}
+        self.listed |= {setting.name for setting in self.task_settings}
+        basic = [setting for setting in train_settings if setting.basic]
+        self.listed |= {
+            s.name for s in basic if tool.lists is None or s.name in tool.lists or s.section == tool.section
+        }
         for setting in (*self.task_settings, *train_settings):
             options = (make_list_option if tool.compares else make_option)(setting, setting.name in tool.repeated)
             self.sections.setdefault(setting.section or f"Task {name}", []).extend(options)
@@ -92,7 +71,7 @@ class TaskCommand(click.Command):
         _refuse_clashes(name, params)
         params += [tool.argument] if tool.argument else []
         completing = {"ignore_unknown_options": True} if task_class is None else None
-        help = f"{tool.does}\n\nThe task {name}: {summary}" if tool.summary else f"{summary}\n\n{tool.does}"
+        help = f"{tool.summary}\n\n{tool.does}\n\nThe task {name}: {summary}"
         super().__init__(name, params=params, help=help, context_settings=completing)
 
     def _words_of_a_run(self, ctx: click.Context) -> Callable[[Sequence[str]], Any]:
@@ -146,13 +125,10 @@ class TaskCommand(click.Command):
                 raise UserError(*(f"{name} {what}: {OTHER_NAMES[name]}" for name in theirs)) from None
             raise
         except click.UsageError as error:
-            if "unexpected extra argument" in error.message:
-                switch = re.search(r"\b(true|false)\b", error.message, re.IGNORECASE)
-                advice = "each value needs its option, as in --train-file A --train-file B"
-                advice = "a switch has no value: --compile or --no-compile" if switch else advice
-                if switch or any(param.multiple for param in self.params):
-                    raise click.UsageError(f"{error.message}; {advice}", error.ctx) from None
-            raise
+            if "unexpected extra argument" not in error.message:
+                raise
+            advice = "each value needs its option (--train-file A --train-file B), and a switch has none (--compile)"
+            raise click.UsageError(f"{error.message}; {advice}", error.ctx) from None
 
     def invoke(self, ctx: click.Context) -> None:
         if self.tool.compares:
@@ -182,9 +158,7 @@ class TaskCommand(click.Command):
     def _read(self, given: dict[str, Any]) -> tuple[TrainConfig, Task]:
         """Return trainer's settings and task: the command line overrides the YAML file, which overrides the defaults.
 
-        Raises:
-            UserError: every problem of the file, of each value and between values, together. What cannot be known
-                while another value is wrong or the file cannot be read is not reported.
+        A UserError has every problem of the file, of each value and between values.
         """
         every = [setting for offered in self.offers.values() for setting in offered]
         problems = [line for s in every if s.name in given and (line := s.problem(given[s.name]))]
@@ -196,14 +170,11 @@ class TaskCommand(click.Command):
                 raise UserError(*error.problems, *problems) from None
             named = task_in(path)
             if named and not same_task(named, self.name):
-                of_file.append(
-                    f"--config {path}: task: {named}, and the command line says {self.name}; leave out one of them"
-                )
+                of_file.append(f"--config {path}: task: {named}, and the command line says {self.name}; leave one out")
             problems = [*of_file, *problems]
         built: list[Any] = []
         for cls, offered in self.offers.items():
-            values = {**from_file, **given}
-            of_run: dict[str, Any] = {}
+            values, of_run = {**from_file, **given}, dict[str, Any]()
             if built and self.tool.from_run:
                 of_run = self.tool.from_run(self.name, self.task_settings, built[0].model, values)
             values = {**of_run, **values}
@@ -218,9 +189,12 @@ class TaskCommand(click.Command):
                 problems += [line for line in error.problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
         # a resumed run may need no rows
         if not problems and self.tool.missing_rows == "refused" and built[0].resume == "off":
-            names = {s.flag: getattr(built[1], s.name) for s in self.task_settings if s.rows}
+            config, task = built
+            names = {s.flag: getattr(task, s.name) for s in self.task_settings if s.rows}
             problems = [line for flag, name in names.items() if name for line in absent_rows(name, flag)]
-            problems += _absent_models(built[0])
+            models = {"--model": config.model, "--base": getattr(config, "base", None)}
+            models = {} if getattr(config, "url", None) else models  # --model is then a server's name
+            problems += [line for flag, name in models.items() if name for line in absent_weights(name, flag)]
         if problems:
             raise UserError(*dict.fromkeys(problems))
         return tuple(built)
@@ -239,23 +213,8 @@ class TaskCommand(click.Command):
         return registry.build(self.name, cls, {name: value for name, value in values.items() if name not in unfit})
 
 
-def _absent_models(config: TrainConfig) -> list[str]:
-    """A line for each model that the settings name by a folder that does not exist."""
-    if getattr(config, "url", None):  # --model is a server's name
-        return []
-    models = {"--model": config.model, "--base": getattr(config, "base", None)}
-    return [line for flag, name in models.items() if name for line in absent_weights(name, flag)]
-
-
 def _refuse_clashes(task: str, params: Iterable[click.Parameter]) -> None:
-    """Refuse a tool if one of its own options is also the task's; an option of training never is (`api/task.py`).
-
-    Raises:
-        UserError: two options of the command have the same name.
-    """
+    """Refuse a tool if one of its own options is also the task's; an option of training never is (`api/task.py`)."""
     flags = collections.Counter(flag for option in params for flag in (*option.opts, *option.secondary_opts))
     if clash := " and ".join(flag for flag, times in flags.items() if times > 1):
-        raise UserError(
-            f"task {task}: option {clash} is this command's own and the task's too: rename it in the task to use this "
-            "command"
-        )
+        raise UserError(f"task {task}: option {clash} is this command's own and the task's too; rename it in the task")

@@ -21,34 +21,26 @@ _TRAINING = frozenset(setting.name for setting in settings(TrainConfig))
 
 @dataclass(frozen=True, kw_only=True)
 class TaskTool:
-    """A command that every task has.
+    """A command that every task has. Names are those of settings.
 
     Attributes:
-        does: text of the command's help: below the task's own line, or above it if it does not train.
-        run: called with the task's name, the task and the settings; it imports what it needs, which may take seconds.
-            If the tool `compares`: with the name, the task's class, the settings that may have several values, the
-            command's parameters, and a function that parses the words of one run.
-        summary: a line in the list of tools.
-        config_class: the trainer's settings, with the tool's own among them.
-        takes: names of the trainer's settings that the command takes; None: all.
-        lists: names of the basic settings that `--help` lists; None: all basic ones that the command takes.
-        lists_task: whether `--help` lists the task's settings.
-        repeated: names of settings that may be given several times, which joins the values by commas.
+        run: called with the task's name, the task and the settings. If the tool `compares`: with the name, the task's
+            class, the settings that may have several values, the command's parameters, and a function that parses the
+            words of one run.
+        takes: the trainer's settings that the command takes; None: all.
+        lists: the basic settings that `--help` lists; None: all basic ones that the command takes.
         missing_rows: "refused" when the command line is read; "reported" by the tool; or "unread": the tool opens no
             data, and required options that name files may be left out.
-        argument: the argument that follows the task, besides options.
         own_options: options that are not settings, by the heading above them.
-        from_run: gives the values of task settings that the run has which `--model` names.
-        compares: whether options may have several values; settings are then read for each run, not before `run`.
     """
 
-    does: str
     run: Callable[..., None]
-    summary: str = ""
+    summary: str
+    """A line in the list of tools, and the first of the command's help."""
+    does: str = ""
     config_class: type[TrainConfig] = TrainConfig
     takes: frozenset[str] | None = None
     lists: frozenset[str] | None = None
-    lists_task: bool = True
     repeated: frozenset[str] = frozenset()
     missing_rows: str = "refused"
     argument: click.Argument | None = None
@@ -64,10 +56,6 @@ class TaskTool:
     def section(self) -> str:
         """Heading of the tool's own settings, which stand first in its help and are all listed; "" without any."""
         return next((s.section for s in settings(self.config_class) if s.section not in SECTIONS), "")
-
-    def is_listed(self, setting: Setting) -> bool:
-        """Whether `--help` lists a setting of the trainer or of the tool."""
-        return setting.basic and (self.lists is None or setting.name in self.lists or setting.section not in SECTIONS)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -107,13 +95,14 @@ def _settings_of_the_run(
     return recorded_options(record, task_settings, given, f"--model {model}", same_data=same_data) if record else {}
 
 
+_MOST_USED = _names("model init_from adapter max_length global_batch_size epochs max_steps")
 _SAME_DATA = "Evaluate on the files that the record of the run --model names, without naming them again."
 _RUN_WORDS = click.Argument(["run_words"], nargs=-1, metavar="[-- OPTIONS]", type=click.UNPROCESSED)
-TRAIN = TaskTool(does="Trains, evaluates and saves a model for this task.", run=_runs("accel_sft.commands.train"))
+_AS_TRAINING = "Training's options are accepted: put this word before the task of any training command."
+TRAIN = TaskTool(summary="Train, evaluate and save a model for this task.", run=_runs("accel_sft.commands.train"))
 TOOLS = {
     "evaluate": TaskTool(
         summary="Score a model on a task's validation examples, beside its base if you name one.",
-        does="Scores a model on this task's validation examples.",
         run=_runs("accel_sft.commands.evaluate"),
         config_class=EvaluateConfig,
         takes=_names(
@@ -125,71 +114,58 @@ TOOLS = {
         from_run=_settings_of_the_run,
     ),
     "compare": TaskTool(
-        summary="Measure launch files and settings against each other: time, memory, loss, with every launch a real "
-        "one.",
-        does="Measures this task's training under every combination of the values that are given, each a real "
-        "launch.\n\nEvery option of the trainer and the task may have several values: --micro-batch-size 1,32, or the "
-        "option once for each. Only the latter where a value may have commas itself: --lora-target-modules, --tracker, "
-        "--mix, --train-only, and the task's text options. What stands behind -- is given to every run as it is.",
+        summary="Measure launch files and settings against each other: time, memory, loss, by real launches.",
+        does="Every option of the trainer and the task may have several values: --micro-batch-size 1,32, or the option "
+        "once for each. Only the latter where a value may have commas itself: --lora-target-modules, --tracker, --mix, "
+        "--train-only, and the task's text options. What stands behind -- is given to every run as it is.",
         run=_runs("accel_sft.tools.compare.command"),
         takes=_TRAINING - _names("output_dir resume dry_run debug"),
         lists=frozenset(),
-        lists_task=False,
         own_options=COMPARISON,
         argument=_RUN_WORDS,
         compares=True,
     ),
     "how-much": TaskTool(
         summary="Train on ever more of a task's rows, and forecast what further rows would bring.",
-        does="Trains on nested parts of this task's rows, the smallest first, each with several seeds, and forecasts "
-        "the metric for more rows than there are. It is a `compare` of --train-limit and --seed: its folder, how it "
-        "goes on after an interrupt, and -- are as there. A part is the first rows of the file, so shuffle a file that "
-        "is sorted.",
+        does="A `compare` of --train-limit and --seed: its folder, an interrupt, and what is behind -- are as there. "
+        "A part is the first rows of the file, so shuffle a file that is sorted.",
         run=_runs("accel_sft.tools.how_much.command"),
         takes=_TRAINING - _names("output_dir resume dry_run debug train_limit seed"),
-        lists=_names("model epochs max_steps"),
+        lists=_MOST_USED,
         own_options=LEARNING_CURVE,
         argument=_RUN_WORDS,
         compares=True,
     ),
     "plan": TaskTool(
         summary="Predict memory and speed of training a task under each launch file.",
-        does="Predicts memory and speed of this task's training under each launch file, before anything is loaded. "
-        "Training's other options are accepted too: put `plan` before the task of any training command. No data is "
-        "read. Exit status: 0 if any launch file fits, 1 if none does.",
+        does=f"{_AS_TRAINING} No data is read. Exit status: 0 if any launch file fits, 1 if none does.",
         run=_runs("accel_sft.tools.plan.command"),
         config_class=PlanConfig,
-        lists=_names(
-            "model init_from adapter lora_r load_in_4bit max_length global_batch_size "
-            "micro_batch_size eval_every gradient_checkpointing"
-        ),
+        lists=_MOST_USED,
         repeated=_names("launch"),
         missing_rows="unread",
     ),
     "check": TaskTool(
         summary="Audit a task's data before training: what is wrong, at which line, and how to fix it.",
-        does="Audits this task's data as training would read it; no weights are loaded. Training's other options are "
-        "accepted too: put `check` before the task of any training command.",
+        does=f"{_AS_TRAINING} No weights are loaded.",
         run=_runs("accel_sft.tools.check.command"),
         config_class=CheckConfig,
-        lists=_names("model init_from max_length global_batch_size micro_batch_size epochs max_steps seed"),
+        lists=_MOST_USED,
         missing_rows="reported",
     ),
     "rehearse": TaskTool(
         summary="Go through a whole run on a shrunk model before it is paid for: what would fail, when, and the fix.",
-        does="Goes through this task's whole run in minutes, on CPUs: the real options, data, tokenizer, template and "
-        "launch file, with a random model of the same family that has every kind of its layers. Training's other "
-        "options are accepted too: put `rehearse` before the task of any training command, and name its launch file "
-        "with --launch. Exit status: 0 if the run holds, 1 if a stage of it would fail.",
+        does="In minutes, on CPUs: the real options, data, tokenizer, template and launch file, a random model of the "
+        f"same family. {_AS_TRAINING} Exit status: 0 if the run holds, 1 if a stage of it would fail.",
         run=_runs("accel_sft.tools.rehearse.command"),
         config_class=RehearseConfig,
-        lists=_names("model init_from adapter max_length output_dir"),
+        lists=_MOST_USED,
         missing_rows="reported",
     ),
     "export-data": TaskTool(
         summary="Write a task's rows as chat files, for other trainers.",
-        does="Writes this task's rows into OUT, a new folder, as train.jsonl and validation.jsonl, for other trainers: "
-        'each line is {"messages": [...]}, with "weight": 0 in assistant turns that carry no loss.',
+        does="OUT, a new folder, gets train.jsonl and validation.jsonl: each line is "
+        '{"messages": [...]}, with "weight": 0 in assistant turns that carry no loss.',
         run=_runs("accel_sft.commands.export_data", "command"),
         takes=_names("debug"),
         argument=click.Argument(["out"], metavar="OUT"),

@@ -46,15 +46,12 @@ from accel_sft.training.prepare import Assembly
 
 def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     """Score `--base`, if given, and `--model` on any launch, or the server at `--url`; print them side by side, and
-    write `--output-dir`.
-
-    Raises:
-        UserError: something that the user can fix.
-    """
+    write `--output-dir`."""
     if config.url:
         return _served(task_name, task, config)
     launch, name = begin(), recorded_name(task_name)
-    _refuse_tiny(config)
+    if config.model == "tiny" or (config.base == "tiny" and not Path("tiny").exists()):
+        raise UserError("--model and --base: the model tiny is made for each run; name a run's folder, or its base/")
     trained = Trained(config.model)
     config = dataclasses.replace(trained.settings(config), load_in_4bit=trained.in_4bit)
     sources = trained.sources(config.base, config.revision)
@@ -85,16 +82,6 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         if accelerator.is_main_process:
             _publish(name, task, config, named, evaluations)
         leave_together()
-
-
-def _refuse_tiny(config: EvaluateConfig) -> None:
-    if config.model == "tiny":
-        raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
-    if config.base == "tiny" and not Path("tiny").exists():
-        raise UserError(
-            "--base tiny: the built-in model is made for a run, from the task's text; name the run's folder base/, "
-            "which holds it as it was before training"
-        )
 
 
 def _served(task_name: str, task: Task, config: EvaluateConfig) -> None:
@@ -140,8 +127,7 @@ def _publish(
     console = Console(highlight=False)
     report.print_report(result, before.samples, after.samples, console)
     for title, header, rows in label_tables(result.get("labels")):
-        wide = len("  ".join(header)) > console.width and f"{title}: too wide for a terminal; --output-dir keeps it"
-        console.print(wide or Markdown(f"{title}\n\n{markdown_table(header, rows)}"))
+        console.print(Markdown(f"{title}\n\n{markdown_table(header, rows)}"))
     if run_dir:
         run_dir.write_result(result)
         report.write_report(run_dir, result, before.samples, after.samples)
@@ -158,11 +144,7 @@ def _differences(trained: Trained, task_name: str, precision: str) -> list[str]:
     if trained.record["task"] != task_name:
         notes.append(f"note: {trained.name} was trained for {trained.record['task']}, and is scored as {task_name}")
     if of_run != precision:
-        before, now = ("float32" if name == "no" else name for name in (of_run, precision))
-        notes.append(
-            f"note: the run computed in {before}, this evaluation does in {now} and may answer differently; for the "
-            f"run's numbers add --mixed_precision {of_run}"
-        )
+        notes.append(f"note: the run computed in another precision; for its numbers add --mixed_precision {of_run}")
     return notes
 
 
@@ -185,10 +167,8 @@ def _remembered(trained: Trained, task_name: str, task: Task) -> list[str]:
     if not (seen := sum(prompt in learnt for prompt in held_out)):
         return []
     flags = " and ".join(map(flag_of, changed))
-    return [
-        f"warning: {trained.name} was trained on {seen:,} of these {len(held_out):,} examples, so scores show what it "
-        f"remembers; leave {flags} out"
-    ]
+    learnt_too = f"{trained.name} was trained on {seen:,} of these {len(held_out):,} examples"
+    return [f"warning: {learnt_too}, so scores show what it remembers; leave {flags} out"]
 
 
 def _claim(folder: Path) -> None:

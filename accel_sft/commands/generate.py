@@ -1,6 +1,5 @@
 """`accel-sft generate`: answers a prompt, a file of prompts, or a person at the terminal with a trained model."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,10 @@ _OF_TRAINING = (
     *("dtype", "offload", "trust_remote_code", "debug"),
 )
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
-_LOWEST_TEMPERATURE = 0.01
-"""Below it, logits that are divided by it may overflow."""
 _FILE: dict[str, Any] = {"type": click.Path(), "metavar": "FILE"}  # a shell completes paths for this type
-EXAMPLES = """\b
-For example:
-  accel-sft generate runs/math-20261120-101500 "365="
-  accel-sft generate runs/math-20261120-101500 --interactive
-  accel-sft generate org/model --file prompts.txt --output answers.jsonl
-"""
 
 
-@click.command(epilog=EXAMPLES)
+@click.command()
 @click.argument("model", type=click.Path(), metavar="RUN_OR_MODEL")
 @click.argument("prompt", required=False)
 @click.option("--file", **_FILE, help="Prompts: a line of text each, or JSONL with `messages` or `prompt`.")
@@ -59,6 +50,8 @@ For example:
 def generate(ctx: click.Context, model: str, **options: Any) -> None:
     """Answer a prompt, a file of prompts, or you at the terminal.
 
+    For example: accel-sft generate runs/math-20261120-101500 "365="
+
     RUN_OR_MODEL is a run's folder (its best/ weights, or else final/), exported weights, an adapter, or a hub id.
     Prompts are asked as the model was trained: with the run's own thinking, system message and longest answer; after a
     training on raw text they are texts to go on with.
@@ -74,18 +67,13 @@ def _problems(options: dict[str, Any]) -> list[str]:
     if sum(options[name] not in (None, False) for name in ("prompt", "file", "interactive")) != 1:
         lines.append("give one of these: a PROMPT, --file FILE, or --interactive")
     if options["image"] and options["prompt"] is None:
-        lines.append("--image goes with a PROMPT; rows of --file have a column `images`, or parts of type image")
+        lines.append("--image goes with a PROMPT")
     if options["prompt"] is not None and not options["prompt"].strip():
         lines.append("PROMPT: empty; write what is to be answered")
     if bool(options["file"]) != bool(options["output"]):
         lines.append("--file and --output go together: name a file of prompts and a new file for the answers")
     if options["output"] and Path(options["output"]).exists():
         lines.append(f"--output {options['output']}: is there already; name a new file")
-    for name in _OF_SAMPLING:
-        if math.isnan(options[name] or 0):  # which no range of click's refuses
-            lines.append(f"{flag_of(name)} nan: not a number")
-    if 0 < (options["temperature"] or 0) < _LOWEST_TEMPERATURE:
-        lines.append(f"--temperature {options['temperature']:g}: must be 0, or at least {_LOWEST_TEMPERATURE}")
     for name in ("top_p", "top_k"):
         if options[name] is not None and not options["temperature"]:
             lines.append(f"{flag_of(name)} needs --temperature above 0: without it nothing is drawn")
@@ -98,7 +86,7 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
 
     from accel_sft.evaluation.answerer import Answerer
     from accel_sft.evaluation.generate import Sampling
-    from accel_sft.evaluation.prompts import talk
+    from accel_sft.evaluation.prompts import prompt_with, read_prompts, talk
     from accel_sft.launch.accelerator import create_accelerator
     from accel_sft.launch.info import launch_of_this_process
     from accel_sft.models.pretrained import refuse_offload
@@ -110,14 +98,16 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
     config = trained.settings(EvaluateConfig(model=trained.weights, **own))
     refuse_offload(config.offload, ranks=1, quantized=False)
     most = config.max_new_tokens or LONGEST_ANSWER
-    system = given.get("system", _system_of(trained))
+    of_run = (trained.record or {}).get("system_prompt")
+    system = given.get("system", of_run if isinstance(of_run, str) else None)  # the record may be someone else's
     raw = trained.raw_text and config.chat_template is None
-    chats, names = _chats(options, system)
-    images, tools = [chat.images for chat in chats], [chat.tools for chat in chats]
-    if raw and (options["interactive"] or any(images) or any(tools) or any(chat.turns[1:] for chat in chats)):
-        raise UserError(
-            f"{trained.name}: trained on raw text, which it goes on with: give texts alone, or a --chat-template"
-        )
+    if options["file"]:
+        chats, names = read_prompts(options["file"], system)
+    else:  # before a talk, one without a question
+        chats, names = [prompt_with(options["prompt"] or "", options["image"], system)], ["PROMPT"]
+    images = any(chat.images for chat in chats)
+    if raw and (options["interactive"] or images or any(chat.tools or chat.turns[1:] for chat in chats)):
+        raise UserError(f"{trained.name}: trained on raw text; give a text to go on with, or a --chat-template")
     talking, answers = {}, {}
     with terminal.quiet(None, config.debug, shown_on=2) as out:
 
@@ -132,13 +122,13 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
             for line in other_base(source):
                 tell(f"warning: {line}")
             offloaded: dict[str, Any] = {"offload": config.offload, "log": tell} if config.offload else {}
-            answerer = Answerer(accelerator, config, source, sampling, images=any(images), raw=raw, **offloaded)
+            answerer = Answerer(accelerator, config, source, sampling, images=images, raw=raw, **offloaded)
             torch.manual_seed(options["seed"])
             if options["interactive"]:
                 talking[side] = answerer
             else:
                 with terminal.waiting(f"answering {len(chats):,} prompts" if len(chats) > 1 else "answering"):
-                    answers[side] = answerer.answers([chat.turns for chat in chats], most, names, images, tools)
+                    answers[side] = answerer.answers(chats, most, names)
             for note in answerer.notes:
                 tell(note)
             del answerer  # the next model may need its memory
@@ -149,21 +139,6 @@ def _run(trained: Trained, options: dict[str, Any]) -> None:
         _write(options["output"], chats, answers, most)
     else:
         _print({side: answer for side, (answer,) in answers.items()}, most, own=options["max_new_tokens"] is None)
-
-
-def _chats(options: dict[str, Any], system: str | None) -> tuple[list[Any], list[str]]:
-    """Return the conversations to answer, and how errors name each; one without a question before a talk."""
-    from accel_sft.evaluation.prompts import prompt_with, read_prompts
-
-    if options["file"]:
-        return read_prompts(options["file"], system)
-    return [prompt_with(options["prompt"] or "", options["image"], system)], ["PROMPT"]
-
-
-def _system_of(trained: Trained) -> str | None:
-    """The system message in a run's record; None if it is no text, since the record may be someone else's."""
-    message = (trained.record or {}).get("system_prompt")
-    return message if isinstance(message, str) else None
 
 
 def _print(answers: dict[str, Any], most: int, *, own: bool) -> None:
@@ -181,7 +156,7 @@ def _write(output: str, chats: list[Any], answers: dict[str, list[Any]], most: i
     """Write the answers as JSONL: the model's as `generated`, the base's, if asked for, as `base`."""
     rows = []
     for chat, (*before, last) in zip(chats, zip(*answers.values(), strict=True), strict=True):
-        row = {"messages": chat.messages(), **({"tools": chat.tools} if chat.tools else {})}
+        row = {"messages": chat.turns, **({"tools": chat.tools} if chat.tools else {})}
         row |= {"generated": last.text, "tokens": last.tokens, "ended": last.ended}
         rows.append({**row, **({"base": before[0].text} if before else {})})
     try:

@@ -33,19 +33,9 @@ def tasks(as_json: bool) -> None:
         return
     if not listed:
         click.echo("No task is installed. `accel-sft new-task NAME` starts one of your own.")
-    rows = [
-        (
-            task["name"],
-            f"{task['distribution']} {task['version']}",
-            "ok" if task["usable"] else "broken",
-            task["summary"],
-        )
-        for task in listed
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        click.echo(wrapped(line, indent=sum(widths[:-1]) + 2 * len(widths[:-1])))
+    for task in listed:
+        package, state = f"{task['distribution']} {task['version']}", "ok" if task["usable"] else "broken"
+        click.echo(wrapped(f"{task['name']:<10}  {package:<26}  {state:<6}  {task['summary']}", 48))
     if broken := [line for task in listed for line in task["problems"]]:
         click.echo("\nBroken, and why:")
         click.echo("\n".join(wrapped(f"  {line}") for line in broken))

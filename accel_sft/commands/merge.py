@@ -17,7 +17,6 @@ from accel_sft.commands.trained import Trained, begin_command
 from accel_sft.io import terminal
 from accel_sft.io.files import new_folder
 from accel_sft.io.run_dir import absent_weights
-from accel_sft.io.run_record import names_files
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 MERGED = click.Choice(["bf16", "bfloat16", "float16", "float32"])
@@ -68,16 +67,11 @@ def merge(ctx: click.Context, run: str, out: str | None, **options: Any) -> None
     if out:
         click.echo(f"{out}: weights that plain transformers loads")
     if gguf:
-        data = " --same-data" if names_files(trained.record) else ""
-        click.echo(f"{gguf}: serve it, then hold it to the run: accel-sft parity {run} --url URL{data}")
+        click.echo(f"{gguf}: serve it with accel-sft serve {run} --with llama.cpp --gguf {gguf}")
 
 
 def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code: bool) -> list[str]:
-    """Write an adapter's merged weights into the new or empty folder `target`; return lines that say what was done.
-
-    Raises:
-        UserError: the adapter cannot be merged; the message says why.
-    """
+    """Write an adapter's merged weights into the new or empty folder `target`; return lines that say what was done."""
     from transformers import PreTrainedConfig
 
     from accel_sft.io.exported import complete_config, save_tokenizer
@@ -117,32 +111,24 @@ def _find_converter(named: str | None) -> str:
         raise UserError(f"--converter {named}: no such file; name llama.cpp's {_CONVERTER}, or its folder")
     if on_path := shutil.which(_CONVERTER, mode=os.F_OK):  # it need not be executable
         return on_path
-    raise UserError(
-        f"--gguf: llama.cpp's {_CONVERTER} is not on PATH; pip download --no-deps --no-binary :all: "
-        "llama-cpp-python has it: unpack, then give --converter FOLDER"
-    )
+    raise UserError(f"--gguf: llama.cpp's {_CONVERTER} is not on PATH; clone llama.cpp, and give --converter FOLDER")
 
 
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[Path]:
     """Inside, there is a folder beside a GGUF file that is to be written; UserError: the file cannot be new there."""
-    if target.exists() or not target.parent.is_dir():
-        what = "is there already; name a new file" if target.exists() else "its folder is not there; make it first"
-        raise UserError(f"--gguf {target}: {what}")
+    if target.exists():
+        raise UserError(f"--gguf {target}: is there already; name a new file")
     try:
         folder = tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.")
     except OSError as error:
-        raise UserError(f"--gguf {target}: its folder cannot be written ({error.strerror}); name another") from None
+        raise UserError(f"--gguf {target}: cannot be written ({error.strerror}); name another file") from None
     with folder as name:
         yield Path(name)
 
 
 def _write_gguf(weights: str, made_in: Path, target: Path, kind: str, converter: str) -> None:
-    """Convert a folder of full weights into the file `target`, which is there whole or not at all.
-
-    Raises:
-        UserError: the converter failed; the message has the end of what it said, and where the rest is.
-    """
+    """Convert a folder of full weights into the file `target`, which is there whole or not at all."""
     partial = made_in / target.name
     command = [sys.executable, converter, weights, "--outfile", str(partial), "--outtype", kind]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
@@ -151,8 +137,5 @@ def _write_gguf(weights: str, made_in: Path, target: Path, kind: str, converter:
         log = Path(tempfile.mkdtemp(prefix="accel-sft-gguf-"), "log")
         log.write_text(done.stdout, encoding="utf-8")
         reason = one_line(last[0], LONGEST_ERROR) if last else f"exit status {done.returncode}"
-        raise UserError(
-            f"--gguf {target}: {converter} failed: {reason}; all of it is in {log}; a newer converter may know this "
-            "model, `accel-sft serve` needs none"
-        )
+        raise UserError(f"--gguf {target}: {converter} failed: {reason}; all of it is in {log}; try a newer converter")
     shutil.move(partial, target)

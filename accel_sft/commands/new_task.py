@@ -1,8 +1,6 @@
-"""`accel-sft new-task`: writes a plugin (a small task that learns, and its test) for the user to change."""
+"""`accel-sft new-task`: writes a small task that learns, as a plugin with a test or as one file, to be changed."""
 
 import importlib.util
-import json
-import random
 import re
 from pathlib import Path
 
@@ -29,40 +27,10 @@ dependencies = ["accel-sft>={version}"]
 
 [tool.setuptools]
 py-modules = ["{module}"]
-packages = ["{module}_data"]
-package-data = {{ "{module}_data" = ["*.jsonl"] }}
 """
 
 _MODULE = '''\
-"""The task `{name}`: a small example that learns.
-
-Change it into your own: the rows in {module}_data/, what `parse` takes as a row, prompt, answer and score.
-Its test holds whatever you make of it to what the trainer expects; change that only if an option has no default.
-"""
-
-from dataclasses import dataclass
-from pathlib import Path
-
-from accel_sft import RowProblem, Task, option, read_rows
-
-_DATA = Path(__file__).parent / "{module}_data"
-
-
-@dataclass(kw_only=True)
-class {cls}(Task):
-    """Say whether a number is even or odd."""
-
-    main_metric = "accuracy"
-
-    data_folder: str | None = option(None, help="Where train.jsonl and validation.jsonl are; default: the sample.")
-
-    def dataset(self, split):
-        """The examples of "train" or "validation"; none may be in both."""
-        return read_rows(f"{{self.data_folder or _DATA}}/{{split}}.jsonl", parse)
-'''
-
-_FILE = '''\
-"""A task in one file: a small example that learns. Change it into your own: rows, prompt, answer and score."""
+"""A small task that learns. Change it into your own: rows, what `parse` takes as a row, prompt, answer and score."""
 
 from dataclasses import dataclass
 
@@ -90,9 +58,7 @@ class {cls}(Task):
             raise UserError("--train-file: name the rows to train on")
         numbers = range(900) if split == "train" else range(900, 1000)
         return [{{"question": f"Is {{n}} even or odd?", "answer": ("even", "odd")[n % 2]}} for n in numbers]
-'''
 
-_REST = '''
     def messages(self, example):
         """The prompt, as chat messages."""
         return [{{"role": "user", "content": example["question"]}}]
@@ -137,49 +103,31 @@ def test_the_task_is_found_by_its_name():
 def new_task(name: str, directory: str | None, one_file: bool) -> None:
     """Start a task of your own: a plugin named NAME in DIRECTORY (default: accel-sft-NAME)."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):
-        raise UserError(
-            f"NAME {name!r}: begin with a lower-case letter, go on with lower-case letters, digits and hyphens"
-        )
-    if name in registry.RESERVED or name in registry.SHIPPED:
-        raise UserError(f"NAME {name!r}: belongs to accel-sft itself; choose another")
-    for plugin in registry.plugins():
-        if plugin.name == name:
-            raise UserError(f"NAME {name!r}: {plugin.distribution} {plugin.version} already has it; choose another")
+        raise UserError(f"NAME {name!r}: use lower-case letters, digits and hyphens, a letter first")
+    if name in (registry.RESERVED | registry.SHIPPED.keys() | registry.names().keys()):
+        raise UserError(f"NAME {name!r}: a tool or an installed task has it; choose another")
     identifier, cls = re.sub("-+", "_", name), f"{name.title().replace('-', '')}Task"
+    values = {"name": name, "module": f"accel_sft_{identifier}", "cls": cls, "version": accel_sft.__version__}
     if one_file:
         target = Path(directory or ".") / f"{identifier}.py"
         if not target.exists() and importlib.util.find_spec(identifier):
             raise UserError(f"NAME {identifier}: a module of Python or a library is called so; choose another")
-        files = {target: (_FILE + _REST).format(cls=cls)}
+        templates = {target: _MODULE}
     else:
         target = Path(directory or f"accel-sft-{name}")
-        files = _package(target, name, identifier, cls)
+        templates = {target / "pyproject.toml": _PYPROJECT, target / f"{values['module']}.py": _MODULE}
+        templates[target / f"tests/test_{identifier}.py"] = _TEST
     try:
         if target.exists() and (one_file or any(target.iterdir())):
             raise UserError(f"{target}: is there already; name another DIRECTORY")
-        for path, text in files.items():
+        for path, template in templates.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            path.write_text(template.format(**values), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{target}: cannot be written ({error.strerror}); name another DIRECTORY") from None
+    word = name
     if one_file:
-        word = target if len(target.parts) > 1 else f"./{target}"
-        click.echo(f"Wrote {target}: a task, with a sample of rows. Next:")
-        click.echo(f"  accel-sft {word} --max-steps 100\n  accel-sft check {word}")
-        return
-    click.echo(f"Wrote {target}: pyproject.toml, the task, its sample of rows, and its test. Next:")
-    click.echo(f"  pip install pytest -e {target}\n  accel-sft {name} --max-steps 100\n  python -m pytest {target}")
-
-
-def _package(target: Path, name: str, identifier: str, cls: str) -> dict[Path, str]:
-    """The files of a plugin's package; its sample is rows as JSON lines."""
-    module = f"accel_sft_{identifier}"
-    values = {"name": name, "module": module, "cls": cls, "version": accel_sft.__version__}
-    files = {"pyproject.toml": _PYPROJECT, f"{module}.py": _MODULE + _REST, f"tests/test_{identifier}.py": _TEST}
-    rows = [json.dumps({"question": f"Is {n} even or odd?", "answer": ("even", "odd")[n % 2]}) for n in range(1000)]
-    random.Random(0).shuffle(rows)
-    sample = {"train": rows[100:], "validation": rows[:100]}
-    return {
-        **{target / path: template.format(**values) for path, template in files.items()},
-        **{target / f"{module}_data/{split}.jsonl": "\n".join(lines) + "\n" for split, lines in sample.items()},
-    }
+        word = str(target) if len(target.parts) > 1 else f"./{target}"
+    install, test = ("", "") if one_file else (f"  pip install pytest -e {target}\n", f"\n  python -m pytest {target}")
+    click.echo(f"Wrote {target}: a task with a sample of rows. Next:")
+    click.echo(f"{install}  accel-sft {word} --max-steps 100\n  accel-sft check {word}{test}")

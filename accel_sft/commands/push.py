@@ -42,11 +42,15 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
     that of `hf auth login`; HF_ENDPOINT names another hub.
     """
     begin_command(ctx, debug=options["debug"])
+    from huggingface_hub import get_token
+
     from accel_sft.models.source import shipped_files
 
     source = _folder(run, options["what"])
     if not options["dry_run"]:
-        _check_repo(repo)
+        _check_name(repo, "REPO")
+        if not get_token():
+            raise UserError("no token for the hub: set HF_TOKEN, or run `hf auth login`; it needs the right to write")
     with terminal.quiet(None, options["debug"]) as out, tempfile.TemporaryDirectory() as temporary:
         for line in RunDir.choice_in(run) if options["what"] not in ("best", "final") else ():
             print(terminal.wrapped(printable(line)), file=out)
@@ -59,10 +63,7 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
         files = {str(name): source / name for name in shipped}
         if "adapter_config.json" in files:
             files |= _on_its_hub_id(source, Path(temporary), options["base_model"])
-        for name, path in _also(Path(run), options["also"]).items():
-            if name in files:
-                raise UserError(f"--also {name}: it is uploaded already, from the weights' folder")
-            files[name] = path
+        files = _also(Path(run), options["also"]) | files
         for name, path in sorted(files.items()):
             print(printable(f"{path.stat().st_size / 1e6:10,.2f} MB  {name}"), file=out)
         if left:
@@ -78,34 +79,21 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
 
 def _folder(run: str, what: str | None) -> Path:
     """The folder of the weights."""
-    folder = expanded(run, "RUN")
-    is_run = RunDir(folder).record.is_file()
-    if what not in ("best", "final"):
-        folder = Path(RunDir.weights_in(run)) if is_run else folder
-    elif not is_run:
-        raise UserError(f"--what {what}: {run} is not a run's folder; leave --what out")
-    elif not (folder := folder / what).is_dir():
-        raise UserError(f"--what {what}: {run} has no {what}/; name another")
+    chosen = Path(run, what) if what in ("best", "final") else RunDir.weights_in(run)
+    folder = expanded(str(chosen), "RUN")
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise UserError(f"RUN {run}: no weights in it; name a run's folder, or one of exported weights")
+        raise UserError(f"RUN {run}: no weights in {folder}; name a run's folder, or one of exported weights")
     return folder
 
 
 def _on_its_hub_id(source: Path, folder: Path, base_model: str | None) -> dict[str, Path]:
-    """Write an adapter's configuration and card, with its base's hub id, into `folder`; return the files by name.
-
-    Raises:
-        UserError: the adapter's base is a local folder, which others do not have.
-    """
+    """Write an adapter's configuration and card, with its base's hub id, into `folder`; return the files by name."""
     from huggingface_hub import metadata_load, metadata_save
 
     content = read_json(source / "adapter_config.json")
     base = base_model or hub_id(str(content.get("base_model_name_or_path")))
     if base is None:
-        raise UserError(
-            f"{source}: the adapter's base is a folder of this machine, which nobody else has; name its hub id with "
-            "--base-model ORG/NAME, or upload --what merged"
-        )
+        raise UserError(f"{source}: its base is a folder that nobody else has; name its hub id: --base-model ORG/NAME")
     _check_name(base, "--base-model")
     files = {"adapter_config.json": folder / "adapter_config.json"}
     content |= {"base_model_name_or_path": base, **({"revision": None} if base_model else {})}
@@ -147,21 +135,8 @@ def _check_name(name: str, what: str) -> None:
         raise UserError(f"{what} {name}: not a repository's name ({one_line(str(error), 100)})") from None
 
 
-def _check_repo(repo: str) -> None:
-    """Raise UserError if `repo` is not a valid repository name, or there is no token."""
-    from huggingface_hub import get_token
-
-    _check_name(repo, "REPO")
-    if not get_token():
-        raise UserError("no token for the hub: set HF_TOKEN, or run `hf auth login`; it needs the right to write")
-
-
 def _upload(files: Mapping[str, Path], repo: str, private: bool, message: str) -> str:
-    """Make the repository unless it exists, and upload the files in one commit; return the repository's address.
-
-    Raises:
-        UserError: the hub refuses, or cannot be reached.
-    """
+    """Make the repository unless it exists, and upload the files in one commit; return the repository's address."""
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
@@ -173,19 +148,9 @@ def _upload(files: Mapping[str, Path], repo: str, private: bool, message: str) -
         operations = [CommitOperationAdd(name, path) for name, path in files.items()]
         api.create_commit(repo, operations, commit_message=message)
     except HfHubHTTPError as error:
-        status = error.response.status_code
-        why = {
-            401: "does not accept the token; set HF_TOKEN anew, or run `hf auth login`",
-            403: f"does not let this token write to {repo}; it needs the right to write, in that organisation",
-            404: f"has no {repo} for this token; see that the name is right and the token may write there",
-        }.get(status, f"answers {status}: {one_line(error.server_message or str(error), 200)}")
-        raise UserError(f"the hub {api.endpoint} {why}") from error
-    except (ValueError, KeyError) as error:  # raised if a server that is no hub answers
-        cause = one_line(str(error), 200)
-        raise UserError(f"the hub {api.endpoint} answers as huggingface_hub does not understand ({cause})") from error
-    except (HTTPError, OSError) as error:
+        refused = f"answers {error.response.status_code}: {one_line(error.server_message or str(error), 200)}"
+        raise UserError(f"the hub {api.endpoint} {refused}; see that the token may write to {repo}") from error
+    except (HTTPError, OSError, ValueError, KeyError) as error:  # the last two: from a server that is no hub
         cause = one_line(str(error) or type(error).__name__, 200)
-        raise UserError(
-            f"the hub {api.endpoint} cannot be reached ({cause}); see the network, HF_ENDPOINT and HF_HUB_OFFLINE"
-        ) from error
+        raise UserError(f"the hub {api.endpoint} cannot be reached ({cause}); see HF_ENDPOINT") from error
     return str(url)

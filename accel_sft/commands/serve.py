@@ -14,21 +14,9 @@ import click
 from accel_sft.api.errors import UserError
 from accel_sft.commands.trained import Trained
 from accel_sft.io.files import read_json
-from accel_sft.io.run_record import names_files
 
-EXAMPLES = """\b
-For example:
-  accel-sft serve runs/math-20261120-101500
-  accel-sft serve runs/math-20261120-101500 --with llama.cpp --gguf model.gguf --print
-  accel-sft serve runs/math-20261120-101500 -- --max-num-seqs 16
-"""
 _MERGE = "merge it first (accel-sft merge), and serve the merged folder"
-_NOT_IN_VLLM = {
-    "use_dora": "DoRA",
-    "modules_to_save": "modules trained in full",
-    "trainable_token_indices": "embeddings of new tokens",
-    "target_parameters": "adapted experts",
-}
+_NOT_IN_VLLM = "use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"
 """What vLLM cannot serve, by its key in adapter_config.json."""
 _LORA_RANKS = 8, 16, 32, 64, 128, 256, 320, 512
 """Values that vLLM accepts for --max-lora-rank."""
@@ -39,7 +27,7 @@ _NEEDS = {
 }
 
 
-@click.command(epilog=EXAMPLES)
+@click.command()
 @click.argument("run", type=click.Path(), metavar="RUN")
 @click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS]")
 @click.option("--with", "program_kind", type=click.Choice([*_NEEDS]), default="vllm", show_default=True, help="Server.")
@@ -51,6 +39,8 @@ _NEEDS = {
 @click.option("--print", "only_print", is_flag=True, help="Print the command, and do not run it.")
 def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
     """Serve what was trained, by a server that others maintain.
+
+    For example: accel-sft serve runs/math-20261120-101500 -- --max-num-seqs 16
 
     RUN is a run's folder (its best/ weights, or else final/), exported weights or an adapter. The command is printed,
     and run in place of this one; what stands behind -- is given to the server. It has the run's precision, template and
@@ -69,13 +59,8 @@ def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
     words = _words(kind, folder, name, trained, options["gguf"])
     words = [program or words[0], *words[1:], "--host", options["host"], "--port", str(options["port"]), *more]
     click.echo(shlex.join(words))
-    host = f"[{options['host']}]" if ":" in options["host"] else options["host"]
-    address = f"http://{host}:{options['port']}/v1"
-    named = folder if kind == "transformers" else name  # transformers' server knows no other name
-    data = ["--same-data"] if names_files(trained.record) else []
-    hint = shlex.join(["accel-sft", "parity", run, "--url", address, "--model", named, *data])
-    advice = "trained on raw text: ask at /v1/completions, where no chat template is used"
-    click.echo(advice if trained.raw_text else f"then hold it to the run: {hint}", err=True)
+    if trained.raw_text:
+        click.echo("trained on raw text: ask at /v1/completions, where no chat template is used", err=True)
     if options["only_print"]:
         return
     path = shutil.which(words[0])
@@ -117,17 +102,14 @@ def _vllm(folder: str, name: str) -> list[str]:
     if problems := other_base(source):
         raise UserError(*problems)
     adapter = read_json(Path(source.adapter) / "adapter_config.json")
-    if unserved := [what for key, what in _NOT_IN_VLLM.items() if adapter.get(key)]:
+    unserved = [key for key in _NOT_IN_VLLM if adapter.get(key)]
+    unserved += [adapter["peft_type"]] if adapter["peft_type"] != "LORA" else []
+    if unserved:
         raise UserError(f"--with vllm: vLLM cannot serve {unserved[0]}, which {source.adapter} has; {_MERGE}")
-    if adapter["peft_type"] != "LORA":
-        kind = adapter["peft_type"]
-        raise UserError(f"--with vllm: vLLM serves only LoRA, but {source.adapter} is {kind}; {_MERGE}")
     with errors_explained(source.weights):
         multimodal = "text_config" in PreTrainedConfig.get_config_dict(source.weights)[0]
     if multimodal and not is_of_whole(source.adapter):  # its names match nothing there, and vLLM would not say so
-        raise UserError(
-            f"--with vllm: {source.adapter} is of the language model alone, not of its whole base; {_MERGE}"
-        )
+        raise UserError(f"--with vllm: {source.adapter} is of a part of its base alone; {_MERGE}")
     rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
     rank = next((most for most in _LORA_RANKS if most >= rank), rank)
     words += ["--tokenizer", source.adapter, "--enable-lora", "--max-lora-rank", str(rank)]

@@ -39,11 +39,8 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
     """Train `task` as `config` says; call it in the main thread of every process that `accelerate launch` started.
 
     Args:
-        on_step: called on every rank after each optimizer step, with the step's line of metrics.jsonl (`step`, `epoch`,
-            `loss`, `grad_norm`, `learning_rate`, `supervised_tokens`, `tokens`, `seconds`) and the batching of its
-            rows. Benchmarks use it. An exception that it raises ends the run.
-    Raises:
-        UserError: something that the user can fix.
+        on_step: called on every rank after each optimizer step, with the step's line of metrics.jsonl and the batching
+            of its rows. Benchmarks use it. An exception that it raises ends the run.
     """
     launch, name = begin(), recorded_name(task_name)
     requested = config = resolved(config, task)
@@ -132,28 +129,23 @@ def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> B
     """A UserError that says what to do, if the cause is known; otherwise the error itself."""
     if isinstance(error, SystemExit):  # the other ranks would wait for a rank that exits with status 0
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        return UserError(
-            f"{frame.filename}:{frame.lineno}: sys.exit({error.code!r}) during the run; raise an error instead"
-        )
+        where = f"{frame.filename}:{frame.lineno}"
+        return UserError(f"{where}: sys.exit({error.code!r}) during the run; raise an error instead")
     interrupted = isinstance(error, KeyboardInterrupt) and not isinstance(error, Interruption)
     if interrupted and (lost := signals.lost_peers()):
         return UserError(lost)  # when a rank is lost, its launcher sends the others SIGTERM
     if isinstance(error, UserError) or not isinstance(error, Exception):
         return error
     if out_of_memory(error):
-        return UserError(
-            f"out of device memory ({one_line(first_line(error), 46)}); lower --micro-batch-size or "
-            "--eval-batch-size, add --gradient-checkpointing, or raise the ZeRO stage"
-        )
+        advice = "lower --micro-batch-size or --eval-batch-size, or add --gradient-checkpointing"
+        return UserError(f"out of device memory ({one_line(first_line(error), 46)}); {advice}")
     if trouble := trouble_of_compiling(error):
         return UserError(trouble)
     if trouble := trouble_of_writing(error, run_dir.path):
         return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
     if "Expected to have finished reduction" in str(error):  # by DDP, which waits for every gradient
-        return UserError(
-            "a trained weight gets no gradient, for which data parallel training waits; leave it out with "
-            "--train-only, or let accelerate_configs/z2.yaml name it"
-        )
+        waits = "a trained weight gets no gradient, for which data parallel training waits"
+        return UserError(f"{waits}; leave it out with --train-only (a launch with accelerate_configs/z2.yaml names it)")
     if lost := signals.lost_peers(EXPLAIN_SECONDS):  # a broken collective's error does not name the lost ranks
         return UserError(lost)
     return error

@@ -43,11 +43,15 @@ class Trained:
         weights: what is loaded; of a run its best/, or else its final/.
         record: the run.json of the run that wrote the weights; None if none did.
         notes: a line that says which weights of a run are taken, if there was a choice.
+        in_4bit: whether the run had its base in 4 bits.
+        raw_text: whether the run was trained on raw text, which it continues without a chat template.
     """
 
     def __init__(self, name: str) -> None:
         self.name, self.weights = name, RunDir.weights_in(name)
         self.record, self.notes = RunDir.record_around(name), RunDir.choice_in(name)
+        self.in_4bit = bool(self.record and self.record["config"].get("load_in_4bit"))
+        self.raw_text = bool(self.record and self.record.get("raw_text"))
 
     @property
     def precision(self) -> str | None:
@@ -56,22 +60,8 @@ class Trained:
 
         return precision_in_record(self.record) if self.record else None
 
-    @property
-    def in_4bit(self) -> bool:
-        """Whether the run had its base in 4 bits."""
-        return bool(self.record and self.record["config"].get("load_in_4bit"))
-
-    @property
-    def raw_text(self) -> bool:
-        """Whether the run was trained on raw text, which it continues without a chat template."""
-        return bool(self.record and self.record.get("raw_text"))
-
     def settings(self, config: EvaluateConfig, *more: str) -> EvaluateConfig:
-        """Return `config`, resolved, with the run's own values of settings that were not given.
-
-        Args:
-            more: names of further settings that are the run's own, if `config` has their default.
-        """
+        """Return `config`, resolved, with the run's own values of settings, `more` among them, that were not given."""
         if problems := config.problems():
             raise UserError(*problems)
         if self.record:
@@ -86,11 +76,8 @@ class Trained:
         return dataclasses.replace(config, template_date=config.template_date or time.strftime("%Y-%m-%d"))
 
     def sources(self, base: str | None, revision: str | None = None) -> dict[str, Any]:
-        """Return what to load, by side: "model" alone, or "base" and "tuned".
-
-        Args:
-            base: the other model; "auto": what the run or the adapter began with.
-        """
+        """Return what to load, by side: "model" alone, or "base" and "tuned"; the base "auto" is what the run or the
+        adapter began with."""
         from accel_sft.models.source import as_it_began, began_with, find_source
 
         source = find_source(self.weights, revision=revision)

@@ -1,10 +1,9 @@
 """Answers conversations that belong to no task, with a model, its tokenizer and its template, used as in training."""
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -19,41 +18,36 @@ from accel_sft.chat.image_inputs import GivenImages, ImageInputs, RowImages
 from accel_sft.chat.pictures import Picture
 from accel_sft.chat.rendering import Rendering
 from accel_sft.evaluation.generate import GREEDY, Generator, Sampling
-from accel_sft.io.files import mapping
 from accel_sft.models.load import load_model
 from accel_sft.models.pretrained import vocabulary_problem
 from accel_sft.models.source import Source
 from accel_sft.models.tokenizer import GivenTemplate, left_out, load_processor, load_tokenizer
 
-Pictures = tuple[Picture, ...]
+
+class Prompt(NamedTuple):
+    """A conversation to be answered: turns whose contents are texts with a mark for each image, and what goes with
+    them."""
+
+    turns: Turns
+    images: tuple[Picture, ...] = ()
+    tools: Tools = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What a model answers.
-
-    Attributes:
-        text: the answer without thinking, and without what the template writes around answers.
-        tokens: number of generated tokens, the end-of-turn token included.
-        ended: whether the model ended the answer; if not, the answer is truncated.
-    """
+class Answer(NamedTuple):
+    """What a model answers: without thinking, and without what the template writes around answers."""
 
     text: str
     tokens: int
+    """Number of generated tokens, the end-of-turn token included."""
     ended: bool
+    """Whether the model ended the answer; if not, the answer is truncated."""
 
 
 class Answerer:
     """A loaded model that answers conversations, many at once or one token by token. It runs in one process.
 
-    `notes` has a line for each thing that is done beside what the chat template itself does, and one on the base's
-    penalties, which are left out.
-
     Args:
-        offload: where weights are that have no room on the GPU, "host" or "disk".
-        log: called with the lines that loading has to say.
         config: `thinking`, `template_date`, `control_tokens`, `eval_batch_size`, and the settings for loading weights.
-        images: whether conversations may have images.
         raw: whether the only turn's text is gone on with, as the model was trained on raw text.
     """
 
@@ -90,21 +84,20 @@ class Answerer:
 
     @property
     def notes(self) -> list[str]:
+        """Lines on what is done beside what the chat template itself does, and on penalties that are left out."""
         penalties = left_out(self.model.generation_config)
         if self.generator.sampling.repetition_penalty != GREEDY.repetition_penalty:
             penalties.pop("repetition_penalty", None)
         line = f"generation_config.json: {', '.join(penalties)}: left out of answers, as in the run's evaluations"
         return [*self.rendering.notes, *([line] if penalties else [])]
 
-    def encode(
-        self, turns: Turns, max_new_tokens: int, index: int = 0, images: Pictures = (), tools: Tools = None
-    ) -> Encoded:
-        """Return a conversation as the tokens of its prompt, tokenized as in training, and one end-of-turn token. The
-        images are in the order of their marks."""
+    def encode(self, prompt: Prompt, max_new_tokens: int, index: int = 0) -> Encoded:
+        """Return the tokens of a prompt, as in training, and one end-of-turn token."""
+        images = prompt.images
         if self.raw:
-            ids = [*self.rendering.begin, *self.rendering.text_ids(turns[-1]["content"])]
+            ids = [*self.rendering.begin, *self.rendering.text_ids(prompt.turns[-1]["content"])]
         else:
-            text = self.rendering.prompt(turns, images, tools)
+            text = self.rendering.prompt(prompt.turns, images, prompt.tools)
             (ids,) = self.rendering.control.ids([self.images.prompt(images, text, "prompt") if images else text])
         if not ids:
             raise UserError("prompt: the chat template writes nothing of it")
@@ -112,29 +105,19 @@ class Answerer:
             raise UserError(problem)
         longest = getattr(self.settings, "max_position_embeddings", None)
         if isinstance(longest, int) and len(ids) + max_new_tokens > longest:
+            most = f"{len(ids):,} tokens and --max-new-tokens {max_new_tokens:,}"
             raise UserError(
-                f"prompt: {len(ids):,} tokens and --max-new-tokens {max_new_tokens:,} are more than the {longest:,} "
-                "that the model reads; shorten it, or lower --max-new-tokens"
+                f"prompt: {most} are more than the {longest:,} that the model reads; shorten it, or lower it"
             )
         given = RowImages(index, len(images), b"", GivenImages(self.images, images, "prompt")) if images else None
         return Encoded(index, [*ids, min(self.ends)], len(ids), images=given)
 
-    def answers(
-        self,
-        chats: Sequence[Turns],
-        max_new_tokens: int,
-        names: Sequence[str] = (),
-        images: Sequence[Pictures] = (),
-        tools: Sequence[Tools] = (),
-    ) -> list[Answer]:
-        """An answer to each conversation, in their order. `images` and `tools` have those of each conversation, or are
-        empty if none has any; an error has a line for each conversation's problem, which begins with its name."""
+    def answers(self, prompts: Sequence[Prompt], max_new_tokens: int, names: Sequence[str] = ()) -> list[Answer]:
+        """An answer to each prompt, in their order; an error has a line for each prompt's problem, with its name."""
         encoded, problems = [], []
-        tools = tools or [None] * len(chats)
-        for index, turns in enumerate(chats):
+        for index, prompt in enumerate(prompts):
             try:
-                pictures = images[index] if images else ()
-                encoded.append(self.encode(turns, max_new_tokens, index, pictures, tools[index]))
+                encoded.append(self.encode(prompt, max_new_tokens, index))
             except UserError as error:
                 problems += [f"{names[index]}: {line}" if names else line for line in error.problems]
         if problems:
@@ -142,14 +125,14 @@ class Answerer:
         with torch.no_grad():
             generated = self.generator(encoded, max_new_tokens)
         ids = {example.index: ids for example, ids in generated.answers}
-        return [self._answer(turns, ids[index], tools[index]) for index, turns in enumerate(chats)]
+        return [self._answer(prompt.turns, ids[index], prompt.tools) for index, prompt in enumerate(prompts)]
 
     def stream(self, turns: Turns, max_new_tokens: int, write: Callable[[str], None]) -> Answer:
         """Answer one conversation. The answer's text, thinking included, goes to `write` as it is generated.
 
         KeyboardInterrupt ends the generation; the answer is then what was generated so far.
         """
-        prompt = self.encode(turns, max_new_tokens).input_ids[:-1]
+        prompt = self.encode(Prompt(turns), max_new_tokens).input_ids[:-1]
         streamer = _Streamer(self.tokenizer, write)
         try:
             self.generator.stream(prompt, max_new_tokens, streamer)
@@ -182,15 +165,10 @@ class _Streamer(TextStreamer):
 
 def expected_of(turns: Any) -> str | None:
     """Return what was expected, as a phrase, if `turns` is not a conversation that can be answered, else None."""
-    if not isinstance(turns, list) or not turns:
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         return 'a list of {"role": ..., "content": ...}'
-    for turn in turns:
-        content, role, calls = (mapping(turn).get(name) for name in ("content", "role", "tool_calls"))
-        has_content = isinstance(content, (str, list)) or (content is None and calls)
-        if not has_content or not isinstance(role, str):
-            return 'a list of {"role": ..., "content": ...}, with text in both'
-        if no_text(json.dumps(turn, ensure_ascii=False)):
-            return "text: no bytes other than UTF-8, no lone surrogate, and none of U+E008 to U+E00B"
-    if turns[-1]["role"] == "assistant":
+    if any(no_text(json.dumps(turn, ensure_ascii=False)) for turn in turns):
+        return "text: no bytes other than UTF-8, no lone surrogate, and none of U+E008 to U+E00B"
+    if turns[-1].get("role") == "assistant":
         return "a last turn of someone else than the assistant, to be answered"
     return None

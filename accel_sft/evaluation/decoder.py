@@ -25,11 +25,8 @@ class Decoder:
 
     A forward reads one sequence: the last token of each live row, and all tokens of the prompts of new rows. So no row
     is padded, but in attention, and no row waits for others to end. The model is called as a whole, so that ZeRO-3 and
-    FSDP gather its weights, and as often on one rank as on any other that calls `forward` as often.
-
-    Args:
-        model: must have sdpa attention, take `position_ids`, and be in eval mode.
-        prefix: token ids that all rows begin with; may be empty.
+    FSDP gather its weights, and as often on one rank as on any other that calls `forward` as often. It must have sdpa
+    attention, take `position_ids`, and be in eval mode.
     """
 
     def __init__(self, model: Any, prefix: Sequence[int], device: torch.device) -> None:
@@ -94,10 +91,9 @@ class Decoder:
         """Yield each row as soon as its answer has ended: its most likely tokens, up to the first of `ends`.
 
         Args:
-            rows: those that come first start first; start with those that take longest, so that none is left alone.
+            rows: start with those that take longest, so that none is left alone.
             places: number of rows that are live at once.
-            go_on: called before each forward with whether this rank has rows left; returns whether any rank has,
-                because ranks with sharded weights must go on together.
+            go_on: called before each forward with whether this rank has rows left; returns whether any rank has.
         """
         # those that start at once are read with others of their length
         waiting = deque([*sorted(rows[:places], key=lambda row: -len(row.prompt)), *rows[places:]])

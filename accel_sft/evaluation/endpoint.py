@@ -3,26 +3,23 @@
 It uses the standard library: the versions of huggingface_hub that `pyproject.toml` allows bring two different clients.
 """
 
-import contextlib
 import dataclasses
 import http.client
 import ipaddress
-import itertools
 import json
 import math
 import os
-import queue
-import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from accel_sft.api.errors import UserError
 from accel_sft.chat.conversation import Tools, Turns
-from accel_sft.io.files import is_number, mapping
+from accel_sft.io.files import mapping
 from accel_sft.io.terminal import waiting
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
@@ -32,7 +29,6 @@ RETRIES, PAUSE_SECONDS, LONGEST_PAUSE = 4, 1.0, 60.0
 """How often a request is repeated, the pause before the first repetition, which doubles, and the longest pause."""
 AT_ONCE = 8
 """Requests under way at the same time: servers answer several as fast as one."""
-_MOST_BYTES = 1 << 26
 _BUSY = (429, 500, 502, 503, 504)
 _OPTIONAL = "logprobs", "top_logprobs"
 """Keys of a request without which an answer is still an answer. A server that refuses them is asked without them."""
@@ -57,13 +53,7 @@ class EndpointError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """An answer.
-
-    Attributes:
-        finish: why it ended: "stop", "length", or another word of the server.
-        prompt_tokens, tokens: what the server counted in the prompt and in the answer.
-        logprobs: text and log-probability of each token; empty if the server gives none.
-    """
+    """An answer; `logprobs` has text and log-probability of each token, and is empty if the server gives none."""
 
     text: str
     finish: str
@@ -80,11 +70,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 class Endpoint:
     """A server and the model that is asked there. Only `--url` is contacted, and nothing but prompts is sent.
 
-    Args:
-        url: the address with its version, as http://127.0.0.1:8000/v1.
-        model: the name that the server knows the model by; None: its only one.
-        key_from: the environment variable that has the key; None: KEY, if it is set.
-        timeout: seconds after which a request without an answer is given up.
+    Without `model` it is the server's only one; without `key_from`, the environment variable KEY may have the key.
     """
 
     def __init__(self, url: str, model: str | None, key_from: str | None = None, timeout: float = 600) -> None:
@@ -100,22 +86,13 @@ class Endpoint:
         self.model = model or self._only_model()
 
     def chat(self, turns: Turns, most: int, tools: Tools = None, thinking: str | None = None) -> Reply:
-        """The greedy answer to a conversation, as the server's own chat template writes it.
-
-        Args:
-            most: the largest number of the answer's tokens.
-            thinking: `--thinking`; "off" is passed on to the template.
-        """
+        """The greedy answer to a conversation, of at most `most` tokens, by the server's own chat template."""
         more = {_LIMIT: most, "logprobs": True, "top_logprobs": 1}
         answer = self._ask("chat/completions", {**_of_chat(turns, tools, thinking), **more})
         return _reply(answer, mapping(answer["choices"][0].get("message")).get("content"))
 
     def complete(self, prompt: str | list[int], most: int) -> Reply:
-        """The greedy continuation of a prompt, which the server's template does not touch.
-
-        Args:
-            prompt: a text, or its token ids where the server takes them.
-        """
+        """The greedy continuation of a text, or of token ids where the server takes them, without a chat template."""
         answer = self._ask("completions", {"prompt": prompt, _LIMIT: most, "logprobs": 1})
         return _reply(answer, answer["choices"][0].get("text"))
 
@@ -150,11 +127,8 @@ class Endpoint:
         return self.text_tokens(text, special=True) if isinstance(text, str) else None
 
     def text_tokens(self, text: str, *, special: bool = False) -> list[int] | None:
-        """The ids that the server makes of a text; None if it has no call that tells.
-
-        Args:
-            special: whether its tokenizer adds what it adds to prompts, such as a first token.
-        """
+        """The ids that the server makes of a text; None if it has no call that tells. With `special`, its tokenizer
+        adds what it adds to prompts, such as a first token."""
         vllm = {"model": self.model, "prompt": text, "add_special_tokens": special}
         return self._tokens({"content": text, "add_special": special, **vllm})  # each server reads its own keys
 
@@ -179,12 +153,12 @@ class Endpoint:
             if error.status is None:
                 raise
             base = self.url.partition("/v1/")[0].removesuffix("/v1") + "/v1"
-            other = "" if self.url == base else f", or give --url {base} if that is its address"
-            raise EndpointError(f"{error}; it lists no models: name one with --model{other}", error.status) from None
+            fix = f"name one with --model, or give --url {base}"
+            raise EndpointError(f"{error}; it lists no models: {fix}", error.status) from None
         names = [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         if len(names) != 1:
-            models = f"has {', '.join(map(self._shown, names[:8]))}" if names else "lists no model"
-            raise UserError(f"--url {self.url}: the server {models}; name one with --model")
+            models = ", ".join(map(self._shown, names[:8])) or "no model"
+            raise UserError(f"--url {self.url}: the server has {models}; name one with --model")
         return names[0]
 
     def post(self, path: str, body: dict[str, Any] | None = None, *, root: bool = False) -> dict[str, Any]:
@@ -199,7 +173,7 @@ class Endpoint:
             try:
                 request = urllib.request.Request(at, data, headers)
                 with self._opener.open(request, timeout=self.timeout) as response:
-                    content = _body(response)
+                    content = response.read()
                 self._reached = True
                 break
             except urllib.error.HTTPError as error:
@@ -220,7 +194,7 @@ class Endpoint:
             pause, left = pause * 2, left - 1
         try:
             answer = json.loads(content)
-        except (ValueError, RecursionError):
+        except ValueError:
             raise EndpointError(f"{at}: the answer is no JSON; is it an OpenAI-compatible server?") from None
         if not isinstance(answer, dict):
             raise EndpointError(f"{at}: answered {self._shown(str(answer))}; is it an OpenAI-compatible server?")
@@ -231,58 +205,35 @@ class Endpoint:
         return one_line(text.replace(self._key, "***") if self._key else text, LONGEST_ERROR)
 
     def _refusal(self, at: str, error: urllib.error.HTTPError) -> EndpointError:
-        message = str(error.reason)
-        with error, contextlib.suppress(OSError, http.client.HTTPException):
-            message = _message(_body(error).decode(errors="replace")) or message
+        try:
+            with error:
+                message = _message(error.read().decode(errors="replace")) or str(error.reason)
+        except (OSError, http.client.HTTPException):
+            message = str(error.reason)
         message = self._shown(message)
         if 300 <= error.code < 400:
             where = self._shown(error.headers.get("Location", "elsewhere"))
             return EndpointError(f"{at}: redirects to {where}, which is not followed; name that address in --url")
         if error.code in (401, 403):
-            advice = f"give the server's key in ${KEY}, or by --key-from NAME"
-            if self._key:
-                advice = "the key that was sent is not accepted; see that it is this server's"
-            return EndpointError(f"{at}: {error.code} ({message}); {advice}")
-        advice = f" after {RETRIES + 1} tries" if error.code in _BUSY else ""
-        return EndpointError(f"{at}: the server answered {error.code}{advice} ({message})", error.code)
+            return EndpointError(
+                f"{at}: {error.code} ({message}); give the server's key in ${KEY}, or by --key-from NAME"
+            )
+        return EndpointError(f"{at}: the server answered {error.code} ({message})", error.code)
 
     def call_all(self, what: str, call: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """What `call` gives for each item; several at once. A line says now and then how many are done.
-
-        The first error, or an interrupt, ends it at once: the threads are daemons, and a stuck request keeps nobody.
-        """
-        numbered, done = iter([*enumerate(items)]), queue.SimpleQueue[tuple[int, Result | None, Exception | None]]()
-        results: dict[int, Any] = {}
-
-        def work() -> None:
-            for at, item in numbered:
-                try:
-                    done.put((at, call(item), None))
-                except Exception as error:  # noqa: BLE001 - raised by the thread that waits
-                    done.put((at, None, error))
-
-        with waiting(lambda: f"{what}: {len(results):,} of {len(items):,}"):
-            for _ in range(min(AT_ONCE, len(items))):
-                threading.Thread(target=work, daemon=True).start()
-            while len(results) < len(items):
-                at, result, error = done.get()
-                if error:
-                    for _ in numbered:  # nothing more is asked
-                        pass
-                    raise error
-                results[at] = result
-        return [results[at] for at in range(len(items))]
+        """What `call` gives for each item; several at once. A line says now and then how many are done. After an error
+        or an interrupt, only requests under way are waited for."""
+        threads = ThreadPoolExecutor(AT_ONCE)
+        futures = [threads.submit(call, item) for item in items]
+        try:
+            with waiting(lambda: f"{what}: {sum(future.done() for future in futures):,} of {len(items):,}"):
+                return [future.result() for future in futures]
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _of_chat(turns: Turns, tools: Tools, thinking: str | None) -> dict[str, Any]:
-    """What decides a prompt, as the API takes it."""
-    body: dict[str, Any] = {"messages": messages_of(turns)}
-    body |= {"tools": tools} if tools else {}
-    return body | ({"chat_template_kwargs": {"enable_thinking": False}} if thinking == "off" else {})
-
-
-def messages_of(turns: Turns) -> list[dict[str, Any]]:
-    """Turns as the API takes them: arguments of tool calls are JSON in a text there."""
+    """What decides a prompt, as the API takes it: arguments of tool calls are JSON in a text there."""
     messages = []
     for turn in turns:
         calls = [
@@ -290,41 +241,31 @@ def messages_of(turns: Turns) -> list[dict[str, Any]]:
             for call in turn.get("tool_calls", ())
         ]
         messages.append({**turn, **({"tool_calls": calls} if calls else {})})
-    return messages
+    body = {"messages": messages, **({"tools": tools} if tools else {})}
+    return body | ({"chat_template_kwargs": {"enable_thinking": False}} if thinking == "off" else {})
 
 
-def _body(response: Any) -> bytes:
-    """The body of a response, of at most _MOST_BYTES; raises IncompleteRead if the server ended it too early."""
-    body: bytes = response.read(_MOST_BYTES + 1)
-    if len(body) > _MOST_BYTES:
-        raise EndpointError(f"{response.url}: more than {_MOST_BYTES >> 20} MiB of answer; given up")
-    if response.length:
-        raise http.client.IncompleteRead(body, response.length)
-    return body
-
-
-def _reply(answer: dict[str, Any], text: Any) -> Reply:
+def _reply(answer: dict[str, Any], content: Any) -> Reply:
     choice, usage = answer["choices"][0], mapping(answer.get("usage"))
-    given = mapping(choice.get("logprobs"))
-    names, values = (_list(given.get(name)) for name in ("tokens", "token_logprobs"))
-    if listed := _list(given.get("content")):  # of chats, and of llama.cpp's completions
-        names, values = ([mapping(one).get(name) for one in listed] for name in ("token", "logprob"))
-    finite = itertools.takewhile(lambda value: is_number(value) and math.isfinite(value), values)
-    logprobs = [(_text(token), float(value)) for token, value in zip(names, finite, strict=False)]
     counts = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
     prompt, written = (count if isinstance(count, int) else None for count in counts)
-    return Reply(_text(text), str(choice.get("finish_reason")), prompt, written, logprobs)
+    parts = content if isinstance(content, list) else [{"text": content}]
+    text = "".join(str(mapping(part).get("text") or "") for part in parts)
+    # half a surrogate pair is replaced: no file takes it
+    text = text.encode(errors="replace").decode()
+    return Reply(text, str(choice.get("finish_reason")), prompt, written, _logprobs(mapping(choice.get("logprobs"))))
 
 
-def _text(answer: Any) -> str:
-    """A text of a server's answer, also where it comes in parts; half a surrogate pair, which no file takes, is "?"."""
-    parts = [mapping(part).get("text") or "" for part in answer] if isinstance(answer, list) else [answer or ""]
-    return "".join(map(str, parts)).encode(errors="replace").decode()
-
-
-def _list(answer: Any) -> list[Any]:
-    """A list of a server's answer; empty if it is none."""
-    return answer if isinstance(answer, list) else []
+def _logprobs(given: dict[str, Any]) -> list[tuple[str, float]]:
+    """Text and log-probability of each token; none if the server gives them in another form, or not as numbers."""
+    try:
+        if given.get("content"):  # of chats, and of llama.cpp's completions
+            pairs = [(str(one["token"]), float(one["logprob"])) for one in given["content"]]
+        else:
+            pairs = [*zip(map(str, given["tokens"]), map(float, given["token_logprobs"]), strict=False)]
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return []
+    return pairs if all(math.isfinite(value) for _, value in pairs) else []
 
 
 def _address(url: str) -> str:
@@ -369,7 +310,7 @@ def _message(body: str) -> str:
     """The sentence in a server's error, whatever its form."""
     try:
         answer = json.loads(body)
-    except (ValueError, RecursionError):
+    except ValueError:
         return body.strip()
     while isinstance(answer, dict):
         answer = next((answer[key] for key in ("error", "message", "detail") if key in answer), None)

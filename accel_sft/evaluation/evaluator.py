@@ -38,8 +38,7 @@ _LARGEST_EXPONENT = 700
 
 
 class AnswerInText(NamedTuple):
-    """An answer as a server writes it, in place of token ids: the text to be scored, how many tokens it took, and a key
-    of UNUSUAL if it is no whole answer."""
+    """A server's answer, in place of token ids; `unusual` is a key of UNUSUAL if it is no whole answer."""
 
     text: str
     tokens: int
@@ -55,20 +54,16 @@ UNUSUAL = {
 """What an answer may be in place of a whole one: a server's word for why it ended, and that in words."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Generated:
-    """Answers of one rank.
-
-    Attributes:
-        answers: this rank's share of the examples, each with its answer: a list of token ids, the end-of-turn token
-            included, or an AnswerInText.
-        seconds: seconds that generating took, without loading or checking anything.
-        peaks: peak memory of generating in GiB, by the names of `tracking.system.peak_memory_gib`.
-    """
+class Generated(NamedTuple):
+    """Answers of one rank."""
 
     answers: list[tuple[Encoded, Any]]
+    """This rank's share of the examples, each with its answer: a list of token ids, the end-of-turn token included, or
+    an AnswerInText."""
     seconds: float
+    """What generating took, without loading or checking anything."""
     peaks: dict[str, float]
+    """Peak memory of generating in GiB, by the names of `tracking.system.peak_memory_gib`."""
 
 
 class AnswerBackend(Protocol):
@@ -85,8 +80,7 @@ class Evaluation:
     Attributes:
         metrics: the task's metrics, `eval_loss`, and generation's seconds, speed and peak memory; only `eval_loss` (and
             `perplexity`) if one of these is the main metric, because no answers are generated then.
-        samples: index, prompt, expected, generated and scores of each example, and its `source` where metrics are given
-            by source; empty if none was answered.
+        samples: index, prompt, expected, generated and scores of each example; empty if none was answered.
         unusual: number of answers that are cut, empty or the like, by the keys of UNUSUAL.
     """
 
@@ -97,9 +91,8 @@ class Evaluation:
     @property
     def lines(self) -> list[str]:
         """A line that counts answers that are cut, empty or the like; none if there are none."""
-        parts = [f"{self.unusual[key]:,} {what}" for key, what in UNUSUAL.items() if self.unusual.get(key)]
-        named = ", ".join(parts)
-        return [f"warning: of {len(self.samples):,} answers: {named}; scored as they are"] if parts else []
+        named = ", ".join(f"{self.unusual[key]:,} {what}" for key, what in UNUSUAL.items() if self.unusual.get(key))
+        return [f"warning: of {len(self.samples):,} answers: {named}; scored as they are"] if named else []
 
 
 @dataclasses.dataclass
@@ -113,7 +106,6 @@ class Evaluator:
         answered: the last row of each example. Only that row's last answer is generated and scored.
         source_of: with `--mix`, the name of each example's source by its index, if the examples have several; else {}.
             Then every metric is given by source too, as `accuracy/a.jsonl`.
-        backend: what generates the answers.
         max_new_tokens: maximum number of tokens of an answer without `--max-new-tokens`; None: as many as the longest
             expected answer has, its end-of-turn token included.
         blank: as `Batching.batch` takes it, for the validation loss.
@@ -157,7 +149,7 @@ class Evaluator:
 
     def loss(self, model: torch.nn.Module, batching: Batching) -> dict[str, float]:
         """`eval_loss`, by source too: nats per supervised token, over all ranks. The model is in eval mode; `batching`
-        divides the rows among the ranks and into forwards; `--eval-batch-size` has no effect on them."""
+        divides the rows among the ranks and into forwards."""
         reset_peak_memory(self.accelerator.device)
         ranks, rank = row_groups(self.accelerator)  # ranks that compute the same rows count them alike in all sums
         sums: list[float] = []  # of losses and of supervised tokens, of each source
@@ -182,8 +174,7 @@ class Evaluator:
 
     def score_answers(self, losses: dict[str, float]) -> Evaluation:
         """Generate a greedy answer to each example, score it on the rank that generated it, and give every rank all
-        samples. No answers are generated if the task's main metric is the loss or its perplexity. `losses` is what
-        `loss` returned."""
+        samples; none if the task's main metric is the loss or its perplexity. `losses` is what `loss` returned."""
         if self.task.main_metric in UNANSWERED:
             loss = losses[EVAL_LOSS]
             perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
@@ -211,12 +202,7 @@ class Evaluator:
         metrics = aggregated(self.task, [sample["scores"] for sample in samples])
         for name in dict.fromkeys(self.source_of.values()):
             scores = [sample["scores"] for sample in samples if self.source_of[sample["index"]] == name]
-            try:
-                mine = aggregated(self.task, scores)
-            except UserError as error:
-                alone = f"this was of the {len(scores)} examples of {name} alone; give more of it, as --validation-file"
-                raise UserError(*error.problems, alone) from error
-            metrics |= {f"{key}/{name}": value for key, value in mine.items()}
+            metrics |= {f"{key}/{name}": value for key, value in aggregated(self.task, scores).items()}
         return metrics
 
     def _sample(self, encoded: Encoded, answer: list[int] | AnswerInText, most: int) -> dict[str, Any]:
@@ -262,46 +248,14 @@ def _out_of_memory_explained(options: str) -> Iterator[None]:
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        raise UserError(
-            f"evaluation: out of device memory ({first_line(error)[:100]}); lower {options}, "
-            "or choose a higher ZeRO stage"
-        ) from error
-
-
-@dataclasses.dataclass(frozen=True)
-class ServedBackend:
-    """Answers the examples of a task by a server, as its users get answers."""
-
-    endpoint: Endpoint
-    task: Task
-    examples: Sequence[Any]
-    thinking: str | None
-
-    def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
-        """Ask for an answer of at most `max_new_tokens` tokens to each example."""
-        chats = [conversation(self.task, self.examples, "validation", example.index) for example in examples]
-        refuse_beyond_text(chats)
-        began = time.perf_counter()
-
-        def ask(chat: Conversation) -> Reply:
-            return self.endpoint.chat(chat.turns, max_new_tokens, chat.tools, self.thinking)
-
-        replies = self.endpoint.call_all(f"{self.endpoint.model} answers", ask, chats)
-        seconds = time.perf_counter() - began
-        texts = []
-        for chat, reply in zip(chats, replies, strict=True):
-            text = without_thinking(reply.text, wanted(chat, self.thinking))
-            unusual = reply.finish if reply.finish in UNUSUAL else "" if text.strip() else "empty"
-            texts.append(AnswerInText(text, reply.tokens or 0, unusual))
-        return Generated(list(zip(examples, texts, strict=True)), seconds, {})
+        raise UserError(f"evaluation: out of device memory ({first_line(error)[:100]}); lower {options}") from error
 
 
 def refuse_beyond_text(chats: Sequence[Conversation]) -> None:
     """Raise UserError for what a server is not asked: images, answers that call tools, and raw text."""
     for index, chat in enumerate(chats):
-        beyond = {"has images": chat.images, "is answered by calling a tool": chat.calls, "is raw text": not chat.turns}
-        beyond["sets chat_template_kwargs"] = chat.variables
-        if what := next((what for what, holds in beyond.items() if holds), None):
+        if chat.images or chat.calls or chat.variables or not chat.turns:
+            what = "has images, calls of tools, chat_template_kwargs or raw text"
             raise UserError(f"--url: validation example {index} {what}; a server is asked for texts only")
 
 
@@ -314,8 +268,25 @@ def problems_of_served(task: Task) -> list[str]:
 
 def evaluate_served(accelerator: Accelerator, task: Task, config: EvaluateConfig, endpoint: Endpoint) -> Evaluation:
     """Score the server's answers to the validation examples, as a model's are scored."""
-    examples = read_split(task, "validation")
-    check_scoring(task, examples, config.thinking)
-    rows = [Encoded(index, [], 0) for index in range(len(examples))]  # the server tokenizes
-    backend = ServedBackend(endpoint, task, examples, config.thinking)
-    return Evaluator(accelerator, None, task, examples, rows, config, backend).score_answers({})
+    dataset = read_split(task, "validation")
+    check_scoring(task, dataset, config.thinking)
+
+    def backend(examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
+        chats = [conversation(task, dataset, "validation", row.index) for row in examples]
+        refuse_beyond_text(chats)
+        began = time.perf_counter()
+
+        def ask(chat: Conversation) -> Reply:
+            return endpoint.chat(chat.turns, max_new_tokens, chat.tools, config.thinking)
+
+        replies = endpoint.call_all(f"{endpoint.model} answers", ask, chats)
+        seconds = time.perf_counter() - began
+        texts = []
+        for chat, reply in zip(chats, replies, strict=True):
+            text = without_thinking(reply.text, wanted(chat, config.thinking))
+            unusual = reply.finish if reply.finish in UNUSUAL else "" if text.strip() else "empty"
+            texts.append(AnswerInText(text, reply.tokens or 0, unusual))
+        return Generated(list(zip(examples, texts, strict=True)), seconds, {})
+
+    rows = [Encoded(index, [], 0) for index in range(len(dataset))]  # the server tokenizes
+    return Evaluator(accelerator, None, task, dataset, rows, config, backend).score_answers({})

@@ -3,7 +3,6 @@ transformers' `generate`, left-padded, with a measure of how far padding changes
 
 import contextlib
 import dataclasses
-import heapq
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -43,19 +42,16 @@ CHECKED_TOKENS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
-
-    Attributes:
-        temperature: logits are divided by it before a token is drawn; 0: the most likely token is taken.
-        top_p: tokens are drawn from the most likely ones that together have this probability.
-        top_k: tokens are drawn from this many of the most likely ones; 0: from all.
-        repetition_penalty: factor that makes the logits of earlier tokens smaller; 1: no change.
-    """
+    """How the next token is chosen."""
 
     temperature: float = 0.0
+    """Logits are divided by it before a token is drawn; 0: the most likely token is taken."""
     top_p: float = 1.0
+    """Tokens are drawn from the most likely ones that together have this probability."""
     top_k: int = 0
+    """Tokens are drawn from this many of the most likely ones; 0: from all."""
     repetition_penalty: float = 1.0
+    """Factor that makes the logits of earlier tokens smaller; 1: no change."""
 
     def settings(self) -> dict[str, Any]:
         """Arguments of a GenerationConfig that override the model's own settings."""
@@ -72,14 +68,12 @@ class Generator:
     """Answers prompts with a model, sharded or not, on any number of ranks. Greedy answers draw no random numbers.
 
     The first call finds out whether the decoder is exact for this model. `message` then says what was chosen, and why.
-    Prompts with images are always answered by transformers' `generate`.
+    Prompts with images, and answers that are drawn, are always by transformers' `generate`.
 
     Args:
         model: must be in eval mode whenever the generator is called; gradients must be off.
         batch_size: number of rows answered at once on one rank; None: the rows' length decides.
         between: called by every rank before each batch of answers.
-        log: called on rank 0 with `message`, once, and with a line about prompts with images.
-        sampling: how tokens are chosen; if not greedily, transformers' `generate` is used.
         sharded: whether a rank holds only a part of the weights, so that all take part in each forward.
     """
 
@@ -98,7 +92,7 @@ class Generator:
         self.model: Any = accelerator.unwrap_model(model)
         self.batch_size, self.between, self.log, self.sharded = batch_size, between, log, sharded
         self.synced = sharded and accelerator.num_processes > 1
-        self.message, self.pictured = "", False
+        self.message = ""
         self.plain: str | None = None  # why answers come from transformers' `generate`
         self.unpadded: str | None = None  # why prompts of unequal lengths are not padded there
 
@@ -108,9 +102,6 @@ class Generator:
         pictured = [example for example in examples if example.images]
         if texts:
             self.choose(texts, max_new_tokens)
-        if pictured and not self.pictured:
-            self._log("answers to prompts with images by transformers' generate, one prompt at a time")
-            self.pictured = True
         self.accelerator.wait_for_everyone()
         started = time.perf_counter()
         answers: list[tuple[Encoded, list[int]]] = []
@@ -136,24 +127,18 @@ class Generator:
             reason = reason or self._reason_inexact(examples, prefix)
             self.plain = first_reason(reason)
             self.unpadded = first_reason(self._reason_unpadded(examples)) if self.plain else None
-        self.message = f"answers: the {prefix} tokens that all prompts begin with are computed once"
+        shared = f"the {prefix} tokens that all prompts begin with are computed once"
+        self.message = f"answers: {shared if prefix else 'each prompt is computed whole'}"
         if self.plain:
             self.message = f"answers by transformers' generate, as {self.plain}"
             if self.unpadded:
                 self.message += f"; prompts of equal length only are answered together, as {self.unpadded}"
-        elif not prefix:
-            self.message = (
-                f"answers: prompts begin with fewer than {SHORTEST_PREFIX} common tokens; each is computed whole"
-            )
-        self._log(self.message)
+        if self.accelerator.is_main_process:
+            self.log(self.message)
 
     def stream(self, prompt: list[int], max_new_tokens: int, streamer: Any) -> list[int]:
         """Generate one answer by transformers' `generate`, each token of it to `streamer`; needs whole weights here."""
         return self._generate([prompt], max_new_tokens, streamer=streamer)[0]
-
-    def _log(self, line: str) -> None:
-        if self.accelerator.is_main_process:
-            self.log(line)
 
     def _ends(self) -> set[int]:
         return end_of_turn_ids(self.tokenizer, self.model.generation_config)
@@ -167,7 +152,7 @@ class Generator:
         prefix, ends = common_prefix(examples), self._ends()
         longest = max(example.prompt_length for example in examples) - prefix + max_new_tokens
         places = self.batch_size or min(max(CACHED_TOKENS // longest, FEWEST_ROWS), MOST_ROWS)
-        share = shares(examples, groups)[group]
+        share = [row for ranks in divide(examples, groups, 1) for row in ranks[group]]  # the longest first
         waiting = {Row(example.input_ids[prefix : example.prompt_length]): example for example in share}
         meeting, answered = _Meeting(self.between, self.sharded), list[tuple[Encoded, list[int]]]()
 
@@ -260,15 +245,24 @@ class Generator:
         return [*logits_of.values()]
 
     def _reason_unpadded(self, examples: Sequence[Encoded]) -> str | None:
-        """How predictions for left-padded prompts differ from those for each prompt alone; None if they agree."""
+        """How far predictions for left-padded prompts are from those for each prompt alone; None if they agree.
+
+        They are, for example, where recurrent layers or compressed caches take padding for text.
+        """
         ordered = sorted(examples, key=lambda example: (-example.prompt_length, example.index))
         rows = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
         if rows[0].prompt_length == rows[-1].prompt_length:
             return None
         prompts = [row.input_ids[: row.prompt_length] for row in rows]
-        largest = padding_changes(
-            self.model, prompts, self._ends(), self.tokenizer.pad_token_id, self.accelerator.device
-        )
+        by = self._ends(), self.tokenizer.pad_token_id, self.accelerator.device
+        largest, settings = 0.0, {**GREEDY.settings(), "max_new_tokens": CHECKED_TOKENS, "output_logits": True}
+        together = _output(self.model, prompts, *by, **settings)
+        for number, prompt in enumerate(prompts):
+            alone = _output(self.model, [prompt], *by, **settings)
+            for mine, others in zip(alone.logits, together.logits, strict=False):
+                largest = max(largest, nats_apart(mine[0], others[number]))
+                if mine[0].argmax() != others[number].argmax():  # from here on they answer different texts
+                    break
         wrong = f"padding changes its predictions (by {largest:.2g} nats)"
         return wrong if largest > self._tolerance() else None
 
@@ -278,12 +272,8 @@ class Generator:
 
 
 class _Meeting:
-    """Where ranks meet between their forwards, as often on each as on any other.
-
-    Args:
-        between: called by every rank each time; it may raise, and then does on all.
-        every_forward: whether ranks go on together, forward by forward.
-    """
+    """Where ranks meet between their forwards, as often on each as on any other: to call `between`, which may raise and
+    then does on all, and with sharded weights (`every_forward`) to go on together."""
 
     def __init__(self, between: Callable[[], None], every_forward: bool) -> None:
         self.between, self.every_forward, self.forwards = between, every_forward, 0
@@ -307,8 +297,6 @@ class _Meeting:
 
 def _reason_unsupported(model: Any, examples: Sequence[Encoded], longest: int) -> str | None:
     """Return why a prompt or the model's configuration rules out the decoder; None if neither does."""
-    if any(example.prompt_length == 0 for example in examples):
-        return "a prompt is empty"
     attention = getattr(model.config, "_attn_implementation", None)
     if attention != "sdpa":
         other = ", sdpa does" if takes_sdpa(model) else ""
@@ -326,31 +314,14 @@ def common_prefix(examples: Sequence[Encoded]) -> int:
     return length if length >= SHORTEST_PREFIX else 0
 
 
-def shares(examples: Sequence[Encoded], ranks: int) -> list[list[Encoded]]:
-    """Divide examples among ranks, so that each has about as many tokens to compute; every rank gets the same result.
-
-    The expected answers stand for those to come. A rank's longest examples come first, so that no long one is left
-    alone at the end.
-    """
-    by_rank: list[list[Encoded]] = [[] for _ in range(ranks)]
-    tokens = [(0, rank) for rank in range(ranks)]  # a heap
-    for example in sorted(examples, key=lambda example: (-len(example.input_ids), example.index)):
-        least, rank = tokens[0]
-        by_rank[rank].append(example)
-        heapq.heapreplace(tokens, (least + len(example.input_ids), rank))
-    return by_rank
-
-
 def divide(
     examples: Sequence[Encoded], ranks: int, batch_size: int, *, equal_lengths: bool = False
 ) -> list[list[list[Encoded]]]:
     """Divide examples into batches of similar length, longest first, each a list of rows for each rank.
 
     A row's length includes the expected answer. Every rank gets the same result. Within a batch the ranks' numbers of
-    rows differ by one at most, and the longest prompt goes to another rank than in the batch before.
-
-    Args:
-        equal_lengths: whether all prompts of a batch must have the same number of tokens.
+    rows differ by one at most, and the longest prompt goes to another rank than in the batch before. With
+    `equal_lengths`, all prompts of a batch have the same number of tokens.
     """
     ordered = sorted(examples, key=lambda example: (-len(example.input_ids), example.index))
     groups: dict[int, list[Encoded]] = {}
@@ -375,11 +346,8 @@ def generate(
     sampling: Sampling = GREEDY,
     **more: Any,
 ) -> list[list[int]]:
-    """The answers to the prompts, each up to and including the first of `ends`.
-
-    Args:
-        more: further arguments of transformers' `generate`, such as inputs besides tokens and mask.
-    """
+    """The answers to the prompts, each up to and including the first of `ends`; `more` is for transformers'
+    `generate`."""
     longest = max(map(len, prompts))
     settings = {**more, **sampling.settings(), "max_new_tokens": max_new_tokens}
     output = _output(model, prompts, ends, pad_token_id, device, **settings)
@@ -388,24 +356,6 @@ def generate(
         stop = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
         answers.append(ids[: stop + 1])
     return answers
-
-
-def padding_changes(
-    model: Any, prompts: Sequence[list[int]], ends: Collection[int], pad_token_id: int, device: torch.device
-) -> float:
-    """Return the largest difference, in nats, between predictions for prompts in one batch and for each prompt alone.
-
-    They differ, for example, where recurrent layers or compressed caches take padding for text.
-    """
-    largest, settings = 0.0, {**GREEDY.settings(), "max_new_tokens": CHECKED_TOKENS, "output_logits": True}
-    together = _output(model, prompts, ends, pad_token_id, device, **settings)
-    for number, prompt in enumerate(prompts):
-        alone = _output(model, [prompt], ends, pad_token_id, device, **settings)
-        for mine, others in zip(alone.logits, together.logits, strict=False):
-            largest = max(largest, nats_apart(mine[0], others[number]))
-            if mine[0].argmax() != others[number].argmax():  # from here on they answer different texts
-                break
-    return largest
 
 
 def nats_apart(expected: torch.Tensor, actual: torch.Tensor) -> float:

@@ -1,60 +1,42 @@
-"""Reads prompts that belong to no task, with their images: one per line of text, rows with messages or a prompt, or
-line by line in a conversation at the terminal."""
+"""Reads prompts that belong to no task: lines of text, rows with messages or a prompt, one with images, or line by line
+in a conversation at the terminal."""
 
 import contextlib
 import json
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.chat.conversation import Tools, Turns, checked_turns
-from accel_sft.chat.pictures import Picture, parted
-from accel_sft.evaluation.answerer import Answerer, expected_of
+from accel_sft.chat.pictures import Picture
+from accel_sft.evaluation.answerer import Answerer, Prompt, expected_of
 from accel_sft.io.terminal import wrapped
 from accel_sft.io.text import printable
 from accel_sft.rows.json_stream import RowProblem
 from accel_sft.rows.rows import read_rows
 
-_COLUMNS = ("images", "image")
 _IMAGE = "<image>"
-
-
-class Prompt(NamedTuple):
-    """A conversation to be answered: turns whose contents are texts with a mark for each image, the images, and the
-    schemas of tools."""
-
-    turns: Turns
-    images: tuple[Picture, ...] = ()
-    tools: Tools = None
-
-    def messages(self) -> Turns:
-        """The turns as they are written to files: contents with images are lists of parts, with the images' paths."""
-        turns, paths = parted(self.turns, self.images), iter([picture.given for picture in self.images])
-        for part in (part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]):
-            if part["type"] == "image" and isinstance(path := next(paths), str):
-                part["image"] = path
-        return turns
 
 
 def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]]:
     """The conversations of a file, and where each stands in it.
 
     A `.json` or `.jsonl` file has rows with `messages`, a conversation whose last turn is to be answered, or `prompt`,
-    text; beside them `tools`, and `system` for a conversation without a system message. Images are parts of a content,
-    or in a column `images` or `image` beside `<image>` in the texts; relative paths begin at the file's folder. Any
-    other file has a prompt on each line that is not blank. `system` is the system message of conversations without
-    one.
+    text; beside them `tools`, and `system` for a conversation without a system message. Any other file has a prompt on
+    each line that is not blank. `system` is the system message of conversations without one.
     """
     if Path(file).suffix in (".json", ".jsonl"):
         rows = read_rows(file, _parse)
         names = [str(place) for place in rows.places(range(len(rows)))]
-        folder = os.path.dirname(os.path.abspath(file))
-        named_rows = zip(rows, names, strict=True)
-        prompts = [_pictured(turns, images, folder, where, tools) for (turns, images, tools), where in named_rows]
-        return [prompt._replace(turns=with_system(prompt.turns, system)) for prompt in prompts], names
+        prompts = []
+        for (turns, tools), where in zip(rows, names, strict=True):
+            images: list[Picture] = []
+            prompts.append(Prompt(with_system(checked_turns(turns, where, images), system), (), tools))
+            if images:
+                raise UserError(f"{where}: has images; give them by --image, with one PROMPT")
+        return prompts, names
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
@@ -69,24 +51,33 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Prompt], list[str]
 
 def prompt_with(text: str, paths: Sequence[str], system: str | None) -> Prompt:
     """A prompt with images: at the marks `<image>` in its text, else before the text."""
-    turns: Turns = [{"role": "user", "content": text}]
+    pieces = text.split(_IMAGE) if paths else [text]
+    pieces = pieces if pieces[1:] else [""] * len(paths) + [text]
+    if len(pieces) - 1 != len(paths):
+        raise UserError(f"PROMPT: expected an image for each of {len(pieces) - 1} {_IMAGE}, got {len(paths)}")
+    parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}]
+    for path, piece in zip(paths, pieces[1:], strict=True):
+        parts += [{"type": "image", "image": path}, {"type": "text", "text": piece}]
+    turns: Turns = [{"role": "user", "content": parts if paths else text}]
     if expected := expected_of(turns):
         raise UserError(f"PROMPT: expected {expected}")
-    prompt = _pictured(turns, list(paths), "", "PROMPT")
-    return prompt._replace(turns=with_system(prompt.turns, system))
+    images: list[Picture] = []
+    turns = checked_turns(turns, "PROMPT", images)
+    return Prompt(with_system(turns, system), tuple(images))
 
 
 def with_system(turns: Turns, system: str | None) -> Turns:
     """The turns, after the system message `system` if it is not empty and they have none of their own."""
-    if not system or any(turn["role"] == "system" for turn in turns):
+    if not system or any(turn.get("role") == "system" for turn in turns):
         return turns
     return [{"role": "system", "content": system}, *turns]
 
 
-def _parse(row: dict[str, Any]) -> tuple[Turns, list[Any], Tools]:
-    """The turns of a row, with contents as they are given, the images of its column, and its tools."""
-    column: Any = next((row[name] for name in _COLUMNS if row.get(name) is not None), [])
-    images = column if isinstance(column, list) else [column]
+def _parse(row: dict[str, Any]) -> tuple[Turns, Tools]:
+    """The turns of a row, with contents as they are given, and its tools."""
+    for column in ("images", "image"):
+        if row.get(column):
+            raise RowProblem(column, "text alone; give images by --image, with one PROMPT")
     if "messages" in row:
         if expected := expected_of(given := row["messages"]):
             raise RowProblem("messages", expected)
@@ -101,7 +92,7 @@ def _parse(row: dict[str, Any]) -> tuple[Turns, list[Any], Tools]:
         raise RowProblem("chat_template_kwargs", "no variables of the template, which are read in training alone")
     if not isinstance(system := row.get("system") or "", str):
         raise RowProblem("system", "text")
-    return with_system(turns, system), images, _tools(row.get("tools") or None)
+    return with_system(turns, system), _tools(row.get("tools") or None)
 
 
 def _tools(given: Any) -> Tools:
@@ -113,70 +104,12 @@ def _tools(given: Any) -> Tools:
     return given and [tool if "function" in tool else {"type": "function", "function": tool} for tool in given]
 
 
-def _pictured(turns: Turns, column: list[Any], folder: str, where: str, tools: Tools = None) -> Prompt:
-    """The turns, checked as those of a task, with a mark for each image, and the images.
-
-    Args:
-        column: images for parts without a path and for each `<image>` in a text; if there is neither, they stand before
-            the first question. Without a column, `<image>` is a word.
-        folder: the folder that relative paths begin at.
-    """
-    left = iter(column)
-    contents = [_as_parts(turn.get("content") or "", where, split=bool(column)) for turn in turns]
-    given = [part for parts in contents for part in parts if isinstance(part, dict)]  # `read_parts` names others
-    places = [part for part in given if part.get("type") == "image" and len(part) == 1]
-    if column and not places:
-        first = next((at for at, turn in enumerate(turns) if turn["role"] == "user"), 0)
-        places = [{"type": "image"} for _ in column]
-        contents[first] = [*places, *contents[first]]
-    if len(places) != len(column):
-        raise UserError(f"{where}: expected an image for each of {len(places)} {_IMAGE}, got {len(column)}")
-    images: list[Picture] = []
-    turns = [
-        {**turn, "content": [_placed(part, left, folder) for part in parts]}
-        for turn, parts in zip(turns, contents, strict=True)
-    ]
-    checked = checked_turns(turns, where, images)
-    return Prompt(checked, tuple(Picture(picture.given, number) for number, picture in enumerate(images, 1)), tools)
-
-
-def _as_parts(content: Any, where: str, *, split: bool) -> list[Any]:
-    """A content as a list of parts; with `split`, each `<image>` in a text becomes a part of its own."""
-    if isinstance(content, list):
-        return content
-    first, *following = content.split(_IMAGE) if split else [content]
-    parts: list[Any] = [{"type": "text", "text": first}]
-    for text in following:
-        parts += [{"type": "image"}, {"type": "text", "text": text}]
-    return parts
-
-
-def _placed(part: Any, left: Iterator[Any], folder: str) -> Any:
-    """A part with its image: the next one of the column if it has none; a relative path begins at the folder."""
-    if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
-        return part
-    if len(part) == 1:
-        part = {**part, "image": next(left)}
-
-    def placed(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: inner if key in ("bytes", "base64") else placed(inner) for key, inner in value.items()}
-        return os.path.join(folder, value) if isinstance(value, str) and ":" not in value[:10] else value
-
-    return {key: value if key in ("type", "base64") else placed(value) for key, value in part.items()}
-
-
 PROMPT = "> "
 HELP = "/reset forgets what was said, /system TEXT changes the system message; Ctrl-C stops an answer, Ctrl-D leaves"
 
 
 def talk(sides: Mapping[str, Answerer], system: str | None, max_new_tokens: int) -> None:
-    """Answer what is typed until the end of the input. Each side keeps a history of its own.
-
-    Args:
-        sides: the models, by the names that are printed above their answers; a single model's name is not printed.
-        system: the system message; None: there is none.
-    """
+    """Answer what is typed until the end of the input, by each side, which has a name and a history of its own."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - input() then edits lines and knows earlier ones
     print(wrapped(HELP))

@@ -1,7 +1,6 @@
 """Has the task score answers and make metrics of the scores, and checks what the task returns."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from accel_sft.api.task import Task
 from accel_sft.chat.conversation import conversation, from_task, wanted
 from accel_sft.io.heartbeat import heartbeat, heartbeats_only
 from accel_sft.io.text import LONGEST_ERROR, one_line
-from accel_sft.results.labels import are_labels
 from accel_sft.results.run_report import COSTS
 from accel_sft.rows.rows import example_name
 
@@ -21,15 +19,13 @@ PERPLEXITY = "perplexity"
 UNANSWERED = (EVAL_LOSS, PERPLEXITY)
 """Main metrics of tasks whose answers are neither generated nor scored."""
 _UNUSABLE = "the task's aggregate() failed, or gave something other than a number by name"
-_TRIED, _LOOKED_AT = 8, 2000
-"""Number of validation examples whose own targets are scored before anything is loaded, and of rows in which labels are
-looked for."""
+_TRIED = 8
+"""Number of validation examples whose own targets are scored before anything is loaded."""
 
 
 def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = None) -> list[str]:
     """Score the targets of the first validation examples, so that a mistake in the task is found before training.
-    Return a warning if none of them scores. `--thinking` decides which part of a target is scored. An aggregate() that
-    fails on so few scores is accepted: some metrics need more scores."""
+    Return a warning if none of them scores. An aggregate() that fails on so few scores is accepted."""
     if task.main_metric in UNANSWERED:
         return []
     chats = {index: conversation(task, examples, "validation", index) for index in range(min(len(examples), _TRIED))}
@@ -51,37 +47,18 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
     main = task.main_metric
     if _checked(task, metrics)[main] or not task.higher_is_better:
         return []
-    try:
-        with heartbeats_only():
-            of_empty = float(task.aggregate([task.score(examples[index], "") for index in targets])[main])
-    except Exception:  # noqa: BLE001 - a score that fails on an empty answer is reported where one is given
-        of_empty = 0.0
-    if of_empty < 0:  # as of a negative distance, of which 0 is the best
-        return []
     first = f"the first {len(targets)} validation examples"
-    return [f"warning: {main} is 0 for the own answers of {first}: no right answer can score; see the task's options"]
+    return [f"warning: {main} is 0 for the own answers of {first}; see the task's options, or its score()"]
 
 
 def limits_on_scores(task: Task, validation: Any, config: TrainConfig) -> list[str]:
-    """Warnings of a `--max-new-tokens` below the answers' own length, and of an `--eval-limit` that leaves labels out.
-
-    Args:
-        validation: the tokenized split, a StoredEncoding.
-    """
-    rows, most, limit, lines = validation.kept, config.max_new_tokens, config.eval_limit, []
-    if task.main_metric in UNANSWERED or config.eval_every == "off":
+    """A warning of a `--max-new-tokens` below the answers' own length; `validation` is a StoredEncoding."""
+    rows, most = validation.kept, config.max_new_tokens
+    if task.main_metric in UNANSWERED or config.eval_every == "off" or not most:
         return []
-    if most and (cut := int((rows.answers - 1 > most).sum())):  # without the token that ends them
-        above = f"have more tokens than --max-new-tokens {most}"
-        lines.append(f"warning: {cut:,} of {len(rows):,} validation answers {above}, and cannot be generated whole")
-    if limit and limit < rows.examples:
-        indices = dict.fromkeys(row.index for row in rows[:_LOOKED_AT])
-        labels = [conversation(task, validation.examples, "validation", index).target.strip() for index in indices]
-        if (left := sorted({*labels} - {*labels[:limit]})) and are_labels(Counter(labels)):
-            others = f" and {len(left) - 1} more" if left[1:] else ""
-            named = f"--eval-limit {limit} leaves out the label {one_line(left[0])}{others}"
-            lines.append(f"warning: {named}; shuffle the validation rows, or raise it")
-    return lines
+    cut = int((rows.answers - 1 > most).sum())  # without the token that ends them
+    above = f"have more tokens than --max-new-tokens {most}, and cannot be generated whole"
+    return [f"warning: {cut:,} of {len(rows):,} validation answers {above}"] if cut else []
 
 
 def scored(task: Task, examples: Sequence[Any], index: int, text: str, split: str = "validation") -> dict[str, Any]:
@@ -94,10 +71,8 @@ def scored(task: Task, examples: Sequence[Any], index: int, text: str, split: st
     try:
         json.dumps(scores, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{where}: score() gave {one_line(repr(scores))}, which JSON cannot hold "
-            f"({one_line(str(error), LONGEST_ERROR)}); give plain numbers and text"
-        ) from error
+        why = f"which JSON cannot hold ({one_line(str(error), LONGEST_ERROR)}); give plain numbers and text"
+        raise UserError(f"{where}: score() gave {one_line(repr(scores))}, {why}") from error
     return scores
 
 

@@ -9,27 +9,22 @@ import contextlib
 import errno
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.errors import UserError
 from accel_sft.io import manifest
 from accel_sft.io.files import expanded
 from accel_sft.io.terminal import terminal
 
-UNUSED_DAYS = 30
-"""Number of days without use after which an entry is removed, as soon as another entry is made."""
+UNUSED_DAYS, ABANDONED_DAYS = 30, 1
+"""Days after which an entry without use, or a partial one without change, is removed, once another entry is made."""
 
 
 def folder() -> Path:
-    """`$ACCEL_SFT_CACHE`, else `$XDG_CACHE_HOME/accel_sft`, else `~/.cache/accel_sft`.
-
-    Without a home folder the result is a relative path, and the cache is not used.
-    """
+    """The cache's folder; without a home folder it is a relative path, and the cache is not used."""
     if named := os.environ.get("ACCEL_SFT_CACHE"):
         return expanded(named, "ACCEL_SFT_CACHE").absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "accel_sft")
@@ -39,7 +34,7 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
     """Return an entry's folder and the `about` of `publish`; None if it is absent, damaged (logged) or foreign."""
     path = folder() / kind / key
     try:
-        if not path.is_absolute() or not path.exists() or _foreign(path):
+        if not path.is_absolute() or not path.exists() or not _is_mine(path.parent):
             return None
         about = manifest.verify(path)
         with contextlib.suppress(OSError):  # the cache may be read-only
@@ -52,12 +47,9 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def _foreign(entry: Path) -> str:
-    """Return whose an entry is if not this user's: "" if this user or root owns both folders above."""
-    for place in (entry.parent, entry.parent.parent):
-        if place.stat().st_uid not in (os.getuid(), 0):
-            return f"{place} belongs to another user; name a folder of your own in ACCEL_SFT_CACHE"
-    return ""
+def _is_mine(base: Path) -> bool:
+    """Whether this user or root owns a folder of entries and the cache."""
+    return all(folder.stat().st_uid in (os.getuid(), 0) for folder in (base, base.parent))
 
 
 @contextlib.contextmanager
@@ -65,28 +57,22 @@ def partial(kind: str) -> Iterator[Path]:
     """Make a folder to fill and `publish`; at the end the folder is removed unless it was published.
 
     Abandoned folders, and entries that were unused for UNUSED_DAYS, are removed first.
-
-    Raises:
-        OSError: the cache cannot be written.
     """
-    base, prefix = folder() / kind, f".{socket.gethostname()}-"
+    base = folder() / kind
     if not base.is_absolute():
         raise FileNotFoundError(2, "no home folder, and ACCEL_SFT_CACHE is not set", str(base))
     base.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # `mode` does not apply to the parents it makes
     base.mkdir(exist_ok=True, mode=0o700)
-    if reason := _foreign(base / "any"):
+    if not _is_mine(base):
+        reason = f"{base} belongs to another user; name a folder of your own in ACCEL_SFT_CACHE"
         raise PermissionError(errno.EPERM, reason, str(base))
-    for left in base.glob(f"{prefix}*-*"):
-        with contextlib.suppress(OSError, ValueError):  # another process may be removing it
-            dead = not Path("/proc", str(int(left.name.removeprefix(prefix).split("-")[0]))).exists()
-            newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))
-            if dead and Path("/proc/self").exists() and newest < time.time() - 3600:
-                shutil.rmtree(left, ignore_errors=True)
-    for entry in base.glob("[!.]*"):
-        with contextlib.suppress(OSError):
-            if entry.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
+    for entry in base.iterdir():
+        with contextlib.suppress(OSError):  # another process may be removing it
+            hidden = entry.name.startswith(".")
+            newest = max(path.stat().st_mtime for path in (entry, *(entry.iterdir() if hidden else ())))
+            if newest < time.time() - (ABANDONED_DAYS if hidden else UNUSED_DAYS) * 86400:
                 shutil.rmtree(entry)  # a run that has opened its files can still read them
-    made = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
+    made = Path(tempfile.mkdtemp(prefix=".", dir=base))
     try:
         yield made
     finally:
@@ -109,31 +95,13 @@ def publish(made: Path, kind: str, key: str, about: dict[str, Any]) -> Path:
         with contextlib.suppress(manifest.Damaged):
             manifest.verify(target)
             return target
-        with contextlib.suppress(FileNotFoundError):  # another run was quicker
-            _remove(target)
+        discard(kind, key)
 
 
 def discard(kind: str, key: str) -> None:
-    """Remove an entry that is complete but wrong.
-
-    Raises:
-        UserError: it cannot be removed.
-    """
-    path = folder() / kind / key
-    try:
-        _remove(path)
-    except OSError as error:
-        if path.exists():
-            raise UserError(
-                f"{path}: has the wrong content, and cannot be removed ({error.strerror}); remove it, or "
-                "name another folder in ACCEL_SFT_CACHE"
-            ) from None
-
-
-def _remove(entry: Path) -> None:
     """Remove an entry as a whole, so that no run finds a part of it."""
-    with partial(entry.parent.name) as aside:
-        entry.rename(aside / "removed")
+    with partial(kind) as aside, contextlib.suppress(FileNotFoundError):  # another run was quicker
+        (folder() / kind / key).rename(aside / "removed")
 
 
 def log(line: str) -> None:

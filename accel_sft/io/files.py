@@ -76,22 +76,15 @@ def _sync_all(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(name: str, what: str) -> Iterator[Path]:
-    """Make a folder to fill: it becomes `name` when the block ends, and is removed if the block raises.
-
-    Args:
-        what: names the argument or option in errors.
-    Raises:
-        UserError: `name` is not empty, or cannot be written.
-        Exception: what the block raises.
-    """
+    """Make a folder to fill: it becomes `name` when the block ends, and is removed if the block raises. Errors name
+    `what`, the argument or option."""
     # not at the top: Windows has no locks, and is refused in a line once this module is imported
     from accel_sft.io.lock import is_locked, lock
 
     target = Path(os.path.realpath(expanded(name, what)))  # if `name` is a link, it stays, and its target is filled
-    occupied = UserError(f"{what} {name}: not empty; name another folder")
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise occupied
+            raise UserError(f"{what} {name}: not empty; name another folder")
         if is_locked(_partial(target)):
             raise UserError(f"{what} {name}: another process is writing it; name another folder")
         partial = begin_folder(target)
@@ -99,10 +92,7 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
             lock(partial)
             yield partial
             _sync_all(partial)
-            try:
-                partial.rename(target)  # fails if there is a file, or a folder that is not empty
-            except OSError as error:
-                raise (occupied if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) else error) from None
+            partial.rename(target)  # fails if there is a file, or a folder that is not empty
             sync(target.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -125,11 +115,8 @@ def trouble_of_writing(error: Exception, folder: Path) -> str:
         return "the folder can no longer be written; make it writable"
     if os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(folder).free < 2**20:
         return "the disk is full; free space"
-    if os.strerror(errno.EDQUOT) in str(error):
-        return "your quota of the disk is used up; free space"
-    if os.strerror(errno.EFBIG) in str(error):
-        return "a file may not be that large here (`ulimit -f`, or the file system); raise the limit"
-    return ""
+    limits = [os.strerror(number) for number in (errno.EDQUOT, errno.EFBIG) if os.strerror(number) in str(error)]
+    return f"{limits[0].lower()}; free space, or raise the limit" if limits else ""
 
 
 def expanded(name: str, what: str = "--model") -> Path:
@@ -175,12 +162,7 @@ MOST_BYTES = 2**29
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Return a regular file's text, of at most MOST_BYTES: someone else's folder may have an endless pipe or device.
-
-    Raises:
-        OSError: it is not a regular file, is too large, or cannot be read.
-        UnicodeDecodeError: it is not UTF-8, and `errors` is "strict".
-    """
+    """Return a regular file's text, of at most MOST_BYTES: someone else's folder may have an endless pipe or device."""
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -196,9 +178,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(read_text(Path(path)))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path}: cannot be read ({error}); put it back, or start a new run in another folder"
-        ) from None
+        raise UserError(f"{path}: cannot be read ({error}); put it back, or start a new run") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -210,11 +190,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The JSON objects of a file, one a line, and the number of its lines that are none, such as a half-written one.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The JSON objects of a file, one a line, and the number of its lines that are none, such as a half-written one."""
     rows, unreadable = [], 0
     for line in filter(None, read_text(path, "replace").split("\n")):  # splitlines() would split at U+2028, too
         try:
@@ -238,19 +214,11 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, float) or (type(value) is int and value.bit_length() < 64)
 
 
-def page_file(name: str, flag: str, usual: str) -> Path:
-    """Return the path of the HTML page that the option `flag` names.
-
-    Args:
-        usual: the usual name of such a page, which the error about a folder suggests.
-    Raises:
-        UserError: the page would replace something else, or lie in a folder that is not there.
-    """
+def page_file(name: str, flag: str) -> Path:
+    """Return the path of the HTML page that the option `flag` names; UserError if it would replace something else."""
     path = expanded(name, flag)
-    if path.is_dir():
-        raise UserError(f"{flag} {path}: a folder; name a file, such as {path / usual}")
-    if not path.parent.is_dir():
-        raise UserError(f"{flag} {path}: there is no folder {path.parent}; make it, or name another file")
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"{flag} {path}: expected a file's name, in a folder that exists")
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:
             if PAGE_MARK not in file.read(20_000):

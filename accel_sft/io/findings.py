@@ -17,18 +17,14 @@ _LEVEL = 8
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is said of one thing.
-
-    Attributes:
-        level: how grave it is, in the words of the audit or tool.
-        fix: what to do about it; "" if there is nothing to do, or `what` says it.
-        subject: the check, file or stage that it is about; "" if `what` names it.
-    """
+    """What is said of one thing."""
 
     level: str
     what: str
     fix: str = ""
+    """What to do about it; "" if there is nothing to do, or `what` says it."""
     subject: str = ""
+    """The check, file or stage that it is about; "" if `what` names it."""
 
     def __str__(self) -> str:
         return _whole_line(f"{self.what}: {self.fix}" if self.fix else self.what)

@@ -18,9 +18,6 @@ def lock(path: Path) -> None:
 
     The system drops the lock when the last process closes its descriptor, so a forked child closes its copy:
     otherwise a task's process pool that outlives a killed run would keep the folder locked for every resume.
-
-    Raises:
-        UserError: a living process has locked it.
     """
     descriptor = os.open(path, os.O_RDONLY)
     _locked.append(descriptor)
@@ -30,10 +27,7 @@ def lock(path: Path) -> None:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until:
-                raise UserError(
-                    f"--output-dir {path}: another process is working in this folder; wait for it or end it, or name "
-                    "another folder"
-                ) from None
+                raise UserError(f"--output-dir {path}: another process is working in this folder; end it") from None
             time.sleep(0.2)
         except OSError:  # a file system without locks
             return None

@@ -36,9 +36,6 @@ def write(
     Args:
         entries_so_far: size and SHA-256 of files that were hashed as they were written.
         among: names of the files to list; None: all.
-
-    Raises:
-        OSError: a file cannot be written.
     """
     names = [name for name in (_names(folder) if among is None else sorted(among)) if name != MANIFEST]
     entries_so_far = entries_so_far or {}
@@ -52,11 +49,7 @@ def write(
 
 
 def about(folder: Path) -> dict[str, Any]:
-    """The `about` that `write` was given; the folder's files are not checked.
-
-    Raises:
-        Damaged: the manifest is missing or was changed.
-    """
+    """The `about` that `write` was given, or Damaged; the folder's files are not checked."""
     return _content(folder)["about"]
 
 
@@ -69,30 +62,17 @@ def identity(folder: Path) -> str | None:
 
 
 def entries(folder: Path) -> Entries:
-    """The files that the folder's manifest names, with size and SHA-256.
-
-    Raises:
-        Damaged: the manifest is missing or was changed.
-    """
+    """The files that the folder's manifest names, with size and SHA-256; or Damaged, if it is missing or changed."""
     return _content(folder)["files"]
 
 
 def paths(folder: Path) -> list[Path]:
-    """The files that the folder's manifest names, in order; readers of the folder open these and no other.
-
-    Raises:
-        Damaged: the manifest is missing or was changed.
-    """
+    """The files that the folder's manifest names, in order; readers of the folder open these and no other."""
     return [folder / name for name in entries(folder)]
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Check every byte of the folder; return the `about` that `write` was given.
-
-    Raises:
-        Damaged: a file is missing, was changed, or is not in the manifest.
-        OSError: a file cannot be read.
-    """
+    """Check every byte of the folder, or raise Damaged; return the `about` that `write` was given."""
     content = _content(folder)
     if extra := sorted({*_names(folder)} - content["files"].keys() - {MANIFEST}):  # e.g. copied from elsewhere
         raise Damaged(f"{extra[0]} is not in {MANIFEST}: nothing wrote it here; take it away")
@@ -102,12 +82,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def differences(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield each file that differs from what the manifest says was written, and how.
-
-    Raises:
-        Damaged: the manifest is missing or was changed.
-        OSError: a file cannot be read.
-    """
+    """Yield each file that differs from what the manifest says was written, and how; or raise Damaged."""
     files, same = _content(folder)["files"], []
     for name, (size, _) in files.items():
         try:
@@ -170,11 +145,7 @@ def _synced_entry(path: Path) -> list[Any]:
 
 
 def write_hashed(path: Path, parts: Iterable[memoryview]) -> list[Any]:
-    """Write the bytes of `parts` to a new file, on the disk when this returns; returns its size and SHA-256.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the bytes of `parts` to a new file, on the disk when this returns; returns its size and SHA-256."""
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         for part in parts:

@@ -79,9 +79,6 @@ class RunDir:
         """The best/ of the run in the folder `model`, or else its final/; `model` itself if it is not a run.
 
         Commands that use a trained model take these; training from an earlier run takes its final/ (`find_source`).
-
-        Raises:
-            UserError: the run has neither.
         """
         run = cls(expanded(model))
         if not run.record.is_file():
@@ -139,11 +136,7 @@ class RunDir:
         return record
 
     def is_run(self) -> bool:
-        """Whether the folder is a run's: it has a record, or only what an unfinished run writes before its record.
-
-        Raises:
-            UserError: run.json cannot be read, or is not a record of this package.
-        """
+        """Whether the folder is a run's: it has a record, or only what an unfinished run writes before its record."""
         if self.record.exists():
             return bool(self.read_record())
         others = {path.name for path in {*self.path.iterdir()} - {*abandoned(self.path)}} - _BEFORE_RECORD
@@ -166,11 +159,7 @@ class RunDir:
         return read_object(self.result).get("status")
 
     def read_samples(self, step: int) -> list[dict[str, Any]]:
-        """The answers of the evaluation at `step`; empty if there was none.
-
-        Raises:
-            UserError: the file was damaged.
-        """
+        """The answers of the evaluation at `step`; empty if there was none."""
         path = self.answers(step)
         try:  # not splitlines(), which would also break lines at characters that answers may have
             return [json.loads(line) for line in read_text(path).split("\n") if line]
@@ -183,17 +172,11 @@ class RunDir:
 def absent_weights(name: str, flag: str) -> list[str]:
     """A line if `name` can only be a folder's, and no such folder exists; a hub that is asked for it costs a minute."""
     folder = expanded(name, flag)
-    if name and folder.is_dir():
+    is_path = not name or name.startswith((".", "/", "~", f"{RUNS}/")) or name.endswith("/") or folder.is_file()
+    parent_exists = len(folder.parts) == 2 and folder.parent.is_dir()
+    if (name and folder.is_dir()) or not (is_path or parent_exists or len(folder.parts) > 2):
         return []
-    parts = folder.parts
-    if parts[:1] == (RUNS,):
-        return [f"{flag} {name}: no such folder; name a run that exists, or start in the folder that has its {RUNS}/"]
-    if not name or folder.is_file() or name.startswith((".", "/", "~")) or name.endswith("/") or len(parts) > 2:
-        return [f"{flag} {name!r}: no such folder; name a hub id, a folder of saved weights, or a run"]
-    if len(parts) == 2 and folder.parent.is_dir():
-        elsewhere = f"for the hub's {name}, start elsewhere: here {parts[0]} is a folder"
-        return [f"{flag} {name}: no such folder; {elsewhere}"]
-    return []
+    return [f"{flag} {name!r}: no such folder; name a run, a folder of saved weights, or a hub id"]
 
 
 def kept_steps(steps: Sequence[int], keep: str) -> list[int]:

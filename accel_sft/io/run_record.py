@@ -29,14 +29,8 @@ def recorded_options(
 ) -> dict[str, Any]:
     """The values that a run's record has for the settings of its task, except for those that are given.
 
-    Args:
-        given: names of settings; None: the command takes none.
-        where: how the command names the run, for errors.
-        same_data: whether files that the record names are to be read.
-    Raises:
-        UserError: the settings name files and `same_data` is not set; a run's folder may be someone else's, and name
-            any file of this machine. Or the record hides a value as a secret, and `given` could have it; or a value of
-            the record is none that the setting may have now.
+    A run's folder may be someone else's, and name any file of this machine: without `same_data` such settings are
+    refused. `given` is None if the command takes none.
     """
     before = record["task_options"]
     mine = [s for s in task_settings if s.name in before.keys() - {*(given or ())}]
@@ -53,15 +47,9 @@ def recorded_options(
     if files and not same_data:
         named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
         why = "its record names files, and those of a record are not read unasked"
-        fix = "add --same-data" if given is None else f"add --same-data, or {named}, or name others"
+        fix = "add --same-data" if given is None else f"add --same-data, or {named}"
         raise UserError(f"{where}: {why}; {fix}")
     return {s.name: before[s.name] for s in mine}
-
-
-def names_files(record: Mapping[str, Any] | None) -> bool:
-    """Whether a run's record names files of its task's."""
-    options = mapping((record or {}).get("task_options"))
-    return any(value and NAMES_A_FILE.search(name) for name, value in options.items())
 
 
 def made_by(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,11 +77,8 @@ def write_manifest(run_dir: RunDir, result: str, about: dict[str, Any]) -> None:
     """Write the manifest of a finished run's folder: of its records, samples and exported weights, and of the manifests
     of its checkpoints. Logs, traces and the trackers' files are not in it.
 
-    It is written before the result.json that says that the run is complete: a kill in between leaves a run that
-    writes both again.
-
-    Args:
-        result: the text that result.json will have.
+    It is written before the result.json, with the text `result`, that says that the run is complete: a kill in between
+    leaves a run that writes both again.
     """
     content = result.encode()
     entries = {run_dir.result.name: [len(content), hashlib.sha256(content).hexdigest()]}

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from accel_sft.api.errors import UserError
 
@@ -21,35 +21,11 @@ _COMMAND = re.compile(r"(next:)?\s*(accel-sft|accelerate|tensorboard) ")
 _terminal: TextIO | None = None
 
 
-class _Output(io.FileIO):
-    """Standard output, whose disk may be full."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise UserError(f"standard output cannot be written: {error.strerror}; let it go elsewhere") from None
-
-
-def _output(descriptor: int, encoding: str = "utf-8") -> TextIO:
-    raw = io.BufferedWriter(_Output(descriptor, "w", closefd=descriptor > 2))
-    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True)
-
-
-def use_utf8() -> None:
-    """Print any character: an ASCII terminal gets UTF-8, another gets an escape for what it cannot show.
-
-    From now on a failed write to standard output raises UserError, or BrokenPipeError if the reader is gone.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
+def escape_unencodable() -> None:
+    """From now on, print an escape for what the terminal's encoding does not have, and each line at once."""
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            plain = stream.encoding.lower() in ("ascii", "ansi_x3.4-1968", "us-ascii")
-            stream.reconfigure(encoding="utf-8" if plain else stream.encoding, errors="backslashreplace")
-            if name == "stdout" and stream is sys.__stdout__:
-                sys.stdout = _output(stream.fileno(), stream.encoding)
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
 
 
 @contextlib.contextmanager
@@ -60,8 +36,8 @@ def quiet(log_file: Path | None, debug: bool = False, shown_on: int = 1) -> Iter
     inner file takes over. With `debug` nothing is redirected.
 
     Args:
-        log_file: the file to append to; its folder is made. None: a temporary file, which is printed to standard error
-            if the block raises anything but UserError.
+        log_file: the file to append to. None: a temporary file, which is printed to standard error if the block raises
+            anything but UserError.
         shown_on: file descriptor of our own lines; 2 where standard output is kept for a command's result.
     """
     global _terminal
@@ -76,7 +52,8 @@ def quiet(log_file: Path | None, debug: bool = False, shown_on: int = 1) -> Iter
         log = stack.enter_context(opened)
         saved = {number: os.dup(number) for number in (1, 2)}
         if outer is None:
-            _terminal = stack.enter_context(_output(os.dup(shown_on)))
+            copy_of_terminal = os.fdopen(os.dup(shown_on), "w", 1, encoding="utf-8", errors="backslashreplace")
+            _terminal = stack.enter_context(copy_of_terminal)
         sys.stdout.flush()
         sys.stderr.flush()
         for number in saved:
@@ -106,10 +83,7 @@ def terminal() -> TextIO:
 
 @contextlib.contextmanager
 def waiting(what: str | Callable[[], str]) -> Iterator[None]:
-    """Inside, a line says what is waited for and for how long, after 5 seconds and then at doubling intervals.
-
-    Only rank 0 prints it. A function for `what` is called for each line.
-    """
+    """Inside, a line on rank 0 says what is waited for, after 5 seconds and then at doubling intervals."""
     done, stream = threading.Event(), terminal()
     began = time.monotonic()
 

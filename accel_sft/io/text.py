@@ -53,11 +53,8 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def common_length(sequences: Sequence[str] | Sequence[list[int]]) -> int:
-    """Return how many leading characters or tokens all sequences have in common.
-
-    The first and the last sequence in sorted order have the shortest prefix in common. It is found by bisection: Python
-    compares slices several times faster than it loops.
-    """
+    """Return how many leading characters or tokens all sequences have in common."""
+    # the first and the last in sorted order have the least in common; slices are compared faster than Python loops
     first, last = min(sequences), max(sequences)
     low, high = 0, min(len(first), len(last))
     while low < high:

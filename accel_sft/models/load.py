@@ -7,7 +7,6 @@ import torch
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.api.limits import CUT_ADAPTER
 from accel_sft.launch.environment import device_count
 from accel_sft.models.adapters import is_of_whole, leave_casts_to_autocast, new_adapter, saved_adapter
 from accel_sft.models.kernels import compile_blocks
@@ -89,7 +88,9 @@ def _refuse_settings(
 ) -> None:
     """Raise UserError, before anything is loaded, for settings that do not go with the source or with this machine."""
     if source.adapter and tensor_ranks > 1:
-        raise UserError(f"--model {source.adapter}: {CUT_ADAPTER}; or merge the adapter first (accel-sft merge)")
+        raise UserError(
+            f"--model {source.adapter}: tensor parallelism cuts no adapter; merge it first (accel-sft merge)"
+        )
     if source.adapter and offload:
         raise UserError(f"--offload: {source.adapter} is an adapter; merge it first (accel-sft merge), name the sum")
     attention = config.attn_implementation or ""

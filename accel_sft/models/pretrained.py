@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from accel_sft.api.config import TrainConfig, no_match
+from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io import cache
 from accel_sft.io.files import read_json
@@ -237,7 +237,7 @@ def freeze_others(model: Any, pattern: str, log: Callable[[str], None], new_toke
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     trained = {name for name in names if re.search(pattern, name)}
     if not trained:
-        raise UserError(no_match(pattern, names))
+        raise UserError(f"--train-only {pattern}: no weight's name matches; names are like {names[0]} and {names[-1]}")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     if new_tokens and not model.get_input_embeddings().weight.requires_grad:

@@ -1,5 +1,6 @@
 """A test class that checks what the trainer expects of a task; each failure begins with a code."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -7,7 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from accel_sft.api.errors import UserError
@@ -85,10 +86,8 @@ class TaskConformance:
     def test_two_ranks_get_the_same_examples(self) -> None:
         """Each rank is a process of its own, as in training, with its own seed of Python's hashes."""
         path = pickle.dumps(sys.path)
-        try:
+        with _fault("T103", "it cannot be pickled: "):
             task = pickle.dumps((self.task, self.examples))
-        except Exception as error:
-            raise AssertionError(finding("T103", f"it cannot be pickled: {error!r}")) from error
         hashes = []
         for number in range(2):
             env = {**os.environ, "PYTHONHASHSEED": str(number + 1)}
@@ -120,8 +119,9 @@ class TaskConformance:
             return  # no generated text is scored
         right = self._metric("T401", [self._score("T401", examples[i], text) for i, text in rows])
         best = self.best if self.best is not None else (1.0 if self.task.higher_is_better else 0.0)
-        if right != best and (self.best is not None or self._between_zero_and_one(right)):
-            wrong = [i for i, text in rows if not self._alone(examples[i], text, best)]
+        if right != best and (self.best is not None or 0 <= right <= 1):
+            alone = {i: self._metric("T401", [self._score("T401", examples[i], text)]) for i, text in rows}
+            wrong = [i for i, value in alone.items() if value != best]
             detail = f"{self.task.main_metric} of targets is {right:.4g}, not {best:.4g}"
             raise AssertionError(finding("T402", f"{detail} (validation examples {wrong[:5]})"))
 
@@ -137,20 +137,16 @@ class TaskConformance:
                 raise AssertionError(finding("T404", f"{self.task.main_metric} of {detail}"))
 
     def _dataset(self, split: str) -> Sequence[Any]:
-        try:
+        with _fault("T201"):
             return read_split(self.task, split)
-        except UserError as error:
-            raise AssertionError(finding("T201", str(error))) from error
 
     def _indices(self, examples: Sequence[Any]) -> list[int]:
         step = max(1, math.ceil(len(examples) / self.examples))
         return list(range(0, len(examples), step))
 
     def _conversation(self, examples: Sequence[Any], split: str, index: int) -> Any:
-        try:
+        with _fault("T202"):
             return conversation(self.task, examples, split, index)
-        except UserError as error:
-            raise AssertionError(finding("T202", str(error))) from error
 
     def _answered(self) -> tuple[Sequence[Any], list[tuple[int, str]]]:
         """Return the validation examples, and index and target of the checked ones whose answer is text, not a call."""
@@ -161,31 +157,28 @@ class TaskConformance:
         return examples, [(index, chat.target) for index, chat in chats.items() if not chat.calls]
 
     def _score(self, code: str, example: Any, text: str) -> dict[str, Any]:
-        try:
+        with _fault(code, f"score(..., {text[:40]!r}) raised "):
             score = self.task.score(example, text)
-        except Exception as error:
-            raise AssertionError(finding(code, f"score(..., {text[:40]!r}) raised {error!r}")) from error
-        try:
+        with _fault("T405", f"{score!r}: "):
             json.dumps(score, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise AssertionError(finding("T405", f"{score!r}: {error}")) from error
         return score
 
     def _metric(self, code: str, scores: list[dict[str, Any]]) -> float:
-        try:
+        with _fault(code, "aggregate() raised "):
             value = float(self.task.aggregate(scores)[self.task.main_metric])
-        except Exception as error:
-            raise AssertionError(finding(code, f"aggregate() raised {error!r}")) from error
         if not math.isfinite(value):
             raise AssertionError(finding(code, f"aggregate() gave {self.task.main_metric} {value}"))
         return value
 
-    def _alone(self, example: Any, text: str, best: float) -> bool:
-        return self._metric("T401", [self._score("T401", example, text)]) == best
 
-    @staticmethod
-    def _between_zero_and_one(value: float) -> bool:
-        return 0 <= value <= 1
+@contextlib.contextmanager
+def _fault(code: str, doing: str = "") -> Iterator[None]:
+    """Inside, an error is a finding of this code."""
+    try:
+        yield
+    except Exception as error:
+        what = str(error) if isinstance(error, UserError) else repr(error)
+        raise AssertionError(finding(code, f"{doing}{what}")) from error
 
 
 def finding(code: str, detail: str) -> str:

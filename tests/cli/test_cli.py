@@ -1,11 +1,9 @@
 """The command line: names from metadata, options from fields, all problems at once, and how a failure ends."""
 
 import contextlib
-import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import types
@@ -27,7 +25,6 @@ from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.cli.group import cli
 from accel_sft.cli.task_command import TaskCommand
 from accel_sft.cli.task_tools import TOOLS
-from accel_sft.io import terminal
 from accel_sft_chat import Chat
 from accel_sft_math import Math
 
@@ -94,19 +91,6 @@ def test_tasks_lists_good_and_broken_ones_and_succeeds(run, site):
     assert "task 'bad' (p_bad:Good, p-bad 0.7): cannot be imported: ModuleNotFoundError" in result.stdout
 
 
-def test_tasks_fit_the_terminal(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr(terminal, "terminal", Terminal)
-    result = click.testing.CliRunner().invoke(cli, ["tasks"])
-    assert result.exit_code == 0, result.output
-    assert max(map(len, result.output.splitlines())) <= 60
-    assert "  ok  Split a number" in result.output
-
-
 def test_broken_task_fails_alone_and_says_why(run, site):
     install(site, "p-bad", "bad = p_bad:Good", "import nowhere\n")
     result = run("bad")
@@ -127,12 +111,11 @@ def test_unknown_commands_and_options_suggest_the_near_ones(run, site):
     assert "Did you mean '--help'" in run("--hlep").stderr
 
 
-@pytest.mark.parametrize("words", [("plan", "--model", "x"), ("--model", "x", "good")])
-def test_options_before_a_task_s_name_ask_for_it(run, words):
-    result = run(*words)
-    assert result.returncode == 1
-    assert "--model: name a task before its options" in result.stderr
-    assert f"`accel-sft {'plan ' if 'plan' in words else ''}TASK --model ...`" in result.stderr
+def test_options_before_a_task_s_name_ask_for_it(run):
+    for words, command in ((("plan", "--model", "x"), "accel-sft plan"), (("--model", "x", "good"), "accel-sft")):
+        result = run(*words)
+        assert result.returncode == 1
+        assert f"--model: name a task before its options, as in `{command} TASK --model ...`" in result.stderr
 
 
 def test_task_help_groups_the_options_by_section(run, monkeypatch):
@@ -154,11 +137,11 @@ def test_task_help_groups_the_options_by_section(run, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "own", "left_out", "does"),
     [
-        ("", "--size", "--weight-decay", "Trains"),
-        ("plan", "--gpu-memory", "--lora-dropout", "Predicts"),
-        ("check", "--strict", "--truncation", "Audits"),
-        ("compare", "--launch", "--learning-rate", "Measures"),
-        ("evaluate", "--key-from", "--dtype", "Scores"),
+        ("", "--size", "--weight-decay", "Train, evaluate"),
+        ("plan", "--gpu-memory", "--lora-dropout", "Predict memory"),
+        ("check", "--strict", "--truncation", "Audit a task"),
+        ("compare", "--launch", "--learning-rate", "Measure launch"),
+        ("evaluate", "--key-from", "--dtype", "Score a model"),
     ],
 )
 def test_help_is_short_and_its_last_line_names_the_whole(run, monkeypatch, command, own, left_out, does):
@@ -177,23 +160,6 @@ def test_help_is_short_and_its_last_line_names_the_whole(run, monkeypatch, comma
         assert "--shout / --no-shout" not in help
 
 
-@pytest.mark.parametrize("command", ["--help", "good --help", "plan good --help-all"])
-def test_of_the_ranks_of_a_launch_one_prints_the_help(run, monkeypatch, command):
-    assert "Usage" in run(*command.split()).stdout
-    monkeypatch.setenv("RANK", "1")
-    result = run(*command.split())
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
-@pytest.mark.parametrize("command", ["--help", "good --help", "good --help-all", "generate --help", "doctor --help"])
-def test_help_has_the_width_of_the_terminal(run, monkeypatch, command):
-    for columns in (60, 100):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        options = run(*command.split()).stdout.partition("For example:")[0]
-        words = [line for line in options.splitlines() if not re.fullmatch(r" *\S+( \S+)?", line)]
-        assert columns - 15 < max(map(len, words)) <= columns, command
-
-
 def test_command_line_beats_file_and_file_beats_defaults(run, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("size: 20\nlearning-rate: 1e-3\nseed: 7\nshout: true\nlimit: null\n", encoding="utf-8")
@@ -206,18 +172,16 @@ def test_command_line_beats_file_and_file_beats_defaults(run, tmp_path):
 READS = GOOD.replace("shout: bool", 'train_file: str | None = option(None, rows=True, help="Rows.")\n    shout: bool')
 
 
-@pytest.mark.parametrize("form", ["repeated", "with a comma", "in YAML", "in run.yaml"])
-def test_several_row_files_are_one_value_in_every_form(run, site, tmp_path, form):
+def test_several_row_files_are_one_value_in_every_form(run, site, tmp_path):
     install(site, "accel-sft-reads", "reads = accel_sft_reads:Good", READS)
-    one, two = (str(tmp_path / name) for name in ("one.jsonl", "two.jsonl"))
+    one, two, file = (str(tmp_path / name) for name in ("one.jsonl", "two.jsonl", "run.yaml"))
     for path in (one, two):
         Path(path).touch()
-    both, file = f"{one},{two}", tmp_path / "run.yaml"
-    file.write_text(f"train_file: [{one}, {two}]" if form == "in YAML" else f"train_file: {both}")
-    words = {"repeated": ("--train-file", one, "--train-file", two), "with a comma": ("--train-file", both)}
-    for command in ("reads",), ("evaluate", "reads", "--model", "m"):
-        got = handed_over(run(*command, *words.get(form, ("--config", str(file)))))
-        assert got["options"]["train_file"] == both
+    both = f"{one},{two}"
+    Path(file).write_text(f"train_file: [{one}, {two}]")
+    for words in (("--train-file", one, "--train-file", two), ("--train-file", both), ("--config", file)):
+        assert handed_over(run("reads", *words))["options"]["train_file"] == both
+    assert handed_over(run("evaluate", "reads", "--model", "m", "--config", file))["options"]["train_file"] == both
     assert handed_over(run("reads", "--train-file", one))["options"]["train_file"] == one
     assert handed_over(run("reads"))["options"]["train_file"] is None
 
@@ -229,24 +193,6 @@ def test_values_get_their_types_and_options_may_have_underscores(run):
     config = got["config"]
     assert (config["micro_batch_size"], config["max_steps"], config["learning_rate"]) == ("8", 3, 1e-4)
     assert handed_over(run("evaluate", "good", "--model", "m", "--eval_limit", "5"))["config"]["eval_limit"] == 5
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--per_device_train_batch_size", "4"), "--global-batch-size"),
-        (("--lora-init", "olora"), "PiSSA and OLoRA change the base"),
-        (("--generate-with", "vllm"), "`accel-sft serve RUN`, then `accel-sft evaluate TASK --url URL`"),
-        (("--probe",), "`accel-sft compare TASK` measures memory"),
-        (("--config_file", "z2.yaml"), "a launcher's flag: write it before -m"),
-    ],
-)
-def test_options_of_other_trainers_are_refused_with_ours(run, site, args, message):
-    result = run("good", *args)
-    assert result.returncode == 1
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"Error: {args[0].replace('_', '-')} is no option of accel-sft good: ")
-    assert message in line
 
 
 def test_every_foreign_option_of_a_command_is_named_at_once(run, site):
@@ -264,23 +210,9 @@ NOT_OURS = "stage", "template", "quantization-bit", "val-size", "lora-rank", "sa
 NOT_OURS += "train-on-eos", "roles-to-train", "mask-history", "loss-type", "chat-template-path", "enable-thinking"
 
 
-def test_a_switch_with_a_value_says_how_to_write_it(run, site):
-    message = "unexpected extra argument (True); a switch has no value: --compile or --no-compile"
-    assert message in run("good", "--gradient_checkpointing", "True").stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("sft", "`accel-sft chat --model MODEL --train-file FILE`"),
-        ("dpo", "preferences are not trained here"),
-    ],
-)
-def test_commands_of_other_trainers_are_refused_with_ours(run, site, name, message):
-    (*_, line) = run(name, "--model", "m").stderr.splitlines()
-    assert line.startswith(f"Error: no task or tool '{name}'; ")
-    assert message in line
-    assert len(line) <= 160
+def test_commands_of_other_trainers_are_refused_with_ours(run, site):
+    (*_, line) = run("dpo", "--model", "m").stderr.splitlines()
+    assert line.startswith("Error: no task or tool 'dpo'; preferences are not trained here")
 
 
 def test_names_of_other_trainers_lead_to_options_that_exist():
@@ -298,6 +230,7 @@ def test_second_value_behind_an_option_is_refused(run, site):
     result = run("reads", "--train-file", "a.json", "b.json")
     assert result.returncode == 2
     assert "unexpected extra argument (b.json); each value needs its option" in result.stderr
+    assert "(True); each value needs its option" in run("good", "--gradient_checkpointing", "True").stderr
 
 
 def test_all_problems_are_told_at_once_each_naming_its_flag(run, site):
@@ -316,11 +249,9 @@ def test_all_problems_are_told_at_once_each_naming_its_flag(run, site):
 
 def test_problems_of_file_and_command_line_come_together(run, tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("sise: 20\nepochs: many\n", encoding="utf-8")
+    file.write_text("sise: 20\n", encoding="utf-8")
     result = run("good", "--config", str(file), "--seed", "-1")
-    assert result.returncode == 1
     assert "unknown option 'sise'; did you mean size?" in result.stderr
-    assert "--epochs 'many': expected a number" in result.stderr
     assert "--seed -1: must be at least 0" in result.stderr
 
 
@@ -332,10 +263,9 @@ def test_a_file_that_names_its_task_needs_no_other_word(run, tmp_path):
     assert handed_over(run("--seed", "8", f"--config={file}"))["config"]["seed"] == 8
     for words in (("--config", str(file), "good"), (f"--config={file}", "good", "--seed", "42")):
         assert handed_over(run(*words))["options"]["size"] == 20
-    assert handed_over(run("--config", str(file), "evaluate", "--model", "m"))["config"]["model"] == "m"
-    assert handed_over(run("good", "--config", str(file)))["options"]["size"] == 20
-    got = handed_over(run("evaluate", "--config", str(file), "--model", "m"))
-    assert (got["task"], got["config"]["model"]) == ("good", "m")
+    for words in (("--config", str(file), "evaluate"), ("evaluate", "--config", str(file))):
+        got = handed_over(run(*words, "--model", "m"))
+        assert (got["task"], got["config"]["model"]) == ("good", "m")
     assert run("--config", str(file), "--help").stdout.startswith("Usage: accel-sft good ")
 
 
@@ -343,7 +273,7 @@ def test_a_file_of_another_task_or_of_none_is_refused(run, site, tmp_path):
     install(site, "p-other", "other = p_other:Good")
     file = tmp_path / "run.yaml"
     file.write_text("task: good\n", encoding="utf-8")
-    message = f"Error: --config {file}: task: good, and the command line says other; leave out one of them\n"
+    message = f"Error: --config {file}: task: good, and the command line says other; leave one out\n"
     assert run("other", "--config", str(file)).stderr == message
     file.write_text("task: god\n", encoding="utf-8")
     assert "no task or tool 'god'; did you mean good?" in run("--config", str(file)).stderr
@@ -355,24 +285,6 @@ def test_a_file_of_another_task_or_of_none_is_refused(run, site, tmp_path):
 
 
 SOURCE_WITH_NEED = GOOD.replace("option(10, min=2", "option(min=2")
-FAULTY_FILES = {
-    "a misspelt option": ("otput-dir: runs/a\nresume: auto\nsize: 4\n", "unknown option 'otput-dir'; did you mean"),
-    "another option misspelt": ("output-dir: runs/a\nresume: auto\nsize: 4\nlog: 3\n", "unknown option 'log'"),
-    "a misspelt option that is needed": ("sise: 4\n", "unknown option 'sise'; did you mean size?"),
-    "a wrong value that another needs": ("output-dir: [[a]]\nresume: auto\nsize: 4\n", "--output-dir (list): expected"),
-    "a wrong value that is needed": ("size: x\n", "--size 'x': expected a whole number"),
-    "no YAML": ("size: 4\noutput-dir: [runs/a\nresume: auto\n", "not YAML: "),
-}
-
-
-@pytest.mark.parametrize(("content", "problem"), FAULTY_FILES.values(), ids=FAULTY_FILES)
-def test_values_of_a_faulty_file_are_not_called_missing(site, run, tmp_path, content, problem):
-    install(site, "p-required", "needy = p_required:Good", SOURCE_WITH_NEED)
-    file = tmp_path / "run.yaml"
-    file.write_text(content)
-    resume = ["--resume", "auto"] if "not YAML" in problem else []  # of which the folder is in the file
-    (line,) = run("needy", "--config", str(file), *resume).stderr.splitlines()
-    assert re.sub(r"line \d+: ", "", line).startswith(f"Error: --config {file}: {problem}")
 
 
 def test_an_option_without_default_must_be_given(site, run):
@@ -405,16 +317,6 @@ def test_tools_are_reserved_names():
     assert set(cli.commands) <= registry.RESERVED
 
 
-def test_help_is_the_same_through_both_doors():
-    program = Path(sys.executable).parent / "accel-sft"
-    script = subprocess.run([program, "--help"], capture_output=True, text=True, check=True)
-    assert script.stdout == accel_sft("--help").stdout
-
-
-def test_the_version_is_told(run):
-    assert run("--version").stdout.startswith("accel-sft, version ")
-
-
 # How a failure ends
 
 
@@ -435,23 +337,18 @@ def ranks(site, tmp_path, *arguments, env=None):
     return results
 
 
-def test_user_mistake_has_a_traceback_only_with_debug(site, run):
+def test_failure_has_a_traceback_if_unexpected_or_with_debug(site, run):
     failing(site, "raise UserError('data.json:3: no answer', 'data.json:4: no answer')", before="")
     result = run("fail")
     assert result.returncode == 1
     assert result.stderr.splitlines() == ["Error: data.json:3: no answer", "Error: data.json:4: no answer"]
-    result = run("fail", "--debug")
-    assert "Traceback" in result.stderr
-    assert result.stderr.splitlines()[-1] == "Error: data.json:4: no answer"
-
-
-def test_unexpected_failure_shows_traceback_and_ends_in_its_place(site, run):
-    failing(site, "return 1 / 0", before="")
-    result = run("fail")
-    assert result.returncode == 1
-    assert "Traceback" in result.stderr
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith(f"Error: unexpected in {site / 'p_fail.py'}:")
+    assert "Traceback" in run("fail", "--debug").stderr
+    install(site, "p-other", "other = p_other:Good", GOOD.replace("return list(range(self.size))", "return 1 / 0"))
+    unexpected = run("other")
+    assert unexpected.returncode == 1
+    assert "Traceback" in unexpected.stderr
+    last = unexpected.stderr.splitlines()[-1]
+    assert last.startswith(f"Error: unexpected in {site / 'p_other.py'}:")
     assert last.endswith("ZeroDivisionError: division by zero")
 
 
@@ -527,10 +424,9 @@ def test_an_interrupt_is_one_line_and_status_130(site, run):
     assert (result.returncode, result.stderr.strip()) == (130, "interrupted")
 
 
-@pytest.mark.parametrize(("code", "status"), [("3", 3), ("'words'", 1)])
-def test_a_plugin_that_exits_keeps_its_status(site, code, status):
-    failing(site, f"import sys; sys.exit({code})")
-    assert accel_sft("fail", site=site, env={"RANK": "0", "WORLD_SIZE": "2"}).returncode == status
+def test_a_plugin_that_exits_keeps_its_status(site):
+    failing(site, "import sys; sys.exit(3)")
+    assert accel_sft("fail", site=site, env={"RANK": "0", "WORLD_SIZE": "2"}).returncode == 3
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly(site):
@@ -541,34 +437,10 @@ def test_a_reader_that_leaves_ends_the_command_quietly(site):
     assert (result.returncode, result.stderr) == (141, "")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk of one's own")
-@pytest.mark.parametrize("command", ["--help", "tasks", "math --help", "launch-file z2", "completion bash"])
-def test_output_that_cannot_be_written_is_told_in_a_line(command):
-    with open("/dev/full", "w") as full:
-        argv = [sys.executable, "-m", "accel_sft", *command.split()]
-        result = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    message = "Error: standard output cannot be written: No space left on device; let it go elsewhere\n"
-    assert (result.returncode, result.stderr) == (1, message)
-
-
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"LANG": "C", "LC_ALL": "C"},
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        {"PYTHONIOENCODING": "latin-1"},
-    ],
-    ids=["C", "C without UTF-8 mode", "latin-1"],
-)
-def test_any_language_prints_under_any_locale(site, env):
-    failing(site, "print('王大丫丫的回答是', flush=True); raise UserError('缺少答案')")
-    result = accel_sft("fail", site=site, env=env)
-    assert result.returncode == 1
-    if "PYTHONIOENCODING" in env:
-        assert "\\u7f3a" in result.stderr
-    else:
-        assert "王大丫丫的回答是" in result.stdout
-        assert result.stderr == "Error: 缺少答案\n"
+def test_any_language_prints_under_any_encoding(site):
+    failing(site, "raise UserError('缺少答案')")
+    assert accel_sft("fail", site=site, env={"LC_ALL": "C"}).stderr == "Error: 缺少答案\n"
+    assert "\\u7f3a" in accel_sft("fail", site=site, env={"PYTHONIOENCODING": "latin-1"}).stderr
 
 
 # Launch files
@@ -585,13 +457,9 @@ def test_launch_files_are_listed_with_their_purpose(run):
     listed = dict(line.split(maxsplit=1) for line in run("launch-file").stdout.splitlines())
     assert listed.keys() == {path.stem for path in CONFIGS.glob("*.yaml")}
     assert all(30 < len(purpose) <= 105 and purpose.endswith(".") for purpose in listed.values()), listed
-
-
-def test_an_unknown_launch_file_is_refused_with_the_nearest(run):
-    result = run("launch-file", "z2_ofload")
-    assert (result.returncode, result.stdout) == (1, "")
-    assert "did you mean z2_offload" in result.stderr
-    assert "choose one of ddp, fsdp2" in run("launch-file", "qqqq").stderr
+    refused = run("launch-file", "z2_ofload")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "did you mean z2_offload" in refused.stderr
 
 
 # Starting a task
@@ -609,45 +477,13 @@ def test_new_task_keeps_the_contract_and_passes_its_test(tmp_path, site, run):
     module = entry.split('"')[1].split(":")[0]
     source = (project / f"{module}.py").read_text(encoding="utf-8")
     install(site, "accel-sft-even-odd", entry.replace('"', ""), source, module=module)
-    shutil.copytree(project / f"{module}_data", site / f"{module}_data")
     assert "ok" in run("tasks").stdout.split("even-odd")[2]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), os.environ["PYTHONPATH"]))}
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project)]
     subprocess.run(tests, env=env, check=True, capture_output=True)
     subprocess.run([*LINT, str(project)], check=True)
-    for split in ("train", "validation"):  # as the docstring invites: other rows, another `parse`, prompt and score
-        rows = f'{{"said": ["a {split}"]}}\n{{"said": ["b {split}"]}}\n'
-        (site / f"{module}_data" / f"{split}.jsonl").write_text(rows)
-    edits = {
-        source[source.index("    for field in") :]: EDITED_PARSE,
-        'example["question"]': 'example["said"][0]',
-        'return example["answer"]': 'return example["said"][0].upper()',
-        '"accuracy": float(text.strip() == example["answer"])': '"wrong": float(text != self.target(example))',
-        'main_metric = "accuracy"': 'main_metric = "wrong"\n    higher_is_better = False',
-    }
-    for old, new in edits.items():
-        assert old in source
-        source = source.replace(old, new)
-    (site / f"{module}.py").write_text(source)
-    edited = subprocess.run(tests, env=env, capture_output=True, text=True)
-    assert edited.returncode == 0, edited.stdout
-    (site / f"{module}_data" / "validation.jsonl").write_text('{"said": ["a train"]}\n')
+    (site / f"{module}.py").write_text(source.replace("range(900, 1000)", "range(800, 900)"))
     assert "T301 " in subprocess.run(tests, env=env, capture_output=True, text=True).stdout
-
-
-EDITED_PARSE = """\
-    if not isinstance(row.get("said"), list):
-        raise RowProblem("said", "a list")
-    return row
-"""
-
-
-def test_a_new_task_reads_files(run, tmp_path, monkeypatch):
-    assert run("new-task", "even-odd", str(tmp_path / "new")).returncode == 0
-    (tmp_path / "train.jsonl").write_text('{"question": "2?", "answer": "even"}\n{"question": "3?"}\n')
-    task = registry.load(str(tmp_path / "new" / "accel_sft_even_odd.py"))
-    with pytest.raises(UserError, match=r"train\.jsonl:2: field 'answer': expected text"):
-        task(data_folder=str(tmp_path)).dataset("train")
 
 
 def test_a_new_task_in_one_file_runs_as_it_stands(run, tmp_path, monkeypatch):
@@ -659,16 +495,21 @@ def test_a_new_task_in_one_file_runs_as_it_stands(run, tmp_path, monkeypatch):
     checked = accel_sft("check", "./even_odd.py", "--strict", cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     (tmp_path / "own.jsonl").write_text("".join(f'{{"question": "q {n}", "answer": "a {n}"}}\n' for n in range(30)))
-    own = "--train-file", "own.jsonl", "--show", "0", "--json"
-    splits = json.loads(accel_sft("check", "./even_odd.py", *own, cwd=tmp_path).stdout)["splits"]
-    assert {split["split"]: split["rows"] for split in splits} == {"train": 27, "validation": 3}
-    refused = accel_sft("./even_odd.py", "--validation-file", "own.jsonl", cwd=tmp_path)
-    assert "--train-file: name the rows to train on" in refused.stderr
+    task = registry.load("./even_odd.py")
+    assert {split: len(task(train_file="own.jsonl").dataset(split)) for split in ("train", "validation")} == {
+        "train": 27,
+        "validation": 3,
+    }
+    with pytest.raises(UserError, match="--train-file: name the rows to train on"):
+        task(validation_file="own.jsonl").dataset("train")
+    (tmp_path / "bad.jsonl").write_text('{"question": "2?", "answer": "even"}\n{"question": "3?"}\n')
+    with pytest.raises(UserError, match=r"bad\.jsonl:2: field 'answer': expected text"):
+        task(train_file="bad.jsonl").dataset("train")
     assert "even_odd.py: is there already" in run("new-task", "even-odd", "--file").stderr
     assert "is called so" in run("new-task", "random", "--file").stderr
 
 
-@pytest.mark.parametrize("name", ["math", "ner", "tasks", "Upper", "-x", "a-", "../up", ""])
+@pytest.mark.parametrize("name", ["math", "tasks", "Upper", "a-", "../up", ""])
 def test_a_new_task_needs_a_name_of_its_own(tmp_path, run, name):
     result = run("new-task", "--", name, str(tmp_path / "new"))
     assert result.returncode == 1
@@ -679,27 +520,16 @@ def test_a_new_task_needs_a_name_of_its_own(tmp_path, run, name):
 def test_a_new_task_overwrites_nothing(tmp_path, run):
     (tmp_path / "mine.txt").write_text("", encoding="utf-8")
     assert "is there already" in run("new-task", "fresh", str(tmp_path)).stderr
-    assert "already has it" in run("new-task", "good", str(tmp_path / "x")).stderr
+    assert "an installed task has it" in run("new-task", "good", str(tmp_path / "x")).stderr
     assert "cannot be written" in run("new-task", "fresh", str(tmp_path / "mine.txt" / "x")).stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "option", "flag"),
-    [
-        ("check", "strict: bool = option(False, help='')", "--strict"),
-        ("plan", "gpus: int = option(1, help='')", "--gpus"),
-        ("compare", "repeat: int = option(1, help='')", "--repeat"),
-    ],
-)
-def test_task_option_of_a_tools_name_is_refused_there_alone(run, site, command, option, flag):
-    clashing = GOOD.replace("    limit: float", f"    {option}\n    limit: float")
+def test_task_option_of_a_tools_name_is_refused_there_alone(run, site):
+    clashing = GOOD.replace("    limit: float", "    repeat: int = option(1, help='')\n    limit: float")
     install(site, "accel-sft-clashing", "clashing = accel_sft_clashing:Good", clashing)
     assert handed_over(run("clashing"))["task"] == "clashing"
-    refused = run(command, "clashing")
-    assert refused.returncode == 1
-    assert refused.stderr.startswith(f"Error: task clashing: option {flag} ")
-    assert "is this command's own and the task's too" in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1
+    (line,) = run("compare", "clashing").stderr.splitlines()
+    assert line.startswith("Error: task clashing: option --repeat is this command's own and the task's too")
 
 
 OF_RECORD = {

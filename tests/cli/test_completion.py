@@ -1,7 +1,6 @@
 """What a shell completes, by the script that is printed: commands, tasks and files with tasks, options, values."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,9 +69,8 @@ def test_every_shell_is_offered_files(complete):
     assert complete("--config", "none.yaml", "--learn") == []
 
 
-@pytest.mark.parametrize("tool", [(), ("check",)])
-def test_the_values_of_a_shipped_tasks_options_are_completed(tool):
-    words = ("accel-sft", *tool, "chat", "--metric", "e")
+def test_the_values_of_a_shipped_tasks_options_are_completed():
+    words = ("accel-sft", "check", "chat", "--metric", "e")
     typed = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
     program = Path(sys.executable).parent / "accel-sft"
     variables = {**os.environ, "_ACCEL_SFT_COMPLETE": "bash_complete", **typed}
@@ -110,27 +108,10 @@ def test_the_printed_script_completes_in_bash(folder):
     ]
 
 
-@pytest.mark.parametrize(("shell", "registers"), [("zsh", "compdef _accel_sft_"), ("fish", "--command accel-sft")])
-def test_the_scripts_of_other_shells_are_printed(shell, registers, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["accel-sft", "completion", shell])
+def test_zsh_gets_its_completion_system_first(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["accel-sft", "completion", "zsh"])
     with pytest.raises(SystemExit):
         main()
     printed = capsys.readouterr().out
-    assert registers in printed
-    assert f"_ACCEL_SFT_COMPLETE={shell}_complete" in printed
-    assert ("compinit" in printed) == (shell == "zsh"), "a plain zsh has no completion before"
-
-
-@pytest.mark.parametrize(
-    ("shell", "script", "offered"),
-    [
-        ("zsh", 'eval "$(accel-sft completion zsh)"; print $_comps[accel-sft]', "_accel_sft_completion"),
-        ("fish", 'accel-sft completion fish | source; complete -C "accel-sft lo"', "loud"),
-    ],
-)
-def test_the_printed_scripts_run_in_the_shells_that_are_installed(shell, script, offered, folder):
-    if not shutil.which(shell):
-        pytest.skip(f"no {shell} here")
-    done = subprocess.run([shell, "-c", script], env=environment(folder), capture_output=True, text=True)
-    assert done.stderr == ""
-    assert done.stdout.split()[0] == offered
+    assert "compdef _accel_sft_" in printed
+    assert "compinit" in printed, "a plain zsh has no completion before"

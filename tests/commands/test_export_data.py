@@ -12,7 +12,6 @@ from accel_sft.commands import export_data
 from accel_sft.models.tiny import build_tiny
 from accel_sft_chat import Chat
 from accel_sft_math import Math
-from accel_sft_ner import Ner
 
 CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -38,12 +37,10 @@ def chats(folder, learn, unlearnt=()):
     return Chat(**files, learn=learn)
 
 
-@pytest.mark.parametrize("name", ["math", "ner", "chat, every answer", "chat, the last answer", "chat, some answers"])
+@pytest.mark.parametrize("name", ["math", "chat, the last answer", "chat, some answers"])
 def test_chat_trains_on_exported_files_as_the_task_did(name, tmp_path, capsys):
     task = {
         "math": lambda: Math(train_examples=50, validation_examples=5),
-        "ner": lambda: Ner(train_sentences=50, validation_sentences=5),
-        "chat, every answer": lambda: chats(tmp_path, "every"),
         "chat, the last answer": lambda: chats(tmp_path, "last"),
         "chat, some answers": lambda: chats(tmp_path, "every", [2]),
     }[name]()
@@ -68,7 +65,7 @@ def test_template_variables_and_texts_to_continue_are_exported(tmp_path):
     task = Chat(validation_file=str(tmp_path / "rows.jsonl"))
     examples = read_split(task, "validation")
     chats = [conversation(task, examples, "validation", index) for index in range(2)]
-    assert tuple(export_data.chat_row(chat, tmp_path) for chat in chats) == rows
+    assert tuple(map(export_data.chat_row, chats)) == rows
 
 
 def test_forms_of_other_trainers_are_as_documented(tmp_path, monkeypatch):
@@ -107,9 +104,3 @@ def test_a_row_that_training_would_refuse_leaves_no_files_behind(tmp_path, monke
     with pytest.raises(UserError, match="train example 0: target"):
         export_data.run(task, str(tmp_path / "rows"))
     assert [*tmp_path.iterdir()] == []
-
-
-def test_it_runs_in_one_process(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="export-data runs in one process"):
-        export_data.run(Math(), str(tmp_path / "rows"))

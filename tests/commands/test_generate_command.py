@@ -27,7 +27,7 @@ from accel_sft import UserError
 from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.conversation import Conversation
 from accel_sft.commands.trained import Trained
-from accel_sft.evaluation.answerer import Answerer
+from accel_sft.evaluation.answerer import Answerer, Prompt
 from accel_sft.evaluation.generate import Sampling
 from accel_sft.evaluation.prompts import read_prompts
 from accel_sft.io.run_dir import RunDir
@@ -66,9 +66,7 @@ def test_prompts_file_is_answered_as_in_the_run(run, called, tmp_path):
     assert [row["generated"] for row in rows] == [sample["generated"] for sample in after]
     assert [row["base"] for row in rows] == [sample["generated"] for sample in before]
     system = json.loads((run.run_dir / "run.json").read_text())["system_prompt"]
-    turns = [{"role": "system", "content": system}, {"role": "user", "content": after[0]["prompt"]}]
-    assert rows[0]["messages"] == turns
-    assert all(row["ended"] == (row["tokens"] < 6) or row["ended"] for row in rows)
+    assert [turn["content"] for turn in rows[0]["messages"]] == [system, after[0]["prompt"]]
     assert f"{output}: 7 answers" in done.output
     again = called("generate", str(run.run_dir), *files)
     assert again.status == 1
@@ -96,24 +94,17 @@ def test_prompt_is_answered_by_the_best_weights(run, tmp_path):
     ("arguments", "problem"),
     [
         ((), "give one of these: a PROMPT, --file FILE, or --interactive"),
-        (("5=", "--interactive"), "give one of these"),
         ((" ",), "PROMPT: empty"),
         (("5=", "--output", "a.jsonl"), "--file and --output go together"),
         (("5=", "--top-p", "0.5"), "--top-p needs --temperature above 0"),
-        (("5=", "--temperature", "-1"), "'--temperature': -1.0 is not in the range 0<=x<=100"),
-        (("5=", "--temperature", "nan"), "--temperature nan: not a number"),
-        (("5=", "--temperature", "1", "--top-p", "nan"), "--top-p nan: not a number"),
-        (("5=", "--repetition-penalty", "nan"), "--repetition-penalty nan: not a number"),
-        (("5=", "--temperature", "1e-300"), "--temperature 1e-300: must be 0, or at least 0.01"),
         (("5=", "--thinking", "much"), "--thinking much: not one of off, template, keep"),
-        (("5=", "--max-new-tokens", "0"), "--max-new-tokens 0: must be at least 1"),
         (("5=", "--base", "auto"), "is of no run, and no adapter; name its base"),
         (("5=", "--max-new-tokens", "5000"), "are more than the 4,096 that the model reads"),
     ],
 )
 def test_what_cannot_be_answered_is_one_line(tiny, called, arguments, problem):
     failed = called("generate", str(tiny), *arguments)
-    assert failed.status == (2 if "range" in problem else 1)
+    assert failed.status == 1
     assert problem in failed.output
     assert "Traceback" not in failed.output
 
@@ -135,9 +126,8 @@ def test_settings_that_are_not_given_are_the_runs_own(tmp_path):
 
 def test_several_ranks_are_refused(tiny):
     ranks = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for command in (("generate", str(tiny), "5="), ("merge", str(tiny), "out"), ("push", str(tiny), "org/name")):
-        failed = accel_sft(*command, environment=ranks)
-        assert f"{command[0]} runs in one process" in failed.output
+    failed = accel_sft("generate", str(tiny), "5=", environment=ranks)
+    assert "generate runs in one process" in failed.output
 
 
 def test_prompts_are_lines_or_rows_and_bad_ones_are_named(tmp_path):
@@ -159,15 +149,10 @@ def test_prompts_are_lines_or_rows_and_bad_ones_are_named(tmp_path):
     for line, problem in enumerate(("a last turn of someone else", 'a list of {"role"', "field 'prompt'"), 1):
         assert f"rows.jsonl:{line}: " in failed.value.problems[line - 1]
         assert problem in failed.value.problems[line - 1]
-    rows.write_text(json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "1="}, "2="]}]}))
-    with pytest.raises(UserError, match=r"rows\.jsonl:1 gave the part '2='"):
-        read_prompts(str(rows), None)
-    lines.write_text("\n")
-    with pytest.raises(UserError, match="no prompt in it"):
-        read_prompts(str(lines), None)
-    lines.write_bytes(b"\xff")
-    with pytest.raises(UserError, match="not UTF-8"):
-        read_prompts(str(lines), None)
+    for content, problem in ((b"\n", "no prompt in it"), (b"\xff", "not UTF-8")):
+        lines.write_bytes(content)
+        with pytest.raises(UserError, match=problem):
+            read_prompts(str(lines), None)
 
 
 def test_tools_and_calls_of_rows_are_asked_as_in_training(tiny, tmp_path):
@@ -190,11 +175,11 @@ def test_tools_and_calls_of_rows_are_asked_as_in_training(tiny, tmp_path):
     tokenizer.save_pretrained(shutil.copytree(tiny, tmp_path / "base"))
     mine = answerer(tmp_path / "base")
     trained = Conversation(one.turns, {"role": "assistant", "content": "No."}, tools=one.tools)
-    prompt = mine.encode(one.turns, 8, tools=one.tools).input_ids[:-1]
+    prompt = mine.encode(one, 8).input_ids[:-1]
     assert prompt == mine.rendering.control.ids([mine.rendering.examples([trained], "train")[0].prompt])[0]
     assert '"town": {' in tokenizer.decode(prompt)
     assert 'weather {"town": "Ulm"}' in tokenizer.decode(prompt)
-    assert mine.answers([one.turns], 8, tools=[one.tools])[0].tokens
+    assert mine.answers([one], 8)[0].tokens
 
 
 TOOLS = (
@@ -208,13 +193,15 @@ TOOLS = (
     ("row", "problem"),
     [
         ({"prompt": "?", "tools": "{"}, "a list of schemas, or JSON of one"),
-        ({"prompt": "?", "tools": [3]}, "a list of schemas, or JSON of one"),
         ({"prompt": "?", "system": 3}, "field 'system'"),
         ({"prompt": "?", "chat_template_kwargs": {"a": 1}}, "no variables of the template"),
-        ({"messages": [{"role": "assistant", "content": 3, "tool_calls": [{}]}, *QUESTION]}, "with text in both"),
+        (
+            {"messages": [{"role": "assistant", "content": 3, "tool_calls": [{}]}, *QUESTION]},
+            'expected a list of {"role"',
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}, *QUESTION]}, "gave the call '{}', expected"),
-        ({"messages": ["a"]}, "with text in both"),
-        ({"messages": [{"role": "user", "content": "?", "tool_calls": [{}]}]}, "gave tool_calls in a turn of role"),
+        ({"messages": ["a"]}, 'a list of {"role"'),
+        ({"prompt": "?", "images": ["a.png"]}, "give images by --image, with one PROMPT"),
         ({"messages": [{"role": "user", "content": "?", "function_call": {"name": "a"}}]}, "not in `function_call`"),
     ],
 )
@@ -225,17 +212,14 @@ def test_what_a_row_says_of_tools_is_not_dropped(tmp_path, row, problem):
 
 
 def test_drawn_answers_follow_the_seed_and_top_1_is_greedy(tiny):
-    chats = [[{"role": "user", "content": f"{number}="}] for number in range(5)]
+    chats = [Prompt([{"role": "user", "content": f"{number}="}]) for number in range(5)]
     greedy = answerer(tiny).answers(chats, 8)
     assert answerer(tiny, Sampling(temperature=3.0, top_k=1)).answers(chats, 8) == greedy
-    drawing = answerer(tiny, Sampling(temperature=3.0))
-    assert drawing.generator.message == ""
-    drawn = []
+    drawing, drawn = answerer(tiny, Sampling(temperature=3.0)), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         drawn.append(drawing.answers(chats, 8))
     assert drawn[0] == drawn[1] != drawn[2]
-    assert drawn[0] != greedy
     assert "as tokens are drawn by chance" in drawing.generator.message
 
 
@@ -244,7 +228,7 @@ def test_streamed_answer_is_that_of_a_file(tiny, tmp_path):
     mine = answerer(tiny)
     written = []
     streamed = mine.stream(QUESTION, 12, written.append)
-    assert streamed == mine.answers([QUESTION], 12)[0]
+    assert streamed == mine.answers([Prompt(QUESTION)], 12)[0]
     assert "".join(written) == streamed.text
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     tokenizer.chat_template = FAMILIES["Qwen3.5"].template
@@ -252,7 +236,7 @@ def test_streamed_answer_is_that_of_a_file(tiny, tmp_path):
     tokenizer.save_pretrained(thoughtful)
     for thinking, end in (("off", "</think>\n\n"), ("template", "<think>\n"), ("keep", "<think>\n")):
         other = answerer(thoughtful, thinking=thinking)
-        encoded = other.encode(QUESTION, 5)
+        encoded = other.encode(Prompt(QUESTION), 5)
         assert tokenizer.decode(encoded.input_ids[: encoded.prompt_length]).endswith(end)
 
 
@@ -321,10 +305,9 @@ def test_a_talk_streams_remembers_is_interrupted_and_begins_anew(endless):
         until(r"expected text: no bytes other than UTF-8.*\r\n(.*\r\n)?> ")
         say("/unknown")
         until(r"/unknown: unknown; .*\r\n(.*\r\n)?> ")
-        say("/system Sum.")
-        until(r"a new conversation, with a system message\r\n> ")
-        say("/reset")
-        until(r"a new conversation, with a system message\r\n> ")
+        for command in ("/system Sum.", "/reset"):
+            say(command)
+            until(r"a new conversation, with a system message\r\n> ")
         os.write(terminal, b"\x04")
         assert process.wait() == 0
     finally:

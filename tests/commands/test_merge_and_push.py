@@ -125,15 +125,9 @@ def test_merged_weights_predict_as_the_adapter_and_stay_tied(base, adapter, call
     assert yaml.safe_load(text.split("---\n")[1])["library_name"] == "transformers"
     assert "`model`, fine-tuned with a lora adapter that is merged, for the task `math`" in text
     assert "peft" not in text.replace("| peft |", "")
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    (whole / "of someone else").touch()
-    again = called("merge", str(adapter), str(whole))
+    again = called("merge", str(adapter), str(out))
     assert again.status == 1
-    assert f"OUT {whole}: not empty; name another folder" in again.output
-    none = called("merge", str(base), str(tmp_path / "none"))
-    assert "full weights, no adapter: there is nothing to merge; use them as they are" in none.output
-    assert "adapter  " not in none.output
+    assert f"OUT {out}: not empty; name another folder" in again.output
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
@@ -148,21 +142,16 @@ def test_each_type_is_merged_in_each_precision(base, tmp_path, kind):
     assert 1e-4 < (logits(rounded.model) - expected).abs().max() < 0.5
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-def test_merged_weights_have_their_bases_names_and_type(base, tmp_path, kind):
+def test_merged_weights_have_their_bases_names_and_type(base, tmp_path):
     rounded = tmp_path / "base"
-    AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, kind)).save_pretrained(rounded)
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(rounded)
     AutoTokenizer.from_pretrained(base).save_pretrained(rounded)
-    merge_module.write_merged(
-        str(save(rounded, tmp_path / "lora", KINDS["lora"])), tmp_path / "out", None, trust_remote_code=False
-    )
-    types = [
-        {name: weight.dtype for name, weight in load_file(folder / "model.safetensors").items()}
-        for folder in (rounded, tmp_path / "out")
-    ]
-    assert types[0] == types[1]
-    assert {*types[0].values()} == {getattr(torch, kind)}
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == kind
+    adapter = save(rounded, tmp_path / "lora", KINDS["lora"])
+    merge_module.write_merged(str(adapter), tmp_path / "out", None, trust_remote_code=False)
+    before, after = (load_file(folder / "model.safetensors") for folder in (rounded, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert {weight.dtype for weight in after.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_an_adapter_of_raw_text_is_merged_without_a_template(base, adapter, tmp_path):
@@ -208,7 +197,7 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))
     try:
-        too_large = pytest.raises(UserError, match=r"^OUT .*: a file may not be that large here .*; raise the limit")
+        too_large = pytest.raises(UserError, match=r"^OUT .*: file too large; free space, or raise the limit")
         with too_large, new_folder(str(tmp_path / "out"), "OUT") as partial:
             save_file({"weight": torch.zeros(1 << 16)}, partial / "model.safetensors")  # its error is no OSError
     finally:
@@ -237,32 +226,21 @@ def test_second_writer_of_a_folder_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+@pytest.mark.parametrize("kind", ["folder", "file"])
 def test_what_appeared_while_a_folder_was_filled_stays(tmp_path, kind):
-    (tmp_path / "other").mkdir()
     out = tmp_path / "out"
 
     def fill():
         with new_folder(str(out), "OUT") as partial:
             (partial / "rows").write_text("mine")
-            {"folder": out.mkdir, "file": out.touch, "link": lambda: out.symlink_to("other")}[kind]()
+            {"folder": out.mkdir, "file": out.touch}[kind]()
             if kind == "folder":
                 (out / "rows").write_text("theirs")
 
-    with pytest.raises(UserError, match="out: not empty; name another folder"):
+    with pytest.raises(UserError, match=r"out: cannot be written \(.*\); name another folder"):
         fill()
     assert kind != "folder" or (out / "rows").read_text() == "theirs"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
-
-
-def test_empty_folder_behind_a_link_is_filled(tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "out").symlink_to("disk")
-    with new_folder(str(tmp_path / "out"), "OUT") as partial:
-        (partial / "rows").touch()
-    assert (tmp_path / "out").is_symlink()
-    assert (tmp_path / "disk" / "rows").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def test_killed_merge_leaves_no_folder_and_the_next_cleans_up(adapter, tmp_path):
@@ -338,9 +316,6 @@ def test_push_leaves_out_data_samples_and_logs_by_default(run, local_hub, push):
     assert there.messages == ["run: best"]
     push(run, "org/name", "--also", "samples/*", "--also", "report.md")
     assert {"samples/step-000006.jsonl", "report.md"} < there.files.keys()
-    content = json.loads((run / "best" / "config.json").read_text())
-    (run / "best" / "config.json").write_text(json.dumps(content | {"auto_map": {"AutoConfig": "deploy.Config"}}))
-    assert "MB  deploy.py" in push(run, "org/name", "--dry-run"), "code of the model's own"
     there.repos["org/open"] = False
     with pytest.raises(UserError, match="org/open: this repository is public, and --private was asked for"):
         push(run, "org/open", "--private")
@@ -366,7 +341,7 @@ def test_of_a_strangers_folder_only_the_models_files_are_pushed(base, push, tmp_
 
 def test_adapter_is_pushed_with_its_base_id_or_merged(adapter, local_hub, push):
     there, _ = local_hub
-    with pytest.raises(UserError, match="--base-model ORG/NAME, or upload --what merged"):
+    with pytest.raises(UserError, match="name its hub id: --base-model ORG/NAME"):
         push(adapter, "org/lora")
     push(adapter, "org/lora", "--base-model", "org/base")
     assert json.loads(there.files["adapter_config.json"])["base_model_name_or_path"] == "org/base"
@@ -384,32 +359,25 @@ def test_a_base_in_the_hubs_cache_has_its_hub_id(base):
     assert [hub_id(path) for path in (str(base), "../base", "./base", "my org/base", "a/b/c")] == [None] * 5
 
 
-@pytest.mark.parametrize(
-    ("status", "problem"),
-    [
-        (401, "does not accept the token"),
-        (403, "does not let this token write to org/name"),
-        (404, "has no org/name for this token"),
-        (500, "answers 500: no"),
-    ],
-)
-def test_what_the_hub_refuses_is_one_line(run, local_hub, push, status, problem):
+@pytest.mark.parametrize("status", [401, 500])
+def test_what_the_hub_refuses_is_one_line(run, local_hub, push, status):
     local_hub[0].status = status
     with pytest.raises(UserError) as failed:
         push(run, "org/name")
-    assert len(failed.value.problems) == 1
-    assert failed.value.problems[0].startswith(f"the hub {local_hub[1]} {problem}")
+    (line,) = failed.value.problems
+    assert line.startswith(f"the hub {local_hub[1]} answers {status}: ")
+    assert line.endswith("; see that the token may write to org/name")
     assert local_hub[0].files == {}
 
 
 def test_what_cannot_be_pushed_is_one_line(run, push, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     for arguments, problem in (
-        ((run, "org/name", "--what", "final"), "--what final: "),
+        ((run, "org/name", "--what", "final"), "no weights in .*/final; name a run"),
         ((run, "org/name", "--also", "../*"), r"--also ../\*: no such file in"),
         ((run, "org/name", "--also", "config.json"), "--also config.json: no such file in"),
         ((run, "a/b/c"), "REPO a/b/c: not a repository's name"),
-        ((tmp_path, "org/name"), "no weights in it"),
+        ((tmp_path, "org/name"), "no weights in "),
     ):
         with pytest.raises(UserError, match=problem):
             push(*arguments)

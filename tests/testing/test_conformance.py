@@ -133,16 +133,6 @@ def test_a_task_may_print():
     holds(Loud(), "test_two_ranks_get_the_same_examples")
 
 
-def test_of_turns_as_target_the_last_answer_is_scored():
-    def target(self, example):
-        answer = {"role": "assistant", "content": ("even", "odd")[example % 2]}
-        return [{"role": "assistant", "content": "wait"}, {"role": "user", "content": "now"}, answer]
-
-    turns = task_with(target=target)
-    for test in ("test_every_example", "test_calls", "test_the_right", "test_garbage", "test_no_prompt"):
-        holds(turns, test)
-
-
 def test_the_page_lists_every_code_and_a_test_fires_each():
     assert CODES.keys() == FAULTS.keys() | {"T205"}
     assert re.findall(r"^\| (T\d+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE) == [*CODES]

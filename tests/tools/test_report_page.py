@@ -271,7 +271,7 @@ def test_no_other_file_is_replaced(two, tmp_path):
     target.write_text("mine")
     with pytest.raises(UserError, match=r"notes\.html: a file that is no page of accel-sft"):
         report(two[0], "--output", target)
-    with pytest.raises(UserError, match="there is no folder"):
+    with pytest.raises(UserError, match="in a folder that exists"):
         report(two[0], "--output", tmp_path / "nowhere" / "page.html")
     assert target.read_text() == "mine"
     target.unlink()

@@ -220,19 +220,14 @@ def test_evaluate_prints_and_writes_scores_by_label(tmp_path, capsys, monkeypatc
     from accel_sft.evaluation.evaluator import Evaluation
 
     monkeypatch.setenv("COLUMNS", "80")
-    named, labels = {"model": "m"}, [f"label of {number}" for number in range(3)]
-    for count, words in (
-        (3, "label of 1 3 0.333 1.000 0.500"),
-        (1, "Answers by expected label: too wide for a terminal; --output-dir"),
-    ):
-        given = labelled(*((label * (1 if count > 1 else 5), labels[1], 3) for label in labels), ("a", "a", 9))
-        (tmp_path / str(count)).mkdir()
-        config = EvaluateConfig(model="m", output_dir=str(tmp_path / str(count)))
-        _publish("chat", Chat(train_file="-", metric="exact"), config, named, [Evaluation({"exact_match": 0.7}, given)])
-        printed = " ".join(capsys.readouterr().out.split("Scores by label")[1].split())
-        assert words in printed
-        assert "## Answers by expected label" in (tmp_path / str(count) / "report.md").read_text()
-    assert json.loads((tmp_path / "3" / "result.json").read_text())["labels"]["a"]["f1"] == 1.0
+    labels = [f"label of {number}" for number in range(3)]
+    given = labelled(*((label, labels[1], 3) for label in labels), ("a", "a", 9))
+    task, config = Chat(train_file="-", metric="exact"), EvaluateConfig(model="m", output_dir=str(tmp_path))
+    _publish("chat", task, config, {"model": "m"}, [Evaluation({"exact_match": 0.7}, given)])
+    printed = " ".join(capsys.readouterr().out.split("Scores by label")[1].split())
+    assert "label of 1 3 0.333 1.000 0.500" in printed
+    assert "## Answers by expected label" in (tmp_path / "report.md").read_text()
+    assert json.loads((tmp_path / "result.json").read_text())["labels"]["a"]["f1"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -159,10 +159,8 @@ def test_metrics_of_many_scores_wait_for_the_first_evaluation():
 def test_metric_that_no_own_answer_scores_is_named():
     never = type("Never", (Sums,), {"score": lambda self, example, text: {"right": 0.0}})
     (line,) = check_scoring(never(), [40, 41])
-    assert line.startswith("warning: right is 0 for the own answers of the first 2 validation examples: ")
+    assert line.startswith("warning: right is 0 for the own answers of the first 2 validation examples; ")
     assert check_scoring(Sums(), [40, 41]) == []
-    distance = type("Distance", (Sums,), {"score": lambda self, example, text: {"right": 0.0 if text else -1.0}})
-    assert check_scoring(distance(), [40, 41]) == [], "0 is its best"
 
 
 def test_limits_that_no_right_answer_can_pass_are_named(tmp_path):
@@ -171,8 +169,7 @@ def test_limits_that_no_right_answer_can_pass_are_named(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = ("--train-file", str(tmp_path / "train.jsonl"), "--validation-file", str(tmp_path / "validation.jsonl"))
     job = (*files, "--metric", "exact", "--max-steps", "1", "--save-every", "off", "--tracker", "none")
-    run = accel_sft("chat", *job, "--eval-limit", "9", "--max-new-tokens", "1", run_dir=tmp_path / "run")
-    assert "warning: --eval-limit 9 leaves out the label no; shuffle" in run.output
+    run = accel_sft("chat", *job, "--max-new-tokens", "1", run_dir=tmp_path / "run")
     assert re.search(r"warning: \d+ of 40 validation answers have more tokens than --max-new-tokens 1, and", run.output)
 
 
@@ -536,14 +533,6 @@ def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, message):
         assert "{\n" not in run.stdout
         return
     assert json.loads(run.stdout[run.stdout.rindex("{\n") :])["status"] in ("failed", "running")
-
-
-def test_run_whose_output_cannot_be_written_ends_in_a_line(tmp_path):
-    command = [sys.executable, "-m", "accel_sft", *JOB, "--max-steps", "1", "--output-dir", str(tmp_path)]
-    with open("/dev/full", "w") as out:
-        run = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
-    assert run.returncode == 1
-    assert run.stderr == "Error: standard output cannot be written: No space left on device; let it go elsewhere\n"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])

@@ -391,8 +391,8 @@ def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):
 @pytest.mark.parametrize(
     ("models", "said"),
     [
-        (["--model", "tiny"], "--model: name what to evaluate"),
-        (["--model", "r", "--base", "tiny"], "--base tiny: the built-in model is made for a run"),
+        (["--model", "tiny"], "--model and --base: the model tiny is made for each run"),
+        (["--model", "r", "--base", "tiny"], "--model and --base: the model tiny is made for each run"),
     ],
 )
 def test_evaluate_needs_weights_that_exist(called, models, said):

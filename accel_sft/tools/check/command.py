@@ -44,7 +44,7 @@ def run(task_name: str, task: Task, config: CheckConfig) -> None:
             f"accel-sft check {task_name} runs in one process: "
             "start it without accelerate launch, and with LOCAL_RANK unset"
         )
-    target = page_file(config.html, "--html", "check.html") if config.html else None
+    target = page_file(config.html, "--html") if config.html else None
     config = resolved(config, task)
     config = dataclasses.replace(config, template_date=config.template_date or time.strftime("%Y-%m-%d"))
     with terminal.quiet(None, config.debug, shown_on=2 if config.json else 1) as shown:

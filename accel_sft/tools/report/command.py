@@ -26,7 +26,7 @@ def report(runs: tuple[str, ...], output: str) -> None:
     from accel_sft.tools.report.page import render
     from accel_sft.tools.report.runs import COMPARISON, named, read_comparison, read_run
 
-    target = page_file(output, "--output", "report.html")
+    target = page_file(output, "--output")
     alone, comparisons = [], []
     problems: list[str] = []
     folders = named(list(runs))
