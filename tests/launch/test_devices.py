@@ -102,9 +102,8 @@ def test_ranks_fitted_to_devices(file, flags, devices, ranks):
 @pytest.mark.parametrize(
     ("file", "flags", "devices", "fix"),
     [
-        ("tp", (), 1, "accelerate_configs/ddp.yaml runs on 1 GPU"),
+        ("tp", (), 1, "accelerate_configs/fsdp2.yaml runs on 1 GPU"),
         ("hsdp", (), 2, "accelerate_configs/fsdp2.yaml runs on 2 GPUs"),
-        ("z3_sp", (), 1, "accelerate_configs/z3.yaml runs on 1 GPU"),
         ("z2", ("--num_processes", "4"), 3, "--num_processes 3"),
     ],
 )

@@ -147,10 +147,10 @@ def test_gpu_without_bf16_computes_in_float32_and_names_fp16(tmp_path, monkeypat
 
 def test_bf16_on_a_cpu_that_emulates_it_warns(tmp_path, monkeypatch):
     launch = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "bf16"}, arrived="bf16")
-    monkeypatch.setattr("accel_sft.launch.audit.cpu_flags", list)
+    monkeypatch.setattr(precision, "cpu_flags", list)
     (finding,) = [one for one in audit(TrainConfig(), launch, 0) if "bf16" in one.what]
     assert (finding.level, "--mixed_precision no" in finding.fix) == ("warning", True)
-    monkeypatch.setattr("accel_sft.launch.audit.cpu_flags", lambda: ["bf16"])
+    monkeypatch.setattr(precision, "cpu_flags", lambda: ["bf16"])
     assert not [one for one in audit(TrainConfig(), launch, 0) if "bf16" in one.what]
 
 
