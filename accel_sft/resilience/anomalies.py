@@ -20,10 +20,8 @@ _SHOWN = 8
 
 
 class Anomalies:
-    """Checks loss and gradient norm of every step, which are the same on every rank; one rank `writes` the file.
-
-    Under `precision` fp16 an infinite gradient is no anomaly: gradients overflow while the loss scale is found.
-    """
+    """Checks loss and gradient norm of every step, which are the same on every rank; one rank `writes` the file. Under
+    fp16 an infinite gradient is no anomaly: gradients overflow while the loss scale is found."""
 
     def __init__(
         self, run_dir: RunDir, on_nonfinite: str, precision: str, log: Callable[[str], None], writes: bool
@@ -45,11 +43,7 @@ class Anomalies:
         return len(self.file.read_text(encoding="utf-8").splitlines()) if self.file.exists() else 0
 
     def look(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
-        """Check loss and gradient of step `step` (from 1), which was not applied if either is not finite.
-
-        Raises:
-            UserError: the loss or gradient is not finite, and the run is to stop or has skipped too many steps.
-        """
+        """Check loss and gradient of step `step` (from 1), which was not applied if either is not finite."""
         if not math.isfinite(loss) or (not math.isfinite(grad_norm) and self.precision != "fp16"):
             self._not_finite(step, loss, grad_norm, examples)
             return
@@ -70,15 +64,14 @@ class Anomalies:
                 file.write(json.dumps(record) + "\n")
         what = f"the gradient's norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
         message = f"step {step}: {what}, and the step was not applied; its training examples are {_listed(examples)}"
+        message += f" (all in {self.file})"
         self._in_a_row += 1
-        anew = "start a new run with a lower --learning-rate"
         if self.on_nonfinite == "stop":
-            fix = f"look at these examples, and continue with --resume auto --on-nonfinite skip; or {anew}"
-            raise UserError(f"{message} (all in {self.file}); {fix}")
+            raise UserError(f"{message}; look at them, and continue with --resume auto --on-nonfinite skip")
         if self._in_a_row >= MOST_IN_A_ROW:
-            cause = "the weights may be at fault rather than an example"
-            raise UserError(f"{message}; that was the {MOST_IN_A_ROW}th in a row (all in {self.file}): {cause}; {anew}")
-        self.log(f"{message} (all in {self.file}); skipped")
+            fix = "start a new run with a lower --learning-rate"
+            raise UserError(f"{message}; that was the {MOST_IN_A_ROW}th in a row: {fix}")
+        self.log(f"{message}; skipped")
 
 
 def _step_in(line: str) -> float:
