@@ -57,9 +57,6 @@ class Assembly:
 
     It holds no model: whoever loads one decides when it is freed. `encode` turns a split's examples into tokens.
     `blank`, once a model is loaded, is what `Batching.batch` takes.
-
-    Raises:
-        UserError: the tokenizer or its chat template cannot be used.
     """
 
     def __init__(self, accelerator: Accelerator, task: Task, config: TrainConfig, source: Source) -> None:
@@ -74,8 +71,7 @@ class Assembly:
         self.blank: Encoded | None = None
 
     def load_model(self, *encodings: StoredEncoding, total_steps: int = 0, **more: Any) -> Any:
-        """Load the model for these tokens, to be trained for `total_steps` (0: only evaluated); it is not prepared by
-        accelerate yet."""
+        """Load the model for these tokens, to be trained for `total_steps` (0: only evaluated)."""
         images = any(len(encoding.kept.pictured) for encoding in encodings)
         if images and sequence_ranks(self.accelerator) > 1:
             why = "the data has images, and sequence parallelism would cut an image's tokens apart"
@@ -139,13 +135,11 @@ class Prepared:
     train: StoredEncoding
     validation: StoredEncoding
     plan: StepPlan
-    beyond_limit: int = 0
-    """Number of training examples that `--train-limit` leaves out."""
+    beyond_limit: int = 0  # training examples that `--train-limit` leaves out
 
     @property
     def lines(self) -> list[str]:
-        """Lines for the console: what is to be known of the examples, then the size of the job in a line, with how rows
-        were read and held out."""
+        """Lines for the console: what is to be known of the examples, then the size of the job in a line."""
         train, validation, plan, config = self.train, self.validation, self.plan, self.assembly.config
         tokens, supervised = int(plan.lengths.sum()), int(plan.supervised.sum())
         evaluated = f"{validation.kept.examples:,}"
@@ -227,11 +221,7 @@ class Prepared:
 def prepare_data(
     accelerator: Accelerator, launch: Launch, run_dir: RunDir, task: Task, config: TrainConfig
 ) -> Prepared:
-    """Read the task's splits, find the model's source (building `tiny`), tokenize, and plan the steps.
-
-    Raises:
-        UserError: the data, the template or the model cannot be used.
-    """
+    """Read the task's splits, find the model's source (building `tiny`), tokenize, and plan the steps."""
     _refuse_missing_packages(config)
     splits: list[Sequence[Any]] = []
     # an error of one rank is raised on all of them, before any of them writes a file
@@ -318,12 +308,7 @@ def _refuse_forged_turns(*encodings: StoredEncoding) -> None:
 
 
 def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
-    """The optimizer steps over these examples that the settings ask for.
-
-    Raises:
-        UserError: the settings ask for less than one example, or to warm up for longer than the run, or the examples
-            cannot be mixed.
-    """
+    """The optimizer steps over these examples that the settings ask for."""
     assert config.global_batch_size is not None  # the settings are resolved, and have either steps or epochs
     sources, shares = rows_by_source(train, config.mix) if config.mix else (None, (1,))
     plan = StepPlan(
@@ -344,7 +329,7 @@ def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
 
 
 def _refuse_missing_packages(config: TrainConfig) -> None:
-    """Raise UserError, before any work is done, if a library, compiler or GPU that the settings need is missing."""
+    """Raise UserError, before any work is done, if a library or compiler that the settings need is missing."""
     if config.optimizer == "adamw-8bit":
         bitsandbytes(f"--optimizer {config.optimizer}")
     if config.load_in_4bit:
@@ -358,17 +343,14 @@ def _refuse_missing_packages(config: TrainConfig) -> None:
     # on GPUs Triton compiles what launches its kernels, in C
     language, variable, usual = ("C", "CC", "gcc") if gpu else ("C++", "CXX", "g++")
     compiler = os.environ.get(variable, "clang++" if sys.platform == "darwin" else usual)
-    if not (shutil.which(compiler) or (compiler == "gcc" and shutil.which("clang"))):
-        raise UserError(
-            f"{flag}: there is no {language} compiler ({compiler}); install one, name it in {variable}, or leave it out"
-        )
+    if not shutil.which(compiler):
+        raise UserError(f"{flag}: there is no {language} compiler ({compiler}); install one, or name it in {variable}")
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         raise UserError(f"{flag}: Python's headers are missing; apt-get install python3-dev, or leave it out")
 
 
 def _read(task: Task, notes: list[str], *, eval_every: str, thinking: str | None) -> Iterator[Sequence[Any]]:
-    """Yield both splits; if the run will score answers, check that those to the validation examples can be scored, and
-    add what the check says to `notes`."""
+    """Yield both splits; if the run will score answers, add to `notes` what a check of the scores says."""
     yield read_split(task, "train")
     validation = read_split(task, "validation")
     if eval_every != "off":

@@ -259,29 +259,6 @@ def test_finished_run_without_checkpoints_refuses_other_settings(copy, called):
     assert (folder / "base" / "tokenizer.json").stat().st_mtime_ns == before
 
 
-def test_a_finished_run_says_whether_its_data_has_changed_since(called, tmp_path):
-    rows = [json.dumps({"instruction": f"{number}?", "output": str(number)}) + "\n" for number in range(8)]
-    for name in ("one", "two"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
-    files = ("--train-file", f"{tmp_path}/one.jsonl,{tmp_path}/two.jsonl", "--validation-file", f"{tmp_path}/one.jsonl")
-    job = ("chat", *files, "--max-steps", "1", "--eval-every", "off", "--save-every", "off", "--resume", "auto")
-    first = accel_sft(*job, run_dir=tmp_path / "run")
-    assert first.status == 0, first.output
-
-    def again():
-        done = called(*job, run_dir=tmp_path / "run")
-        assert done.status == 0, done.output
-        assert "this run is finished" in done.output
-        return " ".join(done.output.partition("report.md")[2].split())
-
-    assert again() == ""
-    (tmp_path / "two.jsonl").write_text("".join(rows[:4]))
-    changed = f"its data has changed since ({tmp_path}/two.jsonl): to train on it, start a run in another folder"
-    assert again() == changed
-    (tmp_path / "two.jsonl").unlink()
-    assert again().startswith(f"its data can no longer be read: {tmp_path}/two.jsonl: cannot be read (No such file")
-
-
 def test_resume_from_a_named_checkpoint_sets_later_files_aside(launched, tmp_path):
     run_dir = stopped(layout(launched, "plain"), tmp_path / "run", 6)
     assert [path.name for path in checkpoint.undo_after(RunDir(run_dir), 3)] == ["undone-step-000006"]
@@ -430,7 +407,6 @@ def test_a_value_that_a_record_hides_is_asked_for(tmp_path, capsys):
     with pytest.raises(UserError, match=r"--tokenizer 5: expected text; so says the run.json of --model run"):
         recorded_options({**record, "task_options": {"tokenizer": 5}}, [own], [], "--model run", same_data=False)
     _check_unchanged(record, {**record, "task_options": {"tokenizer": "gpt2"}}, RunDir(tmp_path))
-    assert "its record hides --tokenizer as a secret, so a change cannot be seen" in capsys.readouterr().out
     with pytest.raises(UserError, match="--tokenizer: the run was started with"):
         _check_unchanged(record, {**record, "task_options": {"tokenizer": ""}}, RunDir(tmp_path))
 
@@ -464,17 +440,9 @@ def test_a_longer_run_is_refused_with_the_way_out(tmp_path):
     record = {"task": "t", "config": TrainConfig(max_steps=6).resolved({}).as_dict(), "task_options": {}}
     record |= {"data_sha256": "a", "task_code": "a"}
     longer = {**record, "config": {**record["config"], "max_steps": 9}}
-
-    def refusal():
-        with pytest.raises(UserError, match="--max-steps: the run was started with 6, not 9") as raised:
-            _check_unchanged(record, longer, RunDir(tmp_path))
-        return raised.value.problems[-1]
-
-    assert f"let it end, and start a new run from its weights with --init-from {tmp_path}" in refusal()
-    (tmp_path / "best").mkdir()
-    assert f"from the best so far: --init-from {tmp_path}/best" in refusal()
-    (tmp_path / "final").mkdir()
-    assert refusal().endswith(f"or start a new run from its weights: --init-from {tmp_path}")
+    with pytest.raises(UserError, match="--max-steps: the run was started with 6, not 9") as raised:
+        _check_unchanged(record, longer, RunDir(tmp_path))
+    assert raised.value.problems[-1].endswith(f"start a new run from its weights: --init-from {tmp_path}")
 
 
 def test_broken_record_is_named_and_broken_result_is_rewritten(copy, called):
@@ -558,7 +526,7 @@ def test_refused_write_is_reported_with_a_fix(tmp_path, number):
     [
         (
             {"CXX": "no-such-compiler"},
-            "--compile: there is no C++ compiler (no-such-compiler); install one, name it in",
+            "--compile: there is no C++ compiler (no-such-compiler); install one, or",
         ),
         ({"ACCEL_SFT_CACHE": "~nobody.here"}, "ACCEL_SFT_CACHE ~nobody.here: nobody here has this home folder"),
     ],
