@@ -1,9 +1,7 @@
-"""Reports NaN or infinite losses and gradients, which are never applied, and loss spikes, with their examples."""
+"""Reports NaN or infinite losses and gradients, which are never applied, with their examples."""
 
-import collections
 import json
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +11,6 @@ from accel_sft.io.run_dir import RunDir
 
 MOST_IN_A_ROW = 10
 """Number of skipped steps in a row at which `--on-nonfinite skip` gives up."""
-WINDOW, FEWEST, DEVIATIONS = 64, 16, 10.0
-"""A loss is a spike if it is DEVIATIONS median absolute deviations above the median of the last WINDOW losses, of
-which there must be at least FEWEST."""
 _SHOWN = 8
 
 
@@ -29,7 +24,6 @@ class Anomalies:
         self.file = run_dir.nonfinite
         self.on_nonfinite, self.precision = on_nonfinite, precision
         self.log, self.writes = log, writes
-        self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._in_a_row = 0
 
     def rewind(self, step: int) -> None:
@@ -44,19 +38,9 @@ class Anomalies:
 
     def look(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
         """Check loss and gradient of step `step` (from 1), which was not applied if either is not finite."""
-        if not math.isfinite(loss) or (not math.isfinite(grad_norm) and self.precision != "fp16"):
-            self._not_finite(step, loss, grad_norm, examples)
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or self.precision == "fp16"):
+            self._in_a_row = 0
             return
-        self._in_a_row = 0
-        if len(self._losses) >= FEWEST:
-            usual = statistics.median(self._losses)
-            deviation = statistics.median(abs(earlier - usual) for earlier in self._losses)
-            if loss > usual + DEVIATIONS * max(deviation, 0.01 * usual):
-                line = f"step {step}: the loss is {loss:.4g}, the recent median {usual:.4g}"
-                self.log(f"{line}; examples {_listed(examples)}")
-        self._losses.append(loss)
-
-    def _not_finite(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
         indices = [example.index for example in examples]
         if self.writes:
             record = json_safe({"step": step, "loss": loss, "grad_norm": grad_norm, "examples": indices})

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import fsdp2_on_cpu
@@ -43,21 +40,6 @@ def test_a_cpu_computes_bf16_by_its_flags(kind, tmp_path, monkeypatch):
     assert precision.cpu_flags() == expected
     monkeypatch.setattr(host_memory, "SYSTEM", tmp_path / "macOS")
     assert precision.cpu_flags() == []
-
-
-@pytest.mark.parametrize(("planted", "flags"), [("none", []), ("avx512_bf16", ["avx512_bf16"])])
-def test_planted_instructions_reach_child_processes(planted, flags, tmp_path, monkeypatch):
-    monkeypatch.setenv("PLANTED_BF16", planted)
-    monkeypatch.setenv("CPU_DEPENDENT", str(tmp_path / "noted"))
-    assert precision.cpu_flags() == flags
-    code = "from accel_sft.launch.precision import cpu_flags; print(cpu_flags())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == f"{flags}\n"
-    AcceleratorState._reset_state(reset_partial_state=True)
-    chosen = precision.choose_precision(launch_of_a_rank(tmp_path, BARE), ON_CPU).precision[0]
-    assert chosen == ("bf16" if flags else "no")
-    named = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "no"})
-    precision.choose_precision(named, ON_CPU)  # depends on no CPU
-    assert (tmp_path / "noted").read_text() == f"{os.environ['PYTEST_CURRENT_TEST']}\n" * 3
 
 
 def launch_of_a_rank(folder, content, *flags, user="", deepspeed=None, arrived="no"):

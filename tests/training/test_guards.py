@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import types
@@ -83,7 +82,6 @@ def fail(*_):
     ("method", "function", "message"),
     [
         ("aggregate", lambda self, scores: {"right": "much"}, r"aggregate\(\) failed, .* 'much'"),
-        ("aggregate", lambda self, scores: None, r"aggregate\(\) failed, or gave something other than a number"),
         ("aggregate", fail, r"aggregate\(\) failed, .*RuntimeError: ill"),
         ("aggregate", lambda self, scores: {"other": 1.0}, r"aggregate\(\) gave \['other'\], without its main_metric"),
         ("score", lambda self, example, text: {"other": 1.0}, r"score\(\) gave \['other'\], without its main_metric"),
@@ -94,8 +92,6 @@ def fail(*_):
         ),
         ("score", lambda self, example, text: 1.0, r"validation example [01]: score\(\) gave 1\.0"),
         ("score", lambda self, example, text: {"right": {1}}, r"score\(\) gave .*, which JSON cannot hold \(Object of"),
-        ("score", lambda self, example, text: {"right": "\ud800"}, r"score\(\) gave .*, which JSON cannot hold"),
-        ("score", lambda self, example, text: {"right": "yes"}, r"score\(\) gave 'right' 'yes', of which"),
         ("score", lambda self, example, text: {str(example): 1.0}, r"score\(\) gave '.*' None, of which"),
         ("score", fail, r"validation example [01]: the task's score\(\) failed on .*RuntimeError: ill"),
     ],
@@ -149,13 +145,6 @@ def test_unreadable_row_is_not_blamed_on_the_score():
         scored(Sums(), Gone([40]), 0, "")
 
 
-def test_metrics_of_many_scores_wait_for_the_first_evaluation():
-    def of_many(self, scores):
-        return {"right": statistics.correlation(*zip(*((s["right"], s["right"]) for s in scores), strict=True))}
-
-    check_scoring(type("Correlated", (Sums,), {"aggregate": of_many})(), [40, 41])
-
-
 def test_metric_that_no_own_answer_scores_is_named():
     never = type("Never", (Sums,), {"score": lambda self, example, text: {"right": 0.0}})
     (line,) = check_scoring(never(), [40, 41])
@@ -194,8 +183,6 @@ def test_a_metric_may_be_any_number(tiny):
     ("examples", "message"),
     [
         (None, r"dataset\('train'\) gave NoneType, expected a sequence"),
-        ((n for n in range(3)), r"dataset\('train'\) gave generator, expected a sequence"),
-        ({1, 2}, r"dataset\('train'\) gave set, expected a sequence"),
         ({"rows": [1, 2]}, r"dataset\('train'\) gave dict, expected a sequence"),
         ("rows.json", r"dataset\('train'\) gave str, expected a sequence"),
         ([], r"dataset\('train'\) is empty"),
@@ -607,10 +594,8 @@ def test_run_without_readable_record_is_not_evaluated(called, tmp_path, record, 
 HOSTILE = {
     "a number for a name": {"task": 5},
     "no settings": {"config": None},
-    "a list": [],
     "lengths that are none": {"config": {"max_length": "9" * 9, "max_new_tokens": []}},
     "what steers a terminal": {"task": "\x1b]0;mine\x07", "launch": {"precision": "\x1b[2J"}},
-    "a launch that is none": {"launch": [], "max_new_tokens": None},
     "deep": None,
 }
 
