@@ -44,7 +44,7 @@ from accel_sft.models.source import Source, find_source, is_tiny, other_base
 from accel_sft.models.tiny import build_tiny, texts_of
 from accel_sft.models.tokenizer import GivenTemplate, encoding_rules, load_processor, load_tokenizer
 from accel_sft.rows.reading import MAX_PROBLEMS
-from accel_sft.rows.rows import Rows, with_places
+from accel_sft.rows.rows import with_places
 
 _USUAL_NOTE = re.compile(r"\w+: ([\d,]+ rows? read as |[\d,]+ of [\d,]+ rows are held out |.* from the cache$)")
 """Matches notes that most runs on files have: they are joined to the line of the data."""
@@ -146,19 +146,13 @@ class Prepared:
         if (limit := config.eval_limit) and limit < validation.kept.examples:
             evaluated = f"{limit:,} of {evaluated}"
         count, epochs = plan.total_steps, plan.epoch(plan.total_steps)
-        steps = (
-            f"{count:,} step{'s' * (count != 1)} of {plan.global_batch_size}: {epochs:.3g} epoch{'s' * (epochs != 1)}"
-        )
+        steps = f"{count:,} step{'s' * (count != 1)} of {plan.global_batch_size}: {epochs:.3g} epochs"
         if epochs >= 20:
             steps += "; for fewer: --epochs, --max-steps or --global-batch-size"
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
-        is_sample = isinstance(train.examples, Rows)
-        first, what = ("", "rows, the same at every start") if is_sample else ("the first ", "examples")
-        limit_line = f"--train-limit {config.train_limit}: {first}{read:,} of {read + self.beyond_limit:,} {what}"
-        repeated = (
-            f"--global-batch-size {plan.global_batch_size} is more than the rows: a step learns some twice or more"
-        )
+        limit_line = f"--train-limit {config.train_limit}: {read:,} of {read + self.beyond_limit:,} {examples}"
+        repeated = f"--global-batch-size {plan.global_batch_size} is more than the rows: a step learns some twice"
         merged = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
         lines = [*train.lines(), *validation.lines()]
         usual = [line for line in lines if _USUAL_NOTE.match(line)]

@@ -472,7 +472,7 @@ def test_train_limit_bounds_what_run_and_check_read(called, tmp_path):
     job = (*JOB, *ONCE, "--max-steps", "1", "--train-limit", "10%")
     run = accel_sft(*job, run_dir=tmp_path / "run")
     assert run.status == 0, run.output
-    assert "--train-limit 10%: the first 50 of 500 examples" in run.output
+    assert "--train-limit 10%: 50 of 500 examples" in run.output
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"]["train_limit"] == "10%"
     assert record["data"]["train examples beyond --train-limit"] == 450
