@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +25,9 @@ from accel_sft.launch.groups import tensor_ranks
 from accel_sft.launch.precision import type_in_files
 
 
-@contextlib.contextmanager
-def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
-    """Yield a folder beside `target` that all ranks fill; it replaces `target` once it is complete and on the disk."""
-    partial = target.with_name(f".{target.name}.partial")
-    if accelerator.is_main_process:
-        begin_folder(target)
-    accelerator.wait_for_everyone()
-    yield partial
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        put_in_place(partial, target)
-    accelerator.wait_for_everyone()
-
-
 def settle(run_dir: RunDir) -> None:
-    """Repair what a kill during `replacing` left: the old folder comes back if the new one was not in place yet, and
-    half-written files and folders are removed."""
+    """Repair what a kill left: an old folder comes back if the new one was not in place yet, and half-written files and
+    folders are removed."""
     for folder in (run_dir.path, run_dir.checkpoints, run_dir.samples):
         for temporary in abandoned(folder):
             temporary.unlink()

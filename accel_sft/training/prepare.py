@@ -22,13 +22,13 @@ from accel_sft.batching.device_memory import forwards_alone
 from accel_sft.chat.conversation import limited_examples, read_split
 from accel_sft.chat.encode import blank_row
 from accel_sft.chat.encoded import Encoded
-from accel_sft.checkpoint.checkpoint import replacing
 from accel_sft.data.step_plan import StepPlan, check_sources, in_words, rows_by_source
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.scoring import check_scoring, limits_on_scores
+from accel_sft.io.files import begin_folder, put_in_place
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
@@ -228,8 +228,7 @@ def prepare_data(
     if model == "tiny" and not config.init_from:
         model = str(run_dir.base)
         if not run_dir.base.exists() or not run_dir.has_trained():  # a fresh start must not use an earlier tokenizer
-            with replacing(accelerator, run_dir.base) as partial:
-                decided_by_main(accelerator, lambda: build_tiny(partial, texts_of(task, train_examples), config.seed))
+            decided_by_main(accelerator, lambda: _build_base(run_dir.base, texts_of(task, train_examples), config.seed))
     source = source_of(run_dir, model, config)
     assembly = Assembly(accelerator, task, config, source)
     limited = limited_examples(train_examples, config.train_limit)
@@ -246,6 +245,12 @@ def prepare_data(
     train.notes += _ends_served(train, assembly)
     validation.notes += [*notes, *limits_on_scores(task, validation, config)]
     return Prepared(launch, assembly, train, validation, plan, len(train_examples) - len(limited))
+
+
+def _build_base(folder: Path, texts: Sequence[str], seed: int) -> None:
+    partial = begin_folder(folder)
+    build_tiny(partial, texts, seed)
+    put_in_place(partial, folder)
 
 
 def _ends_served(train: StoredEncoding, assembly: Assembly) -> list[str]:
