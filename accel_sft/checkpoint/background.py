@@ -98,8 +98,6 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             state: JSON-able, with the key `step`; it is not changed afterwards.
             extra: further tensors that training needs, equal on all ranks.
             wait: whether to return only when the checkpoint is complete. No memory is taken for a copy then.
-        Returns:
-            the checkpoint's folder, which is there once it is complete.
         """
         self._finish_checkpoint()
         accelerator, averages = self.accelerator, self.averages
@@ -232,8 +230,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 def check_disk(
     accelerator: Accelerator, model: Any, run_dir: RunDir, *, averaged: bool = False, checkpoints: int = 1
 ) -> None:
-    """Raise UserError on every rank if so many more checkpoints of this model (and of averages) do not fit on the
-    disk."""
+    """Raise UserError on every rank if so many more checkpoints do not fit on the disk."""
 
     def check() -> None:
         size, free = checkpoint_bytes(model, averaged=averaged), shutil.disk_usage(run_dir.path).free
@@ -249,8 +246,8 @@ def check_disk(
 
 
 def checkpoint_bytes(model: Any, *, averaged: bool = False, in_pinned_memory: bool = False) -> int:
-    """Return how many bytes a checkpoint of this model takes, of all ranks together, at most: on the disk, or in pinned
-    host memory, which rounds each tensor up. Weights are counted whole where ranks hold shards."""
+    """Most bytes that a checkpoint of this model takes, of all ranks together: on the disk, or in pinned host memory,
+    which rounds each tensor up."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sizes: list[float] = [getattr(p, "ds_numel", p.numel()) for p in trained.values()]
     if in_pinned_memory:

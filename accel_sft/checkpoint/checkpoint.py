@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +25,9 @@ from accel_sft.launch.groups import tensor_ranks
 from accel_sft.launch.precision import type_in_files
 
 
-@contextlib.contextmanager
-def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
-    """Yield a folder beside `target` that all ranks fill; it replaces `target` once it is complete and on the disk.
-
-    `settle` repairs what a kill leaves behind.
-    """
-    partial = target.with_name(f".{target.name}.partial")
-    if accelerator.is_main_process:
-        begin_folder(target)
-    accelerator.wait_for_everyone()
-    yield partial
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        put_in_place(partial, target)
-    accelerator.wait_for_everyone()
-
-
 def settle(run_dir: RunDir) -> None:
-    """Repair what a kill during `replacing` left: the old folder comes back if the new one was not in place yet, and
-    half-written files and folders are removed."""
+    """Repair what a kill left: an old folder comes back if the new one was not in place yet, and half-written files and
+    folders are removed."""
     for folder in (run_dir.path, run_dir.checkpoints, run_dir.samples):
         for temporary in abandoned(folder):
             temporary.unlink()
@@ -127,8 +110,6 @@ def export(
 ) -> None:
     """Write all weights for plain transformers, or an adapter alone for peft, with tokenizer and model card.
 
-    Under ZeRO-3, FSDP and tensor parallelism the weights that are written are gathered from all ranks.
-
     Args:
         beside: files that are copied into the folder, too.
         behind: writes them behind the next steps, from a copy in host memory where there is room for one.
@@ -170,10 +151,7 @@ def export(
 
 
 def _copy(weights: dict[str, torch.Tensor], model: Any, dtype: torch.dtype | None) -> None:
-    """Put copies in host memory, which training does not change, in the weights' place; tied names still share one.
-
-    They are copied whatever the backend: on a CPU, ZeRO-3 gives its small weights themselves.
-    """
+    """Put copies in host memory in the weights' place, which training changes; tied names still share one."""
     names_of: dict[int, list[str]] = {}
     for name, tensor in weights.items():
         names_of.setdefault(id(tensor), []).append(name)

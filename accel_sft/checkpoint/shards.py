@@ -75,17 +75,13 @@ class Averages:
     They begin as the first weights. Update number t (from 0) takes min(decay, (1 + t) / (10 + t)) of the averages and
     the rest of the weights, as in TensorFlow's ExponentialMovingAverage: a constant decay of 0.999 would keep 60% of
     the first weights in the averages of a run of 500 steps.
-
-    Attributes:
-        updates: number of updates so far; a checkpoint keeps it.
-        tensors: the averages, each flat and on the device of its weights, in the order of `partitions`.
     """
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, decay: float) -> None:
         self.accelerator, self.model, self.optimizer, self.decay = accelerator, model, optimizer, decay
-        self.updates = 0
+        self.updates = 0  # so far; a checkpoint keeps it
         self._stepped = [partition.tensor for partition in partitions(accelerator, model, optimizer)]
-        self.tensors = [flat(tensor).to(torch.float32, copy=True) for tensor in self._stepped]
+        self.tensors = [flat(tensor).to(torch.float32, copy=True) for tensor in self._stepped]  # as `partitions` come
         self._plain: list[torch.Tensor | None] = []
 
     def update(self) -> None:
@@ -98,8 +94,8 @@ class Averages:
     def put_in(self) -> None:
         """Have the model compute with the averages until `take_out`, which restores every bit; all ranks call it.
 
-        DeepSpeed's float32 copies stay as they are: it copies the averages to the weights of the forwards in their
-        place. Elsewhere weights and averages change places, one tensor at a time.
+        DeepSpeed copies the averages to its forwards' weights in place of its float32 copies, which stay as they are.
+        Elsewhere weights and averages change places, one tensor at a time.
         """
         masters = []
         for partition, average in zip(self._partitions(), self.tensors, strict=True):
@@ -141,12 +137,8 @@ def copied(
     averages: Averages | None = None,
     memory: HostCopy | None = None,
 ) -> Iterator[Piece]:
-    """Yield copies of this rank's spans, file by file; every rank consumes them to the end, in its main thread.
-
-    Args:
-        memory: has the memory for the copies, which are complete once the last one has come. Without it, each piece has
-            memory of its own.
-    """
+    """Yield copies of this rank's spans, file by file; every rank consumes them to the end, in its main thread. In
+    `memory` they are complete once the last one has come; without it, each piece has memory of its own."""
     piece: Piece = {}
     size, on_gpu = 0, accelerator.device.type == "cuda"
 
@@ -192,10 +184,8 @@ def write(pieces: Iterable[Piece], folder: Path, rank: int) -> manifest.Entries:
 
 
 def _safetensors(piece: Piece) -> Iterator[memoryview]:
-    """Yield the bytes of a safetensors file, without copies; the library's own writer would hash nothing.
-
-    Tensors of larger elements come first, so that each is aligned, as the format asks.
-    """
+    """Yield the bytes of a safetensors file, without copies; the library's own writer would hash nothing. Tensors of
+    larger elements come first, so that each is aligned, as the format asks."""
     ordered = sorted(piece.items(), key=lambda item: -item[1].itemsize)
     header, end = {}, 0
     for key, tensor in ordered:
@@ -243,11 +233,8 @@ def read_extra(folder: Path) -> Extra:
 
 
 def _count_up(optimizer: Any, steps: int) -> None:
-    """Have DeepSpeed's Adam for host memory make this many steps on a tensor of zeros.
-
-    For bias correction it multiplies the powers of its betas step by step. Started at a later step, it would compute
-    the powers at once, with another last bit.
-    """
+    """Have DeepSpeed's Adam for host memory make this many steps on a tensor of zeros: it multiplies the powers of its
+    betas step by step, and would compute them at once, with another last bit, if started at a later step."""
     # the group has the run's betas; in the optimizer's defaults accelerate leaves the library's own
     beta1, beta2 = optimizer.param_groups[0]["betas"]
     zeros = [torch.zeros(1) for _ in range(4)]

@@ -31,7 +31,7 @@ from accel_sft.tools.check.quick import quick_findings, quick_lines
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training.folder import claim_run_dir
 from accel_sft.training.prepare import Prepared, prepare_data
-from accel_sft.training.record import changes_since_finished, write_run_record
+from accel_sft.training.record import write_run_record
 from accel_sft.training.trainer import OnStep, Trainer
 
 
@@ -55,8 +55,6 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             run_dir, config = claim.run_dir, claim.config
         if claim.finished:
             accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
-            for line in changes_since_finished(run_dir, task) if accelerator.is_main_process else ():
-                print(terminal.wrapped(line), file=terminal.terminal())
             return
         show(accelerator, launch, requested, task, str(run_dir))
         signals.run_dir, signals.to_continue = run_dir, resume_command(run_dir.path, config.output_dir)

@@ -24,7 +24,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.terminal import terminal, waiting, wrapped
 from accel_sft.launch import groups
 from accel_sft.launch.collectives import WITHOUT_LIMIT
-from accel_sft.launch.deepspeed_ops import audit_compilation, compiling, spare_unused_operator
+from accel_sft.launch.deepspeed_ops import audit_locks, compiling, operators, spare_unused_operator
 from accel_sft.launch.environment import WITHOUT_CUDNN, device_count, threads_per_process
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import restarts, under_launcher
@@ -38,20 +38,13 @@ def create_accelerator(
     """Form the process group and build the Accelerator; returns it, and the launch with its precision.
 
     The trainer itself decides accumulation boundaries and the schedule, so DeepSpeed is configured with one micro-batch
-    a step, never with the real batch. The first rank of each machine prints what DeepSpeed will compile in
-    `prepare_model`.
-
-    Args:
-        launch: as this rank read it.
-        train: if False, sequence parallelism is off: in an evaluation each rank has rows of its own.
-        precision_of_run: the precision of the run that is resumed or evaluated, for a launch that names no precision.
-    Raises:
-        UserError: the ranks do not form one process group, or their launches name different precisions.
+    a step, never with the real batch. Without `train`, sequence parallelism is off: each rank has rows of its own.
+    `precision_of_run`, of a run that is resumed or evaluated, is for a launch that names no precision.
     """
     _set_up_torch(config)
     devices = device_count()
     if launch.environment.get("LOCAL_RANK", "0") == "0":  # each machine compiles for itself
-        for finding in audit_compilation(launch):
+        for finding in (finding for name in operators(launch) for finding in audit_locks(name)):
             print(wrapped(f"{finding.level}: {finding}"), file=terminal(), flush=True)
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # this variable wins over Accelerator's argument
     group = _group_settings(config, launch, devices)
@@ -100,7 +93,6 @@ def _set_up_torch(config: TrainConfig) -> None:
 
 
 def _group_settings(config: TrainConfig, launch: Launch, devices: int) -> InitProcessGroupKwargs:
-    """How the process group is formed: its timeout, its backend on CPUs, and its store after a restart of the ranks."""
     group: dict[str, Any] = {}
     if restarts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         register_rendezvous_handler("attempt", _rendezvous_of_this_attempt)  # type: ignore[no-untyped-call] # torch's
@@ -116,8 +108,7 @@ def _group_settings(config: TrainConfig, launch: Launch, devices: int) -> InitPr
 
 
 def _waiting_for_ranks(launch: Launch) -> contextlib.AbstractContextManager[None]:
-    """Inside, a line says that other processes are awaited, if no launcher has started this one: its variables may be
-    left over."""
+    """Inside, a line says what is awaited, if no launcher has started this process: its variables may be left over."""
     if launch.world_size == 1 or under_launcher():
         return contextlib.nullcontext()
     place = f"{launch.environment.get('MASTER_ADDR')}:{launch.environment.get('MASTER_PORT')}"
@@ -140,12 +131,10 @@ def group_timeout(hang_timeout: int) -> datetime.timedelta:
 
 
 def _rendezvous_of_this_attempt(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield a store, the rank and the world size for restarted ranks. The store has a prefix for this attempt, because
-    the launcher's store still holds the addresses of the previous attempt."""
-    environment = os.environ
-    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), world_size, is_master=False)
-    yield PrefixStore(f"attempt-{restarts()}", store), rank, world_size
+    """Yield store, rank and world size. The launcher's store still holds the addresses of the previous attempt."""
+    host, port, rank, ranks = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    store = TCPStore(host, int(port), int(ranks), is_master=False)
+    yield PrefixStore(f"attempt-{restarts()}", store), int(rank), int(ranks)
 
 
 def _write_deepspeed_config(resolved: dict[str, Any], launch: Launch, max_grad_norm: float, devices: int) -> None:
@@ -174,8 +163,7 @@ def _write_deepspeed_config(resolved: dict[str, Any], launch: Launch, max_grad_n
 
 
 def own_folder(root: Path) -> Path:
-    """Make a folder under `root` for this process alone, as runs must not share swap files; it is removed at exit, or
-    by a later process on this machine if this one is killed."""
+    """Make a folder for this process's swap files; it is removed at exit, or after a kill by a later process."""
     root.mkdir(parents=True, exist_ok=True)
     (root / ".gitignore").write_text("*\n")
     host = socket.gethostname()
@@ -194,9 +182,8 @@ def prepare_model(
 ) -> tuple[Any, Any]:
     """Call `accelerator.prepare`, keep the optimizer at step 0, and verify DeepSpeed's settings.
 
-    While DeepSpeed's stage 0 is built in half precision, it makes an optimizer step with gradients of zero. That step
-    would decay the weights and count in Adam's bias correction, so that the first losses would differ from other
-    stages'. Therefore the learning rate is 0 meanwhile, and the optimizer state is cleared afterwards.
+    While DeepSpeed's stage 0 is built in half precision, it makes an optimizer step with gradients of zero, which would
+    decay the weights and count in Adam's bias correction. So the rate is 0 meanwhile, and the state is cleared after.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -218,13 +205,10 @@ def prepare_model(
 
 
 def _arrange_buckets(model: DistributedDataParallel) -> None:
-    """Have DDP arrange its buckets by a backward of zeros, and all gradients be parts of them, before the first step.
-
-    DDP would do so after the first backward of each start. That backward multiplies gradients by 1/N where all later
-    ones divide them by N: on three ranks and more a resumed run would have other bits. And its gradients would be kept
-    beside the buckets. The weights' sum needs no forward and no rows; its gradients come in the reverse order of the
-    weights, about that of a backward through the model.
-    """
+    """Have DDP arrange its buckets, and all gradients be parts of them, by a backward of zeros, before a first step."""
+    # DDP would do so after the first backward of each start. That one multiplies gradients by 1/N where later ones
+    # divide them by N: on three ranks and more a resumed run would have other bits. And its gradients would be kept
+    # beside the buckets. Those of the weights' sum come in about the order of a backward through the model.
     model.reducer.prepare_for_backward([])
     total = torch.stack([weight.sum().float() for weight in model.parameters() if weight.requires_grad]).sum()
     (0 * total).backward()  # type: ignore[no-untyped-call] # torch's
@@ -233,21 +217,19 @@ def _arrange_buckets(model: DistributedDataParallel) -> None:
 
 def _gather_with_their_modules(model: torch.nn.Module) -> None:
     """Have ZeRO-3 gather what a module keeps in a ParameterDict, as AdaLoRA's layers do, for that module's forward.
-
-    DeepSpeed would only see the access, and would then gather at other places than in the step that it recorded.
-    """
-    sharded = [
-        (module, parameter)
+    DeepSpeed would only see the access, and would then gather at other places than in the step that it recorded."""
+    dicts = [
+        (module, child)
         for module in model.modules()
         for child in module.children()
         if isinstance(child, torch.nn.ParameterDict)
-        for parameter in child.parameters()
-        if hasattr(parameter, "ds_id")
     ]
-    for module, parameter in sharded:
-        import deepspeed
+    for module, child in dicts:
+        for parameter in child.parameters():
+            if hasattr(parameter, "ds_id"):
+                import deepspeed
 
-        deepspeed.zero.register_external_parameter(module, parameter)
+                deepspeed.zero.register_external_parameter(module, parameter)
 
 
 def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:
@@ -265,19 +247,15 @@ def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:
 
 
 def _name_blocks(accelerator: Accelerator, model: Any) -> None:
-    """Tell Accelerate which blocks FSDP shards one by one, unless the launch does: it refuses a model that names
-    classes which only other models of its family have, as Gemma 3's parts do."""
+    """Name the blocks that FSDP shards one by one, unless the launch does: Accelerate refuses a model that names
+    classes which only other models of its family have, as Gemma 3's do."""
     if accelerator.is_fsdp2 and (plugin := accelerator.state.fsdp_plugin).transformer_cls_names_to_wrap is None:
         classes = {type(module).__name__ for module in model.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(classes & {*(getattr(model, "_no_split_modules", None) or ())})
 
 
 def verify_engine(accelerator: Accelerator, launch: Launch, model: Any, max_grad_norm: float) -> None:
-    """Check the settings of a prepared DeepSpeed engine; other backends are not checked.
-
-    Raises:
-        UserError: stage, clipping, accumulation, precision or number of ranks is not what was asked for.
-    """
+    """Raise UserError if a prepared DeepSpeed engine does not run what was asked for; others are not checked."""
     if launch.backend != "deepspeed":
         return
     precision = "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
@@ -288,8 +266,8 @@ def verify_engine(accelerator: Accelerator, launch: Launch, model: Any, max_grad
         "precision": (launch.precision[0], precision),
         "ranks": (accelerator.num_processes, model.seq_dp_world_size),
     }
-    wrong = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    wrong = [
+        f"{name}: DeepSpeed runs {real}, asked for {wanted}" for name, (wanted, real) in pairs.items() if wanted != real
+    ]
     if wrong:
-        raise UserError(
-            *(f"{name}: DeepSpeed runs {real}, asked for {wanted}" for name, (wanted, real) in wrong.items())
-        )
+        raise UserError(*wrong)

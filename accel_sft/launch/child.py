@@ -27,15 +27,8 @@ KILL_SECONDS = 60.0
 _POLL_SECONDS = 0.5
 """Seconds between two polls of a running launch."""
 
-COMPLETE, FAILED, OUT_OF_MEMORY, HUNG, KILLED, TIME_LIMIT = (
-    "complete",
-    "failed",
-    "out of memory",
-    "hung",
-    "killed",
-    "time limit",
-)
-"""How a launch can end."""
+COMPLETE, FAILED, OUT_OF_MEMORY = "complete", "failed", "out of memory"
+HUNG, KILLED, TIME_LIMIT = "hung", "killed", "time limit"
 _MESSAGES = {
     OUT_OF_MEMORY: re.compile(
         r"out of (device )?memory|OutOfMemoryError|can't allocate memory|^MemoryError", re.I | re.M
@@ -93,15 +86,9 @@ def launch(
     poll_seconds: float = _POLL_SECONDS,
 ) -> Ended:
     """Run `command` until it ends or `limit_seconds` have passed. It has a session of its own, so that Ctrl-C reaches
-    this process only.
+    this process only; its processes are marked with the run's `folder`, and all output goes to `log`.
 
     However the call ends, even by an interrupt, no process of the launch is left, or `kill_all` raises UserError.
-
-    Args:
-        environment: variables that are added to this process's.
-        folder: the run's folder, with which its processes are marked.
-        log: the file that gets all output.
-        on_poll: called after each poll, every `poll_seconds` while the launch runs.
     """
     began = time.monotonic()
     variables = {**for_launches(), **environment, MARK: str(folder)}
@@ -137,11 +124,7 @@ def end_all(folder: Path) -> None:
 
 
 def kill_all(folder: Path) -> None:
-    """Kill all processes that are marked with `folder`, by SIGKILL.
-
-    Raises:
-        UserError: some are still there after `KILL_SECONDS`.
-    """
+    """Kill all processes that are marked with `folder`; it is a UserError if some are left after `KILL_SECONDS`."""
     until = time.monotonic() + KILL_SECONDS
     while left := _marked(folder):
         if time.monotonic() > until:
@@ -164,8 +147,7 @@ def _marked(folder: Path) -> list[psutil.Process]:
 
 
 def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> tuple[str, str]:
-    """Return how a launch ended, such as `COMPLETE`, and the reason, which is "" if the run is complete. The reason is
-    mostly the last line of the run's own message."""
+    """Return how a launch ended, such as `COMPLETE`, and the reason, mostly the last line of the run's own message."""
     result, printed = read_object(run_dir.result), _tail(log)
     if ended.over_time:
         return TIME_LIMIT, f"not done after {limit_seconds / 60:g} minutes (--time-limit)"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accel_sft.api.errors import UserError
-from accel_sft.io.findings import Finding, error, note, warning
+from accel_sft.io.findings import Finding, error, warning
 from accel_sft.io.terminal import waiting
 from accel_sft.launch.info import Launch
 
@@ -78,19 +78,6 @@ def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
         yield error("NVMe offload is compiled against CUDA, and nvcc is missing", fix)
 
 
-def audit_compilation(launch: Launch) -> Iterator[Finding]:
-    """Yield what this launch will wait for: operators not compiled yet, and other launches that compile them."""
-    uncompiled = []
-    for name in operators(launch):
-        locks = [*audit_locks(name)]
-        yield from locks
-        if not locks and not library(name).is_file():
-            uncompiled.append(f"{name} ({OPERATORS[name]})")
-    if uncompiled:
-        what = f"DeepSpeed compiles on first use, once per machine, {', '.join(uncompiled)}"
-        yield note(what, "the first run waits for it, later ones do not")
-
-
 def audit_locks(name: str) -> Iterator[Finding]:
     """Yield a warning if there is a lock on this operator: another process compiles it, or was killed as it did so,
     and torch would wait for ever."""
@@ -102,8 +89,9 @@ def audit_locks(name: str) -> Iterator[Finding]:
 
 def compiling(launch: Launch) -> contextlib.AbstractContextManager[None]:
     """Inside, DeepSpeed may compile the operators that this launch lacks; a line says how long that takes."""
-    names = [name for name in operators(launch) if not library(name).is_file()]
-    return waiting(f"DeepSpeed compiles {', '.join(names)}") if names else contextlib.nullcontext()
+    lacking = [f"{name} ({OPERATORS[name]})" for name in operators(launch) if not library(name).is_file()]
+    what = f"DeepSpeed compiles, once per machine, {', '.join(lacking)}"
+    return waiting(what) if lacking else contextlib.nullcontext()
 
 
 def library(name: str) -> Path:

@@ -3,9 +3,7 @@
 import os
 import platform
 import shlex
-import shutil
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,12 @@ from accel_sft.launch.launcher import launcher_command, torchrun_command
 from accel_sft.launch.precision import cpu_name
 from accel_sft.launch.recordable import masked_words, recordable, versions, without_secrets
 
-SHOWN = "yaml", "JSON", "backend", "ranks", "device", "precision", "gradients"
-"""The rows of `describe` that every start shows, in a line; the others are in the run's record."""
 _ROUNDED = "gradients summed in bf16: off by 0.4% with 16 forwards a step, by 2% with 256"
 """How much is lost where DeepSpeed adds up gradients in bf16 (relative error of random sums)."""
 
 
 def describe(accelerator: Accelerator, launch: Launch) -> list[tuple[str, str]]:
-    """The resolved launch as (name, value) rows; `--dry-run` shows all of them, other starts those in SHOWN."""
+    """The resolved launch as (name, value) rows for the terminal; the run's record has more."""
     value, why = launch.precision
     places = [(what, launch.offload(what)) for what in ("optimizer", "param")]
     offload = "".join(f", {what} to {place}" for what, place in places if place != "none")
@@ -42,10 +38,7 @@ def describe(accelerator: Accelerator, launch: Launch) -> list[tuple[str, str]]:
         *([("ranks", f"{ranks} process{'es' * (ranks > 1)}{where}")] if launch.backend != "plain" else []),
         ("device", device_name(accelerator)),
         ("precision", f"{'fp32' if value == 'no' else value} ({why})"),
-        ("threads", "per process: " + str(torch.get_num_threads())),
         *([("gradients", _ROUNDED)] if rounded else []),
-        ("exchange", str(accelerator.state.backend or "none")),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
     ]
 
 
@@ -99,16 +92,12 @@ def started_by() -> list[str]:
 def resume_command(run_dir: Path, output_dir: str | None) -> str:
     """The command line that continues this run, for a shell in the folder where it was started, without secrets: it
     goes into the record of how the run ended."""
-    words, more = started_by(), []
+    words = started_by()
     if output_dir is None:
-        more += ["--output-dir", shown_folder(run_dir)]
+        words += ["--output-dir", shown_folder(run_dir)]
     if "--resume auto" not in " ".join(words).replace("=", " "):
-        more += ["--resume", "auto"]
-    short, path = Path(words[0]).name, os.environ.get("PATH", "").split(os.pathsep)
-    if path[0] == sysconfig.get_path("scripts"):  # `prepare_environment` put it there; the user's shell may lack it
-        path = path[1:]
-    in_path = shutil.which(short, path=os.pathsep.join(path))
-    return shlex.join(masked_words([short if in_path == words[0] else words[0], *words[1:], *more]))
+        words += ["--resume", "auto"]
+    return shlex.join(masked_words(words))
 
 
 def shown_folder(folder: Path) -> str:
@@ -132,9 +121,5 @@ def layout_of(accelerator: Accelerator) -> dict[str, Any]:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The differences between two results of `layout_of`, in words."""
-    words = {None: "none", "NO": "one process", "DEEPSPEED": "DeepSpeed", "zero_stage": "ZeRO stage"}
-    words |= {"MULTI_CPU": "data parallel", "MULTI_GPU": "data parallel"}
-    words |= {"ranks_of_a_row": "ranks of a row", "ranks_of_a_matrix": "ranks of a matrix"}
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    different = [(key, before.get(key), now.get(key)) for key in keys]
-    return [f"{words.get(key, key)} {words.get(then, then)}, now {words.get(now, now)}" for key, then, now in different]
+    return [f"{key.replace('_', ' ')} {before.get(key)}, now {now.get(key)}".lower() for key in keys]

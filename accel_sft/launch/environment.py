@@ -35,14 +35,8 @@ exact shape, and a forward here seldom has the shape of another. `create_acceler
 
 
 def prepare_environment(debug: bool = False) -> None:
-    """Set what libraries read at import: threads, log levels, and a PATH on which pip's ninja is found.
-
-    Call it before torch, transformers or deepspeed are imported. A variable that the user has set is left alone, except
-    PATH, and OMP_NUM_THREADS as `threads_per_process` says.
-
-    Raises:
-        UserError: a variable that a launcher sets for a rank is missing, or no launcher sets it to such a value.
-    """
+    """Set what libraries read at import: threads, log levels, and a PATH on which pip's ninja is found. A variable that
+    the user has set is left alone, except PATH, and OMP_NUM_THREADS as `threads_per_process` says."""
     _check_ranks()
     # importing torch and transformers makes 400,000 objects that stay; with Python's usual thresholds the garbage
     # collector would take 10% of the time of a start
@@ -74,10 +68,8 @@ def for_launches() -> dict[str, str]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Inside, libraries are imported without garbage collections, and what they made is left out of all later ones.
-
-    Collections take 8% of the imports; DeepSpeed and the loop collect all objects some more times.
-    """
+    """Inside, libraries are imported without garbage collections, which take 8% of the time, and what they made is left
+    out of all later ones."""
     gc.disable()
     try:
         yield
@@ -90,22 +82,16 @@ def _check_ranks() -> None:
     """Raise UserError if variables that a launcher sets are missing or impossible, as if left over or set by hand."""
     least = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
     given = {name: os.environ[name] for name in least if name in os.environ}
-    wrong = [name for name, value in given.items() if not value.isdecimal() or int(value) < least[name]]
+    wrong = [f"{k} is {v!r}" for k, v in given.items() if not v.isdecimal() or int(v) < least[k]]
     if not wrong and int(given.get("WORLD_SIZE", "1")) > 1:
-        wrong = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        wrong = [f"{k} is not set" for k in ("RANK", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
     if wrong:
-        values = ", ".join(f"{name} is {given[name]!r}" if name in given else f"{name} is not set" for name in wrong)
-        raise UserError(
-            f"{values}: unset {', '.join(given)} to start one process, or use accelerate launch for several"
-        )
+        raise UserError(f"{', '.join(wrong)}: unset {', '.join(given)} to start one process, or use accelerate launch")
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next step, instead of returning it to the kernel, which zeroes its pages.
-
-    Otherwise the allocation of tensors of a few megabytes takes a fifth to a half of a training step on a CPU. Other C
-    libraries have no such call, and an allocator in glibc's place ignores it. The options are M_* of <malloc.h>.
-    """
+    """Make glibc keep freed memory, instead of returning it to the kernel, which zeroes its pages: the allocation of
+    tensors of a few megabytes would take a fifth to a half of a step on a CPU. The options are M_* of <malloc.h>."""
     mmap_threshold, trim_threshold, top_pad = -3, -1, -2
     with contextlib.suppress(AttributeError, OSError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -125,11 +111,8 @@ def share_cores() -> None:
 
 
 def threads_per_process() -> int:
-    """Return how many threads a rank computes with: this machine's usable cores shared among its ranks, at least one.
-
-    A number that the user gave is kept: `--num_cpu_threads_per_process`, else OMP_NUM_THREADS. Under a launcher
-    OMP_NUM_THREADS=1 does not count: the launcher sets that itself for each of several ranks, which leaves cores idle.
-    """
+    """How many threads a rank computes with: the user's number (`--num_cpu_threads_per_process`, OMP_NUM_THREADS), else
+    its share of the usable cores. OMP_NUM_THREADS=1 does not count under a launcher, which sets that itself."""
     flag = launcher_flags(launcher_command()[0]).get("num_cpu_threads_per_process")
     named = flag or os.environ.get("OMP_NUM_THREADS", "")
     if named.isdecimal() and (int(named) > 1 or flag or "WORLD_SIZE" not in os.environ):

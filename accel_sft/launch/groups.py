@@ -46,14 +46,8 @@ def row_groups(accelerator: Accelerator) -> tuple[int, int]:
 
 
 def prepare(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
-    """Call `accelerator.prepare`, as the parallelism of the launch asks for it.
-
-    Under sequence parallelism, attention over a group is then active only inside `shared_rows`; outside, attention is
-    over whole rows, with masks, as before. A model under tensor parallelism was cut as it was loaded.
-
-    Raises:
-        UserError: the model cannot be trained with sequence parallelism.
-    """
+    """Call `accelerator.prepare`, as the parallelism of the launch asks for it. Under sequence parallelism, attention
+    over a group is then active only inside `shared_rows`. A model under tensor parallelism was cut as it was loaded."""
     if tensor_ranks(accelerator) > 1:
         return _prepare_cut(accelerator, model, *optimizer)
     if (ranks := sequence_ranks(accelerator)) == 1:
@@ -74,8 +68,7 @@ def prepare(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
 
 
 def _prepare_cut(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
-    """Do what `accelerator.prepare` does, which would wrap the model into DDP on CPUs, where it takes tensor
-    parallelism for none."""
+    """Prepare a model under tensor parallelism, which `accelerator.prepare` would wrap into DDP on CPUs."""
     model.config.distributed_config = None  # with it, rank 0, which alone writes an export, would wait for the others
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     return (prepared, *map(accelerator.prepare_optimizer, optimizer)) if optimizer else prepared
@@ -83,8 +76,7 @@ def _prepare_cut(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
 
 @contextlib.contextmanager
 def shared_rows() -> Iterator[None]:
-    """Inside, forwards in training mode and their backwards take parts of rows; without sequence parallelism nothing
-    changes. Outside, and in evaluation mode, each rank's forwards take whole rows of its own."""
+    """Inside, forwards in training mode and their backwards take parts of rows, under sequence parallelism."""
     ALL_ATTENTION_FUNCTIONS.update(_shared)
     try:
         yield

@@ -24,7 +24,7 @@ from accel_sft.launch.launcher import PRECISION, launcher_command, launcher_envi
 
 FOLDER = Path(accel_sft.__file__).parent / "launch_files"
 """The launch files that come with the package; in a checkout a link to accelerate_configs/."""
-_DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 """Dimensions of Accelerate's ParallelismConfig; each has a size in ranks."""
 _MOST = 1_000_000
 """Largest number of processes or machines that is accepted."""
@@ -37,27 +37,17 @@ _OFFLOADS = ("offload_optimizer", "offload_param")
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """The launch as this rank sees it: what the user asked for (flags, yaml, JSON) and what arrived (environment).
+    """The launch as this rank sees it: what the user asked for (flags, yaml, JSON) and what arrived (environment)."""
 
-    Attributes:
-        arguments: the launcher's own flags by name without dashes, such as `num_processes`; empty without a launcher.
-        config_file, text, yaml: the `--config_file`, its text and its content.
-        json_file, json: the DeepSpeed JSON the yaml names, and its content; None and {} without one.
-        environment: this rank's environment variables, among them those that `accelerate launch` sets.
-        users_precision_variable: `ACCELERATE_MIXED_PRECISION` as the user set it, which the launcher overwrites for
-            ranks; "" if unset.
-        resolved: the precision chosen for a launch that names none, and the reason (launch/precision.py); else None.
-    """
-
-    arguments: Mapping[str, str]
+    arguments: Mapping[str, str]  # the launcher's own flags by name without dashes; empty without a launcher
     config_file: Path | None
-    text: str
+    text: str  # of the file
     yaml: Mapping[str, Any]
-    json_file: Path | None
-    json: Mapping[str, Any]
-    environment: Mapping[str, str]
-    users_precision_variable: str = ""
-    resolved: tuple[str, str] | None = None
+    json_file: Path | None  # DeepSpeed's, which the yaml names
+    json: Mapping[str, Any]  # {} without one
+    environment: Mapping[str, str]  # this rank's variables, among them those that `accelerate launch` sets
+    users_precision_variable: str = ""  # as the user set it: the launcher overwrites it for ranks
+    resolved: tuple[str, str] | None = None  # the precision chosen for a launch that names none, and why
 
     @property
     def world_size(self) -> int:
@@ -96,17 +86,14 @@ class Launch:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether no rank holds the whole model: under ZeRO-3 and FSDP a forward gathers each layer's weights; under
-        tensor parallelism each rank computes with its part of them."""
+        """Whether no rank holds the whole model."""
         return self.backend == "fsdp" or self.stage == 3 or self.tensor_ranks > 1
 
     @property
     def sums_in_float32(self) -> bool:
-        """Whether DeepSpeed adds up the bf16 gradients of a step's forwards in float32, as stages 2 and 3 can.
-
-        Stage 2 with an offloaded optimizer does so on the GPU, in the memory that the offload is to free: not there.
-        """
+        """Whether DeepSpeed adds up the bf16 gradients of a step's forwards in float32, as stages 2 and 3 can."""
         named = (self.json.get("data_types") or {}).get("grad_accum_dtype") or "fp32"
+        # stage 2 with an offloaded optimizer would do so on the GPU, in the memory that the offload is to free
         able = self.stage == 3 or (self.stage == 2 and self.offload("optimizer") == "none")
         return self.precision[0] == "bf16" and able and named == "fp32"
 
@@ -130,8 +117,7 @@ class Launch:
             return math.nan
 
     def nvme_path(self, what: str) -> Path:
-        """The folder for `optimizer` or `param` under NVMe offload. It is taken from the command line, the yaml or the
-        JSON, because the launcher does not hand it over (accelerate 1.15)."""
+        """The folder for `optimizer` or `param` under NVMe offload, which accelerate 1.15 does not hand over."""
         key = f"offload_{what}_nvme_path"
         inside = (self.zero.get(f"offload_{what}") or {}).get("nvme_path")
         named = self.arguments.get(key) or (self.yaml.get("deepspeed_config") or {}).get(key) or inside
@@ -139,15 +125,11 @@ class Launch:
 
     @property
     def parallelism(self) -> dict[str, int]:
-        """The size, in ranks, of each dimension of Accelerate's `ParallelismConfig`; {} if the launch names no sizes.
-
-        Raises:
-            UserError: a variable set by hand is no number.
-        """
+        """The size, in ranks, of each dimension of Accelerate's `ParallelismConfig`; {} if none is named."""
         if self.environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
             return {}
         sizes = {}
-        for name in _DIMENSIONS:
+        for name in DIMENSIONS:
             value = self.environment.get(variable := f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")
             if not value.isdecimal() or int(value) < 1:
                 raise UserError(f"{variable} is {value!r}: expected a number of ranks, at least 1")
@@ -189,11 +171,8 @@ class Launch:
 
     @property
     def named_precision(self) -> tuple[str, str] | None:
-        """The precision (`bf16`, `fp16`, `fp8` or `no`), and where it is named; None if the launch names none.
-
-        `enabled` true or false in the JSON wins over the command line. The `no` that the launcher gives a rank if the
-        user named no precision does not count.
-        """
+        """The precision, and where it is named; None if the launch names none: the launcher's own `no` does not count.
+        `enabled` true or false in the JSON wins over the command line."""
         for name in ("bf16", "fp16"):
             if self.json_enabled(name) == "true":
                 return name, f"{self.json_file}"
@@ -227,12 +206,8 @@ def shipped() -> dict[str, Path]:
 def launch_of_yaml(path: str | Path, *flags: str) -> Launch:
     """The launch that `accelerate launch --config_file PATH FLAGS` would start here, as its first rank reads it.
 
-    Nothing is started; accelerate's own functions say what a rank is handed, and they import torch.
-
-    Args:
-        flags: the launcher's own, as on its command line: "--num_processes", "4".
-    Raises:
-        UserError: the file or a DeepSpeed JSON that it names cannot be read, or the launcher would refuse it.
+    Nothing is started; accelerate's own functions say what a rank is handed, and they import torch. A file that cannot
+    be read, or that the launcher would refuse, is a UserError.
     """
     if _read_yaml(Path(path))[1].get("mixed_precision") is False:
         raise UserError(f"launch file {path}: mixed_precision: write 'no' in quotes: YAML reads a bare no as false")
@@ -241,11 +216,7 @@ def launch_of_yaml(path: str | Path, *flags: str) -> Launch:
 
 
 def launch_of_this_process() -> Launch:
-    """The launch that this process is a rank of, or that it is alone.
-
-    Raises:
-        UserError: the yaml, or the DeepSpeed JSON that it names, cannot be read.
-    """
+    """The launch that this process is a rank of, or that it is alone."""
     command, folder = launcher_command()
     return read_launch(os.environ, command, folder, users=launcher_environment() if command else {})
 
@@ -253,14 +224,8 @@ def launch_of_this_process() -> Launch:
 def read_launch(
     environment: Mapping[str, str], command: list[str], folder: Path = Path(), *, users: Mapping[str, str] | None = None
 ) -> Launch:
-    """The launch of a rank with these variables.
-
-    Args:
-        command: the command line of the launcher that started it in `folder`; empty without one.
-        users: the launcher's own environment.
-    Raises:
-        UserError: the yaml, or the DeepSpeed JSON that it names, cannot be read.
-    """
+    """The launch of a rank with these variables, whose launcher was started by `command` in `folder`, in the
+    environment `users`; without a launcher the command is empty."""
     arguments = launcher_flags(command)
     config_file = arguments.get("config_file")
     if config_file is None and command:
@@ -294,11 +259,7 @@ def launcher_parser() -> argparse.ArgumentParser:
 
 
 def _handed_over(path: Path, command: list[str]) -> dict[str, str]:
-    """The environment of the first rank of a machine, if `accelerate launch` were started by this command.
-
-    Raises:
-        UserError: the launcher would refuse the file, or a flag.
-    """
+    """The environment of the first rank of a machine, if `accelerate launch` were started by this command."""
     usage = io.StringIO()
     try:
         from accelerate.commands.launch import _validate_launch_command

@@ -55,10 +55,7 @@ def will_restart() -> bool:
 
 
 def launcher_flags(command: list[str]) -> dict[str, str]:
-    """The launcher's own `--name value` flags, by name without dashes.
-
-    Words from `-m` or `--module` on are not read. A script's own flags are read too, but have other names.
-    """
+    """The launcher's own `--name value` flags, by name without dashes; a script's flags, with other names, too."""
     flags: dict[str, str] = {}
     for index, word in enumerate(command):
         if (word == "-m" and index > 2) or word == "--module":
@@ -72,11 +69,8 @@ def launcher_flags(command: list[str]) -> dict[str, str]:
 
 
 def own_words(command: list[str], without: Collection[str] = ()) -> list[str]:
-    """Return the launcher's flags as they were typed, up to the module that it starts; [] if it starts a script.
-
-    Args:
-        without: flags, by name without dashes, that are left out together with their values.
-    """
+    """Return the launcher's flags as they were typed, up to the module that it starts, `without` the flags of these
+    names (without dashes) and their values; [] if it starts a script."""
     begin = next((at + 1 for at, word in enumerate(command[:3]) if _is_launcher(word)), len(command))
     begin += command[begin : begin + 1] == ["launch"]
     end = next((at for at in range(begin, len(command)) if command[at] in ("-m", "--module")), begin)

@@ -10,19 +10,12 @@ from accel_sft.launch import host_memory
 
 
 class Cores(NamedTuple):
-    """What the cores that this process may use did meanwhile, in cores.
+    """What the cores that this process may use did meanwhile, in cores."""
 
-    Attributes:
-        busy: ran processes, whosever; interrupts do not count.
-        idle: ran nothing.
-        stolen: were wanted while a hypervisor ran other machines on them (steal).
-        held: were wanted while a container's CPU quota was used up.
-    """
-
-    busy: float
+    busy: float  # ran processes, whosever; interrupts do not count
     idle: float
-    stolen: float
-    held: float
+    stolen: float  # were wanted while a hypervisor ran other machines on them (steal)
+    held: float  # were wanted while a container's CPU quota was used up
 
 
 class CoreClock:
@@ -65,10 +58,7 @@ def _core_seconds() -> list[float]:
 
 
 def cpu_clock_share() -> float:
-    """The clock of the core that this process runs on, as a share of its highest; NaN in most virtual machines.
-
-    With kernels before 5.18 it may take ten milliseconds.
-    """
+    """The clock of the core that this process runs on, as a share of its highest; NaN in most virtual machines."""
     with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # some virtual machines have files that say 0
         core = (host_memory.SYSTEM / "proc/self/stat").read_text().rpartition(")")[2].split()[36]  # processor: proc(5)
         folder = host_memory.SYSTEM / f"sys/devices/system/cpu/cpu{core}/cpufreq"
@@ -94,11 +84,8 @@ class GpuState(NamedTuple):
 
 
 def gpu_state(nvml: Any, handle: Any) -> GpuState:
-    """Read a GPU by the module `pynvml`; all NaN if the driver does not know, as of a MIG slice.
-
-    A power cap at the card's default limit is none: at full load most GPUs always run into it, and their clock is then
-    what it usually is.
-    """
+    """Read a GPU by the module `pynvml`; all NaN if the driver does not know, as of a MIG slice. A power cap at the
+    card's default limit is none: at full load most GPUs always run into it."""
     try:
         clocks = nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo
         mhz, highest = (clock(handle, nvml.NVML_CLOCK_SM) for clock in clocks)
@@ -138,11 +125,7 @@ def slowed_by(reasons: float) -> str:
 
 
 def open_gpu(uuid: str) -> tuple[Any, Any]:
-    """Return the module `pynvml` and its handle of a GPU, named by torch's UUID: NVML knows no CUDA_VISIBLE_DEVICES.
-
-    Raises:
-        pynvml.NVMLError: there is no driver, or it does not know the GPU.
-    """
+    """Return the module `pynvml` and its handle of a GPU, named by torch's UUID: NVML knows no CUDA_VISIBLE_DEVICES."""
     import pynvml
 
     pynvml.nvmlInit()

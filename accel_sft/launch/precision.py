@@ -59,14 +59,8 @@ def precision_in_record(run: Mapping[str, Any]) -> str | None:
 
 
 def choose_precision(launch: Launch, device: Any, precision_of_run: str | None = None) -> Launch:
-    """Return the launch with its precision, the same on all ranks. A collective: call it once there is a process group.
-
-    Args:
-        device: this rank's device.
-        precision_of_run: the precision of the run that is resumed or evaluated. Rank 0's value counts.
-    Raises:
-        UserError: on every rank, if the launches of different machines name different precisions.
-    """
+    """Return the launch with its precision, the same on all ranks; a collective. Of `precision_of_run`, that of the run
+    which is resumed or evaluated, rank 0's value counts."""
     from accelerate.utils import gather_object
 
     named = launch.named_precision[0] if launch.named_precision else None

@@ -19,7 +19,7 @@ from accel_sft.io.text import printable
 from accel_sft.launch.accelerator import create_accelerator
 from accel_sft.launch.audit import BY_FILE, audit, refuse
 from accel_sft.launch.collectives import by_each_rank
-from accel_sft.launch.describe import SHOWN, describe
+from accel_sft.launch.describe import describe
 from accel_sft.launch.environment import device_count, share_cores
 from accel_sft.launch.info import Launch, launch_of_this_process
 from accel_sft.launch.launcher import PRECISION
@@ -32,11 +32,8 @@ _ALWAYS = "model", "max_length", "global_batch_size", "epochs", "max_steps", "le
 
 
 def begin() -> Launch:
-    """Read the launch of this process; it ends here, with status 0, if the machine has no accelerator for its rank.
-
-    So a launch file made for two GPUs also runs on one: the other ranks go on as a smaller world. Call it before
-    anything else reads the number of ranks, and carry the launch: its file may be edited meanwhile.
-    """
+    """Read the launch of this process; it ends here, with status 0, if the machine has no accelerator for its rank: a
+    launch file made for two GPUs also runs on one. Call it before anything else reads the number of ranks."""
     launch = launch_of_this_process()
     adapted = fitted(launch, device_count())
     if adapted is not launch:
@@ -53,12 +50,7 @@ def start(
 ) -> tuple[Accelerator, Launch]:
     """Audit a launch, build its Accelerator, and print the findings; of a dry run and an evaluation, `show` it too.
 
-    Args:
-        launch: from `begin`. It is returned with its precision; record that.
-        train: if False, this is an evaluation: only its settings are shown, and sequence parallelism is off.
-        precision_of_run: the precision of the run that is resumed or evaluated, for a launch that names no precision.
-    Raises:
-        UserError: the audit finds errors (one line each), or the launch cannot be used.
+    The launch, from `begin`, is returned with its precision. Without `train` this is an evaluation.
     """
     # notes are about training: an evaluation is not slower without a launcher, and has the run's own precision
     findings = [finding for finding in audit(config, launch) if train or finding.level != "note"]
@@ -82,33 +74,27 @@ def start(
 def differing_versions(machines: Sequence[tuple[str, dict[str, str]]]) -> Iterator[Finding]:
     """Yield an error for each library that has not one version on all machines (host and versions, by rank).
 
-    Ranks with other code may make other collectives, and then wait for each other for ever. Python's own version may
-    differ, and so may the build of a library (`+cu130`): machines may have different GPUs.
+    Ranks with other code may wait for each other for ever. Python may differ, and a library's build (`+cu130`).
     """
     for name in sorted({name for _, installed in machines for name in installed} - {"python"}):
-        hosts: dict[str, dict[str, None]] = {}
+        hosts: dict[str, str] = {}  # the first one of each version
         for host, installed in machines:
-            hosts.setdefault(installed.get(name, "missing").split("+")[0], {})[host] = None
+            hosts.setdefault(installed.get(name, "missing").split("+")[0], host)
         if len(hosts) > 1:
-            where = ", ".join(f"{version} on {_listed([*names])}" for version, names in hosts.items())
+            where = ", ".join(f"{version} on {host}" for version, host in hosts.items())
             yield error(f"{name}: {where}", "install the same version on all machines")
-
-
-def _listed(hosts: Sequence[str]) -> str:
-    return ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
 
 
 def show(
     accelerator: Accelerator, launch: Launch, config: TrainConfig, task: Task, folder: str = "", *, train: bool = True
 ) -> None:
-    """Print the launch, behind the run's folder if there is one, and the settings, on rank 0. With `--dry-run`, which
-    leaves no record of the launch, each of its rows has a line."""
+    """Print the launch, behind the run's folder if there is one, and the settings, on rank 0."""
     if not accelerator.is_main_process:
         return
     rows = describe(accelerator, launch)
     lines = [f"{name:<9} {value}" for name, value in rows]
     if not config.dry_run:
-        launched = ", ".join(value for name, value in rows if name in SHOWN)
+        launched = ", ".join(value for _, value in rows)
         if train and launch.backend == "plain" and not launch.environment.get(PRECISION):
             launched += f"; several: {BY_FILE}"
         lines = [f"run       {folder}: {launched}" if folder else f"launch    {launched}"]

@@ -43,11 +43,8 @@ def environment() -> dict[str, Any]:
 
 
 def nvidia_gpus() -> tuple[str | None, list[dict[str, Any]]]:
-    """The NVIDIA driver's version, and each GPU's name, memory and major compute capability, as far as
-    CUDA_VISIBLE_DEVICES shows it; None and [] if NVML finds no driver.
-
-    The memory is None if the driver does not tell it, as of a GPU that shares the host's (GB10, Jetson).
-    """
+    """The NVIDIA driver's version, and name, memory and major compute capability of each GPU that CUDA_VISIBLE_DEVICES
+    shows; None and [] without a driver. The memory is None for a GPU that shares the host's (GB10, Jetson)."""
     import pynvml
 
     try:

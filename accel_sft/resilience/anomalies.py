@@ -1,9 +1,7 @@
-"""Reports NaN or infinite losses and gradients, which are never applied, and loss spikes, with their examples."""
+"""Reports NaN or infinite losses and gradients, which are never applied, with their examples."""
 
-import collections
 import json
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,17 +11,12 @@ from accel_sft.io.run_dir import RunDir
 
 MOST_IN_A_ROW = 10
 """Number of skipped steps in a row at which `--on-nonfinite skip` gives up."""
-WINDOW, FEWEST, DEVIATIONS = 64, 16, 10.0
-"""A loss is a spike if it is DEVIATIONS median absolute deviations above the median of the last WINDOW losses, of
-which there must be at least FEWEST."""
 _SHOWN = 8
 
 
 class Anomalies:
-    """Checks loss and gradient norm of every step, which are the same on every rank; one rank `writes` the file.
-
-    Under `precision` fp16 an infinite gradient is no anomaly: gradients overflow while the loss scale is found.
-    """
+    """Checks loss and gradient norm of every step, which are the same on every rank; one rank `writes` the file. Under
+    fp16 an infinite gradient is no anomaly: gradients overflow while the loss scale is found."""
 
     def __init__(
         self, run_dir: RunDir, on_nonfinite: str, precision: str, log: Callable[[str], None], writes: bool
@@ -31,7 +24,6 @@ class Anomalies:
         self.file = run_dir.nonfinite
         self.on_nonfinite, self.precision = on_nonfinite, precision
         self.log, self.writes = log, writes
-        self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._in_a_row = 0
 
     def rewind(self, step: int) -> None:
@@ -45,24 +37,10 @@ class Anomalies:
         return len(self.file.read_text(encoding="utf-8").splitlines()) if self.file.exists() else 0
 
     def look(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
-        """Check loss and gradient of step `step` (from 1), which was not applied if either is not finite.
-
-        Raises:
-            UserError: the loss or gradient is not finite, and the run is to stop or has skipped too many steps.
-        """
-        if not math.isfinite(loss) or (not math.isfinite(grad_norm) and self.precision != "fp16"):
-            self._not_finite(step, loss, grad_norm, examples)
+        """Check loss and gradient of step `step` (from 1), which was not applied if either is not finite."""
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or self.precision == "fp16"):
+            self._in_a_row = 0
             return
-        self._in_a_row = 0
-        if len(self._losses) >= FEWEST:
-            usual = statistics.median(self._losses)
-            deviation = statistics.median(abs(earlier - usual) for earlier in self._losses)
-            if loss > usual + DEVIATIONS * max(deviation, 0.01 * usual):
-                line = f"step {step}: the loss is {loss:.4g}, the recent median {usual:.4g}"
-                self.log(f"{line}; examples {_listed(examples)}")
-        self._losses.append(loss)
-
-    def _not_finite(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
         indices = [example.index for example in examples]
         if self.writes:
             record = json_safe({"step": step, "loss": loss, "grad_norm": grad_norm, "examples": indices})
@@ -70,15 +48,14 @@ class Anomalies:
                 file.write(json.dumps(record) + "\n")
         what = f"the gradient's norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
         message = f"step {step}: {what}, and the step was not applied; its training examples are {_listed(examples)}"
+        message += f" (all in {self.file})"
         self._in_a_row += 1
-        anew = "start a new run with a lower --learning-rate"
         if self.on_nonfinite == "stop":
-            fix = f"look at these examples, and continue with --resume auto --on-nonfinite skip; or {anew}"
-            raise UserError(f"{message} (all in {self.file}); {fix}")
+            raise UserError(f"{message}; look at them, and continue with --resume auto --on-nonfinite skip")
         if self._in_a_row >= MOST_IN_A_ROW:
-            cause = "the weights may be at fault rather than an example"
-            raise UserError(f"{message}; that was the {MOST_IN_A_ROW}th in a row (all in {self.file}): {cause}; {anew}")
-        self.log(f"{message} (all in {self.file}); skipped")
+            fix = "start a new run with a lower --learning-rate"
+            raise UserError(f"{message}; that was the {MOST_IN_A_ROW}th in a row: {fix}")
+        self.log(f"{message}; skipped")
 
 
 def _step_in(line: str) -> float:

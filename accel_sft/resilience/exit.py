@@ -31,13 +31,11 @@ DISK_SECONDS = 3.0
 
 
 class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
-    """Ends the process when its body raises.
-
-    A UserError gets a line for each problem; an interrupt, an error of click and a lost rank get one line; any other
-    error gets a traceback.
+    """Ends the process when its body raises: a UserError with a line for each problem; an interrupt, an error of click
+    and a lost rank with one line; any other error, and with `debug` all, with a traceback.
 
     Under torchrun, ranks of a machine that fail alike print the message once, a rank that fails alone prints its own,
-    and the launcher's summary carries the message. Set `debug` for tracebacks everywhere.
+    and the launcher's summary carries the message.
     """
 
     def __init__(self) -> None:
@@ -89,10 +87,8 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
         return f"{trace}Error: unexpected in {place}: {summary}", message
 
     def _skip_teardown(self) -> None:
-        """If this rank succeeded, end its process before Python tears down its modules.
-
-        During teardown a thread of gloo that drops its last tensor would abort the process (pytorch/pytorch#179291).
-        """
+        """If this rank succeeded, end its process before Python tears down its modules: a thread of gloo that then
+        drops its last tensor would abort the process (pytorch/pytorch#179291)."""
         if self._succeeded and os.environ.get("WORLD_SIZE", "1") != "1":
             _leave(0)
 
@@ -104,8 +100,8 @@ def _record_file() -> Path | None:
 
 
 def folder_of_ranks() -> Path | None:
-    """torchrun's folder of one attempt at this launch, below which each rank of this machine has a folder with its
-    error.json; None if the file is another's, such as the /dev/termination-log of a container."""
+    """torchrun's folder of this attempt, with a folder for each rank's error.json; None if the file is another's, such
+    as the /dev/termination-log of a container."""
     own = _record_file()
     return own.parent.parent if own and own.name == "error.json" and own.parent.name.isdecimal() else None
 
@@ -148,10 +144,7 @@ def _earlier_failures() -> list[tuple[int, str]]:
 
 def report(text: str, message: str, file: TextIO | None = None, *, failed: bool = True) -> None:
     """Record the message for torchrun, which shows it, print the text to `file` or standard error, and tell the other
-    ranks if this one `failed`.
-
-    If ranks of a machine fail alike, only the first does so; the others print nothing and record `_REPEATED`.
-    """
+    ranks if this one `failed`. Of ranks of a machine that fail alike, only the first does so."""
     first = _is_first(text)
     if own := _record_file():
         # torchrun takes the failure with the earliest time, in whole seconds, for the cause
@@ -199,14 +192,15 @@ def _stdout_is_closed() -> bool:
 
 
 def leave_together() -> None:
-    """Wait until all ranks are done.
+    """Wait until all ranks are done. Nobody destroys the process group: that would hold Python's lock (the GIL) until
+    gloo's threads have ended, while a thread that drops a tensor waits for the lock (seen with torch 2.6)."""
+    if _is_distributed():
+        sys.modules["torch.distributed"].barrier()
 
-    Neither this nor `ExitHandler` destroys the process group: that would hold Python's lock (the GIL) until gloo's
-    threads have ended, while a thread that drops a tensor waits for the lock (seen with torch 2.6).
-    """
+
+def _is_distributed() -> bool:
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.barrier()
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _leave(status: int) -> NoReturn:
@@ -215,9 +209,7 @@ def _leave(status: int) -> NoReturn:
         sys.stdout.flush()
     except (OSError, UserError):  # Python would complain about unwritten output as it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    distributed = sys.modules.get("torch.distributed")
-    running = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if running or os.environ.get("WORLD_SIZE", "1") != "1":
+    if _is_distributed() or os.environ.get("WORLD_SIZE", "1") != "1":
         if not status:
             peers.leave()
         for stream in (sys.stdout, sys.stderr):

@@ -36,10 +36,8 @@ def waits(frame: FrameType) -> bool:
 
 
 def place(frame: FrameType) -> str:
-    """Return the innermost line of code that belongs neither to the standard library nor to one of `_LIBRARIES`.
-
-    Other packages in site-packages count, because a task may be installed there.
-    """
+    """The innermost line of code that is neither of the standard library nor of one of `_LIBRARIES`: other packages in
+    site-packages count, because a task may be installed there."""
     standard = sysconfig.get_path("stdlib")
     for outer, line in traceback.walk_stack(frame):
         file = outer.f_code.co_filename
@@ -74,11 +72,8 @@ def state(rank: int, host: str) -> str:
 
 
 def work(process: psutil.Process) -> tuple[float, int]:
-    """Return the CPU seconds that a process and its children used (not the calling thread's), and their bytes of files.
-
-    The bytes are those written, and those read from a disk; reads of /proc, which this function itself makes, do not
-    count. Bytes read from a socket need not count, because the process also computes with them or writes them.
-    """
+    """The CPU seconds that a process and its children used (not the calling thread's), and their bytes of files,
+    written and read from a disk. Reads of /proc, which this function makes, do not count, nor do a socket's."""
     seconds, count = 0.0, 0
     children: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
@@ -96,10 +91,8 @@ def work(process: psutil.Process) -> tuple[float, int]:
 
 
 def lost_ranks(attempt: Path) -> str:
-    """Return a sentence about the ranks of this machine that ended without recording an error; "" if there are none.
-
-    `attempt` is the folder in which the rank with local rank n records its error for torchrun, as n/error.json.
-    """
+    """A sentence about the ranks of this machine that ended without recording an error in `attempt` (the rank with
+    local rank n as n/error.json); "" if there are none."""
     alive, signals = set(), []
     for process in _beside():
         with contextlib.suppress(psutil.Error, OSError, ValueError):

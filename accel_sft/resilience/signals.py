@@ -42,8 +42,6 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
     A rank whose launcher has ended also ends within two seconds and writes no file, because a later run may already
     write there; but if it got a signal before, it may still write its checkpoint. A main thread that waits for other
     ranks in C handles no signal: then the watching thread ends the process, during start-up or if a rank was lost.
-
-    SIGINT stays ignored where it was ignored at the start, as in a script's background commands.
     """
 
     def __init__(self) -> None:
@@ -59,7 +57,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         self._ended = threading.Event()
 
     def __enter__(self) -> StopSignals:
-        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as in a script's background commands
         numbers = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGINT)
         self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
         # a process that a task forks (to run an answer with a timeout, say) handles signals as if there were no run
@@ -91,10 +89,8 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             os._exit(1)
 
     def failing(self) -> None:
-        """Prepare to end with an error: end at once if the launcher has ended, else ignore SIGTERM from now on.
-
-        When a rank has ended, the launcher sends the others SIGTERM within a tenth of a second, before they can report.
-        """
+        """Prepare to end with an error: end at once if the launcher has ended, else ignore SIGTERM from now on, which
+        the launcher sends within a tenth of a second after a rank has ended, before others can report."""
         self.exit_if_orphaned()
         if self._launcher is not None:
             self._before.pop(signal.SIGTERM, None)

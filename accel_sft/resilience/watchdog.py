@@ -16,11 +16,10 @@ import math
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Collection
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import psutil
 
@@ -53,50 +52,9 @@ class Sign(NamedTuple):
     place: str  # the innermost line that is not a library's
 
 
-class Progress:
-    """When the main thread last made progress; the stacks written since then are removed once it makes some again.
-
-    Attributes:
-        since: that moment, by the monotonic clock.
-        written: bytes of stacks that were written and shown: they are no progress.
-    """
-
-    def __init__(self, stacks: IO[str], seconds: float) -> None:
-        self._stacks, self._seconds = stacks, seconds
-        self._begin = self._size = stacks.seek(0, os.SEEK_END)  # behind those of an earlier attempt
-        self._seen = -1, 0
-        self.since, self.written = time.monotonic(), 0
-
-    def beats(self) -> bool:
-        """Whether there was a heartbeat, or a module was loaded, since the last call."""
-        before, self._seen = self._seen, (heartbeat_count(), len(sys.modules))
-        return self._seen != before
-
-    def begin(self, now: float) -> None:
-        """Note progress; if there is none for the seconds of the timeout from now on, the stack is written."""
-        self.since, self._size = now, self._stacks.truncate(self._begin)
-        if self._seconds < math.inf:  # faulthandler needs no interpreter lock, which a main thread in C may be holding
-            faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
-
-    def count_stacks(self) -> None:
-        size = os.fstat(self._stacks.fileno()).st_size
-        self.written, self._size = self.written + size - self._size, size
-
-    def show_stacks(self) -> None:
-        self._stacks.seek(self._begin)
-        text = self._stacks.read()
-        self.written += len(text) + 1
-        print(text, file=terminal(), flush=True)
-
-
 class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     """Within this context, ends the run if no rank makes progress for `seconds` (0: no limit), and names the ranks that
-    hang.
-
-    Stacks and result are written to `run_dir`; without one, the stack of a rank that hangs goes to the terminal.
-
-    A rank that waits for one that failed, on this machine or another, is ended too, also with 0 seconds.
-    """
+    hang. A rank that waits for one that failed, on this machine or another, is ended too, also with 0 seconds."""
 
     def __init__(self, seconds: float, run_dir: RunDir | None = None) -> None:
         self.seconds, self.run_dir = seconds or math.inf, run_dir
@@ -121,55 +79,59 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             self._thread.join(SILENT_SECONDS)  # an unfinished call to the store would abort the process as it exits
 
     def _watch(self) -> None:
-        path = self.run_dir.stacks(self.rank) if self.run_dir else None  # an earlier attempt may have begun it
-        with path.open("a", encoding="utf-8") if path else tempfile.TemporaryFile("a+", encoding="utf-8") as stacks:
-            self._progress = Progress(stacks, self.seconds)
-            try:
-                self._watch_main_thread(self._progress)
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-        with contextlib.suppress(OSError):  # the run's folder may be gone
-            if path and not path.stat().st_size:
-                path.unlink()
-
-    def _watch_main_thread(self, progress: Progress) -> None:
         pause, tick = min(1.0, self.seconds / 4), 0
-        still, shown = 0.0, False  # since when all ranks hang, and whether the stack has been shown
+        since = awake = time.monotonic()  # when the main thread last made progress, and when this one last looked
+        still = 0.0  # since when all ranks hang
         failed = math.inf  # when another rank's failure came to be known
+        beats = -1, 0  # heartbeats and loaded modules so far
         others = peers.joined() if self.ranks > 1 else None
         self._store = others.store if others else None
         main = threading.main_thread().ident
         assert main is not None  # it runs
-        awake = time.monotonic()
         while not self._over.wait(pause if tick else 0):
             now, tick = time.monotonic(), tick + 1
             elapsed, awake = now - awake, now
             if elapsed > SILENT_SECONDS:  # the whole process was stopped, and has continued
-                progress.since += elapsed
+                since += elapsed
             frame = sys._current_frames()[main]
             waiting = waits(frame)
-            progress.count_stacks()
+            before, beats = beats, (heartbeat_count(), len(sys.modules))
             active = not waiting and activity_counts()
-            if progress.beats() or (active and self._has_worked(self.rank, elapsed)):
-                progress.begin(now)
+            if beats != before or (active and self._has_worked(self.rank, elapsed)):
+                since = now
             if others and others.failure:
                 failed = min(failed, now)
-                if now - max(failed, progress.since) >= (FAILED_SECONDS if waiting else 4 * FAILED_SECONDS):
+                if now - max(failed, since) >= (FAILED_SECONDS if waiting else 4 * FAILED_SECONDS):
                     self._leave(others.failure + ("; continue with --resume auto" if self.run_dir else ""))
-            sign = Sign(tick, int(now - progress.since), waiting, socket.gethostname(), place(frame))
+            sign = Sign(tick, int(now - since), waiting, socket.gethostname(), place(frame))
             signs = self._exchange(sign)
             if sign.stalled < self.seconds or not self._all_hang(signs, now, elapsed):
-                still, shown = 0.0, False
+                still = 0.0
                 continue
-            still = still or now
-            if not (self.run_dir or waiting or shown) and now - still >= GRACE_SECONDS / 3:
-                progress.show_stacks()
-                shown = True  # before any rank ends: the launcher then ends the others
+            if not still:
+                still = now
+                self._write_stacks(waiting)
             if now - still >= GRACE_SECONDS:
                 self._end(signs)
 
+    def _write_stacks(self, waiting: bool) -> None:
+        """Write the stacks of all threads to the run's logs; without a run, to the terminal, unless this rank waits."""
+
+        def write() -> None:
+            with contextlib.suppress(OSError):  # the run's folder may be gone
+                if self.run_dir:
+                    with self.run_dir.stacks(self.rank).open("a") as file:
+                        faulthandler.dump_traceback(file)
+                elif not waiting:
+                    faulthandler.dump_traceback(terminal())
+
+        writing = threading.Thread(target=write, daemon=True)  # the disk may hang too
+        writing.start()
+        writing.join(GRACE_SECONDS)
+        self._has_worked(self.rank, 1.0)  # that this wrote something is no progress
+
     def _exchange(self, sign: Sign) -> dict[int, Sign]:
-        """Publish this rank's sign, and return it; once this rank has stalled for too long, return all ranks' signs."""
+        """Publish this rank's sign; once it has stalled for too long, return all ranks' signs."""
         signs = {self.rank: sign}
 
         def exchange() -> None:
@@ -195,7 +157,6 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         """Whether a rank of this machine used enough CPU or files to count, in the `seconds` since the last poll."""
         process = psutil.Process() if rank == self.rank else process_beside(rank)
         before, now = self._worked.get(rank, (0.0, 0)), work(process) if process else (0.0, 0)
-        now = (now[0], now[1] - self._progress.written) if rank == self.rank else now
         self._worked[rank] = now
         cpu, count = abs(now[0] - before[0]), abs(now[1] - before[1])  # the totals shrink when a child process ends
         return cpu >= LEAST_CPU * seconds or count >= LEAST_BYTES * seconds

@@ -25,9 +25,6 @@ from accel_sft.models.kernels import put_kernels_in
 _UPDATES = 3
 """Updates after which gradients are looked for. After the first one LoRA's A has had none, since B starts at zero; with
 a warm-up from rate 0, nor after the second."""
-_FIRST = 4096
-"""Elements of a weight that are looked at before all of it: mostly they have had a gradient, and the rest is not
-read."""
 _EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
 _TOLERANCES = {True: (1e-3, 1e-2), False: (0.05, 0.25)}
 """Largest allowed differences in float32 (True) and in reduced precision (False): of the loss in nats per token, and of
@@ -41,9 +38,6 @@ def use_liger_kernels(trial: Trial) -> str:
 
     The loss of a few rows is compared with and without the kernels. If a forward needs no other rank, so are the
     gradients of the embedded tokens and of trained vectors, such as a norm's weights.
-
-    Raises:
-        UserError: the loss or a gradient differs from before; or liger-kernel cannot be used, see `put_kernels_in`.
     """
     accelerator = trial.accelerator
     model = accelerator.unwrap_model(trial.model)
@@ -93,7 +87,7 @@ class Untrained:
         reached = set(self._reached())
         by_rank = gather_numbers([name in reached for name in trained])
         untouched = [name for name, *ranks in zip(trained, *by_rank, strict=True) if not any(ranks)]
-        untrained, idle = without_experts(untouched, {*trained} - {*untouched})
+        untrained = without_experts(untouched, {*trained} - {*untouched})
         self.names = alike(untrained)
         if untrained:
             adapter = hasattr(unwrapped, "peft_config")
@@ -102,20 +96,11 @@ class Untrained:
                 f"warning: weights without a gradient: {len(untrained)} of {len(trained)} trained weights got none in "
                 f"{self._updates} steps ({', '.join(self.names)}); {fix}"
             )
-        if idle:
-            self._log(
-                f"note: in {self._updates} steps no token has chosen the experts of {', '.join(alike(idle))}; they "
-                "learn once one does"
-            )
 
     def _reached(self) -> Iterator[str]:
         """Yield the names of the weights whose part on this rank has had a gradient."""
         for partition in partitions(self._accelerator, self._model, self._optimizer):
-            parts = list(_parts(partition))
-            firsts = torch.stack([part[:_FIRST].any() for _, part in parts]).tolist() if parts else []
-            for (name, part), first in zip(parts, firsts, strict=True):
-                if first or part.any().item():
-                    yield name
+            yield from (name for name, part in _parts(partition) if part.any().item())
 
 
 def _parts(partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
@@ -133,9 +118,8 @@ def _parts(partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
             yield span.name, part
 
 
-def without_experts(untouched: Iterable[str], reached: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Divide the weights without a gradient: those that nothing reaches, and those of experts that no token has chosen,
-    since other experts of the same layer have had a gradient."""
+def without_experts(untouched: Iterable[str], reached: Iterable[str]) -> list[str]:
+    """The weights that nothing reaches, without those of experts that no token has chosen yet: other experts of the
+    same layer have had a gradient."""
     chosen = {_EXPERT.sub("*", name) for name in reached if _EXPERT.search(name)}
-    idle = [name for name in untouched if _EXPERT.sub("*", name) in chosen]
-    return [name for name in untouched if name not in idle], idle
+    return [name for name in untouched if _EXPERT.sub("*", name) not in chosen]

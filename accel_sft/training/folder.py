@@ -27,27 +27,20 @@ _SHARED_SECONDS = 10
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A run's folder, which is this run's alone until it ends.
-
-    Attributes:
-        config: the settings, with `template_date` set, the one date that chat templates get for the whole run; and with
-            `--resume auto` if an earlier attempt of this launch claimed the folder.
-        finished: whether the folder's run is complete already, with these settings; others are refused later, by name.
-        fresh: whether nothing was in the folder.
-    """
+    """A run's folder, which is this run's alone until it ends."""
 
     run_dir: RunDir
-    config: TrainConfig
-    finished: bool
-    fresh: bool
+    config: (
+        TrainConfig  # with the one `template_date` of the run; and with `--resume auto` in a later attempt of a launch
+    )
+    finished: (
+        bool  # whether the folder's run is complete already, with these settings; others are refused later, by name
+    )
+    fresh: bool  # whether nothing was in the folder
 
 
 def claim_run_dir(accelerator: Accelerator, launch: Launch, task_name: str, task: Task, config: TrainConfig) -> Claim:
-    """Create or reuse the run's folder, the same on every rank.
-
-    Raises:
-        UserError: the folder is not empty and `--resume` is off, belongs to something else, or cannot be written.
-    """
+    """Create or reuse the run's folder, the same on every rank."""
     begun: list[RunDir] = []  # the folder, once it counts as this run's
     if launch.machines > 1 and not config.output_dir:
         raise UserError("--output-dir: name a folder that all machines share; this launch has several")

@@ -24,13 +24,8 @@ from accel_sft.tracking.time_spent import BACKWARD, OPTIMIZER, span
 
 
 def new_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer that `--optimizer` names, with weight decay on matrices only.
-
-    It is AdamW (Loshchilov and Hutter, 2019), or bitsandbytes' with states in 8 bits (Dettmers et al., 2022).
-
-    Raises:
-        UserError: bitsandbytes is not installed or cannot be loaded.
-    """
+    """The optimizer that `--optimizer` names, with weight decay on matrices only: AdamW (Loshchilov and Hutter, 2019),
+    or bitsandbytes' with states in 8 bits (Dettmers et al., 2022)."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) >= 2]
     vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) < 2]
@@ -42,11 +37,7 @@ def new_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Op
     ]
     # no empty group: DeepSpeed rejects one
     groups: list[Any] = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
-    adam: dict[str, Any] = {
-        "lr": config.learning_rate,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": 1e-8,
-    }
+    adam: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": 1e-8}
     if config.optimizer == "adamw-8bit":
         return bitsandbytes("--optimizer adamw-8bit").optim.AdamW8bit(groups, **adam)
     if config.optimizer != "adamw":
@@ -59,23 +50,13 @@ class Stepper:
 
     Backends average gradients over ranks, so a micro-batch's loss must be sum(nll) * `averaged_over` / N, N being the
     supervised tokens of the whole step. Under DeepSpeed the engine clips, as launch/accelerator.py set it up; elsewhere
-    `update` does.
-
-    Args:
-        ema_decay: the value of `--ema-decay`; each update that changes weights then updates `averages`.
+    `update` does. With `ema_decay`, each update that changes weights also updates `averages`.
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        model: Any,
-        optimizer: Any,
-        max_grad_norm: float,
-        ema_decay: float | None = None,
+        self, accelerator: Accelerator, model: Any, optimizer: Any, max_grad_norm: float, ema_decay: float | None = None
     ) -> None:
-        self.accelerator = accelerator
-        self.model = model
-        self.optimizer = optimizer
+        self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.max_grad_norm = max_grad_norm
         self.engine: Any = model if accelerator.distributed_type == DistributedType.DEEPSPEED else None
         self.adapted = accelerator.unwrap_model(model)
@@ -114,10 +95,7 @@ class Stepper:
     @span(OPTIMIZER)
     def update(self, step: int) -> float:
         """Clip the gradients, update the weights, clear the gradients; returns the gradient's norm before clipping.
-
-        Where the norm is NaN or infinite, the weights stay as they were. DeepSpeed's own optimizers skip such a step
-        by themselves.
-        """
+        Where that is NaN or infinite, the weights stay as they were."""
         reads, gathered, clipped = self.adapter.reads(self.adapted, step), None, 1.0
         if reads:
             gathered = Whole(self.accelerator, self.model, self.optimizer, *reads)
@@ -153,9 +131,7 @@ class Stepper:
         """Divisor of the sum of all ranks' gradients; without sequence parallelism it is the number of ranks.
 
         Under sequence parallelism each rank has the gradient of its part of a row. DeepSpeed 0.19 divides their sum by
-        the number of groups at stages 0 to 2, and by the number of all ranks at stage 3, which reduces and scatters
-        gradients. (With `allreduce` at stage 3, which the audit refuses, the divisor would depend on a parameter's
-        size.)
+        the number of groups at stages 0 to 2, and by that of all ranks at stage 3, which reduces and scatters.
         """
         ranks, _ = row_groups(self.accelerator)  # under tensor parallelism each rank has the whole gradient of its part
         stage = self.engine.zero_optimization_stage() if self.engine is not None else 0
@@ -180,13 +156,11 @@ class Stepper:
             torch.cuda.empty_cache()
 
     def _clear_gradients(self) -> None:
-        """Set DDP's gradients, which are views of its buckets, to zero, and drop all others: without these views the
-        next step's first backwards would allocate gradients beside the buckets."""
+        """Drop gradients, but zero DDP's, which are views of its buckets: others would be allocated beside these."""
         self.optimizer.zero_grad(set_to_none=not isinstance(self.model, DistributedDataParallel))
 
     def _unmanaged_norm(self) -> float | None:
-        """Return the gradient's norm at stage 0, where no DeepSpeed optimizer computes it, and gradients are whole and
-        averaged; None at other stages."""
+        """The norm of the whole, averaged gradients at stage 0, where DeepSpeed computes none; None at other stages."""
         if self.engine.zero_optimization_stage() > 0:
             return None
         grads = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
@@ -194,11 +168,8 @@ class Stepper:
 
 
 class Whole:
-    """The trained weights with a certain part in their names, around one update. Its methods are collective.
-
-    DeepSpeed and FSDP2 keep parts of weights and gradients, and DeepSpeed frees gradients in the update; what is
-    returned and changed here are copies then.
-    """
+    """The trained weights with a certain part in their names, around one update; copies where a backend keeps parts.
+    Its methods are collective."""
 
     def __init__(self, accelerator: Accelerator, model: Any, optimizer: Any, part: str, of_gradients: bool) -> None:
         self.backend = accelerator, model, optimizer
@@ -224,11 +195,7 @@ class Whole:
                 self.gradients[name] = safe_get_full_grad(parameter).to(torch.float32, copy=True).div_(scale)
 
     def weights(self, clipped: float) -> dict[str, torch.Tensor]:
-        """Return the updated weights, in float32 if the optimizer has them so.
-
-        Args:
-            clipped: what the update multiplied the gradients with that `keep_gradients` found.
-        """
+        """The updated weights, in float32 if the optimizer has them so, with their gradients, times `clipped`."""
         if not self.in_parts:
             return self.parameters
         self.copies = self._gathered(lambda partition: partition.tensor)

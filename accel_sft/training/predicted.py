@@ -29,22 +29,12 @@ GIB = 2**30
 class Prediction:
     """The closed form's prediction for this run; all ranks make it together, before the model is loaded.
 
-    A model whose parameters cannot be counted gets no prediction; that is logged, and the run goes on.
-
-    Args:
-        weights: folder or hub id of the model.
-        log: called with each line of warning.
-    Raises:
-        UserError: on every rank, if without `--force` the model states alone (a lower bound) do not fit on some rank.
+    A model whose parameters cannot be counted gets no prediction; that is logged, and the run goes on. If without
+    `--force` the model states alone do not fit on some rank, it is a UserError on all.
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        launch: Launch,
-        config: TrainConfig,
-        weights: str,
-        log: Callable[[str], None],
+        self, accelerator: Accelerator, launch: Launch, config: TrainConfig, weights: str, log: Callable[[str], None]
     ) -> None:
         self.job = job_of_run(config, weights, launch, accelerator.device, log)
         # with --train-only, how far the backward goes down decides its FLOPs, which are not counted
@@ -56,10 +46,8 @@ class Prediction:
             log(line)
 
     def mfu(self, train_step: TrainStep, supervised_tokens: int, grad_norm: float, seconds: float) -> dict[str, float]:
-        """`mfu` of the last step, for its line of metrics.jsonl; as `flops.py` counts it, a share of all devices' peak.
-
-        Nothing where the peak is not known, and where nothing was trained: with a gradient of 0, or not a finite one.
-        """
+        """`mfu` of the last step, for its line of metrics.jsonl: a share of all devices' peak. Nothing where the peak
+        is not known, and where nothing was trained: with a gradient of 0, or not a finite one."""
         if self.flops is None or self.peak_flops is None or not 0 < grad_norm < math.inf:
             return {}
         tokens, pairs = train_step.computed()
@@ -67,12 +55,8 @@ class Prediction:
         return {"mfu": flops / (seconds * self.peak_flops)}
 
     def measured(self, tracker: Tracker, train_step: TrainStep) -> dict[str, Any]:
-        """What the run took, for result.json; all ranks call it together.
-
-        There are the largest peaks, each phase's peaks, and these beside the closed form's prediction for the largest
-        forward that was made (`forward`: its tokens, supervised tokens, rows and pixels). Trackers show the comparison,
-        too.
-        """
+        """What the run took, for result.json and trackers: the largest peaks, each phase's, and these beside the
+        prediction for the largest forward (its tokens, supervised tokens, rows and pixels). A collective."""
         peaks = largest(tracker.peaks.largest())
         by_phase = {phase: largest(own) for phase, own in tracker.peaks.by_phase.items()}
         memory, (tokens, supervised_tokens, rows, copied_keys) = {}, train_step.largest_forward
@@ -111,8 +95,8 @@ def _peak_flops(device: torch.device, job: Job) -> float | None:
 def job_of_run(
     config: TrainConfig, weights: str, launch: Launch, device: torch.device, log: Callable[[str], None]
 ) -> Job | None:
-    """The run as a job of `plan`, with a small forward: the forward's size is chosen later, by the memory left. None,
-    which is logged, for a model whose parameters cannot be counted."""
+    """The run as a job of `plan`, with a small forward: its size is chosen later, by the memory left. None, which is
+    logged, for a model whose parameters cannot be counted."""
     from transformers.utils import cached_file
 
     try:
@@ -141,38 +125,29 @@ def job_of_run(
 
 
 def _misfits(job: Job, force: bool) -> list[str]:
-    """Lines on what does not fit, or may not fit, into the memory that is free on this rank now.
-
-    Raises:
-        UserError: the model states alone do not fit, without `force`.
-    """
-    gpu = float(torch.cuda.mem_get_info()[0]) if job.device == "cuda" else None
-    free = {"device": gpu, "host": float(host_memory.free_bytes())}
+    """Lines on what may not fit into the memory that is free on this rank now; without `force`, it is a UserError if
+    the model states alone do not."""
+    free = {"host": float(host_memory.free_bytes())}
+    if job.device == "cuda":
+        free["device"] = float(torch.cuda.mem_get_info()[0])
     where = {"device": "a GPU", "host": f"{job.local_ranks} processes in host memory"}
-    states = "the model states of this launch alone"
     device, host = least_bytes(job)
-    least = {"device": (device, states), "host": (host * job.local_ranks, states)}
+    least = {"device": device, "host": max(host, loading_bytes(job)) * job.local_ranks}
     if job.on_cpu:
-        least = {"host": ((device + host) * job.local_ranks, states)}
-    elif host < (loading := loading_bytes(job)):
-        least["host"] = loading * job.local_ranks, "the weights alone, which each process loads whole,"
-    lines = [
-        f"{where[place]}: {what} take {size / GIB:.1f} GiB, and {room / GIB:.1f} are free; see `accel-sft plan` for a "
-        "launch that fits"
-        for place, (size, what) in least.items()
-        if (room := free[place]) is not None and size > room
-    ]
-    if lines and not force:
-        raise UserError(*(f"{line}, or add --force" for line in lines))
-    if lines:
-        return lines
+        least = {"host": (device + host) * job.local_ranks}
     predicted = estimate(job)
     peaks = {"device": predicted.device_peak_bytes, "host": predicted.host_needed_bytes}
-    return [
-        f"{where[place]}: at its peak this launch is predicted to take {peaks[place] / GIB:.1f} GiB, and "
-        f"{(free[place] or 0) / GIB:.1f} are free: it may run out; see `accel-sft plan`"
-        for place in predicted.over(free["device"], free["host"])
-    ]
+
+    def line(place: str, what: str, size: float) -> str:
+        of_free = f"{size / GIB:.1f} GiB, and {free[place] / GIB:.1f} are free"
+        return f"{where[place]}: {what} {of_free}; see `accel-sft plan` for a launch that fits"
+
+    states = "the model states alone take"
+    lines = [line(place, states, size) for place, size in least.items() if size > free.get(place, math.inf)]
+    if lines and not force:
+        raise UserError(*(f"{text}, or add --force" for text in lines))
+    peak = "it may run out: the predicted peak is"
+    return lines or [line(place, peak, peaks[place]) for place in predicted.over(free.get("device"), free["host"])]
 
 
 def _beside(predicted: Estimate, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:

@@ -22,13 +22,13 @@ from accel_sft.batching.device_memory import forwards_alone
 from accel_sft.chat.conversation import limited_examples, read_split
 from accel_sft.chat.encode import blank_row
 from accel_sft.chat.encoded import Encoded
-from accel_sft.checkpoint.checkpoint import replacing
 from accel_sft.data.step_plan import StepPlan, check_sources, in_words, rows_by_source
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.scoring import check_scoring, limits_on_scores
+from accel_sft.io.files import begin_folder, put_in_place
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
@@ -44,7 +44,7 @@ from accel_sft.models.source import Source, find_source, is_tiny, other_base
 from accel_sft.models.tiny import build_tiny, texts_of
 from accel_sft.models.tokenizer import GivenTemplate, encoding_rules, load_processor, load_tokenizer
 from accel_sft.rows.reading import MAX_PROBLEMS
-from accel_sft.rows.rows import Rows, with_places
+from accel_sft.rows.rows import with_places
 
 _USUAL_NOTE = re.compile(r"\w+: ([\d,]+ rows? read as |[\d,]+ of [\d,]+ rows are held out |.* from the cache$)")
 """Matches notes that most runs on files have: they are joined to the line of the data."""
@@ -57,9 +57,6 @@ class Assembly:
 
     It holds no model: whoever loads one decides when it is freed. `encode` turns a split's examples into tokens.
     `blank`, once a model is loaded, is what `Batching.batch` takes.
-
-    Raises:
-        UserError: the tokenizer or its chat template cannot be used.
     """
 
     def __init__(self, accelerator: Accelerator, task: Task, config: TrainConfig, source: Source) -> None:
@@ -74,8 +71,7 @@ class Assembly:
         self.blank: Encoded | None = None
 
     def load_model(self, *encodings: StoredEncoding, total_steps: int = 0, **more: Any) -> Any:
-        """Load the model for these tokens, to be trained for `total_steps` (0: only evaluated); it is not prepared by
-        accelerate yet."""
+        """Load the model for these tokens, to be trained for `total_steps` (0: only evaluated)."""
         images = any(len(encoding.kept.pictured) for encoding in encodings)
         if images and sequence_ranks(self.accelerator) > 1:
             why = "the data has images, and sequence parallelism would cut an image's tokens apart"
@@ -139,32 +135,24 @@ class Prepared:
     train: StoredEncoding
     validation: StoredEncoding
     plan: StepPlan
-    beyond_limit: int = 0
-    """Number of training examples that `--train-limit` leaves out."""
+    beyond_limit: int = 0  # training examples that `--train-limit` leaves out
 
     @property
     def lines(self) -> list[str]:
-        """Lines for the console: what is to be known of the examples, then the size of the job in a line, with how rows
-        were read and held out."""
+        """Lines for the console: what is to be known of the examples, then the size of the job in a line."""
         train, validation, plan, config = self.train, self.validation, self.plan, self.assembly.config
         tokens, supervised = int(plan.lengths.sum()), int(plan.supervised.sum())
         evaluated = f"{validation.kept.examples:,}"
         if (limit := config.eval_limit) and limit < validation.kept.examples:
             evaluated = f"{limit:,} of {evaluated}"
         count, epochs = plan.total_steps, plan.epoch(plan.total_steps)
-        steps = (
-            f"{count:,} step{'s' * (count != 1)} of {plan.global_batch_size}: {epochs:.3g} epoch{'s' * (epochs != 1)}"
-        )
+        steps = f"{count:,} step{'s' * (count != 1)} of {plan.global_batch_size}: {epochs:.3g} epochs"
         if epochs >= 20:
             steps += "; for fewer: --epochs, --max-steps or --global-batch-size"
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
-        is_sample = isinstance(train.examples, Rows)
-        first, what = ("", "rows, the same at every start") if is_sample else ("the first ", "examples")
-        limit_line = f"--train-limit {config.train_limit}: {first}{read:,} of {read + self.beyond_limit:,} {what}"
-        repeated = (
-            f"--global-batch-size {plan.global_batch_size} is more than the rows: a step learns some twice or more"
-        )
+        limit_line = f"--train-limit {config.train_limit}: {read:,} of {read + self.beyond_limit:,} {examples}"
+        repeated = f"--global-batch-size {plan.global_batch_size} is more than the rows: a step learns some twice"
         merged = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
         lines = [*train.lines(), *validation.lines()]
         usual = [line for line in lines if _USUAL_NOTE.match(line)]
@@ -227,11 +215,7 @@ class Prepared:
 def prepare_data(
     accelerator: Accelerator, launch: Launch, run_dir: RunDir, task: Task, config: TrainConfig
 ) -> Prepared:
-    """Read the task's splits, find the model's source (building `tiny`), tokenize, and plan the steps.
-
-    Raises:
-        UserError: the data, the template or the model cannot be used.
-    """
+    """Read the task's splits, find the model's source (building `tiny`), tokenize, and plan the steps."""
     _refuse_missing_packages(config)
     splits: list[Sequence[Any]] = []
     # an error of one rank is raised on all of them, before any of them writes a file
@@ -244,8 +228,7 @@ def prepare_data(
     if model == "tiny" and not config.init_from:
         model = str(run_dir.base)
         if not run_dir.base.exists() or not run_dir.has_trained():  # a fresh start must not use an earlier tokenizer
-            with replacing(accelerator, run_dir.base) as partial:
-                decided_by_main(accelerator, lambda: build_tiny(partial, texts_of(task, train_examples), config.seed))
+            decided_by_main(accelerator, lambda: _build_base(run_dir.base, texts_of(task, train_examples), config.seed))
     source = source_of(run_dir, model, config)
     assembly = Assembly(accelerator, task, config, source)
     limited = limited_examples(train_examples, config.train_limit)
@@ -262,6 +245,12 @@ def prepare_data(
     train.notes += _ends_served(train, assembly)
     validation.notes += [*notes, *limits_on_scores(task, validation, config)]
     return Prepared(launch, assembly, train, validation, plan, len(train_examples) - len(limited))
+
+
+def _build_base(folder: Path, texts: Sequence[str], seed: int) -> None:
+    partial = begin_folder(folder)
+    build_tiny(partial, texts, seed)
+    put_in_place(partial, folder)
 
 
 def _ends_served(train: StoredEncoding, assembly: Assembly) -> list[str]:
@@ -318,12 +307,7 @@ def _refuse_forged_turns(*encodings: StoredEncoding) -> None:
 
 
 def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
-    """The optimizer steps over these examples that the settings ask for.
-
-    Raises:
-        UserError: the settings ask for less than one example, or to warm up for longer than the run, or the examples
-            cannot be mixed.
-    """
+    """The optimizer steps over these examples that the settings ask for."""
     assert config.global_batch_size is not None  # the settings are resolved, and have either steps or epochs
     sources, shares = rows_by_source(train, config.mix) if config.mix else (None, (1,))
     plan = StepPlan(
@@ -344,7 +328,7 @@ def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
 
 
 def _refuse_missing_packages(config: TrainConfig) -> None:
-    """Raise UserError, before any work is done, if a library, compiler or GPU that the settings need is missing."""
+    """Raise UserError, before any work is done, if a library or compiler that the settings need is missing."""
     if config.optimizer == "adamw-8bit":
         bitsandbytes(f"--optimizer {config.optimizer}")
     if config.load_in_4bit:
@@ -358,17 +342,14 @@ def _refuse_missing_packages(config: TrainConfig) -> None:
     # on GPUs Triton compiles what launches its kernels, in C
     language, variable, usual = ("C", "CC", "gcc") if gpu else ("C++", "CXX", "g++")
     compiler = os.environ.get(variable, "clang++" if sys.platform == "darwin" else usual)
-    if not (shutil.which(compiler) or (compiler == "gcc" and shutil.which("clang"))):
-        raise UserError(
-            f"{flag}: there is no {language} compiler ({compiler}); install one, name it in {variable}, or leave it out"
-        )
+    if not shutil.which(compiler):
+        raise UserError(f"{flag}: there is no {language} compiler ({compiler}); install one, or name it in {variable}")
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         raise UserError(f"{flag}: Python's headers are missing; apt-get install python3-dev, or leave it out")
 
 
 def _read(task: Task, notes: list[str], *, eval_every: str, thinking: str | None) -> Iterator[Sequence[Any]]:
-    """Yield both splits; if the run will score answers, check that those to the validation examples can be scored, and
-    add what the check says to `notes`."""
+    """Yield both splits; if the run will score answers, add to `notes` what a check of the scores says."""
     yield read_split(task, "train")
     validation = read_split(task, "validation")
     if eval_every != "off":

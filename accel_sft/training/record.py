@@ -5,8 +5,7 @@ import hashlib
 import json
 import os
 import shlex
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, settings, shown
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record
-from accel_sft.chat.conversation import read_split
 from accel_sft.io import cache
 from accel_sft.io.files import mapping, write_atomically
 from accel_sft.io.run_dir import RunDir
@@ -40,11 +38,8 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
     """Write `run.json` (settings, data and launch of the run) and `run.yaml`, by which the run can be started again.
     Returns what the record says that the run's numbers are decided by (`made_by`).
 
-    Called twice for a run that has trained: before the resume it only compares with the record; after it (`resumed`),
-    when nothing can be refused any more, it replaces the record.
-
-    Raises:
-        UserError: a resumed run's settings or data differ from what the folder records, one line each.
+    Called twice for a run that has trained: before the resume it only refuses what differs from the record; after it
+    (`resumed`), when nothing can be refused any more, it replaces the record.
     """
     assembly = prepared.assembly
     template = assembly.tokenizer.chat_template if assembly.config.chat_template is not None else None
@@ -85,10 +80,14 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
 def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDir) -> None:
     """Raise UserError if settings, task or data differ from the record; say what else may change the metrics."""
     different = changes(before, now["config"], now["task_options"])
-    different += [*_task_changes(before, now)]
-    different = different or [*_data_changes(before, now)]
-    if different:
-        raise UserError(*different, _how_to_go_on(run_dir))
+    classes = (mapping(record.get("task_file")).get("class") or "" for record in (before, now))
+    task, task_now = (f"{record['task']} {name}".strip() for record, name in zip((before, now), classes, strict=True))
+    if task != task_now:
+        different += [f"task: the run was started with {shown(task)}, not {task_now}"]
+    if different := different or _data_changes(before, now):
+        how = "a resumed run computes what it would have without the stop: give the settings it was started with"
+        start = f"or, once it has ended, start a new run from its weights: --init-from {run_dir}"
+        raise UserError(*different, f"{run_dir}: {how}, {start}")
     base, base_now = before.get("base_weights"), now.get("base_weights")
     if base and base_now and base != base_now:  # checkpoints hold the adapter alone
         raise UserError(
@@ -100,30 +99,17 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
             f"{run_dir}: the task has changed since the last start ({'; '.join(code)}): earlier metrics, the best one "
             "too, may be another score's"
         )
-    was = before["task_options"]
-    hidden = [f"--{k.replace('_', '-')}" for k, value in now["task_options"].items() if was.get(k) == HIDDEN != value]
-    if hidden:
-        cache.log(f"note: {run_dir}: its record hides {', '.join(hidden)} as a secret, so a change cannot be seen")
 
 
-def _task_changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    if before["task"] != now["task"]:
-        yield f"task: the run was started with {shown(str(before['task']))}, not {now['task']}"
-        return
-    before_class, class_now = (mapping(record.get("task_file")).get("class") for record in (before, now))
-    if before_class != class_now:
-        yield f"task: the run was started with {shown(str(before_class))} of {now['task']}, not {class_now}"
-
-
-def _data_changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+def _data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    different = []
     if before.get("chat_template") != now.get("chat_template"):
-        name = now["config"]["chat_template"]
-        yield f"--chat-template {shown(str(name))}: the template is another than the run was started with"
+        name = shown(str(now["config"]["chat_template"]))
+        different += [f"--chat-template {name}: the template is another than the run was started with"]
     if before.get("data_sha256") != now["data_sha256"]:
         files = _files_changed(before.get("data_files") or {}, now.get("data_files") or {})
-        sampled = not files and now["config"].get("train_limit")
-        why = "; an earlier version took the first rows for --train-limit" if sampled else files and f" ({files})"
-        yield f"the data is not what the run was started with{why}"
+        different += [f"the data is not what the run was started with{files and f' ({files})'}"]
+    return different
 
 
 def _code_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -136,29 +122,6 @@ def _code_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         return []
     libraries = other_versions(mapping(before.get("task_libraries")), mapping(now.get("task_libraries")))
     return ["its code"] * (code != code_now) + libraries
-
-
-def _how_to_go_on(run_dir: RunDir) -> str:
-    if run_dir.final.is_dir():
-        start = f", or start a new run from its weights: --init-from {run_dir}"
-    else:
-        start = f"; to go on longer, let it end, and start a new run from its weights with --init-from {run_dir}"
-        start += f" (from the best so far: --init-from {run_dir.best})" if run_dir.best.is_dir() else ""
-    return (
-        f"{run_dir}: a resumed run computes what it would have without the stop, schedule included; "
-        f"give the settings it was started with{start}"
-    )
-
-
-def changes_since_finished(run_dir: RunDir, task: Task) -> list[str]:
-    """Return a line that says so if a finished run's data files have changed or cannot be read any more; else []."""
-    before = run_dir.read_record().get("data_files") or {}
-    try:
-        now = _data_files({split: read_split(task, split) for split in before})
-    except UserError as error:
-        return [f"its data can no longer be read: {error.problems[0]}"]
-    files = _files_changed(before, now)
-    return [f"its data has changed since ({files}): to train on it, start a run in another folder"] if files else []
 
 
 def _data_files(splits: dict[str, Sequence[Any]]) -> dict[str, list[list[str]]]:
@@ -192,13 +155,7 @@ _IN_FILE = ("num_processes", "num_machines", "mixed_precision")
 
 
 def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainConfig, launch: Launch) -> None:
-    """Write both files into the run's folder, without secrets.
-
-    Args:
-        task_name: an installed task's name; for a task in a file, its path is written.
-        config: the resolved settings.
-        launch: the launch as `start` read it, with its precision.
-    """
+    """Write run.yaml and launch.yaml into the run's folder, without secrets."""
     if launch.yaml:
         write_atomically(run_dir.launch, _launch_file(run_dir, launch))
     else:  # an earlier start of this run may have written one
@@ -268,15 +225,12 @@ def _header(run_dir: RunDir, launch: Launch) -> str:
     else:
         words += ["accel-sft"]
     words += ["--config", os.path.join(folder, run_dir.settings.name)]
-    same = (
-        f"The weights are the same bit for bit (on GPUs with --deterministic) with the same data, versions, kind of "
-        f"machine and threads per process ({torch.get_num_threads()}). Options of the command line win over this "
-        f"file. To go on with this run instead, add: --output-dir {shlex.quote(folder)} --resume auto"
-    )
     lines = [
         f"Written by accel_sft {accel_sft.__version__}. The same run again, in a new folder:",
         f"  {command_line(words)}",
         f"as seen from {os.getcwd()}.",
-        *textwrap.wrap(same, 116, break_long_words=False),
+        "The weights are the same bit for bit (on GPUs with --deterministic) with the same data, versions,",
+        f"kind of machine and threads per process ({torch.get_num_threads()}).",
+        f"To go on with this run instead, add: --output-dir {shlex.quote(folder)} --resume auto",
     ]
     return "".join(f"# {one_line(line, len(line))}\n" for line in lines)

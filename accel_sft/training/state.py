@@ -28,18 +28,12 @@ class TrainState:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any], path: Path) -> TrainState:
-        """The state that a checkpoint holds.
-
-        Raises:
-            UserError: the checkpoint has other fields than this version writes.
-        """
+        """The state that a checkpoint holds; it is a UserError if its fields are another version's."""
         try:
             return cls(**saved["progress"])
         except (KeyError, TypeError):
-            raise UserError(
-                f"{path}: its counters are not those of this version; resume it with the version that wrote it, or "
-                "start a new run from its final weights with --init-from"
-            ) from None
+            what = "its counters are not those of this version; resume it with the version that wrote it"
+            raise UserError(f"{path}: {what}") from None
 
     def counted(self, *, tokens: int, seconds: float, **numbers: float) -> dict[str, float]:
         """Count the step that was just done; returns its line of metrics.jsonl."""

@@ -42,10 +42,6 @@ class OutOfMemory(NamedTuple):
 class TrainStep:
     """Accumulates the gradients of a step's examples, grouped into forwards by `batching`.
 
-    `largest_forward` has the tokens, supervised tokens and rows of the largest forward so far, and the keys that its
-    attention copies where it has no kernels that do without (`Layout.copied`); `most_pixels` has the pixel values
-    of the forward with most.
-
     After an out-of-memory the forwards are smaller. If the step cannot be repeated, a file in `run_dir` keeps the
     smaller limit for a resumed run. Forwards take `blank` as `Batching.batch` does.
     """
@@ -59,13 +55,12 @@ class TrainStep:
         log: Callable[[str], None],
         blank: Encoded | None = None,
     ) -> None:
-        self.stepper = stepper
+        self.stepper, self.batching = stepper, batching
         self.pad_token_id, self.blank = pad_token_id, blank
-        self.run_dir = run_dir
-        self.log = log
-        self.batching = batching
+        self.run_dir, self.log = run_dir, log
+        # tokens, supervised tokens, rows, and the keys that attention copies without kernels (`Layout.copied`)
         self.largest_forward = (0, 0, 0, 0)
-        self.most_pixels = 0
+        self.most_pixels = 0  # pixel values of the forward with most
         self._divided: list[list[list[Encoded]]] = []  # the last step's forwards, of every rank
         self._forwards: list[tuple[Any, Any]] = []  # when each of this rank's began and ended
         if most := _most_tokens(run_dir):
@@ -75,17 +70,14 @@ class TrainStep:
     def forward_backward(
         self, examples: list[Encoded], supervised_tokens: int, step: int, following: Sequence[Encoded] = ()
     ) -> tuple[torch.Tensor, OutOfMemory]:
-        """Compute this rank's part of the loss of step `step` (from 1), and add its gradients to the model's.
+        """Compute this rank's part of the loss of step `step` (from 1), shape (), and add its gradients to the model.
 
-        After an out-of-memory the gradients are NaN on every rank; call `retry_smaller` before the next step.
+        After an out-of-memory, which is returned too, the gradients are NaN on every rank; call `retry_smaller` before
+        the next step. If the step cannot be repeated with smaller forwards, it is a UserError.
 
         Args:
             supervised_tokens: of the whole step, over all ranks.
             following: rows of the next step, if their images shall be made input while this step computes.
-        Returns:
-            the loss, shape (), and this rank's out-of-memory.
-        Raises:
-            UserError: out of device memory, and the step cannot be repeated with smaller forwards.
         """
         accelerator, oom = self.stepper.accelerator, OutOfMemory()
         share, group = torch.zeros((), device=accelerator.device), self.group
@@ -147,8 +139,8 @@ class TrainStep:
         return tokens, pairs
 
     def forward_seconds(self) -> float:
-        """Seconds in which this rank made the last step's batches and forwards; NaN where those wait for other ranks.
-        Backwards do not count: ranks wait in them too. It is called once the step's loss has been read."""
+        """Seconds of this rank's batches and forwards in the last step, whose loss has been read; NaN where those wait
+        for other ranks, as backwards do."""
         if not self.stepper.forwards_alone:
             return math.nan
         on_gpu = self.stepper.accelerator.device.type == "cuda"
@@ -164,8 +156,8 @@ class TrainStep:
         self.batching = dataclasses.replace(self.batching, rows=None, tokens=tokens)
 
     def _nll(self, rows: list[Encoded], step: int) -> torch.Tensor | None:
-        """The summed loss of one forward; None after an out-of-memory if the step can be repeated. It is a method of
-        its own, so that nothing keeps the tensors of a failed forward."""
+        """The summed loss of one forward; None after an out-of-memory if the step can be repeated. Nothing outside
+        keeps the tensors of a failed forward."""
         try:
             with span(BATCHES):
                 batch = self.batching.batch(rows, self.pad_token_id, self.stepper.accelerator.device, self.blank)

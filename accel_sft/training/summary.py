@@ -40,11 +40,7 @@ def card(
     left_out: dict[str, Any],
 ) -> str:
     """Return the model card (README.md) of this state's weights, which compares the newest evaluation with the first.
-
-    Args:
-        scored: the words for the weights that were evaluated.
-        left_out: as `model_card` takes it.
-    """
+    `scored` names the weights that were evaluated."""
     config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
     chat = conversation(task, prepared.validation.examples, "validation", prepared.validation.kept[0].index)
     form = rendering.form(chat.turns, "validation", chat.offered) if chat.turns else Form()

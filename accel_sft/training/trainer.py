@@ -185,7 +185,7 @@ class Trainer:
             tokens, supervised_tokens = int(plan.lengths[rows].sum()), int(plan.supervised[rows].sum())
             rate = learning_rate(state.step, plan.total_steps, config)
             stepper.set_learning_rate(rate)
-            _seed(self.accelerator.device, plan.seed_of(state.step, masks))
+            torch.manual_seed(plan.seed_of(state.step, masks))
             with span(BATCHES):
                 examples = self.train_examples.take(rows.tolist())
                 following = (
@@ -337,12 +337,3 @@ class Trainer:
             for line in summary.publish(*run, measured, self.evidence()):
                 self.tracker.log(line)
         self.accelerator.wait_for_everyone()
-
-
-def _seed(device: torch.device, seed: int) -> None:
-    """Seed the random numbers of a step. For GPUs that it has not started, `torch.manual_seed` would record the call's
-    stack each time, which takes half a millisecond; on a CPU only one generator is used."""
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)

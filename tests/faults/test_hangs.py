@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import contextlib
 import json
 import re
 import signal
@@ -23,9 +23,7 @@ from stopping import ranks, started
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import shards
 from accel_sft.io import manifest
-from accel_sft.io.heartbeat import heartbeat, heartbeat_count, heartbeats_only
-from accel_sft.io.run_dir import RunDir
-from accel_sft.resilience import watchdog
+from accel_sft.io.heartbeat import heartbeat_count
 from accel_sft.training.optimizer import new_optimizer
 
 LONG = pytest.mark.long
@@ -103,7 +101,7 @@ def test_hanging_evaluation_shows_its_stack_on_the_terminal(tmp_path):
     assert "Error: nothing has moved for" in said
     assert "rank 1 is stuck in ponder (" in said
     assert "rank 0 is stuck" not in said
-    assert said.count("in ponder File") == said.count(f"Timeout ({datetime.timedelta(seconds=TIMEOUT)})!") == 1
+    assert said.count("in ponder File") == 1
 
 
 @pytest.mark.parametrize("when", ["amid steps", pytest.param("as it starts", marks=LONG)])
@@ -223,17 +221,6 @@ def test_hanging_disk_delays_neither_message_nor_end(run_dir):
     done = scripts.run(UNHEARD, run_dir)
     assert "nothing has moved for" in done.stdout + done.stderr
     assert done.returncode == 1
-
-
-def test_a_run_that_makes_progress_leaves_no_stacks(tmp_path):
-    run_dir = RunDir(tmp_path)
-    run_dir.logs.mkdir()
-    file = run_dir.stacks(0)
-    with watchdog.Watchdog(limit(1), run_dir), heartbeats_only():
-        wait_for(lambda: file.exists() and file.stat().st_size)  # it has stood still
-        heartbeat()
-        time.sleep(limit(0.6))
-    assert not list(run_dir.logs.iterdir())
 
 
 def test_files_that_are_written_read_and_hashed_send_heartbeats(tmp_path):

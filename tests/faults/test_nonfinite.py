@@ -145,15 +145,3 @@ def test_an_overflow_under_fp16_is_the_search_for_its_scale(tmp_path):
     watched.look(1, 2.0, math.inf, [Example(1)])
     with pytest.raises(UserError, match="the loss is nan"):
         watched.look(2, math.nan, math.inf, [Example(1)])
-
-
-def test_loss_out_of_proportion_is_reported_with_its_examples(tmp_path):
-    said = []
-    watched = health(tmp_path, said)
-    for step in range(1, 60):
-        watched.look(step, 2.0 - step / 100 + 0.05 * (step % 3), 1.0, [Example(1)])
-    assert said == []
-    watched.look(60, 9.0, 1.0, [Example(index) for index in range(20)])
-    (line,) = said
-    assert line.startswith("step 60: the loss is 9, the recent median 1.")
-    assert line.endswith("; examples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more")

@@ -13,8 +13,8 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        pytest.param("z2", "ranks 2, now 1; backend DeepSpeed, now one process; ZeRO stage 2, now none", marks=LONG),
-        ("plain", "ranks 1, now 2; backend one process, now DeepSpeed; ZeRO stage none, now 3"),
+        pytest.param("z2", "ranks 2, now 1; backend deepspeed, now no; zero stage 2, now none", marks=LONG),
+        ("plain", "ranks 1, now 2; backend no, now deepspeed; zero stage none, now 3"),
     ],
     ids=["z2", "plain"],
 )

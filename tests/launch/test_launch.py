@@ -1,5 +1,6 @@
 """The launch: what each yaml resolves to, what the audit refuses, and real ranks that are one world."""
 
+import contextlib
 import gc
 import json
 import os
@@ -26,11 +27,11 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io import terminal
 from accel_sft.launch import audit as auditing
-from accel_sft.launch import deepspeed_ops, describe, environment, host_memory
+from accel_sft.launch import deepspeed_ops, describe, environment, host_memory, precision
 from accel_sft.launch.accelerator import verify_engine
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.environment import ALLOCATOR, threads_per_process, usable_cores
-from accel_sft.launch.info import Launch, launch_of_this_process, launch_of_yaml, read_launch
+from accel_sft.launch.info import launch_of_this_process, launch_of_yaml, read_launch
 
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 Z2 = {
@@ -86,27 +87,7 @@ def audited(folder, content, *flags, devices=0, **settings):
 def built(monkeypatch):
     """A machine on which every operator can be compiled and bf16 is fast: what this one lacks is not the subject."""
     monkeypatch.setattr(auditing, "audit_compilers", lambda needed, devices: [])
-    monkeypatch.setattr(auditing, "cpu_flags", lambda: ["avx512_bf16"])
-
-
-def test_compiling_under_zero_3_is_told_to_save_little(built):
-    by_name = {path.stem: launch_of_yaml(path) for path in SHIPPED}
-    (finding,) = audit(TrainConfig(compile=True), by_name["z3"], devices=0)
-    assert finding.level == "warning"
-    assert "DeepSpeed's hooks interrupt compiled code" in finding.what
-    assert audit(TrainConfig(compile=True), by_name["z2"], devices=0) == []
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_yaml_loads_and_is_clean(path, built):
-    assert load_config_from_file(str(path)).num_processes == (4 if path.stem == "hsdp" else 2)
-    machines = 2 if path.stem.startswith("multinode") else 1
-    flags = ["--machine_rank", "1", "--main_process_ip", "127.0.0.1"] if machines == 2 else []
-    launch = launch_of_yaml(path, *flags)
-    findings = audit(TrainConfig(), launch, devices=launch.world_size if launch.backend == "fsdp" else 0)
-    assert findings == []
-    assert launch.named_precision is None
-    assert launch.machines == machines
+    monkeypatch.setattr(precision, "cpu_flags", lambda: ["avx512_bf16"])
 
 
 @pytest.mark.parametrize(
@@ -129,19 +110,25 @@ def test_shipped_yaml_loads_and_is_clean(path, built):
         ("tp", "ddp", 0, "none", "none"),
     ],
 )
-def test_shipped_yaml_is_what_its_name_says(name, backend, stage, optimizer, param):
-    flags = []
+def test_shipped_yaml_is_clean_and_what_its_name_says(name, backend, stage, optimizer, param, built):
+    path, flags, machines = ROOT / "accelerate_configs" / f"{name}.yaml", [], 1
+    assert load_config_from_file(str(path)).num_processes == (4 if name == "hsdp" else 2)
     if name.startswith("multinode"):
-        with socket.socket() as free:  # the launcher looks whether the port is
-            free.bind(("127.0.0.1", 0))
-            flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free.getsockname()[1])]
-    launch = launch_of_yaml(ROOT / "accelerate_configs" / f"{name}.yaml", *flags)
-    assert (launch.backend, launch.stage) == (backend, stage)
+        flags, machines = ["--machine_rank", "1", "--main_process_ip", "127.0.0.1"], 2
+    launch = launch_of_yaml(path, *flags)
+    assert audit(TrainConfig(), launch, devices=launch.world_size if backend == "fsdp" else 0) == []
+    assert (launch.backend, launch.stage, launch.machines) == (backend, stage, machines)
+    assert launch.named_precision is None
     assert (launch.offload("optimizer"), launch.offload("param")) == (optimizer, param)
     assert launch.shard_ranks == 2
     assert launch.sequence_ranks == (2 if name == "z3_sp" else 1)
     assert launch.tensor_ranks == (2 if name == "tp" else 1)
     assert launch.shards_weights == (name == "tp" or stage == 3 or backend == "fsdp")
+
+
+def test_every_shipped_yaml_is_tested():
+    of_tests = test_shipped_yaml_is_clean_and_what_its_name_says.pytestmark[0].args[1]
+    assert {name for name, *_ in of_tests} == {path.stem for path in SHIPPED}
 
 
 FSDP = DDP | {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
@@ -189,7 +176,6 @@ REFUSED = {
     "a typo in the backend": (Z2 | {"distributed_type": "DEEPSPED"}, "'DEEPSPED' is not a valid DistributedType"),
     "no processes": ({k: v for k, v in Z2.items() if k != "num_processes"}, "manually pass in `--num_processes`"),
     "a size in words": (Z2 | {"parallelism_config": {"parallelism_config_sp_size": "two"}}, "TypeError: '>' not"),
-    "processes in words": (Z2 | {"num_processes": "two"}, "num_processes two: give --num_processes at least 1"),
     "fewer processes than machines": (Z2 | {"num_machines": 3}, "num_processes 2 on 3 machines: give at least one"),
     "a bare no": (Z2 | {"mixed_precision": False}, "in quotes: YAML reads a bare no as false"),
     "no such precision": (Z2 | {"mixed_precision": "bf32"}, "Unknown mixed_precision mode: bf32"),
@@ -222,12 +208,6 @@ def test_a_launch_file_that_cannot_be_read_is_named(text, tmp_path):
         launch_of_yaml(path)
 
 
-def test_a_json_decides_no_precision_that_deepspeed_does_not_know():
-    json_content = {"fp8": {"enabled": False}}
-    launch = Launch({}, None, "", {}, Path("ds.json"), json_content, {"ACCELERATE_MIXED_PRECISION": "fp8"})
-    assert launch.precision[0] == "fp8"
-
-
 def test_command_line_wins(tmp_path, built):
     launch = launch_of_yaml(written(tmp_path, Z2), "--mixed-precision=no", "--num_processes", "1")
     assert launch.named_precision == ("no", "--mixed_precision")
@@ -250,6 +230,12 @@ def sized(content, processes=None, **sizes):
 
 REFUSED_YAML = {
     "typo in the yaml": (zero(zero_stage=2, zero_sage=3), 0, "did you mean zero_stage"),
+    "no such stage": (zero(zero_stage=4), 0, "DeepSpeed refuses zero_optimization.stage"),
+    "no such device": (
+        zero(zero_stage=2, offload_optimizer_device="gpu"),
+        0,
+        "zero_optimization.offload_optimizer.device",
+    ),
     "foreign key": (zero(zero_stage=2, colour=1), 0, "ignored in silence"),
     "typo for fsdp": (DDP | {"fsdp_config": {"fsdp_reshard_after_foward": True}}, 0, "reshard_after_forward"),
     "no gather": (zero(zero_stage=3), 0, "add zero3_save_16bit_model: true"),
@@ -263,8 +249,8 @@ REFUSED_YAML = {
     "another size of a group": (sized(FSDP, 4, dp_replicate=2, dp_shard=4), 4, "4 processes make it 2: remove it"),
     "groups without FSDP": (sized(DDP, dp_replicate=2), 2, "are FSDP's: remove them; accelerate_configs"),
     "size without its prefix": (Z2 | {"parallelism_config": {"tp_size": 2}}, 0, "mean parallelism_config_tp_size?"),
-    "TP beside FSDP": (sized(FSDP, 4, tp=2), 4, "tensor parallelism beside FSDP is not supported"),
-    "TP beside ZeRO": (sized(Z2, tp=2), 0, "beside ZeRO stage 2 is not supported"),
+    "TP beside FSDP": (sized(FSDP, 4, tp=2), 4, "tensor parallelism goes alone"),
+    "TP beside ZeRO": (sized(Z2, tp=2), 0, "tensor parallelism goes alone"),
     "TP beside data parallelism": (sized(DDP, 4, tp=2), 4, "--num_processes 4 --parallelism_config_tp_size 4"),
     "TP in float16": (sized(DDP, tp=2) | {"mixed_precision": "fp16"}, 2, "each rank would see other overflows"),
     "context parallelism": (sized(FSDP, 4, cp=2), 4, "context parallelism is not supported: z3_sp.yaml"),
@@ -281,12 +267,12 @@ def offloading(stage, **more):
 
 ZENFLOW = offloading(2)["zero_optimization"] | {"zenflow": {"topk_ratio": 0.1}}
 REFUSED_JSON = {
-    "tensor parallelism": (JSON | {"tensor_parallel": {"autotp_size": 2}}, "autotp_size 2: DeepSpeed's"),
+    "tensor parallelism": (JSON | {"tensor_parallel": {"autotp_size": 2}}, "autotp_size: DeepSpeed's"),
     "typo": (JSON | {"gradient_cliping": 1.0}, "did you mean gradient_clipping?"),
     "fp16 and bf16": (JSON | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
     "optimizer": (JSON | {"optimizer": {"type": "AdamW"}}, "--learning-rate"),
-    "ratio in words": (offloading(3, ratio="half"), "offload_optimizer ratio is no number from 0 to 1"),
-    "ratio at stage 2": (offloading(2, ratio=0.3), "ratio 0.3: only stage 3 with device cpu offloads a part"),
+    "ratio in words": (offloading(3, ratio="half"), "DeepSpeed refuses zero_optimization.offload_optimizer.ratio"),
+    "ratio at stage 2": (offloading(2, ratio=0.3), "Partial offloading only supported for ZeRO Stage 3"),
     "zenflow": ({"zero_optimization": ZENFLOW}, "zenflow applies a part of"),
     "no ZeRO": ({"bf16": {"enabled": "auto"}}, "ds.json: zero_optimization.stage is missing: add"),
     "no stage": ({"zero_optimization": None}, "zero_optimization.stage is missing"),
@@ -296,18 +282,21 @@ REFUSED_JSON = {
     "curriculum": (JSON | {"curriculum_learning": {"enabled": True}}, "curriculum_learning: DeepSpeed refuses it"),
     "typo in a section": (
         {"zero_optimization": {"stage": 2, "stage3_param_persistence_treshold": 10}},
-        "stage3_param_persistence_treshold is unknown: did you mean stage3_param_persistence_threshold?",
+        "DeepSpeed refuses zero_optimization.stage3_param_persistence_treshold: Extra inputs",
     ),
-    "typo in an offload": (offloading(2, pin_memoy=True), "offload_optimizer.pin_memoy is unknown: did you mean pin_m"),
-    "value of no form": ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}, "refuses its value"),
+    "typo in an offload": (offloading(2, pin_memoy=True), "refuses zero_optimization.offload_optimizer.pin_memoy"),
+    "value of no form": (
+        {"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}},
+        "optimization.reduce_bucket_size",
+    ),
+    "unlike any": (JSON | {"qqqq": 1}, "qqqq is unknown, and would be ignored in silence: remove it"),
+    "data types in a word": (JSON | {"data_types": "fp32"}, "data_types: expected keys with values"),
 }
 
 
 def refused(folder, content, devices, expected):
-    findings = audited(folder, content, devices=devices)
-    assert any(expected in line for line in lines(findings, "error")), findings
     with pytest.raises(UserError, match=re.escape(expected)):
-        refuse(findings)
+        refuse(audited(folder, content, devices=devices))
 
 
 @pytest.mark.parametrize("case", REFUSED_YAML)
@@ -355,59 +344,65 @@ def test_all_errors_are_raised_together(tmp_path, built):
     assert len(raised.value.problems) == 3
 
 
-def test_data_types_in_a_word_are_refused(tmp_path, built):
-    file = written(tmp_path, JSON | {"data_types": "fp32"}, "ds.json")
-    with pytest.raises(UserError, match="data_types: expected keys with values"):
-        launch_of_yaml(written(tmp_path, zero(deepspeed_config_file=str(file))))
-
-
-def test_compiler_beside_a_json_is_named_with_the_yaml(tmp_path, built):
-    content = zero(deepspeed_config_file=str(written(tmp_path, JSON, "ds.json")))
-    path = written(tmp_path, content | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}})
-    (line,) = lines(audit(TrainConfig(), launch_of_yaml(path), devices=0), "warning")
-    assert f"{path}: dynamo_backend INDUCTOR is not used" in line
-
-
-def test_clipping_in_a_word_is_to_be_removed_alone(tmp_path, built):
-    file = written(tmp_path, JSON | {"gradient_clipping": "x"}, "ds.json")
-    found = audit(TrainConfig(), launch_of_yaml(written(tmp_path, zero(deepspeed_config_file=str(file)))), devices=0)
-    (line,) = [line for line in lines(found, "warning") if "gradient_clipping" in line]
-    assert line.endswith("ds.json: gradient_clipping x is not used, --max-grad-norm 1 is: remove it")
-
-
 ZERO_PP = {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}
 WARNS = {
-    "accumulation": ({"zero_stage": 2, "gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps 4 is not"),
-    "clipping": ({"zero_stage": 2, "gradient_clipping": 0.5}, {}, "--max-grad-norm 1 is"),
-    "JSON accumulation": ({}, JSON | {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps 4 is not"),
-    "JSON batch": ({}, JSON | {"train_batch_size": 64}, "train_batch_size is not used"),
-    "JSON precision": ({}, JSON | {"bf16": {"enabled": False}}, "fixes the precision to no"),
-    "JSON unlike any": ({}, JSON | {"qqqq": 1}, "ignored in silence"),
-    "JSON checkpointing": ({}, JSON | {"activation_checkpointing": {}}, "--gradient-checkpointing decides"),
-    "JSON exchange": ({}, JSON | {"communication_data_type": "fp16"}, "communication_data_type fp16: gradients are"),
-    "JSON ZeRO++": ({}, ZERO_PP, "zero_quantized_gradients true: gradients are less exact"),
+    "accumulation": (
+        zero(zero_stage=2, gradient_accumulation_steps=4),
+        "",
+        "gradient_accumulation_steps 4 is not used",
+    ),
+    "clipping": (
+        zero(zero_stage=2, gradient_clipping=0.5),
+        "",
+        "gradient_clipping 0.5 is not used: remove it; --max-gr",
+    ),
+    "compiler": (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "", "dynamo_backend INDUCTOR is not used"),
+    "compiler by flag": (
+        Z2,
+        "--dynamo_backend eager",
+        "dynamo_backend eager is not used: remove it; --compile decides",
+    ),
+    "accumulation by flag": (DDP, "--gradient_accumulation_steps 4", "gradient_accumulation_steps 4 is not used"),
+    "clipping by flag": (
+        DDP,
+        "--gradient_clipping 0.1",
+        "gradient_clipping 0.1 is not used: remove it; --max-grad-norm",
+    ),
+}
+WARNS_JSON = {
+    "accumulation": (JSON | {"gradient_accumulation_steps": 4}, "ds.json: gradient_accumulation_steps 4 is not used"),
+    "batch": (JSON | {"train_batch_size": 64}, "train_batch_size 64 is not used"),
+    "clipping in a word": (JSON | {"gradient_clipping": "x"}, "ds.json: gradient_clipping x is not used: remove it"),
+    "precision": (JSON | {"bf16": {"enabled": False}}, "fixes the precision to no"),
+    "checkpointing": (JSON | {"activation_checkpointing": {}}, "--gradient-checkpointing decides"),
+    "exchange": (JSON | {"communication_data_type": "fp16"}, "communication_data_type fp16 makes gradients less"),
+    "ZeRO++": (ZERO_PP, "zero_quantized_gradients true makes gradients less exact"),
 }
 
 
-NOT_USED = {
-    "compiler in the file": (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, [], "dynamo_backend INDUCTOR is"),
-    "compiler": (DDP, ["--dynamo_backend", "eager"], "dynamo_backend eager is not used: remove it; --compile compiles"),
-    "accumulation": (DDP, ["--gradient_accumulation_steps", "4"], "gradient_accumulation_steps 4 is not used"),
-    "clipping": (DDP, ["--gradient_clipping", "0.1"], "gradient_clipping 0.1 is not used, --max-grad-norm 1 is"),
-    "compiler beside DeepSpeed": (Z2, ["--dynamo_backend", "inductor"], "dynamo_backend inductor is not used"),
-}
-
-
-@pytest.mark.parametrize("case", NOT_USED)
-def test_launcher_settings_without_effect_are_named(case, tmp_path, built):
-    content, flags, expected = NOT_USED[case]
-    (line,) = lines(audited(tmp_path, content, *flags), "warning")
+def warned(findings, expected):
+    assert lines(findings, "error") == []
+    (line,) = lines(findings, "warning")
     assert expected in line
 
 
-@pytest.mark.parametrize("flag", ["", "gradient_accumulation_steps 1", "gradient_clipping 1.0", "dynamo_backend no"])
-def test_usual_launcher_settings_give_no_warning(flag, tmp_path, built):
-    assert lines(audited(tmp_path, DDP, *(f"--{flag}".split() if flag else ())), "warning") == []
+@pytest.mark.parametrize("case", WARNS)
+def test_launcher_settings_without_effect_are_named(case, tmp_path, built):
+    content, flags, expected = WARNS[case]
+    warned(audited(tmp_path, content, *flags.split()), expected)
+
+
+@pytest.mark.parametrize("case", WARNS_JSON)
+def test_keys_of_a_json_without_effect_are_named(case, tmp_path, built):
+    content, expected = WARNS_JSON[case]
+    section = {"deepspeed_config_file": str(written(tmp_path, content, "ds.json"))}
+    warned(audited(tmp_path, zero(**section)), expected)
+
+
+def test_usual_launcher_settings_give_no_warning(tmp_path, built):
+    flags = "--gradient_accumulation_steps 1 --gradient_clipping 0.5 --dynamo_backend no"
+    assert audited(tmp_path, DDP, *flags.split(), max_grad_norm=0.5) == []
+    assert audited(tmp_path, zero(zero_stage=2, gradient_clipping=1.0)) == []
 
 
 CHANGES = {"data_efficiency": {"enabled": True}, "weight_quantization": {"shared_parameters": {"enabled": True}}}
@@ -420,22 +415,8 @@ def test_sections_that_change_training_are_refused(key, tmp_path, built):
         return lines(audited(tmp_path, zero(deepspeed_config_file=str(file))), "error")
 
     (line,) = errors(CHANGES[key])
-    assert f"{key} changes what a step learns: remove it, or disable it" in line
+    assert f"{key} changes what a step learns: remove it" in line
     assert errors({"enabled": False}) == errors({"shared_parameters": {"enabled": False}}) == errors({}) == []
-
-
-@pytest.mark.parametrize("case", WARNS)
-def test_warning_fires(case, tmp_path, built):
-    section, deepspeed_json, expected = WARNS[case]
-    if deepspeed_json:
-        section = {"deepspeed_config_file": str(written(tmp_path, deepspeed_json, "ds.json"))}
-    findings = audited(tmp_path, zero(**section))
-    assert any(expected in line for line in lines(findings, "warning")), findings
-    assert lines(findings, "error") == []
-
-
-def test_equal_clipping_is_no_warning(tmp_path, built):
-    assert audited(tmp_path, zero(zero_stage=2, gradient_clipping=1.0), max_grad_norm=1.0) == []
 
 
 def test_json_beats_the_command_line_only_with_an_error(tmp_path, built):
@@ -446,12 +427,7 @@ def test_json_beats_the_command_line_only_with_an_error(tmp_path, built):
 
 def test_a_world_smaller_than_asked_for_is_an_error(tmp_path, built):
     (line,) = lines(audited(tmp_path, DDP | {"distributed_type": "NO"}), "error")
-    assert "2 processes asked for, 1 started (distributed_type NO): set distributed_type to MULTI_GPU" in line
-
-
-def test_launch_without_distributed_type_reports_none():
-    launch = Launch({"num_processes": "2"}, None, "", {}, None, {}, {})
-    assert "the launch: 2 processes asked for, 1 started: set" in lines(audit(TrainConfig(), launch, 0), "error")[0]
+    assert "2 processes asked for, 1 started: set distributed_type to MULTI_GPU" in line
 
 
 def test_use_cpu_would_drop_deepspeed(tmp_path, built, monkeypatch):
@@ -475,10 +451,13 @@ def test_missing_tools_are_named(tmp_path, monkeypatch):
     errors = "\n".join(lines(findings, "error"))
     for fix in ("install g++", "python3-dev", "pip install ninja", "libaio-dev"):
         assert fix in errors
-    (line,) = lines(deepspeed_ops.audit_compilation(launch), "note")
-    assert line.startswith("DeepSpeed compiles on first use, once per machine, cpu_adam (")
-    assert line.index("1-4 minutes") < line.index("async_io")
     assert lines(audited(tmp_path, Z2), "error") == []
+    monkeypatch.setattr(deepspeed_ops, "waiting", lambda what: what)
+    compiled = "cpu_adam (the optimizer on the host, 1-4 minutes), async_io (NVMe offload, 1-3 minutes)"
+    assert deepspeed_ops.compiling(launch) == f"DeepSpeed compiles, once per machine, {compiled}"
+    for name in ("cpu_adam", "async_io"):
+        deepspeed_ops.library(name).touch()
+    assert isinstance(deepspeed_ops.compiling(launch), contextlib.nullcontext)
 
 
 @pytest.mark.parametrize(
@@ -518,29 +497,14 @@ def test_lock_of_a_compilation_is_named_and_stays(tmp_path, monkeypatch):
     (tmp_path / "cpu_adam").mkdir()
     lock = tmp_path / "cpu_adam" / "lock"
     lock.touch()
-    launch = launch_of_yaml(written(tmp_path, Z2_OFFLOAD))
-    assert lines(deepspeed_ops.audit_compilation(launch), "warning") == []  # young: this launch's other rank
+    assert [*deepspeed_ops.audit_locks("cpu_adam")] == []  # young: this launch's other rank
     os.utime(lock, (0, 0))
-    (line,) = lines(deepspeed_ops.audit_compilation(launch), "warning")
-    assert "this run will wait for it: delete the file if no other launch is running" in line
+    (finding,) = deepspeed_ops.audit_locks("cpu_adam")
+    assert "this run will wait for it: delete the file if no other launch is running" in str(finding)
     assert lock.exists()
 
 
-def test_what_is_compiled_already_is_not_announced(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    (tmp_path / "cpu_adam").mkdir()
-    (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
-    launch = launch_of_yaml(written(tmp_path, Z2_OFFLOAD))
-    assert [*deepspeed_ops.audit_compilation(launch)] == []
-    assert [*deepspeed_ops.audit_compilation(launch_of_yaml(written(tmp_path, DDP)))] == []
-
-
 TWO_RANKS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-
-
-def test_ranks_of_torchrun_alone_are_noted(built):
-    (line,) = lines(audit(TrainConfig(), read_launch(TWO_RANKS | {"RANK": "0"}, []), devices=0), "note")
-    assert line.startswith("2 processes, plain data parallel, in full precision: ")
 
 
 def test_a_launch_without_its_yaml_is_noted(built):
@@ -680,22 +644,6 @@ def test_verify_engine_reports_each_difference(tmp_path, monkeypatch):
     assert differing == ["ZeRO stage", "clipping", "gradient accumulation", "precision", "ranks"]
 
 
-def test_imports_are_left_out_of_garbage_collections():
-    process = python(
-        """
-        import gc
-        from accel_sft.launch.environment import importing
-        try:
-            with importing():
-                print(gc.isenabled(), gc.get_freeze_count())
-                raise ImportError
-        except ImportError:
-            print(gc.isenabled(), gc.get_freeze_count() > 1000)
-        """
-    )
-    assert process.communicate()[0].split() == ["False", "0", "True", "True"]
-
-
 def python(script, *arguments, **environment):
     """A fresh interpreter running `script`, not yet waited for."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
@@ -741,33 +689,6 @@ def test_quiet_leaves_chatter_to_the_file(tmp_path):
     assert sorted(filter(None, log.splitlines())) == ["from C", "from Python", "from a compiler", "outer again"]
     assert (tmp_path / "inner.log").read_text() == "deeper\n"
     assert not (tmp_path / "never.log").exists()
-
-
-@pytest.mark.parametrize(("rank", "announces"), [("0", True), ("1", False)])
-def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, announces, tmp_path):
-    path = written(tmp_path, Z2_OFFLOAD | {"num_processes": 1, "mixed_precision": "no"})
-    variables = launch_of_yaml(path).environment
-    process = python(
-        """
-        import sys
-        from pathlib import Path
-        from accel_sft.api.config import TrainConfig
-        from accel_sft.launch.accelerator import create_accelerator
-        from accel_sft.launch.info import launch_of_this_process
-        from accel_sft.io.terminal import quiet
-        with quiet(Path(sys.argv[1], "log")):
-            create_accelerator(TrainConfig(), launch_of_this_process())
-        """,
-        tmp_path,
-        **{name: value for name, value in variables.items() if name.startswith("ACCELERATE_") or "WORLD" in name},
-        **{"RANK": "0", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
-        **{"CUDA_VISIBLE_DEVICES": "", "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")},
-    )
-    stdout, stderr = process.communicate()
-    assert process.returncode == 0, stderr
-    announced = "note: DeepSpeed compiles on first use, once per machine, cpu_adam (" in stdout
-    assert announced == announces, stderr
-    assert ("1-4 minutes" in stdout) == announces
 
 
 def test_only_long_waits_are_reported_with_their_seconds(monkeypatch, capsys):
@@ -818,16 +739,6 @@ def test_under_torchrun_the_command_that_continues_a_run_is_torchruns(monkeypatc
     monkeypatch.setattr(psutil.Process, "parents", lambda self: [SimpleNamespace(cmdline=lambda: above, cwd=os.getcwd)])
     command = describe.resume_command(Path.cwd() / "a", None)
     assert command == "bin/torchrun --nproc_per_node 2 -m accel_sft math --output-dir a --resume auto"
-
-
-@pytest.mark.parametrize(("activated", "expected"), [(True, "accelerate"), (False, "{scripts}/accelerate")])
-def test_command_to_continue_a_run_works_in_its_shell(activated, expected, monkeypatch):
-    scripts = sysconfig.get_path("scripts")
-    path = [scripts, *([scripts] if activated else []), "/usr/bin"]  # the first by `prepare_environment`
-    monkeypatch.setenv("PATH", os.pathsep.join(path))
-    monkeypatch.setattr(describe, "launcher_command", lambda: ([f"{scripts}/accelerate", "launch"], Path()))
-    command = describe.resume_command(Path.cwd() / "a", "a")
-    assert command == expected.format(scripts=scripts) + " launch --resume auto"
 
 
 def test_ranks_that_would_train_alone_are_refused():
@@ -940,7 +851,9 @@ def test_what_no_launcher_sets_is_refused_in_a_line(variables, message, prepared
 def test_a_precision_that_is_none_is_refused():
     launch = read_launch({"ACCELERATE_MIXED_PRECISION": "evil"}, [])
     (line,) = lines(audit(TrainConfig(), launch, 0), "error")
-    assert line == "mixed_precision evil (ACCELERATE_MIXED_PRECISION) is unknown: --mixed_precision bf16, fp16 or no"
+    assert (
+        line == "mixed_precision evil (ACCELERATE_MIXED_PRECISION) is not supported: --mixed_precision bf16, fp16 or no"
+    )
 
 
 @pytest.mark.parametrize("named", ["ds.json", "more/ds.json"])

@@ -655,7 +655,7 @@ def test_launch_whose_processes_cannot_hold_the_weights_is_refused(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**40, 2**40))
     monkeypatch.setattr(predicted.host_memory, "free_bytes", lambda: 256 * GIB)
     needed = 8 * 4 * job.shape.parameters / GIB
-    line = f"8 processes in host memory: the weights alone, which each process loads whole, take {needed:.1f} GiB"
+    line = f"8 processes in host memory: the model states alone take {needed:.1f} GiB"
     with pytest.raises(UserError, match=line):
         predicted._misfits(job, force=False)
     assert line in predicted._misfits(job, force=True)[0]
@@ -673,7 +673,7 @@ def test_launch_that_cannot_fit_is_refused_before_loading(called, tmp_path):
     (tmp_path / "model/config.json").write_text(json.dumps(large))
     done = called(*job, run_dir=tmp_path / "refused")
     assert done.status == 1
-    assert "the model states of this launch alone take" in done.output
+    assert "the model states alone take" in done.output
     assert "or add --force" in done.output
     result = tmp_path / "refused/result.json"
     assert not result.exists() or "model states" in json.loads(result.read_text())["error"]

@@ -17,8 +17,6 @@ from fake_plugins import install
 from places import STORED_RUNS
 from safetensors.torch import load_file
 
-from accel_sft.training.record import _data_changes
-
 JOB = ("math", "--model", "model", "--train-examples", "40", "--validation-examples", "7", "--max-steps", "6")
 JOB += ("--global-batch-size", "10", "--learning-rate", "0.01", "--max-length", "128", "--save-every", "3")
 JOB += ("--eval-every", "3", "--seed", "5", "--keep-checkpoints", "5", "--output-dir", "run")
@@ -49,12 +47,6 @@ def test_a_run_of_an_earlier_version_goes_on(version, tmp_path, monkeypatch):
     assert weights.keys() == whole.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, whole[name], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize(("limit", "says_so"), [("10%", True), (None, False)])
-def test_a_sample_of_rows_is_named_if_its_data_differ(limit, says_so):
-    (line,) = _data_changes({"data_sha256": "a"}, {"data_sha256": "b", "config": {"train_limit": limit}})
-    assert line.endswith("an earlier version took the first rows for --train-limit") is says_so
 
 
 @pytest.mark.parametrize("version", VERSIONS)

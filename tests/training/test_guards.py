@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import types
@@ -83,7 +82,6 @@ def fail(*_):
     ("method", "function", "message"),
     [
         ("aggregate", lambda self, scores: {"right": "much"}, r"aggregate\(\) failed, .* 'much'"),
-        ("aggregate", lambda self, scores: None, r"aggregate\(\) failed, or gave something other than a number"),
         ("aggregate", fail, r"aggregate\(\) failed, .*RuntimeError: ill"),
         ("aggregate", lambda self, scores: {"other": 1.0}, r"aggregate\(\) gave \['other'\], without its main_metric"),
         ("score", lambda self, example, text: {"other": 1.0}, r"score\(\) gave \['other'\], without its main_metric"),
@@ -94,8 +92,6 @@ def fail(*_):
         ),
         ("score", lambda self, example, text: 1.0, r"validation example [01]: score\(\) gave 1\.0"),
         ("score", lambda self, example, text: {"right": {1}}, r"score\(\) gave .*, which JSON cannot hold \(Object of"),
-        ("score", lambda self, example, text: {"right": "\ud800"}, r"score\(\) gave .*, which JSON cannot hold"),
-        ("score", lambda self, example, text: {"right": "yes"}, r"score\(\) gave 'right' 'yes', of which"),
         ("score", lambda self, example, text: {str(example): 1.0}, r"score\(\) gave '.*' None, of which"),
         ("score", fail, r"validation example [01]: the task's score\(\) failed on .*RuntimeError: ill"),
     ],
@@ -149,13 +145,6 @@ def test_unreadable_row_is_not_blamed_on_the_score():
         scored(Sums(), Gone([40]), 0, "")
 
 
-def test_metrics_of_many_scores_wait_for_the_first_evaluation():
-    def of_many(self, scores):
-        return {"right": statistics.correlation(*zip(*((s["right"], s["right"]) for s in scores), strict=True))}
-
-    check_scoring(type("Correlated", (Sums,), {"aggregate": of_many})(), [40, 41])
-
-
 def test_metric_that_no_own_answer_scores_is_named():
     never = type("Never", (Sums,), {"score": lambda self, example, text: {"right": 0.0}})
     (line,) = check_scoring(never(), [40, 41])
@@ -191,8 +180,6 @@ def test_a_metric_may_be_any_number(tiny):
     ("examples", "message"),
     [
         (None, r"dataset\('train'\) gave NoneType, expected a sequence"),
-        ((n for n in range(3)), r"dataset\('train'\) gave generator, expected a sequence"),
-        ({1, 2}, r"dataset\('train'\) gave set, expected a sequence"),
         ({"rows": [1, 2]}, r"dataset\('train'\) gave dict, expected a sequence"),
         ("rows.json", r"dataset\('train'\) gave str, expected a sequence"),
         ([], r"dataset\('train'\) is empty"),
@@ -254,29 +241,6 @@ def test_finished_run_without_checkpoints_refuses_other_settings(copy, called):
     assert refused.status == 1
     assert "--seed: the run was started with 7, not 99" in refused.output
     assert (folder / "base" / "tokenizer.json").stat().st_mtime_ns == before
-
-
-def test_a_finished_run_says_whether_its_data_has_changed_since(called, tmp_path):
-    rows = [json.dumps({"instruction": f"{number}?", "output": str(number)}) + "\n" for number in range(8)]
-    for name in ("one", "two"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
-    files = ("--train-file", f"{tmp_path}/one.jsonl,{tmp_path}/two.jsonl", "--validation-file", f"{tmp_path}/one.jsonl")
-    job = ("chat", *files, "--max-steps", "1", "--eval-every", "off", "--save-every", "off", "--resume", "auto")
-    first = accel_sft(*job, run_dir=tmp_path / "run")
-    assert first.status == 0, first.output
-
-    def again():
-        done = called(*job, run_dir=tmp_path / "run")
-        assert done.status == 0, done.output
-        assert "this run is finished" in done.output
-        return " ".join(done.output.partition("report.md")[2].split())
-
-    assert again() == ""
-    (tmp_path / "two.jsonl").write_text("".join(rows[:4]))
-    changed = f"its data has changed since ({tmp_path}/two.jsonl): to train on it, start a run in another folder"
-    assert again() == changed
-    (tmp_path / "two.jsonl").unlink()
-    assert again().startswith(f"its data can no longer be read: {tmp_path}/two.jsonl: cannot be read (No such file")
 
 
 def test_resume_from_a_named_checkpoint_sets_later_files_aside(launched, tmp_path):
@@ -427,7 +391,6 @@ def test_a_value_that_a_record_hides_is_asked_for(tmp_path, capsys):
     with pytest.raises(UserError, match=r"--tokenizer 5: expected text; so says the run.json of --model run"):
         recorded_options({**record, "task_options": {"tokenizer": 5}}, [own], [], "--model run", same_data=False)
     _check_unchanged(record, {**record, "task_options": {"tokenizer": "gpt2"}}, RunDir(tmp_path))
-    assert "its record hides --tokenizer as a secret, so a change cannot be seen" in capsys.readouterr().out
     with pytest.raises(UserError, match="--tokenizer: the run was started with"):
         _check_unchanged(record, {**record, "task_options": {"tokenizer": ""}}, RunDir(tmp_path))
 
@@ -461,17 +424,9 @@ def test_a_longer_run_is_refused_with_the_way_out(tmp_path):
     record = {"task": "t", "config": TrainConfig(max_steps=6).resolved({}).as_dict(), "task_options": {}}
     record |= {"data_sha256": "a", "task_code": "a"}
     longer = {**record, "config": {**record["config"], "max_steps": 9}}
-
-    def refusal():
-        with pytest.raises(UserError, match="--max-steps: the run was started with 6, not 9") as raised:
-            _check_unchanged(record, longer, RunDir(tmp_path))
-        return raised.value.problems[-1]
-
-    assert f"let it end, and start a new run from its weights with --init-from {tmp_path}" in refusal()
-    (tmp_path / "best").mkdir()
-    assert f"from the best so far: --init-from {tmp_path}/best" in refusal()
-    (tmp_path / "final").mkdir()
-    assert refusal().endswith(f"or start a new run from its weights: --init-from {tmp_path}")
+    with pytest.raises(UserError, match="--max-steps: the run was started with 6, not 9") as raised:
+        _check_unchanged(record, longer, RunDir(tmp_path))
+    assert raised.value.problems[-1].endswith(f"start a new run from its weights: --init-from {tmp_path}")
 
 
 def test_broken_record_is_named_and_broken_result_is_rewritten(copy, called):
@@ -547,7 +502,7 @@ def test_refused_write_is_reported_with_a_fix(tmp_path, number):
     [
         (
             {"CXX": "no-such-compiler"},
-            "--compile: there is no C++ compiler (no-such-compiler); install one, name it in",
+            "--compile: there is no C++ compiler (no-such-compiler); install one, or",
         ),
         ({"ACCEL_SFT_CACHE": "~nobody.here"}, "ACCEL_SFT_CACHE ~nobody.here: nobody here has this home folder"),
     ],
@@ -628,10 +583,8 @@ def test_run_without_readable_record_is_not_evaluated(called, tmp_path, record, 
 HOSTILE = {
     "a number for a name": {"task": 5},
     "no settings": {"config": None},
-    "a list": [],
     "lengths that are none": {"config": {"max_length": "9" * 9, "max_new_tokens": []}},
     "what steers a terminal": {"task": "\x1b]0;mine\x07", "launch": {"precision": "\x1b[2J"}},
-    "a launch that is none": {"launch": [], "max_new_tokens": None},
     "deep": None,
 }
 
