@@ -11,20 +11,20 @@ from accel_sft.memory.shape import Block, Matrix
 _CAPPED = ("gemma2",)
 """Families with soft caps on scores and logits. transformers 5.23 has no fused attention for them: it keeps scores."""
 _SCORE, _SCORE_BACKWARD = 8, 6
-"""Bytes per attention score where attention is not fused. The forward keeps _SCORE: the capped score, and its softmax
-in float32 and in the computing type. The backward needs _SCORE_BACKWARD on top."""
+"""Bytes per attention score that is not fused: kept by the forward (the capped score, and its softmax in float32 and in
+the computing type), and on top in the backward."""
 LOGIT = 12
 """Bytes per logit in the loss's backward: the log-softmax, its gradient and the logit's gradient, all in float32.
 Logits in a narrower type are freed by then."""
 _INNER_NORM = 8
 """Bytes per element of a norm that no matrix follows: its input and its normed values, both in float32."""
 _TOWERS = {"qwen2_vl": (22, 6, 14, 36), "qwen2_5_vl": (30, 8, 18, 38), "qwen3_vl": (22, 4, 15, 44), "": (16, 4, 7, 24)}
-"""A vision tower, by family, in half precision: bytes that a trained block keeps for each element of `width` and of
-`inner`; bytes for each of `width` that what surrounds the blocks keeps, and that a frozen tower holds at once. The last
-entry is SigLIP's and CLIP's. Counted with torch's profiler at widths of 256 and 512."""
+"""A vision tower, by family (else SigLIP's and CLIP's), in half precision, by torch's profiler: bytes that a trained
+block keeps for each element of `width` and of `inner`; bytes for each of `width` that what surrounds the blocks keeps,
+and that a frozen tower holds at once."""
 _FLOAT32_STREAM = 8
-"""Bytes for each element of `width` that a block of SigLIP or CLIP keeps besides where autocast computes from float32
-weights: positions, which are added in float32, make its residual stream float32. Qwen's stays in half precision."""
+"""Bytes for each element of `width` that a block of SigLIP or CLIP keeps besides under autocast, where positions, which
+are added in float32, make its residual stream float32."""
 PIXEL = 4
 """Bytes of a pixel value, as the processor gives it."""
 
@@ -75,8 +75,7 @@ def _norm_bytes(job: Job) -> int:
 
 
 def _adapter(job: Job, block: Block) -> float:
-    """Bytes that an adapter adds for one token of a block: its rank-r states, and with dropout the masks and the
-    dropped-out inputs."""
+    """Bytes that an adapter adds for one token of a block: its states, and dropout's masks and inputs."""
     e, mask = job.computes_bytes, job.computes_bytes if job.on_cpu else 1
     adapted = {matrix for *_, matrix in job.shape.adapted(job.adapter, job.target_modules)}
     inputs = [m.inputs for m in block.matrices if m in adapted and m.is_linear]
@@ -87,13 +86,14 @@ def _adapter(job: Job, block: Block) -> float:
 
 
 def _whole_block(job: Job, block: Block) -> float:
-    """Bytes that one block keeps in the largest forward: by tokens, by rows, and beside them."""
+    """Bytes that one block keeps in the largest forward."""
     size = job.tokens * block_bytes(job, block) + _SCORE * _scores(job)
     if job.copies and any(m.group == "attention" for m in block.matrices):  # keys and values, for each row and head
         size += 2.0 * job.computes_bytes * job.shape.heads * job.shape.head_dim * job.copied_keys
+    prefix, own = job.prefix_and_own
     for measured in block.recurrent:
-        of_prefix, of_row = measured(job.computes_bytes, *job.prefix_and_own)
-        size += of_prefix + job.rows * of_row
+        size += job.rows * measured(job.computes_bytes, own)
+        size += measured(job.computes_bytes, prefix) if prefix else 0.0
     return size + sum(_merged_experts(job, block))
 
 
@@ -103,15 +103,13 @@ def _scores(job: Job) -> float:
 
 
 def _merged_experts(job: Job, block: Block) -> list[float]:
-    """Bytes of each copy of fused experts under an adapter: peft adds the adapter to a copy of their weights, which is
-    saved."""
+    """Bytes of each copy of fused experts' weights, to which peft adds an adapter, and which is saved."""
     adapted = {matrix for *_, matrix in job.shape.adapted(job.adapter, job.target_modules)} if job.is_frozen else set()
     return [job.computes_bytes * m.parameters for m in block.matrices if m.copies > 1 and m in adapted]
 
 
 def _saved_and_recomputed(job: Job) -> tuple[float, float]:
-    """Bytes that all blocks keep at the end of the largest forward, and those that a backward computes again at once,
-    with gradient checkpointing."""
+    """Bytes that all blocks keep at the end of the largest forward, and that checkpointing computes again at once."""
     blocks = [(block.count, _whole_block(job, block)) for block in job.shape.blocks]
     mask = float(job.computes_bytes * job.tokens**2 * job.dense_mask)
     if not job.gradient_checkpointing:
@@ -185,8 +183,8 @@ def _block_backward(job: Job, block: Block) -> float:
 
 
 def tower_bytes(job: Job) -> tuple[float, float]:
-    """Bytes that a vision tower keeps for the backward, and those that it holds at once in its forward, pixels
-    included. A frozen one keeps nothing; with `--train-only` it counts as if trained whole."""
+    """Bytes that a vision tower keeps for the backward (a frozen one none; with `--train-only` it counts as trained
+    whole), and those that it holds at once in its forward, pixels included in both."""
     pixels, tower, e = float(PIXEL * job.pixels), job.shape.tower, job.computes_bytes
     if tower is None or not tower.values:
         return pixels, pixels

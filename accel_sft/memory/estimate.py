@@ -39,8 +39,7 @@ HEAP = 1.3
 the gradients of activations come on top, and a freed block does not fit every later request."""
 LEFT_IN_HEAP = {"ddp": 2.5, 0: 0.5, 1: 4.0, 2: 4.0, 3: 6.5}
 """Bytes that a CPU's heap and collectives keep, by backend or ZeRO stage: for each trained parameter at stages 1 and 2,
-else for each of all. These are DDP's first buckets, which DDP replaces by ones in another order, weights before
-flattening or sharding, gathered weights, and exchange buffers."""
+else for each of all. These are DDP's first buckets, weights before sharding, gathered weights, and exchange buffers."""
 PHASES = ("load", "shard", "first_step", "step", "evaluate", "save", "export")
 """Phases of a run, in order. `first_step` is from the first forward to the first update; `step` is any later step."""
 WITH_COPY = ("step", "evaluate", "save", "export")
@@ -62,7 +61,6 @@ class Estimate:
         host: resident memory of one rank's process, the pages that it shares with other ranks included.
         spare_bytes: what a rank does without in the phases WITH_COPY where host memory is short: training then waits
             while checkpoints are written file by file.
-        local_ranks: ranks on one machine, for `host_peak_bytes`.
         notes: what the numbers leave out, one sentence each.
     """
 
@@ -74,7 +72,6 @@ class Estimate:
 
     @property
     def device_peak_bytes(self) -> float:
-        """Bytes of the largest phase on one accelerator."""
         return max(totals(self.device).values(), default=0.0)
 
     @property
@@ -84,19 +81,13 @@ class Estimate:
 
     @property
     def host_needed(self) -> dict[str, float]:
-        """Bytes of each phase in one rank's host memory, without the copies of `spare_bytes`."""
+        """Bytes of each phase in one rank's host memory, without `spare_bytes`."""
         return {phase: size - self.spare_bytes * (phase in WITH_COPY) for phase, size in totals(self.host).items()}
 
     @property
     def host_needed_bytes(self) -> float:
-        """`host_peak_bytes` without these copies: host memory of less does not fit."""
+        """`host_peak_bytes` without them: host memory of less does not fit."""
         return self.local_ranks * max(self.host_needed.values(), default=0.0)
-
-    @property
-    def tightest(self) -> str | None:
-        """The phase that takes the most memory of the accelerator, or of the host where ranks train on the CPU."""
-        sizes = totals(self.device or self.host)
-        return max(sizes, key=sizes.__getitem__) if sizes else None
 
     def fits(self, gpu_memory: float | None, host_memory: float | None) -> bool:
         """Whether the job fits into `gpu_memory` bytes of each accelerator and `host_memory` bytes of each machine. A
@@ -115,11 +106,7 @@ def totals(memory: Memory) -> dict[str, float]:
 
 
 def estimate(job: Job) -> Estimate:
-    """Predict the memory of a job's ranks.
-
-    Raises:
-        UserError: the adapter's target modules are not in the model.
-    """
+    """Predict the memory of a job's ranks, or raise UserError if its adapter's target modules are not in the model."""
     part = dataclasses.replace(job, shape=job.shape.cut(job.launch.tensor_ranks))
     device, host = placed(job)
     if job.on_cpu:
@@ -168,29 +155,22 @@ def _after_training(job: Job, base: Mapping[str, float], evaluate: float, export
 
 def _on_gpu(job: Job, states: Placed, part: Job) -> dict[str, dict[str, float]]:
     """Memory of a GPU; `part` is the job with a rank's part of the model."""
-    forward = peak_bytes(part)
-
-    def step(moments: bool) -> dict[str, float]:
-        resident = _resident(states, CUDA_BYTES, moments=moments)
-        # FSDP frees the reduced gradient of the embedding only at the next backward's first block, after the head
-        late = states.in_flight if job.launch.backend == "fsdp" else 0.0
-        gathered = 0.0 if job.autocast else states.gathered
-        gradients = states.gradients if job.launch.backend != "deepspeed" or job.launch.stage else 0.0
-        backward = _add(resident, **forward, buffers=gathered, gradients=gradients + late)
-        update = _add(_resident(states, CUDA_BYTES), gradients=states.gradients + states.update)
-        most = max(backward, update, key=lambda phase: sum(phase.values()))
-        return _add(most, overhead=GAPS * max(sum(most.values()) - sum(resident.values()), 0.0))
-
+    before, after = (_resident(states, CUDA_BYTES, moments=moments) for moments in (False, True))
+    # FSDP frees the reduced gradient of the embedding only at the next backward's first block, after the head
+    late = states.in_flight if job.launch.backend == "fsdp" else 0.0
+    gathered = 0.0 if job.autocast else states.gathered
+    gradients = states.gradients if job.launch.backend != "deepspeed" or job.launch.stage else 0.0
+    backward = _add(after, **peak_bytes(part), buffers=gathered, gradients=gradients + late)
+    update = _add(after, gradients=states.gradients + states.update)
+    most = max(backward, update, key=lambda phase: sum(phase.values()))
+    step = _add(most, overhead=GAPS * max(sum(most.values()) - sum(after.values()), 0.0))
     is_sharded = job.launch.stage == 3
-    after = _resident(states, CUDA_BYTES)
     phases = {
         "load": _phase(CUDA_BYTES, weights=states.weights if is_sharded else 0.0),
-        "shard": _add(_resident(states, CUDA_BYTES, moments=False), optimizer=states.sharding),
-        "first_step": step(False),
-        "step": step(True),
-        **_after_training(
-            job, after, states.gathered + states.swapping, states.swapping + (states.gathered if is_sharded else 0.0)
-        ),
+        "shard": before,
+        "first_step": step,  # without the moments until its update
+        "step": step,
+        **_after_training(job, after, states.gathered, states.gathered if is_sharded else 0.0),
     }
     if job.eval_rows:
         phases["evaluate"]["activations"] = _generating_bytes(job)
@@ -201,15 +181,13 @@ def _beside_gpu(job: Job, states: Placed) -> dict[str, dict[str, float]]:
     """Host memory of a rank whose model trains on a GPU."""
     base = PROCESS_BYTES["deepspeed" if job.launch.backend == "deepspeed" else "ddp"]
     loading, after = loading_bytes(job), _resident(states, base)
-    sharding = {"weights": max(loading - states.weights, 0), "optimizer": states.sharding}
     step = _add(after, gradients=states.gradients + states.update)
-    exported = states.swapping + (0.0 if job.eval_rows else _exported_bytes(job))
     return {
         "load": _phase(base, weights=loading),
-        "shard": _add(_resident(states, base, moments=False), **sharding),
+        "shard": _add(_resident(states, base, moments=False), weights=max(loading - states.weights, 0.0)),
         "first_step": step,
         "step": step,
-        **_after_training(job, after, states.swapping, exported),
+        **_after_training(job, after, 0.0, 0.0 if job.eval_rows else _exported_bytes(job)),
     }
 
 
@@ -229,13 +207,12 @@ def _on_cpu(job: Job, states: Placed, part: Job) -> dict[str, dict[str, float]]:
     backward = _add(after, gradients=states.gradients + states.in_flight, buffers=exchange)
     update = _add(after, gradients=states.gradients + states.update)
     most = max(backward, update, key=lambda phase: sum(phase.values()))
-    before = _resident(dataclasses.replace(states, buffers=0.0), start, moments=False)
     return {
         "load": _phase(start, weights=loaded),
-        "shard": _add(before, optimizer=states.sharding),
+        "shard": _resident(dataclasses.replace(states, buffers=0.0), start, moments=False),
         "first_step": _add(most, optimizer=-states.moments / 2),  # its moments take blocks that its backward freed
         "step": most,
-        **_after_training(job, after, states.gathered + states.swapping, states.swapping),
+        **_after_training(job, after, states.gathered, 0.0),
     }
 
 
@@ -248,11 +225,8 @@ def _generating_bytes(job: Job) -> float:
 
 
 def loading_bytes(job: Job) -> float:
-    """Bytes of host memory that a rank of a GPU takes while it loads the weights, at least.
-
-    Mapped weight files are page cache, freed when memory is short; converted weights need memory of their own, and
-    every rank converts all of them, unless ZeRO-3 shards them as they are read.
-    """
+    """Bytes of host memory that a rank of a GPU takes while it loads the weights, at least. Mapped weight files are
+    page cache; converted ones need memory, and each rank converts all, unless ZeRO-3 shards them as they are read."""
     converts = job.loaded_bytes != job.stored_bytes and job.launch.stage < 3
     return weights_bytes(job) / job.launch.tensor_ranks if converts else 0.0
 

@@ -25,7 +25,7 @@ from accel_sft.memory.job import Job
 
 @dataclasses.dataclass(frozen=True)
 class ModelFlops:
-    """What training takes: FLOPs for each token, for each token with a loss, and for each query-key pair."""
+    """FLOPs that training takes for each token, for each token with a loss, and for each query-key pair."""
 
     token: float
     supervised_token: float
@@ -100,10 +100,6 @@ def peaks(device_name: str) -> Peaks | None:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The device's peak in FLOP/s; None if it is not known.
-
-    Args:
-        precision: a field of `Peaks`; any other, such as `fp8`, is not known.
-    """
+    """The device's peak in FLOP/s; None if it, or that of such a precision, is not known."""
     teraflops = getattr(peaks(device_name), precision, None) if precision in ("bf16", "fp16", "tf32", "fp32") else None
     return teraflops * 1e12 if teraflops else None

@@ -17,7 +17,7 @@ of those scales."""
 AS_CONFIGURED: tuple[str, ...] = ("adapter", "lora_r", "lora_dropout", "use_dora", "lora_modules_to_save")
 AS_CONFIGURED += ("lora_target_parameters", "load_in_4bit", "optimizer", "dtype", "gradient_checkpointing", "compile")
 AS_CONFIGURED += ("ema_decay", "train_only")
-"""Attributes of a job that have the name and the value of a setting."""
+"""Attributes of a job that have the name and the value of an option."""
 MOST_LOGITS = 2**25
 """Maximum number of logits (tokens times vocabulary) that a head in pieces holds at once, unless a GPU has room for
 more: 128 MiB in float32, and about three times that in a backward."""
@@ -36,17 +36,10 @@ class Job:
     """A training run, as far as memory and speed depend on it.
 
     Attributes:
-        shape: the model's shape.
-        launch: backend, ZeRO stage, offload, precision and ranks; `launch_of_yaml` reads one without starting it.
         device: `cuda`, or `cpu`, where ranks train in host memory.
-        dtype: the value of `--dtype`.
         stored_bytes: bytes of one element in the weight files.
-        adapter, lora_r, lora_dropout, use_dora, lora_modules_to_save, lora_target_parameters, load_in_4bit,
-            optimizer, ema_decay: the values of the options of these names.
-        train_only: the value of `--train-only`; memory is counted as if all weights were trained, which is the most.
         target_modules: the value of `--lora-target-modules`.
-        compile: the value of `--compile`; only speed depends on it.
-        gradient_checkpointing: whether blocks' activations are computed again in the backward.
+        train_only: the value of `--train-only`; memory is counted as if all weights were trained, which is the most.
         tokens: tokens in the largest forward of a rank, padding included.
         supervised_tokens: how many of these tokens have a loss; the logits have as many rows.
         rows: rows in that forward.
@@ -95,12 +88,10 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """Ranks over all machines."""
         return self.launch.world_size
 
     @property
     def local_ranks(self) -> int:
-        """Ranks on one machine."""
         return self.launch.local_world_size
 
     @property
@@ -113,7 +104,6 @@ class Job:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the base's weights are frozen, under an adapter."""
         return self.adapter != "none"
 
     @property
@@ -150,7 +140,6 @@ class Job:
 
     @property
     def trained(self) -> int:
-        """Number of parameters that are trained."""
         if not self.is_frozen:
             return self.shape.trained() + (self.shape.other if self.train_only else 0)
         modules = self.lora_modules_to_save
@@ -159,7 +148,6 @@ class Job:
 
     @property
     def adapter_matrices(self) -> int:
-        """Number of parameters in an adapter's matrices."""
         return self.shape.trained(
             self.adapter, self.lora_r, self.target_modules, self.lora_target_parameters, self.lora_modules_to_save
         )

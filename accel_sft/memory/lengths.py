@@ -55,7 +55,6 @@ def keep(
     Args:
         lengths, supervised: numbers of tokens, and of supervised tokens, of each training example, as arrays.
         mean: returns the mean of such an array over the examples as they are trained on.
-        vocabulary, pixels: as in `Lengths`.
     """
     means = mean(lengths), mean(supervised)
     made = Lengths(int(lengths.max()), int(supervised.max()), *means, _TOKENIZED, vocabulary, pixels)

@@ -5,15 +5,13 @@ Any family that transformers knows is counted, in a second or two; torch's impor
 
 import dataclasses
 import functools
-import inspect
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.api.options import shown
-from accel_sft.io.files import read_json
+from accel_sft.io.files import mapping, read_json
 from accel_sft.memory.job import BYTES
 from accel_sft.memory.shape import Block, Matrix, ModelShape, SavedBytes, tower
 
@@ -35,33 +33,19 @@ class UnusableModel(UserError):
 
 
 def read_shape(config: dict[str, Any], name: str) -> ModelShape:
-    """The shape of the model that transformers builds of this configuration. Imports torch.
+    """The shape of the model that transformers builds of config.json's content; `name` is for errors. Imports torch.
 
-    Args:
-        config: the content of config.json.
-        name: as the user named the model, for errors.
     Raises:
         UserError: transformers cannot build the model.
     """
     return _walked(_built(config, name))
 
 
-def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The language model's configuration, and whether it is a part of a multimodal one."""
-    inner = config.get("text_config")
-    if not isinstance(inner, Mapping):
-        return dict(config), "vision_config" in config
-    merged = {key: config[key] for key in ("tie_word_embeddings", "vocab_size") if key in config}
-    merged |= {"model_type": config.get("model_type"), **inner}
-    return merged, True
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json.
 
     Raises:
-        UserError: it cannot be read, or is no object.
-        UnusableModel: it has sizes that no model can have.
+        UserError: it cannot be read, or is no object; UnusableModel, if it has sizes that no model can have.
     """
     content = read_json(folder / "config.json")
     if not isinstance(content, dict):
@@ -69,7 +53,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     wrong = [
         f"{folder}/config.json: {name} {shown(str(text[name]))}: expected a whole number from 1 to {most:,}; put the "
         "model's own file back"
-        for text in (content, text_config(content)[0])
+        for text in (content, mapping(content.get("text_config")))
         for name, most in _SIZES.items()
         if isinstance(text.get(name), (str, int, float)) and not (type(text[name]) is int and 1 <= text[name] <= most)
     ]
@@ -85,7 +69,6 @@ def stored_bytes(config: dict[str, Any]) -> int:
 
 
 def _built(config: dict[str, Any], name: str) -> Any:
-    """The model of a configuration on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -141,12 +124,8 @@ def _walked(model: Any) -> ModelShape:
 
 
 def _block(module: Any, active: int | None, config: Any) -> Block:
-    """One block: its linear layers and experts as matrices, the rest as vectors.
-
-    Args:
-        active: number of experts that a token is sent to; None without experts.
-        config: the text configuration.
-    """
+    """One block: its linear layers and experts as matrices, the rest as vectors. A token is sent to `active` experts;
+    `config` is the text configuration."""
     import torch
 
     matrices: list[Matrix] = []
@@ -182,49 +161,31 @@ def _block(module: Any, active: int | None, config: Any) -> Block:
     return Block(count=1, matrices=tuple(matrices), vectors=vectors, recurrent=recurrent)
 
 
-def _kept_bytes(layer: Any, config: Any, itemsize: int, prefix: int, own: int) -> tuple[float, float]:
-    """Bytes that a prefix keeps, and that each row of `own` tokens keeps, which goes on from the prefix's cache.
+def _kept_bytes(layer: Any, config: Any, itemsize: int, tokens: int) -> float:
+    """Bytes that a row of so many tokens keeps in a layer with a state, which is on the meta device.
 
-    Layers with a state (linear attention, state space, short convolutions) compute by chunks, to which rows are padded,
-    and keep products of a chunk's tokens and states between chunks, far more than inputs and outputs of matrices. So
-    the layer runs on the meta device, as transformers implements it in torch. Kernels of other packages cannot run
-    there, and keep less.
-
-    Args:
-        layer: on the meta device.
-        config: the text configuration of its model.
-        itemsize: bytes of one element in the computing type.
-        prefix: tokens of the prefix; 0: rows begin without a state.
+    Such layers (linear attention, state space, short convolutions) compute by chunks, to which rows are padded, and
+    keep products of a chunk's tokens and states between chunks, far more than inputs and outputs of matrices. So the
+    layer runs on the meta device, as transformers implements it in torch. Kernels of other packages cannot run there,
+    and keep less. That a row goes on from the cache of a prefix changes little.
     """
     import torch
-    from transformers import DynamicCache
 
     dtype, saved = torch.float32 if itemsize == 4 else torch.bfloat16, {}
-    layer.to(dtype).train()
 
     def save(tensor: Any) -> Any:
         saved[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    def bytes_of_row(rows: int, tokens: int, **cache: Any) -> float:
-        hidden = torch.empty(rows, min(tokens, _MOST_TOKENS), config.hidden_size, dtype=dtype, device="meta")
-        for tensor in (hidden.requires_grad_(), *layer.parameters()):
-            save(tensor)
-        before = set(saved)
-        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            layer(hidden, **cache)
-        new = (saved[key].untyped_storage().nbytes() for key in saved.keys() - before)
-        return float(sum(new)) * max(tokens / _MOST_TOKENS, 1) / rows
-
-    if not prefix:
-        return 0.0, bytes_of_row(2, own)
-    taken = inspect.signature(layer.forward).parameters
-    name = next(name for name in ("cache", "cache_params", "past_key_values") if name in taken)
-    cache = DynamicCache(config=config)
-    of_prefix, layer_cache = bytes_of_row(1, prefix, **{name: cache}), cache.layers[layer.layer_idx]
-    for states in (layer_cache.conv_states, layer_cache.recurrent_states):
-        states.update({at: state.expand(2, *state.shape[1:]) for at, state in states.items() if state is not None})
-    return of_prefix, bytes_of_row(2, own, **{name: cache})
+    rows, length = 2, min(tokens, _MOST_TOKENS)
+    hidden = torch.empty(rows, length, config.hidden_size, dtype=dtype, device="meta").requires_grad_()
+    for tensor in (hidden, *layer.to(dtype).train().parameters()):
+        save(tensor)
+    before = set(saved)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        layer(hidden)
+    new = (saved[key].untyped_storage().nbytes() for key in saved.keys() - before)
+    return float(sum(new)) * max(tokens / _MOST_TOKENS, 1) / rows
 
 
 def _measured(recurrent: tuple[SavedBytes, ...]) -> tuple[SavedBytes, ...]:
@@ -232,7 +193,7 @@ def _measured(recurrent: tuple[SavedBytes, ...]) -> tuple[SavedBytes, ...]:
     cached = tuple(map(functools.cache, recurrent))
     try:
         for measured in cached:
-            measured(4, 1, 2)
+            measured(4, 2)
     except Exception:  # noqa: BLE001 - packages' kernels run on GPUs alone; they keep little but inputs and outputs
         return ()
     return cached

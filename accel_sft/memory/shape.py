@@ -7,10 +7,8 @@ from typing import Any
 from accel_sft.api.errors import UserError
 from accel_sft.api.limits import names_of
 
-GROUPS = ("embeddings", "attention", "recurrent", "feed_forward", "experts", "norms", "head", "other")
-"""Groups of a model's parameters. `other` are those that text does not reach (a vision tower's), which stay frozen."""
-SavedBytes = Callable[[int, int, int], tuple[float, float]]
-"""What a layer with a state keeps, by (itemsize, prefix tokens, own tokens): bytes of the prefix, bytes of each row."""
+SavedBytes = Callable[[int, int], float]
+"""Bytes that a row keeps in a layer with a state, by the bytes of an element and the row's tokens."""
 ALL_LINEAR = "all-linear"
 """The value of --lora-target-modules that stands for every linear layer but the head."""
 
@@ -21,8 +19,8 @@ class Matrix:
 
     Attributes:
         name: name of its module within the block, such as `q_proj`.
-        group: one of GROUPS.
-        copies: how many equal matrices the block has (experts).
+        group: `attention`, `recurrent`, `feed_forward` or `experts`.
+        copies: how many equal matrices the block has, fused in one tensor (experts).
         active: how many of the copies a token is multiplied by.
         is_linear: whether it is a linear layer of its own, which an adapter can be put on.
         lora_ranks: rank that LoRA on all linear layers gives each copy, in multiples of --lora-r; above 0 for fused
@@ -49,7 +47,6 @@ class Block:
     """A kind of block; the model has `count` equal ones.
 
     Attributes:
-        count: how many such blocks there are.
         vectors: elements of one block's norms, which are in no matrix.
         recurrent: of each layer with a state; () where it cannot be measured.
     """
@@ -67,13 +64,8 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tower:
-    """A vision transformer.
-
-    Attributes:
-        width, inner: elements of a patch's hidden state, and in the feed-forward.
-        depth: number of blocks.
-        values: number of pixel values of a patch, colours and frames included; 0 if not known.
-    """
+    """A vision transformer: elements of a patch's hidden state (`width`) and in the feed-forward (`inner`), number of
+    blocks (`depth`), and pixel values of a patch, colours and frames included (`values`; 0 if not known)."""
 
     width: int
     inner: int
@@ -109,13 +101,10 @@ class ModelShape:
 
     Attributes:
         family: `model_type` of its configuration.
-        heads, key_value_heads, head_dim: sizes of the attention.
         tied: whether the head is the embedding itself.
         vectors: elements outside of the blocks that are in neither embedding nor head (the last norm, the head's bias).
-        positions: rows of a learned embedding of positions; 0 without one.
-        other: parameters that text does not reach; frozen unless --train-only names them.
+        other: parameters that text does not reach (a vision tower's); frozen unless --train-only names them.
         tower: what reads images; None without it, or if its sizes are not known.
-        moe: whether the model has experts.
     """
 
     family: str
@@ -127,7 +116,6 @@ class ModelShape:
     tied: bool
     blocks: tuple[Block, ...]
     vectors: int
-    positions: int = 0
     other: int = 0
     tower: Tower | None = None
 
@@ -141,28 +129,14 @@ class ModelShape:
         return [(block.count, matrix) for block in self.blocks for matrix in block.matrices]
 
     @property
-    def embeddings(self) -> int:
-        return (self.vocab_size + self.positions) * self.hidden_size
-
-    @property
-    def head(self) -> int:
-        """Number of the head's own parameters: 0 where it is tied to the embedding."""
-        return 0 if self.tied else self.vocab_size * self.hidden_size
-
-    @property
-    def by_group(self) -> dict[str, int]:
-        """Number of parameters in each of GROUPS."""
-        counts = dict.fromkeys(GROUPS, 0)
-        counts |= {"embeddings": self.embeddings, "head": self.head, "norms": self.vectors, "other": self.other}
-        counts["norms"] += sum(block.count * block.vectors for block in self.blocks)
-        for count, matrix in self.matrices:
-            counts[matrix.group] += count * matrix.parameters
-        return counts
+    def ends(self) -> int:
+        """Number of parameters of embedding and head; a tied head is the embedding."""
+        return (1 if self.tied else 2) * self.vocab_size * self.hidden_size
 
     @property
     def parameters(self) -> int:
         """Number of all parameters, tied ones counted once."""
-        return sum(self.by_group.values())
+        return self.ends + self.vectors + self.other + sum(block.count * block.parameters for block in self.blocks)
 
     @property
     def active_parameters(self) -> int:
@@ -172,26 +146,22 @@ class ModelShape:
 
     @property
     def largest_block(self) -> int:
-        """Number of parameters of the largest block."""
         return max((block.parameters for block in self.blocks), default=0)
 
     @property
     def largest_tensor(self) -> int:
         """Number of parameters of the largest single tensor: usually the embedding."""
-        return max([self.vocab_size * self.hidden_size, *(m.copies * m.inputs * m.outputs for _, m in self.matrices)])
+        return max(size for _, size in self.tensors())
 
     def tensors(self) -> Iterator[tuple[int, int]]:
-        """Yield the number of equal tensors, and the elements of one, for all tensors but vectors; experts that are
-        fused are one tensor."""
+        """Yield the number of equal tensors, and the elements of one, for all tensors but vectors."""
         yield (1 if self.tied else 2), self.vocab_size * self.hidden_size
-        for count, m in self.matrices:
-            copy = m.inputs * m.outputs
-            yield (count * m.copies, copy) if m.is_linear else (count, m.copies * copy)
+        yield from ((count, m.copies * m.inputs * m.outputs) for count, m in self.matrices)
 
     @property
     def linear(self) -> int:
         """Elements of the matrices of the blocks' linear layers: those that a 4-bit base keeps in 4 bits."""
-        return sum(count * m.copies * m.inputs * m.outputs for count, m in self.matrices if m.is_linear)
+        return sum(count * m.inputs * m.outputs for count, m in self.matrices if m.is_linear)
 
     def trained(
         self,
@@ -201,11 +171,9 @@ class ModelShape:
         target_parameters: str | None = None,
         modules_to_save: str | None = None,
     ) -> int:
-        """Number of parameters that are trained: all but `other`, or those of an adapter's matrices.
+        """Number of parameters that are trained: all but `other`, or those of an adapter's matrices. The arguments are
+        the values of `--adapter`, `--lora-r` and so on.
 
-        Args:
-            adapter, lora_r, target_modules, target_parameters, modules_to_save: the values of `--adapter`, `--lora-r`,
-                `--lora-target-modules`, `--lora-target-parameters` and `--lora-modules-to-save`.
         Raises:
             UserError: a target module or parameter that no block has.
         """
@@ -216,7 +184,10 @@ class ModelShape:
             vector, rank = 1, lora_r * 3 // 2 + 1
         saved = set(names_of(modules_to_save))
         adapted = [m for m in self.adapted(adapter, target_modules) if m[2].name not in saved]
-        adapted += self._parameters(target_parameters)
+        wanted = {name.rpartition(".")[2] for name in names_of(target_parameters)}
+        adapted += [(count * m.copies, 1, m) for count, m in self.matrices if m.name in wanted]
+        if missing := wanted - {matrix.name for *_, matrix in adapted}:
+            raise UserError(f"--lora-target-parameters {', '.join(sorted(missing))}: no block has such a parameter")
         return sum(count * ranks * rank * (m.inputs + m.outputs + vector) for count, ranks, m in adapted)
 
     def cut(self, ranks: int) -> "ModelShape":
@@ -224,9 +195,9 @@ class ModelShape:
         divided; hidden states, norms and the vocabulary's logits are whole."""
 
         def part(matrix: Matrix) -> Matrix:
-            into = matrix.inputs == self.hidden_size and matrix.outputs > 1
-            inputs, outputs = (1, ranks) if into else (ranks, 1)
-            return dataclasses.replace(matrix, inputs=matrix.inputs // inputs, outputs=matrix.outputs // outputs)
+            if matrix.inputs == self.hidden_size and matrix.outputs > 1:
+                return dataclasses.replace(matrix, outputs=matrix.outputs // ranks)
+            return dataclasses.replace(matrix, inputs=matrix.inputs // ranks)
 
         blocks = tuple(
             dataclasses.replace(block, matrices=tuple(m if m.name == "gate" else part(m) for m in block.matrices))
@@ -255,13 +226,6 @@ class ModelShape:
         if unknown := ", ".join(sorted(named - sizes.keys())):
             raise UserError(f"--lora-modules-to-save {unknown}: not counted before the start; {', '.join(sizes)} are")
         return sum(sizes[name] for name in named)
-
-    def _parameters(self, names: str | None) -> list[tuple[int, int, Matrix]]:
-        wanted = {name.rpartition(".")[2] for name in names_of(names)}
-        chosen = [(count * m.copies, 1, m) for count, m in self.matrices if m.name in wanted]
-        if missing := wanted - {matrix.name for *_, matrix in chosen}:
-            raise UserError(f"--lora-target-parameters {', '.join(sorted(missing))}: no block has such a parameter")
-        return chosen
 
     def adapted(self, adapter: str, target_modules: str = ALL_LINEAR) -> Iterator[tuple[int, int, Matrix]]:
         """Yield each matrix that an adapter is put on, after its count in the model and its rank in units of --lora-r.

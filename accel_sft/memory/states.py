@@ -32,11 +32,9 @@ class Placed:
     """One rank's bytes in one place, device or host, between forwards unless another moment is named.
 
     Attributes:
-        weights: the weights that forwards compute with, or a shard of them.
-        master: float32 copies of the trained weights.
+        weights: the weights that forwards compute with, or a shard of them; `master`: float32 copies of the trained.
         moments: AdamW's moments, from the first step on, and what AdaLoRA knows of its weights.
         averages: averages of the trained weights (`--ema-decay`).
-        swapping: what puts the averages into the model's place takes besides, in evaluations and exports.
         held: gradients that outlive the update (DDP's buckets, offloaded partitions).
         gradients: gradients of one step at the end of its last backward, besides `held`.
         in_flight: the largest tensor's gradient, before it is moved to where gradients are kept.
@@ -44,21 +42,18 @@ class Placed:
         gathered: whole weights that a forward or backward has gathered or cast.
         buffers: buffers for exchange, staging and swapping, allocated once; and what pinned host memory takes more than
             was asked for.
-        sharding: what is needed only while the engine is built.
     """
 
     weights: float = 0.0
     master: float = 0.0
     moments: float = 0.0
     averages: float = 0.0
-    swapping: float = 0.0
     held: float = 0.0
     gradients: float = 0.0
     in_flight: float = 0.0
     update: float = 0.0
     gathered: float = 0.0
     buffers: float = 0.0
-    sharding: float = 0.0
 
     def plus(self, other: "Placed") -> "Placed":
         fields = (field.name for field in dataclasses.fields(self))
@@ -66,7 +61,7 @@ class Placed:
 
 
 def placed(job: Job) -> tuple[Placed, Placed]:
-    """Return what a rank keeps on its device, and what in host memory; on a CPU the two are one memory."""
+    """What a rank keeps on its device, and what in host memory; on a CPU the two are one memory."""
     if job.launch.backend == "fsdp":
         device, host = _fsdp(job)
     elif job.launch.backend != "deepspeed":
@@ -76,28 +71,18 @@ def placed(job: Job) -> tuple[Placed, Placed]:
     if job.adapter == "adalora":
         device.moments += IMPORTANCES * job.trained
         device.update += WHOLE * job.trained if job.launch.backend in ("deepspeed", "fsdp") else 0
-    if job.ema_decay is not None:
-        _add_averages(job, device, host)
+    if job.ema_decay is not None:  # averages lie beside what the optimizer steps: float32 copies, or the weights
+        if device.master or host.master:
+            device.averages, host.averages = (AVERAGE * place.master / MASTER for place in (device, host))
+        else:
+            place = host if job.launch.offload("optimizer") != "none" else device
+            place.averages = AVERAGE * job.trained / (job.launch.shard_ranks if job.launch.backend == "fsdp" else 1)
     return device, host
 
 
-def _add_averages(job: Job, device: Placed, host: Placed) -> None:
-    """Averages lie beside the float32 copies that the optimizer steps. Where it steps the forwards' own weights, these
-    change places with the averages, tensor by tensor; those that are not float32 are kept whole meanwhile."""
-    if device.master or host.master:
-        device.averages, host.averages = (AVERAGE * place.master / MASTER for place in (device, host))
-        return
-    place = host if job.launch.offload("optimizer") != "none" else device
-    ranks = job.launch.shard_ranks if job.launch.backend == "fsdp" else 1
-    place.averages = AVERAGE * job.trained / ranks
-    itemsize = FLOAT32 if job.is_frozen or job.launch.backend == "deepspeed" else job.loaded_bytes
-    swapped = min(job.shape.largest_tensor, job.trained) if itemsize == FLOAT32 else job.trained
-    place.swapping = itemsize * swapped / ranks
-
-
 def least_bytes(job: Job) -> tuple[float, float]:
-    """Return lower bounds of the bytes that a rank needs on its device and on the host: the model states alone, and of
-    these the weights where `--train-only` trains some of them."""
+    """Lower bounds of the bytes that a rank needs on its device and on the host: the model states alone, and of these
+    the weights where `--train-only` trains some of them."""
     device, host = placed(job)
     if job.train_only is not None:
         return device.weights, host.weights
@@ -107,11 +92,8 @@ def least_bytes(job: Job) -> tuple[float, float]:
 
 def update_bytes(job: Job, *, moments: bool) -> float:
     """Bytes that a prepared model's first update will still allocate on a rank's device, beside activations: gradients,
-    moments, and what DeepSpeed allocates in its first step. DDP's buckets are there already.
-
-    Args:
-        moments: whether AdamW's moments are allocated already, as in a resumed run.
-    """
+    what DeepSpeed allocates in its first step and, unless a resumed run has them, `moments`. DDP's buckets are there
+    already."""
     device, _ = placed(job)
     largest = FLOAT32 * min(job.shape.largest_tensor, job.trained) / job.launch.tensor_ranks
     size = device.gradients + max(device.in_flight, device.update, largest)
@@ -141,13 +123,11 @@ def _data_parallel(job: Job) -> Placed:
         held=gradients if several else 0,
         gradients=0 if several else gradients,
         gathered=cast,
-        sharding=gradients if several else 0,  # DDP's first buckets, as it arranges them anew
     )
 
 
 def _stage_0(job: Job) -> tuple[Placed, Placed]:
-    """DeepSpeed without sharding. In half precision all gradients are cast to float32 for the update, and building the
-    optimizer steps once on zeros: that takes a gradient and both moments, which are then freed."""
+    """DeepSpeed without sharding. In half precision all gradients are cast to float32 for the update."""
     trained, e = job.trained, job.computes_bytes
     if e == 4:
         gradients = FLOAT32 * trained
@@ -161,7 +141,6 @@ def _stage_0(job: Job) -> tuple[Placed, Placed]:
         moments=MOMENTS * trained,
         gradients=e * trained,
         update=FLOAT32 * trained,
-        sharding=(FLOAT32 + MOMENTS + e) * trained,
     ), Placed()
 
 
@@ -177,18 +156,14 @@ def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
     buffers = e * (min(bucket, trained) if job.on_cpu else bucket * (1 + overlaps))
     largest = e * min(job.shape.largest_tensor, trained)
     gradients_unsharded = job.launch.stage == 1 and not overlaps
-    # a flat copy, before the parameters become views of it; made on the host where a GPU has no room
-    flattening = 2 * e * trained if job.on_cpu else e * share
     device = Placed(weights=job.weights_bytes(e), buffers=buffers)
     if job.launch.offload("optimizer") == "none":
         device.master, device.moments = MASTER * share, MOMENTS * share
         device.gradients, device.in_flight = job.sums_bytes * (trained if gradients_unsharded else share), largest
         device.update = 0.0 if job.launch.sums_in_float32 else e * share + FLOAT32 * share
-        device.sharding = flattening
         return device, Placed()
     device.in_flight = largest
     device.buffers += largest
-    device.sharding = flattening
     host = Placed(master=MASTER * share, moments=MOMENTS * share, held=FLOAT32 * share + e * share)
     host.buffers = e * share + largest
     if _pins(job, "optimizer"):  # the matrices' part of weights, gradients and their copy in the computing type
@@ -222,12 +197,11 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
     if optimizer == "none":
         cast = 0 if job.launch.sums_in_float32 else FLOAT32
         device = device.plus(Placed(**states, update=(job.sums_bytes + cast) * sub_group))
-        device.sharding = FLOAT32 * share
     elif optimizer == "cpu":
         stays = _stays(job, share)
         off = share - stays
         host = host.plus(Placed(master=MASTER * off, moments=MOMENTS * off, held=job.sums_bytes * share))
-        host.gradients = host.sharding = FLOAT32 * off
+        host.gradients = FLOAT32 * off
         if _pins(job, "optimizer"):
             most = min(off, sub_group)
             host.buffers += _rounded_up(job.sums_bytes * share) + off / max(most, 1) * _rounded_up(FLOAT32 * most)
@@ -250,7 +224,7 @@ def _stays(job: Job, share: float) -> float:
 
 
 def live_parameters(job: Job) -> float:
-    """Return the maximum number of elements that stage 3 keeps gathered at once: those that the step uses again soon.
+    """Maximum number of elements that stage 3 keeps gathered at once: those that the step uses again soon.
 
     The distance from a layer's forward to its backward counts the layers in between twice, so half of
     `stage3_max_reuse_distance` stays gathered; gradient checkpointing counts them three times: a third stays.
@@ -294,12 +268,12 @@ def _pins(job: Job, what: str) -> bool:
 
 
 def _rounded_up(*sizes: float) -> float:
-    """Bytes by which pinned blocks of host memory are larger than the sizes that are asked for."""
+    """Bytes by which pinned blocks of host memory are larger than what they hold."""
     return sum(pinned(size) - size for size in sizes)
 
 
 def _zero(job: Job, key: str, default: Any) -> float:
-    """Return a number of the DeepSpeed JSON; for `auto`, what Accelerate makes of the hidden size, else `default`."""
+    """A number of the DeepSpeed JSON; for `auto`, what Accelerate makes of the hidden size, else `default`."""
     zero: Mapping[str, Any] = job.launch.zero
     value, hidden = zero.get(key, default), job.shape.hidden_size
     if value == "auto":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import dataclasses
 import io
 import json
 import os
@@ -31,10 +32,9 @@ from accel_sft.api.options import settings
 from accel_sft.cli.group import cli
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
-from accel_sft.launch.child import MARK, waited_for
-from accel_sft.tools.compare import rounds
-from accel_sft.tools.compare.command import CompareConfig
-from accel_sft.tools.compare.findings import findings
+from accel_sft.launch.child import MARK
+from accel_sft.tools.compare import command
+from accel_sft.tools.compare.findings import findings as summary
 from accel_sft.tools.compare.measured import measure, summarise
 from accel_sft.tools.compare.record import open_record, write_record
 from accel_sft.tools.compare.rounds import resuming
@@ -155,7 +155,7 @@ def test_killed_hung_and_out_of_memory_are_results(compared):
     assert "CUDA out of memory" in settings["memory"]["reason"]
     assert "no rows today" in settings["raised"]["reason"]
     for fault in FAULTS[1:]:
-        assert f"fault {fault}: {settings[fault]['status']}" in " ".join(printed.split())
+        assert f"fault {fault}, round 1: {settings[fault]['status']}" in " ".join(printed.split())
     assert marked(folder) == []
     written = [path for path in folder.rglob("*") if path.is_file() and path.suffix in (".json", ".html", ".csv")]
     assert len(written) > 5
@@ -178,7 +178,7 @@ def test_record_of_a_run_is_what_its_folder_says(compared, tmp_path):
     steps = [line for line in lines if "loss" in line]
     result = json.loads(run_dir.result.read_text())
     assert run["step_seconds"] == [line["seconds"] for line in steps[1:]]
-    assert (run["steps"], run["total_steps"]) == (3, 3)
+    assert run["steps"] == 3
     expected = sum(line["tokens"] for line in steps[1:]) / sum(line["seconds"] for line in steps[1:])
     assert run["tokens_per_second"] == run["tokens_per_second_per_device"] == pytest.approx(expected)
     assert run["mfu"] is None  # a CPU has no known peak, and its lines no such key
@@ -208,20 +208,6 @@ def test_files_have_every_setting_and_terminal_lines_fit(compared):
     page = html.read_text()
     assert all(f"fault {fault}" in page for fault in FAULTS)
     assert all(str(escape(finding)) in page for finding in record["findings"])
-
-
-def test_awaited_compilation_is_printed_where_no_status_line_is(tmp_path):
-    waits = "DeepSpeed compiles cpu_adam: 5 s so far"
-    script = f"echo '{waits}'; sleep 2; echo trained"
-    nothing: dict = {}
-    about = {"values": nothing, "launch": nothing, "environment": nothing, "words": (), "fingerprint": ""}
-    setting = ComparedSetting(name="z2", folder="z2", launcher=("sh", "-c", script), **about)
-    text = io.StringIO()
-    record = {"time_limit_minutes": 1, "discard_steps": 0}
-    with Console(file=text).status("") as status:
-        run = rounds._run_once(record, tmp_path, setting, 1, status, "1 of 1: z2")
-    assert text.getvalue() == f"1 of 1: z2: {waits}\n"
-    assert waited_for(tmp_path / run["log"]) == ""
 
 
 def test_an_interrupted_comparison_leaves_no_process_and_goes_on(site, tmp_path):
@@ -257,7 +243,9 @@ def test_an_interrupted_comparison_leaves_no_process_and_goes_on(site, tmp_path)
     assert left != []
 
     refused = compare(site, tmp_path, "--fault", "none,held", "--repeat", "1", "--seed", "7", *RUN)
-    assert "Error: --seed: the comparison was started with its default, not 7" in refused.communicate()[0]
+    assert (
+        "a comparison of other settings or files; name another folder, or go on with: acc" in refused.communicate()[0]
+    )
     assert refused.returncode == 1
 
     assert [one for one in left if one.is_running()] == left
@@ -290,15 +278,8 @@ def test_settings_are_the_product_and_single_has_one_process():
         *(f"z2, num-processes {n}, micro-batch-size {m}" for n in (1, 2) for m in (1, 32)),
     ]
     made, _ = product("math", {"z2": z2}, ["2"], ["no"], {}, ["--seed", "1"])
-    assert made[0].launch["zero_stage"] == 2
-    assert (made[0].launch["processes"], made[0].launch["precision"]) == (2, "no")
+    assert made[0].launch == {"processes": 2, "precision": "no"}
     assert made[0].shown_command(Path("run")).endswith("-m accel_sft math --seed 1 --output-dir run")
-
-
-@pytest.mark.parametrize(("name", "backend", "groups"), [("tp", "tp", 1), ("z3_sp", "deepspeed", 1), ("ddp", "ddp", 2)])
-def test_ranks_that_share_rows_are_one_group(name, backend, groups):
-    (setting,), _ = product("math", {name: Path(f"accelerate_configs/{name}.yaml").absolute()}, ["2"], [], {}, [])
-    assert (setting.launch["backend"], setting.launch["row_groups"]) == (backend, groups)
 
 
 def test_secrets_cannot_be_compared():
@@ -318,9 +299,6 @@ def test_values_are_split_at_commas_but_where_they_hold_commas():
     assert split_values(SETTINGS["micro_batch_size"], ("1,32", "1", "auto")) == ["1", "32", "auto"]
     assert split_values(SETTINGS["learning_rate"], ("1e-4,0.0001,3e-4",)) == ["1e-4", "3e-4"]
     assert split_values(SETTINGS["lora_target_modules"], ("q,v", "k"), unsplit=True) == ["q,v", "k"]
-    whole = {"--lora-modules-to-save", "--lora-target-modules", "--lora-target-parameters"}
-    whole |= {"--mix", "--tracker", "--train-only"}
-    assert read_config({}).unsplit == whole | {"--sample"}  # --train-only 'layers\.\d{1,2}\.'
     assert split_values(SETTINGS["gradient_checkpointing"], ("on,off",)) == ["on", "off"]
     with pytest.raises(UserError, match="--seed 1,,2: a value between two commas is empty"):
         split_values(SETTINGS["seed"], ("1,,2",))
@@ -328,29 +306,33 @@ def test_values_are_split_at_commas_but_where_they_hold_commas():
         split_values(SETTINGS["seed"], ("1,x",))
 
 
-def read_config(given, **more):
-    """What `compare` reads of a command line with these values of options."""
-    offers = {TrainConfig: [SETTINGS["seed"]], Sampled: settings(Sampled)}
-    params = {"seed": (), "sample": (), "num_processes": (), "mixed_precision": (), "launch": (), "run_words": ()}
-    params |= {"time_limit": 60.0, "keep_weights": False, "output_dir": None, "config_file": None, "dry_run": False}
-    return CompareConfig.read({**params, **given, **more}, offers, Sampled, 1, 3)
+@pytest.mark.parametrize(
+    ("task", "given", "words"),
+    [
+        ("math", ("--train-only", r"layers\.\d{1,2}\.", "--no-profile"), ()),
+        ("math", ("--lora-target-modules", "q_proj,v_proj"), ("--tracker", "none")),
+        ("chat", ("--train-file", "it's a -- b,c.jsonl"), ("--eval-every", "5")),
+    ],
+)
+def test_command_line_decides_settings_and_words_of_runs(monkeypatch, task, given, words):
+    made = []
+    monkeypatch.setattr(command, "_check", lambda settings, *_: made.extend(settings) or ([], []))
+    done = CliRunner().invoke(cli, ["compare", task, "--seed", "1,2", *given, "--dry-run", "--", *words])
+    assert done.exit_code == 0, done.exception
+    assert [setting.name for setting in made] == ["seed 1", "seed 2"]
+    own = made[0].words[: -len(words) or None]
+    assert made[0].words[len(own) :] == words
+    assert {*given, "--seed", "1", "--save-every", "off"} <= {*own}
+    assert ("epoch" in own) == ("5" not in words)
 
 
-@dataclass
-class Sampled:
-    sample: str = ""
-
-
-def test_shown_command_can_be_typed_again(tmp_path):
-    given = {"launch": ("single,z2",), "sample": ("it's a -- b", "c"), "seed": ("1,2",)}
-    command = read_config(given, run_words=("--tracker", "none")).command("math")
-    words = ["accel-sft", "compare", "math", "--launch", "single,z2", "--seed", "1,2"]
-    words += ["--sample", "it's a -- b", "--sample", "c"]
-    words += ["--repeat", "1", "--discard-steps", "3", "--time-limit", "60"]
-    assert shlex.split(command) == [*words, "--", "--tracker", "none"]
+def test_resuming_command_names_the_folder(tmp_path):
+    command = "accel-sft compare math --seed 1,2 -- --tracker none"
     folder = tmp_path / "a blank"
-    continued = shlex.split(resuming({"command": command}, folder))
-    assert continued == [*words, "--output-dir", str(folder), "--", "--tracker", "none"]
+    words = shlex.split(resuming({"command": command}, folder))
+    assert words == [*shlex.split(command)[:5], "--output-dir", str(folder), "--", "--tracker", "none"]
+    named = command.replace(" --seed", " --output-dir=x --seed")
+    assert resuming({"command": named}, folder) == named
 
 
 @pytest.mark.parametrize(
@@ -380,45 +362,11 @@ def test_unmeasurable_settings_are_refused_before_the_first_launch(tmp_path, mon
     assert [path.name for path in tmp_path.rglob("*") if path.name != "runs"] == ["taken", "mine"]
 
 
-def made_run(folder, turn, lines, result, discard_steps):
-    """A completed run as the comparison records it, of a folder with these lines and this result."""
-    folder.mkdir()
-    write_json_lines(RunDir(folder).metrics, lines)
-    RunDir(folder).write_result({**result, "main_metric": "accuracy"})
-    run = {"round": turn, "status": "complete", "reason": "", "folder": folder.name, "seconds": 9}
-    return run | measure(RunDir(folder), discard_steps)
-
-
-def made_record(tmp_path, rows):
-    """A record as if it had been measured: of each setting launch, other settings, tokens/s by round, and memory."""
-    places = {"z2_offload": {"optimizer": "cpu", "param": "none"}}
-    record = {"task": "math", "varied": ["launch", "micro_batch_size"], "main_metric": "accuracy", "command": "compare"}
-    record |= {"environment": {"cores": 2}, "settings": []}
-    for number, (name, micro_batch_size, speeds, memory, losses) in enumerate(rows):
-        runs = []
-        for turn, speed in enumerate(speeds, 1):
-            lines = [{"step": n, "loss": loss, "seconds": 64 / speed, "tokens": 64} for n, loss in enumerate(losses, 1)]
-            result = {"peak_device_memory_gib": memory, "after": {"accuracy": 0.5}}
-            phases = {"load": (1.0, 2.0), "step": (memory * 1.1, memory)}
-            names = ("predicted_gib", "measured_gib")
-            result["memory"] = {"device": {key: dict(zip(names, two, strict=True)) for key, two in phases.items()}}
-            runs.append(made_run(tmp_path / f"{number}-{turn}", turn, lines, result, discard_steps=1))
-            runs[-1]["environment"] |= {"load_before": 9.0}
-        about = {"backend": "deepspeed", "zero_stage": int(name[1]), "processes": 2, "precision": "bf16"}
-        about["offload"] = places.get(name, {"optimizer": "none", "param": "none"})
-        values = {"launch": name, "micro_batch_size": micro_batch_size}
-        entry = {"name": f"{name}, micro-batch-size {micro_batch_size}", "values": values, "launch": about}
-        record["settings"].append({**entry, "runs": runs, "global_batch_size": 64, "examples_per_rank": 32.0})
-    summarise(record, tmp_path)
-    record["findings"] = findings(record)
-    return record
-
-
-def test_resume_measures_runs_whose_folder_is_gone_again(tmp_path):
+def test_resume_makes_runs_whose_folder_is_gone_again(tmp_path):
     nothing: dict = {}
     about = {"values": nothing, "launch": nothing, "environment": nothing, "words": (), "fingerprint": ""}
     made = [ComparedSetting(name=name, folder=name, launcher=(), **about) for name in ("z0", "z1")]
-    wanted = {"task": "math", "given": {}, "fingerprints": {}, "discard_steps": 0}
+    wanted = {"task": "math", "fingerprints": {}, "discard_steps": 0, "command": "accel-sft compare math"}
     record = open_record(tmp_path, wanted, made)
     for setting, entry in zip(made, record["settings"], strict=True):
         folder = f"runs/{setting.folder}/round-1"
@@ -427,8 +375,12 @@ def test_resume_measures_runs_whose_folder_is_gone_again(tmp_path):
     write_record(tmp_path, record)
     (tmp_path / "runs" / "z1" / "round-1").rmdir()
     again = open_record(tmp_path, wanted, made)
-    assert [len(entry["runs"]) for entry in again["settings"]] == [1, 0]
-    assert again["settings"][0]["runs"][0]["phases"] == []  # read from its folder
+    assert [entry["runs"] for entry in again["settings"]] == [record["settings"][0]["runs"], []]
+    for other in ({"discard_steps": 1}, {"fingerprints": {"--config a.yaml": "1"}}):
+        with pytest.raises(UserError, match="go on with: accel-sft compare math"):
+            open_record(tmp_path, {**wanted, **other}, made)
+    with pytest.raises(UserError, match="other settings or files"):
+        open_record(tmp_path, wanted, [dataclasses.replace(made[0], fingerprint="changed"), made[1]])
     write_record(tmp_path, {**record, "schema": SCHEMA + 1})
     with pytest.raises(UserError, match="not the record of a comparison"):
         open_record(tmp_path, wanted, made)
@@ -448,48 +400,80 @@ def test_metric_that_is_no_number_ends_no_comparison(tmp_path, metric):
     assert measured["metric_after"] is None or measured["metric_after"] != measured["metric_after"]
 
 
-def test_findings_name_the_fastest_the_leanest_and_what_offload_costs(tmp_path):
-    rows = [("z0", "32", (1000, 1010), 10.0, LOSSES), ("z2", "32", (800, 810), 10.5, [4.0, 2.0, 1.01])]
-    rows += [("z2_offload", "32", (400, 404), 6.0, LOSSES), ("z0", "1", (100, 101), 9.0, LOSSES)]
-    record = made_record(tmp_path, rows)
+def made(tmp_path, varied, rows, **more):
+    """A record as if measured: of each row the values of the varied options, and speed, losses and result of rounds."""
+    record = {"task": "math", "varied": varied, "main_metric": "accuracy", "command": "compare", **more}
+    record |= {"environment": {"cores": 2}, "settings": []}
+    for number, (values, rounds) in enumerate(rows):
+        runs = []
+        for turn, (speed, losses, result) in enumerate(rounds, 1):
+            run_dir = RunDir(tmp_path / f"{number}-{turn}")
+            run_dir.path.mkdir(parents=True)
+            lines = [{"step": n, "loss": loss, "seconds": 64 / speed, "tokens": 64} for n, loss in enumerate(losses, 1)]
+            write_json_lines(run_dir.metrics, lines)
+            run_dir.write_result({**result, "main_metric": "accuracy"})
+            run = {"round": turn, "status": "complete", "reason": "", "folder": run_dir.path.name, "seconds": 9}
+            runs.append(run | measure(run_dir, 1))
+            runs[-1]["environment"] |= {"load_before": 9.0}
+        values = dict(zip(varied, values, strict=True))
+        record["settings"].append(
+            {"name": str(values), "values": values, "launch": {"precision": "bf16"}, "runs": runs}
+        )
+    return summarised(record, tmp_path)
+
+
+def summarised(record, folder):
+    summarise(record, folder)
+    record["findings"] = summary(record)
+    return record
+
+
+def of_launch(name, speeds, memory=10.0, losses=LOSSES):
+    result = {"peak_device_memory_gib": memory, "after": {"accuracy": 0.5}}
+    return (name,), [(speed, losses, result) for speed in speeds]
+
+
+def of_sweep(rate, seed, metric, loss):
+    return (rate, seed), [(640, LOSSES, {"after": {} if metric is None else {"accuracy": metric, "eval_loss": loss}})]
+
+
+Z0, Z2 = "{'launch': 'z0'}", "{'launch': 'z2'}"
+SWEPT = ("learning_rate", "seed")
+
+
+def test_findings_name_the_fastest_and_what_others_cost(tmp_path):
+    rows = [of_launch("z0", (1000, 1010)), of_launch("z2", (800, 810), 10.5, [4.0, 2.0, 1.01])]
+    record = made(tmp_path, ["launch"], [*rows, of_launch("z2_offload", (400, 404), 6.0)])
     findings = "\n".join(record["findings"])
-    assert "z0, micro-batch-size 32 is the fastest: 1,005 tokens/s" in findings
-    assert "Undecided" not in findings
-    assert "z2_offload, micro-batch-size 32 needs the least memory of a GPU: 6 GiB" in findings
-    assert "at 0.40 of its speed" in findings
-    assert "z2_offload, micro-batch-size 32 takes 2.00 times the time of z2, micro-batch-size 32; it saves" in findings
-    assert "did not save memory of a GPU here: z2, micro-batch-size 32 needs 10.5 GiB" in findings
-    assert "--micro-batch-size 32 is the fastest: 10.00 times the tokens/s of the slowest" in findings
-    assert "differ by 1% at most (z2, micro-batch-size 32 from z0, micro-batch-size 32, step 3)" in findings
-    assert "The machine was busy: before 8 of 8 launches" in findings
-    assert "predicted with a mean error of 10%; the largest is +10% (" in findings
+    assert f"{Z0} is the fastest: 1,005 tokens/s" in findings
+    assert f"{{'launch': 'z2_offload'}} takes 2.50 times the time of {Z0}, -4.00 GiB on a GPU." in findings
+    assert f"differ by 1% at most ({Z2} from {Z0}, step 3)" in findings
+    assert "The machine was busy: before 6 of 6 launches" in findings
+    assert not re.search("Undecided|Not the same|precision", findings)
     assert record["settings"][1]["ratio_to_best"] == pytest.approx(805 / 1005)
     assert record["settings"][1]["spread"]["tokens_per_second"] == pytest.approx(10 / 805)
+    record["settings"][1]["launch"]["precision"] = "no"
+    for run, version in zip(record["settings"][1]["runs"], ("2.13", "2.14"), strict=True):
+        run["environment"]["versions"] = {"torch": version}
+    findings = "\n".join(summary(record))
+    assert "Not all settings compute in the same precision (bf16, no)" in findings
+    assert "Not the same around all runs: versions (" in findings
 
 
 def test_difference_below_spread_is_undecided_and_one_round_unknown(tmp_path):
-    rows = [("z0", "32", (1000, 1100), 10.0, LOSSES), ("z1", "32", (990, 1090), 10.0, LOSSES)]
-    record = made_record(tmp_path, rows)
-    text = "\n".join(record["findings"])
-    both = "z0, micro-batch-size 32 and z1, micro-batch-size 32"
-    assert f"Undecided which is the fastest: {both}. They differ by 1.0% at most" in text
+    rows = [of_launch("z0", (1000, 1100)), of_launch("z2", (990, 1090))]
+    text = "\n".join(made(tmp_path / "twice", ["launch"], rows)["findings"])
+    assert f"Undecided which is the fastest: {Z0} and {Z2}. They differ by 1.0% at most" in text
     assert "rounds of one setting by 10%" in text
-    assert "z0, micro-batch-size 32 is the fastest" not in text
-    assert "No setting needs noticeably less memory of a GPU than z0" in text
-    assert "same precision" not in text
-    record["settings"][1]["launch"]["precision"] = "no"
-    assert any(line.startswith("Not all settings compute in the same precision (bf16,") for line in findings(record))
-    once = [(name, size, speeds[:1], *rest) for name, size, speeds, *rest in rows]
-    (tmp_path / "once").mkdir()
-    record = made_record(tmp_path / "once", once)
-    assert not any("is the fastest" in line or "was the fastest" in line for line in record["findings"][1:])
+    record = made(tmp_path / "once", ["launch"], [(values, rounds[:1]) for values, rounds in rows])
     assert record["findings"][0].startswith("Which setting is the fastest is not known: one has a single round")
+    assert not any("is the fastest" in line for line in record["findings"][1:])
     assert record["settings"][0]["spread"]["tokens_per_second"] is None
 
 
 def test_disturbed_round_is_marked_and_its_times_dropped(tmp_path):
-    rows = [("z0", "32", (1000, 1010, 500), 10.0, LOSSES), ("z2", "32", (400, 410, 420), 10.0, LOSSES)]
-    record = made_record(tmp_path, rows)
+    rows = [of_launch("z0", (1000, 1010, 500)), of_launch("z2", (400, 410, 420))]
+    record = made(tmp_path, ["launch"], rows)
     assert not any("disturbed" in line for line in record["findings"])
     assert "*" not in printed(record)
     first, second = record["settings"]
@@ -498,23 +482,21 @@ def test_disturbed_round_is_marked_and_its_times_dropped(tmp_path):
         run["metric_low"] = low
     for run in second["runs"]:
         run["disturbed"] = ["steps 3 to 9: rank 0's GPU ran at 1,200 of 1,980 MHz (power cap)"]
-    summarise(record, tmp_path)
-    record["findings"] = findings(record)
+    text = "\n".join(summarised(record, tmp_path)["findings"])
     assert first["median"]["tokens_per_second"] == pytest.approx(1005)
     assert first["spread"]["tokens_per_second"] == pytest.approx(10 / 1005)
     assert second["median"]["tokens_per_second"] == pytest.approx(410)
     assert first["median"]["metric_low"] == 0.42  # of all rounds, as the metric
-    assert len({id(run) for run in first["runs"]}) == 3  # none is dropped
-    text = "\n".join(record["findings"])
-    assert "z0, micro-batch-size 32, round 3 (*): disturbed, its times do not count (steps 2 to 9: other pro" in text
-    assert "z2, micro-batch-size 32, round 1 (*): disturbed, its times count, as no round was undisturbed (" in text
+    assert (
+        f"{Z0}, round 3 (*): disturbed, its times count only if the setting has no other round (steps 2 to 9: " in text
+    )
     assert "z0 *" in printed(record)
     assert list(csv.DictReader(io.StringIO(as_csv(record))))[2]["disturbed"].startswith("steps 2 to 9")
     write_record(tmp_path, {**record, "schema": SCHEMA, "status": "complete", "created": ""})
     assert read_comparison(tmp_path, "stages").settings[0]["reason"] == "round 3 disturbed"
     first["runs"][1]["disturbed"] = ["steps 2 to 9: other processes took 1.0 of 2 cores"]
-    summarise(record, tmp_path)
-    assert any("not known: one has a single round that counts; --repeat 3" in line for line in findings(record))
+    findings = summarised(record, tmp_path)["findings"]
+    assert any("not known: one has a single round that counts; --repeat 3" in line for line in findings)
 
 
 def printed(record):
@@ -523,96 +505,66 @@ def printed(record):
     return text.getvalue()
 
 
-def made_sweep(tmp_path, rows, varied=("learning_rate", "lora_r", "seed"), **more):
-    """A record of a sweep: of each setting learning rate, rank, seed, metric (None: it failed) and validation loss."""
-    record = {"task": "math", "varied": [*varied], "main_metric": "accuracy", "command": "compare", **more}
-    record |= {"environment": {"cores": 2}, "settings": []}
-    about = {"backend": "plain", "zero_stage": None, "processes": 1, "precision": "no", "offload": {}}
-    for number, (rate, rank, seed, metric, loss) in enumerate(rows):
-        lines = [{"step": n, "loss": 1.0, "seconds": 0.1 * (number + 1), "tokens": 64} for n in (1, 2)]
-        after = {} if metric is None else {"accuracy": metric, "eval_loss": loss}
-        run = made_run(tmp_path / str(number), 1, lines, {"after": after}, discard_steps=0)
-        values = {"launch": "single", "learning_rate": rate, "lora_r": rank, "seed": seed}
-        name = f"learning-rate {rate}, lora-r {rank}, seed {seed}"
-        entry = {"name": name, "values": values, "launch": about, "runs": [run]}
-        record["settings"].append({**entry, "global_batch_size": 64, "examples_per_rank": 64.0})
-    summarise(record, tmp_path)
-    record["findings"] = findings(record)
-    return record
-
-
 def test_sweep_is_ranked_by_metric_and_not_by_speed(tmp_path):
-    slow_and_good = [(3e-4, 8, 1, 0.96, 0.1), (3e-4, 8, 2, 0.94, 0.1), (3e-4, 8, 3, 0.90, 0.2)]
-    close = [(3e-4, 32, 1, 0.92, 0.1), (3e-4, 32, 2, 0.90, 0.1)]
-    behind = [(1e-4, rank, seed, 0.5, 0.9) for rank in (8, 32) for seed in (1, 2)]
-    record = made_sweep(tmp_path, [*behind, *close, *slow_and_good])
-    findings = record["findings"]
-    best = "learning-rate 0.0003, lora-r 8"
-    assert findings[0] == (
-        f"Undecided which is the best by accuracy after training: {best} and learning-rate 0.0003, lora-r 32. They "
-        "differ by 0.03 at most, and seeds of one setting by up to 0.06."
-    )
-    assert findings[1].startswith(
-        f"By accuracy, the best first: {best}: 0.94 (median of 3 seeds, 0.9 to 0.96), validation loss 0.1; "
-        "learning-rate 0.0003, lora-r 32: 0.91 (median of 2 seeds, 0.9 to 0.92), validation loss 0.1; "
-        "learning-rate 0.0001, lora-r 8: 0.5 (in all 2 seeds), validation loss 0.9"
-    )
-    assert findings[2] == "--learning-rate 0.0003 is the largest that was tried: a larger one may be better still."
-    assert not any("fastest" in line or "one seed only" in line for line in findings)
-    assert not any("--lora-r" in line for line in findings)  # both are as good
+    good = [of_sweep(3e-4, seed, metric, 0.1) for seed, metric in ((1, 0.96), (2, 0.94), (3, 0.90))]
+    close = [of_sweep(1e-3, seed, metric, 0.1) for seed, metric in ((1, 0.92), (2, 0.90))]
+    record = made(tmp_path, SWEPT, [of_sweep(1e-4, 1, 0.5, 0.9), of_sweep(1e-4, 2, 0.5, 0.9), *close, *good])
+    assert record["findings"][:2] == [
+        "Undecided which is the best by accuracy after training: learning-rate 0.0003 and learning-rate 0.001. They "
+        "differ by 0.03 at most, which other seeds or other examples may turn round.",
+        "By accuracy, the best first: learning-rate 0.0003: 0.94 (median of 3, 0.9 to 0.96), validation loss 0.1; "
+        "learning-rate 0.001: 0.91 (median of 2, 0.9 to 0.92), validation loss 0.1; "
+        "learning-rate 0.0001: 0.5 (median of 2, 0.5 to 0.5), validation loss 0.9.",
+    ]
+    assert not any(re.search("fastest|one seed only|better still", line) for line in record["findings"])
     table = terminal_table(record)
-    assert [str(column.header) for column in table.columns][:3] == ["learning rate", "lora r", "seed"]
-    assert [str(column.header) for column in table.columns][3:5] == ["accuracy", "loss"]
-    assert [str(text) for text in table.columns[3].cells] == ["0.96", "0.94", "0.92", "0.9", "0.9", *["0.5"] * 4]
+    titles = ["learning rate", "seed", "accuracy", "loss", "tokens/s", "spread", "of best"]
+    assert [str(column.header) for column in table.columns] == titles
+    assert [str(text) for text in table.columns[2].cells] == ["0.96", "0.94", "0.92", "0.9", "0.9", "0.5", "0.5"]
 
 
-def test_a_tie_is_called_one_and_a_single_seed_too(tmp_path):
-    lower = [(1e-3, 8, 1, 0.2, 0.05)]
-    record = made_sweep(tmp_path, [(1e-4, 8, 1, 1.0, 0.3), (3e-4, 8, 1, 1.0, 0.1), *lower, (1, 8, 1, None, None)])
-    findings = record["findings"]
-    assert findings[0] == (
-        "A tie: learning-rate 0.0003, lora-r 8; learning-rate 0.0001, lora-r 8 have the same accuracy after "
-        "training, 1. learning-rate 0.0003, lora-r 8 has the lowest validation loss, 0.1 against 0.3."
-    )
+def test_equal_metrics_are_undecided_and_a_single_seed_is_named(tmp_path):
+    rows = [of_sweep(1e-4, 1, 1.0, 0.3), of_sweep(3e-4, 1, 1.0, 0.1), of_sweep(1, 1, None, None)]
+    findings = made(tmp_path, SWEPT, rows)["findings"]
+    both = "learning-rate 0.0003 and learning-rate 0.0001"  # the lower validation loss first
+    assert findings[0].startswith(f"Undecided which is the best by accuracy after training: {both}. They differ by 0 ")
     assert findings[2].startswith("A setting was trained with one seed only, so it is not known whether such")
-    assert not any("may be better still" in line for line in findings)
-    (tmp_path / "all").mkdir()
-    record = made_sweep(tmp_path / "all", [(1e-4, 8, seed, 0.0, None) for seed in (1, 2)] + [(3e-4, 8, 1, 0.0, None)])
-    assert record["findings"][0] == "A tie: all settings have the same accuracy after training, 0 (in all 2 seeds)."
-    (tmp_path / "lower").mkdir()
-    rows = [(1e-4, 8, 1, 2.0, 0.3), (3e-4, 8, 1, 5.0, 0.1)]
-    record = made_sweep(tmp_path / "lower", rows, higher_is_better=False)  # a perplexity, say
-    assert record["findings"][0].startswith("learning-rate 0.0001, lora-r 8 is the best by accuracy after training: 2,")
-    findings = record["findings"]
-    assert "--learning-rate 0.0001 is the smallest that was tried: a smaller one may be better still." in findings
+
+
+@pytest.mark.parametrize(("higher", "best"), [(True, 0.0003), (False, 0.0001)])
+def test_best_value_at_the_end_of_those_tried_is_named(tmp_path, higher, best):
+    rows = [of_sweep(1e-4, 1, 2.0, 0.3), of_sweep(3e-4, 1, 5.0, 0.1)]
+    findings = made(tmp_path, SWEPT, rows, higher_is_better=higher)["findings"]  # if not, a perplexity
+    assert findings[0] == f"learning-rate {best} is the best by accuracy after training."
+    end = f"--learning-rate {best} is the end of what was tried: a value beyond it may be better still."
+    assert end in findings
 
 
 def test_sweep_without_metric_is_unranked_and_launches_add_speed(tmp_path):
-    record = made_sweep(tmp_path, [(1e-4, 8, 1, None, None), (3e-4, 8, 1, None, None)])
+    record = made(tmp_path / "none", SWEPT, [of_sweep(1e-4, 1, None, None), of_sweep(3e-4, 1, None, None)])
     line = "Settings cannot be ranked: no run has accuracy after training; leave out --eval-every off."
     assert record["findings"][0] == line
-    (tmp_path / "launches").mkdir()
-    rows = [(1e-4, 8, 1, 0.5, 0.3), (3e-4, 8, 1, 0.7, 0.1)]
-    record = made_sweep(tmp_path / "launches", rows, varied=("launch", "learning_rate"))
-    assert record["findings"][0].startswith("learning-rate 0.0003 is the best by accuracy")
-    assert any("Which setting is the fastest is not known" in line for line in record["findings"])
+    rows = [(("single", *values[:1]), rounds) for values, rounds in (of_sweep(1, 1, 0.5, 1), of_sweep(2, 1, 0.7, 1))]
+    findings = made(tmp_path / "launches", ("launch", "learning_rate"), rows)["findings"]
+    assert findings[0].startswith("learning-rate 2 is the best by accuracy")
+    assert any("Which setting is the fastest is not known" in line for line in findings)
 
 
 def test_tables_take_a_setting_without_numbers(tmp_path):
-    record = made_record(tmp_path, [("z0", "32", (1000, 1100), 10.0, LOSSES)])
+    record = made(tmp_path, ["launch"], [of_launch("z0", (1000, 1100))])
     record["settings"].append(copy.deepcopy(record["settings"][0]) | {"runs": [], "name": "z1"})
-    summarise(record, tmp_path)
-    record["findings"] = findings(record)
+    summarised(record, tmp_path)
     assert record["settings"][1]["status"] == "not run"
-    assert "is the only setting that was measured" in record["findings"][0]
+    assert "is the fastest, as no other was measured: " in record["findings"][0]
     assert terminal_table(record).row_count == 2
     assert len(as_csv(record).splitlines()) == 3
 
 
-def answered(tmp_path, record, right):
-    """Give each setting's run answers of which so many of 100 are right, as a run leaves them."""
+def answered(tmp_path, rows, right):
+    """A record of a sweep whose runs left 100 answers each, of which so many are right."""
+    record = made(tmp_path, SWEPT, rows)
     for number, (entry, count) in enumerate(zip(record["settings"], right, strict=True)):
-        run_dir = RunDir(tmp_path / str(number))
+        run_dir = RunDir(tmp_path / f"{number}-1")
         run_dir.samples.mkdir()
         scores = [float((place * 7 + number) % 100 < count) for place in range(100)]
         scored = [{"index": n, "prompt": str(n), "scores": {"accuracy": score}} for n, score in enumerate(scores)]
@@ -623,33 +575,28 @@ def answered(tmp_path, record, right):
         entry["runs"][0] |= measure(run_dir, 0)
     summarise(record, tmp_path)
     record["paired"] = paired_settings(record, tmp_path)
-    record["findings"] = findings(record)
-    return record
+    return summarised(record, tmp_path)
 
 
 def test_a_difference_that_other_examples_may_turn_round_is_undecided(tmp_path):
-    rows = [(rate, 8, 1, 0.5, 0.1) for rate in (1e-4, 3e-4, 1e-3)]
-    record = answered(tmp_path, made_sweep(tmp_path, rows), (62, 60, 20))
+    record = answered(tmp_path, [of_sweep(rate, 1, 0.5, 0.1) for rate in (1e-4, 3e-4, 1e-3)], (62, 60, 20))
     findings = record["findings"]
-    assert findings[0] == (
-        "Undecided which is the best by accuracy after training: learning-rate 0.0001, lora-r 8 and learning-rate "
-        "0.0003, lora-r 8. They differ by 0.02 at most, and no test on the same examples distinguishes them."
-    )
-    assert "learning-rate 0.0001, lora-r 8: 0.62 (95%: 0.52 to 0.72), validation loss 0.1;" in findings[1]
-    assert re.search(r"0.0003, lora-r 8: [^;]*, no difference that 100 examples can show; [\d,]+ would; ", findings[1])
-    assert re.search(r"0.001, lora-r 8: [^;]*, worse \(-0.42, -0.\d\d to -0.\d\d\)\.", findings[1])
+    both = "learning-rate 0.0001 and learning-rate 0.0003. They differ by 0.02 at most"
+    assert findings[0].startswith(f"Undecided which is the best by accuracy after training: {both}")
+    assert "learning-rate 0.0001: 0.62 (95%: 0.52 to 0.72), validation loss 0.1;" in findings[1]
+    assert re.search(r"0.0003: [^;]*, no difference that 100 examples can show; [\d,]+ would; ", findings[1])
+    assert re.search(r"0.001: [^;]*, worse \(-0.42, -0.\d\d to -0.\d\d\)\.", findings[1])
     assert findings[2] == "Each is tested against the best on the same examples, corrected for 3 settings (Holm)."
-    assert record["settings"][0]["runs"][0]["metric_low"] == pytest.approx(0.52)
 
 
 def test_seeds_are_tested_together_and_other_examples_never(tmp_path):
-    rows = [(rate, 8, seed, 0.5, 0.1) for rate in (1e-4, 3e-4) for seed in (1, 2)]
-    record = answered(tmp_path, made_sweep(tmp_path, rows), (90, 88, 50, 54))
-    assert record["paired"]["learning-rate 0.0003, lora-r 8"]["difference"] == pytest.approx(-0.37)
-    assert record["findings"][0].startswith("learning-rate 0.0001, lora-r 8 is the best by accuracy after training")
+    rows = [of_sweep(rate, seed, 0.5, 0.1) for rate in (1e-4, 3e-4) for seed in (1, 2)]
+    record = answered(tmp_path, rows, (90, 88, 50, 54))
+    assert record["paired"]["learning-rate 0.0003"]["difference"] == pytest.approx(-0.37)
+    assert record["findings"][0] == "learning-rate 0.0001 is the best by accuracy after training."
     samples = [{"index": place, "prompt": "another", "scores": {"accuracy": 1.0}} for place in range(100)]
     for number in (2, 3):
-        write_json_lines(RunDir(tmp_path / str(number)).answers(2), samples)
-        path = tmp_path / str(number) / "result.json"
+        write_json_lines(RunDir(tmp_path / f"{number}-1").answers(2), samples)
+        path = tmp_path / f"{number}-1" / "result.json"
         path.write_text(json.dumps({"after": {"accuracy": 1.0, "eval_loss": 0.1}, "main_metric": "accuracy"}))
-    assert paired_settings(record, tmp_path) == {"learning-rate 0.0003, lora-r 8": None}
+    assert paired_settings(record, tmp_path) == {"learning-rate 0.0003": None}

@@ -9,31 +9,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import AS_COUNTED, accel_sft
-from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+from conftest import accel_sft
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from places import CONFIGS
-from planned import LLAMA_8B, QWEN_05B, QWEN_7B, QWEN_14B, count, job_of, launch, saved_for_backward
+from planned import LLAMA_8B, QWEN_05B, QWEN_7B, QWEN_14B, count, job_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint.partition import MOMENTS
 from accel_sft.evaluation import generate
-from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.precision import assume_precision
 from accel_sft.launch.this_machine import environment
 from accel_sft.memory import estimate as closed_form
-from accel_sft.memory.activations import block_bytes
 from accel_sft.memory.estimate import COMPONENTS, PHASES, WITH_COPY, totals
 from accel_sft.memory.flops import Peaks, peaks
-from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_shape
-from accel_sft.memory.shape import GROUPS
-from accel_sft.memory.states import Placed, least_bytes, placed
+from accel_sft.memory.states import least_bytes, placed
 from accel_sft.models.adapters import new_adapter
 from accel_sft.models.tiny import TINY_SHAPE, TINY_VOCABULARY, build_tiny
-from accel_sft.tools.plan import plans, table
+from accel_sft.tools.plan import plans
 from accel_sft.tools.plan.plans import GIB, PlannedMachine, machine
 from accel_sft.tools.plan.speed import Speed, speed
 from accel_sft.training import predicted
@@ -74,7 +69,6 @@ def test_every_family_is_counted_as_it_is_built(family):
         config = config_of(family, tie_word_embeddings=tied)
         shape = count(config.to_diff_dict())
         assert shape.parameters == AutoModelForCausalLM.from_config(config).num_parameters()
-        assert set(shape.by_group) == set(GROUPS)
         assert all(m.name in {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"} for m in matrices(shape, "attention"))
         assert bool(matrices(shape, "experts")) == (family in MORE)
 
@@ -116,47 +110,6 @@ def test_impossible_sizes_are_refused_in_one_line(called, tmp_path, name, value)
     assert "Traceback" not in done.output
 
 
-def saved_bytes(config, dtype, autocast, adapter, tokens=200):
-    """What autograd keeps of a forward through the blocks, weights and their casts left out."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
-    if adapter == "lora":
-        model = new_adapter(model, TrainConfig(adapter="lora"), 100, lambda line: None)
-        model = model if autocast or dtype == torch.float32 else model.to(dtype)  # as DeepSpeed casts it
-    shapes = {p.shape for p in model.parameters()} | {p.T.shape for p in model.parameters() if p.ndim == 2}
-    casts = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
-    with saved_for_backward(model, but=lambda tensor: tensor.ndim == 2 and tensor.shape in shapes) as saved, casts:
-        model(torch.randint(0, 64, (1, tokens)), logits_to_keep=1, use_cache=False)
-    return saved()
-
-
-@AS_COUNTED
-@pytest.mark.parametrize(
-    ("family", "precision", "adapter"),
-    [
-        ("qwen2", "bf16", "none"),
-        ("qwen2", "bf16", "lora"),
-        ("qwen2", "no", "none"),
-        ("qwen2", "autocast", "none"),
-        ("qwen3", "bf16", "none"),
-        ("gemma", "bf16", "none"),
-        ("gemma3_text", "no", "none"),
-    ],
-)
-def test_activations_are_those_that_autograd_keeps(family, precision, adapter):
-    config = config_of(family, hidden_size=128, intermediate_size=352, num_attention_heads=8)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    real = []
-    for layers in (1, 3):
-        config.num_hidden_layers = layers
-        config.layer_types = ["full_attention"] * layers
-        real.append(saved_bytes(config, dtype, precision == "autocast", adapter))
-    name, flags = ("ddp", []) if precision == "autocast" else ("z0", ["--mixed_precision", precision])
-    shape = count(config.to_diff_dict())
-    planned = Job(shape=shape, launch=launch(name, *flags), device="cpu", adapter=adapter)
-    assert block_bytes(planned, shape.blocks[0]) * 200 == pytest.approx((real[1] - real[0]) / 2, rel=0.1)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_stage_2_is_deepspeeds_estimate_without_bf16_gradients(ranks):
     """Its 18P/N have gradients in bf16 and in float32; a rank sums them up in float32, and steps with that sum."""
@@ -166,50 +119,6 @@ def test_stage_2_is_deepspeeds_estimate_without_bf16_gradients(ranks):
     _, theirs = estimate_zero2_model_states_mem_needs(parameters, ranks, cpu_offload=False)
     ours = device.weights + device.master + device.moments + device.gradients + device.update
     assert ours == pytest.approx(theirs - 2 * parameters / ranks)
-
-
-def largest_layer(job):
-    """Parameters of the module that holds most of its own: an embedding or a feed-forward matrix."""
-    return max(job.shape.largest_tensor, job.shape.vocab_size * job.shape.hidden_size)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_stage_3_states_are_deepspeeds_estimate_without_largest_layer(ranks):
-    """It says 18P/N, as of what stage 2 shards, with gradients in bf16 and in float32, and so leaves out the shard of
-    the weights, 2P/N; here gradients are summed up in float32 only. In place of its largest layer in float32 stands
-    what stage 3 keeps gathered."""
-    planned = job_of(QWEN_14B, "z3", ranks)
-    device, host = placed(planned)
-    _, theirs, layer = estimate_zero3_model_states_mem_needs(
-        planned.shape.parameters, largest_layer(planned), ranks, cpu_offload=False
-    )
-    states = device.weights + device.master + device.moments + device.held
-    assert states == pytest.approx(theirs - layer)
-    assert device.gathered >= layer / 2
-    assert host == Placed()
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_offloaded_states_are_deepspeeds_estimates_without_their_factor(ranks):
-    """Theirs count no gradients in bf16 at stage 2 and, again, no weights at stage 3; the buffers for which they then
-    add a half are named one by one here. Their 4P a rank, from five ranks on, is loading: a phase of its own here."""
-    planned = job_of(QWEN_14B, "z2_offload", ranks)
-    parameters = planned.shape.parameters
-    device, host = placed(planned)
-    theirs, on_device = estimate_zero2_model_states_mem_needs(parameters, ranks, additional_buffer_factor=1)
-    assert device.weights == on_device
-    states = ranks * (host.master + host.moments + host.held)
-    assert states == pytest.approx(16 * parameters + 2 * parameters)
-    assert theirs == max(4 * ranks, 16) * parameters
-
-    planned = job_of(QWEN_14B, "z3_offload", ranks)
-    device, host = placed(planned)
-    theirs, _, _ = estimate_zero3_model_states_mem_needs(
-        parameters, largest_layer(planned), ranks, additional_buffer_factor=1
-    )
-    assert (device.weights, device.master, device.moments) == (0, 0, 0)
-    states = ranks * (host.weights + host.master + host.moments + host.held + host.gradients)
-    assert states == pytest.approx(theirs + 4 * parameters)
 
 
 def test_states_of_the_stages():
@@ -246,8 +155,7 @@ def test_tensor_parallelism_divides_states_and_inner_widths():
     assert 0.5 * whole["activations"] < cut["activations"] < 0.9 * whole["activations"]
     shape = count(QWEN_14B)
     assert shape.cut(1) == shape
-    ends = shape.embeddings + shape.head
-    assert shape.cut(2).parameters - ends == pytest.approx((shape.parameters - ends) / 2, rel=1e-3)
+    assert shape.cut(2).parameters - shape.ends == pytest.approx((shape.parameters - shape.ends) / 2, rel=1e-3)
 
 
 def test_tensor_ranks_follow_the_number_of_gpus():
@@ -292,19 +200,11 @@ def test_every_launch_file_has_every_phase_and_component(name, device):
     assert (larger.device_peak_bytes, larger.host_peak_bytes) >= (estimate.device_peak_bytes, estimate.host_peak_bytes)
 
 
-def test_a_deepspeed_json_decides_buckets(tmp_path):
-    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-    (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}))
-    file = tmp_path / "own.yaml"
-    file.write_text(
-        f"compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 2\n"
-        f"deepspeed_config:\n  deepspeed_config_file: {tmp_path / 'ds.json'}\n"
-    )
-    own = placed(Job(shape=count(QWEN_05B), launch=launch_of_yaml(file), device="cuda"))[0]
-    shipped = placed(job_of(QWEN_05B, "z3"))[0]
-    assert own.buffers == 2 * 896**2
-    assert shipped.buffers == 2 * 5e8
-    assert own.gathered < shipped.gathered
+def test_buckets_follow_the_hidden_size_where_json_says_auto():
+    shipped = job_of(QWEN_05B, "z3")
+    zero = {**shipped.launch.zero, "reduce_bucket_size": "auto"}
+    own = dataclasses.replace(shipped, launch=dataclasses.replace(shipped.launch, json={"zero_optimization": zero}))
+    assert [placed(job)[0].buffers for job in (own, shipped)] == [2 * 896**2, 2 * 5e8]
 
 
 def test_constants_that_stand_behind_torch_are_the_trainer_s():
@@ -346,23 +246,22 @@ LORA_7B = ("--adapter", "lora", "--gpus", "2", "--gpu-memory", "24", "--host-mem
 
 
 @pytest.mark.parametrize(
-    ("given", "flags", "without"),
+    ("given", "flags"),
     [
-        ((), "--gradient-checkpointing --eval-batch-size 32", "would not fit"),
-        (("--gradient-checkpointing",), "--eval-batch-size 32", "would barely fit"),
-        (("--gradient-checkpointing", "--eval-batch-size", "16"), "", ""),
-        (("--gradient-checkpointing", "--eval-limit", "20"), "", ""),
-        (("--gradient-checkpointing", "--metric", "loss"), "", ""),  # nothing is generated
+        ((), "--gradient-checkpointing --eval-batch-size 32"),
+        (("--gradient-checkpointing",), "--eval-batch-size 32"),
+        (("--gradient-checkpointing", "--eval-batch-size", "16"), ""),
+        (("--gradient-checkpointing", "--eval-limit", "20"), ""),
+        (("--gradient-checkpointing", "--metric", "loss"), ""),  # nothing is generated
     ],
 )
-def test_commonest_job_gets_fastest_launch_with_options_it_needs(called, models, given, flags, without):
+def test_commonest_job_gets_fastest_launch_with_options_it_needs(called, models, given, flags):
     done = called("plan", "chat", "--model", str(models / "7b"), *LORA_7B, *given)
     assert done.status == 0, done.output
     *_, command = done.output.strip().splitlines()
     printed = " ".join(done.output.split())
-    more = f" with {flags} (without, it {without})" if flags else ""
-    assert f"Recommended: ddp{more}, the simplest" in printed
-    assert all(flag in command for flag in (*flags.replace(" 32", "").split(), "--train-file TRAIN_FILE"))
+    assert f"Recommended: ddp{f' with {flags}' if flags else ''}, the simplest" in printed
+    assert all(flag in command for flag in (*flags.split(), "--train-file TRAIN_FILE"))
     assert command.count("--eval-batch-size") == ("eval-batch-size" in f"{flags} {given}")
 
 
@@ -376,7 +275,7 @@ def test_full_7b_on_small_gpus_shows_host_disk_and_adapter(called, models):
     assert "2 sharded copies of the model need a multiple of 2 processes, 4 or more, not 2" in " ".join(table.split())
     printed = " ".join(printed.split())
     assert "Recommended: z3_nvme" in printed
-    assert "; with --adapter lora --gradient-checkpointing --eval-batch-size 32 ddp needs no offload, " in printed
+    assert "; with --adapter lora --gradient-checkpointing --eval-batch-size 32 ddp needs no offload." in printed
     assert "a checkpoint 85.1 GiB, 3 at once (--keep-checkpoints 2); 127.7 GiB on the NVMe drive" in printed
 
 
@@ -498,17 +397,9 @@ def test_the_table_names_every_launch_file_and_recommends_one(plan):
     assert all(f"\n{path.stem} " in head for path in CONFIGS.glob("*.yaml"))
     assert max(map(len, head.splitlines())) <= 80
     assert "longest example has 128 tokens: --max-length" in head
-    assert "Recommended: ddp with --eval-batch-size 8 (without, it would" in head
+    assert "Recommended: ddp with --eval-batch-size 8, the simplest" in head
     assert "-m accel_sft math --model" in command
     assert "--adapter lora" in command
-
-
-def test_a_tokenizer_without_a_chat_template_is_named(called, models, tmp_path):
-    (tmp_path / "config.json").write_text((models / "7b" / "config.json").read_text())
-    for content, noted in (({}, True), ({"chat_template": "{{ messages }}"}, False)):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
-        done = called("plan", "chat", "--model", str(tmp_path), *MACHINE, "--launch", "z3")
-        assert done.output.startswith("note: the model's tokenizer has no chat template") is noted
 
 
 def fitting(name, seconds, *, tight=False, machines=1):
@@ -522,33 +413,22 @@ def fitting(name, seconds, *, tight=False, machines=1):
     )
 
 
-def test_one_machines_plan_is_recommended_and_tight_ones_named():
+def test_one_machines_roomy_plan_is_recommended_and_others_explained():
     offload, barely = fitting("z3_offload", 2.0), fitting("z2", 1.0, tight=True)
     best, why = plans.recommended([fitting("multinode_z3", 1.0, machines=2), offload, barely])
     assert best is offload
-    assert why == "the fastest that fits on one machine with room to spare, because z2 would barely fit"
-    best, why = plans.recommended([fitting("multinode_z3", 1.0, machines=2)])
-    assert why == "which fits; it needs 2 such machines"
+    assert why == "the simplest of the fastest that fit"
+    best, why = plans.recommended([fitting("multinode_z3", 1.0, machines=2, tight=True)])
+    assert "; it needs 2 such machines; it comes within 8% of the memory there is" in why
 
 
-def test_host_memory_flag_is_hinted_where_free_memory_is_short():
-    small = PlannedMachine(gpus=2, gpu_bytes=24 * GIB, host_bytes=16 * GIB, is_free=True)
-    too_large = dataclasses.replace(fitting("z3", 1.0), over=("host",))
-    assert "16 GiB of host memory" in table._elsewhere([too_large], small)
-    assert table._elsewhere([dataclasses.replace(too_large, over=("device",))], small) == ""
-    assert table._elsewhere([too_large], dataclasses.replace(small, is_free=False)) == ""
-
-
-def test_json_has_every_phase(plan):
+def test_json_and_details_have_every_phase(plan):
     done = plan("--json", "--launch", "z2", "--launch", str(CONFIGS / "z3.yaml"))
     report = json.loads(done.output)
     assert [one["launch"] for one in report["plans"]] == ["z2", "z3"]
     assert set(report["plans"][0]["estimate"]["device"]) == set(PHASES)
     assert report["plans"][0]["over"] == ["device"]
     assert report["model"]["parameters"] == 14_770_033_664
-
-
-def test_one_launch_file_shows_phases_by_component(plan):
     done = plan("--launch", "z3_offload")
     assert "z3_offload: GiB of one GPU" in done.output
     assert all(component[:11] in done.output for component in COMPONENTS)
@@ -561,18 +441,9 @@ REFUSED = {
     "number": (("--gpus", "-1"), "--gpus", ()),
     "modules": (("--adapter", "lora", "--lora-target-modules", "query"), "query: no such module; there are q_proj", ()),
     "ema": (("--ema-decay", "0.999", "--launch", "z3_nvme"), "--ema-decay: every step would read the weights that", ()),
-    "adapter": (SMALL_GPU, "with --adapter lora --load-in-4bit --gradient-checkpointing ddp fits", ()),
-    "nothing fits": (
-        ("--host-memory", "20"),
-        "No launch file fits, nor does one with --gradient-checkpointing; with",
-        (),
-    ),
-    "way out": (("--host-memory", "20"), ". Try a lower --max-length, a smaller model, or more GPUs.", ()),
-    "host memory": (
-        LITTLE_HOST,
-        "fewer processes (each needs some), or more host memory, which alone is short",
-        ("more GPUs", "--host-memory gives that of another"),
-    ),
+    "adapter": (SMALL_GPU, "with --adapter lora --load-in-4bit --gradient-checkpointing ddp needs no offload", ()),
+    "nothing fits": (("--host-memory", "20"), "No launch file fits", ()),
+    "way out": (LITTLE_HOST, ". Try --micro-batch-size auto, a lower --max-length, a smaller model, or more", ()),
     "not predicted": (("--launch", "z3_sp"), "memory under sequence parallelism is not predicted", ("fits.",)),
     "each has a problem": (("--launch", "z3_sp"), "No launch file is recommended: each has a problem", ("fits.",)),
 }
@@ -691,18 +562,12 @@ def test_copies_of_checkpoints_are_counted_and_do_not_decide_fit(name, ranks):
     with_copy, without = (totals(estimate.host) for estimate in (saving, never))
     more = {phase: with_copy[phase] - without[phase] for phase in without}
     parameters, largest = 494_032_768, 151_936 * 896
-    copy = 12 * (parameters / 2 if ranks == 2 else largest + (parameters - largest) / 2) * pinning_05b()
+    copy = 12 * (parameters / 2 if ranks == 2 else largest + (parameters - largest) / 2)
+    copy *= job_of(QWEN_05B, name).rounding(4)
     assert more == {phase: pytest.approx(copy if phase in WITH_COPY else 0) for phase in without}
     assert saving.device_peak_bytes == never.device_peak_bytes
     larger = closed_form.estimate(job_of(QWEN_7B, name))
     assert larger.fits(None, 0.6 * larger.host_peak_bytes)  # which loading the weights takes under ddp and fsdp2
-
-
-def pinning_05b():
-    """By what factor torch's blocks of pinned memory, powers of two, are larger than the matrices of Qwen2.5-0.5B."""
-    matrices = [(24 * 2, 896 * 896), (24 * 2, 896 * 128), (24 * 3, 896 * 4864), (1, 151_936 * 896)]
-    powers = [(24 * 2, 2**20), (24 * 2, 2**17), (24 * 3, 2**23), (1, 2**28)]
-    return sum(n * size for n, size in powers) / sum(n * size for n, size in matrices)
 
 
 def test_blocks_of_pinned_memory_are_counted_as_powers_of_two():
@@ -741,9 +606,6 @@ def test_averages_are_counted_where_the_optimizer_steps(name, place, share):
         for phase, parts in getattr(after, where).items():
             held = 4 * 494_032_768 / share if where == place and phase != "load" else 0
             assert parts["optimizer"] - getattr(before, where)[phase]["optimizer"] == pytest.approx(held)
-    own = name in ("ddp", "fsdp2", "fsdp2_offload")  # weights that the optimizer steps change places with averages
-    more = after.device["evaluate"]["buffers"] - before.device["evaluate"]["buffers"] if place == "device" else 0
-    assert (more > 0) == (own and place == "device")
 
 
 @pytest.mark.parametrize("ratio", ["half", 2])

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accel_sft.io.files import is_number
+from accel_sft.io.text import shown
 from accel_sft.launch.child import COMPLETE
 from accel_sft.results.significance import detectable
 
@@ -47,14 +48,13 @@ class Curve:
         sizes: numbers of rows, ascending.
         metrics: for each of them the main metric after training, of each seed.
         better: 1 if more is better, else -1.
-        examples: number of validation examples; None if not known.
-        detectable: smallest difference of two models that these examples show four times out of five; None if unknown.
+        detectable: smallest difference of two models that the validation examples show four times out of five; None if
+            unknown.
     """
 
     sizes: Sequence[int]
     metrics: Sequence[Sequence[float]]
     better: int = 1
-    examples: int | None = None
     detectable: float | None = None
 
     @property
@@ -111,7 +111,6 @@ def read_curve(record: Mapping[str, Any]) -> Curve | None:
         sizes=sorted(by_size),
         metrics=[by_size[size] for size in sorted(by_size)],
         better=1 if record.get("higher_is_better", True) else -1,
-        examples=max((test["examples"] for test in tests), default=None),
         detectable=detectable(statistics.median(errors)) if errors else None,
     )
 
@@ -196,7 +195,6 @@ def learnt(record: Mapping[str, Any]) -> dict[str, Any] | None:
         ],
         "forecast": [dataclasses.asdict(one) for one in forecast(curve, ahead)] if curve.fell is None else [],
         "fell": curve.fell,
-        "examples": curve.examples,
         "detectable": curve.detectable,
     }
 
@@ -212,19 +210,11 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
     by_rows: dict[int, list[float]] = {}
     for point in curve["measured"]:
         by_rows.setdefault(point["rows"], []).append(point["metric"])
-    largest = max(abs(point["metric"]) for point in curve["measured"])
-    decimals = max(0, 3 - math.ceil(math.log10(largest))) if largest else 3
-
-    def text(value: float) -> str:
-        """A number with as many decimals as all of them have: three digits of the largest metric."""
-        return f"{value:,.{decimals}f}"
-
-    def mean_of(values: Sequence[float]) -> str:
-        reach = f" ({text(min(values))} to {text(max(values))})" if min(values) < max(values) else ""
-        return f"{text(statistics.mean(values))}{reach}"
-
-    points = ", ".join(f"{mean_of(values)} with {rows:,} rows" for rows, values in by_rows.items())
-    yield f"{metric} after training is {points}."
+    points = []
+    for rows, values in by_rows.items():
+        reach = f" ({shown(min(values))} to {shown(max(values))})" if min(values) < max(values) else ""
+        points.append(f"{shown(statistics.mean(values))}{reach} with {rows:,} rows")
+    yield f"{metric} after training is {', '.join(points)}."
     if len({point["metric"] for point in curve["measured"]}) == 1:
         yield "All trainings ended alike, which says nothing of more rows: train longer, or on fewer rows."
         return
@@ -232,30 +222,20 @@ def in_sentences(record: Mapping[str, Any]) -> Iterator[str]:
         worse = f"{metric} was better after {fell:,} rows than after {max(by_rows):,}, so nothing is forecast"
         yield f"{worse}: see whether the later rows are of another kind, or train longer."
         return
-    most, (now, twice) = ahead[0]["rows"], (ahead[0], ahead[2])
-    reach = f" (95%: {text(twice['low'])} to {text(twice['high'])})" if twice["low"] < twice["high"] else ""
+    now, twice = ahead[0], ahead[2]
     # both of the curve: what was measured of the largest part alone has the noise of its seeds
-    change = round(twice["value"], decimals) - round(now["value"], decimals)
     yield (
-        f"With {twice['rows'] - most:,} more rows ({twice['rows']:,} in all) {metric} is forecast at "
-        f"{text(twice['value'])}{reach}, a change of {change:+.{decimals}f} against {text(now['value'])} forecast for "
-        f"{most:,}."
+        f"With {twice['rows'] - now['rows']:,} more rows ({twice['rows']:,} in all) {metric} is forecast at "
+        f"{shown(twice['value'])} (95%: {shown(twice['low'])} to {shown(twice['high'])}), a change of "
+        f"{twice['value'] - now['value']:+.2g} against {shown(now['value'])} forecast for {now['rows']:,}."
     )
     if smallest is None:
         return
-    gains = [abs(ahead[-1]["value"] - point["value"]) for point in ahead]
-    enough = next(point["rows"] for point, gain in zip(ahead, gains, strict=True) if gain < smallest)
-    examples = f"{curve['examples']:,} validation examples" if curve["examples"] else "These validation examples"
-    farthest = ahead[-1]["rows"] // 4
-    rows = f"these {most:,}" if enough == most else f"about {_round(enough):,}"
-    yield f"{examples} show no difference below {text(smallest)}, and " + (
-        f"rows beyond {rows} are not expected to bring one. Hold out more examples to see smaller gains."
-        if enough < ahead[-1]["rows"] / 4
-        else f"the forecast shows no end of such gains up to {_round(farthest):,} rows."
+    enough = next(point["rows"] for point in ahead if abs(ahead[-1]["value"] - point["value"]) < smallest)
+    farthest = ahead[-1]["rows"] / 4  # what comes after it is looked at, too, to see whether the gain ends there
+    end = (
+        f"rows beyond about {enough:,} are not expected to bring one. Hold out more examples to see smaller gains."
+        if enough < farthest
+        else f"the forecast shows no end of such gains up to {farthest:,.0f} rows."
     )
-
-
-def _round(rows: int) -> int:
-    """Two digits of a number of rows."""
-    digits = 10 ** max(0, len(str(rows)) - 2)
-    return round(rows / digits) * digits
+    yield f"The validation examples show no difference below {shown(smallest)}, and {end}"

@@ -8,10 +8,8 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.io.files import abandoned, json_safe, mapping, read_json, write_atomically
-from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.recordable import masked_words
 from accel_sft.launch.this_machine import environment
-from accel_sft.tools.compare.measured import measure
 from accel_sft.tools.compare.settings import ComparedSetting
 from accel_sft.tools.report.runs import COMPARISON, SCHEMA
 
@@ -23,31 +21,29 @@ def open_record(folder: Path, wanted: Mapping[str, Any], settings: Sequence[Comp
     """Return the record of the comparison in `folder`: a new record, or the one that an earlier start left there.
 
     Args:
-        wanted: `task`, `given` (values by option), `fingerprints` (of files by option) and `discard_steps`, which must
-            be the same as in an earlier record; `repeat`, `time_limit_minutes` and all other keys may change.
+        wanted: the record's other keys. Of these `fingerprints` and `discard_steps` must be as in an earlier record, as
+            must the settings; `repeat`, `time_limit_minutes` and all others may change.
     Raises:
-        UserError: the folder holds something else, or a comparison with other settings (one line for each difference).
+        UserError: the folder holds something else, or a comparison of other settings.
     """
     path = folder / COMPARISON
+    entries = [_entry(setting) for setting in settings]
     if not path.exists():
         if {*folder.iterdir()} - {*abandoned(folder)}:
             raise UserError(f"--output-dir {folder}: not empty, and no comparison; name another folder")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        made = {"environment": environment(), "settings": [_entry(setting) for setting in settings], "findings": []}
+        made = {"environment": environment(), "settings": entries, "findings": []}
         return {"schema": SCHEMA, "created": now, "status": "running", **wanted, **made}
     record = mapping(read_json(path))
     if record.get("schema") != SCHEMA:
         raise UserError(f"{path}: not the record of a comparison; name another --output-dir")
-    if different := _different(record, wanted):
-        raise UserError(*different, f"--output-dir {folder}: give the settings it was started with, or another folder")
-    entries = [_entry(setting) for setting in settings]
+    if _measured_alike(record) != _measured_alike({**wanted, "settings": entries}):
+        raise UserError(
+            f"--output-dir {folder}: a comparison of other settings or files; name another folder, or go on with: "
+            f"{record['command']}"
+        )
     for entry, before in zip(entries, record["settings"], strict=True):
-        for run in before["runs"]:
-            run_dir = RunDir(folder / run["folder"])
-            if run_dir.path.is_dir():  # others are made again
-                measured = measure(run_dir, wanted["discard_steps"])
-                environment_of_run = {**run["environment"], **measured["environment"]}
-                entry["runs"].append({**run, **measured, "environment": environment_of_run})
+        entry["runs"] = [run for run in before["runs"] if (folder / run["folder"]).is_dir()]  # others are made again
     return {**record, **wanted, "settings": entries, "status": "running"}
 
 
@@ -58,18 +54,12 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 
 def _entry(setting: ComparedSetting) -> dict[str, Any]:
     words = masked_words(setting.words)
-    return {"name": setting.name, "values": setting.values, "launch": setting.launch, "words": words, "runs": []}
+    about = {"values": setting.values, "launch": setting.launch, "fingerprint": setting.fingerprint}
+    return {"name": setting.name, **about, "words": words, "runs": []}
 
 
-def _different(record: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for key in ("task", "discard_steps"):
-        if record[key] != wanted[key]:
-            lines.append(f"{key.replace('_', '-')}: the comparison was started with {record[key]}, not {wanted[key]}")
-    before, now = record["given"], wanted["given"]
-    for name in dict.fromkeys([*before, *now]):
-        if before.get(name) != now.get(name):
-            was, given = (",".join(values) if values else "its default" for values in (before.get(name), now.get(name)))
-            lines.append(f"{name}: the comparison was started with {was}, not {given}")
-    before, now = record["fingerprints"], wanted["fingerprints"]
-    return lines or [f"{name}: the file has changed since" for name in now if before.get(name) != now[name]]
+def _measured_alike(record: Mapping[str, Any]) -> list[Any]:
+    """What an earlier start's measurements depend on."""
+    keys = ("name", "words", "launch", "fingerprint")
+    settings = [[setting.get(key) for key in keys] for setting in record["settings"]]
+    return [record["fingerprints"], record["discard_steps"], settings]

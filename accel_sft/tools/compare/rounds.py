@@ -1,6 +1,7 @@
 """Runs the settings round by round, records each run when it ends, and writes the tables and findings."""
 
 import datetime
+import os
 import shlex
 import shutil
 import time
@@ -19,7 +20,7 @@ from accel_sft.io.text import printable, shown
 from accel_sft.launch.child import end_all, launch, outcome, signals_interrupt, waited_for
 from accel_sft.tools.compare.findings import findings
 from accel_sft.tools.compare.learning_curve import learnt
-from accel_sft.tools.compare.measured import completed, last_step, measure, summarise, surroundings
+from accel_sft.tools.compare.measured import completed, last_step, measure, summarise
 from accel_sft.tools.compare.record import RUNS, write_record
 from accel_sft.tools.compare.settings import ComparedSetting
 from accel_sft.tools.compare.sweep import paired_settings
@@ -39,8 +40,8 @@ def run(record: dict[str, Any], folder: Path, settings: Sequence[ComparedSetting
     try:
         with signals_interrupt(), console.status("", refresh_per_second=2) as status:
             for number, setting, entry in _due(record, settings):
-                done = sum(len(entry["runs"]) for entry in record["settings"])
-                title = f"{done + 1} of {done + _left(record)}: round {number}, {setting.name}"
+                done, most = sum(len(entry["runs"]) for entry in record["settings"]), record["repeat"] * len(settings)
+                title = f"{done + 1} of {most}: round {number}, {setting.name}"
                 measured = _run_once(record, folder, setting, number, status, title)
                 entry["runs"].append(measured)
                 run_dir = RunDir(folder / measured["folder"])
@@ -72,12 +73,6 @@ def _due(
                 yield number, setting, entry
 
 
-def _left(record: dict[str, Any]) -> int:
-    """Return how many runs are still to be made if no setting is given up from now on."""
-    tried = [entry for entry in record["settings"] if completed(entry) or not entry["runs"]]
-    return sum(record["repeat"] - len(entry["runs"]) for entry in tried)
-
-
 def _run_once(
     record: dict[str, Any], folder: Path, setting: ComparedSetting, number: int, status: Status, title: str
 ) -> dict[str, Any]:
@@ -88,20 +83,14 @@ def _run_once(
     shutil.rmtree(run_dir.path, ignore_errors=True)
     place.mkdir(parents=True, exist_ok=True)
 
-    printed = ""
-
     def look() -> None:
-        nonlocal printed
         step = last_step(run_dir)
-        waits = "" if step else waited_for(log)
-        line = f"{title}, {f'step {step}' if step else waits or 'starting'}, {time.monotonic() - began:.0f} s"
+        doing = f"step {step}" if step else waited_for(log) or "starting"
+        line = f"{title}, {doing}, {time.monotonic() - began:.0f} s"
         status.update(Text(printable(line), no_wrap=True, overflow="ellipsis"))
-        if waits not in ("", printed) and not status.console.is_terminal:  # only a terminal has a status line
-            status.console.print(printable(f"{title}: {waits}"), markup=False, soft_wrap=True)
-            printed = waits
 
     began = time.monotonic()
-    around, started = surroundings(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    load, started = os.getloadavg()[0], datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     limit = record["time_limit_minutes"] * 60
     look()
     try:
@@ -122,7 +111,7 @@ def _run_once(
         "started": started,
         "seconds": ended.seconds,
         **measured,
-        "environment": {**measured["environment"], **around},
+        "environment": {**measured["environment"], "load_before": load},
     }
 
 
@@ -137,18 +126,16 @@ def _update(record: dict[str, Any], folder: Path) -> None:
 
 def _print_run(console: Console, title: str, run: dict[str, Any]) -> None:
     """Print a line about a run that has ended."""
-    numbers = ""
-    if run["median_step_seconds"] is not None:
-        numbers = f", {shown(run['median_step_seconds'])} s a step, {shown(run['tokens_per_second'])} tokens/s"
+    speed = f", {shown(run['tokens_per_second'])} tokens/s" if run["tokens_per_second"] else ""
     reason = f": {run['reason']}" if run["reason"] else ""
-    line = f"{title}: {run['status']}{numbers} ({run['seconds']:.0f} s in all){reason}"
+    line = f"{title}: {run['status']}{speed} ({run['seconds']:.0f} s in all){reason}"
     console.print(wrapped(printable(line)), markup=False, soft_wrap=True)
 
 
 def resuming(record: dict[str, Any], folder: Path) -> str:
     """Return the command that resumes the comparison: the user's command, with --output-dir if it had none."""
     words = shlex.split(record["command"])
-    if "--output-dir" in words:
-        return record["command"]
     end = words.index("--") if "--" in words else len(words)
+    if any(word.partition("=")[0] == "--output-dir" for word in words[:end]):
+        return record["command"]
     return shlex.join([*words[:end], "--output-dir", str(folder), *words[end:]])

@@ -6,12 +6,12 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import HIDDEN, Setting
+from accel_sft.api.options import HIDDEN, Setting, flag_of
 from accel_sft.launch.info import launch_of_yaml
 from accel_sft.launch.launcher import PRECISION
 from accel_sft.launch.parallelism import fitted, sized
@@ -35,8 +35,7 @@ class ComparedSetting:
         name: the values of the varied options, as shown to the user.
         folder: the name of the folder of its runs, made of its number and `name`.
         values: every given value by option, the launcher's options included; secrets are left out.
-        launch: backend, zero_stage, offload, processes, row_groups and precision, as the launch file and its flags
-            decide. The processes of a row group share their rows.
+        launch: `processes` and `precision`, as the launch file and its flags decide.
         launcher: the command's words before `-m accel_sft`.
         words: the command's words after it: the task and the run's options.
         environment: environment variables that its launch gets besides the user's own.
@@ -67,13 +66,8 @@ class ComparedSetting:
 
 
 def split_values(setting: Setting, texts: Sequence[str], *, unsplit: bool = False) -> list[str]:
-    """Return the values in the texts given to an option, split at commas; equal values (1e-4, 0.0001) count once.
-
-    Args:
-        unsplit: whether values may contain commas, so that each text is one value.
-    Raises:
-        UserError: a value is empty, or the setting does not accept it.
-    """
+    """Return the values in the texts given to an option, split at commas; equal values (1e-4, 0.0001) count once. With
+    `unsplit` values may contain commas, so that each text is one value."""
     parts = [part.strip() for text in texts for part in ([text] if unsplit else text.split(","))]
     if "" in parts and not unsplit:
         raise UserError(f"{setting.flag} {','.join(texts)}: a value between two commas is empty; remove a comma")
@@ -129,20 +123,9 @@ def product(
     return [*settings.values()], varied
 
 
-def same_but(one: Mapping[str, Any], other: Mapping[str, Any], options: Collection[str]) -> bool:
-    """Whether two settings of a record have the same value of every option but these."""
-    a, b = one["values"], other["values"]
-    return all(a.get(name) == b.get(name) for name in {*a, *b} - {*options})
-
-
-def flag_of(name: str) -> str:
-    """Return an option's flag: `--max-length` for `max_length`."""
-    return f"--{name.replace('_', '-')}"
-
-
 def _name(chosen: Mapping[str, str], varied: Sequence[str]) -> str:
     parts = [chosen["launch"]] if "launch" in varied or not varied else []
-    parts += [f"{key.replace('_', '-')} {chosen[key]}" for key in varied if key != "launch" and key in chosen]
+    parts += [f"{flag_of(key)[2:]} {chosen[key]}" for key in varied if key != "launch" and key in chosen]
     return ", ".join(parts)
 
 
@@ -156,9 +139,7 @@ def _launch(file: Path | None, chosen: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of `ComparedSetting` that say how it is launched; `file` is None for `SINGLE`."""
     if file is None:
         precision = chosen.get("mixed_precision")
-        nowhere = {"optimizer": "none", "param": "none"}
-        facts: dict[str, Any] = {"backend": "plain", "zero_stage": None, "offload": nowhere}
-        facts |= {"processes": 1, "row_groups": 1, "precision": precision or "no"}
+        facts: dict[str, Any] = {"processes": 1, "precision": precision or "no"}
         environment = {PRECISION: precision} if precision else {}
         return {"launch": facts, "launcher": (sys.executable,), "environment": environment, "fingerprint": ""}
     of_launcher = ("num_processes", "mixed_precision")
@@ -169,14 +150,7 @@ def _launch(file: Path | None, chosen: Mapping[str, str]) -> dict[str, Any]:
     if launch.machines > 1:
         problem = f"it is of {launch.machines} machines; compare starts launches here"
         raise UserError(f"--launch {chosen['launch']}: {problem}")
-    facts = {
-        "backend": "tp" if launch.tensor_ranks > 1 else launch.backend,
-        "zero_stage": launch.stage if launch.backend == "deepspeed" else None,
-        "offload": {what: launch.offload(what) for what in ("optimizer", "param")},
-        "processes": launch.world_size,
-        "row_groups": launch.world_size // (launch.tensor_ranks * launch.sequence_ranks),
-        "precision": launch.precision[0],
-    }
+    facts = {"processes": launch.world_size, "precision": launch.precision[0]}
     # port 0 is any free port: a fixed one that another launch uses would make this launch fail, and only later
     words = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port", "0", *flags]
     content = launch.text + repr(launch.json)

@@ -12,7 +12,7 @@ from rich.text import Text
 from accel_sft.io.text import shown
 from accel_sft.launch.child import COMPLETE
 from accel_sft.tools.compare.learning_curve import of_rows
-from accel_sft.tools.compare.sweep import costs_alike, in_order, swept
+from accel_sft.tools.compare.sweep import in_order, swept
 from accel_sft.tools.report.runs import NUMBERS
 
 _TITLES = {
@@ -22,9 +22,10 @@ _TITLES = {
     "peak_device_memory_gib": "GPU GiB",
     "peak_host_memory_gib": "host GiB",
     "metric_after": "metric",
-    "eval_loss_after": "loss",
 }
 """Columns of the terminal's table, which has room for few."""
+_OF_ROWS = {"metric_after": "metric", "eval_loss_after": "loss"}
+_OF_SWEEPS = {**_OF_ROWS, "tokens_per_second": "tokens/s"}
 
 
 def terminal_table(record: Mapping[str, Any]) -> Table:
@@ -32,40 +33,28 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
 
     A sweep's settings are sorted by their metric; of numbers of rows only the metric and the loss are shown.
     """
-    settings, titles = in_order(record), [key for key in _TITLES if key != "eval_loss_after"]
-    if swept(record):
-        titles = ["metric_after", "eval_loss_after", *titles[:-1]]
-    if of_rows(record):
-        titles = titles[:2]
-    elif costs_alike(record):
-        titles.remove("tokens_per_second")
+    settings = in_order(record)
+    titles = _OF_ROWS if of_rows(record) else _OF_SWEEPS if swept(record) else _TITLES
+    titles = {key: title for key, title in titles.items() if any(one["median"][key] is not None for one in settings)}
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
-    columns = [key for key in titles if any(setting["median"][key] is not None for setting in settings)]
-    speed = next((key for key in ("tokens_per_second", "median_step_seconds") if key in columns), None)  # of findings
     names = record["varied"] or ["launch"]
     for name in names:
         table.add_column(name.replace("_", " "), overflow="fold")
-    for key in columns:
-        title = record["main_metric"] if key == "metric_after" else _TITLES[key]
-        table.add_column(title, justify="right")
-        if key == speed:
-            table.add_column("spread", justify="right")
+    for key, title in titles.items() or [("", "")]:
+        table.add_column(record["main_metric"] if key == "metric_after" else title, justify="right")
         if key == "tokens_per_second":
+            table.add_column("spread", justify="right")
             table.add_column("of best", justify="right")
-    if not columns:
-        table.add_column("")
     for setting in settings:
         row = [Text(str(setting["values"].get(name, "-"))) for name in names]
         row[0].append(" *" if setting["disturbed"] and not of_rows(record) else "")  # the findings explain it
         if setting["status"] != COMPLETE:
             table.add_row(*row, Text(setting["status"]))
             continue
-        for key in columns:
+        for key in titles:
             row.append(Text(shown(setting["median"][key]) or "-"))
-            if key == speed:
-                row.append(Text(percent(setting["spread"][key])))
             if key == "tokens_per_second":
-                row.append(Text("-" if setting["ratio_to_best"] is None else f"{setting['ratio_to_best']:.2f}"))
+                row += [Text(percent(setting["spread"][key])), Text(percent(setting["ratio_to_best"]))]
         table.add_row(*row)
     return table
 

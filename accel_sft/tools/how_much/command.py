@@ -1,30 +1,28 @@
 """The command `how-much`: trains on ever more of a task's rows, and forecasts what further rows would bring."""
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import settings
+from accel_sft.api.options import flag_of, settings
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import read_split
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.models.source import resolved
 from accel_sft.results.significance import detectable
-from accel_sft.tools.compare.command import DEFAULTS, CompareConfig, Offers, Parse, compare, settings_of
+from accel_sft.tools.compare import command as compare
+from accel_sft.tools.compare.command import Offers, Params, Parse
 from accel_sft.tools.compare.learning_curve import FEWEST_SIZES, ROWS
-from accel_sft.tools.compare.settings import flag_of
 
 FEWEST_ROWS = 8
 """Fewest rows of a training, unless `--sizes` names fewer."""
-_DEFAULTS = {**DEFAULTS, "eval_every": "auto"}
+_DEFAULTS = {**compare.DEFAULTS, "eval_every": "auto"}
 """What each training gets unless the user says otherwise: a small part of the rows may have hundreds of epochs."""
-_DERIVED = (ROWS, "seed")
+_VARIED = (ROWS, "seed")
 
 
-def run(task: str, task_class: type[Task], offers: Offers, params: Mapping[str, Any], parse: Parse) -> None:
+def run(task: str, task_class: type[Task], offers: Offers, params: Params, parse: Parse) -> None:
     """Compare trainings on nested parts of the rows, the smallest first, each with several seeds.
 
     Args:
@@ -32,24 +30,23 @@ def run(task: str, task_class: type[Task], offers: Offers, params: Mapping[str, 
     Raises:
         UserError: the user must fix something, or no training completed.
     """
-    if taken := [flag_of(name) for name in _DERIVED if name in parse([*params["run_words"]])[0]]:
+    if taken := [flag_of(name) for name in _VARIED if name in parse([*params["run_words"]])[0]]:
         raise UserError(f"{', '.join(taken)} behind --: how-much sets it for each training; see --sizes and --seeds")
-    config = CompareConfig.read(params, offers, task_class, repeat=1, discard_steps=0)
-    config = dataclasses.replace(config, defaults=_DEFAULTS, tool="how-much", derived=[*map(flag_of, _DERIVED)])
-    one_each, varied = settings_of(task, config, parse)
+    once = {**params, "repeat": 1, "discard_steps": 0}
+    one_each, varied = compare.settings_of(task, task_class, offers, once, parse, _DEFAULTS)
     if varied:
         flags = ", ".join(map(flag_of, varied))
         raise UserError(f"{flags}: how-much varies the rows and the seed only; give one value")
-    trained, of_run = parse(one_each[0].words[1:])[1]()
-    trained, validation = resolved(trained, of_run), len(read_split(of_run, "validation"))
+    config, of_run = parse(one_each[0].words[1:])[1]()
+    config, validation = resolved(config, of_run), len(read_split(of_run, "validation"))
     sizes = _sizes(params["sizes"], len(read_split(of_run, "train")), validation)
-    seeds = [str(number) for number in range(1, params["seeds"] + 1)]
+    seeds = range(1, params["seeds"] + 1)
     by_name = {setting.name: setting for setting in settings(TrainConfig)}
-    options = {**config.options, by_name[ROWS]: [*map(str, sizes)], by_name["seed"]: seeds}
-    words = [*(["--sizes", params["sizes"]] if params["sizes"] else []), "--seeds", str(params["seeds"])]
-    compare(task, task_class, dataclasses.replace(config, options=options, tool_words=words), parse)
-    if config.dry_run:
-        print(wrapped(_extent(trained, sizes, len(seeds), validation)), file=terminal())
+    all_offers = {**offers, TrainConfig: [*offers[TrainConfig], *(by_name[name] for name in _VARIED)]}
+    values = {ROWS: [*map(str, sizes)], "seed": [*map(str, seeds)]}
+    compare.run(task, task_class, all_offers, {**once, **values}, parse, _DEFAULTS)
+    if params["dry_run"]:
+        print(wrapped(_extent(config, sizes, len(seeds), validation)), file=terminal())
 
 
 def _extent(config: TrainConfig, sizes: Sequence[int], seeds: int, validation: int) -> str:

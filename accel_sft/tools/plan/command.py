@@ -14,7 +14,6 @@ from accel_sft.api.registry import suggestion
 from accel_sft.api.task import Task
 from accel_sft.api.tool_configs import PlanConfig
 from accel_sft.evaluation.scoring import UNANSWERED
-from accel_sft.io.files import mapping, read_json
 from accel_sft.launch.info import FOLDER, Launch, shipped
 from accel_sft.launch.parallelism import sized
 from accel_sft.memory.job import AS_CONFIGURED, Job
@@ -43,11 +42,7 @@ _EVAL_ROWS = 64
 
 
 def run(task_name: str, task: Task, config: PlanConfig) -> None:
-    """Print the plan; exit with status 0 if a launch file fits, 1 if none does.
-
-    Raises:
-        UserError: a model or launch file cannot be read, or an option does not fit the model.
-    """
+    """Print the plan; exit with status 0 if a launch file fits, 1 if none does."""
     given, config = config, resolved(config, task)
     hardware = machine(config.gpus, config.gpu_memory, config.host_memory)
     lengths = read(task, config)
@@ -68,35 +63,14 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     if config.adapter == "none" and not config.train_only:
         why += without_offload(best, lambda in_4bit: planned(replace(config, adapter="lora", load_in_4bit=in_4bit)))
     command = command_of(task_name, task, given, best, hardware) if best else None
-    precisions = sorted({launch.precision[0].replace("no", "float32") for _, _, launch in files})
-    answer = Answer(plans, precisions, shape, hardware, lengths, config, best, why, command)
-    if config.json:
-        print(json.dumps(answer.as_json(), indent=2))
-    else:
-        for line in [*_template_note(Path(name), config), *answer.lines()]:
-            print(line)
+    answer = Answer(plans, shape, hardware, lengths, config, best, why, command)
+    print(json.dumps(answer.as_json(), indent=2) if config.json else "\n".join(answer.lines()))
     raise SystemExit(0 if best else 1)
 
 
-def _template_note(folder: Path, config: PlanConfig) -> list[str]:
-    """A line if the model's folder has a tokenizer, and no chat template."""
-    settings_file = folder / "tokenizer_config.json"
-    if config.chat_template is not None or not settings_file.is_file():
-        return []
-    named = [settings_file.with_name(name).exists() for name in ("chat_template.jinja", "additional_chat_templates")]
-    if any(named) or "chat_template" in mapping(read_json(settings_file)):
-        return []
-    return ["note: the model's tokenizer has no chat template: chats need --chat-template, such as chatml"]
-
-
 def model_config(config: PlanConfig, vocabulary: int = 0) -> tuple[dict[str, Any], str]:
-    """The content of the model's config.json, and its name for errors.
-
-    Args:
-        vocabulary: that of `tiny` with this data, or 0 for the largest that it has without many characters.
-    Raises:
-        UserError: the model does not exist.
-    """
+    """The content of the model's config.json, and its name for errors. `vocabulary` is that of `tiny` with this data,
+    or 0 for the largest that it has without many characters."""
     if is_tiny(config.model, init_from=config.init_from):
         shape = {"model_type": "qwen2", "vocab_size": vocabulary or TINY_VOCABULARY, **TINY_SHAPE, "dtype": "float32"}
         return shape, "tiny"
@@ -111,11 +85,7 @@ def model_config(config: PlanConfig, vocabulary: int = 0) -> tuple[dict[str, Any
 
 
 def launch_files(wanted: str | None) -> list[tuple[str, Path]]:
-    """Return name and path of each launch file that `--launch` names or, without it, of every shipped one.
-
-    Raises:
-        UserError: a name is neither a shipped launch file nor a path.
-    """
+    """Return name and path of each launch file that `--launch` names or, without it, of every shipped one."""
     by_name = shipped()
     if not wanted:
         ranked = [name for name in SIMPLEST_FIRST if name in by_name]
@@ -142,11 +112,8 @@ def job_of(
     lengths: Lengths,
     step_tokens: float,
 ) -> Job:
-    """Return the job with the smallest forward that must fit.
-
-    This forward has one example of the longest length, or as many as --micro-batch-size says. If that is auto, a
-    forward on a CPU has at least the tokens of the smallest one that the trainer chooses.
-    """
+    """Return the job with the smallest forward that must fit: one example of the longest length, or as many as
+    --micro-batch-size says; if that is auto, on a CPU at least the smallest forward that the trainer chooses."""
     rows = 1 if config.micro_batch_size == "auto" else int(config.micro_batch_size)
     tokens, supervised = rows * lengths.longest, rows * lengths.longest_supervised
     if not hardware.gpus and config.micro_batch_size == "auto":

@@ -9,6 +9,7 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.limits import TENSOR_PARALLEL, launch_problem
+from accel_sft.api.options import flag_of
 from accel_sft.launch import host_memory
 from accel_sft.launch.info import Launch, launch_of_yaml
 from accel_sft.launch.parallelism import audit_parallelism, sized
@@ -29,7 +30,6 @@ class PlannedMachine:
         gpus: number of GPUs; with 0, ranks train on the CPU.
         gpu_bytes: memory of one GPU; None without one.
         host_bytes: host memory that training may take.
-        is_free: whether `host_bytes` is what is free on this machine now, not what the user gave.
         bf16: whether its ranks compute in bf16 natively; assumed of GPUs that the user describes.
         gpu: the name of its GPUs; "" if they are another machine's, or not all alike.
     """
@@ -37,26 +37,18 @@ class PlannedMachine:
     gpus: int
     gpu_bytes: float | None
     host_bytes: float
-    is_free: bool = False
     bf16: bool = True
     gpu: str = ""
 
     def describe(self) -> str:
         """The machine in words, for the head of the table."""
-        host = f"{self.host_bytes / GIB:.0f} GiB of host memory{' free' * self.is_free}"
-        if not self.gpus:
-            return f"no GPU, {host}"
-        return f"{self.gpus} GPU{'s' * (self.gpus > 1)} of {(self.gpu_bytes or 0) / GIB:.0f} GiB, {host}"
+        gpus = f"{self.gpus} GPU of {self.gpu_bytes / GIB:.0f} GiB" if self.gpu_bytes else "no GPU"
+        return f"{gpus}, {self.host_bytes / GIB:.0f} GiB of host memory"
 
 
 def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> PlannedMachine:
-    """Return the machine that the user describes; what the user leaves out is taken from this machine.
-
-    GPUs come from NVIDIA's driver, and host memory is what is free within the container's limit.
-
-    Raises:
-        UserError: the memory of the GPUs is not known.
-    """
+    """Return the machine that the user describes; what the user leaves out is taken from this machine: GPUs from
+    NVIDIA's driver, and the host memory that is free within the container's limit."""
     own = nvidia_gpus()[1] if gpus is None or (gpus and gpu_gib is None) else []
     sizes, names = [gpu["memory_gib"] for gpu in own], {gpu["name"] for gpu in own}
     count = len(sizes) if gpus is None else gpus
@@ -69,7 +61,6 @@ def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> 
         gpus=count,
         gpu_bytes=(min(sizes) * GIB if count else None) if gpu_gib is None else gpu_gib * GIB,
         host_bytes=host_memory.free_bytes() if host_gib is None else host_gib * GIB,
-        is_free=host_gib is None,
         bf16=bool(gpus or (count and not sizes)) or this_machine_computes_bf16(with_gpus=count > 0),
         gpu=names.pop() if len(names) == 1 and gpu_gib is None else "",
     )
@@ -84,16 +75,16 @@ MOST_TOKENS = 2**17
 """Maximum number of tokens of one forward; no larger forward is tried."""
 MARGIN = 0.92
 """Share of a memory that a prediction may fill without a warning; the rest is more than predictions' mean error."""
-OUTCOMES = ROOMY, BARELY, OVER = "be slower", "barely fit", "not fit"
-"""How a job fits into memory, the best first, in words that complete "without them it would ..."."""
 _Memory = tuple[float | None, float | None]
 """Bytes of one GPU and of the host; None if unknown, or if there is no GPU."""
+_ADDED = {"gradient_checkpointing": "gradient_checkpointing", "eval_batch_size": "eval_rows"}
+"""Settings that a plan may add, with the job's attribute that each decides."""
 _ACCELERATES_NAMES = {"deepspeed": "DEEPSPEED", "fsdp": "FSDP", "ddp": "MULTI_GPU"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """A launch file that cannot run the job: its name, and why."""
+    """A launch file that cannot run the job, and why."""
 
     name: str
     problem: str
@@ -111,8 +102,7 @@ class Plan:
         largest_tokens: tokens of the largest forward that fits, at most a rank's part of a step; 0 if none fits.
         speed: the speed with forwards of that size.
         tight: whether the job fits, but fills more than the share `MARGIN` of a memory.
-        more: settings by name that the plan adds to those asked for.
-        without: how the job would fit without `more`: one of OUTCOMES; "" if `more` is empty.
+        more: settings by name that the plan adds to the user's.
     """
 
     name: str
@@ -124,7 +114,6 @@ class Plan:
     largest_tokens: int = 0
     tight: bool = False
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    without: str = ""
 
     @property
     def fits(self) -> bool:
@@ -133,8 +122,8 @@ class Plan:
     @property
     def flags(self) -> str:
         """`more` as words of a command line."""
-        flags = {f"--{name.replace('_', '-')}": value for name, value in self.more.items()}
-        return " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags.items())
+        values = [flag_of(name) if value is True else f"{flag_of(name)} {value}" for name, value in self.more.items()]
+        return " ".join(values)
 
 
 def made_plans(plans: Sequence[Plan | Refused]) -> list[Plan]:
@@ -143,11 +132,7 @@ def made_plans(plans: Sequence[Plan | Refused]) -> list[Plan]:
 
 
 def launch_of(file: Path, machine: PlannedMachine) -> Launch:
-    """Return the launch that the file starts: a rank for each GPU of each machine; without GPUs, as many as it says.
-
-    Raises:
-        UserError: the launcher would refuse the file.
-    """
+    """Return the launch that the file starts: a rank for each GPU of each machine; without GPUs, as many as it says."""
     launch = launch_of_yaml(file)
     if machine.gpus:
         launch = launch_of_yaml(file, *sized(launch, machine.gpus * max(launch.machines, 1)))
@@ -164,8 +149,7 @@ def plan(
 
     Args:
         job: the job with the smallest forward that must fit.
-        step_tokens: tokens of a rank's part of an optimizer step.
-        row_tokens: tokens of a row in the mean, for the speed.
+        step_tokens: tokens of a rank's part of an optimizer step; `row_tokens`: of a row in the mean, for the speed.
     """
     if problem := _problem(job, machine):
         return Refused(name, problem)
@@ -175,11 +159,7 @@ def plan(
         predicted = estimate(tried)
         over = predicted.over(*memory)
         largest = 0 if over else _largest(tried, memory, max(math.ceil(step_tokens), tried.tokens))
-        more: dict[str, Any] = {}
-        if tried.gradient_checkpointing > job.gradient_checkpointing:
-            more["gradient_checkpointing"] = True
-        if tried.eval_rows < job.eval_rows:
-            more["eval_batch_size"] = tried.eval_rows
+        more = {name: getattr(tried, own) for name, own in _ADDED.items() if getattr(tried, own) != getattr(job, own)}
         return Plan(
             name=name,
             file=file,
@@ -188,25 +168,24 @@ def plan(
             over=over,
             largest_tokens=largest,
             speed=speed(with_tokens(tried, largest or tried.tokens), step_tokens, machine.gpu, row_tokens),
-            tight=_outcome(tried, memory) == BARELY,
+            tight=not over and _shortage(tried, memory) > 0,
             more=more,
-            without=_outcome(job, memory) if more else "",
         )
 
     best = planned(_fewer_answers(job, memory))
     if not job.gradient_checkpointing:
         other = planned(_fewer_answers(dataclasses.replace(job, gradient_checkpointing=True), memory))
         before, after = ((option.over != (), option.tight) for option in (best, other))
-        if after < before or (after == before and other.fits and _speedup(other, best) > ALIKE):
+        is_faster = other.fits and best.speed.seconds > (1 + ALIKE) * other.speed.seconds
+        if after < before or (after == before and is_faster):
             best = other
     return best
 
 
-def _outcome(job: Job, memory: _Memory) -> str:
+def _shortage(job: Job, memory: _Memory) -> int:
+    """0 if the job fits with room to spare, 1 if it barely fits, 2 if it does not."""
     predicted = estimate(job)
-    if predicted.over(*memory):
-        return OVER
-    return BARELY if predicted.over(*(None if size is None else size * MARGIN for size in memory)) else ROOMY
+    return sum(bool(predicted.over(*(size and size * share for size in memory))) for share in (MARGIN, 1))
 
 
 def _fewer_answers(job: Job, memory: _Memory) -> Job:
@@ -218,7 +197,7 @@ def _fewer_answers(job: Job, memory: _Memory) -> Job:
     while rows[-1] > 1:
         rows.append(rows[-1] // 2)
     tried = [dataclasses.replace(job, eval_rows=count) for count in rows]
-    return min(tried, key=lambda fewer: OUTCOMES.index(_outcome(fewer, memory)))  # the first of equals has most answers
+    return min(tried, key=lambda fewer: _shortage(fewer, memory))  # the first of equals has most answers
 
 
 def with_tokens(job: Job, tokens: int) -> Job:
@@ -238,21 +217,18 @@ def recommended(tried: Sequence[Plan | Refused]) -> tuple[Plan | None, str]:
     fits = [plan for plan in plans if plan.fits]
     if not fits:
         return None, "no launch file fits"
-    fitting = [plan for plan in fits if plan.job.launch.machines <= 1] or fits
-    roomy = [plan for plan in fitting if not plan.tight] or fitting
+    fits = [plan for plan in fits if plan.job.launch.machines <= 1] or fits
+    roomy = [plan for plan in fits if not plan.tight] or fits
     least = min(plan.speed.seconds for plan in roomy)
-    alike = [plan for plan in roomy if plan.speed.seconds <= (1 + ALIKE) * least]
-    best = min(alike, key=_simplicity)
-    if len(tried) == 1:
-        return best, "which fits" + _but(best)
-    why = "the fastest that fits" if len(alike) == 1 else "the simplest of the fastest that fit"
-    if fitting is not fits and min(plan.speed.seconds for plan in fits) < least:
-        why += " on one machine"
-    if faster := [plan.name for plan in fitting if plan.tight and plan not in roomy and _speedup(plan, best) > ALIKE]:
-        why += f" with room to spare, because {', '.join(faster)} would barely fit"
+    best = min((plan for plan in roomy if plan.speed.seconds <= (1 + ALIKE) * least), key=_simplicity)
+    why = "the simplest of the fastest that fit"
+    if (machines := best.job.launch.machines) > 1:
+        why += f"; it needs {machines} such machines"
+    if best.tight:
+        why += f"; it comes within {1 - MARGIN:.0%} of the memory there is, and a prediction may err by as much"
     if simpler := [plan.name for plan in plans if not plan.fits and _simplicity(plan) < _simplicity(best)]:
         why += f"; {', '.join(simpler)} would not fit"
-    return best, why + _but(best)
+    return best, why
 
 
 def without_offload(best: Plan | None, planned: Callable[[bool], Sequence[Plan | Refused]]) -> str:
@@ -267,23 +243,8 @@ def without_offload(best: Plan | None, planned: Callable[[bool], Sequence[Plan |
         light, _ = recommended(planned(in_4bit))
         if light and not offloads(light):
             flags = f"--adapter lora {'--load-in-4bit ' * in_4bit}{light.flags}".rstrip()
-            times = f", {1 + _speedup(light, best):.0f} times as fast" if best else ""
-            return f"; with {flags} {light.name} {'needs no offload' if best else 'fits'}{times}"
+            return f"; with {flags} {light.name} needs no offload"
     return ""
-
-
-def _speedup(plan: Plan, other: Plan) -> float:
-    return other.speed.seconds / plan.speed.seconds - 1
-
-
-def _but(plan: Plan) -> str:
-    """What the user must know about a recommended plan: further machines that it needs, and a tight fit."""
-    words = ""
-    if plan.job.launch.machines > 1:
-        words += f"; it needs {plan.job.launch.machines} such machines"
-    if plan.tight:
-        words += f"; it comes within {1 - MARGIN:.0%} of the memory there is, and a prediction may err by as much"
-    return words
 
 
 def _simplicity(plan: Plan) -> int:

@@ -37,14 +37,8 @@ HIDDEN_SHARE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What one optimizer step costs one rank.
-
-    Attributes:
-        sent_bytes: bytes sent to other ranks.
-        host_bytes: bytes moved between GPU and host, or disk.
-        seconds: rough time; only its ratio to another launch's means anything.
-        forwards: number of forwards.
-    """
+    """What one optimizer step costs one rank: bytes sent to other ranks, bytes moved between GPU and host or disk, and
+    a rough time, of which only the ratio to another launch's means anything."""
 
     sent_bytes: float
     host_bytes: float
@@ -53,12 +47,8 @@ class Speed:
 
 
 def speed(job: Job, step_tokens: float, gpu: str = "", row_tokens: float = 0.0) -> Speed:
-    """What a step of `step_tokens` tokens costs a rank, in forwards of `job.tokens`.
-
-    Args:
-        gpu: the device's name; "" if it is not known.
-        row_tokens: tokens of a row, which decide what attention takes; 0 leaves that out.
-    """
+    """What a step of `step_tokens` tokens costs a rank, in forwards of `job.tokens`. `gpu` is the device's name, ""
+    if it is not known; the tokens of a row decide what attention takes, which 0 leaves out."""
     forwards = max(math.ceil(step_tokens / max(job.tokens, 1)), 1)
     launch, device = job.launch, peaks(gpu) or UNKNOWN
     learnt = job.supervised_tokens / max(job.tokens, 1)
@@ -90,7 +80,7 @@ def _exchanges(launch: Launch, layers: int) -> int:
         return 0
     if launch.tensor_ranks > 1:
         return 4 * layers
-    return 3 * layers if launch.backend == "fsdp" or launch.stage == 3 else 1
+    return 3 * layers if launch.shards_weights else 1
 
 
 def _sent_bytes(job: Job, forwards: int) -> float:
@@ -98,44 +88,38 @@ def _sent_bytes(job: Job, forwards: int) -> float:
 
     In a ring of N ranks each byte of a gather or a scatter is sent (N - 1) / N times, of an all-reduce twice as often.
     """
-    n, e, trained, launch = job.ranks, job.computes_bytes, job.trained, job.launch
-    once, backend, stage = (n - 1) / n, launch.backend, launch.stage
-    if backend == "fsdp":  # under HSDP, the copies of a shard also average its gradients
-        shard, copies = launch.shard_ranks, n // launch.shard_ranks
-        gathered = (shard - 1) / shard * forwards * (2 * e * job.parameters + 4 * trained)
-        return gathered + 2 * (copies - 1) / copies * forwards * 4 * trained / shard
+    e, trained, launch = job.computes_bytes, job.trained, job.launch
+    once = 1 - 1 / (launch.shard_ranks if launch.backend == "fsdp" else job.ranks)
     if launch.tensor_ranks > 1:  # hidden states after attention and feed-forward, and their gradients before them
         return 2 * once * 4 * job.shape.layers * e * job.shape.hidden_size * job.tokens * forwards
-    if backend != "deepspeed":
+    if launch.shards_weights:  # gathered for forward and backward; FSDP2 scatters gradients in float32
+        return once * forwards * (_gathered_bytes(job) + (4 if launch.backend == "fsdp" else e) * trained)
+    if launch.backend != "deepspeed":
         return 2 * once * 4 * trained
-    if stage == 0:
-        return 2 * once * e * trained
-    if stage < 3:  # weights are gathered once a step; DeepSpeed all-reduces gradients, at stage 2 after each forward
-        reduced = forwards if stage == 2 else 1
-        return once * e * trained * (2 * reduced + 1)
-    return once * forwards * (e * _gathered(job) + e * trained)
+    # weights are gathered once a step; gradients are all-reduced, at stage 2 after each forward
+    gathered = 1 if launch.stage else 0
+    return once * e * trained * (2 * (forwards if launch.stage == 2 else 1) + gathered)
 
 
-def _gathered(job: Job) -> float:
-    """Elements gathered for one forward and backward; the backward gathers again only what is no longer live."""
-    again = max(job.parameters - live_parameters(job), 0.0) * (1 + job.gradient_checkpointing)
-    return job.parameters + again
+def _gathered_bytes(job: Job) -> float:
+    """Bytes gathered for one forward and backward; ZeRO-3's backward gathers again only what is no longer live."""
+    again: float = job.parameters
+    if job.launch.backend == "deepspeed":
+        again = max(again - live_parameters(job), 0.0) * (1 + job.gradient_checkpointing)
+    return job.computes_bytes * (job.parameters + again)
 
 
 def _host_bytes(job: Job, forwards: int) -> float:
-    """Bytes that a rank moves between GPU and host, or disk, in one step.
-
-    An optimizer on the host gets gradients and returns weights; parameters on the host are fetched for each forward;
-    optimizer state on a disk is read and written.
-    """
-    n, e, trained, launch = job.ranks, job.computes_bytes, job.trained, job.launch
+    """Bytes that a rank moves between GPU and host, or disk, in one step: gradients and updated weights, weights for
+    each forward, and optimizer state on a disk, which is read and written."""
+    e, trained, launch = job.computes_bytes, job.trained / job.ranks, job.launch
     if launch.backend == "fsdp" and launch.offload("param") != "none":  # shards go to the GPU twice, gradients back
-        return forwards * 4 * (2 * job.parameters + trained) / launch.shard_ranks
+        return forwards * 4 * (2 * job.parameters + job.trained) / launch.shard_ranks
     moved = 0.0
     if launch.offload("optimizer") != "none":
-        moved += (forwards + 1) * e * trained / n
+        moved += (forwards + 1) * e * trained
     if launch.offload("optimizer") == "nvme":
-        moved += 2 * 16 * trained / n
+        moved += 2 * 16 * trained
     if launch.offload("param") != "none":
-        moved += forwards * e * _gathered(job) / n
+        moved += forwards * _gathered_bytes(job) / job.ranks
     return moved

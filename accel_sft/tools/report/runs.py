@@ -19,7 +19,6 @@ COMPARISON = "comparison.json"
 SCHEMA = 1
 NUMBERS = {
     "median_step_seconds": "step time (s)",
-    "step_seconds_spread": "spread of step times within a run",
     "tokens_per_second": "tokens/s",
     "tokens_per_second_per_device": "tokens/s of each device",
     "mfu": "MFU (a share of 1)",
@@ -29,6 +28,7 @@ NUMBERS = {
     "cpu_percent": "CPU use, all ranks (100% = one core)",
     "peak_host_memory_gib": "peak host memory, largest rank (GiB)",
     "host_memory_all_ranks_gib": "host memory, all ranks (GiB)",
+    "batch_share": "share of a step that reading rows and making batches takes",
     "metric_after": "metric after training",
     "metric_low": "its 95% interval: from",
     "metric_high": "to",
