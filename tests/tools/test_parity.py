@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accel_sft.chat.encoded import Encoded
 from accel_sft.evaluation.endpoint import Reply
 from accel_sft.models.tiny import CHAT_TEMPLATE, build_tiny, texts_of
-from accel_sft.tools.parity import causes, command
+from accel_sft.tools.parity import command, comparison
 from accel_sft.tools.parity.comparison import Pair, same, with_thinking
 from accel_sft_math import Math
 
@@ -82,18 +82,18 @@ def with_swapped_words(tokenizer):
 
 
 FAULTS = {
-    "faithful": ({}, []),
-    "template": ({"template": OTHER_TEMPLATE}, [causes.TEMPLATE]),
-    "first token": ({"double_first": True}, [causes.FIRST_TOKEN]),
-    "adapter": ({"model": "base"}, [causes.WEIGHTS]),
-    "tokenizer": ({"tokenizer": with_swapped_words}, [causes.TOKENIZER]),
-    "stop token": ({"ends": False}, [causes.STOP]),
-    "sampling": ({"draws": True}, [causes.OTHER]),
-    "context": ({"context": 12}, [causes.CONTEXT]),
-    "precision": ({"round": in_four_bits}, [causes.OTHER]),
-    "bf16": ({"round": lambda weight: weight.bfloat16().float()}, []),
+    "faithful": ({}, None),
+    "template": ({"template": OTHER_TEMPLATE}, comparison.TEMPLATE),
+    "first token": ({"double_first": True}, comparison.TEMPLATE),
+    "other weights": ({"model": "base"}, comparison.OTHER),
+    "tokenizer": ({"tokenizer": with_swapped_words}, comparison.TEMPLATE),
+    "stop token": ({"ends": False}, comparison.STOP),
+    "sampling": ({"draws": True}, comparison.OTHER),
+    "context": ({"context": 12}, comparison.CONTEXT),
+    "precision": ({"round": in_four_bits}, comparison.OTHER),
+    "bf16": ({"round": lambda weight: weight.bfloat16().float()}, None),
 }
-"""What is planted in the server, and the causes that are to be named."""
+"""What is planted in the server, and the cause that is to be named."""
 AS_QWEN2 = """
 import runpy, sys
 sys.path.insert(0, {tree!r})
@@ -108,7 +108,7 @@ SERVERS = {
     "llama-server": ("llama.cpp", "LLAMA_SERVER", "llama-server"),
 }
 """Real servers: what `--with` calls them, the environment variable that names their program, and the program."""
-LONG, OTHER_FORMS = pytest.mark.long, ("llama", "plain")
+LONG = pytest.mark.long
 CASES = [pytest.param("vllm", fault, id=fault, marks=LONG if fault in ("bf16", "sampling") else ()) for fault in FAULTS]
 CASES += [
     pytest.param(form, fault, marks=LONG, id=f"{fault}-{form}") for form in ("llama", "plain") for fault in FAULTS
@@ -170,8 +170,8 @@ def test_a_fault_is_named_and_no_other(run, fault, form, tmp_path):
             result = command.compared(str(run), {**ASKED, "url": url})
     text = "\n".join(command.lines(result))
     if fault in ("precision", "bf16") or (form == "plain" and fault == "tokenizer"):  # the plain one tells no tokens
-        named = [causes.OTHER] if result["answers"]["other"] else []
-    assert [cause["cause"] for cause in result["causes"]] == named, text
+        named = comparison.OTHER if result["answers"]["other"] else None
+    assert (result["cause"] and result["cause"]["cause"]) == named, text
     assert result["holds"] == (not named and result["answers"]["other"] == 0), text
     if form != "plain" and form not in SERVERS and fault in ("faithful", "precision", "bf16"):
         fewer_bits = "more than float32 explains: fewer bits are served" in text
@@ -189,7 +189,9 @@ def test_command_ends_with_a_status_and_refuses_the_incomparable(run, tmp_path):
         done = accel_sft("parity", str(run), "--url", url, "--examples", "3")
     assert done.status == 1, done.output
     assert "prompts  3 of 3 are those of training, token by token\n" in done.output
-    assert re.search(r"cause    stop token: . of 3 answers are the run's and go on behind '<\|im_end\|>'", done.output)
+    assert re.search(
+        r"cause    stop token: example \d goes on behind '<\|im_end\|>', as the run's weights", done.output
+    )
     assert "differs  what is served is not what was trained\n" in done.output
     assert f"RUN {tmp_path}: no run.json there" in accel_sft("parity", str(tmp_path), "--url", url).output
     gone = accel_sft("parity", str(run), "--url", url, "--model", "tuned")
@@ -205,27 +207,36 @@ def test_command_ends_with_a_status_and_refuses_the_incomparable(run, tmp_path):
     assert "its record names files, and those of a record are not read unasked; add --same-data\n" in unasked.output
 
 
-def test_cause_whose_model_is_gone_is_reported_untested(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    record = json.loads((run / "run.json").read_text())
-    record["config"]["model"] = str(tmp_path / "gone")
-    (tmp_path / "run/run.json").write_text(json.dumps(record))
-    with serving(served_with(run, "vllm", model="base")) as url:
-        result = command.compared(str(tmp_path / "run"), {**ASKED, "url": url, "examples": 2})
-    assert [cause["cause"] for cause in result["causes"]] == [causes.OTHER]
-    (untested,) = result["untested"]
-    assert untested.startswith("adapter not applied: ")
-    assert "no such folder" in untested
+def test_answers_of_the_base_mean_that_the_adapter_is_not_applied():
+    class Adapted:
+        is_applied = True
+
+        @contextlib.contextmanager
+        def disable_adapter(self):
+            self.is_applied = False
+            yield
+            self.is_applied = True
+
+    pairs = [Pair(None, Encoded(n, [1], 1), [2], Reply(text, "length"), at=0, gap=9.0) for n, text in enumerate("bbx")]
+
+    def cause(model):
+        reference = SimpleNamespace(model=model, most=1, ends={0}, text=lambda ids: "ab"[ids[0] - 1])
+        reference.continued = lambda prompt, most: [1 if model.is_applied else 2]
+        return comparison._weights(reference, [(pair, pair.reply) for pair in pairs])
+
+    assert cause(Adapted()).cause == comparison.WEIGHTS
+    assert cause(Adapted()).evidence.startswith("2 of 3 differing answers are those of the model before training")
+    assert cause(SimpleNamespace(is_applied=True)) is None
 
 
 def test_refusal_counts_as_context_unless_longer_prompts_were_answered():
     def cause(*refused):
         pairs = [Pair(None, Encoded(0, [1] * n, n), [2], refusal="no system turn") for n in refused]
         answered = Pair(None, Encoded(0, [1] * 5, 5), [2], Reply("a", "stop"))
-        return causes.Causes(None, None, [*pairs, answered]).context()
+        return comparison.cause_of(None, None, [*pairs, answered])
 
-    assert cause(9)[:2] == (causes.CONTEXT, "1 example refused: no system turn")
-    assert cause(4, 9)[:2] == (causes.OTHER, "2 examples refused: no system turn")
+    assert cause(9)[:2] == (comparison.CONTEXT, "1 example refused: no system turn")
+    assert cause(4, 9)[:2] == (comparison.OTHER, "2 examples refused: no system turn")
 
 
 def test_left_out_thinking_and_split_characters_are_no_differences():
@@ -248,7 +259,7 @@ def test_left_out_thinking_and_split_characters_are_no_differences():
 def test_the_same_answers_with_another_metric_do_not_hold():
     def lead(at, served):
         pair = Pair(None, Encoded(0, [1], 1), [2], Reply("assistant\nyes", "stop"), at=at)
-        return causes.Causes(None, None, [pair]).lead("exact_match", 1.0, served)
+        return comparison.lead([pair], "exact_match", 1.0, served)
 
     assert lead(None, 0.0).evidence.startswith(
         "the same answers have exact_match 1 here and 0 as the server gives them"
