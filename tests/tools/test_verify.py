@@ -287,7 +287,7 @@ AGREEING = {
     "a moment": (
         agreeing(on(edit_checkpoint, 4, "exp_avg:")),
         [2, 4],
-        "steps 3 to 4: tensors differ (1 of exp_avg; by up to 1.0e-03)",
+        "steps 3 to 4: the checkpoint of step 4 has other weights or optimizer states (rank-0000-000.safetensors)",
     ),
     "a row": (
         agreeing(row_and_digest),
@@ -315,8 +315,7 @@ def test_rerun_segment_finds_what_agreeing_records_hide(honest, what, forks):
     status, report = verified(honest, "--segments", "1", "--seed", seed_that_draws(honest, segment))
     assert status == 1
     assert report["segments"] == [segment]
-    assert report["chance"] == pytest.approx(1 / 3)
-    assert "a changed segment would have been found with a probability of 33%" in report["notes"][0]
+    assert report["notes"][0] == "1 of 3 segments were run again (2 of 6 steps)"
     lines = [
         f"{finding['subject']}: {finding['what']}" for finding in report["findings"] if finding["level"] == "differs"
     ]
@@ -345,9 +344,9 @@ def test_segment_that_cannot_rerun_is_neither_difference_nor_success(honest, for
     (honest.path.parent / "rows.jsonl").unlink()
     done = CliRunner().invoke(verify, [str(honest.path), "--segments", "1"])
     assert done.exit_code == 1, done.output
-    assert f"{honest.path}: nothing differs from what it records; 2 of 2 segments could not be run again" in done.output
+    assert f"{honest.path}: nothing differs from what it records; 1 of 1 segments could not be run again" in done.output
     assert "rows.jsonl" in done.output
-    assert "with a probability of" not in done.output
+    assert "0 of 3 segments were run again" in done.output
 
 
 HONEST = {
@@ -390,9 +389,7 @@ def test_nothing_is_found_in_honest_runs(how, tmp_path):
     assert {finding["level"] for finding in report["findings"]} == {"holds"}, report
     again = [finding["what"] for finding in report["findings"] if finding["subject"].startswith("steps")]
     assert len(again) == len(report["segments"]) >= 3
-    assert report["findings"][-1]["what"] == "exported weights are the same to the bit"
     assert all("are the same to the bit" in what for what in again)
-    assert report["chance"] == 1.0
 
 
 def mixed_job(folder):
@@ -411,11 +408,9 @@ def test_another_machines_run_is_held_to_its_curve(honest, forks, tolerance):
     changed_loss(honest)
     if tolerance:
         flags = ("--segments", "1", "--seed", seed_that_draws(honest, [4, 6]), "--tolerance", str(tolerance))
-        report = verified(honest, *flags)[1]
-        finding = next(row for row in report["findings"] if row["subject"] == "steps 5 to 6")
-        assert finding["level"] == "holds"
+        finding = verified(honest, *flags)[1]["findings"][-1]
+        assert (finding["subject"], finding["level"]) == ("steps 5 to 6", "holds")
         assert "bits may differ: processor then: another, here: " in finding["what"]
-        assert report["notes"][1].startswith("where bits may differ, that is a change by which a loss differs by more")
     else:
         finding = segments.run_again(Recorded.read(honest), segments.Segment(4, 6), tolerance)
         assert finding.level == "differs"

@@ -92,6 +92,10 @@ class Recorded:
         """The lines of steps, without those of evaluations."""
         return [line for line in self.lines if "loss" in line]
 
+    @property
+    def last_step(self) -> int:
+        return max((line["step"] for line in self.trained), default=0)
+
 
 _UNREADABLE = (UserError, LookupError, TypeError, ValueError, AttributeError, AssertionError, OSError, yaml.YAMLError)
 """What files raise that no run has written so."""
