@@ -68,13 +68,11 @@ class Fault:
     Attributes:
         stage, words: which stage says what.
         plant: makes it in a folder, and returns the words of the command line.
-        runs: whether it shows only when the run is rehearsed.
     """
 
     stage: str
     words: str
     plant: Callable[[Path], tuple[str, ...]]
-    runs: bool = False
 
 
 def launched(name, old="", new="", more=""):
@@ -181,7 +179,7 @@ FAULTS = {
     "rows that are trained on and scored": Fault("data", "D404", chats(ROWS, [*MORE, ROWS[3]])),
     "answers that the score calls wrong": Fault("data", "D501", task("strict")),
     "answers longer than what is generated": Fault(
-        "data", "could never be scored as right", options("--max-new-tokens", "3")
+        "data", "cannot be generated whole", options("--max-new-tokens", "3")
     ),
     "a checkpoint that never comes": Fault("data", "--save-every 5000 is never due", options("--save-every", "5000")),
     # reported: LLaMA-Factory #8803
@@ -189,28 +187,24 @@ FAULTS = {
     "a control token that the tokenizer lacks": Fault(
         "model", "has no token", model(template=CHAT_TEMPLATE.replace("<|im_start|>", "<|turn|>"))
     ),
-    "an adapter on a layer that is not there": Fault("model", "no such module", model(*LORA, "q_prj")),
-    "an adapter that kernels pass by": Fault("model", "is passed by", family("falcon_mamba", *LORA, "in_proj,x_proj")),
+    "an adapter on a layer that is not there": Fault("load", "no such module", model(*LORA, "q_prj")),
     # reported: peft #2545, unsloth #11014
     "an adapter that does not reach the experts": Fault(
         "model", "--lora-target-parameters", family("deepseek_v3", *LORA, "down_proj")
     ),
     "a loss that is no number": Fault(
-        "steps", "the loss is nan", options("--learning-rate", "1e30", "--on-nonfinite", "skip"), runs=True
+        "steps", "the loss is nan", options("--learning-rate", "1e30", "--on-nonfinite", "skip")
     ),
-    "a score that fails on what a model writes": Fault("evaluation", "no answer", task("score"), runs=True),
-    "data that are drawn anew": Fault(
-        "resume", "the data is not what the run was started with", task("drawn"), runs=True
-    ),
-    "a learning rate of zero": Fault("reload", "nothing was learnt", options("--learning-rate", "0"), runs=True),
-    "weights that nothing uses": Fault("trained", "side.weight, side.bias", side, runs=True),
+    "a score that fails on what a model writes": Fault("evaluation", "no answer", task("score")),
+    "data that are drawn anew": Fault("resume", "the data is not what the run was started with", task("drawn")),
+    "a learning rate of zero": Fault("reload", "nothing was learnt", options("--learning-rate", "0")),
+    "weights that nothing uses": Fault("trained", "side.weight, side.bias", side),
     # reported: peft #2018
-    "an adapter on a tied head": Fault("merge", "tied embeddings", model(*LORA, "lm_head,q_proj"), runs=True),
+    "an adapter on a tied head": Fault("merge", "tied embeddings", model(*LORA, "lm_head,q_proj")),
     # reported: unsloth #416, trl #1623
     "an end that a server does not stop at": Fault(
         "generate",
         "a server of the base goes on",
         model("--adapter", "lora", edit=("generation_config.json", {"eos_token_id": [0]})),
-        runs=True,
     ),
 }
