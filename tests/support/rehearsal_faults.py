@@ -42,7 +42,7 @@ class Sums(Task):
     def score(self, example, text):
         if self.fault == "score":
             assert text.startswith("the answer"), "no answer"
-        return {"right": float(self.fault != "strict" and text == self.target(example))}
+        return {"right": float(text == self.target(example))}
 '''
 UNUSED = """
 import torch
@@ -75,23 +75,19 @@ class Fault:
     plant: Callable[[Path], tuple[str, ...]]
 
 
-def launched(name, old="", new="", more=""):
-    """With the shipped launch file `name`, edited."""
-
-    def plant(folder):
-        text = (CONFIGS / f"{name}.yaml").read_text()
-        assert old in text
-        (folder / "launch.yaml").write_text(text.replace(old, new) + more)
-        return (*MATH, "--launch", str(folder / "launch.yaml"))
-
-    return plant
+def without_gathering(folder):
+    """With a launch file whose export would fail; reported: axolotl #705, #1223."""
+    text = (CONFIGS / "z3.yaml").read_text()
+    assert "zero3_save_16bit_model: true" in text
+    (folder / "launch.yaml").write_text(text.replace("zero3_save_16bit_model: true", ""))
+    return (*MATH, "--launch", str(folder / "launch.yaml"))
 
 
 def options(*words):
     return lambda folder: (*MATH, *(word.format(folder=folder) for word in words))
 
 
-def model(*words, template=None, edit=None, task=MATH):
+def model(*words, template=None, edit=None):
     """With a pretrained model that has another chat template, or of which `edit` changes a file."""
 
     def plant(folder):
@@ -103,7 +99,7 @@ def model(*words, template=None, edit=None, task=MATH):
             file = made / name
             content = json.loads(file.read_text()) if file.is_file() else {}
             file.write_text(json.dumps({**content, **change}))
-        return (*task, "--model", str(made), *words)
+        return (*MATH, "--model", str(made), *words)
 
     return plant
 
@@ -112,17 +108,6 @@ def task(fault, *words):
     def plant(folder):
         (folder / "sums.py").write_text(TASK)
         return (str(folder / "sums.py"), "--fault", fault, "--global-batch-size", "32", *words)
-
-    return plant
-
-
-def chats(train, validation):
-    def plant(folder):
-        for name, rows in (("train", train), ("validation", validation)):
-            lines = [json.dumps({"prompt": question, "completion": answer}) for question, answer in rows]
-            (folder / f"{name}.jsonl").write_text("\n".join(lines))
-        files = ("--train-file", str(folder / "train.jsonl"), "--validation-file", str(folder / "validation.jsonl"))
-        return ("chat", *files, "--max-steps", "20")
 
     return plant
 
@@ -144,40 +129,15 @@ def side(folder):
     return (*MATH, "--model", str(made), "--trust-remote-code")
 
 
-WITHOUT_ANSWERS = CHAT_TEMPLATE.replace(
-    "{{ message['content'] }}", "{{ message['content'] if message['role'] != 'assistant' }}"
-)
-REFUSES = "{% for m in messages %}{% if '17' in m.content %}{{ raise_exception('17') }}{% endif %}{% endfor %}"
-BOS_TWICE = "{{ bos_token }}{{ bos_token }}" + CHAT_TEMPLATE
-IGNORED = "zero_stage: 2\n  offload_param_device: cpu"
 LORA = "--adapter", "lora", "--lora-target-modules"
-ROWS = [(f"What follows {n}?", f"It is {n + 1}.") for n in range(40)]
-MORE = [(f"What follows {n}?", f"It is {n + 1}.") for n in range(40, 46)]
 FAULTS = {
-    "a misspelt key": Fault("launch", "zero_sage is unknown", launched("z2", "zero_stage: 2", "zero_sage: 3")),
-    "a key that the stage ignores": Fault(
-        "launch", "offload_param to cpu needs stage 3", launched("z2", "zero_stage: 2", IGNORED)
-    ),
-    # reported: axolotl #705, #1223
     "weights that ZeRO-3 does not gather": Fault(
-        "launch", "the export at the end of a ZeRO-3 run fails", launched("z3", "zero3_save_16bit_model: true", "")
-    ),
-    "processes that do not start": Fault(
-        "launch", "2 processes asked for, 1 started", launched("ddp", "MULTI_GPU", "'NO'")
+        "launch", "the export at the end of a ZeRO-3 run fails", without_gathering
     ),
     "a folder that is not empty": Fault("launch", "not empty", options("--output-dir", "{folder}/..")),
     "a tracker that is not installed": Fault(
         "launch", "--tracker comet_ml: not installed", options("--tracker", "comet_ml")
     ),
-    "a template without the answer": Fault("data", "D204", model(template=WITHOUT_ANSWERS)),
-    "a template that refuses some rows": Fault("data", "D202", model(template=REFUSES + CHAT_TEMPLATE)),
-    "rows that are too long": Fault("data", "D301", chats([*ROWS, ("Why? " * 600, "So.")], MORE)),
-    # reported: alignment-handbook #127
-    "two tokens that begin a text": Fault(
-        "data", "D305", model(template=BOS_TWICE, edit=("tokenizer_config.json", {"bos_token": "<|endoftext|>"}))
-    ),
-    "rows that are trained on and scored": Fault("data", "D404", chats(ROWS, [*MORE, ROWS[3]])),
-    "answers that the score calls wrong": Fault("data", "D501", task("strict")),
     "answers longer than what is generated": Fault(
         "data", "cannot be generated whole", options("--max-new-tokens", "3")
     ),

@@ -295,20 +295,9 @@ def test_a_page_replaces_an_older_page_and_nothing_else(check, site, model, tmp_
         assert check(site, *files, "--html", tmp_path / "page.html", model=model).status == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "damaged"),
-    [
-        ("caf\ufffd", True),
-        ("cafÃ©", True),
-        ("don’t", False),
-        ("donâ€™t", True),
-        ("Ärger, São, Âge", False),
-        ("a\x07", True),
-        ("a\ufeffb", True),
-    ],
-)
-def test_what_a_wrong_encoding_leaves_behind_is_seen(text, damaged):
-    assert bool(DAMAGED.search(text)) is damaged
+def test_what_a_wrong_encoding_leaves_behind_is_seen():
+    damaged = ["caf\ufffd", "cafÃ©", "don’t", "donâ€™t", "Ärger, São, Âge", "a\x07", "a\ufeffb"]
+    assert [text for text in damaged if not DAMAGED.search(text)] == ["don’t", "Ärger, São, Âge"]
 
 
 def test_the_documentation_lists_every_code_with_its_grade():

@@ -94,18 +94,9 @@ FAULTS = {
     "bf16": ({"round": lambda weight: weight.bfloat16().float()}, None),
 }
 """What is planted in the server, and the cause that is to be named."""
-AS_QWEN2 = """
-import runpy, sys
-sys.path.insert(0, {tree!r})
-import conversion.base
-conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
-runpy.run_path({tree!r} + "/convert_hf_to_gguf.py", run_name="__main__")
-"""
-"""llama.cpp's converter, told that the tokenizer is Qwen2's: it knows tokenizers by a hash, and not this one."""
 SERVERS = {
     "vllm serve": ("vllm", "VLLM", "vllm"),
     "transformers serve": ("transformers", "TRANSFORMERS", "transformers"),
-    "llama-server": ("llama.cpp", "LLAMA_SERVER", "llama-server"),
 }
 """Real servers: what `--with` calls them, the environment variable that names their program, and the program."""
 LONG = pytest.mark.long
@@ -130,18 +121,9 @@ def real_server(run, name, folder):
     program = shutil.which(os.environ.get(variable, usual))
     if not program or (kind == "transformers" and not importlib.util.find_spec("fastapi")):
         pytest.skip(f"no {usual} on PATH, nor in ${variable}, or it cannot serve")
-    if kind == "llama.cpp" and "LLAMA_CPP" not in os.environ:
-        pytest.skip("$LLAMA_CPP does not name llama.cpp's source, which has its converter")
-    more = []
-    if kind == "llama.cpp":
-        converter = folder / "convert_hf_to_gguf.py"
-        converter.write_text(AS_QWEN2.format(tree=os.environ["LLAMA_CPP"]))
-        more = ["--gguf", str(folder / "m.gguf")]
-        done = accel_sft("merge", str(run), *more, "--gguf-type", "f32", "--converter", str(converter))
-        assert done.status == 0, done.output
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = ["serve", str(run), "--with", kind, "--program", program, "--port", str(port), "--name", "m", *more]
+    words = ["serve", str(run), "--with", kind, "--program", program, "--port", str(port), "--name", "m"]
     # vLLM compiles with what is beside its program, and would reserve most of the machine's memory
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "PATH": f"{Path(program).parent}:{os.environ['PATH']}"}
     with (folder / "log").open("wb") as log:
@@ -184,49 +166,37 @@ def test_a_fault_is_named_and_no_other(run, fault, form, tmp_path):
         assert result["log_probabilities"]["largest"] < 1e-4
 
 
-def test_command_ends_with_a_status_and_refuses_the_incomparable(run, tmp_path):
+def test_answers_of_the_base_show_a_missing_adapter(run):
+    folder = run.parent / "adapted"
+    done = accel_sft("math", "--model", str(run.parent / "base"), *TRAINED, "--adapter", "lora", run_dir=folder)
+    assert done.status == 0, done.output
+    with serving(served_with(run, "vllm", model="base")) as url:
+        cause = command.compared(str(folder), {**ASKED, "url": url})["cause"]
+    assert cause["cause"] == comparison.WEIGHTS
+    assert "differing answers are those of the model before training" in cause["evidence"]
+
+
+def test_command_ends_with_a_status_and_refuses_the_incomparable(run, tmp_path, called):
     with serving(served_with(run, "vllm", ends=False)) as url:
         done = accel_sft("parity", str(run), "--url", url, "--examples", "3")
     assert done.status == 1, done.output
     assert "prompts  3 of 3 are those of training, token by token\n" in done.output
-    assert re.search(
-        r"cause    stop token: example \d goes on behind '<\|im_end\|>', as the run's weights", done.output
-    )
+    line = r"cause    stop token: example \d goes on behind '<\|im_end\|>', as the run's weights"
+    assert re.search(line, done.output)
     assert "differs  what is served is not what was trained\n" in done.output
-    assert f"RUN {tmp_path}: no run.json there" in accel_sft("parity", str(tmp_path), "--url", url).output
-    gone = accel_sft("parity", str(run), "--url", url, "--model", "tuned")
-    assert "cannot be reached" in gone.output
-    assert "answers" not in gone.output
-    other = accel_sft("parity", str(run), "--url", url, "--task", "chat")
-    assert f"--task chat: {run} was trained for math; name that" in other.output
     record = json.loads((run / "run.json").read_text())
     record["task_options"]["validation_file"] = "/etc/passwd"
-    (tmp_path / "final").mkdir()
-    (tmp_path / "run.json").write_text(json.dumps(record))
-    unasked = accel_sft("parity", str(tmp_path), "--url", url)
-    assert "its record names files, and those of a record are not read unasked; add --same-data\n" in unasked.output
-
-
-def test_answers_of_the_base_mean_that_the_adapter_is_not_applied():
-    class Adapted:
-        is_applied = True
-
-        @contextlib.contextmanager
-        def disable_adapter(self):
-            self.is_applied = False
-            yield
-            self.is_applied = True
-
-    pairs = [Pair(None, Encoded(n, [1], 1), [2], Reply(text, "length"), at=0, gap=9.0) for n, text in enumerate("bbx")]
-
-    def cause(model):
-        reference = SimpleNamespace(model=model, most=1, ends={0}, text=lambda ids: "ab"[ids[0] - 1])
-        reference.continued = lambda prompt, most: [1 if model.is_applied else 2]
-        return comparison._weights(reference, [(pair, pair.reply) for pair in pairs])
-
-    assert cause(Adapted()).cause == comparison.WEIGHTS
-    assert cause(Adapted()).evidence.startswith("2 of 3 differing answers are those of the model before training")
-    assert cause(SimpleNamespace(is_applied=True)) is None
+    (tmp_path / "named" / "final").mkdir(parents=True)
+    (tmp_path / "named" / "run.json").write_text(json.dumps(record))
+    for folder, options, line in (
+        (tmp_path, (), f"RUN {tmp_path}: no run.json there"),
+        (run, ("--model", "tuned"), "cannot be reached"),
+        (run, ("--task", "chat"), f"--task chat: {run} was trained for math; name that"),
+        (tmp_path / "named", (), "its record names files, and those of a record are not read unasked; add --same-data"),
+    ):
+        refused = called("parity", str(folder), "--url", url, *options)
+        assert refused.status == 1
+        assert line in " ".join(refused.output.split())
 
 
 def test_refusal_counts_as_context_unless_longer_prompts_were_answered():

@@ -30,7 +30,7 @@ from accel_sft.tools.check import tokens
 from accel_sft.tools.check.findings import Findings
 from accel_sft.tools.check.report import Report, page_of, print_report, shown_rows, split_figures, step_figures
 from accel_sft.tools.check.scores import OwnScores
-from accel_sft.tools.check.splits import bad_rows_of, encode_split, read_splits, unreadable
+from accel_sft.tools.check.splits import bad_rows_of, encode_split, read_splits
 from accel_sft.tools.check.texts import Labels, read_texts
 from accel_sft.training.prepare import Assembly, plan_steps, texts_of
 
@@ -70,31 +70,32 @@ class Audit:
         self.findings = Findings()
         self.notes: list[str] = []
         self.splits = read_splits(task, self.findings, config.train_limit)
-        self.folder, self.source = folder, self._source(folder)
+        self.folder = folder
+        self.source: Source | None = None
         self.encodings: dict[str, StoredEncoding | None] = {}
         self.facts: dict[str, tokens.TokenFacts] = {}
 
     def report(self) -> Report:
         """Run the steps of the audit, each after those whose results it needs."""
         repeats: dict[str, dict[str, int]] = {}
-        steps, shown = None, []
+        steps, shown, labels = None, [], Labels()
+        readable = {
+            split: read_texts(self.task, examples, split, labels, self.findings)
+            for split, examples in self.splits.items()
+        }
+        self.notes += labels.report(self.findings)
+        self.source = self._source(readable)
         if self.source:
             # --truncation error would raise at rows that are too long; here they are dropped and reported as findings
             lenient = dataclasses.replace(self.config, truncation=self.config.truncation.replace("error", "drop"))
             assembly = Assembly(Accelerator(cpu=True), self.task, lenient, self.source)
-            labels = Labels()
-            for split, examples in self.splits.items():
-                self._encode(assembly, split, read_texts(self.task, examples, split, labels, self.findings))
-            self.notes += labels.report(self.findings)
+            for split in self.splits:
+                self._encode(assembly, split, readable[split])
             repeats = self._repeats()
             self._model(assembly)
             if train := self.encodings.get("train"):
                 steps = self._steps(train)
                 shown = shown_rows(train, assembly.tokenizer, self.config.show)
-        else:
-            for split, examples in self.splits.items():
-                for index, why in unreadable(self.task, examples, split):
-                    self.findings.add("D201", split, index, why)
         figures = {}
         for split, examples in self.splits.items():
             rows = len(examples) + bad_rows_of(split, self.findings)
@@ -104,18 +105,16 @@ class Audit:
             self.task_name, self.config.init_from or self.config.model, placed, figures, steps, self.notes, shown
         )
 
-    def _source(self, folder: Path) -> Source | None:
-        """Find the model's files. `--model tiny` is built in `folder` from the training rows that can be read; None if
-        no row can be read."""
+    def _source(self, readable: dict[str, np.ndarray]) -> Source | None:
+        """Find the model's files. `--model tiny` is built from the training rows that can be read; None if none can."""
         config, base = self.config, None
         if config.model == "tiny" and not config.init_from:
-            train = self.splits.get("train", ())
-            bad = {index for index, _ in unreadable(self.task, train, "train")}
-            if len(bad) == len(train):
+            rows, train = np.flatnonzero(readable.get("train", ())), self.splits.get("train", ())
+            if not len(rows):
                 return None
-            base = str(folder / "base")
-            readable = [train[index] for index in range(len(train)) if index not in bad] if bad else train
-            build_tiny(Path(base), texts_of(self.task, readable), config.seed)
+            base = str(self.folder / "base")
+            examples = train if len(rows) == len(train) else [train[row] for row in rows.tolist()]
+            build_tiny(Path(base), texts_of(self.task, examples), config.seed)
         return find_source(base or config.model, init_from=config.init_from, revision=config.revision)
 
     def _encode(self, assembly: Assembly, split: str, readable: np.ndarray) -> None:

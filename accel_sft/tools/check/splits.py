@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,6 @@ def read_splits(task: Task, findings: Findings, train_limit: str | None = None) 
                         findings.finding("D104", split).count += left_out.rows - len(left_out.places)
                 reported.update(rows.files)
     return splits
-
-
-def unreadable(task: Task, examples: Sequence[Any], split: str) -> Iterator[tuple[int, str]]:
-    """Yield index and error of each example whose messages or target the task fails to give."""
-    for index in range(len(examples)):
-        try:
-            conversation(task, examples, split, index)
-        except UserError as error:
-            yield index, without_index(str(error), split, index)
 
 
 def bad_rows_of(split: str, findings: Findings) -> int:

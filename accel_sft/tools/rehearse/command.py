@@ -95,6 +95,8 @@ class Rehearsal:
         audited = self.data()
         if audited is None or self.plan is None:
             return
+        if audited.source and audited.source.adapter:
+            raise UserError(f"--init-from {audited.source.adapter}: an adapter; rehearse the run without --init-from")
         config = self.model(audited)
         if config is None or self.stages.failed:  # the real run would be refused, or fail
             return
@@ -182,7 +184,6 @@ class Rehearsal:
                 model = str(self.folder / "model")
                 seen, unreached = shrunk.shrink(source, Path(model), self.config)
                 findings += unreached
-                model = f"{model}/adapter" if source.adapter else model
             self.stages.ended("model", *findings, seen=seen, when="loading the model")
             longest = max(int(encoding.kept.answers.max()) for encoding in audited.encodings.values() if encoding)
             return runs.rehearsed(self.config, model, longest)

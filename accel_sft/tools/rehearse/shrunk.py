@@ -55,8 +55,7 @@ def shrink(source: Source, folder: Path, config: TrainConfig) -> tuple[str, list
     """Write the shrunk model of `source` into `folder`, as `--model` reads it, and return what it is, in words, and
     what a new adapter does not reach.
 
-    Tokenizer, chat template and generation_config.json are the real ones, file by file. If the source is an adapter, an
-    adapter of the same kind is written beside, into `folder`/adapter, with the shrunk model as its base.
+    Tokenizer, chat template and generation_config.json are the real ones, file by file.
 
     Raises:
         UserError: the configuration cannot be read, or no small model can be made of it.
@@ -73,17 +72,13 @@ def shrink(source: Source, folder: Path, config: TrainConfig) -> tuple[str, list
             torch.default_generator.manual_seed(0)
             model = kind.from_config(small, dtype=dtype, trust_remote_code=trusted)
         model.save_pretrained(folder)
-        beside = folder / "adapter" if source.adapter else folder
-        for path, target in (_files_of(source.weights), folder), (_files_of(source.tokenizer), beside):
+        for path in _files_of(source.weights), _files_of(source.tokenizer):
             for file in shipped_files(path)[0]:
                 if file.suffix != ".safetensors" and ".index." not in file.name and file.name not in _NOT_COPIED:
-                    (target / file).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(path / file, target / file)
-    findings = [*_unreached(model, config)]
-    if source.adapter:
-        _adapter(model, source.adapter, folder)
-        findings = []
-    return f"{real.model_type}, {count} of {layers} layers (every kind of them)", findings
+                    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path / file, folder / file)
+    words = f"{real.model_type}, {count} of {layers} layers (every kind of them)"
+    return words, [*_unreached(model, config)]
 
 
 def _files_of(name: str) -> Path:
@@ -181,17 +176,6 @@ def _rope(value: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any
         else:
             narrow[key] = setting[:half] if isinstance(setting, list) else setting
     return narrow
-
-
-def _adapter(model: Any, adapter: str, folder: Path) -> None:
-    """Write an adapter of the same kind, of the shrunk model, with random values."""
-    from peft import PeftConfig, get_peft_model
-
-    config = PeftConfig.from_pretrained(adapter)
-    config.inference_mode = False
-    adapted = get_peft_model(model, config)
-    config.base_model_name_or_path = str(folder)  # peft has just put the real one's there
-    adapted.save_pretrained(folder / "adapter")
 
 
 def file_findings(source: Source, config: TrainConfig) -> Iterator[Finding]:
