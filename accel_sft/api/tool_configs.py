@@ -73,7 +73,7 @@ class CheckConfig(TrainConfig):
 
     strict: bool = _check(False, help="Warnings make the exit status 1 too, not errors alone.")
     score: bool = _check(True, help="Score every example's own answer by the task's score().")
-    show: int = _check(2, min=0, max=1000, help="Training examples printed token by token.")
+    show: int = _check(2, min=0, max=1000, help="Training examples printed, the tokens that carry loss marked.")
     html: str | None = _check(None, help="Write the report to this file, as one page.")
     json: bool = _check(False, help="Print the report as JSON on standard output, nothing else there.")
 

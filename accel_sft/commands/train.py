@@ -27,7 +27,7 @@ from accel_sft.models.source import resolved
 from accel_sft.resilience.exit import EXPLAIN_SECONDS, leave_together
 from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.resilience.watchdog import Watchdog
-from accel_sft.tools.check.quick import quick_findings, quick_lines
+from accel_sft.tools.check.tokens import quick_findings, quick_lines
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training.folder import claim_run_dir
 from accel_sft.training.prepare import Prepared, prepare_data

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 from accel_sft import UserError
 from accel_sft.chat.conversation import conversation
 from accel_sft.evaluation.evaluator import refuse_beyond_text
-from accel_sft.tools.check.texts import SpecialTokens
 
 ASK, ANSWER = {"role": "user", "content": "odd?"}, {"role": "assistant", "content": "no"}
 EMPTY = {"role": "system", "content": ""}
@@ -140,12 +139,6 @@ def test_rendered_text_gets_no_second_end_and_is_reported(tokenizer):
     assert row.input_ids[-2:].count(own.eos_token_id) == 1
     assert encoded(own, ([], text), control_tokens="tokens").control_tokens == {"answers": [], "texts": []}
     assert encoded(own, ([], text), ([], "plain")).control_tokens == {"answers": [], "texts": [0]}
-    chat = conversation(Rows(), [([], text)], "train", 0)
-    texts = {
-        as_text: SpecialTokens(own, frozenset({own.eos_token_id}), as_text).faults(chat) for as_text in (True, False)
-    }
-    assert [code for code, _ in texts[True]] == ["D208"]
-    assert texts[False] == []
 
 
 @pytest.mark.parametrize("bos", [False, True])

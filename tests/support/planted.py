@@ -95,13 +95,11 @@ FAULTS = {
         ("D305", row("TWICE 114?", "114")),
         ("D306", row("What is 115 \u0436?", "115")),
         ("D401", row("What is 1 and 1?", "2")),
-        ("D402", row("what is 1 and 1", "2")),
         ("D403", row("What is 3 and 3?", "7")),
         ("D501", row("What is 116?", "wrong")),
     ],
     "validation": [
         ("D404", row("What is 4 and 4?", "8")),
-        ("D405", row("WHAT is  5 and 5?", "10")),
         ("D406", row("What is 6 and 6?", "13")),
         ("D502", row("What is 117?", "boom")),
     ],

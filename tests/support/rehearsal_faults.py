@@ -124,7 +124,7 @@ FAULTS = {
     "a misspelt key": Fault("launch", "zero_sage is unknown", misspelt),
     "answers that the score calls wrong": Fault("data", "D501", task("strict")),
     "a checkpoint that never comes": Fault("data", "--save-every 5000 is never due", options("--save-every", "5000")),
-    "an adapter on a layer that is not there": Fault("model", "no such module", options(*LORA, "q_prj")),
+    "an adapter on a layer that is not there": Fault("load", "no such module", model(*LORA, "q_prj")),
     # reported: peft #2545, unsloth #11014
     "an adapter that does not reach the experts": Fault(
         "model", "--lora-target-parameters", family("deepseek_v3", *LORA, "down_proj")

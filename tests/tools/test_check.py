@@ -15,10 +15,12 @@ from conftest import accel_sft
 from fake_plugins import install, only_plugins_of
 from places import ROOT
 
-from accel_sft.data.token_store import StoredEncoding
+from accel_sft.chat.encoded import Encoded, Encoding
+from accel_sft.data.token_store import StoredEncoding, TokenStore, merge, write_part
 from accel_sft.tools.check.findings import CODES, GRADES, Findings
 from accel_sft.tools.check.splits import read_splits
-from accel_sft.tools.check.texts import DAMAGED, Labels, normalised, read_texts
+from accel_sft.tools.check.texts import DAMAGED, Labels
+from accel_sft.tools.check.tokens import audit_tokens, quick_findings, quick_lines, token_facts
 from accel_sft_math import Math
 from accel_sft_ner import Ner
 
@@ -55,7 +57,7 @@ def report_of(launched):
 
 def places(report):
     """Where each code was found."""
-    return {one["code"]: {f"{row['file']}:{row['line']}" for row in one["rows"]} for one in report["findings"]}
+    return {finding["code"]: {row["where"] for row in finding["rows"]} for finding in report["findings"]}
 
 
 def test_planted_faults_are_found_by_code_and_line_alone(check, site, model, tmp_path):
@@ -72,7 +74,7 @@ def test_a_clean_file_gives_no_finding(check, site, model, tmp_path):
     assert run.status == 0
     report = report_of(run)
     assert report["findings"] == []
-    assert [split["used"] for split in report["splits"]] == [8, 4]
+    assert [figures["used"] for figures in report["splits"].values()] == [8, 4]
     (trains,) = [note for note in report["notes"] if "--train-only trains " in note]
     assert "gpt_neox.layers.0.mlp.dense_h_to_4h.weight" in trains
     assert "attention" not in trains
@@ -87,11 +89,15 @@ def test_warnings_of_a_run_are_findings(check, site, model, tmp_path):
     assert "have more tokens than --max-new-tokens 1" in finding["rows"][0]["detail"]
 
 
-def test_train_only_without_a_match_is_refused(check, site, model, tmp_path):
+def test_what_training_refuses_is_refused(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
-    run = check(site, *files, "--train-only", "no_such", model=model)
-    assert run.status == 1
-    assert "--train-only no_such: no weight's name matches; names are like " in run.output
+    for options, environment, line in (
+        (("--train-only", "no_such"), {}, "--train-only no_such: no weight's name matches; names are like "),
+        ((), {"LOCAL_RANK": "0"}, "without accelerate launch"),
+    ):
+        run = check(site, *files, *options, model=model, environment=environment)
+        assert run.status == 1
+        assert line in run.output
 
 
 @pytest.mark.parametrize(
@@ -113,7 +119,7 @@ def test_rows_too_long_report_the_length_they_need(check, site, model, tmp_path,
     run = check(site, *files, "--json", "--model", model, *options)
     (finding,) = report_of(run)["findings"]
     assert (finding["code"], finding["grade"], run.status) == (code, grade, grade == "error")
-    assert finding["also"] == f"the longest has {needed} tokens"
+    assert finding["also"] == f"the longest text has {needed} tokens"
     assert places({"findings": [finding]}) == {code: expected["D301"]}
 
 
@@ -194,22 +200,13 @@ def test_the_model_must_know_every_token_and_position(check, site, tmp_path):
     assert findings["D602"] == {f"{tmp_path}/validation.jsonl:{line}" for line in range(1, 5)}
 
 
-def test_examples_are_marked_without_colour_and_special_tokens_are_seen(check, site, model, tmp_path):
+def test_examples_are_marked_and_special_tokens_are_seen(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
     run = check(site, *files, "--show", "1", model=model)
     assert "\x1b" not in run.output
     assert "    <s>What is 0 and 0?⏎\n    A: ⟦0</s>⟧\n" in run.output
-    assert re.search(r"Training\n  [\d,]+ steps? of \d+ rows, [\d,.]+ epochs?, on any number of GPUs\n", run.output)
+    assert re.search(r"Training\n  \d+ steps? of \d+ rows on any number of GPUs, [\d.]+ epochs of \d+ ", run.output)
     assert run.output.splitlines()[-1] == "planted: nothing was found that needs fixing"
-
-
-def test_marks_stand_only_where_there_is_no_colour(check, site, model, tmp_path):
-    files, _ = planted.write(tmp_path, {})
-    for environment, marked in (({"FORCE_COLOR": "1", "TERM": "xterm-256color"}, False), ({"NO_COLOR": "1"}, True)):
-        output = check(site, *files, model=model, environment={"FORCE_COLOR": "1", **environment}).output
-        assert "\x1b[" in output
-        assert ("⟦0</s>⟧" in output) is marked
-        assert bool(re.search(r"\x1b\[30;(42|102)m", output)) is not marked
 
 
 def test_metric_that_no_single_answer_has_is_reported_unjudged(check, model, tmp_path):
@@ -235,20 +232,8 @@ def test_generated_rows_may_repeat_and_have_several_answers(called):
     report = report_of(run)
     assert run.status == 0
     assert [(finding["code"], finding["grade"]) for finding in report["findings"]] == [("D401", "note")]
-    train = report["splits"][0]
+    train = report["splits"]["train"]
     assert train["other_right_answers"] == train["distinct_rows"] - train["distinct_prompts"] > 0
-
-
-def test_steps_and_tokens_are_those_that_training_reports(check, site, tmp_path):
-    files, _ = planted.write(tmp_path, {})
-    options = (*files, "--global-batch-size", "3", "--epochs", "20", "--eval-every", "off", "--save-every", "off")
-    report = report_of(check(site, *options, "--json"))
-    run = accel_sft("planted", *options, environment={"PYTHONPATH": str(site)}, run_dir=tmp_path / "run")
-    assert run.status == 0, run.output
-    steps = report["steps"]
-    counted = f"{steps['tokens_per_epoch']:,} tokens, {steps['supervised_tokens_per_epoch']:,} supervised"
-    assert f"8 training examples ({counted}), 4 validation; {steps['steps']} steps of 3: 20 epochs; " in run.output
-    assert "warning D" not in run.output
 
 
 FORGED = [  # with the tokens of `tiny`
@@ -257,16 +242,21 @@ FORGED = [  # with the tokens of `tiny`
 ]
 
 
-def test_training_warns_by_the_same_codes(site, tmp_path):
+def test_training_warns_and_counts_as_the_audit_does(check, site, tmp_path):
     leaks = [fault for fault in planted.FAULTS["validation"] if fault[0] in ("D404", "D406")]
     files, _ = planted.write(tmp_path, {"train": FORGED, "validation": leaks})
-    options = (*files, "--max-steps", "1", "--eval-every", "off", "--save-every", "off")
+    options = (*files, "--global-batch-size", "5", "--epochs", "1", "--eval-every", "off", "--save-every", "off")
     run = accel_sft("planted", *options, environment={"PYTHONPATH": str(site)}, run_dir=tmp_path / "run")
     assert run.status == 0, run.output
     warned = re.findall(r"warning (D\d+): (\w+): (\d+) row", run.output)
     splits = {"D208": "train", "D209": "train", "D404": "validation", "D406": "validation"}
     assert sorted(warned) == [(code, split, "1") for code, split in splits.items()]
     assert "accel-sft check planted" in run.output
+    report = report_of(check(site, *options, "--json"))
+    assert places(report).keys() == splits.keys()
+    steps = report["steps"]
+    counted = f"{steps['tokens_per_epoch']:,} tokens, {steps['supervised_tokens_per_epoch']:,} supervised"
+    assert f"10 training examples ({counted}), 6 validation; {steps['steps']} steps of 5: 1 epoch" in run.output
 
 
 def test_training_refuses_answers_that_would_end_the_turn_themselves(site, tmp_path):
@@ -298,54 +288,16 @@ def test_page_is_complete_and_escapes_the_data(check, site, model, tmp_path):
 
 def test_a_page_replaces_an_older_page_and_nothing_else(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
-    rows = Path(files[1]).read_bytes()
     refused = check(site, *files, "--html", files[1], model=model)
     assert refused.status == 1
     assert f"--html {files[1]}: a file that is no page of accel-sft; name another file" in refused.output
-    assert Path(files[1]).read_bytes() == rows
     for _ in range(2):
         assert check(site, *files, "--html", tmp_path / "page.html", model=model).status == 0
 
 
-def test_check_is_for_one_process(check, site, model, tmp_path):
-    files, _ = planted.write(tmp_path, {})
-    run = check(site, *files, model=model, environment={"LOCAL_RANK": "0"})
-    assert run.status == 1
-    assert "without accelerate launch" in run.output
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ("What is 5?", "what  is 5", True),
-        ("“5=”", "5=", True),
-        ("1.5 = ", "15 =", False),
-        ("-5=", "5=", False),
-        ("a+b", "a-b", False),
-        ("x != 3", "x = 3", False),
-        (".5", "5", False),
-        ("1.5", "5.1", False),
-        ("什么是5？", "什么是5", True),
-    ],
-)
-def test_texts_are_compared_without_case_space_and_punctuation(one, other, same):
-    assert (normalised(one) == normalised(other)) is same
-
-
-@pytest.mark.parametrize(
-    ("text", "damaged"),
-    [
-        ("caf\ufffd", True),
-        ("cafÃ©", True),
-        ("don’t", False),
-        ("donâ€™t", True),
-        ("Ärger, São, Âge", False),
-        ("a\x07", True),
-        ("a\ufeffb", True),
-    ],
-)
-def test_what_a_wrong_encoding_leaves_behind_is_seen(text, damaged):
-    assert bool(DAMAGED.search(text)) is damaged
+def test_what_a_wrong_encoding_leaves_behind_is_seen():
+    damaged = ["caf\ufffd", "cafÃ©", "don’t", "donâ€™t", "Ärger, São, Âge", "a\x07", "a\ufeffb"]
+    assert [text for text in damaged if not DAMAGED.search(text)] == ["don’t", "Ärger, São, Âge"]
 
 
 def test_the_documentation_lists_every_code_with_its_grade():
@@ -369,13 +321,13 @@ def test_rows_without_entities_are_perfect_and_allowed_leaks_found(called, tmp_p
     assert refused["D102"] == {f"{tmp_path}/train.jsonl:1"}, "the task's own reader refuses the leak"
 
 
-def test_template_that_takes_no_row_ends_after_200(check, site, model, tmp_path):
+def test_template_that_takes_no_row_leaves_nothing_to_use(check, site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
     ask = [{"role": "system", "content": "Answer."}, {"role": "tool", "content": "5?"}]
-    Path(files[1]).write_text("".join(planted.row(ask, f"{n}") + "\n" for n in range(600)))
+    Path(files[1]).write_text("".join(planted.row(ask, f"{n}") + "\n" for n in range(20)))
     report = report_of(check(site, *files, "--no-score", "--json", model=model))
     errors = {(finding["code"], finding["count"]) for finding in report["findings"] if finding["grade"] == "error"}
-    assert errors == {("D202", 200), ("D205", 0)}
+    assert errors == {("D202", 20), ("D307", 0)}
     assert report["steps"] is None
 
 
@@ -394,27 +346,23 @@ def test_each_answer_of_a_chat_is_looked_at(check, site, model, tmp_path):
         return planted.row([], turns)
 
     files, _ = planted.write(tmp_path, {})
-    faults = {
-        "D201": chat("2", weight=0.5),
-        "D202": planted.row([], [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "2"}]),
-        "D204": chat("<think>two</think>2"),
-        "D206": chat(" "),
-        "D209": chat("2</s>"),
-        "D211": chat("2 ", "8"),
-        "D301": chat("2" * 60),
-        "D303": chat("\u200b"),
-        "D401": chat("2"),
-        "D402": chat("2", "4."),
-        "D403": chat("2", "5"),
-    }
-    Path(files[1]).write_text("\n".join([chat("2"), *faults.values()]) + "\n")
+    faults = [
+        ("D201", chat("2", weight=0.5)),
+        ("D202", planted.row([], [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "2"}])),
+        ("D204", chat("<think>two</think>2")),
+        ("D206", chat(" ")),
+        ("D209", chat("2</s>")),
+        ("D211", chat("2 ", "8")),
+        ("D301", chat("2" * 60)),
+        ("D303", chat("\u200b")),
+        ("D401", chat("2")),
+        ("D403", chat("2", "5")),
+    ]
+    Path(files[1]).write_text("\n".join([chat("2"), *(row for _, row in faults)]) + "\n")
     run = check(site, *files, "--no-score", "--json", model=model)
     report = report_of(run)
-    assert places(report) == {code: {f"{files[1]}:{line}"} for line, code in enumerate(faults, 2)}
-    assert "train: the collator's labels were compared with the answers in 6 of 6 rows" in report["notes"]
-    pieces = report["examples"][0]["pieces"]
-    learnt = "".join(piece["text"] if piece["supervised"] else "|" for piece in pieces)
-    assert re.sub(r"\|+", "|", learnt) == "|2</s>|4</s>"
+    assert places(report) == {code: {f"{files[1]}:{line}"} for line, (code, _) in enumerate(faults, 2)}
+    assert re.findall("⟦(.*?)⟧", report["examples"][0]["text"]) == ["2</s>", "4</s>"]
 
 
 SLIPS = {
@@ -465,8 +413,6 @@ def test_labels_that_no_validation_row_tests_are_named():
 
 
 def test_training_names_misspelt_labels_from_tokens(tmp_path):
-    from accel_sft.tools.check.quick import quick_findings, quick_lines
-
     decoded = {(7, 8): "shipping", (7,): "shiping", (9,): "billing"}
     tokenizer = mock.Mock(bos_token_id=None, unk_token_id=None, decode=lambda ids, **_: decoded[ids[:-1]])
     labels = [(7, 8)] * 30 + [(9,)] * 30 + [(7,)] * 2
@@ -477,53 +423,22 @@ def test_training_names_misspelt_labels_from_tokens(tmp_path):
     assert "'shiping' stands 4 times, 'shipping' 60 times (examples 60, 61)" in line
 
 
-def test_where_thinking_is_kept_an_answer_without_any_is_found(tmp_path):
-    class Thoughtful(Math):
-        def messages(self, example):
-            return [{"role": "user", "content": "What is 1 and 1?"}]
-
-        def target(self, example):
-            return example
-
-    special, answers = mock.Mock(faults=lambda chat: []), ["<think>two</think>2", "2", " "]
-    for keeps, rows in ((False, []), (True, [1])):
-        findings = Findings()
-        read_texts(Thoughtful(), answers, "train", special, Labels(), findings, keeps_thinking=keeps)
-        assert [row.index for finding in findings.placed({}) if finding.code == "D212" for row in finding.rows] == rows
-
-
-def test_labels_unlike_the_answer_or_without_its_end_are_found(tmp_path, monkeypatch):
-    from accel_sft.batching import collate
-    from accel_sft.tools.check.tokens import report_labels, report_tokens, token_facts
-
-    special = type("Special", (), {"bos_token_id": None, "unk_token_id": None, "pad_token_id": 0})
-    store = stored(tmp_path, [([1, 5, 6, 2], 2), ([1, 5, 6, 7], 2)])
-    findings = Findings()
-    report_tokens(token_facts(store, special, frozenset({2})), "train", [], special, findings)
-    assert report_labels(store, "train", 0, findings) == 2
+def test_answers_without_their_end_are_found(tmp_path):
+    special = mock.Mock(bos_token_id=None, unk_token_id=None, pad_token_id=0)
+    store, findings = stored(tmp_path, [([1, 5, 6, 2], 2), ([1, 5, 6, 7], 2)]), Findings()
+    audit_tokens(StoredEncoding("train", store), special, frozenset({2}), findings)
     assert [(finding.code, [row.index for row in finding.rows]) for finding in findings.placed({})] == [("D304", [1])]
-    padded = collate.padded
-    monkeypatch.setattr(
-        collate, "padded", lambda rows, pad: padded([row._replace(prompt_length=1) for row in rows], pad)
-    )
-    report_labels(store, "train", 0, findings)
-    assert [finding.count for finding in findings.placed({}) if finding.code == "D308"] == [2]
 
 
-def stored(folder, rows):
+def stored(folder, rows, indices=None):
     """A store of these tokens and prompt lengths."""
-    from accel_sft.chat.encoded import Encoded, Encoding
-    from accel_sft.data.token_store import TokenStore, merge, write_part
-
     folder.mkdir(exist_ok=True)
-    encoded = [Encoded(n, *row) for n, row in enumerate(rows)]
+    encoded = [Encoded(index, *row) for index, row in zip(indices or range(len(rows)), rows, strict=True)]
     write_part(folder / "part", [Encoding("train", encoded)], "train")
     return TokenStore(folder, merge([folder / "part"], folder))
 
 
-def test_hashes_of_rows_in_arrays_tell_prompts_and_rows_apart(tmp_path):
-    from accel_sft.tools.check.tokens import token_facts
-
+def test_hashes_distinguish_prompts_and_rows(tmp_path):
     class Special:
         bos_token_id, unk_token_id, pad_token_id = 1, 9, 0
 
@@ -534,3 +449,11 @@ def test_hashes_of_rows_in_arrays_tell_prompts_and_rows_apart(tmp_path):
     assert facts.bos_twice.tolist() == [False, False, False, True, False]
     assert facts.unknown.tolist() == [False, False, False, False, True]
     assert facts.ends.tolist() == [True, True, True, True, False]
+
+
+def test_windows_of_a_text_are_compared_together(tmp_path):
+    special = mock.Mock(bos_token_id=None, unk_token_id=None, pad_token_id=0)
+    store = stored(tmp_path, [([5, 6, 7], 0), ([7, 8], 0), ([5, 9, 7], 0), ([7, 8], 0)], indices=[0, 0, 1, 1])
+    facts = token_facts(store, special, frozenset({2})).of_examples()
+    assert facts.indices.tolist() == [0, 1]
+    assert len(np.unique(facts.rows)) == len(np.unique(facts.prompts)) == 2

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accel_sft.chat.encoded import Encoded
 from accel_sft.evaluation.endpoint import Reply
 from accel_sft.models.tiny import CHAT_TEMPLATE, build_tiny, texts_of
-from accel_sft.tools.parity import causes, command
+from accel_sft.tools.parity import command, comparison
 from accel_sft.tools.parity.comparison import Pair, same, with_thinking
 from accel_sft_math import Math
 
@@ -82,33 +82,24 @@ def with_swapped_words(tokenizer):
 
 
 FAULTS = {
-    "faithful": ({}, []),
-    "template": ({"template": OTHER_TEMPLATE}, [causes.TEMPLATE]),
-    "first token": ({"double_first": True}, [causes.FIRST_TOKEN]),
-    "adapter": ({"model": "base"}, [causes.WEIGHTS]),
-    "tokenizer": ({"tokenizer": with_swapped_words}, [causes.TOKENIZER]),
-    "stop token": ({"ends": False}, [causes.STOP]),
-    "sampling": ({"draws": True}, [causes.OTHER]),
-    "context": ({"context": 12}, [causes.CONTEXT]),
-    "precision": ({"round": in_four_bits}, [causes.OTHER]),
-    "bf16": ({"round": lambda weight: weight.bfloat16().float()}, []),
+    "faithful": ({}, None),
+    "template": ({"template": OTHER_TEMPLATE}, comparison.TEMPLATE),
+    "first token": ({"double_first": True}, comparison.TEMPLATE),
+    "other weights": ({"model": "base"}, comparison.OTHER),
+    "tokenizer": ({"tokenizer": with_swapped_words}, comparison.TEMPLATE),
+    "stop token": ({"ends": False}, comparison.STOP),
+    "sampling": ({"draws": True}, comparison.OTHER),
+    "context": ({"context": 12}, comparison.CONTEXT),
+    "precision": ({"round": in_four_bits}, comparison.OTHER),
+    "bf16": ({"round": lambda weight: weight.bfloat16().float()}, None),
 }
-"""What is planted in the server, and the causes that are to be named."""
-AS_QWEN2 = """
-import runpy, sys
-sys.path.insert(0, {tree!r})
-import conversion.base
-conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
-runpy.run_path({tree!r} + "/convert_hf_to_gguf.py", run_name="__main__")
-"""
-"""llama.cpp's converter, told that the tokenizer is Qwen2's: it knows tokenizers by a hash, and not this one."""
+"""What is planted in the server, and the cause that is to be named."""
 SERVERS = {
     "vllm serve": ("vllm", "VLLM", "vllm"),
     "transformers serve": ("transformers", "TRANSFORMERS", "transformers"),
-    "llama-server": ("llama.cpp", "LLAMA_SERVER", "llama-server"),
 }
 """Real servers: what `--with` calls them, the environment variable that names their program, and the program."""
-LONG, OTHER_FORMS = pytest.mark.long, ("llama", "plain")
+LONG = pytest.mark.long
 CASES = [pytest.param("vllm", fault, id=fault, marks=LONG if fault in ("bf16", "sampling") else ()) for fault in FAULTS]
 CASES += [
     pytest.param(form, fault, marks=LONG, id=f"{fault}-{form}") for form in ("llama", "plain") for fault in FAULTS
@@ -130,18 +121,9 @@ def real_server(run, name, folder):
     program = shutil.which(os.environ.get(variable, usual))
     if not program or (kind == "transformers" and not importlib.util.find_spec("fastapi")):
         pytest.skip(f"no {usual} on PATH, nor in ${variable}, or it cannot serve")
-    if kind == "llama.cpp" and "LLAMA_CPP" not in os.environ:
-        pytest.skip("$LLAMA_CPP does not name llama.cpp's source, which has its converter")
-    more = []
-    if kind == "llama.cpp":
-        converter = folder / "convert_hf_to_gguf.py"
-        converter.write_text(AS_QWEN2.format(tree=os.environ["LLAMA_CPP"]))
-        more = ["--gguf", str(folder / "m.gguf")]
-        done = accel_sft("merge", str(run), *more, "--gguf-type", "f32", "--converter", str(converter))
-        assert done.status == 0, done.output
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = ["serve", str(run), "--with", kind, "--program", program, "--port", str(port), "--name", "m", *more]
+    words = ["serve", str(run), "--with", kind, "--program", program, "--port", str(port), "--name", "m"]
     # vLLM compiles with what is beside its program, and would reserve most of the machine's memory
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "PATH": f"{Path(program).parent}:{os.environ['PATH']}"}
     with (folder / "log").open("wb") as log:
@@ -170,8 +152,8 @@ def test_a_fault_is_named_and_no_other(run, fault, form, tmp_path):
             result = command.compared(str(run), {**ASKED, "url": url})
     text = "\n".join(command.lines(result))
     if fault in ("precision", "bf16") or (form == "plain" and fault == "tokenizer"):  # the plain one tells no tokens
-        named = [causes.OTHER] if result["answers"]["other"] else []
-    assert [cause["cause"] for cause in result["causes"]] == named, text
+        named = comparison.OTHER if result["answers"]["other"] else None
+    assert (result["cause"] and result["cause"]["cause"]) == named, text
     assert result["holds"] == (not named and result["answers"]["other"] == 0), text
     if form != "plain" and form not in SERVERS and fault in ("faithful", "precision", "bf16"):
         fewer_bits = "more than float32 explains: fewer bits are served" in text
@@ -184,48 +166,47 @@ def test_a_fault_is_named_and_no_other(run, fault, form, tmp_path):
         assert result["log_probabilities"]["largest"] < 1e-4
 
 
-def test_command_ends_with_a_status_and_refuses_the_incomparable(run, tmp_path):
+def test_answers_of_the_base_show_a_missing_adapter(run):
+    folder = run.parent / "adapted"
+    done = accel_sft("math", "--model", str(run.parent / "base"), *TRAINED, "--adapter", "lora", run_dir=folder)
+    assert done.status == 0, done.output
+    with serving(served_with(run, "vllm", model="base")) as url:
+        cause = command.compared(str(folder), {**ASKED, "url": url})["cause"]
+    assert cause["cause"] == comparison.WEIGHTS
+    assert "differing answers are those of the model before training" in cause["evidence"]
+
+
+def test_command_ends_with_a_status_and_refuses_the_incomparable(run, tmp_path, called):
     with serving(served_with(run, "vllm", ends=False)) as url:
         done = accel_sft("parity", str(run), "--url", url, "--examples", "3")
     assert done.status == 1, done.output
     assert "prompts  3 of 3 are those of training, token by token\n" in done.output
-    assert re.search(r"cause    stop token: . of 3 answers are the run's and go on behind '<\|im_end\|>'", done.output)
+    line = r"cause    stop token: example \d goes on behind '<\|im_end\|>', as the run's weights"
+    assert re.search(line, done.output)
     assert "differs  what is served is not what was trained\n" in done.output
-    assert f"RUN {tmp_path}: no run.json there" in accel_sft("parity", str(tmp_path), "--url", url).output
-    gone = accel_sft("parity", str(run), "--url", url, "--model", "tuned")
-    assert "cannot be reached" in gone.output
-    assert "answers" not in gone.output
-    other = accel_sft("parity", str(run), "--url", url, "--task", "chat")
-    assert f"--task chat: {run} was trained for math; name that" in other.output
     record = json.loads((run / "run.json").read_text())
     record["task_options"]["validation_file"] = "/etc/passwd"
-    (tmp_path / "final").mkdir()
-    (tmp_path / "run.json").write_text(json.dumps(record))
-    unasked = accel_sft("parity", str(tmp_path), "--url", url)
-    assert "its record names files, and those of a record are not read unasked; add --same-data\n" in unasked.output
-
-
-def test_cause_whose_model_is_gone_is_reported_untested(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    record = json.loads((run / "run.json").read_text())
-    record["config"]["model"] = str(tmp_path / "gone")
-    (tmp_path / "run/run.json").write_text(json.dumps(record))
-    with serving(served_with(run, "vllm", model="base")) as url:
-        result = command.compared(str(tmp_path / "run"), {**ASKED, "url": url, "examples": 2})
-    assert [cause["cause"] for cause in result["causes"]] == [causes.OTHER]
-    (untested,) = result["untested"]
-    assert untested.startswith("adapter not applied: ")
-    assert "no such folder" in untested
+    (tmp_path / "named" / "final").mkdir(parents=True)
+    (tmp_path / "named" / "run.json").write_text(json.dumps(record))
+    for folder, options, line in (
+        (tmp_path, (), f"RUN {tmp_path}: no run.json there"),
+        (run, ("--model", "tuned"), "cannot be reached"),
+        (run, ("--task", "chat"), f"--task chat: {run} was trained for math; name that"),
+        (tmp_path / "named", (), "its record names files, and those of a record are not read unasked; add --same-data"),
+    ):
+        refused = called("parity", str(folder), "--url", url, *options)
+        assert refused.status == 1
+        assert line in " ".join(refused.output.split())
 
 
 def test_refusal_counts_as_context_unless_longer_prompts_were_answered():
     def cause(*refused):
         pairs = [Pair(None, Encoded(0, [1] * n, n), [2], refusal="no system turn") for n in refused]
         answered = Pair(None, Encoded(0, [1] * 5, 5), [2], Reply("a", "stop"))
-        return causes.Causes(None, None, [*pairs, answered]).context()
+        return comparison.cause_of(None, None, [*pairs, answered])
 
-    assert cause(9)[:2] == (causes.CONTEXT, "1 example refused: no system turn")
-    assert cause(4, 9)[:2] == (causes.OTHER, "2 examples refused: no system turn")
+    assert cause(9)[:2] == (comparison.CONTEXT, "1 example refused: no system turn")
+    assert cause(4, 9)[:2] == (comparison.OTHER, "2 examples refused: no system turn")
 
 
 def test_left_out_thinking_and_split_characters_are_no_differences():
@@ -248,7 +229,7 @@ def test_left_out_thinking_and_split_characters_are_no_differences():
 def test_the_same_answers_with_another_metric_do_not_hold():
     def lead(at, served):
         pair = Pair(None, Encoded(0, [1], 1), [2], Reply("assistant\nyes", "stop"), at=at)
-        return causes.Causes(None, None, [pair]).lead("exact_match", 1.0, served)
+        return comparison.lead([pair], "exact_match", 1.0, served)
 
     assert lead(None, 0.0).evidence.startswith(
         "the same answers have exact_match 1 here and 0 as the server gives them"

@@ -6,9 +6,6 @@ import fcntl
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +13,7 @@ import forked
 import pytest
 from click.testing import CliRunner
 from conftest import accel_sft, stopped
-from limits import wait_for
 from reference_job import JOB, LAYOUTS
-from stopping import JOB as STOPPED
-from stopping import steps_done
 from tampering import (
     drop_checkpoint,
     edit_checkpoint,
@@ -160,10 +154,6 @@ def both(run, name, value):
     edit_yaml(run, name, value)
 
 
-def swap(lines):
-    lines[2], lines[3] = lines[3], lines[2]
-
-
 def slower(lines):
     lines[2] = lines[2].replace('"seconds": ', '"seconds": 1')
 
@@ -182,38 +172,28 @@ def agreeing(change):
 
 
 row = on(edit_text, "../rows.jsonl", '"a": 3,', '"a": 4,')
-without_step_3 = on(edit_lines, lambda lines: lines.pop(3))
 LINES = "metrics.jsonl: lines"
 TAMPERINGS = [
     (row, "rows.jsonl: its content is another"),
     (on(edit_text, "../sums.py", "{example[0]}+", "{example[1]}+"), "sums.py is not what the run was made with"),
     (on(edit_record, config__learning_rate=0.5), "run.yaml: learning_rate is"),
     (on(edit_record, config__learning_rate=None), "run.json: its records cannot be understood (AssertionError"),
-    (on(edit_yaml, "learning_rate", 0.5), "run.yaml: learning_rate is 0.5"),
-    (on(both, "learning_rate", 0.5), "step 1 was made at the rate"),
     (agreeing(on(both, "learning_rate", 0.5)), "step 1 was made at the rate"),
     (on(both, "seed", 6), "step-000002 to step-000006: written with other settings than run.json"),
     (on(edit_record, data_sha256="0" * 64), "written with other data than"),
     (on(edit_record, launch__versions__torch="2.12.0"), "run.json: has"),
     (on(edit_lines, slower), f"{LINES} up to step 2 are not those"),
     (on(edit_lines, lambda lines: lines.insert(-1, lines[-2])), f"{LINES} after step 4 and up to step 6 are not"),
-    (without_step_3, "where step 3 is expected"),
-    (agreeing(without_step_3), "where step 3 is expected, the line of step 4 stands"),
-    (on(edit_lines, swap), f"{LINES} up to step"),
-    (on(edit_lines, lambda lines: lines.__delitem__(slice(-2, None))), "metrics.jsonl: has"),
+    (agreeing(on(edit_lines, lambda lines: lines.pop(3))), "where step 3 is expected, the line of step 4 stands"),
     (lambda run: flip_bit(next(run.checkpoint(4).glob("*.safetensors"))), "rank-0000-000.safetensors has other bytes"),
     (on(edit_checkpoint, 4, "weights"), "step-000004: it is another than was there when step-000006 was written"),
-    (on(edit_checkpoint, 2, "exp_avg:"), "step-000002: it is another"),
     (on(edit_checkpoint, 6, "weights"), "checkpoints/step-000006/manifest.json: has"),
     (on(drop_checkpoint, 2), "step-000002: is missing; it was kept when step 6"),
     (rename_checkpoint, "step-000004: it was written as that of step 2"),
     (on(edit_weights, "final/adapter_model"), "final/adapter_model.safetensors: has"),
     (lambda run: (run.final / "config.json").write_text("{}"), "final/config.json: was added"),
-    (lambda run: shutil.copytree(run.base, run.best / "base"), "best/base/model.safetensors: was added"),
     (lambda run: run.most_tokens.write_text("{}"), "most-tokens.json: was added"),
-    (on(edit_weights, "best/adapter_model"), "best/adapter_model.safetensors: has"),
     (on(edit_weights, "base/model"), "base/model.safetensors: has other bytes"),
-    (lambda run: edit_json(run.result, after__accuracy=1.0), "result.json: has"),
     (on(edit_text, "samples/step-000006.jsonl", '"generated"', '"Generated"'), "step-000006.jsonl: has other bytes"),
     (lambda run: (run.path / manifest.MANIFEST).unlink(), "manifest.json: is missing"),
 ]
@@ -287,7 +267,7 @@ AGREEING = {
     "a moment": (
         agreeing(on(edit_checkpoint, 4, "exp_avg:")),
         [2, 4],
-        "steps 3 to 4: tensors differ (1 of exp_avg; by up to 1.0e-03)",
+        "steps 3 to 4: the checkpoint of step 4 has other weights or optimizer states (rank-0000-000.safetensors)",
     ),
     "a row": (
         agreeing(row_and_digest),
@@ -315,8 +295,7 @@ def test_rerun_segment_finds_what_agreeing_records_hide(honest, what, forks):
     status, report = verified(honest, "--segments", "1", "--seed", seed_that_draws(honest, segment))
     assert status == 1
     assert report["segments"] == [segment]
-    assert report["chance"] == pytest.approx(1 / 3)
-    assert "a changed segment would have been found with a probability of 33%" in report["notes"][0]
+    assert report["notes"][0] == "1 of 3 segments were run again (2 of 6 steps)"
     lines = [
         f"{finding['subject']}: {finding['what']}" for finding in report["findings"] if finding["level"] == "differs"
     ]
@@ -345,21 +324,18 @@ def test_segment_that_cannot_rerun_is_neither_difference_nor_success(honest, for
     (honest.path.parent / "rows.jsonl").unlink()
     done = CliRunner().invoke(verify, [str(honest.path), "--segments", "1"])
     assert done.exit_code == 1, done.output
-    assert f"{honest.path}: nothing differs from what it records; 2 of 2 segments could not be run again" in done.output
+    assert f"{honest.path}: nothing differs from what it records; 1 of 1 segments could not be run again" in done.output
     assert "rows.jsonl" in done.output
-    assert "with a probability of" not in done.output
+    assert "0 of 3 segments were run again" in done.output
 
 
 HONEST = {
     "resumed": (*JOB, *KEPT),
-    "killed and resumed": (*STOPPED, "--keep-checkpoints", "every:10", "--save-every", "10", "--tracker", "none"),
     "ddp": (*JOB, *KEPT),
-    "ddp on three ranks": (*JOB, *KEPT),
     "z2": (*JOB, *KEPT),
     "z3": (*JOB, *KEPT),
     "torchrun": (*JOB, *KEPT),
-    "lora": (*JOB, *KEPT, "--adapter", "lora", "--lora-dropout", "0.1"),
-    "averages": (*JOB, *KEPT, "--ema-decay", "0.9"),
+    "averages": (*JOB, *KEPT, "--adapter", "lora", "--lora-dropout", "0.1", "--ema-decay", "0.9"),
     "mix": (),
 }
 
@@ -367,15 +343,7 @@ HONEST = {
 @pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.long) for how in HONEST])
 def test_nothing_is_found_in_honest_runs(how, tmp_path):
     run_dir, options = tmp_path / "run", LAYOUTS.get(how, {})
-    job = HONEST[how]
-    if how == "mix":
-        job = mixed_job(tmp_path)
-    if how == "killed and resumed":
-        process = subprocess.Popen([sys.executable, "-m", "accel_sft", *job, "--output-dir", str(run_dir)])
-        wait_for(lambda: steps_done(run_dir) >= 15)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        job = (*job, "--resume", "auto")
+    job = HONEST[how] or mixed_job(tmp_path)
     trained = accel_sft(*job, run_dir=run_dir, **options)
     assert trained.status == 0, trained.output
     if how == "resumed":
@@ -383,16 +351,12 @@ def test_nothing_is_found_in_honest_runs(how, tmp_path):
         (run_dir / manifest.MANIFEST).unlink()
         resumed = accel_sft(*job, "--resume", "auto", run_dir=run_dir)
         assert "at step 4 of 6" in resumed.output
-    command = [sys.executable, "-m", "accel_sft", "verify", str(run_dir), "--segments", "9", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
+    status, report = verified(RunDir(run_dir), "--segments", "9")
+    assert status == 0, report
     assert {finding["level"] for finding in report["findings"]} == {"holds"}, report
     again = [finding["what"] for finding in report["findings"] if finding["subject"].startswith("steps")]
     assert len(again) == len(report["segments"]) >= 3
-    assert report["findings"][-1]["what"] == "exported weights are the same to the bit"
     assert all("are the same to the bit" in what for what in again)
-    assert report["chance"] == 1.0
 
 
 def mixed_job(folder):
@@ -411,11 +375,9 @@ def test_another_machines_run_is_held_to_its_curve(honest, forks, tolerance):
     changed_loss(honest)
     if tolerance:
         flags = ("--segments", "1", "--seed", seed_that_draws(honest, [4, 6]), "--tolerance", str(tolerance))
-        report = verified(honest, *flags)[1]
-        finding = next(row for row in report["findings"] if row["subject"] == "steps 5 to 6")
-        assert finding["level"] == "holds"
+        finding = verified(honest, *flags)[1]["findings"][-1]
+        assert (finding["subject"], finding["level"]) == ("steps 5 to 6", "holds")
         assert "bits may differ: processor then: another, here: " in finding["what"]
-        assert report["notes"][1].startswith("where bits may differ, that is a change by which a loss differs by more")
     else:
         finding = segments.run_again(Recorded.read(honest), segments.Segment(4, 6), tolerance)
         assert finding.level == "differs"

@@ -7,9 +7,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
@@ -28,12 +26,12 @@ from accel_sft.models.pretrained import text_settings, vocabulary_problem, would
 from accel_sft.models.source import Source, find_source, resolved
 from accel_sft.models.tiny import build_tiny
 from accel_sft.rows.rows import Rows
-from accel_sft.tools.check import show, splits, tokens
+from accel_sft.tools.check import tokens
 from accel_sft.tools.check.findings import Findings
-from accel_sft.tools.check.report import Report, Shown, StepFigures, pieces_of, split_figures, step_figures
+from accel_sft.tools.check.report import Report, page_of, print_report, shown_rows, split_figures, step_figures
 from accel_sft.tools.check.scores import OwnScores
-from accel_sft.tools.check.splits import bad_rows_of, encode_split, read_splits, unreadable
-from accel_sft.tools.check.texts import Labels, SpecialTokens, Texts, beginning_of, read_texts
+from accel_sft.tools.check.splits import bad_rows_of, encode_split, read_splits
+from accel_sft.tools.check.texts import Labels, read_texts
 from accel_sft.training.prepare import Assembly, plan_steps, texts_of
 
 
@@ -51,10 +49,10 @@ def run(task_name: str, task: Task, config: CheckConfig) -> None:
         with tempfile.TemporaryDirectory(prefix="accel_sft-") as folder, terminal.waiting(f"check {task_name}"):
             report = Audit(task_name, task, config, Path(folder)).report()
         if not config.json:
-            show.print_report(report, show.console_of(shown))
+            print_report(report, shown)
     if target:
         try:
-            write_atomically(target, show.page_of(report))
+            write_atomically(target, page_of(report))
         except OSError as error:
             raise UserError(f"--html {config.html}: cannot be written ({error.strerror}); name another file") from None
     if config.json:
@@ -72,66 +70,59 @@ class Audit:
         self.findings = Findings()
         self.notes: list[str] = []
         self.splits = read_splits(task, self.findings, config.train_limit)
-        self.folder, self.source = folder, self._source(folder)
+        self.folder = folder
+        self.source: Source | None = None
         self.encodings: dict[str, StoredEncoding | None] = {}
+        self.facts: dict[str, tokens.TokenFacts] = {}
 
     def report(self) -> Report:
         """Run the steps of the audit, each after those whose results it needs."""
-        counts: dict[str, dict[str, int]] = {}
-        steps, shown = None, []
+        repeats: dict[str, dict[str, int]] = {}
+        steps, shown, labels = None, [], Labels()
+        readable = {
+            split: read_texts(self.task, examples, split, labels, self.findings)
+            for split, examples in self.splits.items()
+        }
+        self.notes += labels.report(self.findings)
+        self.source = self._source(readable)
         if self.source:
             # --truncation error would raise at rows that are too long; here they are dropped and reported as findings
             lenient = dataclasses.replace(self.config, truncation=self.config.truncation.replace("error", "drop"))
             assembly = Assembly(Accelerator(cpu=True), self.task, lenient, self.source)
-            eos_ids = assembly.encode.rules.eos_ids
-            special = SpecialTokens(assembly.tokenizer, eos_ids, self.config.control_tokens == "text")
-            labels = Labels()
-            keeps = self.config.thinking == "keep"
-            texts = {
-                split: read_texts(self.task, examples, split, special, labels, self.findings, keeps_thinking=keeps)
-                for split, examples in self.splits.items()
-            }
-            self.notes += labels.report(self.findings)
             for split in self.splits:
-                self._encode(assembly, split, texts[split])
-            counts = self._repeats(texts)
+                self._encode(assembly, split, readable[split])
+            repeats = self._repeats()
             self._model(assembly)
-            steps = self._steps()
-            shown = self._shown(assembly.tokenizer)
-        else:
-            for split, examples in self.splits.items():
-                for index, why in unreadable(self.task, examples, split):
-                    self.findings.add("D201", split, index, why)
-        figures = []
+            if train := self.encodings.get("train"):
+                steps = self._steps(train)
+                shown = shown_rows(train, assembly.tokenizer, self.config.show)
+        figures = {}
         for split, examples in self.splits.items():
             rows = len(examples) + bad_rows_of(split, self.findings)
-            figures.append(split_figures(self.encodings.get(split), split, rows, counts.get(split, {})))
-        self.findings.describe(lambda split, index: beginning_of(self.task, self.splits[split], split, index))
+            figures[split] = split_figures(self.encodings.get(split), rows, repeats.get(split, {}))
         placed = self.findings.placed(self.splits)
         return Report(
             self.task_name, self.config.init_from or self.config.model, placed, figures, steps, self.notes, shown
         )
 
-    def _source(self, folder: Path) -> Source | None:
-        """Find the model's files. `--model tiny` is built in `folder` from the training rows that can be read; None if
-        no row can be read."""
+    def _source(self, readable: dict[str, np.ndarray]) -> Source | None:
+        """Find the model's files. `--model tiny` is built from the training rows that can be read; None if none can."""
         config, base = self.config, None
         if config.model == "tiny" and not config.init_from:
-            train = self.splits.get("train", ())
-            bad = {index for index, _ in unreadable(self.task, train, "train")}
-            if len(bad) == len(train):
+            rows, train = np.flatnonzero(readable.get("train", ())), self.splits.get("train", ())
+            if not len(rows):
                 return None
-            base = str(folder / "base")
-            readable = [train[index] for index in range(len(train)) if index not in bad] if bad else train
-            build_tiny(Path(base), texts_of(self.task, readable), config.seed)
+            base = str(self.folder / "base")
+            examples = train if len(rows) == len(train) else [train[row] for row in rows.tolist()]
+            build_tiny(Path(base), texts_of(self.task, examples), config.seed)
         return find_source(base or config.model, init_from=config.init_from, revision=config.revision)
 
-    def _encode(self, assembly: Assembly, split: str, texts: Texts) -> None:
-        """Tokenize a split, and check its tokens and labels."""
+    def _encode(self, assembly: Assembly, split: str, readable: np.ndarray) -> None:
+        """Tokenize a split, and check its tokens."""
         examples, tokenizer, folder = self.splits[split], assembly.tokenizer, self.folder / f"tokens-{split}"
         folder.mkdir()
         encoding = encode_split(
-            assembly.encode, examples, texts.readable, split, self.findings, self.config.truncation, folder
+            assembly.encode, examples, readable, split, self.findings, self.config.truncation, folder
         )
         self.encodings[split] = encoding
         if encoding is None:
@@ -144,30 +135,38 @@ class Audit:
                 self.findings.add("D219", split, detail=note.removeprefix("warning: "))
             elif note not in self.notes:
                 self.notes.append(note)
-        facts = tokens.token_facts(encoding.kept, tokenizer, assembly.encode.rules.eos_ids)
-        tokens.report_tokens(facts, split, [*encoding.cut, *encoding.windowed], tokenizer, self.findings)
-        collated = tokens.report_labels(encoding.kept, split, tokenizer.pad_token_id, self.findings)
-        rows = f"{collated:,} of {len(encoding.kept):,} rows"
-        self.notes.append(f"{split}: the collator's labels were compared with the answers in {rows}")
+        self.facts[split] = tokens.audit_tokens(encoding, tokenizer, assembly.encode.rules.eos_ids, self.findings)
 
-    def _repeats(self, texts: dict[str, Texts]) -> dict[str, dict[str, int]]:
-        """Score the expected answers, unless `--no-score` is given, and find repeated rows.
+    def _repeats(self) -> dict[str, dict[str, int]]:
+        """Score the expected answers, unless `--no-score` is given, and find repeated rows; return their counts.
 
         Rows with the same prompt and different answers are reported as a contradiction, unless the task's score accepts
         the later row's answer for the first row.
         """
         scores = OwnScores(self.task, self.splits, self.config.thinking)
         counts = {}
-        for split, of_split in texts.items():
+        for split, facts in self.facts.items():
             if self.config.score:
-                scores.audit(split, of_split.usable, self.findings)
-            in_file = isinstance(self.splits[split], Rows)
-            counts[split] = splits.within(of_split, split, self.findings, scores.accepts, in_file)
+                scores.audit(split, facts.indices.tolist(), self.findings)
+            # a program that makes rows may repeat them on purpose
+            grade = "warning" if isinstance(self.splits[split], Rows) or split == "validation" else "note"
+            copies = tokens.report_copies(facts, split, self.findings, grade)
+            first, accepted = tokens.first_with_same(facts.prompts), 0
+            for row in np.flatnonzero(~copies & (first < np.arange(len(first)))):
+                index, other = int(facts.indices[first[row]]), int(facts.indices[row])
+                if scores.accepts(split, index, other):
+                    accepted += 1
+                else:
+                    self.findings.add("D403", split, other, like=(split, index))
+            counts[split] = {
+                "distinct_prompts": len(np.unique(first)),
+                "distinct_rows": int((~copies).sum()),
+                "other_right_answers": accepted,
+            }
         if scores.unjudged:
             self.notes.append(f"the expected answers were not scored one by one: {scores.unjudged}")
-        train, validation = self.splits.get("train"), self.splits.get("validation")
-        if len(texts) == 2 and not (isinstance(validation, Rows) and validation.shares_rows(train)):
-            splits.between(texts["train"], texts["validation"], self.findings)
+        if len(self.facts) == 2 and not tokens.shares_rows(self.splits["validation"], self.splits["train"]):
+            tokens.report_leaks(self.facts["validation"], self.facts["train"], self.findings)
         return counts
 
     def _model(self, assembly: Assembly) -> None:
@@ -192,27 +191,9 @@ class Audit:
                 detail = f"{store.lengths[row]:,} tokens, but the model has {positions:,} positions"
                 self.findings.add("D602", split, store[row].index, detail)
 
-    def _steps(self) -> StepFigures | None:
-        train = self.encodings.get("train")
-        if train is None:
-            return None
+    def _steps(self, train: StoredEncoding) -> dict[str, float] | None:
         try:
             return step_figures(plan_steps(train, self.config))
         except UserError as error:
             self.findings.add("D205", "train", detail=str(error))
             return None
-
-    def _shown(self, tokenizer: Any) -> list[Shown]:
-        """The first `--show` training rows, token by token."""
-        if (train := self.encodings.get("train")) is None:
-            return []
-        examples, pad = self.splits["train"], tokenizer.pad_token_id
-        rows = train.kept[: self.config.show]
-        indices = [row.index for row in rows]
-        places: Sequence[Any] = [f"train example {index}" for index in indices]
-        if isinstance(examples, Rows):
-            places = examples.places(indices)
-        return [
-            Shown("train", index, str(place), len(row.input_ids), row.supervised_tokens, pieces_of(tokenizer, row, pad))
-            for row, index, place in zip(rows, indices, places, strict=True)
-        ]

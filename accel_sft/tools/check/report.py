@@ -1,26 +1,59 @@
-"""What an audit reports: its findings, the figures of splits and steps, and examples as the model reads them."""
+"""The report of an audit: findings, figures of splits and steps, and rows as the model reads them; on the terminal, as
+JSON or as a page."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import io
+import itertools
+from collections.abc import Sequence
+from typing import Any, TextIO
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from accel_sft.chat.encoded import Encoded
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.token_store import StoredEncoding
-from accel_sft.io.text import printable
-from accel_sft.tools.check.findings import GRADES, DataFinding
-from accel_sft.tools.check.tokens import supervised_positions
+from accel_sft.io import terminal
+from accel_sft.io.files import PAGE_MARK
+from accel_sft.io.findings import counted
+from accel_sft.io.text import one_line, printable
+from accel_sft.rows.rows import example_name
+from accel_sft.tools.check.findings import GRADES, DataFinding, FoundRow
 
-_BINS = 10
-"""Maximum number of bars in a histogram of lengths."""
-_BEGINNING, _BEFORE_ANSWER, _OF_ANSWER = 60, 120, 400
-"""Tokens shown of a long example: at its beginning, before each answer, and from the start of each answer."""
-_CONTEXT = 4
-"""Number of preceding tokens that a token is decoded with: some tokenizers drop the space before the first word."""
+ROWS, _PAGE_ROWS = 5, 200
+"""Maximum number of a finding's rows that are printed, and that a page lists."""
+_OPENED, _CLOSED = "⟦", "⟧"
+"""Marks around the tokens that carry loss."""
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+_END = 400
+"""Characters that are shown of each end of a prompt or an answer."""
+_UNWRAPPED, _PAGE_COLUMNS = 10_000, 120
+"""Width in terminal cells of output that is not a terminal, larger than any line's, and of a page."""
+_PAGE = f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+{PAGE_MARK}check">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>accel-sft check</title>
+<body style="color:{{foreground}};background:{{background}}">
+<pre style="font-family:ui-monospace,monospace;white-space:pre-wrap">{{code}}</pre>
+</body>
+</html>
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """A row to be printed; its text has marks around the tokens that carry loss."""
+
+    where: str
+    tokens: int
+    supervised_tokens: int
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +62,16 @@ class Report:
 
     Attributes:
         findings: the gravest first.
-        steps: the figures of the training steps; None if the training split cannot be used.
+        splits: `split_figures` by split.
+        steps: `step_figures`; None if the training split cannot be used.
         notes: lines on how the data was read, such as what the chat template did.
     """
 
     task: str
     model: str
     findings: list[DataFinding]
-    splits: list[SplitFigures]
-    steps: StepFigures | None
+    splits: dict[str, dict[str, int]]
+    steps: dict[str, float] | None
     notes: list[str]
     examples: list[Shown]
 
@@ -51,200 +85,177 @@ class Report:
     @property
     def verdict(self) -> str:
         """How many errors, warnings and notes there are, in words."""
-        if not self.findings:
-            return "nothing was found that needs fixing"
-        counts = [(grade, self.count(grade)) for grade in GRADES]
-        return ", ".join(f"{count} {grade}{'s' * (count != 1)}" for grade, count in counts if count)
+        counts = [counted(self.count(grade), grade) for grade in GRADES if self.count(grade)]
+        return ", ".join(counts) or "nothing was found that needs fixing"
 
     def as_dict(self) -> dict[str, Any]:
         """The object that `--json` prints."""
         return {
-            "task": self.task,
-            "model": self.model,
-            **{f"{grade}s": self.count(grade) for grade in GRADES},
+            **{f"{grade}s": self.count(grade) for grade in ("error", "warning")},
+            **dataclasses.asdict(self),
             "findings": [finding.as_dict() for finding in self.findings],
-            "splits": [dataclasses.asdict(split) for split in self.splits],
-            "steps": self.steps and dataclasses.asdict(self.steps),
-            "notes": self.notes,
-            "examples": [
-                {**dataclasses.asdict(shown), "pieces": [piece._asdict() for piece in shown.pieces]}
-                for shown in self.examples
-            ],
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class Bin:
-    """A bar of the histogram: how many rows have `least` to `most` tokens."""
-
-    least: int
-    most: int
-    rows: int
-
-
-@dataclasses.dataclass(frozen=True)
-class SplitFigures:
-    """The figures of one split. Lengths are in tokens and count only the examples that are used."""
-
-    split: str
-    rows: int
-    used: int
-    left_out: int
-    cut: int
-    distinct_prompts: int = 0
-    distinct_rows: int = 0
-    other_right_answers: int = 0
-    tokens: int = 0
-    supervised_tokens: int = 0
-    lengths: dict[str, int] = dataclasses.field(default_factory=dict)
-    longest_answer: int = 0
-    histogram: list[Bin] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(frozen=True)
-class StepFigures:
-    """How many steps and tokens training with these settings takes; `step_tokens` are those of an average step."""
-
-    steps: int
-    epochs: float
-    global_batch_size: int
-    tokens_per_epoch: int
-    supervised_tokens_per_epoch: int
-    step_tokens: float
-    step_supervised_tokens: float
-
-
-def split_figures(encoding: StoredEncoding | None, split: str, rows: int, repeats: dict[str, Any]) -> SplitFigures:
-    """The figures of a split.
+def split_figures(encoding: StoredEncoding | None, rows: int, repeats: dict[str, int]) -> dict[str, int]:
+    """Numbers of a split's rows and, of those that are used, of their tokens.
 
     Args:
         encoding: None if nothing could be tokenized.
         rows: number of rows in the split, the unreadable ones included.
-        repeats: the counts that `repeats.within` returns; {} if nothing could be read.
+        repeats: the counts of `Audit._repeats`; {} if nothing could be read.
     """
     if encoding is None:
-        return SplitFigures(split, rows, used=0, left_out=rows, cut=0, **repeats)
-    lengths, supervised = encoding.kept.lengths, encoding.kept.supervised
-    quantiles = {"shortest": 0, "median": 0.5, "95 %": 0.95, "99 %": 0.99, "longest": 1}
-    return SplitFigures(
-        split,
-        rows,
-        used=encoding.kept.examples,
-        left_out=rows - encoding.kept.examples,
-        cut=len(encoding.cut),
+        return {"rows": rows, "used": 0, "left_out": rows, **repeats}
+    kept = encoding.kept
+    return {
+        "rows": rows,
+        "used": kept.examples,
+        "left_out": rows - kept.examples,
+        "cut": len(encoding.cut),
         **repeats,
-        tokens=int(lengths.sum(dtype=np.int64)),
-        supervised_tokens=int(supervised.sum(dtype=np.int64)),
-        lengths={name: int(np.quantile(lengths, share, method="higher")) for name, share in quantiles.items()},
-        longest_answer=int(encoding.kept.answers.max()),
-        histogram=_histogram(lengths),
-    )
+        "tokens": int(kept.lengths.sum(dtype=np.int64)),
+        "tokens_with_loss": int(kept.supervised.sum(dtype=np.int64)),
+        "median_row_tokens": int(np.median(kept.lengths)),
+        "longest_row_tokens": int(kept.lengths.max()),
+        "longest_answer_tokens": int(kept.answers.max()),
+    }
 
 
-def _histogram(lengths: np.ndarray) -> list[Bin]:
-    """Return at most `_BINS` bars of equal width: a bar for each length if that is not too many."""
-    least, most = int(lengths.min()), int(lengths.max())
-    width = max(-(-(most - least + 1) // _BINS), 1)
-    counts = np.bincount((lengths - least) // width, minlength=1)
+def step_figures(plan: StepPlan) -> dict[str, float]:
+    """The size of the plan. Rows of a source count by its share."""
+    return {
+        "steps": plan.total_steps,
+        "global_batch_size": plan.global_batch_size,
+        "epochs": plan.epoch(plan.total_steps),
+        "tokens_per_epoch": round(plan.epoch_rows * plan.mean(plan.lengths)),
+        "supervised_tokens_per_epoch": round(plan.epoch_rows * plan.mean(plan.supervised)),
+    }
+
+
+def shown_rows(encoding: StoredEncoding, tokenizer: Any, count: int) -> list[Shown]:
+    """The first rows of a split, to be printed."""
     return [
-        Bin(least + number * width, min(least + (number + 1) * width - 1, most), int(count))
-        for number, count in enumerate(counts)
+        Shown(
+            example_name(encoding.examples, encoding.split, row.index),
+            len(row.input_ids),
+            row.supervised_tokens,
+            _marked(tokenizer, row),
+        )
+        for row in encoding.kept[:count]
     ]
 
 
-def step_figures(plan: StepPlan) -> StepFigures:
-    """The size of the plan's steps. Rows of a source count by its share."""
-    total = plan.total_steps
-    rows = total * plan.global_batch_size if plan.stream_length is None else plan.stream_length
-    tokens, supervised = plan.mean(plan.lengths), plan.mean(plan.supervised)  # of a row
-    return StepFigures(
-        total,
-        plan.epoch(total),
-        plan.global_batch_size,
-        round(plan.epoch_rows * tokens),
-        round(plan.epoch_rows * supervised),
-        rows / total * tokens,
-        rows / total * supervised,
-    )
-
-
-class Piece(NamedTuple):
-    """Tokens that together decode to whole characters; with `gap`, tokens that are not shown: `text` says how many."""
-
-    text: str
-    supervised: bool
-    special: bool = False
-    ids: tuple[int, ...] = ()
-    gap: bool = False
-
-    @property
-    def visible(self) -> str:
-        """The text, with line breaks and control characters made visible."""
-        return f" … {self.text} … " if self.gap else printable(self.text).replace("\n", "⏎\n")
-
-
-@dataclasses.dataclass(frozen=True)
-class Shown:
-    """An example to be printed: `where` it comes from, its pieces, and how many of its tokens are supervised."""
-
-    split: str
-    index: int
-    where: str
-    tokens: int
-    supervised: int
-    pieces: list[Piece]
-
-
-def pieces_of(tokenizer: Any, example: Encoded, pad_token_id: int) -> list[Piece]:
-    """Return the example's tokens as text. The collator decides which of them are supervised."""
-    (positions,) = supervised_positions([example], pad_token_id)
-    learnt, ids = set(positions), example.input_ids
-    special = set(tokenizer.all_special_ids)
-    special |= {at for at, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
-    pieces: list[Piece] = []
-    at = 0
-    for span in _spans(sorted(learnt), len(ids)):
-        if span.start > at:
-            pieces.append(Piece(f"{span.start - at:,} tokens", span.start - 1 in learnt, gap=True))
-        pieces += _decoded(tokenizer, ids, span, learnt, special)
-        at = span.stop
-    return pieces
-
-
-def _spans(learnt: Sequence[int], length: int) -> list[range]:
-    """Return the positions that are shown: the example's first tokens, and for each span of supervised tokens some
-    tokens before it, its first ones and its last two; without such a span, the example's last tokens."""
-    shown = np.zeros(length, dtype=bool)
-    shown[:_BEGINNING] = True
-    for answer in _runs(np.asarray(learnt, dtype=np.int64)):
-        shown[max(answer.start - _BEFORE_ANSWER, 0) : min(answer.start + _OF_ANSWER, answer.stop)] = True
-        shown[max(answer.stop - 2, 0) : answer.stop] = True
-    if not learnt:
-        shown[-_BEFORE_ANSWER:] = True
-    return _runs(np.flatnonzero(shown))
-
-
-def _runs(positions: np.ndarray) -> list[range]:
-    """Return sorted positions as ranges of those that follow each other."""
-    parts = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
-    return [range(int(part[0]), int(part[-1]) + 1) for part in parts if len(part)]
-
-
-def _decoded(tokenizer: Any, ids: Sequence[int], span: range, learnt: set[int], special: set[int]) -> Iterator[Piece]:
-    begin = span.start
-    for at in span:
-        alone = ids[at] in special
-        last = at + 1 == span.stop or (at + 1 in learnt) != (at in learnt) or ids[at + 1] in special
-        text = _text(tokenizer, ids, begin, at + 1)
-        if alone or last or not text.endswith("\ufffd"):  # U+FFFD is a part of a character, which the next continues
-            yield Piece(text, at in learnt, alone, tuple(ids[begin : at + 1]))
-            begin = at + 1
-
-
-def _text(tokenizer: Any, ids: Sequence[int], begin: int, end: int) -> str:
+def _marked(tokenizer: Any, row: Encoded) -> str:
+    """The row's text, special tokens included, with marks where loss begins and ends; long parts lack their middle."""
+    begins = {span.start for span in row.learnt}
+    bounds = sorted({0, len(row.input_ids), *begins, *(span.stop for span in row.learnt)})
+    # some tokenizers drop the space before a text's first word, so each part is decoded with all before it
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    context = list(ids[max(begin - _CONTEXT, 0) : begin])
-    before, text = (tokenizer.decode(part, **options) for part in (context, context + list(ids[begin:end])))
-    if not text.startswith(before):
-        return tokenizer.decode(list(ids[begin:end]), **options)
-    return text[len(before) :]
+    texts = [tokenizer.decode(row.input_ids[:bound], **options) for bound in bounds]
+    marked = ""
+    for begin, before, text in zip(bounds, texts, texts[1:], strict=False):
+        part = text[len(before) :]
+        if (left_out := len(part) - 2 * _END) > 0:
+            part = f"{part[:_END]} … {left_out:,} characters … {part[-_END:]}"
+        marked += f"{_OPENED}{part}{_CLOSED}" if begin in begins else part
+    return marked
+
+
+def page_of(report: Report) -> str:
+    """The report as one HTML page that needs no network; all text from the data is escaped."""
+    console = Console(
+        file=io.StringIO(),
+        record=True,
+        force_terminal=True,
+        color_system="truecolor",
+        no_color=False,
+        highlight=False,
+        width=_PAGE_COLUMNS,
+    )
+    _print(report, console, _PAGE_ROWS)
+    return console.export_html(code_format=_PAGE, inline_styles=True)
+
+
+def print_report(report: Report, stream: TextIO) -> None:
+    """Print the report, wrapped to the width of a terminal; elsewhere unwrapped and without colour."""
+    width = terminal.columns() if stream.isatty() else _UNWRAPPED
+    _print(report, Console(file=stream, highlight=False, width=width, soft_wrap=False), ROWS)
+
+
+def _print(report: Report, console: Console, most_rows: int) -> None:
+    rows = " and ".join(f"{figures['rows']:,} {split}" for split, figures in report.splits.items())
+    worst = next((finding.grade for finding in report.findings), "")
+    verdict = Text(report.verdict, _STYLES.get(worst, "bold green"))
+    _print_indented(console, Text(f"check {report.task} with {report.model}: {rows or 'no'} rows", "bold"), 0)
+    console.print(verdict)
+    for finding in report.findings:
+        console.print()
+        _print_finding(console, finding, most_rows)
+    if report.splits:
+        _heading(console, "Data")
+        _print_splits(console, report.splits)
+    if steps := report.steps:
+        _heading(console, "Training")
+        of_epoch = f"{steps['tokens_per_epoch']:,} tokens, {steps['supervised_tokens_per_epoch']:,} with loss"
+        size = f"{counted(int(steps['steps']), 'step')} of {steps['global_batch_size']:,} rows on any number of GPUs"
+        _print_indented(console, Text(f"{size}, {steps['epochs']:.3g} epochs of {of_epoch}"))
+    if report.notes:
+        _heading(console, "How it was read")
+        for note in report.notes:
+            _print_indented(console, Text(note))
+    if report.examples:
+        _print_examples(console, report.examples)
+    console.print()
+    console.print(Text(f"{report.task}: ") + verdict)
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print()
+    console.print(Text(text, "bold"))
+
+
+def _print_indented(console: Console, text: Text, indent: int = 2) -> None:
+    for line in text.wrap(console, console.width - indent):
+        line.rstrip()
+        console.print(Text(" " * indent) + line)
+
+
+def _print_finding(console: Console, finding: DataFinding, most_rows: int) -> None:
+    about = f"{finding.split}: " if finding.split else ""
+    about += f"{counted(finding.count, 'row')}: " if finding.rows and finding.rows[0].where else ""
+    also = f" ({finding.also})" if finding.also else ""
+    grade = f"{finding.grade} {finding.code}", _STYLES[finding.grade]
+    _print_indented(console, Text.assemble(grade, f"  {about}{finding.about.what}{also}"), 0)
+    for row in finding.rows[:most_rows]:
+        _print_indented(console, _row(row))
+    if finding.count > most_rows:
+        _print_indented(console, Text(f"and {finding.count - most_rows:,} more", "dim"))
+    _print_indented(console, Text(f"-> {finding.about.fix}"))
+
+
+def _row(row: FoundRow) -> Text:
+    words = (row.where, f"like {row.like_where}" if row.like else "", row.detail)
+    return Text("  ".join(one_line(word, 1000) for word in words if word))
+
+
+def _print_splits(console: Console, splits: dict[str, dict[str, int]]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("")
+    for split in splits:
+        table.add_column(split, justify="right")
+    for name in dict.fromkeys(itertools.chain(*splits.values())):
+        numbers = [figures.get(name, 0) for figures in splits.values()]
+        if any(numbers):
+            table.add_row(f"  {name.replace('_', ' ')}", *(f"{number:,}" for number in numbers))
+    console.print(table)
+
+
+def _print_examples(console: Console, examples: Sequence[Shown]) -> None:
+    _heading(console, f"Examples, as the model reads them; {_OPENED}the tokens that carry loss{_CLOSED}")
+    for shown in examples:
+        title = f"{shown.where}: {shown.tokens:,} tokens, {shown.supervised_tokens:,} with loss"
+        _print_indented(console, Text(title, "dim"))
+        text = Text(printable(shown.text).replace("\n", "⏎\n"))
+        text.highlight_regex(f"{_OPENED}[^{_CLOSED}]*{_CLOSED}", "black on green")
+        _print_indented(console, text, 4)

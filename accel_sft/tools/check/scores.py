@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
@@ -33,42 +32,40 @@ class OwnScores:
         self.task, self.splits, self._thinking = task, splits, thinking
         self.unjudged = ""
         self._perfect: dict[str, float] = {}
-        self._beside: dict[str, dict[str, Any]] = {}
+        self._beside: dict[str, list[dict[str, Any]]] = {}
 
-    def audit(self, split: str, usable: np.ndarray, findings: Findings) -> None:
-        """Score each usable example's expected answer, and report the answers that are not perfect."""
+    def audit(self, split: str, indices: Sequence[int], findings: Findings) -> None:
+        """Score these examples' expected answers, and report the answers that are not perfect."""
         if self.task.main_metric in UNANSWERED:
             self.unjudged = "the validation loss is the main metric"
             return
         grade = "error" if split == "validation" else "warning"  # training rows are not scored in training
-        values = np.full(len(usable), np.nan)
         scores: dict[int, dict[str, Any]] = {}
-        for index in np.flatnonzero(usable).tolist():
+        values: dict[int, float] = {}
+        for index in indices:
             answer = self._answer(split, index)
             if answer is None:
                 continue
             try:
-                scores[index] = self._score(split, index, answer)
+                scores[index] = scored(self.task, self.splits[split], index, answer, split)
             except UserError as error:
                 findings.add("D502", split, index, without_index(str(error), split, index), grade=grade)
                 continue
             value = self._metric([scores[index]])
             if value is None:
                 return
-            values[index] = value
-        scored_values = values[~np.isnan(values)]
-        if not len(scored_values):
+            if not math.isnan(value):
+                values[index] = value
+        if not values:
             return
-        higher = self.task.higher_is_better
-        best = float(scored_values.max() if higher else scored_values.min())
-        self._perfect[split] = 1.0 if higher and best <= 1 and scored_values.min() >= 0 else best
-        if len(perfect := np.flatnonzero(values == self._perfect[split])):
-            self._beside[split] = scores[int(perfect[0])]
-        for index in np.flatnonzero(~np.isnan(values) & (values != self._perfect[split])).tolist():
-            if not self._is_perfect(split, scores[index]):
-                answer = self._answer(split, index) or ""
-                score = f"{self.task.main_metric} {values[index]:.4g}, not {self._perfect[split]:.4g}"
-                findings.add("D501", split, index, f"{score}: {shortened(answer)}", grade=grade)
+        least, most, higher = min(values.values()), max(values.values()), self.task.higher_is_better
+        perfect = 1.0 if higher and least >= 0 and most <= 1 else most if higher else least
+        self._perfect[split] = perfect
+        self._beside[split] = next(([scores[index]] for index, value in values.items() if value == perfect), [])
+        for index, value in values.items():
+            if value != perfect and not self._is_perfect(split, scores[index]):
+                detail = f"{self.task.main_metric} {value:.4g}, not {perfect:.4g}: "
+                findings.add("D501", split, index, detail + shortened(self._answer(split, index) or ""), grade=grade)
 
     def accepts(self, split: str, index: int, other: int) -> bool:
         """Whether the answer of `other` is perfect for the example `index` too."""
@@ -76,7 +73,7 @@ class OwnScores:
         if split not in self._perfect or answer is None:
             return False
         try:
-            return self._is_perfect(split, self._score(split, index, answer))
+            return self._is_perfect(split, scored(self.task, self.splits[split], index, answer, split))
         except UserError:
             return False
 
@@ -84,10 +81,6 @@ class OwnScores:
         """The text of an example's answer; None if the answer calls tools: only the chat template writes calls."""
         chat = conversation(self.task, self.splits[split], split, index)
         return None if chat.calls else wanted(chat, self._thinking)
-
-    def _score(self, split: str, index: int, text: str) -> dict[str, Any]:
-        """The task's score of `text` as the answer; raises UserError if score() fails."""
-        return scored(self.task, self.splits[split], index, text, split)
 
     def _metric(self, scores: list[dict[str, Any]]) -> float | None:
         """The main metric of answers with these scores; None if aggregate() fails, as it may on so few answers."""
@@ -101,6 +94,5 @@ class OwnScores:
             return None
 
     def _is_perfect(self, split: str, scores: dict[str, Any]) -> bool:
-        alone, best = self._metric([scores]), self._perfect[split]
-        beside = self._beside.get(split)
-        return alone == best or (beside is not None and self._metric([beside, scores]) == best)
+        perfect = self._perfect[split]
+        return self._metric([scores]) == perfect or self._metric([*self._beside[split], scores]) == perfect

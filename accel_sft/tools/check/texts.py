@@ -1,10 +1,7 @@
-"""Reads every prompt and answer once: reports faults of the text and misspelt labels, and hashes it to find repeats."""
+"""Reads every prompt and answer once, and reports faults of the text and misspelt labels."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import re
 import unicodedata
 from collections import Counter, defaultdict
@@ -16,8 +13,7 @@ import numpy as np
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.chat.control_tokens import ControlTokens
-from accel_sft.chat.conversation import Conversation, Turn, conversation, divided
+from accel_sft.chat.conversation import Conversation, conversation
 from accel_sft.chat.pictures import shown
 from accel_sft.io.text import MISSING_VALUES
 from accel_sft.results.labels import LONGEST_LABEL, are_labels
@@ -34,44 +30,6 @@ _NAMED, _COUNTED = 200, 12
 _SENTENCE = ".,;:!?…。，！？、；：·()[]{}（）【】《》—–"
 _QUOTES = dict.fromkeys(map(ord, "'\"`‘’“”«»「」『』"))
 _MARKS = re.compile(rf"(?!!=|(?<!\w)\.\d)(?:(?<!\d)[{re.escape(_SENTENCE)}]|[{re.escape(_SENTENCE)}](?!\d))")
-
-
-@dataclasses.dataclass(frozen=True)
-class Texts:
-    """Facts about the texts of a split's examples: each array has one entry for each example.
-
-    Attributes:
-        prompts, pairs: hashes of the prompt, and of prompt and answer.
-        loose_prompts, loose_pairs: hashes of the same texts, normalised.
-        readable: False if the task fails on the example; then its hashes mean nothing.
-        answered: False if the answer is empty.
-    """
-
-    prompts: np.ndarray
-    pairs: np.ndarray
-    loose_prompts: np.ndarray
-    loose_pairs: np.ndarray
-    readable: np.ndarray
-    answered: np.ndarray
-
-    @property
-    def usable(self) -> np.ndarray:
-        return self.readable & self.answered
-
-
-class SpecialTokens:
-    """Finds the tokenizer's special tokens in texts: only the chat template, or raw text for which they are tokens,
-    should have them."""
-
-    def __init__(self, tokenizer: Any, eos_ids: frozenset[int], as_text: bool = True) -> None:
-        self._control = ControlTokens(tokenizer, as_text)
-        self._ends = self._control.spelled(eos_ids)
-
-    def faults(self, chat: Conversation) -> list[tuple[str, str]]:
-        """Return code and surrounding text of one special token in the texts: the first that ends an answer (D209), or
-        else the first of any kind (D208). The list is empty if the texts have no special token."""
-        written = self._control.written(chat, self._ends) if chat.turns or self._control.as_text else None
-        return [("D209" if written.ends_answer else "D208", around(written.text, written.match))] if written else []
 
 
 class Labels:
@@ -133,53 +91,24 @@ def normalised(text: str) -> str:
     return " ".join(_MARKS.sub(" ", text).split())
 
 
-def read_texts(
-    task: Task,
-    examples: Sequence[Any],
-    split: str,
-    special: SpecialTokens,
-    labels: Labels,
-    findings: Findings,
-    *,
-    keeps_thinking: bool = False,
-) -> Texts:
-    """Read every example's conversation, and report the faults of its texts.
-
-    Args:
-        labels: counts the answers.
-        keeps_thinking: whether `--thinking keep` is given, so that each answer should have thinking.
-    """
-    count = len(examples)
-    hashes = np.zeros((4, count), dtype=np.uint64)
-    readable, answered = np.ones(count, dtype=bool), np.ones(count, dtype=bool)
-    for index in range(count):
+def read_texts(task: Task, examples: Sequence[Any], split: str, labels: Labels, findings: Findings) -> np.ndarray:
+    """Read every example's conversation, report the faults of its texts, and add the answers to `labels`. Return which
+    examples can be read."""
+    readable = np.ones(len(examples), dtype=bool)
+    for index in range(len(examples)):
         try:
             chat = conversation(task, examples, split, index)
-            seen = "".join(f"\x1e{picture.digest}" for picture in chat.images)
         except UserError as error:
             findings.add("D201", split, index, without_index(str(error), split, index))
             readable[index] = False
             continue
-        faults = _faults(chat, keeps_thinking)
-        answered[index] = "D206" not in faults
-        for code, detail in (*faults.items(), *special.faults(chat)):
+        for code, detail in _faults(chat).items():
             findings.add(code, split, index, detail)
-        prompt = "\x1e".join(f"{turn['role']}\x1f{turn['content']}{_calls(turn)}" for turn in chat.turns) + seen
-        prompt = prompt or chat.target  # raw texts never contradict each other
         labels.add(split, index, chat.target)
-        target = chat.target + _calls(chat.answer)
-        loose = normalised(prompt)
-        texts = prompt, f"{prompt}\x1d{target}", loose, f"{loose}\x1d{normalised(target)}"
-        hashes[:, index] = [hash64(text.encode()) for text in texts]
-    prompts, pairs, loose_prompts, loose_pairs = hashes
-    return Texts(prompts, pairs, loose_prompts, loose_pairs, readable, answered)
+    return readable
 
 
-def _calls(turn: Turn) -> str:
-    return json.dumps(turn["tool_calls"], sort_keys=True) if turn.get("tool_calls") else ""
-
-
-def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
+def _faults(chat: Conversation) -> dict[str, str]:
     """Return the faults of an example's texts by code, each with a detail about its first occurrence."""
     faults: dict[str, str] = {}
     for one in chat.by_answer():
@@ -190,8 +119,6 @@ def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
             continue
         elif target != target.strip():
             faults.setdefault("D211", repr(shortened(target)))
-        if keeps_thinking and target.strip() and divided(one)[0] is None:
-            faults.setdefault("D212", f"answer: {shortened(target)}")
         if not any(turn["content"].strip() for turn in one.turns if turn["role"] != "system"):
             faults.setdefault("D207", f"answer: {shortened(target)}")
     for turn in (*chat.turns, chat.answer):
@@ -205,23 +132,9 @@ def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
     return faults
 
 
-def hash64(content: Any) -> int:
-    """64 bits of BLAKE2 of bytes: among a billion different texts, the chance that any two collide is one in forty."""
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-
 def shortened(text: str, length: int = 48) -> str:
     """The beginning of a text."""
     return text if len(text) <= length else text[:length] + "..."
-
-
-def beginning_of(task: Task, examples: Sequence[Any], split: str, index: int) -> str:
-    """The beginning of an example's last prompt message, or of a raw text; "" if the task fails on the example."""
-    try:
-        chat = conversation(task, examples, split, index)
-    except UserError:
-        return ""
-    return shortened(shown([chat.answer, *chat.turns][-1]["content"]))
 
 
 def around(text: str, match: re.Match[str], length: int = 24) -> str:

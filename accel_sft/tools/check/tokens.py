@@ -1,24 +1,25 @@
-"""Checks all tokens of a split as arrays (doubled BOS, unknown tokens, ends of turns, labels) and hashes whole rows."""
+"""Checks all tokens of a split as arrays (control tokens, ends of turns), and finds rows that repeat each other, by
+hashes of their tokens. Every training run does so at its start."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from accel_sft.batching.layouts import Batching
-from accel_sft.chat.encoded import Encoded
-from accel_sft.data.token_store import Columns, TokenStore
-from accel_sft.tools.check.findings import Findings
-from accel_sft.tools.check.texts import hash64
+from accel_sft.data.token_store import Columns, StoredEncoding, TokenStore
+from accel_sft.rows.rows import Rows
+from accel_sft.tools.check.findings import DataFinding, Findings
+from accel_sft.tools.check.texts import Labels
 
-_COLLATED = 2048
-"""About how many rows of a split have their collated labels compared with their answers."""
-_TOGETHER = 64
-"""Rows collated in one batch for that comparison."""
+_NAMED, _DETAILS = 5, 2
+"""Maximum number of rows that one line names, and of their details."""
+_LABEL_TOKENS, _ROWS, _TOGETHER = 16, 5000, 125
+"""If most answers have no more tokens, they may be labels; so many rows of a split are read, some at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +41,14 @@ class TokenFacts:
     unknown: np.ndarray
     ends: np.ndarray
 
-    def of_last_rows(self) -> TokenFacts:
-        """Return the facts about each example's last row, which has all turns of the example."""
+    def of_examples(self) -> TokenFacts:
+        """Return the facts about each example's last row, which has all of its turns; a text's windows are hashed
+        together."""
         last = np.append(self.indices[1:] != self.indices[:-1], True)
-        return TokenFacts(*(getattr(self, field.name)[last] for field in dataclasses.fields(self)))
+        facts = TokenFacts(*(getattr(self, field.name)[last] for field in dataclasses.fields(self)))
+        rows = np.add.reduceat(self.rows, np.flatnonzero(np.append(True, last[:-1])))
+        prompts = np.where(facts.prompts == facts.rows, rows, facts.prompts)
+        return dataclasses.replace(facts, prompts=prompts, rows=rows)
 
 
 def token_facts(store: TokenStore, tokenizer: Any, eos_ids: frozenset[int]) -> TokenFacts:
@@ -73,43 +78,95 @@ def _facts_of(columns: Columns, bos: int | None, unknown_id: int | None, stops: 
 
 
 def _hashes(ids: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """64 bits of the hash of each span of tokens, uint64."""
+    """64 bits of BLAKE2 of each span of tokens, uint64: among a billion, the chance that any two collide is 1/40."""
     spans = zip(begins.tolist(), ends.tolist(), strict=True)
-    return np.fromiter((hash64(ids[begin:end]) for begin, end in spans), np.uint64, len(begins))
+    digests = b"".join(hashlib.blake2b(ids[begin:end].data, digest_size=8).digest() for begin, end in spans)
+    return np.frombuffer(digests, np.uint64)
 
 
-def report_tokens(facts: TokenFacts, split: str, cut: Sequence[int], tokenizer: Any, findings: Findings) -> None:
-    """Report rows whose tokens are wrong.
-
-    Args:
-        cut: indices of the examples that were truncated or cut into windows, whose rows need no end of the turn.
-    """
-    unended = ~facts.ends & ~np.isin(facts.indices, np.array(cut, dtype=np.int64))
-    faults = {"D304": unended, "D305": facts.bos_twice, "D306": facts.unknown}
-    for code, rows in faults.items():
-        for row in np.flatnonzero(rows):
-            detail = f"{tokenizer.bos_token} {tokenizer.bos_token}" if code == "D305" else ""
-            findings.add(code, split, int(facts.indices[row]), detail)
-
-
-def report_labels(store: TokenStore, split: str, pad_token_id: int, findings: Findings) -> int:
-    """Collate some rows as training does, and report those whose labels are wrong; return how many were collated."""
-    some = store.some(_COLLATED)
-    for at in range(0, len(some), _TOGETHER):
-        rows = some[at : at + _TOGETHER]
-        for row, positions in zip(rows, supervised_positions(rows, pad_token_id), strict=True):
-            if positions != [at for span in row.learnt for at in span]:
-                findings.add("D308", split, row.index)
-    return len(some)
+def audit_tokens(encoding: StoredEncoding, tokenizer: Any, eos_ids: frozenset[int], findings: Findings) -> TokenFacts:
+    """Report the rows of a split whose tokens are wrong; return the facts `of_examples`."""
+    split, facts = encoding.split, token_facts(encoding.kept, tokenizer, eos_ids)
+    for where, code in (("answers", "D209"), ("texts", "D208")):
+        for index in encoding.control_tokens[where]:
+            findings.add(code, split, index)
+    unended = ~facts.ends & ~np.isin(facts.indices, np.array([*encoding.cut, *encoding.windowed], dtype=np.int64))
+    for code, rows in (("D304", unended), ("D305", facts.bos_twice), ("D306", facts.unknown)):
+        for index in facts.indices[rows].tolist():
+            findings.add(code, split, index)
+    return facts.of_examples()
 
 
-def supervised_positions(rows: Sequence[Encoded], pad_token_id: int) -> list[list[int]]:
-    """Return the positions of each row's tokens with loss, as the collator sets them; none if its targets differ."""
-    batch = Batching("padded", tokens=1).batch(rows, pad_token_id, torch.device("cpu"))
-    predicted = [torch.nonzero(mask).flatten() + 1 for mask in batch.keep]
-    ids = batch.inputs["input_ids"]
-    targets = batch.targets.split([len(row) for row in predicted])
-    for row, (positions, wanted) in enumerate(zip(predicted, targets, strict=True)):
-        if not torch.equal(ids[row, positions], wanted):
-            return [[] for _ in rows]
-    return [positions.tolist() for positions in predicted]
+def first_with_same(hashes: np.ndarray) -> np.ndarray:
+    """Return for each row the number of the first row with the same hash, which may be the row's own."""
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    return first[inverse]
+
+
+def report_copies(facts: TokenFacts, split: str, findings: Findings, grade: str = "warning") -> np.ndarray:
+    """Report examples with the prompt and answer of an earlier one; return which ones they are."""
+    first = first_with_same(facts.rows)
+    copies = first < np.arange(len(first))
+    for index, other in zip(facts.indices[copies].tolist(), facts.indices[first[copies]].tolist(), strict=True):
+        findings.add("D401", split, index, like=(split, other), grade=grade)
+    return copies
+
+
+def report_leaks(validation: TokenFacts, train: TokenFacts, findings: Findings) -> None:
+    """Report validation examples whose prompt is trained on."""
+    same_prompt, same_row = _found_in(validation.prompts, train.prompts), _found_in(validation.rows, train.rows)
+    for code, like in (("D404", same_row), ("D406", np.where(same_row < 0, same_prompt, -1))):
+        for row in np.flatnonzero(like >= 0):
+            other = "train", int(train.indices[like[row]])
+            findings.add(code, "validation", int(validation.indices[row]), like=other)
+
+
+def _found_in(hashes: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return for each of `hashes` the number of its first occurrence in `others`; -1 if it does not occur there."""
+    values, first = np.unique(others, return_index=True)
+    at = np.minimum(np.searchsorted(values, hashes), len(values) - 1)
+    return np.where(values[at] == hashes, first[at], -1)
+
+
+def quick_findings(
+    train: StoredEncoding, validation: StoredEncoding, tokenizer: Any, eos_ids: frozenset[int]
+) -> list[DataFinding]:
+    """Return what can be found from both splits' tokens alone; nothing is tokenized, and no text is read."""
+    findings, facts, labels = Findings(), {}, Labels()
+    decode = functools.cache(functools.partial(tokenizer.decode, skip_special_tokens=True))
+    for encoding in (train, validation):
+        split = encoding.split
+        facts[split] = audit_tokens(encoding, tokenizer, eos_ids, findings)
+        if np.median(encoding.kept.answers) <= _LABEL_TOKENS:
+            for begin in range(0, _ROWS, _TOGETHER):
+                for row_tokens in encoding.kept[begin : begin + _TOGETHER]:
+                    answer = decode(tuple(row_tokens.input_ids[row_tokens.prompt_length :]))
+                    labels.add(split, row_tokens.index, answer.rpartition("</think>")[2])
+    labels.report(findings, is_complete=len(validation.kept) <= _ROWS)
+    report_copies(facts["validation"], "validation", findings)
+    if not shares_rows(validation.examples, train.examples):
+        report_leaks(facts["validation"], facts["train"], findings)
+    return findings.placed({})
+
+
+def shares_rows(examples: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether a task evaluates some of its training rows on purpose."""
+    return isinstance(examples, Rows) and examples.shares_rows(others)
+
+
+def quick_lines(findings: list[DataFinding], task_name: str) -> list[str]:
+    """Return a line for each finding that is not a note and, if there is any, one with the command that says more."""
+    lines = []
+    for finding in findings:
+        count, numbers = finding.count, ", ".join(str(row.index) for row in finding.rows[:_NAMED])
+        more = f", and {count - _NAMED:,} more" if count > _NAMED else ""
+        if finding.grade != "note":
+            details = " and ".join(list(dict.fromkeys(row.detail for row in finding.rows if row.detail))[:_DETAILS])
+            unit = "label" if finding.code == "D218" else "row"
+            lines.append(
+                f"warning {finding.code}: {finding.split}: {count:,} {unit}{'s' * (count != 1)}: {finding.about.what}"
+                f"{': ' * bool(details)}{details} (example{'s' * (count != 1)} {numbers}{more}); {finding.about.fix}"
+            )
+    if lines:
+        lines.append(f"accel-sft check {task_name}, with this run's options, names every such row and looks further")
+    return lines

@@ -44,9 +44,8 @@ def parity(ctx: click.Context, run: str, as_json: bool, **options: Any) -> None:
     """Compare what is served with what was trained.
 
     RUN is a run's folder; its best/ weights, or else final/, answer here what the server is asked there: prompts of the
-    task's validation examples. Where answers differ, each likely cause is tested: chat template, doubled first token,
-    tokenizer, weights without the training, stop token, context. Exit status: 0 if the answers are the run's, but for
-    near ties of rounding; 1 if not.
+    task's validation examples. Where answers differ, likely causes are tested: context, chat template, a missing
+    adapter, stop token. Exit status: 0 if the answers are the run's, but for near ties of rounding; 1 if not.
     """
     begin_command(ctx, debug=options["debug"])
     result = compared(run, options)
@@ -104,52 +103,42 @@ def compared(run: str, options: dict[str, Any]) -> dict[str, Any]:
         evaluator = assembly.evaluator(model, encoding, sharded=False)
         most = config.max_new_tokens or LONGEST_ANSWER
         with terminal.waiting(f"{Path(config.model)} answers"):
-            reference = Reference(accelerator, evaluator, model, source, record, config, most)
-        return _result(reference, endpoint, record)
+            reference = Reference(evaluator, model, most)
+        return _result(reference, endpoint)
 
 
-def _result(reference: Any, endpoint: Any, record: dict[str, Any]) -> dict[str, Any]:
-    """Compare, look for causes, score both sides, and return all of it."""
-    from accel_sft.tools.parity.causes import Causes
-    from accel_sft.tools.parity.comparison import compare
+def _result(reference: Any, endpoint: Any) -> dict[str, Any]:
+    """Compare, look for a cause, score both sides, and return all of it."""
+    from accel_sft.tools.parity.comparison import cause_of, compare, lead, served_answer
 
     pairs = compare(reference, endpoint)
-    examined = Causes(reference, endpoint, pairs)
-    causes = examined.named()
-    replies = {
-        pair.row.index: reference.ids(pair.reply.text, ended=pair.reply.finish != "length") if pair.reply else []
-        for pair in pairs
-    }
     metric = reference.evaluator.task.main_metric
-    own, served = (reference.scored(answers).metrics[metric] for answers in (reference.answers, replies))
-    causes += [lead] if (lead := examined.lead(metric, own, served)) else []
-    first = next(((pair, pair.reply) for pair in pairs if pair.differs and pair.reply), None)
+    own = reference.metric(reference.answers)
+    served = reference.metric({pair.row.index: served_answer(pair, reference.thinking) for pair in pairs})
+    cause = cause_of(reference, endpoint, pairs) or lead(pairs, metric, own, served)
+    differences = [
+        {"example": pair.row.index, "token": pair.at, "run": reference.text(pair.ids), "served": pair.reply.text}
+        for pair in pairs
+        if pair.differs and pair.reply
+    ]
     return {
-        "run": reference.config.model,
+        "run": reference.evaluator.config.model,
         "served": f"{endpoint.model} at {endpoint.url}",
-        "holds": not causes and not any(pair.differs for pair in pairs),
+        "holds": cause is None,
         "examples": len(pairs),
         "prompts": {
             "other": sum(pair.misread for pair in pairs),
             "by_tokens": sum(pair.theirs is not None for pair in pairs),
-            "by_length": sum(pair.theirs is None and pair.reply is not None for pair in pairs),
         },
         "answers": {
             "same": sum(pair.at is None and pair.reply is not None for pair in pairs),
-            "near_ties": sum(pair.tied for pair in pairs),
+            "near_ties": sum(pair.at is not None and not pair.differs for pair in pairs),
             "other": sum(pair.differs for pair in pairs),
         },
         "log_probabilities": _log_probabilities(pairs, str(reference.model.dtype).removeprefix("torch.")),
         "metric": {"name": metric, "here": own, "served": served},
-        "first_difference": first
-        and {
-            "example": first[0].row.index,
-            "token": first[0].at,
-            "run": reference.text(first[0].ids),
-            "served": first[1].text,
-        },
-        "causes": [cause._asdict() for cause in causes],
-        "untested": examined.untested,
+        "first_difference": differences[0] if differences else None,
+        "cause": cause and cause._asdict(),
     }
 
 
@@ -190,8 +179,8 @@ def lines(result: dict[str, Any]) -> list[str]:
     if first := result["first_difference"]:
         rows.append(f"example {first['example']}, from token {first['token']} of the answer:")
         rows += [f"  {side:<6}  {one_line(first[side], 200)}" for side in ("run", "served")]
-    rows += [f"cause    {cause['cause']}: {cause['evidence']}; {cause['fix']}" for cause in result["causes"]]
-    rows += [f"untested {line}" for line in result["untested"]]
+    if cause := result["cause"]:
+        rows.append(f"cause    {cause['cause']}: {cause['evidence']}; {cause['fix']}")
     verdict = "holds    what is served is" if result["holds"] else "differs  what is served is not"
     rows.append(f"{verdict} what was trained")
     return [wrapped(printable(row), 9) for row in rows]

@@ -1,37 +1,26 @@
-"""Asks the run's own weights and the server the same, and finds where the answers differ."""
+"""Asks the run's own weights and the server the same, finds where the answers differ, and names the likely cause."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
 
-from accel_sft.api.tool_configs import EvaluateConfig
 from accel_sft.chat.answer_text import without_thinking
-from accel_sft.chat.conversation import Conversation, conversation
+from accel_sft.chat.conversation import Conversation, conversation, wanted
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.endpoint import Endpoint, EndpointError, Reply
-from accel_sft.evaluation.evaluator import Evaluation, Evaluator, Generated, refuse_beyond_text
+from accel_sft.evaluation.evaluator import AnswerInText, Evaluator, Generated, refuse_beyond_text
 from accel_sft.evaluation.generate import generate
+from accel_sft.io.text import common_length, one_line
 from accel_sft.models.architecture import arguments
-from accel_sft.models.load import load_model
-from accel_sft.models.source import Source, as_it_began, began_with, find_source
 
 TIE = 0.25
 """Nats between two tokens, up to which rounding may exchange them: two steps of a bfloat16 logit between 16 and 32."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Given:
-    """A backend whose answers are there already, by the example's index."""
-
-    answers: Mapping[int, list[int]]
-
-    def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
-        return Generated([(example, self.answers[example.index]) for example in examples], 1.0, {})
+TEMPLATE, WEIGHTS, STOP, CONTEXT, OTHER = "chat template", "adapter not applied", "stop token", "context", "unknown"
+EXAMINED = 8
+"""Examples that are examined for a cause: each takes forwards here and requests there."""
 
 
 class Reference:
@@ -40,42 +29,34 @@ class Reference:
     Args:
         evaluator: the evaluator of these weights.
         most: the largest number of an answer's tokens.
-        record: the run's.
     Attributes:
         answers: the greedy answers by the example's index, each with the token that ends it.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        evaluator: Evaluator,
-        model: Any,
-        source: Source,
-        record: Mapping[str, Any],
-        config: EvaluateConfig,
-        most: int,
-    ) -> None:
-        self.evaluator, self.model, self.source, self.record = evaluator, model, source, record
-        self.accelerator, self.config, self.most = accelerator, config, most
-        self.tokenizer = evaluator.tokenizer
+    def __init__(self, evaluator: Evaluator, model: Any, most: int) -> None:
+        self.evaluator, self.model, self.most = evaluator, model, most
+        self.tokenizer, self.thinking = evaluator.tokenizer, evaluator.config.thinking
         self.ends = end_of_turn_ids(self.tokenizer, model.generation_config)
-        self.rows = evaluator.answered
         with torch.no_grad():
-            self.answers = {row.index: ids for row, ids in evaluator.backend(self.rows, most).answers}
+            self.answers = {row.index: ids for row, ids in evaluator.backend(evaluator.answered, most).answers}
 
-    def scored(self, answers: Mapping[int, list[int]]) -> Evaluation:
-        """The task's metrics of these answers, by the example's index."""
-        return dataclasses.replace(self.evaluator, backend=_Given(answers)).score_answers({})
+    def metric(self, answers: Mapping[int, Any]) -> float:
+        """The task's main metric of these answers, by the example's index."""
+
+        def backend(examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
+            return Generated([(example, answers[example.index]) for example in examples], 1.0, {})
+
+        evaluator = dataclasses.replace(self.evaluator, backend=backend)
+        return evaluator.score_answers({}).metrics[evaluator.task.main_metric]
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of an answer as servers write it: without special tokens, and without its end."""
         content = [*ids[:-1]] if ids and ids[-1] in self.ends else [*ids]
         return self.tokenizer.decode(content, skip_special_tokens=True)
 
-    def ids(self, text: str, *, ended: bool) -> list[int]:
-        """The token ids of a server's answer; if it ended, with the token that ends answers."""
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return [*ids, self.tokenizer.eos_token_id] if ended else ids
+    def raw_text(self, ids: Sequence[int]) -> str:
+        """The text of all tokens, special ones included."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def log_probs(self, prompt: list[int], answer: list[int]) -> torch.Tensor:
         """The log-probabilities of every token at each place of the answer, and at the place behind it."""
@@ -86,23 +67,11 @@ class Reference:
             logits = self.model(input_ids=ids, use_cache=False, **last_places).logits[0, -places:]
         return logits.float().log_softmax(-1).cpu()
 
-    def continued(self, prompt: list[int], tokens: int, model: Any = None) -> list[int]:
+    def continued(self, prompt: list[int], tokens: int) -> list[int]:
         """The greedy continuation of a prompt, up to the token that ends an answer."""
-        model, pad = self.model if model is None else model, self.tokenizer.pad_token_id
+        pad = self.tokenizer.pad_token_id
         with torch.no_grad():
-            return generate(model, [prompt], tokens, self.ends, pad, model.device)[0]
-
-    @contextlib.contextmanager
-    def base(self) -> Iterator[Any]:
-        """What the run began with: the same model without its adapter, or the weights that were trained."""
-        if hasattr(self.model, "disable_adapter"):
-            with self.model.disable_adapter():
-                yield self.model
-            return
-        source = as_it_began(find_source(began_with(self.source, self.record)), self.source, self.record)
-        precision = self.accelerator.mixed_precision
-        base = load_model(source, self.config, tokenizer=self.tokenizer, precision=precision, deepspeed=False)
-        yield base.to(self.accelerator.device).eval()
+            return generate(self.model, [prompt], tokens, self.ends, pad, self.model.device)[0]
 
 
 @dataclasses.dataclass
@@ -140,10 +109,6 @@ class Pair:
         return self.reply is None or (self.at is not None and self.gap > TIE)
 
     @property
-    def tied(self) -> bool:
-        return self.at is not None and not self.differs
-
-    @property
     def read(self) -> int | None:
         """The number of the prompt's tokens that the server counted; None if it does not tell."""
         return self.reply.prompt_tokens if self.reply else None
@@ -160,28 +125,39 @@ def compare(reference: Reference, endpoint: Endpoint) -> list[Pair]:
     Raises:
         UserError: an example is not text alone; or the server refuses them all, or stays silent.
     """
-    evaluator, thinking = reference.evaluator, reference.config.thinking
+    evaluator = reference.evaluator
     chat = functools.partial(conversation, evaluator.task, evaluator.examples, "validation")
-    pairs = [Pair(chat(row.index), row, reference.answers[row.index]) for row in reference.rows]
+    pairs = [Pair(chat(row.index), row, reference.answers[row.index]) for row in evaluator.answered]
     refuse_beyond_text([pair.chat for pair in pairs])
 
-    def ask(pair: Pair) -> None:
+    def fill(pair: Pair) -> None:
         try:
-            reply = endpoint.chat(pair.chat.turns, reference.most, pair.chat.tools, thinking)
-            pair.reply = dataclasses.replace(reply, text=with_thinking(reply.text, reference.text(pair.ids)))
+            pair.reply = ask(reference, endpoint, pair)
         except EndpointError as error:
             if error.status not in (400, 413, 422):
                 raise
             pair.refusal = str(error)
-        pair.theirs = endpoint.chat_tokens(pair.chat.turns, pair.chat.tools, thinking)
+        pair.theirs = endpoint.chat_tokens(pair.chat.turns, pair.chat.tools, reference.thinking)
 
-    endpoint.call_all(f"{endpoint.model} answers", ask, pairs)
+    endpoint.call_all(f"{endpoint.model} answers", fill, pairs)
     if not any(pair.reply for pair in pairs):
         raise EndpointError(pairs[0].refusal)
     for pair in pairs:
         if pair.reply:
             pair.at, pair.gap, pair.off = difference(reference, pair, pair.reply)
     return pairs
+
+
+def served_answer(pair: Pair, thinking: str | None) -> AnswerInText:
+    """The server's answer as it is scored; an empty one if it refused."""
+    text = without_thinking(pair.reply.text, wanted(pair.chat, thinking)) if pair.reply else ""
+    return AnswerInText(text, 1)
+
+
+def ask(reference: Reference, endpoint: Endpoint, pair: Pair) -> Reply:
+    """The server's answer, with its thinking if it leaves that out."""
+    reply = endpoint.chat(pair.chat.turns, reference.most, pair.chat.tools, reference.thinking)
+    return dataclasses.replace(reply, text=with_thinking(reply.text, reference.text(pair.ids)))
 
 
 def with_thinking(served: str, own: str) -> str:
@@ -230,10 +206,134 @@ def _first(reference: Reference, ids: list[int], reply: Reply) -> int:
 
 def _token_at(reference: Reference, ids: list[int], at: int, reply: Reply) -> int:
     """The token that the reply has in place of `ids[at]`: what the server calls it, else what its text begins with."""
-    eos = reference.tokenizer.eos_token_id
+    tokenize = functools.partial(reference.tokenizer, add_special_tokens=False)
     if len(reply.logprobs) > at and (word := reply.logprobs[at][0]):
-        tokens = reference.ids(word, ended=False)
+        tokens = tokenize(word)["input_ids"]
         if len(tokens) == 1:
             return tokens[0]
     rest = reply.text.lstrip()[len(reference.text(ids[:at]).lstrip()) :]
-    return (reference.ids(rest, ended=False) or [eos])[0]
+    return (tokenize(rest)["input_ids"] or [reference.tokenizer.eos_token_id])[0]
+
+
+class Cause(NamedTuple):
+    """A cause of differences, what shows it, and what to do."""
+
+    cause: str
+    evidence: str
+    fix: str
+
+
+def cause_of(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -> Cause | None:
+    """The first cause that its test shows; one that is unknown if answers differ and no test shows why; None if the
+    server answers as the run's weights do. Each is tested by something that it alone predicts."""
+    cause = _context(reference, endpoint, pairs) or _template(reference, endpoint, pairs)
+    differing = [(pair, pair.reply) for pair in pairs if pair.differs and pair.reply]
+    if cause or not differing:
+        return cause
+    if cause := _weights(reference, differing[:EXAMINED]) or _stop(reference, endpoint, differing[:EXAMINED]):
+        return cause
+    evidence = f"{len(differing)} of {len(pairs)} answers differ where the run's weights are sure"
+    return Cause(OTHER, evidence, "see that the server has these weights in their own precision, and does not sample")
+
+
+def _completed(endpoint: Endpoint, prompt: str | list[int], most: int) -> Reply | None:
+    """What the server says behind a prompt; None if it refuses such a prompt."""
+    try:
+        return endpoint.complete(prompt, most)
+    except EndpointError as error:
+        if error.is_refusal:
+            return None
+        raise
+
+
+def _context(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -> Cause | None:
+    """Whether the server truncates: refuses long prompts, counts no more tokens in twice the prompt, or cuts its
+    answers."""
+    fix = "give the server a longer context (vLLM: --max-model-len, llama.cpp: -c)"
+    if refused := [pair for pair in pairs if pair.reply is None]:
+        evidence = f"{_examples(refused)} refused: {one_line(refused[0].refusal, 200)}"
+        longest = max(len(pair.prompt) for pair in pairs if pair.reply)
+        if any(len(pair.prompt) < longest for pair in refused):
+            return Cause(OTHER, evidence, "see by its words what the server does not take")
+        return Cause(CONTEXT, evidence, fix)
+    for pair in pairs:
+        if pair.misread and pair.read is not None and pair.read < len(pair.theirs or pair.prompt):
+            replies = [_completed(endpoint, reference.raw_text(pair.prompt) * times, 1) for times in (1, 2)]
+            if {reply.prompt_tokens for reply in replies if reply} == {pair.read}:
+                evidence = f"of a prompt of {len(pair.prompt)} tokens {pair.read} are read, of twice it no more"
+                return Cause(CONTEXT, evidence, fix)
+    for pair in pairs:
+        tokens = pair.reply.tokens if pair.differs and pair.reply and pair.reply.finish == "length" else None
+        if tokens and tokens < min(reference.most, len(pair.ids)):
+            return Cause(CONTEXT, f"an answer ends after {tokens} tokens of {reference.most}", fix)
+    return None
+
+
+def _template(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -> Cause | None:
+    """Whether the server makes other tokens of the messages. They may be as many, on a server that does not tell them:
+    then its answers to the run's own prompts are the run's."""
+    fix = "give the server the run's tokenizer files and template (vLLM: --chat-template, llama.cpp: --jinja)"
+    if misread := [pair for pair in pairs if pair.misread]:
+        pair = misread[0]
+        other = f"{pair.read} tokens long in place of {len(pair.prompt)}"
+        if pair.theirs and pair.theirs != pair.prompt:
+            at = common_length([pair.prompt, pair.theirs])
+            parts = (reference.raw_text(ids[max(at - 4, 0) : at + 8]) for ids in (pair.prompt, pair.theirs))
+            trained, served = (one_line(repr(part)) for part in parts)
+            other = f"{served} from token {at}, where it was trained on {trained}"
+        return Cause(TEMPLATE, f"{_examples(misread)} have other prompts, the first one {other}", fix)
+    differing = [pair for pair in pairs if pair.differs][:EXAMINED]
+    if not differing or any(pair.theirs is not None for pair in pairs):
+        return None
+    for pair in differing:
+        prompts = pair.prompt, reference.raw_text(pair.prompt)
+        replies = (_completed(endpoint, prompt, reference.most) for prompt in prompts)
+        reply = next((reply for reply in replies if reply and reply.prompt_tokens in (None, len(pair.prompt))), None)
+        if not reply or not same(reference, pair.ids, reply):
+            return None
+    return Cause(TEMPLATE, f"asked by the run's own prompts, {_examples(differing)} have the run's answers", fix)
+
+
+def _weights(reference: Reference, differing: Sequence[tuple[Pair, Reply]]) -> Cause | None:
+    """Whether most answers are those of the base without its adapter."""
+    if not hasattr(reference.model, "disable_adapter"):
+        return None
+    with reference.model.disable_adapter():
+        answers = [reference.continued(pair.prompt, reference.most) for pair, _ in differing]
+    untrained = [ids for ids, (_, reply) in zip(answers, differing, strict=True) if same(reference, ids, reply)]
+    if len(untrained) * 2 <= len(differing):
+        return None
+    evidence = f"{len(untrained)} of {len(differing)} differing answers are those of the model before training"
+    fix = "serve the adapter (vLLM: --enable-lora --lora-modules NAME=FOLDER, and ask for NAME; llama.cpp: --lora)"
+    return Cause(WEIGHTS, evidence, fix)
+
+
+def _stop(reference: Reference, endpoint: Endpoint, differing: Sequence[tuple[Pair, Reply]]) -> Cause | None:
+    """Whether answers are the run's and then go on as the run's weights do behind the token that ends an answer; by a
+    server that says the same again, as none does that draws tokens."""
+    for pair, reply in differing:
+        own, served = reference.text(pair.ids).strip(), reply.text.strip()
+        rest = served.removeprefix(own)
+        goes_on = own and pair.ids[-1] in reference.ends and rest not in ("", served)
+        if not goes_on or ask(reference, endpoint, pair).text.strip() != served:
+            continue
+        behind = reference.text(reference.continued([*pair.prompt, *pair.ids], 8)).strip()
+        if reply.finish == "length" or (behind and rest.strip().startswith(behind[: len(rest.strip())])):
+            mark = reference.raw_text(pair.ids[-1:])
+            evidence = f"example {pair.row.index} goes on behind {mark!r}, as the run's weights do: {one_line(rest)}"
+            fix = f"let {mark!r} end answers: eos_token_id of the served generation_config.json, or `stop`"
+            return Cause(STOP, evidence, fix)
+    return None
+
+
+def lead(pairs: Sequence[Pair], metric: str, own: float, served: float) -> Cause | None:
+    """Whether the same answers are scored otherwise by what users of the server read of them."""
+    if not abs(own - served) > 1e-9 or any(pair.at is not None or not pair.reply for pair in pairs):
+        return None
+    evidence = f"the same answers have {metric} {own:.4g} here and {served:.4g} as the server gives them: what "
+    evidence += "the template writes in front of answers is learnt with them, and the server leaves it there"
+    return Cause(TEMPLATE, evidence, "train with a template that ends prompts with it, by add_generation_prompt")
+
+
+def _examples(pairs: Sequence[Pair]) -> str:
+    return f"{len(pairs)} {'example' if len(pairs) == 1 else 'examples'}"

@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from accelerate import Accelerator
-
 import accel_sft
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -36,7 +34,7 @@ from accel_sft.tools.rehearse import runs, shrunk
 from accel_sft.tools.rehearse.reload import Reloaded
 from accel_sft.tools.rehearse.runs import FAILS, WARNS, Stages, fails, warns
 from accel_sft.tracking.services import tracker_names
-from accel_sft.training.prepare import Assembly, plan_steps
+from accel_sft.training.prepare import plan_steps
 
 _LEVELS = {"error": FAILS, "warning": WARNS}
 """What a finding of an audit means for the real run. Notes are passed over."""
@@ -58,7 +56,7 @@ def run(task_name: str, task: Task, config: RehearseConfig) -> None:
     with terminal.quiet(None, config.debug, shown_on=2 if config.json else 1) as shown:
         stages = Stages(lambda line: print(line, file=shown, flush=True))
         try:
-            with terminal.waiting(lambda: f"rehearse {task_name}{runs.waits(folder)}"):
+            with terminal.waiting(f"rehearse {task_name}"):
                 Rehearsal(task_name, task, config, folder, stages).run()
         finally:
             keeps = config.keep or stages.failed
@@ -78,8 +76,7 @@ def run(task_name: str, task: Task, config: RehearseConfig) -> None:
         print(json.dumps(json_safe(report), indent=2, ensure_ascii=False))
     else:
         verdict = "the run would fail" if stages.failed else "the run holds"
-        counts = f"{stages.count(FAILS)} to fix, {stages.count(WARNS)} to look at"
-        print(f"{verdict}: {counts}; {seconds:.0f} s" + (f"; all of it is in {folder}" if keeps else ""))
+        print(f"{verdict}: {seconds:.0f} s" + (f"; all of it is in {folder}" if keeps else ""))
     if stages.failed:
         raise SystemExit(1)
 
@@ -98,6 +95,8 @@ class Rehearsal:
         audited = self.data()
         if audited is None or self.plan is None:
             return
+        if audited.source and audited.source.adapter:
+            raise UserError(f"--init-from {audited.source.adapter}: an adapter; rehearse the run without --init-from")
         config = self.model(audited)
         if config is None or self.stages.failed:  # the real run would be refused, or fail
             return
@@ -150,10 +149,10 @@ class Rehearsal:
                     what = f"{finding.code} {finding.split}: {finding.count:,}: {finding.about.what}{named}"
                     findings.append(Finding(_LEVELS[finding.grade], what, finding.about.fix))
             train = audited.encodings.get("train")
-            seen = "; ".join(f"{split.split} {split.rows:,} rows" for split in report.splits)
+            seen = "; ".join(f"{split} {figures['rows']:,} rows" for split, figures in report.splits.items())
             if train is not None and report.steps:
                 self.plan = plan_steps(train, self.config)
-                findings += [*self._never(self.plan), *self._short(audited)]
+                findings += self._never(self.plan)
                 seen += f"; {self.plan.total_steps:,} steps of {self.plan.global_batch_size}"
             self.stages.ended("data", *findings, seen=seen, when="reading the data")
             return audited
@@ -168,42 +167,26 @@ class Rehearsal:
                 what = f"{flag} {every} is never due in {plan.total_steps:,} steps: {loss}"
                 yield warns(what, f"{flag} auto, or fewer steps between")
 
-    def _short(self, audited: Audit) -> Iterator[Finding]:
-        encoding, most = audited.encodings.get("validation"), self.config.max_new_tokens
-        scored = encoding if self.config.eval_every != "off" else None
-        if scored and most and (long := int((scored.kept.answers > most).sum())):
-            what = f"--max-new-tokens {most}: {long:,} of {len(scored.kept):,} validation answers are longer, and"
-            yield warns(f"{what} could never be scored as right", "raise it, or leave it out")
-
     def _first(self, every: str) -> int | None:
         """The first step of the real run at which `--save-every` or `--eval-every` is due."""
         assert self.plan is not None
         return next((step for step in range(1, self.plan.total_steps + 1) if self.plan.is_due(every, step)), None)
 
     def model(self, audited: Audit) -> TrainConfig | None:
-        """Look at the files beside the weights, shrink the model, and see what of it learns; returns the settings of
-        the runs, None if there is no model to train."""
-        source, plan = audited.source, self.plan
+        """Look at the files beside the weights, and shrink the model; returns the settings of the runs, None if there
+        is no model to train."""
+        source = audited.source
         assert source is not None
-        assert plan is not None
         with self.stages.reported("model"):
             findings = [*shrunk.file_findings(source, self.config)]
-            if self.stages.failed:  # a model that is loaded for such data may fail for the same reason
-                self.stages.ended("model", *findings, seen="its files; it is not loaded", when="loading the model")
-                return None
-            tiny = self.config.model == "tiny" and not self.config.init_from
-            folder, seen = source.weights, "tiny is trained as it is"
-            if not tiny:
-                folder = str(self.folder / "model")
-                seen = shrunk.shrink(source, Path(folder), trust_remote_code=self.config.trust_remote_code)
-                folder = f"{folder}/adapter" if source.adapter else folder
-            encodings = [encoding for encoding in audited.encodings.values() if encoding]
-            longest = max(int(encoding.kept.answers.max()) for encoding in encodings)
-            config = runs.rehearsed(self.config, folder, longest)
-            assembly = Assembly(Accelerator(cpu=True), self.task, config, find_source(folder))
-            self.learns, more = shrunk.trained(assembly, encodings, runs.STEPS)
-            self.stages.ended("model", *findings, *more, seen=seen, when="loading the model")
-            return dataclasses.replace(config, model="tiny") if tiny else config
+            model, seen = "tiny", "tiny is trained as it is"
+            if self.config.model != "tiny" or self.config.init_from:
+                model = str(self.folder / "model")
+                seen, unreached = shrunk.shrink(source, Path(model), self.config)
+                findings += unreached
+            self.stages.ended("model", *findings, seen=seen, when="loading the model")
+            longest = max(int(encoding.kept.answers.max()) for encoding in audited.encodings.values() if encoding)
+            return runs.rehearsed(self.config, model, longest)
         return None
 
     def reached_end(self, made: runs.Run) -> bool:
@@ -211,40 +194,34 @@ class Rehearsal:
         config, plan = self.config, self.plan
         assert plan is not None
         steps, evaluated = made.lines("loss"), made.lines("eval_loss")
-        saved = made.dir.checkpoint(runs.SAVE_EVERY).is_dir()
-        scores, saves = config.eval_every != "off", config.save_every != "off"
         loaded = runs.TRAINED.search(made.output)
+        saved = config.save_every == "off" or made.dir.checkpoint(runs.SAVE_EVERY).is_dir()
         first, last = f"step {self._first(config.save_every) or plan.total_steps:,}", f"step {plan.total_steps:,}"
-        scored = f"{len(evaluated) or 'no'} evaluations"
         finite = not made.dir.nonfinite.exists()
         took = f"{len(steps)} steps, {'losses are finite' if finite else 'those that are not finite are skipped'}"
-        stages = [
+        scored = config.eval_every == "off" or bool(evaluated)
+        for name, reached, when, seen in (
             ("load", bool(loaded), "loading the model", loaded[0] if loaded else ""),
+            ("evaluation", scored, "step 0, before training", f"{len(evaluated) or 'no'} evaluations"),
             ("steps", len(steps) >= runs.SAVE_EVERY and (finite or not made.failure), "step 1", took),
-            ("checkpoint", saved or not saves, first, ""),
+            ("checkpoint", saved, first, ""),
             ("export", made.dir.final.is_dir() and not made.failure, last, ""),
-        ]
-        before_steps = scores and not evaluated and made.dir.batching.exists()  # as the first evaluation is
-        evaluation = ("evaluation", not scores or len(evaluated) == 3, "step 0, before training", scored)
-        stages.insert(1 if before_steps else 2, evaluation)
-        for name, reached, when, seen in stages:
+        ):
             if made.failure and not reached:
                 self.stages.ended(name, *map(fails, made.failure), when=when)
                 return False
-            if reached:
-                self.stages.ended(name, seen=seen, when=when)
+            self.stages.ended(name, seen=seen, when=when)
             if name == "steps":
                 self.trained(made)
         return True
 
     def trained(self, made: runs.Run) -> None:
-        """Say what is trained, and what gets no gradient."""
+        """Say what is not trained, and what gets no gradient."""
         lines = made.output.splitlines()
-        seen = [self.learns, *(line for line in lines if line.startswith("note: in "))]
+        seen = [line for line in lines if line.startswith(("the adapter leaves out", "not trained,", "note: in "))]
         vain = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: weights without")]
         level = WARNS if self.config.adapter == "none" else FAILS  # some models have parts that only their makers train
-        findings = [Finding(level, line) for line in vain]
-        self.stages.ended("trained", *findings, seen="; ".join(seen))
+        self.stages.ended("trained", *(Finding(level, line) for line in vain), seen="; ".join(seen))
 
     def resume(self, full_run: runs.Run) -> None:
         """Kill a second run after its first checkpoint, resume it, and compare what both end with."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.chat.encoded import Encoded, named_ends
@@ -25,8 +24,6 @@ _EXACT, _ROUNDED = 1e-3, 5e-2
 in 4 bits: plain transformers computes in float32 here, with the base's own weights."""
 _BEHIND = 4
 """Tokens that may be generated behind the end of an answer, to see whether generation stops there."""
-_ENDS = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "embed_out.weight")
-"""Ends of the names of heads and embeddings."""
 
 
 class Reloaded:
@@ -102,19 +99,7 @@ class Reloaded:
         if self.loss(load_model(self.began, plain, images=self.images, **how).eval()) == loss:
             what = "nothing was learnt: the exported weights predict what the model predicted before, to the bit"
             findings.append(fails(what, "see that --learning-rate is above 0, and what is trained"))
-        return seen, [*findings, *self._twice()]
-
-    def _twice(self) -> list[Finding]:
-        """A head that is tied to its embedding, and written beside it with other values."""
-        configs = self.model.config, self.model.config.get_text_config(decoder=True)
-        tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
-        files = [load_file(file) for file in self.final.glob("*.safetensors")] if tied else []
-        ends = {name: weights for file in files for name, weights in file.items() if name.endswith(_ENDS)}
-        first, *others = ends.values() or [torch.empty(0)]
-        if all(first.equal(other) for other in others):
-            return []
-        what = f"tied weights are exported twice, with other values ({', '.join(sorted(ends))}): a server reads one"
-        return [fails(what, "leave the head out of the adapter, or train both with --lora-modules-to-save")]
+        return seen, findings
 
     def merge(self) -> tuple[str, list[Finding]]:
         """Merge the adapter as `accel-sft merge` does."""

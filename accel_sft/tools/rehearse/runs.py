@@ -16,7 +16,7 @@ from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.io.findings import Finding, lines, worst
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import wrapped
-from accel_sft.launch.child import kill_all, launch, outcome, waited_for
+from accel_sft.launch.child import kill_all, launch, outcome
 from accel_sft.launch.info import Launch, shipped
 from accel_sft.launch.parallelism import sized
 from accel_sft.tracking.metrics_file import read_lines
@@ -38,7 +38,7 @@ FAILS, WARNS, HOLDS, NOT_REACHED = "fails", "warns", "holds", "not reached"
 """States of a stage. The first two are levels of findings: the real run would fail, or go on and disappoint."""
 fails, warns = (functools.partial(Finding, level) for level in (FAILS, WARNS))
 STAGES = (
-    *("launch", "data", "model", "load", "steps", "trained", "evaluation", "checkpoint", "resume", "export"),
+    *("launch", "data", "model", "load", "evaluation", "steps", "trained", "checkpoint", "resume", "export"),
     *("reload", "merge", "generate"),
 )
 _COLORS = {FAILS: "red", WARNS: "yellow"}
@@ -113,12 +113,6 @@ def rehearsed(config: TrainConfig, model: str, longest_answer: int) -> TrainConf
         resume="off",
         patience=None,
     )
-
-
-def waits(folder: Path) -> str:
-    """What a run in this folder says now that it waits for, such as operators that compile, in brackets; else ""."""
-    lines = [waited_for(log) for log in folder.glob("*.log")]
-    return "".join(f" ({line})" for line in lines if line)
 
 
 class Runs:
@@ -204,6 +198,3 @@ class Stages:
     def failed(self) -> bool:
         """Whether a stage fails."""
         return any(stage.state == FAILS for stage in self.all.values())
-
-    def count(self, level: str) -> int:
-        return sum(finding.level == level for stage in self.all.values() for finding in stage.findings)

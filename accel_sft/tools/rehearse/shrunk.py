@@ -1,11 +1,10 @@
-"""The model of a rehearsal: one of the real one's family, shrunk, and what is wrong with its files and its training."""
+"""The model of a rehearsal: one of the real one's family, shrunk, and what is wrong with its files and its adapter."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,19 @@ from huggingface_hub.errors import StrictDataclassError
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.api.limits import names_of
-from accel_sft.data.token_store import StoredEncoding
 from accel_sft.io.findings import Finding
 from accel_sft.models.architecture import REFUSALS, alike
 from accel_sft.models.pretrained import class_of, stored_dtype
 from accel_sft.models.source import Source, errors_explained, shipped_files
-from accel_sft.models.targets import USED_ALONE, in_block, unfit
 from accel_sft.models.tokenizer import template_of
-from accel_sft.tools.rehearse.runs import fails, warns
-from accel_sft.training.prepare import Assembly
+from accel_sft.tools.rehearse.runs import warns
 
 _WIDTH, _HEADS, _HEAD = 64, 4, 16
 """Hidden size, attention heads and dimensions of a head; `_HEADS * _HEAD == _WIDTH`, which some families ask for."""
 _STATE_HEADS = 2 * _WIDTH // _HEAD
 """Heads of state-space layers, which are twice as wide as the hidden state."""
 _LAYERS = "num_hidden_layers", "n_layer", "num_layers", "n_layers"
-_WIDTHS: dict[int, str] = {
+_SIZES: dict[int, str] = {
     _WIDTH: "hidden_size n_embd d_model word_embed_proj_dim moe_intermediate_size shared_expert_intermediate_size "
     "moe_shared_expert_intermediate_size out_hidden_size vision_output_dim projector_input_dim projector_output_dim "
     "hidden_size_per_layer_input",
@@ -37,20 +33,16 @@ _WIDTHS: dict[int, str] = {
     "attention_hidden_size",
     _WIDTH // 2: "kv_lora_rank q_lora_rank attention_head_dim",
     _HEAD: "head_dim global_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim "
-    "linear_value_head_dim mamba_d_head mamba_head_dim mamba_headdim index_head_dim o_lora_rank query_pre_attn_scalar",
+    "linear_value_head_dim mamba_d_head mamba_head_dim mamba_headdim index_head_dim o_lora_rank query_pre_attn_scalar "
+    "state_size ssm_state_size mamba_d_state adapter_rank",
     _STATE_HEADS: "mamba_n_heads mamba_num_heads n_mamba_heads",
-    _HEADS: "num_attention_heads n_head linear_num_value_heads",
-    2: "linear_num_key_heads index_n_heads o_groups",
-    1: "n_group topk_group n_groups mamba_n_groups mamba_ngroups",
+    _HEADS: "num_attention_heads n_head linear_num_value_heads num_experts num_local_experts n_routed_experts "
+    "mamba_dt_rank time_step_rank",
+    2: "linear_num_key_heads index_n_heads o_groups num_experts_per_tok experts_per_token top_k_experts depth",
+    1: "n_group topk_group n_groups mamba_n_groups mamba_ngroups n_shared_experts",
 }
-_COUNTS: dict[int, str] = {
-    _HEAD: "state_size ssm_state_size mamba_d_state adapter_rank",
-    _HEADS: "num_experts num_local_experts n_routed_experts mamba_dt_rank time_step_rank",
-    2: "num_experts_per_tok experts_per_token top_k_experts depth",
-    1: "n_shared_experts",
-}
-_SET, _AT_MOST = ({key: n for n, keys in sizes.items() for key in keys.split()} for sizes in (_WIDTHS, _COUNTS))
-"""Sizes of the shrunk model, which must suit each other, and the largest of those that need not."""
+_SIZE_OF = {key: size for size, keys in _SIZES.items() for key in keys.split()}
+"""Sizes of the shrunk model, which must suit each other."""
 _MARKS = re.compile(r"<\|[^<>|\s'\"{}]+\|>|<(?:start|end)_of_[a-z]+>")
 """Marks that are surely control tokens; others, such as `<think>` and `[INST]`, are plain text in some models."""
 _TURNS = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
@@ -59,11 +51,11 @@ _BY_LAYER = ("_indices", "_indexes", "_ids", "_idx")
 """Endings of names of lists that hold numbers of layers."""
 
 
-def shrink(source: Source, folder: Path, *, trust_remote_code: bool, seed: int = 0) -> str:
-    """Write the shrunk model of `source` into `folder`, as `--model` reads it, and return what it is, in words.
+def shrink(source: Source, folder: Path, config: TrainConfig) -> tuple[str, list[Finding]]:
+    """Write the shrunk model of `source` into `folder`, as `--model` reads it, and return what it is, in words, and
+    what a new adapter does not reach.
 
-    Tokenizer, chat template and generation_config.json are the real ones, file by file. If the source is an adapter, an
-    adapter of the same kind is written beside, into `folder`/adapter, with the shrunk model as its base.
+    Tokenizer, chat template and generation_config.json are the real ones, file by file.
 
     Raises:
         UserError: the configuration cannot be read, or no small model can be made of it.
@@ -71,24 +63,22 @@ def shrink(source: Source, folder: Path, *, trust_remote_code: bool, seed: int =
     import torch
     from transformers import AutoConfig
 
+    trusted = config.trust_remote_code
     with errors_explained(source.weights):
-        real = AutoConfig.from_pretrained(source.weights, trust_remote_code=trust_remote_code)
-        small, count, layers = _smallest(real, source.weights, trust_remote_code)
+        real = AutoConfig.from_pretrained(source.weights, trust_remote_code=trusted)
+        small, count, layers = _smallest(real, source.weights, trusted)
         kind, dtype = class_of(small, images=True), stored_dtype(real)
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            model = kind.from_config(small, dtype=dtype, trust_remote_code=trust_remote_code)
+            torch.default_generator.manual_seed(0)
+            model = kind.from_config(small, dtype=dtype, trust_remote_code=trusted)
         model.save_pretrained(folder)
-        beside = folder / "adapter" if source.adapter else folder
-        for path, target in (_files_of(source.weights), folder), (_files_of(source.tokenizer), beside):
+        for path in _files_of(source.weights), _files_of(source.tokenizer):
             for file in shipped_files(path)[0]:
                 if file.suffix != ".safetensors" and ".index." not in file.name and file.name not in _NOT_COPIED:
-                    (target / file).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(path / file, target / file)
-    if source.adapter:
-        _adapter(model, source.adapter, folder)
-    wide = getattr(small.get_text_config(decoder=True), "hidden_size", _WIDTH)
-    return f"{real.model_type}, {count} of {layers} layers (every kind of them), {wide} wide"
+                    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path / file, folder / file)
+    words = f"{real.model_type}, {count} of {layers} layers (every kind of them)"
+    return words, [*_unreached(model, config)]
 
 
 def _files_of(name: str) -> Path:
@@ -156,10 +146,8 @@ def _values(content: Mapping[str, Any], layers: int, count: int, inside: str) ->
             yield key, _STATE_HEADS if "expand" in content else min(value, _HEADS)
         elif key in _LAYERS and isinstance(value, int):
             yield key, count if value == layers else min(value, 2)
-        elif key in _SET and value and type(value) in (int, float):
-            yield key, _SET[key]
-        elif key in _AT_MOST and type(value) is int:
-            yield key, min(value, _AT_MOST[key])
+        elif key in _SIZE_OF and value and type(value) in (int, float):
+            yield key, _SIZE_OF[key]
         elif _is_by_layer(key, value) and len(value) == layers and not inside.startswith("vision"):
             yield key, value[:count]
         elif isinstance(value, list) and key.endswith(_BY_LAYER):
@@ -190,17 +178,6 @@ def _rope(value: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any
     return narrow
 
 
-def _adapter(model: Any, adapter: str, folder: Path) -> None:
-    """Write an adapter of the same kind, of the shrunk model, with random values."""
-    from peft import PeftConfig, get_peft_model
-
-    config = PeftConfig.from_pretrained(adapter)
-    config.inference_mode = False
-    adapted = get_peft_model(model, config)
-    config.base_model_name_or_path = str(folder)  # peft has just put the real one's there
-    adapted.save_pretrained(folder / "adapter")
-
-
 def file_findings(source: Source, config: TrainConfig) -> Iterator[Finding]:
     """What is wrong with the files beside the weights: marks of the chat template that are no tokens."""
     from transformers import AutoTokenizer
@@ -220,38 +197,12 @@ def file_findings(source: Source, config: TrainConfig) -> Iterator[Finding]:
         yield warns(f"{what} is read as {pieces} pieces of text", fix)
 
 
-def trained(assembly: Assembly, encodings: Sequence[StoredEncoding], steps: int) -> tuple[str, list[Finding]]:
-    """Load the shrunk model as the run will; return which weights learn and which do not, and what is wrong with it.
-
-    Raises:
-        UserError: the settings do not fit the model.
-    """
-    lines: list[str] = []
-    config = assembly.config
-    model = assembly.load_model(*encodings, total_steps=steps, log=lines.append)
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    frozen = sum(not parameter.requires_grad for parameter in model.parameters())
-    notes = [line for line in lines if line.startswith(("the adapter leaves out", "not trained,", "generation_config"))]
-    findings: list[Finding] = []
-    if config.adapter != "none" and assembly.source.adapter is None:
-        without_adapter = dataclasses.replace(config, adapter="none")
-        plain = Assembly(assembly.accelerator, assembly.task, without_adapter, assembly.source).load_model(*encodings)
-        findings = [*_unreached(names, plain, config)]
-    within = (part if "." in (part := in_block(name)) else name for name in names)
-    short = (re.sub(r"\.lora_\w+\.default(\.weight)?$|^base_model\.model\.", "", name) for name in within)
-    return "; ".join([f"{', '.join(dict.fromkeys(short))}; {frozen} others are frozen", *notes]), findings
-
-
-def _unreached(names: Sequence[str], plain: Any, config: TrainConfig) -> Iterator[Finding]:
-    """Weights of the model, `plain` without its adapter, that the adapter of these parameters does not reach."""
-    passed_by = set(unfit(plain).get(USED_ALONE, ()))
-    adapted = [name.split(".lora_A")[0].removeprefix("base_model.model.") for name in names if "lora_A" in name]
-    if idle := [name for name in adapted if name in passed_by]:
-        what = f"the adapter of {', '.join(alike(idle))} is passed by: the model reads these weights itself"
-        yield fails(what, "leave them out of --lora-target-modules: on GPUs they would get no gradient")
-    experts = [name for name, weights in plain.named_parameters() if weights.ndim == 3 and "expert" in name]
+def _unreached(model: Any, config: TrainConfig) -> Iterator[Finding]:
+    """Experts that an adapter on layers of their names does not reach, since they are tensors, not layers."""
+    experts = [name for name, weights in model.named_parameters() if weights.ndim == 3 and "expert" in name]
     modules, parameters = (names_of(value) for value in (config.lora_target_modules, config.lora_target_parameters))
-    if missed := [n for n in experts if n.rsplit(".", 1)[-1] in modules and not any(map(n.endswith, parameters))]:
+    missed = [n for n in experts if n.rsplit(".", 1)[-1] in modules and not any(map(n.endswith, parameters))]
+    if missed and config.adapter != "none":
         what = f"--lora-target-modules does not reach {', '.join(alike(missed))}, which are no layers"
         inside = ",".join(dict.fromkeys(name.split(".", 3)[-1] for name in missed))
         yield warns(what, f"--lora-target-parameters {inside} adapts the experts")

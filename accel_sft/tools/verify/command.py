@@ -66,20 +66,15 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
     findings = [_shown(finding, as_json) for finding in examine(recorded)]
     possible = parts.candidates(recorded, from_start=from_start)
     drawn = parts.chosen(possible, segments, seed)
-    end = recorded.trained[-1]["step"] if recorded.complete and recorded.trained else None
-    if segments and end in recorded.saved and recorded.machines == 1:
-        drawn.append(parts.Segment(end, end))  # what the last checkpoint is exported as
-    levels = {}
+    again = []
     for segment in drawn:
         with contextlib.nullcontext() if as_json else waiting(f"running {segment} again"):
             finding = parts.run_again(recorded, segment, tolerance)
         findings.append(_shown(finding, as_json))
-        levels[segment] = finding.level
-    again = [segment for segment, level in levels.items() if segment.steps and level != "open"]
-    failed = [*levels.values()].count("open")
+        if finding.level != "open":
+            again.append(segment)
+    failed = len(drawn) - len(again)
     notes = parts.conclusions(recorded, possible, again)
-    if any(finding.what.startswith(parts.WITHIN) for finding in findings):
-        notes.append("where bits may differ, that is a change by which a loss differs by more than --tolerance")
     same = worst(findings, LEVELS) != "differs"
     if as_json:
         report = {
@@ -88,7 +83,6 @@ def verify(run: Path, segments: int, seed: int | None, from_start: bool, toleran
             "seed": seed,
             "findings": [finding.as_dict() for finding in findings],
             "segments": [[segment.begin, segment.end] for segment in again],
-            "chance": parts.chance(possible, len(again)),
             "notes": notes,
         }
         click.echo(json.dumps(report, indent=2, ensure_ascii=False))

@@ -92,6 +92,10 @@ class Recorded:
         """The lines of steps, without those of evaluations."""
         return [line for line in self.lines if "loss" in line]
 
+    @property
+    def last_step(self) -> int:
+        return max((line["step"] for line in self.trained), default=0)
+
 
 _UNREADABLE = (UserError, LookupError, TypeError, ValueError, AttributeError, AssertionError, OSError, yaml.YAMLError)
 """What files raise that no run has written so."""
@@ -161,10 +165,8 @@ def _makers(run: Recorded) -> Iterator[Finding]:
     for other, (first, *more) in names.items():
         subject = f"{first} to {more[-1]}" if more else first
         what = f"written with other {' and '.join(other).replace('_', ' ')} than run.json records"
-        if {"versions", "package_code"} & {*other}:
-            yield undecided(subject, f"{what}: the run was resumed with other software since, or run.json was changed")
-        else:
-            yield differs(subject, what)
+        by_software = {"versions", "package_code"} & {*other}  # a resume may have other software
+        yield (undecided if by_software else differs)(subject, what)
 
 
 def _settings(run: Recorded) -> Iterator[Finding]:

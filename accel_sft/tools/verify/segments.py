@@ -8,7 +8,6 @@ import random
 import shutil
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,6 @@ _ALL = "1000000"
 """--keep-checkpoints of a segment: the one at its end stays, however far the run gets until it is killed."""
 _COMPUTED = {"loss", "grad_norm"}
 """Keys of a step's line that rounding changes; all others are a function of data and settings."""
-WITHIN = "losses are within"
-"""Begins what is found of a segment whose losses were compared, not its bits."""
 _REFUSED = "the run was started with"
 """In each line by which a resume refuses settings, data, code or weights that are not those of the record."""
 
@@ -52,7 +49,7 @@ class Segment:
         return self.end - self.begin
 
     def __str__(self) -> str:
-        return f"steps {self.begin + 1} to {self.end}" if self.steps else f"export after step {self.end}"
+        return f"steps {self.begin + 1} to {self.end}"
 
 
 def candidates(run: Recorded, *, from_start: bool) -> list[Segment]:
@@ -64,8 +61,8 @@ def candidates(run: Recorded, *, from_start: bool) -> list[Segment]:
     if run.machines > 1:
         return []
     ends = [*run.saved]
-    if run.complete and run.trained and (last := run.trained[-1]["step"]) > max(ends, default=0):
-        ends.append(last)
+    if run.complete and run.last_step > max(ends, default=0):
+        ends.append(run.last_step)
     segments = [Segment(*pair) for pair in itertools.pairwise(ends)]
     if ends and (from_start or ends[0] <= max((segment.steps for segment in segments), default=0)):
         segments.insert(0, Segment(0, ends[0]))
@@ -78,11 +75,6 @@ def chosen(possible: Sequence[Segment], count: int, seed: int) -> list[Segment]:
     return sorted(drawn, key=lambda segment: segment.begin)
 
 
-def chance(possible: Sequence[Segment], drawn: int) -> float:
-    """The chance that a segment that was changed is one of those drawn."""
-    return drawn / len(possible) if possible else 0.0
-
-
 def conclusions(run: Recorded, possible: Sequence[Segment], again: Sequence[Segment]) -> list[str]:
     """What the segments that were run `again` decide, and which steps nothing decides."""
     if run.machines > 1:
@@ -90,19 +82,11 @@ def conclusions(run: Recorded, possible: Sequence[Segment], again: Sequence[Segm
     if not possible:
         more = "; --from-start runs the steps up to the first one" if run.saved else ""
         return [f"no segment can be run again: no two checkpoints are kept{more}"]
-    total = run.trained[-1]["step"] if run.trained else 0
     covered = sum(segment.steps for segment in again)
-    lines = []
-    if again:
-        lines.append(
-            f"{len(again)} of {len(possible)} segments were run again ({covered:,} of {total:,} steps): a changed "
-            f"segment would have been found with a probability of {chance(possible, len(again)):.0%}"
-        )
+    lines = [f"{len(again)} of {len(possible)} segments were run again ({covered:,} of {run.last_step:,} steps)"]
     if first := possible[0].begin:
         more = "--from-start runs them again too; --keep-checkpoints every:N keeps more of them"
         lines.append(f"steps 1 to {first} are before the first checkpoint that is kept: {more}")
-    if possible[-1].end < total:
-        lines.append(f"steps {possible[-1].end + 1} to {total} are after the last checkpoint")
     return lines
 
 
@@ -142,7 +126,7 @@ def run_again(run: Recorded, segment: Segment, tolerance: float) -> Finding:
         log = Path(folder) / "log"
         variables = {**_OFFLINE, **run.record["relaunch"]["environment"]}
         variables["OMP_NUM_THREADS"] = str(run.record["launch"].get("threads_per_process", 1))
-        ends = run.complete and segment.end == run.trained[-1]["step"]
+        ends = run.complete and segment.end == run.last_step
         command = [*_launcher(run, Path(folder)), "-m", "accel_sft", "--config", str(run.run_dir.settings)]
         command += ["--output-dir", str(again.path), "--resume", "auto", "--tracker", "none"]
         command += ["--keep-checkpoints", _ALL, "--save-every", str(segment.end)]
@@ -203,11 +187,10 @@ def _compared(run: Recorded, segment: Segment, again: RunDir, tolerance: float) 
     wrong = [*_weights(run, segment, again)]
     lines, off = _lines(run, segment, again)
     if not (wrong or lines):
-        what = "weights, optimizer states and log lines" if segment.steps else "exported weights"
-        return holds(str(segment), f"{what} are the same to the bit")
-    reasons = not_to_the_bit(run, segment, again) if segment.steps else []  # an export only copies
+        return holds(str(segment), "weights, optimizer states and log lines are the same to the bit")
+    reasons = not_to_the_bit(run, segment, again)
     if reasons and off <= tolerance:
-        within = f"{WITHIN} {tolerance:g} of those recorded (largest difference {off:.1e})"
+        within = f"losses are within {tolerance:g} of those recorded (largest difference {off:.1e})"
         return holds(str(segment), f"{within}; bits may differ: {', '.join(reasons)}")
     if reasons:
         lines.append(f"losses are off by up to {off:.1e}, more than --tolerance {tolerance:g}")
@@ -217,10 +200,10 @@ def _compared(run: Recorded, segment: Segment, again: RunDir, tolerance: float) 
 def _weights(run: Recorded, segment: Segment, again: RunDir) -> Iterator[str]:
     """Say which weights and optimizer states differ from those of the run."""
     step = segment.end
-    if step in run.saved and segment.steps:
+    if step in run.saved:
         then, now = (manifest.entries(run_dir.checkpoint(step)) for run_dir in (run.run_dir, again))
-        if then != now:
-            yield f"{_tensors(run.run_dir.checkpoint(step), again.checkpoint(step))} in the checkpoint of step {step}"
+        if names := sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name)):
+            yield f"the checkpoint of step {step} has other weights or optimizer states ({', '.join(names)})"
     best = mapping(mapping(_result(run.run_dir)).get("best")).get("step")
     for name in ("final", "final_plain", "best"):
         old, new = getattr(run.run_dir, name), getattr(again, name)
@@ -232,29 +215,6 @@ def _weights(run: Recorded, segment: Segment, again: RunDir) -> Iterator[str]:
 
 def _result(run_dir: RunDir) -> dict[str, Any]:
     return mapping(json.loads(read_text(run_dir.result)))
-
-
-def _tensors(folder: Path, again: Path) -> str:
-    """Count the tensors of two checkpoints that differ, by kind, and say by how much."""
-    from safetensors import safe_open
-
-    kinds: Counter[str] = Counter()
-    most = 0.0
-    tensors = []
-    for checkpoint in (folder, again):
-        files = [safe_open(path, framework="pt") for path in manifest.paths(checkpoint)]
-        tensors.append({key: file for file in files for key in file.keys()})  # noqa: SIM118, not a mapping
-    for key in tensors[0].keys() | tensors[1].keys():
-        old, new = (files[key].get_tensor(key) if key in files else None for files in tensors)
-        if old is None or new is None or old.shape != new.shape:
-            most = math.inf
-        elif old.equal(new):
-            continue
-        else:
-            most = max(most, (old.double() - new.double()).abs().max().item())
-        kinds[key.partition(":")[0]] += 1
-    counts = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()))
-    return f"tensors differ ({counts}; by up to {most:.1e})"
 
 
 def _lines(run: Recorded, segment: Segment, again: RunDir) -> tuple[list[str], float]:
