@@ -70,8 +70,7 @@ class Prediction:
         """What the run took, for result.json; all ranks call it together.
 
         There are the largest peaks, each phase's peaks, and these beside the closed form's prediction for the largest
-        forward that was made (`forward`: its tokens, supervised tokens, rows and pixels). Trackers show the comparison,
-        too.
+        forward that was made (`forward`: its tokens, supervised tokens, rows and pixels).
         """
         peaks = largest(tracker.peaks.largest())
         by_phase = {phase: largest(own) for phase, own in tracker.peaks.by_phase.items()}
@@ -89,7 +88,6 @@ class Prediction:
                 in_cache=train_step.batching.attention == "cache",
             )
             memory = _beside(estimate(job), by_phase)
-        tracker.memory(memory)
         forward = [tokens, supervised_tokens, rows, train_step.most_pixels]
         return {**peaks, "memory_by_phase": by_phase, "memory": memory, "forward": forward}
 

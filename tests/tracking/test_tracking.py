@@ -203,12 +203,6 @@ def test_an_evaluation_is_recorded_with_every_answer(tracked, capsys):
     written = (tracker.run_dir.path / "samples" / "step-000007.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in written] == SAMPLES
     assert capsys.readouterr().out == "step 7:  accuracy 0.5  eval_loss 0.25\n"
-
-
-def test_answers_stand_in_tensorboard_as_they_are(tracked):
-    tracker = tracked()
-    tracker.evaluation(7, {"eval_loss": 0.25, "accuracy": 0.5}, SAMPLES)
-    tracker.close()
     from tensorboard.plugin_util import markdown_to_safe_html
 
     page = markdown_to_safe_html(text(tracker, "eval/samples"))
@@ -382,9 +376,6 @@ def test_start_up_phases_are_kept_in_order_and_shown(tracked):
     if not torch.cuda.is_available():
         assert phases[0]["device_peak_gib"] is None
     json.dumps(phases, allow_nan=False)
-    tracker.close()
-    assert not events(tracker).Tags()["scalars"]  # cards of one point before all curves
-    assert "| imports | 0 |" in text(tracker, "startup")
 
 
 def test_the_profiler_traces_steps_three_to_five(tracked, capsys):
@@ -408,7 +399,7 @@ def test_the_profiler_traces_steps_three_to_five(tracked, capsys):
 
 
 def test_the_machine_is_sampled_at_most_once_in_an_interval():
-    sampler = SystemSampler(torch.device("cpu"), seconds_between=limit(0.2))
+    sampler = SystemSampler(torch.device("cpu"), print, seconds_between=limit(0.2))
     first = sampler.sample()
     assert sampler.sample() is first
     time.sleep(limit(0.25))
@@ -422,8 +413,9 @@ def test_the_machine_is_sampled_at_most_once_in_an_interval():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine whose GPU cannot be read")
 def test_a_gpu_that_cannot_be_read_costs_only_its_curves():
-    sampler = SystemSampler(torch.device("cuda", 0))
-    assert "no GPU curves" in sampler.problem
+    printed = []
+    sampler = SystemSampler(torch.device("cuda", 0), printed.append)
+    assert "no GPU curves" in printed[0]
     assert math.isnan(sampler.sample().gpu_percent)
 
 
@@ -497,7 +489,7 @@ def test_elsewhere_than_on_a_terminal_there_are_plain_lines(tracked, capsys, mon
     tracker.close()
     out = capsys.readouterr().out
     assert [line.split("  ")[0] for line in out.splitlines()] == ["step 10/25", "step 20/25", "step 25/25"]
-    assert "lr 1.00e-03  2,000 tokens/s" in out
+    assert "2,000 tokens/s  lr 1.00e-03" in out
     assert not CONTROL.search(out)
 
 
@@ -524,13 +516,7 @@ def rows(terminal):
 
 
 @pytest.mark.parametrize(
-    ("total", "metrics"),
-    [
-        (200, {"accuracy": 0.95}),
-        (1_000_000, {"surface_micro_f1_unseen": 0.123456}),
-        (10**12, {"中文的指标名称" * 5: 1e-9}),
-        (10**40, {"m" * 90: 1.0}),
-    ],
+    ("total", "metrics"), [(200, {"accuracy": 0.95}), (10**12, {"中文的指标名称" * 5: 1e-9}), (10**40, {"m" * 90: 1.0})]
 )
 def test_the_bar_fits_eighty_columns(terminal, total, metrics):
     line = ProgressBar(total, file=terminal)
@@ -541,19 +527,19 @@ def test_the_bar_fits_eighty_columns(terminal, total, metrics):
     drawn = rows(terminal)
     assert max(map(cell_len, drawn)) <= 80
     assert drawn[-1].startswith(f"{total // 2}/{total}"[:79])
-    assert ("ETA" in drawn[-1]) == (total < 10**40)  # the last detail to go
+    assert ("ETA" in drawn[-1]) == (total < 10**40)
 
 
 def test_the_bar_shows_loss_metric_and_time_to_go(terminal):
     line = ProgressBar(200, file=terminal)
     line.step(record(1, tokens_per_second=2000.0))
     line.evaluated({"accuracy": 0.95})
-    assert re.match(r"1/200 ━+ loss 1\.333  eval accuracy 0\.950  now 2,000 tok/s  ETA -:--:--", rows(terminal)[-1])
+    assert re.match(r"1/200 ━+ ETA -:--:--  loss 1\.333  eval accuracy 0\.950  2,000 tokens/s", rows(terminal)[-1])
     line.log("a line above")
-    line.step(record(200, tokens_per_second=2000.0, tokens_per_second_per_device=500.0, mfu=0.4213))
+    line.step(record(200, loss=2.0, tokens_per_second=2000.0, tokens_per_second_per_device=500.0, mfu=0.4213))
     line.close()
     drawn = rows(terminal)
-    assert re.match(r"200/200 ━+ loss 200\.333  eval accuracy 0\.950  now 2,000 tok/s  MFU 42\.1%$", drawn[-1])
+    assert re.match(r"200/200 ━+ loss 2\.000  eval accuracy 0\.950  2,000 tokens/s  500 each", drawn[-1])
     assert "a line above" in drawn
 
 
@@ -572,14 +558,12 @@ def test_two_ranks_share_one_record(tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = """
-import os, sys, time, torch
+import os, sys, torch
 from pathlib import Path
 from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.io.run_dir import RunDir
-from accel_sft.tracking.time_spent import BATCHES, COMMUNICATION, FORWARD, span
 from accel_sft.tracking.tracker import Tracker
-from accel_sft.tracking.services import Trackers
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True)
 with Tracker(accelerator, RunDir(Path(sys.argv[1])), TrainConfig(profile=True), total_steps=1) as tracker:
@@ -593,13 +577,6 @@ with Tracker(accelerator, RunDir(Path(sys.argv[1])), TrainConfig(profile=True), 
     tracker.log("said once")
     with tracker.profiler() as profiler:
         for _ in range(6):
-            with span(BATCHES):
-                rows = torch.ones(8, 8)
-            with span(FORWARD):
-                rows @ rows
-            time.sleep(0.1 * accelerator.process_index)
-            with span(COMMUNICATION):
-                accelerator.gather(rows)
             profiler.step()
 os._exit(0)  # as accel_sft leaves its ranks
 """

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import signal
-import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,11 +16,9 @@ from accel_sft.launch.deepspeed_ops import operators as operators_of
 from accel_sft.launch.info import Launch
 from accel_sft.tools.doctor.machine import LIBRARIES, Finding, Machine, ask, ok, problem, script, warning
 
-COMPILER_SECONDS = 30.0
-"""Time limit for a compiler to print its version."""
 EXCHANGE_SECONDS = {"gloo": 30, "nccl": 120}
-"""Time limit for joining the process group and adding up, once a rank has imported torch. NCCL first searches the
-machine's links and network cards, and loads its kernels: tens of seconds on a busy machine with eight GPUs."""
+"""Time limit for adding up, once a rank has imported torch. NCCL first searches the machine's links and loads its
+kernels: tens of seconds on a busy machine with eight GPUs."""
 RANKS_SECONDS = 420.0
 """Time limit for everything that ranks do, including the import of torch."""
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node")
@@ -34,22 +29,6 @@ _RANK_FIXES = {
     "GLOO_SOCKET_IFNAME=lo for one machine",
     "nccl": "NCCL_DEBUG=INFO shows where it stops; where GPUs cannot reach each other directly: NCCL_P2P_DISABLE=1",
 }
-
-
-def compiler(machine: Machine) -> Iterator[Finding]:
-    """Report which tools for compiling are here: C++ and ninja for operators, which `operators` reports; on GPUs C for
-    `--compile`."""
-    named = {"C++ compiler": os.environ.get("CXX", "c++"), "ninja": "ninja", "C compiler": os.environ.get("CC", "gcc")}
-    words = []
-    for name, program in named.items():
-        if shutil.which(program):
-            lines = ask([program, "--version"], COMPILER_SECONDS).out.splitlines()
-            words.append(f"{name} {lines[0].strip()}" if lines and name == "ninja" else lines[0] if lines else program)
-        else:
-            words.append(f"no {name}")
-    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        words.append("no headers of Python")
-    yield ok(", ".join(words))
 
 
 def operators(machine: Machine) -> Iterator[Finding]:
@@ -118,11 +97,8 @@ def exchange(machine: Machine) -> Iterator[Finding]:
 
 
 def exchange_failure(backend: str, ranks: int, seconds: int) -> str:
-    """Start ranks on this machine by torchrun, let them add up numbers once (an all-reduce), and return why they
-    failed; "" if they did not.
-
-    A rank that ends breaks its peers' connections: what they report then is not the reason.
-    """
+    """Why ranks of torchrun on this machine did not add up numbers (an all-reduce); "" if they did. A rank that ends
+    breaks its peers' connections: what they report then is not the reason."""
     answer = ask(script("rank", backend, str(seconds), launcher=(*_TORCHRUN, str(ranks))), RANKS_SECONDS)
     if answer.status == 0:
         return ""

@@ -17,13 +17,9 @@ _LONGEST = 300
 """Maximum number of characters of a setting's value."""
 _ABSENT = "(not recorded)"
 _TRIVIAL = {"config": {"output_dir", "resume", "dry_run"}, "launch": {"deepspeed_config", "yaml"}}
-"""Settings left out, since every run has another value or the page shows it elsewhere.
-
-The folder is the run's name, and the effects of the launch file are in `launch`.
-"""
+"""Settings left out, since every run has another value or the page shows it elsewhere."""
 _SECTIONS = {"config": "setting", "task_options": "task's setting", "launch": "launch", "data": "data"}
 _PLACES = {"device": "peak_device_memory_gib", "host": "peak_host_memory_gib"}
-_STARTUP = ("process_memory_gib", "device_allocated_gib", "device_peak_gib", "device_reserved_gib")
 
 
 def run_row(run: Run) -> dict[str, Any]:
@@ -58,11 +54,8 @@ def _launch(launch: dict[str, Any]) -> str:
 
 
 def scores(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the first and the last evaluation of each run that has evaluations.
-
-    Returns:
-        `columns`, the names of those runs; `rows`, each a label and a (base, tuned, change) for each column.
-    """
+    """The first and the last evaluation of each run that has evaluations: `columns`, the names of those runs; `rows`,
+    each a label and a (base, tuned, change) for each column."""
     by_run: dict[str, dict[str, tuple[str, str, str]]] = {}
     for run in runs:
         before, after = run.section("before"), run.section("after")
@@ -115,7 +108,7 @@ def predicted_memory(runs: Sequence[Run]) -> list[tuple[str, str, str, float | N
         measured = run.section("memory_by_phase")
         for place, key in _PLACES.items():
             predicted = run.section("memory", place)
-            for phase in sorted({*predicted, *measured}, key=_in_order):
+            for phase in [phase for phase in PHASES if phase in {*predicted, *measured}]:
                 pair = mapping(predicted.get(phase))
                 total = pair.get("predicted_gib")
                 peak = pair.get("measured_gib", mapping(measured.get(phase)).get(key))
@@ -125,32 +118,10 @@ def predicted_memory(runs: Sequence[Run]) -> list[tuple[str, str, str, float | N
     return rows
 
 
-def _in_order(phase: str) -> tuple[int, str]:
-    return (PHASES.index(phase) if phase in PHASES else len(PHASES), phase)
-
-
-def startup_memory(runs: Sequence[Run]) -> list[tuple[str, str, list[float | None]]]:
-    """Memory at the end of each start-up phase: run, phase, and GiB of the rank with most, by `_STARTUP`."""
-    rows = []
-    for run in runs:
-        phases: dict[str, dict[str, float]] = {}
-        lines = run.result.get("phases")
-        for line in map(mapping, lines if isinstance(lines, list) else ()):
-            largest = phases.setdefault(str(line.get("phase")), {})
-            for key in _STARTUP:
-                if is_number(line.get(key)):
-                    largest[key] = max(line[key], largest.get(key, line[key]))
-        rows += [(run.name, phase, [largest.get(key) for key in _STARTUP]) for phase, largest in phases.items()]
-    return rows
-
-
 def settings(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return options and chosen batching of each run that has a run.json; a comparison's setting shows its first run.
-
-    Returns:
-        `columns`, the names of the runs; `differing`, rows of (kind, name, a value for each column); `common`, rows of
-        (kind, name, the value that all share).
-    """
+    """Options and chosen batching of each run that has a run.json, of a comparison's setting those of its first run:
+    `columns`, the names of the runs; `differing`, rows of (kind, name, a value for each column); `common`, rows of
+    (kind, name, the value that all share)."""
     columns: dict[str, Run] = {}
     for run in runs:
         if run.record:
