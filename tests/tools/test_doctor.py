@@ -426,8 +426,7 @@ def test_unloadable_operator_is_a_problem_where_it_is_needed():
     ill = machine(operators={**machine().torch.operators, "cpu_adam": state(failure="ImportError: undefined symbol")})
     (finding,) = [finding for finding in launches.operators(ill) if finding.level == "problem"]
     assert finding.fix == "rm -r /ext/cpu_adam, then accel-sft doctor --build"
-    users = "z2_offload, z3_nvme, z3_offload, z3_twin_flow"
-    assert finding.what.startswith(f"cpu_adam (for {users}) is compiled, and cannot be loaded")
+    assert finding.what.startswith("cpu_adam is compiled, and cannot be loaded")
     assert working(ill) & {"z2", "z2_offload", "z3_offload"} == {"z2"}
 
 
@@ -454,7 +453,7 @@ def test_old_compiler_stops_offload_alone(programs, monkeypatch):
 
 def test_locks_of_compilations_are_told():
     waiting = machine(operators={"cpu_adam": state(locks=[["another process compiles cpu_adam", "wait"]])})
-    assert levels(launches._operator(waiting, "cpu_adam", ["z2_offload"])) == ["warning", "ok"]
+    assert levels(launches.operators(waiting)) == ["warning", "ok"]
 
 
 @pytest.mark.parametrize("breaks", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -468,7 +467,7 @@ def test_operator_is_compiled_as_by_a_launch_or_explained(tmp_path, programs, mo
     library.parent.mkdir()
     building = machine(operators={"cpu_adam": state(library=str(library), compiled=False)})
     building.build = True
-    (finding,) = launches._operator(building, "cpu_adam", ["z2_offload"])
+    (finding,) = launches.operators(building)
     assert (finding.level, library.is_file()) == (("problem", False) if breaks else ("ok", True))
     if breaks:
         assert "could not be compiled: cpu_adam.cpp:1:2: error: no luck" in finding.what
@@ -501,15 +500,6 @@ def test_ranks_that_do_not_add_up_are_reported_in_time(tmp_path, monkeypatch, ra
     assert re.fullmatch(why.format(seconds), exchange_failure("gloo", 2, seconds))
     left = [process for process in psutil.Process().children(recursive=True) if "rank" in process.cmdline()]
     assert not left
-
-
-def test_nccl_has_longer_than_gloo(monkeypatch):
-    limits = {}
-    monkeypatch.setattr(
-        launches, "exchange_failure", lambda backend, ranks, seconds: limits.setdefault(backend, seconds) and ""
-    )
-    assert levels(launches.exchange(machine(**GPUS))) == ["ok", "ok"]
-    assert limits == {"gloo": 30, "nccl": 120}
 
 
 def test_unusable_network_is_a_problem_and_leaves_one_process(monkeypatch):

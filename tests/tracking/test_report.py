@@ -81,13 +81,8 @@ def test_metrics_come_first_then_loss_then_costs():
         ("time for all answers (s)", "19.7", "29.55", ""),  # of a moment of the process, not of a model
         ("generated tokens/s", "20.3", "12.1", ""),
     ]
-
-
-def test_what_one_side_lacks_is_an_empty_cell():
-    rows = comparison_rows(
-        {"generate_seconds": 0.0, "note": "text"}, {"accuracy": 0.5, "generate_seconds": 2.0, "loss": None}
-    )
-    assert rows == [("accuracy", "", "0.5", ""), ("time for all answers (s)", "0", "2", "")]
+    one_side = comparison_rows({"generate_seconds": 0.0, "note": "text"}, {"accuracy": 0.5, "loss": None})
+    assert one_side == [("accuracy", "", "0.5", ""), ("time for all answers (s)", "0", "", "")]
 
 
 def test_the_page_has_training_comparison_memory_and_answers(tmp_path):
@@ -132,7 +127,7 @@ def test_the_terminal_report_fits_eighty_columns():
     many = {"surface_micro_f1_on_entities_never_seen_in_training_at_all_of_any_type": 0.123456}
     text = printed({"before": {**BEFORE, **many}, "after": {**AFTER, **many}}, before, after)
     assert not re.search(r"\x1b|x1b", text)  # a control character has one cell
-    assert "answers (5 of 30)" in text
+    assert text.index("answers (5 of 30)") < text.index("base and tuned")
     assert re.search(r"^ *accuracy +0 +1 +\+1 *$", text, re.M)
     assert "..." in text  # a long answer is cut
 
@@ -233,15 +228,6 @@ def test_an_evaluation_without_a_base_has_one_side():
     assert "base" not in text
     assert "change" not in text
     assert re.search(r"^ *accuracy +1 *$", text, re.M)
-
-
-def test_a_run_prints_five_answers_and_then_the_scores():
-    samples = [sample(index, "1 + 2", accuracy=1.0) for index in range(30)]
-    text = printed({"before": BEFORE, "after": AFTER}, samples, samples)
-    answers, scores = text.split("base and tuned")
-    assert "answers (5 of 30)" in answers
-    assert re.findall(r"^ *(\d+)=", answers, re.M) == ["0", "1", "2", "3", "4"]
-    assert "accuracy" in scores
 
 
 @pytest.mark.parametrize(

@@ -83,20 +83,16 @@ def text(tracker, tag):
     return events(tracker).Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
 
 
-def test_every_step_is_one_unrounded_line(tracked):
+def test_every_step_is_one_unrounded_line_of_valid_json(tracked):
     tracker = tracked()
-    for step in (1, 2, 3):
-        tracker.step(record(step))
-    assert [line["loss"] for line in lines(tracker)] == [1 / 3 + 1, 1 / 3 + 2, 1 / 3 + 3]
-    assert lines(tracker)[0]["tokens_per_second"] == 200 / 0.1
-
-
-def test_a_loss_that_is_not_a_number_leaves_valid_json(tracked):
-    tracker = tracked()
-    tracker.step(record(1, loss=math.nan, grad_norm=math.inf))
-    tracker.step(record(2, grad_norm=None))
+    tracker.step(record(1))
+    tracker.step(record(2, loss=math.nan, grad_norm=math.inf))
+    tracker.step(record(3, grad_norm=None))
     assert "NaN" not in (tracker.run_dir.path / "metrics.jsonl").read_text()
-    assert [(line["loss"], line["grad_norm"]) for line in lines(tracker)] == [(None, None), (1 / 3 + 2, None)]
+    assert [(line["loss"], line["grad_norm"]) for line in lines(tracker)] == [
+        (1 / 3 + 1, 0.5), (None, None), (1 / 3 + 3, None)
+    ]  # fmt: skip
+    assert lines(tracker)[0]["tokens_per_second"] == 200 / 0.1
 
 
 def test_a_killed_run_leaves_only_whole_lines(tmp_path):
@@ -307,6 +303,8 @@ def test_unknown_or_missing_tracker_is_named_with_a_fix(tracked):
 
 def test_no_tracker_leaves_metrics_alone(tracked):
     tracker = tracked(tracker="none")
+    with tracker.profiler() as profiler:  # without --profile nothing is traced
+        profiler.step()
     tracker.step(record(1))
     tracker.evaluation(1, {"eval_loss": 1.0}, SAMPLES)
     assert sorted(path.name for path in tracker.run_dir.path.iterdir()) == ["metrics.jsonl", "samples"]
@@ -371,7 +369,7 @@ def test_start_up_phases_are_kept_in_order_and_shown(tracked):
     tracker.phase("model")
     phases = tracker.phases()
     assert [(row["phase"], row["rank"]) for row in phases] == [("imports", 0), ("model", 0)]
-    assert 0 < phases[0]["process_memory_gib"] < 100
+    assert 0 < phases[0]["process_memory_gib"] <= tracker.peaks.largest()["peak_host_memory_gib"] + 0.01
     assert 0 < phases[0]["seconds"] <= phases[1]["seconds"]
     if not torch.cuda.is_available():
         assert phases[0]["device_peak_gib"] is None
@@ -392,10 +390,6 @@ def test_the_profiler_traces_steps_three_to_five(tracked, capsys):
     assert {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"} < names
     assert "aten::dot" in names
     assert str(trace.parent) in capsys.readouterr().out
-    plain = tracked()
-    with plain.profiler() as profiler:
-        profiler.step()
-    assert [*(plain.run_dir.path / "profile").iterdir()] == [trace], "without --profile nothing is traced"
 
 
 def test_the_machine_is_sampled_at_most_once_in_an_interval():
@@ -471,14 +465,6 @@ def test_means_and_peaks_leave_out_the_first_sample():
     assert first["mean"] == {"cpu_percent": 150.0, "process_memory_gib": 1.5, "host_memory_gib": 7.0}
     assert first["peak"]["process_memory_gib"] == 2.0
     assert second["peak"]["gpu_memory_gib"] == 3.0
-
-
-def test_the_peak_is_this_process_own(tracked):
-    peak = tracked().peaks.largest()
-    now = host_memory_gib()["now"]
-    assert now <= peak["peak_host_memory_gib"] + 0.01
-    if not torch.cuda.is_available():
-        assert peak["peak_device_memory_gib"] is None
 
 
 def test_elsewhere_than_on_a_terminal_there_are_plain_lines(tracked, capsys, monkeypatch):

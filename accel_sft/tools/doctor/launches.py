@@ -32,33 +32,25 @@ _RANK_FIXES = {
 
 
 def operators(machine: Machine) -> Iterator[Finding]:
-    """Report the state of each operator that a launch file needs here; with `--build`, compile missing ones first."""
-    for name in OPERATORS:
-        # launch files are read by accelerate, and so by torch, which may end or hang this process
-        if name in machine.torch.operators and (users := machine.users(name)):
-            yield from _operator(machine, name, users)
-
-
-def _operator(machine: Machine, name: str, users: list[str]) -> Iterator[Finding]:
-    state = machine.torch.operators[name]
-    needed = f"{name} (for {', '.join(users)})"
-    if state["compiled"] or not machine.build:  # a build waits for another process's lock itself
-        yield from (warning(*lock) for lock in state["locks"])
-    obstacles = [*audit_compilers([name], machine.devices)]
-    if state["failure"]:
-        machine.unusable[name] = f"{name} cannot be loaded"
-        fix = f"rm -r {Path(state['library']).parent}, then accel-sft doctor --build"
-        yield problem(f"{needed} is compiled, and cannot be loaded: {state['failure']}", fix)
-    elif obstacles:  # a launch is refused even with a compiled operator, since another torch would compile it anew
-        for obstacle in obstacles:
-            yield warning(f"{needed}: {_lacking(obstacle)}", obstacle.fix)
-    elif state["compiled"]:
-        yield ok(f"{needed} is compiled")
-    elif not machine.build:
-        fix = "accel-sft doctor --build does it now, or else the first launch"
-        yield ok(f"{needed} is not compiled yet ({OPERATORS[name]})", fix)
-    else:
-        yield _build(machine, name, needed, Path(state["library"]))
+    """Report the state of each of DeepSpeed's operators; with `--build`, compile missing ones first."""
+    for name, state in machine.torch.operators.items():
+        if state["compiled"] or not machine.build:  # a build waits for another process's lock itself
+            yield from (warning(*lock) for lock in state["locks"])
+        obstacles = [*audit_compilers([name], machine.devices)]
+        if state["failure"]:
+            machine.unusable[name] = f"{name} cannot be loaded"
+            fix = f"rm -r {Path(state['library']).parent}, then accel-sft doctor --build"
+            yield problem(f"{name} is compiled, and cannot be loaded: {state['failure']}", fix)
+        elif obstacles:  # a launch is refused even with a compiled operator, since another torch would compile it anew
+            for obstacle in obstacles:
+                yield warning(f"{name}: {_lacking(obstacle)}", obstacle.fix)
+        elif state["compiled"]:
+            yield ok(f"{name} is compiled")
+        elif not machine.build:
+            fix = "accel-sft doctor --build does it now, or else the first launch"
+            yield ok(f"{name} is not compiled yet ({OPERATORS[name]})", fix)
+        else:
+            yield _build(machine, name, Path(state["library"]))
 
 
 def _lacking(obstacle: Finding) -> str:
@@ -66,18 +58,18 @@ def _lacking(obstacle: Finding) -> str:
     return obstacle.what.rpartition(" here, and ")[2]
 
 
-def _build(machine: Machine, name: str, needed: str, library: Path) -> Finding:
+def _build(machine: Machine, name: str, library: Path) -> Finding:
     machine.waits_for = f"DeepSpeed compiles {name}"
     answer = ask(script("build", name))
     if answer.status == 0:
         machine.torch.operators[name]["compiled"] = True
-        return ok(f"{needed} was compiled now")
+        return ok(f"{name} was compiled now")
     log = library.with_name("doctor.log")
     log.write_text(answer.out + answer.error, encoding="utf-8")
     errors = [line.strip() for line in (answer.out + answer.error).splitlines() if "error:" in line]
     machine.unusable[name] = f"{name} cannot be compiled"
     why = errors[0] if errors else answer.reason("it does not say why")
-    return problem(f"{needed} could not be compiled: {why}", f"fix what {log} says, then accel-sft doctor --build")
+    return problem(f"{name} could not be compiled: {why}", f"fix what {log} says, then accel-sft doctor --build")
 
 
 def exchange(machine: Machine) -> Iterator[Finding]:

@@ -19,7 +19,6 @@ import accel_sft
 from accel_sft.api.errors import UserError
 from accel_sft.io.findings import Finding, warning
 from accel_sft.io.terminal import waiting
-from accel_sft.launch.deepspeed_ops import operators
 from accel_sft.launch.info import Launch, launch_of_yaml
 from accel_sft.launch.parallelism import fitted, sized
 
@@ -72,15 +71,6 @@ class Machine:
         wanted = self.devices * own.machines
         differs = wanted > own.world_size or (own.machines > 1 and wanted < own.world_size)
         return sized(own, wanted) if self.devices and differs else ()
-
-    def users(self, operator: str) -> list[str]:
-        """The names, without suffix, of the launch files that need an operator."""
-        names = []
-        for file in self.launch_files:
-            with contextlib.suppress(UserError):  # the table of launch files reports such a file
-                if operator in operators(self.launch(file)):
-                    names.append(file.stem)
-        return names
 
     def findings(self, name: str, check: Callable[[Machine], Iterable[Finding]]) -> list[Finding]:
         """Make the check of this name; an exception becomes a finding, so that the report goes on."""

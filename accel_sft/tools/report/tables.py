@@ -6,7 +6,6 @@ from typing import Any
 
 from accel_sft.io.files import is_number, mapping
 from accel_sft.io.text import one_line, shown
-from accel_sft.memory.estimate import PHASES
 from accel_sft.results.resampled import read_measured
 from accel_sft.results.run_report import comparison_rows, sources_text
 from accel_sft.results.significance import Measured, against_best, span, verdict, words_for
@@ -19,7 +18,6 @@ _ABSENT = "(not recorded)"
 _TRIVIAL = {"config": {"output_dir", "resume", "dry_run"}, "launch": {"deepspeed_config", "yaml"}}
 """Settings left out, since every run has another value or the page shows it elsewhere."""
 _SECTIONS = {"config": "setting", "task_options": "task's setting", "launch": "launch", "data": "data"}
-_PLACES = {"device": "peak_device_memory_gib", "host": "peak_host_memory_gib"}
 
 
 def run_row(run: Run) -> dict[str, Any]:
@@ -40,7 +38,7 @@ def run_row(run: Run) -> dict[str, Any]:
         "step": run.last_step,
         "total_steps": run.record.get("total_steps"),
         **{key: run.result.get(key, value) for key, value in so_far.items()},
-        **{key: run.result.get(key) for key in _PLACES.values()},
+        **{key: run.result.get(key) for key in ("peak_device_memory_gib", "peak_host_memory_gib")},
     }
 
 
@@ -105,16 +103,11 @@ def predicted_memory(runs: Sequence[Run]) -> list[tuple[str, str, str, float | N
     """Peaks by phase: run, "device" or "host", phase, predicted and measured GiB, one of which may be None."""
     rows = []
     for run in runs:
-        measured = run.section("memory_by_phase")
-        for place, key in _PLACES.items():
-            predicted = run.section("memory", place)
-            for phase in [phase for phase in PHASES if phase in {*predicted, *measured}]:
-                pair = mapping(predicted.get(phase))
-                total = pair.get("predicted_gib")
-                peak = pair.get("measured_gib", mapping(measured.get(phase)).get(key))
-                numbers = (total if is_number(total) else None, peak if is_number(peak) else None)
-                if numbers != (None, None):
-                    rows.append((run.name, place, phase, *numbers))
+        for place in ("device", "host"):
+            for phase, pair in run.section("memory", place).items():
+                numbers = (mapping(pair).get(key) for key in ("predicted_gib", "measured_gib"))
+                predicted, measured = (number if is_number(number) else None for number in numbers)
+                rows.append((run.name, place, phase, predicted, measured))
     return rows
 
 
@@ -146,10 +139,7 @@ def _flat(run: Run) -> dict[tuple[str, str], str]:
     for key in ("data_sha256", "task_code"):
         if key in run.record:
             flat["data", key] = _text(run.record[key])[:12]
-    batching = run.section("batching")
-    limits = ("tokens", "rows")  # only one of the two is a limit
-    unlimited = {key: "no limit" for key in limits if batching.get(key) in (None, 2**31)}
-    _flatten(flat, "chosen batching", "", {**batching, **unlimited})
+    _flatten(flat, "chosen batching", "", run.section("batching"))
     return flat
 
 
