@@ -77,7 +77,7 @@ def of_f1(count: int, recall: float, draws: int = DRAWS) -> float:
 
 
 def of_skewed_mean(count: int, draws: int = DRAWS) -> float:
-    """The share of bootstrap intervals that cover the mean of scores of which 70% are 1 and the others uniform."""
+    """The share of intervals that cover the mean of scores of which 70% are 1 and the others uniform."""
     random, covered = np.random.default_rng(count), 0
     for _ in range(draws):
         scores = np.where(random.random(count) < 0.7, 1.0, random.random(count)).tolist()
@@ -111,7 +111,7 @@ def main() -> None:
     for count, recall in ((200, 0.5), (200, 0.8), (1000, 0.5)):
         row("micro-F1, bootstrap", count, f"{true_f1(recall):.3f}", of_f1(count, recall, draws))
     for count in (12, 30, 100):
-        row("skewed mean, bootstrap", count, 0.85, of_skewed_mean(count, draws))
+        row("skewed mean, Student", count, 0.85, of_skewed_mean(count, draws))
     random = np.random.default_rng(0)
     for count, worse, better in ((200, 0.1, 0.1), (200, 0.05, 0.05), (1000, 0.1, 0.1)):
         different, covered = called([answers(random, count, worse, better) for _ in range(draws)], 0.0)

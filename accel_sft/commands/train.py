@@ -70,7 +70,6 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
                 main_metric=task.main_metric,
                 terminal=terminal.terminal(),
                 offloaded=[what for what in ("optimizer", "param") if launch.offload(what) != "none"],
-                images=len(prepared.train.kept.pictured) > 0,
             ) as tracker:
                 for line in (*prepared.lines, *_warnings(accelerator, task_name, prepared)):
                     tracker.log(line)

@@ -57,16 +57,6 @@ def _core_seconds() -> list[float]:
     return [time.monotonic(), *counted, max(held, default=0.0)]
 
 
-def cpu_clock_share() -> float:
-    """The clock of the core that this process runs on, as a share of its highest; NaN in most virtual machines."""
-    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # some virtual machines have files that say 0
-        core = (host_memory.SYSTEM / "proc/self/stat").read_text().rpartition(")")[2].split()[36]  # processor: proc(5)
-        folder = host_memory.SYSTEM / f"sys/devices/system/cpu/cpu{core}/cpufreq"
-        now, highest = (int((folder / f"{name}_freq").read_text()) for name in ("scaling_cur", "cpuinfo_max"))
-        return now / highest
-    return math.nan
-
-
 _POWER_CAP = 0x4
 REASONS = {_POWER_CAP: "power cap", 0x12: "clocks set by a person", 0x60: "heat", 0x88: "slowdown by hardware"}
 """Why a GPU's clock is low, by bits of nvmlClocksEventReason* in nvml.h."""

@@ -36,17 +36,10 @@ def model_card(
 
     Args:
         base_model: hub id, folder or `tiny`; only a hub id is named in the metadata, which takes nothing else.
-        model_class: the class of transformers that loads the whole model.
-        messages: one prompt as it is given to the chat template, system message included; images are parts. Empty:
-            the model was trained on raw text.
-        template_arguments: the template's own variables.
-        prompt_end: text that follows the template's text in prompts.
-        answer_end: text that follows answers, such as a mark that is no token.
+        messages: one prompt as it is given to the chat template; empty if the model was trained on raw text.
+        prompt_end, answer_end: text that follows the template's text in prompts, and answers.
         eos_ids: tokens that end an answer; an adapter's base may know others.
-        max_new_tokens: maximum number of tokens of an answer, as in the run's evaluations.
         left_out: arguments of `generate` that leave out the base's penalties, as in the run's evaluations.
-        data: counts by name, such as {"training examples": 1798}, files and fingerprint.
-        command: the command line that trained.
         settings: the run's options; those that only say how the run was executed are left out.
     """
     from huggingface_hub import ModelCard, ModelCardData

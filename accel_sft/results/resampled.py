@@ -1,30 +1,25 @@
-"""Resamples an evaluation's examples, for intervals of the task's metrics and tests against other evaluations."""
+"""What an evaluation's metrics are known by, for intervals and tests; metrics that are no mean are resampled."""
 
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.io.files import is_number, mapping, read_json, read_text, write_atomically
+from accel_sft.io.files import is_number, mapping, read_json, read_json_lines, write_atomically
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir
 from accel_sft.results.labels import label_scores
 from accel_sft.results.run_report import COSTS
-from accel_sft.results.significance import RESAMPLES, Measured, needed, paired, resample
+from accel_sft.results.significance import Measured, needed, paired
 
-_FEWEST, _VISITS = 500, 200_000
-"""Least number of resamples for an aggregate() of the task's own, and scores that it sees over all resamples if that
-gives more."""
+_FEWEST, _MOST, _VISITS = 500, 2000, 200_000
+"""Least and largest number of resamples, and scores that aggregate() sees over all of them if that lies between."""
 _LONGEST_SECONDS = 60.0
 
 Aggregate = Callable[[Sequence[dict[str, Any]]], Mapping[str, Any]]
-
-
-class _NotResampled(Exception):
-    """Why metrics have no interval."""
 
 
 def add_intervals(
@@ -53,7 +48,7 @@ def add_intervals(
         sides[side], reasons = measured(of_answers, samples, task.aggregate)
         spans = {key: one.interval() for key, one in sides[side].items()}
         intervals[side] = {key: list(span) for key, span in spans.items() if span}
-        without |= {key: f"{name}: the same on every resample" for key, span in spans.items() if not span} | reasons
+        without |= {key: f"{name}: all examples are alike" for key, span in spans.items() if not span} | reasons
     tests = {key: paired(old, sides["after"][key]) for key, old in sides["before"].items() if key in sides["after"]}
     intervals["change"] = {key: {**test, "examples_needed": needed(test)} for key, test in tests.items() if test}
     result |= {"intervals": {**intervals, "without": without}, **label_scores(after, task.main_metric)}
@@ -71,28 +66,24 @@ def read_measured(run_dir: RunDir, result: Mapping[str, Any]) -> Measured | None
     if path is None or not is_number(value) or not math.isfinite(value):
         return None
     try:
-        samples = [mapping(json.loads(line)) for line in read_text(path).split("\n") if line]
+        samples, unreadable = read_json_lines(path)
         stored = mapping(read_json(run_dir.resamples)) if run_dir.resamples.exists() else {}
-    except (OSError, ValueError, RecursionError, UserError):
+    except (OSError, UserError):
         return None  # the page's answers name the file
-    if (scores := scores_of(samples, main, value)) is not None:
+    if not unreadable and (scores := scores_of(samples, main, value)) is not None:
         return Measured(value, examples_of(samples), scores)
-    resamples = stored.get("resamples")
-    if (stored.get("metric"), stored.get("value")) != (main, value) or not isinstance(resamples, list):
+    resamples: Any = stored.get("resamples")
+    known = (stored.get("metric"), stored.get("value")) == (main, value) and isinstance(resamples, list)
+    if unreadable or not known or not all(map(is_number, resamples)):
         return None
-    return Measured(value, examples_of(samples), None, resamples) if all(map(is_number, resamples)) else None
+    return Measured(value, examples_of(samples), None, resamples)
 
 
 def measured(
     metrics: Mapping[str, Any], samples: Sequence[dict[str, Any]], aggregate: Aggregate
 ) -> tuple[dict[str, Measured], dict[str, str]]:
-    """Each metric of an evaluation, and for those that cannot be resampled the reason.
-
-    Args:
-        metrics: the task's metrics of these answers; those of a `source` as `accuracy/a.jsonl`.
-        samples: all answers of the evaluation, with `index`, `prompt` and `scores`.
-        aggregate: the task's.
-    """
+    """Each metric of an evaluation with these answers, and for those that cannot be resampled the reason. The metrics
+    of a `source` are named as `accuracy/a.jsonl`."""
     ends = {f"/{name}": name for name in dict.fromkeys(sample.get("source") for sample in samples) if name}
     results: dict[str, Measured | str] = {}
     left = dict(metrics)
@@ -116,13 +107,11 @@ def _measured(
     if not rest or not samples:
         return results
     try:
-        for key, resamples in zip(rest, _aggregates(aggregate, [s["scores"] for s in samples], rest), strict=True):
-            of_key = resamples if isinstance(resamples, str) else Measured(rest[key], examples, None, resamples)
-            results[key] = of_key
-    except _NotResampled as reason:
-        results |= dict.fromkeys(rest, str(reason))
+        resampled = _resampled(aggregate, [sample["scores"] for sample in samples], rest)
     except Exception as error:  # noqa: BLE001 - it may need more different scores than a resample has; this is shown
-        results |= dict.fromkeys(rest, f"aggregate() fails on resampled examples ({type(error).__name__})")
+        resampled = dict.fromkeys(rest, f"aggregate() fails on resampled examples ({type(error).__name__})")
+    for key, numbers in resampled.items():
+        results[key] = numbers if isinstance(numbers, str) else Measured(rest[key], examples, None, numbers)
     return results
 
 
@@ -139,34 +128,28 @@ def scores_of(samples: Sequence[Mapping[str, Any]], key: str, value: float) -> l
     return [*map(float, scores)] if math.isclose(sum(scores) / len(scores), value, abs_tol=1e-9) else None
 
 
-def _aggregates(
+def _resampled(
     aggregate: Aggregate, scores: Sequence[dict[str, Any]], values: Mapping[str, float]
-) -> Iterator[list[float] | str]:
-    """The metrics on resamples, or why there are none."""
+) -> dict[str, list[float] | str]:
+    """The metrics on resamples of the examples, which depend on the examples' number alone, or why there are none."""
     import numpy as np
 
     once, twice = dict(aggregate(scores)), dict(aggregate([*scores, *scores]))
     if any(not math.isclose(once.get(key, math.nan), value, abs_tol=1e-9) for key, value in values.items()):
-        raise _NotResampled("aggregate() of the answers that were kept gives another number")
-    until = time.monotonic() + _LONGEST_SECONDS
-
-    def on_resamples(indices: Any) -> Any:
-        values_of_rows = []
-        for row in indices.reshape(-1, len(scores)).tolist():
-            if time.monotonic() > until:
-                raise _NotResampled(f"aggregate() is too slow to resample within {_LONGEST_SECONDS:.0f} s")
-            heartbeat()
-            metrics = aggregate([scores[place] for place in row])
-            values_of_rows.append([metrics.get(key, math.nan) for key in values])
-        return np.array(values_of_rows, dtype=float).T.reshape(len(values), *indices.shape[:-1])
-
-    count = min(RESAMPLES, max(_FEWEST, _VISITS // len(scores)))
-    resampled = resample(len(scores), count, on_resamples) or [[] for _ in values]
-    for (key, value), numbers in zip(values.items(), resampled, strict=True):
-        missing = sum(not math.isfinite(number) for number in numbers)
+        return dict.fromkeys(values, "aggregate() of the answers that were kept gives another number")
+    if len(scores) < 2:
+        return dict.fromkeys(values, "one example")
+    until, random = time.monotonic() + _LONGEST_SECONDS, np.random.default_rng(0)
+    rows = []
+    for _ in range(min(_MOST, max(_FEWEST, _VISITS // len(scores)))):
+        if time.monotonic() > until:
+            return dict.fromkeys(values, f"aggregate() is too slow to resample within {_LONGEST_SECONDS:.0f} s")
+        heartbeat()
+        rows.append(aggregate([scores[place] for place in random.integers(len(scores), size=len(scores)).tolist()]))
+    results: dict[str, list[float] | str] = {}
+    for key, value in values.items():
+        numbers = [float(row.get(key, math.nan)) for row in rows]
+        results[key] = numbers if all(map(math.isfinite, numbers)) else "it is not defined on every resample"
         if not math.isclose(twice.get(key, math.nan), value, rel_tol=1e-6, abs_tol=1e-9):
-            yield "it depends on the number of examples"
-        elif missing or not numbers:
-            yield "it is not defined on every resample of the examples" if numbers else "one example"
-        else:
-            yield numbers
+            results[key] = "it depends on the number of examples"
+    return results

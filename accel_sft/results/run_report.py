@@ -1,18 +1,15 @@
-"""Renders a run's report: base beside tuned, memory at start-up, and answers side by side. No torch."""
+"""Renders a run's report: base beside tuned, memory, and answers side by side. No torch."""
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from accel_sft.api.config import TrainConfig
 from accel_sft.io.files import is_number, mapping, write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import markdown_cell, markdown_table, one_line, shown
@@ -20,7 +17,7 @@ from accel_sft.results.labels import label_tables
 from accel_sft.results.significance import span, verdict, words_for
 
 SHOWN_SAMPLES, PRINTED_SAMPLES = 20, 5
-"""Maximum number of answers listed in a report, and at the terminal by a run, whose samples folder has all."""
+"""Maximum number of answers listed in a report, and at the terminal."""
 
 COSTS = {
     "generate_seconds": "time for all answers (s)",
@@ -45,19 +42,9 @@ _TRAINING = {
     "peak_host_memory_gib": "peak host memory (GiB)",
 }
 
-_NARROW = 24
-"""Least width in cells of the column of prompts; in a narrower one longer prompts cannot be read."""
-_MARK = 5
-"""Width in cells of the mark that says whether an answer is right."""
 _CHANGE = 23
-_ONE_LINE = 120
-"""Least width in cells of a console that has intervals beside their numbers, else below them."""
-_DOING = {
-    "make batch": "reading rows and making batches",
-    "wait for ranks": "exchanging the loss",
-    "optimizer step": "optimizer",
-}
-"""Words for names of `tracking.time_spent`."""
+_LONGEST = 200
+"""Maximum number of characters of a prompt or an answer at the terminal."""
 _BRACKETS = re.compile(r" \(([^)]*)\)$")
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 """Control characters. An untrained model's answers are full of them: escaped, they would fill the table."""
@@ -71,12 +58,8 @@ def comparison_rows(
 ) -> list[tuple[str, str, str, str]]:
     """(what, base, tuned, change) for every number of two flat evaluations: the task's metrics, loss, then costs.
 
-    The change is what a paired test found, or else a difference. Costs have no change, because both models were
-    measured in one process, at different moments of it, and its memory holds more than a model. A number that one side
-    lacks is an empty cell there.
-
-    Args:
-        result: has the `intervals` of these evaluations and `main_metric`, of which alone it is known which is better.
+    The change is what a paired test found, or else a difference; of `result`'s main metric alone it is known which is
+    better. Costs have no change: both models were measured in one process, whose memory holds more than a model.
     """
     keys = [key for key in dict.fromkeys([*after, *before]) if is_number(after.get(key, before.get(key)))]
     keys.sort(key=lambda key: ([*COSTS].index(key) + 2) if key in COSTS else key == "eval_loss")
@@ -105,7 +88,7 @@ def about_intervals(result: Mapping[str, Any]) -> str:
     """Say what the brackets in `comparison_rows` are, and why a metric has none; "" without intervals."""
     intervals = mapping(result.get("intervals"))
     count = intervals.get("examples")
-    without = {key: str(reason) for key, reason in mapping(intervals.get("without")).items()}
+    without = mapping(intervals.get("without"))
     sentences = []
     if is_number(count):
         few = "; of so few, about 90% where scores are skewed" if count < 30 else ""
@@ -113,24 +96,14 @@ def about_intervals(result: Mapping[str, Any]) -> str:
     if intervals.get("change"):
         sentences.append("A change is a paired test on the same examples, at 5%.")
     if without:
-        keys = {reason: [key for key in without if without[key] == reason] for reason in without.values()}
-        reasons = "; ".join(f"{', '.join(keys[reason])} ({reason})" for reason in keys)
+        reasons = "; ".join(f"{key} ({reason})" for key, reason in without.items())
         sentences.append(f"Without an interval: {reasons}.")
     return " ".join(sentences)
 
 
-def render_report(
-    result: Mapping[str, Any],
-    before_samples: Samples,
-    after_samples: Samples,
-    record: Mapping[str, Any] | None = None,
-) -> str:
-    """The report as markdown: training, base beside tuned, memory at start-up, and the first answers side by side.
-
-    Args:
-        result: content of result.json; `before`, `after`, `phases` and `task` may be missing.
-        record: content of run.json: how the run was launched and with what settings.
-    """
+def render_report(result: Mapping[str, Any], before_samples: Samples, after_samples: Samples) -> str:
+    """The report as markdown: training, base beside tuned, memory, and the first answers side by side. Of the result
+    `before`, `after` and `task` may be missing."""
     title = " ".join(str(result[key]) for key in ("task", "model") if result.get(key))
     parts = [f"# {markdown_cell(title)}" if title else "# Report"]
     training = [(label, shown(result[key])) for key, label in _TRAINING.items() if result.get(key) is not None]
@@ -143,14 +116,10 @@ def render_report(
         parts += [markdown_cell(mixed)]
     if disturbed := result.get("disturbed"):
         parts += ["A part of the training was disturbed:", "\n".join(f"- {line}" for line in disturbed)]
-    if record:
-        parts += ["## Launch, data and settings", markdown_table(["", ""], _settings_rows(record))]
     if result.get("before") or result.get("after"):  # neither with --eval-every off
         parts += ["## Base and tuned", comparison_table(result)]
     for title, header, lines in label_tables(result.get("labels")):
         parts += [f"## {title}", markdown_table(header, lines)]
-    if result.get("phases"):
-        parts += ["## Memory at the end of each start-up phase", phases_table(result["phases"])]
     if result.get("memory"):
         parts += ["## Memory by phase, predicted and measured", memory_table(result["memory"])]
     rows = _side_by_side(before_samples, after_samples)
@@ -160,23 +129,6 @@ def render_report(
         parts += [f"## Answers ({len(rows)} of {count}, all in `{where}`)"]
         parts += [markdown_table(["index", "prompt", "expected", "base", "tuned", "base scores", "tuned scores"], rows)]
     return "\n\n".join(parts) + "\n"
-
-
-def _settings_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The launch and the data, each in a cell, and every setting of trainer and task that is not at its default."""
-    launch, usual = record.get("launch", {}), dataclasses.asdict(TrainConfig())
-    stage = f" stage {launch['zero_stage']}" if launch.get("zero_stage") is not None else ""
-    ranks = f"{launch.get('processes')} process(es) on {launch.get('machines')} machine(s)"
-    precision = {"no": "float32"}.get(launch.get("precision"), launch.get("precision"))
-    how = [Path(launch["yaml_path"]).name] if launch.get("yaml_path") else []
-    how += [f"{launch.get('backend')}{stage}", ranks, str(launch.get("device")), str(precision)]
-    rows = [
-        ("launch", ", ".join(how)),
-        ("data", ", ".join(f"{n:,} {what}" for what, n in record.get("data", {}).items())),
-    ]
-    config = {key: value for key, value in record["config"].items() if value != usual.get(key)}
-    task = {key: value for key, value in record["task_options"].items() if value is not None}
-    return rows + [(f"--{key.replace('_', '-')}", str(value)) for key, value in {**config, **task}.items()]
 
 
 def sources_text(sources: Any) -> str:
@@ -194,68 +146,43 @@ def sources_text(sources: Any) -> str:
 
 def write_report(run_dir: RunDir, result: Mapping[str, Any], before_samples: Samples, after_samples: Samples) -> Path:
     """Write `render_report` to the run's report.md."""
-    record = run_dir.read_record() if run_dir.record.exists() else None  # `evaluate` leaves none
-    write_atomically(run_dir.report, render_report(result, before_samples, after_samples, record))
+    write_atomically(run_dir.report, render_report(result, before_samples, after_samples))
     return run_dir.report
 
 
-def print_report(
-    result: Mapping[str, Any], samples: Samples, tuned: Samples, console: Console, most_answers: int = SHOWN_SAMPLES
-) -> None:
+def print_report(result: Mapping[str, Any], samples: Samples, tuned: Samples, console: Console) -> None:
     """Print the first answers (`samples` are the base's), then base beside tuned, as wide as the console."""
     before = result.get("before") or {}
     sides = ["base", "tuned"] if before else ["model"]  # `evaluate` without a base has one side
-    if rows := _side_by_side(samples, tuned)[:most_answers]:
+    if rows := _side_by_side(samples, tuned)[:PRINTED_SAMPLES]:
         marks = {sample["index"]: _mark(sample["scores"].get(result.get("main_metric"))) for sample in tuned}
         title = f"answers ({len(rows)} of {max(len(samples), len(tuned))})"
-        console.print(_answers(title, rows, marks, sides, console.width))
+        console.print(_answers(title, rows, marks, sides))
     table = Table(box=box.SIMPLE_HEAD, title=" and ".join(sides), title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("", overflow="fold")
     for name in sides:
         table.add_column(name, justify="right", no_wrap=True)
     if before:
         table.add_column("change", min_width=_CHANGE, overflow="fold")
-    for row in comparison_rows(before, result.get("after") or {}, result):
-        shown_row = row if console.width >= _ONE_LINE else [row[0], *(_BRACKETS.sub(r"\n\1", text) for text in row[1:])]
-        table.add_row(*map(Text, shown_row if before else (shown_row[0], shown_row[2])))
+    for label, *numbers in comparison_rows(before, result.get("after") or {}, result):
+        below = [_BRACKETS.sub(r"\n\1", number) for number in numbers]  # an interval stands below its number
+        table.add_row(*map(Text, [label, *below] if before else [label, below[1]]))
     if table.row_count:  # nothing was evaluated with --eval-every off
         for text in filter(None, (table, compared_weights(result), about_intervals(result))):
             console.print(text, markup=False)
 
 
-def _answers(title: str, rows: list[list[str]], marks: Mapping[int, str], sides: list[str], width: int) -> Table:
-    """Prompts, expected answers and those of each side, in columns; below one another, each behind its name, where the
-    prompts would have too little width."""
-    names = ["prompt", "expected", *sides, *(["right"] if any(marks.values()) else [])]
-    lines = []
-    for index, *texts in rows:
-        prompt, expected, base, tuned = (
-            one_line(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)) for text in texts[:4]
-        )
-        answers = [base, tuned] if "base" in sides else [tuned]
-        lines.append([prompt, expected, *answers, marks.get(int(index), "")][: len(names)])
-    count = 1 + len(sides)
-    columns = width - 3 * (count + 1) - 1  # less each column's padding and the lines between
-    columns -= 3 + _MARK if "right" in names else 0
-    longest = max(cell_len(text) for line in (names, *lines) for text in line[1 : count + 1])
-    # one width for all columns of answers, so that equal answers break at the same place
-    wide = min(columns * 3 // (3 * count + 2), longest)
-    left = columns - count * wide
-    if left >= _NARROW or all(cell_len(prompt) <= left for prompt, *_ in lines):
-        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", expand=True)
-        for name, size in zip(names, (left, *[wide] * count, _MARK), strict=False):
-            table.add_column(name, width=size, overflow="fold")
-        for line in lines:
-            table.add_row(*map(Text, line))
-        return table
-    table = Table(box=None, show_header=False, title=title, title_justify="left", expand=True, padding=(0, 1, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold", ratio=1)
-    for line in lines:
-        for name, text in zip(names, line, strict=True):
-            if text or name != "right":
-                table.add_row(name, Text(text))
-        table.add_row("", "")
+def _answers(title: str, rows: list[list[str]], marks: Mapping[int, str], sides: list[str]) -> Table:
+    """Prompts, expected answers and those of each side, in columns of one width, so that equal answers look equal."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", expand=True)
+    for name in ["prompt", "expected", *sides]:
+        table.add_column(name, overflow="fold", ratio=1)
+    if any(marks.values()):
+        table.add_column("right")
+    for index, prompt, expected, base, tuned, *_ in rows:
+        texts = [prompt, expected, base, tuned] if "base" in sides else [prompt, expected, tuned]
+        shown_texts = [one_line(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text), _LONGEST) for text in texts]
+        table.add_row(*map(Text, [*shown_texts, marks.get(int(index), "")][: len(table.columns)]))
     return table
 
 
@@ -268,13 +195,6 @@ def samples_table(samples: Samples) -> str:
         for s in first
     ]
     return markdown_table(["index", "prompt", "expected", "generated", *names], rows)
-
-
-def phases_table(phases: Sequence[Mapping[str, Any]]) -> str:
-    """A markdown table of `Tracker.phases`; what no rank could measure has no column."""
-    names = [key for key in phases[0] if any(row[key] is not None for row in phases)]
-    titles = ["seconds since start" if name == "seconds" else name for name in names]
-    return markdown_table(titles, [[shown(row[name]) for name in names] for row in phases])
 
 
 def memory_table(compared: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
@@ -292,7 +212,7 @@ def _error(pair: Mapping[str, float]) -> str:
 
 
 def comparison_table(result: Mapping[str, Any]) -> str:
-    """A markdown table of `comparison_rows`; a line below it says which weights were compared."""
+    """A markdown table of `comparison_rows`, and which weights they compare."""
     rows = comparison_rows(result.get("before") or {}, result.get("after") or {}, result)
     table = markdown_table(["", "base", "tuned", "change"], rows)
     below = [markdown_cell(text) for text in (compared_weights(result), about_intervals(result)) if text]
@@ -306,7 +226,7 @@ def compared_weights(result: Mapping[str, Any]) -> str:
 
 def _mark(score: Any) -> str:
     """The main metric of one answer, as yes for 1 and no for 0; "" if only all answers together have one."""
-    return {1.0: "yes", 0.0: "no"}.get(score, f"{score:.2f}"[:_MARK]) if is_number(score) else ""
+    return {1.0: "yes", 0.0: "no"}.get(score, f"{score:.2f}") if is_number(score) else ""
 
 
 def _side_by_side(before: Samples, after: Samples) -> list[list[str]]:
@@ -329,5 +249,5 @@ def time_sentence(spent: Mapping[str, Any]) -> str:
     """What `tracking.time_spent.TimeSpent` found, in a sentence."""
     parts, total = spent["parts"], sum(spent["parts"].values())
     largest = sorted(((part / total, name) for name, part in parts.items() if part > total / 200), reverse=True)
-    shares = ", ".join(f"{share:.0%} {_DOING.get(name, name)}" for share, name in largest)
+    shares = ", ".join(f"{share:.0%} {name}" for share, name in largest)
     return f"a step took {spent['seconds'] / spent['steps']:.3g} s in the mean of {spent['steps']:,}: {shares}"

@@ -4,14 +4,12 @@ numpy and scipy are imported inside the functions: only reports need them, and t
 """
 
 import dataclasses
-import functools
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Any
 
 from accel_sft.io.files import is_number
-from accel_sft.io.heartbeat import heartbeat
 
 LEVEL = 0.05
 """Probability of calling a difference between equal models one; intervals cover 1 - LEVEL."""
@@ -20,9 +18,6 @@ POWER = 0.8
 _MOST_NEEDED = 1_000_000
 _SAME = 1e-12
 """Differences up to this are of rounding."""
-RESAMPLES = 2000
-_MOST_INDICES = 4_000_000
-"""Resampled indices that are held at once, 8 bytes each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,131 +27,88 @@ class Measured:
     Attributes:
         examples: (index, prompt) of each example; metrics are paired only where these are equal.
         scores: the score of each example, if the metric is their mean; else None.
-        aggregated: `resampled` of a metric that is no mean.
+        resampled: of a metric that is no mean, its values on resamples of the examples, which are the same resamples
+            for all metrics of as many examples.
     """
 
     value: float
     examples: Sequence[Any]
     scores: Sequence[float] | None
-    aggregated: Sequence[float] = ()
-
-    @functools.cached_property
-    def resampled(self) -> Sequence[float]:
-        """The metric on resamples of the examples, which are the same resamples for all metrics of as many examples;
-        empty with fewer than two examples. Intervals and tests of rates need none."""
-        import numpy as np
-
-        if self.scores is None:
-            return self.aggregated
-        scores = np.asarray(self.scores)
-        return next(iter(resample(len(scores), RESAMPLES, lambda indices: [scores[indices].mean(axis=-1)])), [])
+    resampled: Sequence[float] = ()
 
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval: Wilson's for a rate, whose scores are all 0 or 1; else percentiles of the resamples.
-        None if the resamples do not differ, as they then tell nothing of the noise."""
+        """The 95% interval: Wilson's for a rate, whose scores are all 0 or 1; Student's for the mean of other scores,
+        within their range; else percentiles of the resamples. None if nothing differs, which tells nothing of noise."""
         from scipy.stats import binomtest
 
-        if self.scores is not None and _is_rate(self.scores):
+        if self.scores is None:
+            return _percentiles(self.resampled, len(self.examples))
+        if _is_rate(self.scores):
             limits = binomtest(round(sum(self.scores)), len(self.scores)).proportion_ci(1 - LEVEL, "wilson")
             return float(limits.low), float(limits.high)
-        return _percentiles(self.resampled, len(self.examples))
+        reach = _student(self.value, _standard_error(self.scores), len(self.scores))
+        return reach and (max(reach[0], min(self.scores)), min(reach[1], max(self.scores)))
 
 
 def average(of_seeds: Sequence[Measured]) -> Measured | None:
     """The mean of a metric over runs that differ in their seed only; None if their examples differ, or without runs."""
     if len(of_seeds) < 2:
         return next(iter(of_seeds), None)
-    first, many = of_seeds[0], len(of_seeds)
-    if any(other.examples != first.examples for other in of_seeds):
+    examples, value = of_seeds[0].examples, fmean(one.value for one in of_seeds)
+    if any(other.examples != examples for other in of_seeds):
         return None
-    value = sum(one.value for one in of_seeds) / many
-    columns = [one.scores for one in of_seeds if one.scores is not None]
-    if len(columns) == many:
-        return Measured(value, first.examples, [sum(column) / many for column in zip(*columns, strict=True)])
-    resampled = [sum(column) / many for column in zip(*(one.resampled for one in of_seeds), strict=False)]
-    return Measured(value, first.examples, None, resampled)
-
-
-def resample(count: int, resamples: int, statistics: Callable[[Any], Any]) -> list[list[float]]:
-    """Each statistic on every resample of `count` examples, which depend on `count` alone; empty below two examples.
-
-    Args:
-        statistics: called with indices of examples, whose last axis is a resample.
-    """
-    import numpy as np
-    from scipy.stats import DegenerateDataWarning, bootstrap
-
-    if count < 2:
-        return []
-
-    def of_batch(indices: Any, axis: int) -> Any:
-        heartbeat()
-        return np.asarray(statistics(indices))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DegenerateDataWarning)  # NaN is looked for by the caller
-        resampled = bootstrap(
-            (np.arange(count),),
-            of_batch,
-            n_resamples=resamples,
-            batch=max(1, _MOST_INDICES // count),
-            vectorized=True,
-            method="percentile",
-            rng=0,
-        )
-    return resampled.bootstrap_distribution.tolist()
+    scores = [one.scores for one in of_seeds if one.scores is not None]
+    if len(scores) == len(of_seeds):
+        return Measured(value, examples, [*map(fmean, zip(*scores, strict=True))])
+    return Measured(value, examples, None, [*map(fmean, zip(*(one.resampled for one in of_seeds), strict=False))])
 
 
 def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
     """Test whether a metric differs between two evaluations of the same examples; None if the examples differ.
 
+    If answers are right or wrong, the test is McNemar's in its mid-p form (Fagerland and others, 2013; the exact one
+    calls too little a difference), and the interval is Newcombe's (1998, method 10), which combines Wilson's. Means of
+    other scores have the paired t test, and other metrics the paired bootstrap.
+
     Returns:
-        `difference`, `after` less `before`; `low` and `high`, its 95% interval, None if resamples do not differ; `p`,
-        the probability of as large a difference between equal models; `standard_error` and `examples`.
-        If answers are right or wrong, `p` is of McNemar's test in its mid-p form (Fagerland and others, 2013; the exact
-        one calls too little a difference), and the interval is Newcombe's (1998, method 10), which combines Wilson's;
-        else both are of the paired bootstrap.
+        `difference`, `after` less `before`; `low` and `high`, its 95% interval, None if all examples changed alike;
+        `p`, the probability of as large a difference between equal models; `standard_error` and `examples`.
     """
     import numpy as np
-    from scipy.stats import binom, binomtest, t
+    from scipy.stats import binom
 
     count = len(before.examples)
     if before.examples != after.examples or count < 2:
         return None
     difference = after.value - before.value
     reach: tuple[float, float] | None
-    rates = [one.scores for one in (before, after) if one.scores is not None and _is_rate(one.scores)]
-    if len(rates) == 2:
-        changes = np.subtract(rates[1], rates[0])
+    changes = np.subtract(after.scores, before.scores) if before.scores and after.scores else None
+    if changes is not None and _is_rate([*(before.scores or ()), *(after.scores or ())]):
         error, reach = float(changes.std()) / math.sqrt(count), _newcombe(before, after)
         gained, lost = int((changes > 0).sum()), int((changes < 0).sum())
         fewer, changed = min(gained, lost), gained + lost
         p = 2 * binom.cdf(fewer, changed, 0.5) - binom.pmf(fewer, changed, 0.5)
+    elif changes is not None:
+        error = _standard_error(changes.tolist())
+        p, reach = _p_of_equal(difference, error, count), _student(difference, error, count)
     elif before.resampled and after.resampled:
         resampled = [b - a for a, b in zip(before.resampled, after.resampled, strict=False)]
-        error, reach = float(np.std(resampled)), _percentiles(resampled, count)
-        if error > _SAME:
-            p = 2 * t.sf(abs(difference) / error, count - 1)
-        else:  # each example changed alike, to rounding: a sign test
-            error = 0.0
-            p = binomtest(count, count).pvalue if abs(difference) > _SAME else 1.0
+        error = float(np.std(resampled))
+        p, reach = _p_of_equal(difference, error, count), _percentiles(resampled, count)
     else:
         return None
     return {
         "difference": difference,
         **dict(zip(("low", "high"), reach or (None, None), strict=True)),
         "p": float(p),
-        "standard_error": error,
+        "standard_error": error if error > _SAME else 0.0,
         "examples": count,
     }
 
 
 def needed(change: Mapping[str, float], level: float = LEVEL) -> int | None:
-    """How many examples would show a difference as large as this one, with probability POWER; None if too many.
-
-    By Connor (1987): the null hypothesis has the uncentred variance, so the number of examples at hand is never said to
-    be enough where it was not.
-    """
+    """How many examples would show a difference as large as this one, with probability POWER; None if too many. By
+    Connor (1987): the null hypothesis has the uncentred variance, so that never fewer than those at hand are enough."""
     from scipy.stats import norm
 
     size, variance = abs(change["difference"]), change["examples"] * change["standard_error"] ** 2
@@ -179,9 +131,7 @@ def detectable(standard_error: float) -> float:
 
 def against_best(measured: Mapping[str, Measured], best: str) -> dict[str, dict[str, Any] | None]:
     """Test every other metric against the best one: what `paired` returns, with the `level` that its `p` is held to.
-
-    The best is chosen by the same numbers, so this is a choice among all pairs: levels are Holm's (1979) over as many
-    tests as there are pairs.
+    The best is chosen by the same numbers: levels are Holm's (1979) over as many tests as there are pairs of metrics.
     """
     tests = {name: paired(measured[best], one) for name, one in measured.items() if name != best}
     left, level, failed = len(measured) * (len(measured) - 1) // 2, LEVEL, False
@@ -194,11 +144,8 @@ def against_best(measured: Mapping[str, Measured], best: str) -> dict[str, dict[
 
 
 def verdict(change: Mapping[str, Any], words: tuple[str, str]) -> str:
-    """What `paired` or `against_best` found, in words: "better (+0.021, 0.008 to 0.034)"; "" if it is damaged.
-
-    Args:
-        words: for a larger and for a smaller number.
-    """
+    """What `paired` or `against_best` found, in words: "better (+0.021, 0.008 to 0.034)"; "" if it is damaged. `words`
+    are for a larger and for a smaller number."""
     level, numbers = change.get("level", LEVEL), ("difference", "p", "standard_error", "examples")
     if not (is_number(level) and all(is_number(change.get(key)) for key in numbers)):
         return ""
@@ -232,6 +179,27 @@ def _decimals(low: float, high: float) -> int:
 
 def _is_rate(scores: Sequence[float]) -> bool:
     return {*scores} <= {0.0, 1.0}
+
+
+def _standard_error(scores: Sequence[float]) -> float:
+    """That of the mean of scores; 0 for one example."""
+    return stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else 0.0
+
+
+def _student(mean: float, error: float, count: int) -> tuple[float, float] | None:
+    from scipy.stats import t
+
+    reach = float(t.isf(LEVEL / 2, count - 1)) * error
+    return (mean - reach, mean + reach) if error > _SAME else None
+
+
+def _p_of_equal(difference: float, error: float, count: int) -> float:
+    """By Student's t; if each example changed alike, to rounding, by a sign test."""
+    from scipy.stats import binomtest, t
+
+    if error > _SAME:
+        return float(2 * t.sf(abs(difference) / error, count - 1))
+    return float(binomtest(count, count).pvalue) if abs(difference) > _SAME else 1.0
 
 
 def _newcombe(before: Measured, after: Measured) -> tuple[float, float]:

@@ -19,9 +19,6 @@ LOST = 0.1
 a second the kernel's ticks of 10 ms are wrong by less."""
 _FREE = 0.1
 """Share of idle cores from which on other processes are not marked: a run that wants more cores has them."""
-SLOW_CLOCK = 0.4
-"""Share of its highest clock below which a CPU at work is marked. With all cores in AVX-512 servers still have 0.45
-(Xeon 8180: 1.7 of 3.8 GHz); what is lower is held back by heat, power or a governor."""
 OTHERS_GIB = 1.0
 """Memory of other processes on a GPU from which on it is marked: a context without work has up to 0.6 GiB."""
 _LEAST_READINGS = 3
@@ -50,8 +47,6 @@ def marks(system: Sequence[Any]) -> dict[str, float]:
         ):
             if lost >= LOST * max(wanted, 1.0):
                 numbers[f"{what} # of {cores:.0f} cores{where}"] = lost
-        if read.cpu_clock_share < SLOW_CLOCK and busy > cores / 2:
-            numbers[f"the CPU{where} ran at #% of its highest clock"] = 100 * read.cpu_clock_share
     for rank, read in enumerate(system):
         if (why := slowed_by(read.gpu_slowed_by)) and read.gpu_clock_share > 0:
             highest = read.gpu_clock_mhz / read.gpu_clock_share
@@ -72,9 +67,10 @@ class Segment:
 
     mark: str
     first: int
-    last: int
-    seconds: float
-    numbers: list[float]
+    last: int = 0
+    seconds: float = 0.0
+    numbers: list[float] = dataclasses.field(default_factory=list)
+    newest_reading: int = 0
 
     def __str__(self) -> str:
         return f"steps {self.first} to {self.last}: {in_words(self.mark, sum(self.numbers) / len(self.numbers))}"
@@ -83,21 +79,21 @@ class Segment:
 def disturbed_segments(lines: Iterable[Mapping[str, Any]]) -> list[Segment]:
     """The segments that matter, by a run's training lines. A single reading without the mark does not end one."""
     begun: list[Segment] = []
-    running: dict[str, tuple[Segment, int]] = {}  # by mark, with the readings since it was last seen
-    total, passed, before = 0.0, 0.0, 0  # passed: seconds since the reading of the step `before`
+    newest: dict[str, Segment] = {}  # by mark
+    total, passed, before, readings = 0.0, 0.0, 0, 0  # passed: seconds since the reading of the step `before`
     for line in lines:
         seconds = line["seconds"] if is_number(line.get("seconds")) else 0.0
         total, passed = total + seconds, passed + seconds
         if not isinstance(read := line.get(KEY), dict):
             continue
-        running = {mark: (segment, ago + 1) for mark, (segment, ago) in running.items() if ago < 2}
+        readings += 1
         for mark, number in ((mark, number) for mark, number in read.items() if is_number(number)):
-            if mark not in running:
-                begun.append(Segment(mark, before + 1 if before else line["step"], 0, 0.0, []))
-            segment = running[mark][0] if mark in running else begun[-1]
-            segment.last, segment.seconds = line["step"], segment.seconds + passed
+            if mark not in newest or readings - newest[mark].newest_reading > 2:
+                newest[mark] = Segment(mark, before + 1 if before else line["step"])
+                begun.append(newest[mark])
+            segment = newest[mark]
+            segment.last, segment.seconds, segment.newest_reading = line["step"], segment.seconds + passed, readings
             segment.numbers.append(number)
-            running[mark] = segment, 0
         passed, before = 0.0, line["step"]
     least = _LEAST_SHARE * total
     return [one for one in begun if len(one.numbers) >= _LEAST_READINGS and one.seconds >= least]

@@ -32,13 +32,11 @@ class IdleWatch:
 
     Args:
         offloaded: what the launch keeps on the host: `optimizer`, `param`.
-        images: whether rows have images, which this process resizes.
     """
 
-    def __init__(self, offloaded: Collection[str] = (), images: bool = False) -> None:
-        self._offloaded, self._images = offloaded, images
+    def __init__(self, offloaded: Collection[str] = ()) -> None:
+        self._offloaded = offloaded
         self._steps, self._warned = 0, False
-        self._warm: set[int] = set()  # ranks whose next reading covers no step of the warm-up
         self._begin_window()
 
     def _begin_window(self) -> None:
@@ -62,63 +60,47 @@ class IdleWatch:
             seconds: seconds that this rank spent in each span since the step before.
             times: how often this rank was in each span since then.
             readings: the new ones, by rank.
-            ranks: their number.
         """
         self._steps += 1
-        if self._warned or self._steps < WARMUP_STEPS:
+        if self._warned or self._steps <= WARMUP_STEPS:
             return None
         for rank, (now, before) in readings.items():
-            if before and rank in self._warm and not math.isnan(now.gpu_percent):
+            if before and not math.isnan(now.gpu_percent):
                 self._percents[rank].append(now.gpu_percent)
                 self._forward_seconds[rank] += now.forward_seconds - before.forward_seconds
-            self._warm.add(rank)
-        if self._steps == WARMUP_STEPS:
-            return None
         self._time.add(record["seconds"], seconds)
         self._forwards += times.get(BATCHES, 0) - 2  # a step's first two spans read and divide its rows
         self._tokens += record["tokens"]
         fewest = min(map(len, self._percents.values()), default=0)
         if self._time.steps < WINDOW_STEPS or fewest < WINDOW_READINGS:
             return None
-        warning = self._warning(record["step"], ranks)
+        warning = self._warning(f"in steps {record['step'] - self._time.steps + 1} to {record['step']}", ranks)
         self._warned = warning is not None
         self._begin_window()
         return warning
 
-    def _warning(self, step: int, ranks: int) -> str | None:
-        """What is to be said of the window that ends with this step."""
-        window = f"in steps {step - self._time.steps + 1} to {step}"
+    def _warning(self, window: str, ranks: int) -> str | None:
         use = {rank: sum(percents) / len(percents) for rank, percents in self._percents.items()}
-        slowest = max(use, key=lambda rank: self._forward_seconds[rank])
-        behind = {rank: self._forward_seconds[slowest] - self._forward_seconds[rank] for rank in use}
-        waits = {rank: seconds / self._time.seconds for rank, seconds in behind.items()}  # NaN: not measured
-        idlest, longest = (min(use, key=lambda rank: use[rank]), max(waits, key=lambda rank: waits[rank]))
-        if use[idlest] < LOW_PERCENT:
-            whose = f"the GPU of rank {idlest}" if ranks > 1 else "the GPU"
-            waiting = f"it waits for rank {slowest} for {waits[idlest]:.0%} of a step or longer"
-            cause = self._cause(ranks, waits[idlest], f"{waiting}: look for a slower GPU there")
-            return f"{whose} idles: a kernel ran in {use[idlest]:.0f}% of the time {window}; {cause}"
-        if waits[longest] >= _BEHIND:
+        slowest, quickest = (end(use, key=lambda rank: self._forward_seconds[rank]) for end in (max, min))
+        behind = self._forward_seconds[slowest] - self._forward_seconds[quickest]
+        if (share := behind / self._time.seconds) >= _BEHIND:  # NaN, where it is not measured, is not
             return (
-                f"rank {longest} waits for rank {slowest} for {waits[longest]:.0%} of a step or longer, {window}, "
-                f"though its GPU reads {use[longest]:.0f}% busy: compare their clocks, heat and load"
+                f"rank {quickest} waits for rank {slowest} for {share:.0%} of a step or longer, {window}: "
+                "compare the clocks, heat and load of their GPUs"
             )
-        return None
+        idlest = min(use, key=lambda rank: use[rank])
+        if use[idlest] >= LOW_PERCENT:
+            return None
+        whose = f"the GPU of rank {idlest}" if ranks > 1 else "the GPU"
+        return f"{whose} idles: a kernel ran in {use[idlest]:.0f}% of the time {window}; {self._cause(ranks)}"
 
-    def _cause(self, ranks: int, waits: float, waiting: str) -> str:
+    def _cause(self, ranks: int) -> str:
         batches, optimizer = (self._time.parts[name] / self._time.seconds for name in (BATCHES, OPTIMIZER))
         tokens = self._tokens / max(self._forwards * ranks, 1)
-        look = "the images' size" if self._images else "the disk with the token cache"
-        causes = {f"making batches takes {batches:.0%} of a step: look at {look} and the host's load": batches}
-        if "optimizer" in self._offloaded:
-            causes[f"the optimizer on the host takes {optimizer:.0%} of a step: is there room without offload?"] = (
-                optimizer
-            )
-        if waits >= _BEHIND:
-            causes[waiting] = max(waits, _MUCH)
-        likely = max(causes, key=lambda cause: causes[cause])
-        if causes[likely] >= _MUCH:
-            return likely
+        if "optimizer" in self._offloaded and optimizer >= max(_MUCH, batches):
+            return f"the optimizer on the host takes {optimizer:.0%} of a step: is there room without offload?"
+        if batches >= _MUCH:
+            return f"making batches takes {batches:.0%} of a step: look at the host's load and disk"
         if "param" in self._offloaded:
             return "weights are copied from the host for every layer: `accel-sft plan` names other launches"
         if tokens < _SMALL_TOKENS:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft.io.files import json_safe, read_json_lines, write_atomically
+from accel_sft.io.files import is_number, json_safe, read_json_lines, write_atomically
 
 
 def chained(chain: str, line: bytes) -> str:
@@ -29,7 +29,7 @@ class MetricsFile:
         if self._file is None:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed in close
         # Unbuffered and in one call: a kill leaves whole lines only.
-        line = memoryview(json.dumps(json_safe(record)).encode() + b"\n")
+        line = memoryview(_line(record).encode())
         while line:  # a full disk takes a part of the line, and raises at the next write
             line = line[self._file.write(line) :]
 
@@ -48,35 +48,23 @@ class MetricsFile:
     def rewind(self, step: int, evaluated: bool = True, chain: str = "") -> tuple[int, dict[str, Any] | None]:
         """Drop every line after `step`, and the evaluation at `step` unless the checkpoint contains it (`evaluated`).
 
-        Args:
-            chain: the one stored in the checkpoint. Going on from it, not from the file, keeps later edits of the file
-                visible. "" without a checkpoint.
-        Returns:
-            The number of unreadable lines, which are dropped too; and the last training line if an evaluation at `step`
-            was dropped, else None.
+        `chain` is the checkpoint's, "" without one: going on from it, not from the file, keeps later edits of the file
+        visible. Returns the number of unreadable lines, which are dropped too; and the last training line if an
+        evaluation at `step` was dropped, else None.
         """
         self.close()
         self._chain, self._chained = chain, 0
         if not self.path.exists():
             return 0, None
-        lines, unreadable = [], 0
-        trained, dropped = None, False
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-                wanted = record["step"] <= step
-                undone = record["step"] == step and "loss" not in record and not evaluated
-            except (ValueError, TypeError, KeyError, RecursionError):
-                unreadable += 1
-                continue
-            dropped = dropped or undone
-            if wanted and not undone:
-                lines.append(line + "\n")
-                trained = record if "loss" in record else trained
-        write_atomically(self.path, "".join(lines))
+        rows, unreadable = read_json_lines(self.path)
+        readable = [row for row in rows if is_number(row.get("step"))]
+        undone = [row for row in readable if row["step"] == step and "loss" not in row and not evaluated]
+        remaining = [row for row in readable if row["step"] <= step and row not in undone]
+        write_atomically(self.path, "".join(map(_line, remaining)))
         if chain:
             self._chained = self.path.stat().st_size
-        return unreadable, trained if dropped else None
+        trained = [row for row in remaining if "loss" in row][-1:] if undone else []
+        return unreadable + len(rows) - len(readable), next(iter(trained), None)
 
     def sync(self) -> None:
         """Flush every line to the disk."""
@@ -90,6 +78,10 @@ class MetricsFile:
         self._file = None
 
 
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(json_safe(record)) + "\n"
+
+
 def mean_mfu(lines: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the MFU over the steps of these lines that have one, by their time; None if none has."""
     pairs = [(line.get("mfu"), line.get("seconds")) for line in lines]
@@ -99,11 +91,7 @@ def mean_mfu(lines: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl; [] without a file. A half-written line is left out.
-
-    Raises:
-        OSError: the file exists and cannot be read.
-    """
+    """The records of a metrics.jsonl; [] without a file. A half-written line is left out."""
     if not path.exists():
         return []
     return [line for line in read_json_lines(path)[0] if isinstance(line.get("step"), int)]

@@ -37,14 +37,8 @@ def tracker_names(setting: str) -> list[str]:
 
 
 class Trackers:
-    """Rank 0's trackers. A service that fails during the run is logged and dropped; TensorBoard's errors raise.
-
-    Args:
-        names: checked by `tracker_names`.
-        run_dir: TensorBoard's events lie directly in it, so that `--logdir runs` shows its name.
-    Raises:
-        UserError: a service does not start (no login, no network).
-    """
+    """Rank 0's trackers, by `tracker_names`. A service that fails during the run is logged and dropped; TensorBoard's
+    errors raise. Its events lie directly in `run_dir`, so that `--logdir runs` shows its name."""
 
     def __init__(
         self, names: Sequence[str], run_dir: Path, settings: Mapping[str, Any], log: Callable[[str], None]

@@ -6,15 +6,15 @@ import os
 import resource
 import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 
-from accel_sft.launch.machine_state import CoreClock, GpuState, cpu_clock_share, gpu_state, open_gpu, others_gib
+from accel_sft.launch.machine_state import CoreClock, GpuState, gpu_state, open_gpu, others_gib
 
 GIB = 2**30
 
@@ -36,19 +36,22 @@ class Reading(NamedTuple):
     gpu_clock_mhz: float = math.nan
     gpu_clock_share: float = math.nan  # of its highest
     gpu_slowed_by: float = math.nan  # bits of `machine_state.GpuState.reasons`
-    cpu_clock_share: float = math.nan  # of the highest clock of the core that the process runs on
     gpu_others_gib: float = math.nan  # memory of others' processes
 
 
 _AVERAGED = Reading._fields[1 : Reading._fields.index("forward_seconds")]
 _SLOW_EVERY = 10
-"""Samples from one reading of the CPU's clock and the GPU's processes to the next: each may take ten milliseconds."""
+"""Samples from one reading of the GPU's processes to the next, which may take ten milliseconds."""
 
 
 class SystemSampler:
-    """Readings of one rank's process and device, taken at most once a second, so that a call in every step is cheap."""
+    """Readings of one rank's process and device, taken at most once a second, so that a call in every step is cheap.
 
-    def __init__(self, device: torch.device, *, seconds_between: float = 1.0) -> None:
+    `log` gets a line if there are no GPU readings, or no more, although there is a GPU.
+    """
+
+    def __init__(self, device: torch.device, log: Callable[[str], None], *, seconds_between: float = 1.0) -> None:
+        self._log = log
         self._process = psutil.Process()
         self._process.cpu_percent(None)  # the first call only starts the interval
         self._seconds_between = seconds_between
@@ -58,17 +61,12 @@ class SystemSampler:
         self._seen = 0
         self.forward_seconds = 0.0  # the tracker adds to it
         self._cores = CoreClock() if os.environ.get("LOCAL_RANK", "0") == "0" else None
-        self._slow = [math.nan, math.nan]
-        self.problem: str | None = None
-        """Why there are no GPU readings (any more) although there is a GPU."""
+        self._others_gib = math.nan
         if device.type == "cuda":
-            self._open_nvml(device)
-
-    def _open_nvml(self, device: torch.device) -> None:
-        try:
-            self._nvml = open_gpu(str(torch.cuda.get_device_properties(device).uuid))
-        except Exception as error:  # noqa: BLE001 - a driver without NVML must not stop a training run
-            self.problem = f"no GPU curves: NVML says {error}"
+            try:
+                self._nvml = open_gpu(str(torch.cuda.get_device_properties(device).uuid))
+            except Exception as error:  # noqa: BLE001 - a driver without NVML must not stop a training run
+                log(f"no GPU curves: NVML says {error}")
 
     def sample(self) -> Reading:
         """The latest reading; the same again within `seconds_between`."""
@@ -88,10 +86,10 @@ class SystemSampler:
     def _state(self) -> list[float]:
         """What may slow the machine down, from `busy_cores` on."""
         cores: Sequence[float] = self._cores.since() if self._cores else [math.nan] * 4
-        if self._latest.sample % _SLOW_EVERY == 0:
-            self._slow = [cpu_clock_share(), others_gib(*self._nvml) if self._nvml else math.nan]
+        if self._nvml and self._latest.sample % _SLOW_EVERY == 0:
+            self._others_gib = others_gib(*self._nvml)
         gpu = gpu_state(*self._nvml) if self._nvml else GpuState()
-        return [*cores, *gpu, *self._slow]
+        return [*cores, *gpu, self._others_gib]
 
     def _gpu(self) -> tuple[float, float]:
         if self._nvml is None:
@@ -102,7 +100,8 @@ class SystemSampler:
             with contextlib.suppress(pynvml.NVMLError_NotSupported):  # the memory is the host's (GB10, Jetson)
                 memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
         except pynvml.NVMLError as error:  # the driver was updated below the run, say; it is not asked again
-            self._nvml, self.problem = None, f"no GPU curves from here on: NVML says {error}"
+            self._nvml = None
+            self._log(f"no GPU curves from here on: NVML says {error}")
             return math.nan, math.nan
         with contextlib.suppress(pynvml.NVMLError):  # a MIG slice has memory but no utilisation
             percent = self._percent(pynvml, handle)
@@ -149,40 +148,36 @@ class Readings:
 class Usage:
     """Mean and peak of each rank's readings over a run's training steps.
 
-    A rank's first reading, which covers the start-up, is dropped once there is a second one.
+    A rank's first reading, which covers the start-up, counts only until there is a second one.
     """
 
     def __init__(self) -> None:
-        self._rows: dict[int, dict[str, Any]] = {}
-        self._counts: dict[int, Counter[str]] = {}  # how often each field could be read
-        self._steady: set[int] = set()  # ranks whose rows are of later readings than the first
+        self._samples: Counter[int] = Counter()
+        self._fields: defaultdict[int, dict[str, tuple[int, float, float]]] = defaultdict(dict)  # count, sum, peak
 
     def add(self, rank: int, reading: Reading) -> None:
         """Count a rank's new reading."""
-        if rank not in self._steady:
-            self._steady.update([rank] if rank in self._rows else ())
-            self._rows[rank] = {"rank": rank, "samples": 0, "mean": {}, "peak": {}}
-            self._counts[rank] = Counter()
-        row, counts = self._rows[rank], self._counts[rank]
-        row["samples"] += 1
+        fields = self._fields[rank]
+        if self._samples[rank] == 1:
+            fields.clear()
+        self._samples[rank] += 1
         for field in _AVERAGED:
             if not math.isnan(value := getattr(reading, field)):
-                counts[field] += 1
-                mean = row["mean"].get(field, 0.0)
-                row["mean"][field] = mean + (value - mean) / counts[field]
-                row["peak"][field] = max(value, row["peak"].get(field, value))
+                count, total, peak = fields.get(field, (0, 0.0, value))
+                fields[field] = count + 1, total + value, max(peak, value)
 
     def by_rank(self) -> list[dict[str, Any]]:
         """`rank`, number of `samples`, and `mean` and `peak` of use and memory, where they could be read."""
-        return [row for _, row in sorted(self._rows.items())]
+        rows = []
+        for rank, fields in sorted(self._fields.items()):
+            mean = {field: total / count for field, (count, total, _) in fields.items()}
+            peak = {field: largest for field, (*_, largest) in fields.items()}
+            rows.append({"rank": rank, "samples": max(self._samples[rank] - 1, 1), "mean": mean, "peak": peak})
+        return rows
 
 
 def seconds_since_start() -> float:
     """Age of this process, interpreter start and imports included."""
-    stat = Path("/proc/self/stat")
-    if stat.exists():  # psutil takes the time of boot from the wall clock, which may have been set since, by seconds
-        ticks = int(stat.read_text().rpartition(")")[2].split()[19])  # field 22, starttime, see proc(5)
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - psutil.Process().create_time()
 
 
@@ -223,13 +218,8 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 class PhasePeaks:
-    """Peaks by phase, as the kernel and torch's allocator keep them: nothing is sampled, and no peak is missed.
-
-    A phase may come more than once; its largest counts.
-
-    Attributes:
-        by_phase: for each phase so far, `peak_host_memory_gib` and, with CUDA, `peak_device_memory_gib`.
-    """
+    """Peaks by phase, as the kernel and torch's allocator keep them: nothing is sampled, and no peak is missed. A phase
+    may come more than once; its largest counts."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -246,10 +236,8 @@ class PhasePeaks:
             self._phase = phase
 
     def largest(self) -> dict[str, float | None]:
-        """This process's largest memory so far in GiB; None for the device without CUDA.
-
-        Call it, or `begin`, before anything that resets the peaks to measure its own.
-        """
+        """This process's largest memory so far in GiB; None for the device without CUDA. Call it, or `begin`, before
+        anything that resets the peaks to measure its own."""
         now = peak_memory_gib(self.device)
         _raise(self._peaks, now)
         if self._phase is not None:

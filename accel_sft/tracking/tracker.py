@@ -14,9 +14,8 @@ from accelerate.utils import gather_object
 from accel_sft.api.config import TrainConfig
 from accel_sft.io.files import is_number, write_json_lines
 from accel_sft.io.run_dir import RunDir, step_of
-from accel_sft.io.terminal import columns
 from accel_sft.io.text import markdown_table, shown
-from accel_sft.results.run_report import COSTS, Samples, memory_table, phases_table, samples_table
+from accel_sft.results.run_report import COSTS, Samples, samples_table
 from accel_sft.tracking.disturbed import KEY, marks
 from accel_sft.tracking.idle import IdleWatch
 from accel_sft.tracking.metrics_file import MetricsFile
@@ -44,6 +43,8 @@ _CURVES = {
 }
 
 
+_LOGGED = 6
+"""Maximum number of an evaluation's metrics in its line at the terminal."""
 _PAUSE_SECONDS = 0.05
 """What is longer between two steps is a pause: the next readings say nothing of steps."""
 
@@ -52,13 +53,9 @@ class Tracker(contextlib.AbstractContextManager):
     """Records and shows a run. It lives on every rank, and rank 0 writes. Only `phases()` may be a collective.
 
     Args:
-        total_steps: optimizer steps of the whole run.
         main_metric: the metric shown in the bar.
         terminal: the stream that the bar and `log` print to; standard output by default.
         offloaded: what the launch keeps on the host: `optimizer`, `param`.
-        images: whether rows have images.
-    Raises:
-        UserError: `config.tracker` names a tracker that Accelerate does not know or that is not installed.
     """
 
     def __init__(
@@ -71,12 +68,10 @@ class Tracker(contextlib.AbstractContextManager):
         main_metric: str | None = None,
         terminal: Any = None,
         offloaded: Collection[str] = (),
-        images: bool = False,
     ) -> None:
         names = tracker_names(config.tracker)
         self.accelerator, self.run_dir, self.config, self.main_metric = accelerator, run_dir, config, main_metric
-        self._system = SystemSampler(accelerator.device)
-        self._readings, self._usage, self._idle = Readings(), Usage(), IdleWatch(offloaded, images)
+        self._readings, self._usage, self._idle = Readings(), Usage(), IdleWatch(offloaded)
         self._time = TimeSpent()
         self._recorded: list[dict[str, Any]] = []  # this rank's phases
         self._phases: list[dict[str, Any]] = []  # every rank's
@@ -86,10 +81,9 @@ class Tracker(contextlib.AbstractContextManager):
         self._writes = accelerator.is_main_process
         if self._writes:
             run_dir.path.mkdir(parents=True, exist_ok=True)
+        self._system = SystemSampler(accelerator.device, self.log)
         self._trackers = Trackers(names if self._writes else (), run_dir.path, config.as_dict(), self.log)
         self._show_settings()
-        self._problem: str | None = None
-        self._tell_problem()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -101,49 +95,30 @@ class Tracker(contextlib.AbstractContextManager):
 
     def phase(self, name: str) -> None:
         """Note this rank's memory and age at the end of a start-up phase; every rank notes the same names."""
+        row = {"phase": name, "rank": self.accelerator.process_index, "seconds": seconds_since_start()}
         memory = device_memory_gib(self.accelerator.device)
-        row = {
-            "phase": name,
-            "rank": self.accelerator.process_index,
-            "seconds": seconds_since_start(),
-            "process_memory_gib": host_memory_gib()["now"],
-            **{f"device_{key}_gib": value for key, value in memory.items()},
-        }
-        self._recorded.append(row)
+        on_device = {f"device_{key}_gib": value for key, value in memory.items()}
+        self._recorded.append({**row, "process_memory_gib": host_memory_gib()["now"], **on_device})
 
     def phases(self) -> list[dict[str, Any]]:
         """Every rank's phases in order: `phase`, `rank`, `seconds` since its process started, and GiB of process memory
-        and of the device's (None without CUDA) `allocated`, `peak` and `reserved`.
-
-        A collective if a phase is new. TensorBoard then shows the phases as a table, because curves of one point each
-        would bury the other curves. Call it on every rank once start-up is over.
-        """
+        and of the device's (None without CUDA). A collective if a phase is new."""
         if len(self._phases) < len(self._recorded) * self.accelerator.num_processes:
             every = gather_object([self._recorded])
             self._phases = [row for of_ranks in zip(*every, strict=True) for row in of_ranks]
-            self._trackers.text("startup", phases_table(self._phases), self._line.done)
         return self._phases
-
-    def memory(self, compared: Mapping[str, Any]) -> None:
-        """Show memory by place and phase, as predicted and as measured, beside the start-up phases."""
-        if compared:
-            self._trackers.text("memory", memory_table(compared), self._line.done)
 
     def system(self) -> list[float]:
         """This rank's `Reading`, at most a second old, as a list of numbers that ranks exchange."""
-        reading = self._system.sample()
-        self._tell_problem()
-        return [*reading]
+        return [*self._system.sample()]
 
     def step(
         self, record: Mapping[str, Any], system: Sequence[Sequence[float]] = (), forward_seconds: float = math.nan
     ) -> None:
-        """Record one optimizer step.
+        """Record one optimizer step: `step`, `tokens`, `seconds` and any other number, to which `tokens_per_second` and
+        `tokens_per_second_per_device` are added.
 
         Args:
-            record: `step`, `epoch`, `loss`, `grad_norm`, `learning_rate`, `supervised_tokens`, `tokens`, `seconds`
-                and any other number. `tokens_per_second` and `tokens_per_second_per_device` are added; NaN and infinity
-                become null in metrics.jsonl.
             system: each rank's `system()`; a curve gets a point when the sample is new.
             forward_seconds: `TrainStep.forward_seconds` of this rank; its next sample has it.
         """
@@ -158,7 +133,7 @@ class Tracker(contextlib.AbstractContextManager):
             record["tokens_per_second_per_device"] = speed / self.accelerator.num_processes
         readings = [Reading(*numbers) for numbers in system]
         new = self._readings.new(readings, paused=seconds.get(PAUSE, 0.0) > _PAUSE_SECONDS)
-        curves: dict[str, float] = {}
+        curves = _training_curves(record)
         for rank, reading in new.items():
             self._usage.add(rank, reading.now)
             fields = reading.now._asdict().items()
@@ -166,7 +141,7 @@ class Tracker(contextlib.AbstractContextManager):
         if 0 in new and new[0].before:
             record[KEY] = marks(readings)
         self._metrics.append(record)
-        self._trackers.curves({**_training_curves(record), **curves}, record["step"])
+        self._trackers.curves(curves, record["step"])
         self._time.add(record.get("seconds", 0.0), seconds)
         if warning := self._idle.step(record, seconds, times, new, len(readings)):
             self.log(warning)
@@ -187,12 +162,8 @@ class Tracker(contextlib.AbstractContextManager):
         main = self.main_metric
         if main in quality:
             self._line.evaluated({main: quality[main]})
-        line = f"step {step}:"
-        for key in sorted(quality, key=lambda key: (key != main, key != "eval_loss")):
-            if len(longer := f"{line}  {key} {shown(quality[key])}") >= columns():
-                break  # the rest is in metrics.jsonl, the curves and the report
-            line = longer
-        self.log(line)
+        first = sorted(quality, key=lambda key: (key != main, key != "eval_loss"))[:_LOGGED]
+        self.log("  ".join([f"step {step}:", *(f"{key} {shown(quality[key])}" for key in first)]))
 
     def flush(self) -> None:
         """Write every line to the disk and every curve to the system, before a checkpoint: a resume needs them."""
@@ -205,10 +176,8 @@ class Tracker(contextlib.AbstractContextManager):
         return self._metrics.chain if self._writes else ""
 
     def rewind(self, step: int, evaluated: bool = True, chain: str = "") -> None:
-        """Delete what an earlier start of this run recorded after `step`, at which it resumes now.
-
-        Step 0 starts over, so its evaluation is deleted too. So is the evaluation at `step` if the checkpoint does not
-        contain it (not `evaluated`): a signal or a kill came before it was whole, and it is made again. `chain` is the
+        """Delete what an earlier start of this run recorded after `step`, at which it resumes now, and the evaluation
+        at `step` if the checkpoint does not contain it (not `evaluated`). Step 0 starts over. `chain` is the
         checkpoint's.
         """
         self._line.done = step
@@ -244,11 +213,6 @@ class Tracker(contextlib.AbstractContextManager):
         self._metrics.close()
         self._trackers.close()
 
-    def _tell_problem(self) -> None:
-        if self._system.problem != self._problem:
-            self._problem = self._system.problem
-            self.log(f"{self._problem}")
-
     def _show_settings(self) -> None:
         rows = list(self.config.as_dict().items())
         self._trackers.text("settings", markdown_table(["setting", "value"], rows), 0)
@@ -259,7 +223,7 @@ _SKIPPED, _WARMUP, _TRACED = 1, 1, 3
 
 @contextlib.contextmanager
 def traced_steps(folder: Path, rank: int, log: Callable[[str], None]) -> Iterator[Any]:
-    """Yield an object whose `step()` is to be called after each optimizer step; steps 3-5 are traced into `folder`."""
+    """Trace steps 3 to 5 into `folder`; the object's `step()` is to be called after each optimizer step."""
     write = torch.profiler.tensorboard_trace_handler(str(folder), worker_name=f"rank{rank}")
 
     def ready(profiler: Any) -> None:

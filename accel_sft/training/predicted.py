@@ -55,7 +55,7 @@ class Prediction:
         return {"mfu": flops / (seconds * self.peak_flops)}
 
     def measured(self, tracker: Tracker, train_step: TrainStep) -> dict[str, Any]:
-        """What the run took, for result.json and trackers: the largest peaks, each phase's, and these beside the
+        """What the run took, for result.json: the largest peaks, each phase's, and these beside the
         prediction for the largest forward (its tokens, supervised tokens, rows and pixels). A collective."""
         peaks = largest(tracker.peaks.largest())
         by_phase = {phase: largest(own) for phase, own in tracker.peaks.by_phase.items()}
@@ -73,7 +73,6 @@ class Prediction:
                 in_cache=train_step.batching.attention == "cache",
             )
             memory = _beside(estimate(job), by_phase)
-        tracker.memory(memory)
         forward = [tokens, supervised_tokens, rows, train_step.most_pixels]
         return {**peaks, "memory_by_phase": by_phase, "memory": memory, "forward": forward}
 

@@ -122,7 +122,7 @@ def publish(
     write_manifest(run_dir, result_text(result), evidence)
     run_dir.write_result(result)
     console = Console(file=terminal(), highlight=False, width=columns())
-    report.print_report(result, before, after, console, report.PRINTED_SAMPLES)
+    report.print_report(result, before, after, console)
     left_out = result["steps_left_out"]
     scored = "scores and answers" if after else "scores" if state.latest else "settings"  # raw text has no answers
     return [

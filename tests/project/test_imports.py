@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "evaluation": "api io launch results rows chat models batching tracking",
     "training": "api io launch results rows chat data models batching tracking evaluation resilience checkpoint memory",
     "tools": "",
-    "tools.report": "api io results memory tracking",
+    "tools.report": "api io results tracking",
     "tools.doctor": "api io launch tracking",
     "tools.check": "api io launch results rows chat data models batching evaluation training",
     "tools.parity": "api io launch rows chat data models batching tracking evaluation resilience training commands",

@@ -22,13 +22,12 @@ from unittest import mock
 
 import psutil
 import pytest
-from fake_nvml import Nvml
 from fake_plugins import accel_sft, install, only_plugins_of
 from limits import limit
 
 from accel_sft import UserError
 from accel_sft.io.findings import Finding
-from accel_sft.launch import host_memory, machine_state
+from accel_sft.launch import host_memory
 from accel_sft.launch.deepspeed_ops import OPERATORS
 from accel_sft.launch.info import FOLDER
 from accel_sft.launch.machine_state import Cores
@@ -84,7 +83,6 @@ def levels(findings):
     ("error", "what"),
     [
         (RuntimeError("ill"), r"the check failed: RuntimeError: ill \(test_doctor.py:\d+\)"),
-        (ModuleNotFoundError("none", name="peft"), r"not checked: peft is missing \(none\)"),
         (UserError("RANK is 'a'; unset it; or start one process"), "RANK is 'a'; unset it; or start one process"),
     ],
 )
@@ -146,22 +144,7 @@ def test_a_container_s_share_of_the_cores_is_what_counts(container, monkeypatch)
     assert finding.what.startswith("1 usable of 64 logical (")
 
 
-def test_other_work_on_the_cores_is_named_with_its_owner(container, tmp_path, monkeypatch):
-    assert list(host.other_work(machine())) == []  # no /proc/stat
-    monkeypatch.setattr(host_memory, "SYSTEM", Path("/"))
-    monkeypatch.setattr(host, "WATCHED_SECONDS", 0.5)
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
-    try:
-        finding = next(iter(host.other_work(machine())))
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
-    assert finding.level == "warning"
-    assert re.match(r"other processes take \d+\.\d of \d+ cores, load \d+\.\d; most of them: \w+", finding.what)
-
-
-SHARED_CORES = [((0.1, 1.9, 0.0), "ok"), ((1.0, 1.0, 0.0), "warning"), ((0.1, 1.6, 0.3), "ok warning")]
+SHARED_CORES = [((0.1, 1.9, 0.0), "ok"), ((1.0, 1.0, 0.0), "warning"), ((0.1, 1.6, 0.3), "warning")]
 
 
 @pytest.mark.parametrize(("cores", "expected"), SHARED_CORES)
@@ -169,18 +152,7 @@ def test_what_daemons_take_is_no_warning_and_steal_is(monkeypatch, cores, expect
     monkeypatch.setattr(host, "WATCHED_SECONDS", 0.0001)
     monkeypatch.setattr(host.time, "process_time", lambda: 0.0)
     monkeypatch.setattr(host.CoreClock, "since", lambda self: Cores(*cores, 0.0))
-    assert levels(host.other_work(machine())) == expected.split()
-
-
-def test_few_open_files_are_a_warning():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
-        (finding,) = host.open_files(machine())
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert (finding.level, finding.fix.split(" ", 2)[:2]) == ("warning", ["ulimit", "-n"])
-    assert levels(host.open_files(machine())) == ["ok"]
+    assert levels(host.other_work(machine())) == [expected]
 
 
 @pytest.fixture
@@ -215,10 +187,9 @@ def test_ranks_without_a_launcher_are_a_problem(monkeypatch):
 def test_little_free_space_is_named_before_a_run(free, tmp_path, gib, level):
     free(gib)
     first = next(host.disk(machine(runs=tmp_path / "new/runs")))
-    assert (first.level, first.what) == (level, f"runs: {gib:.2f} GiB free in {tmp_path}")
+    assert (first.level, first.what) == (level, f"runs: {gib:.1f} GiB free in {tmp_path}")
     free(100)
-    enough = next(host.disk(machine(runs=tmp_path / "new/runs")))
-    assert enough.what.startswith("100 GiB free for runs")
+    assert next(host.disk(machine(runs=tmp_path / "new/runs"))).level == "ok"
 
 
 def test_space_that_cannot_be_filled_is_found_by_writing(tmp_path):
@@ -256,7 +227,7 @@ def test_versions_are_held_against_the_package_s_own_bounds(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     newer, older, missing, rest = host.versions(machine())
     assert newer.level == "warning"
-    assert "is newer than what accel_sft was tested with (<1)" in newer.what
+    assert newer.what.endswith("needs <1")
     assert (older.level, older.fix) == ("problem", 'pip install "psutil>=999"')
     assert (missing.level, missing.what) == ("problem", "no-such-package is not installed")
     assert rest.what.startswith("1 libraries within the bounds")
@@ -357,7 +328,6 @@ def test_fault_after_the_imports_stops_what_needs_the_rest():
 
 SEEN = GPUS | DRIVER
 HIDDEN = SEEN | {"device_count": 0, "device_names": []}
-COPIES = {"to pinned": 25.0, "from pinned": 26.0, "to pageable": 11.0, "from pageable": 9.0}
 JUDGED = [
     (host.gpus, SEEN, "ok", "2 x NVIDIA H100 (80 GiB); driver 580.65.06"),
     (host.gpus, SEEN | {"device_count": 1}, "ok", "of which torch sees 1"),
@@ -365,31 +335,24 @@ JUDGED = [
     (host.gpus, GPUS | {"driver": "580", "driver_gpus": {"0": {"name": "GB10"}}}, "ok", "1 x GB10, of which"),
     (host.gpus, SEEN | {"driver_gpus": {"1": GPU | {"used": 9 * 2**30}}}, "ok warning", "0% of the time, 9.0 GiB"),
     (host.gpus, SEEN | {"driver_gpus": {"1": GPU | {"busy": 85}}}, "ok warning", "GPU 1 is in use: 85% of"),
-    (host.gpus, {"driver_failure": "Driver/library version mismatch"}, "problem", "restart the machine: the"),
-    (host.gpus, {"driver_failure": "Unknown Error"}, "problem", "Unknown Error: install the NVIDIA driver"),
+    (host.gpus, {"driver_failure": "Unknown Error"}, "problem", "Unknown Error: restart the machine"),
     (host.gpus, GPUS | {"driver_failure": "Unknown Error"}, "warning ok", "Unknown Error"),
     (host.cuda, SEEN, "ok", "the driver runs up to 13.0"),
     (host.cuda, HIDDEN | {"driver_cuda": 12040}, "problem", "for CUDA 13.0, the driver runs up to 12.4"),
     (host.cuda, HIDDEN | {"cuda": None}, "problem", "torch 2.13.0 is a build without CUDA"),
     (host.cuda, HIDDEN | {"cuda_complaint": "CUDA unknown error"}, "problem", "no GPU: CUDA unknown error"),
-    (host.copies, {}, "", ""),
-    (host.copies, {"copies": {"0": COPIES | {"link": 31.5}}}, "ok", "26 GB/s from pinned memory, 11 GB/s to"),
-    (host.copies, {"copies": {"0": COPIES | {"from pinned": 6.1, "link": 31.5}}}, "ok warning", "6.1 GB/s of 32"),
-    (host.copies, {"copies": {"0": COPIES | {"to pinned": 1.0}}}, "ok", "1 GB/s to pinned"),  # of a link unknown
+    (host.copies, {"copies": {"0": {"from": 26.0, "to": 25.0}}}, "ok", "26 GB/s from pinned memory, 25 GB/s to"),
     (host.copies, {"copies": {"0": {}}}, "ok", "GPU 0: not measured"),
     (host.bf16, {}, "", ""),
-    (host.bf16, {"bf16_speedup": 5.2}, "ok", "5.2 times as fast as float32"),
-    (host.bf16, {"bf16_speedup": 1.1}, "ok", "it saves memory, hardly time"),
-    (host.bf16, {"bf16_speedup": 0.25}, "warning", "4.0 times slower than float32"),
-    (host.bf16, {"bf16_speedup": 0.01, "bf16_native": False}, "ok", "bf16 would be emulated, 100.0 times slower"),
-    (host.bf16, GPUS | {"bf16_speedup": 0.9, "bf16_native": False}, "warning", "NVIDIA H100 has no bf16"),
+    (host.bf16, {"bf16_native": True, "bf16_why": "it has amx_bf16"}, "ok", "name no precision compute in bf16"),
+    (host.bf16, {"bf16_why": "this CPU has none"}, "ok", "name no precision compute in float32"),
+    (host.bf16, GPUS | {"bf16_why": "V100 has no bf16"}, "warning", "V100 has no bf16"),
 ]
 
 
 @pytest.mark.parametrize(("check", "facts", "expected", "words"), JUDGED)
 def test_facts_of_driver_and_torch_are_judged(monkeypatch, check, facts, expected, words):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(host, "_nvcc", str)
     findings = [*check(machine(**facts))]
     assert levels(findings) == expected.split()
     assert words in "; ".join(map(str, findings))
@@ -399,7 +362,7 @@ def test_hidden_gpus_are_no_problem(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     hidden = machine(**HIDDEN)
     assert list(host.cuda(hidden)) == []
-    assert "hidden from torch" in list(host.gpus(hidden))[-1].what
+    assert "of which torch sees 0 (CUDA_VISIBLE_DEVICES hides all)" in next(host.gpus(hidden)).what
 
 
 def test_a_gpu_that_cannot_compute_stops_every_launch_file():
@@ -408,21 +371,13 @@ def test_a_gpu_that_cannot_compute_stops_every_launch_file():
     assert not working(ill)
 
 
-def test_copies_are_timed_and_links_are_read(monkeypatch):
+def test_copies_are_timed_both_ways(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch_script, "COPIED", 1 << 20)
-    speeds = torch_script._copies(torch, "cpu", ["pageable"])
-    assert [*speeds] == ["from pageable", "to pageable"]
+    speeds = torch_script._copies(torch, "cpu", pinned=False)
+    assert [*speeds] == ["from", "to"]
     assert all(0.01 < speed < 1000 for speed in speeds.values())
-
-    nvml = Nvml(MaxPcieLinkWidth=4)
-    named = types.SimpleNamespace(get_device_properties=lambda index: types.SimpleNamespace(uuid="GPU-7"))
-    monkeypatch.setattr(machine_state, "open_gpu", lambda uuid: (nvml, uuid))
-    monkeypatch.setattr("pynvml.NVMLError", Nvml.NVMLError)
-    assert torch_script._link(types.SimpleNamespace(cuda=named), 0) == pytest.approx({"link": 15.744})
-    nvml.answers["MaxPcieLinkWidth"] = None
-    assert torch_script._link(types.SimpleNamespace(cuda=named), 0) == {}
 
 
 @pytest.fixture
@@ -460,13 +415,6 @@ def test_the_driver_is_asked_by_nvml(driver, monkeypatch, tmp_path):
     assert driver(Init=missing)["driver_failure"] == str(missing)
 
 
-def test_an_nvcc_of_another_cuda_is_a_warning(programs, tmp_path):
-    program(tmp_path / "bin", "nvcc", 'echo "Cuda compilation tools, release 12.4, V12.4.131"')
-    assert levels(host.cuda(machine(**GPUS, **DRIVER))) == ["ok", "warning"]
-    program(tmp_path / "bin", "nvcc", 'echo "Cuda compilation tools, release 13.1, V13.1.2"')
-    assert levels(host.cuda(machine(**GPUS, **DRIVER))) == ["ok"]
-
-
 # --- DeepSpeed's operators ---
 
 
@@ -478,8 +426,7 @@ def test_unloadable_operator_is_a_problem_where_it_is_needed():
     ill = machine(operators={**machine().torch.operators, "cpu_adam": state(failure="ImportError: undefined symbol")})
     (finding,) = [finding for finding in launches.operators(ill) if finding.level == "problem"]
     assert finding.fix == "rm -r /ext/cpu_adam, then accel-sft doctor --build"
-    users = "z2_offload, z3_nvme, z3_offload, z3_twin_flow"
-    assert finding.what.startswith(f"cpu_adam (for {users}) is compiled, and cannot be loaded")
+    assert finding.what.startswith("cpu_adam is compiled, and cannot be loaded")
     assert working(ill) & {"z2", "z2_offload", "z3_offload"} == {"z2"}
 
 
@@ -499,10 +446,6 @@ def test_old_compiler_stops_offload_alone(programs, monkeypatch):
     findings = [*launches.operators(poor)]
     assert set(levels(findings)) == {"warning"}
     assert findings[0].fix == "GCC 9 or newer is needed; name it in CXX"
-    assert next(launches.compiler(poor)).what.startswith("g++ 8.5.0, ninja ")
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert next(launches.compiler(poor)).what.startswith("no C++ compiler, ninja ")
-    monkeypatch.setenv("CXX", str(old))
     assert not working(poor) & {"z2_offload", "z3_offload", "z3_nvme", "z3_twin_flow"}
     assert {"ddp", "z0", "z1", "z2", "z3"} <= working(poor)
     assert table_of(poor)["z2_offload"].what == f"{old} is GCC 8"
@@ -510,7 +453,7 @@ def test_old_compiler_stops_offload_alone(programs, monkeypatch):
 
 def test_locks_of_compilations_are_told():
     waiting = machine(operators={"cpu_adam": state(locks=[["another process compiles cpu_adam", "wait"]])})
-    assert levels(launches._operator(waiting, "cpu_adam", ["z2_offload"])) == ["warning", "ok"]
+    assert levels(launches.operators(waiting)) == ["warning", "ok"]
 
 
 @pytest.mark.parametrize("breaks", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -524,7 +467,7 @@ def test_operator_is_compiled_as_by_a_launch_or_explained(tmp_path, programs, mo
     library.parent.mkdir()
     building = machine(operators={"cpu_adam": state(library=str(library), compiled=False)})
     building.build = True
-    (finding,) = launches._operator(building, "cpu_adam", ["z2_offload"])
+    (finding,) = launches.operators(building)
     assert (finding.level, library.is_file()) == (("problem", False) if breaks else ("ok", True))
     if breaks:
         assert "could not be compiled: cpu_adam.cpp:1:2: error: no luck" in finding.what
@@ -557,15 +500,6 @@ def test_ranks_that_do_not_add_up_are_reported_in_time(tmp_path, monkeypatch, ra
     assert re.fullmatch(why.format(seconds), exchange_failure("gloo", 2, seconds))
     left = [process for process in psutil.Process().children(recursive=True) if "rank" in process.cmdline()]
     assert not left
-
-
-def test_nccl_has_longer_than_gloo(monkeypatch):
-    limits = {}
-    monkeypatch.setattr(
-        launches, "exchange_failure", lambda backend, ranks, seconds: limits.setdefault(backend, seconds) and ""
-    )
-    assert levels(launches.exchange(machine(**GPUS))) == ["ok", "ok"]
-    assert limits == {"gloo": 30, "nccl": 120}
 
 
 def test_unusable_network_is_a_problem_and_leaves_one_process(monkeypatch):
@@ -636,7 +570,7 @@ def test_the_report_of_this_machine(tmp_path):
     assert lock.exists()
     assert findings["imports"] == [("ok", "torch, accelerate, transformers, peft, deepspeed can be imported")]
     assert findings["GPU"] == [("ok", "none; training runs on the CPU")]
-    assert re.search(r"\d+\.\d times (as fast as|slower than) float32", findings["bf16"][0][1])
+    assert "launch files that name no precision compute in " in findings["bf16"][0][1]
     assert findings["exchange"][0][1].startswith("2 ranks added up numbers by gloo (")
     table = {row["subject"]: (row["level"], row["what"]) for row in report["launch_files"]}
     assert len(table) == len(SHIPPED)

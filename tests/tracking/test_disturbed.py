@@ -17,7 +17,7 @@ from matrix import matrix, run
 
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory, machine_state
-from accel_sft.launch.machine_state import CoreClock, cpu_clock_share, gpu_state, others_gib, slowed_by
+from accel_sft.launch.machine_state import CoreClock, gpu_state, others_gib, slowed_by
 from accel_sft.results.run_report import render_report
 from accel_sft.tools.compare.measured import measure
 from accel_sft.tracking.disturbed import KEY, disturbed_segments, in_words, marks, sentences, share
@@ -82,17 +82,6 @@ def test_cpu_quota_is_counted_in_both_control_group_versions(system, monkeypatch
     assert clock.since() == pytest.approx((2.0, 0.0, 0.0, 0.5))
 
 
-def test_clock_is_that_of_the_processes_core(system):
-    assert math.isnan(cpu_clock_share())
-    system("proc/self/stat", "7 (a) b) R " + " ".join(["0"] * 35) + " 5 0 0\n")
-    assert math.isnan(cpu_clock_share())  # a virtual machine
-    for name, text in (("scaling_cur_freq", "800000"), ("cpuinfo_max_freq", "3200000")):
-        system(f"sys/devices/system/cpu/cpu5/cpufreq/{name}", text)
-    assert cpu_clock_share() == 0.25
-    system("sys/devices/system/cpu/cpu5/cpufreq/cpuinfo_max_freq", "0\n")  # runs divide by it
-    assert math.isnan(cpu_clock_share())
-
-
 @pytest.mark.parametrize(
     ("answers", "why"),
     [
@@ -145,8 +134,8 @@ def test_nothing_is_marked_on_a_quiet_machine():
     quiet = (
         QUIET,
         NOTHING,  # not on Linux
-        QUIET._replace(**GPU, cpu_clock_share=0.45),  # all cores in AVX-512; power capped at the usual limit
-        QUIET._replace(cpu_percent=1.0, busy_cores=0.01, idle_cores=1.99, cpu_clock_share=0.2),  # idle cores rest
+        QUIET._replace(**GPU),  # power capped at the usual limit
+        QUIET._replace(cpu_percent=1.0, busy_cores=0.01, idle_cores=1.99),
         QUIET._replace(cpu_percent=100.0, busy_cores=9.0, idle_cores=7.0),  # others on cores that the run leaves idle
         QUIET._replace(cpu_percent=185.0, stolen_cores=0.1, held_cores=0.1, gpu_others_gib=0.6),
     )
@@ -164,7 +153,6 @@ def test_nothing_is_marked_on_a_quiet_machine():
             "a hypervisor took for other machines (steal) 0.4 of 2 cores",
         ),
         ({"held_cores": 0.5}, "a container's CPU quota held back 0.5 of 2 cores"),
-        ({"cpu_clock_share": 0.21}, "the CPU ran at 21% of its highest clock"),
         (GPU | {"gpu_slowed_by": 4.0}, "rank 0's GPU ran at 1,200 of 1,980 MHz (power cap)"),
         (GPU | {"gpu_others_gib": 3.25}, "other processes had 3.2 GiB of rank 0's GPU"),
     ],
@@ -254,7 +242,7 @@ def busy_cores():
 
 def beside_the_sampler_is_marked():
     with busy_cores():
-        sampler, readings = SystemSampler(torch.device("cpu"), seconds_between=0.3), []
+        sampler, readings = SystemSampler(torch.device("cpu"), print, seconds_between=0.3), []
         while len(readings) < 4:
             latest = sampler.sample()
             readings += [latest] if latest.sample > len(readings) else []

@@ -20,13 +20,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.results.labels import label_scores, label_tables, weakest_label
 from accel_sft.results.model_card import of_merged
 from accel_sft.results.resampled import add_intervals
-from accel_sft.results.run_report import (
-    PRINTED_SAMPLES,
-    comparison_rows,
-    print_report,
-    render_report,
-    write_report,
-)
+from accel_sft.results.run_report import comparison_rows, print_report, render_report, write_report
 from accel_sft_chat import Chat
 
 
@@ -34,10 +28,10 @@ def sample(index, generated, **scores):
     return {"index": index, "prompt": f"{index}=", "expected": "1 + 2", "generated": generated, "scores": scores}
 
 
-def printed(result, before, after, width=80, **options):
+def printed(result, before, after, width=80):
     """What `print_report` prints on a console of this width, none of whose lines is longer."""
     console = Console(file=io.StringIO(), width=width)
-    print_report(result, before, after, console=console, **options)
+    print_report(result, before, after, console=console)
     text = console.file.getvalue()
     assert max(map(cell_len, text.splitlines())) <= width
     return text
@@ -87,27 +81,8 @@ def test_metrics_come_first_then_loss_then_costs():
         ("time for all answers (s)", "19.7", "29.55", ""),  # of a moment of the process, not of a model
         ("generated tokens/s", "20.3", "12.1", ""),
     ]
-
-
-def test_report_has_the_launch_and_the_changed_settings(tmp_path):
-    launch = {"yaml_path": "a/z2.yaml", "backend": "deepspeed", "zero_stage": 2, "processes": 2, "machines": 1}
-    config = {"seed": 42, "adapter": "lora", "thinking": "off"}
-    record = {"task": "math", "config": config, "task_options": {"max_number": 300, "train_file": None}}
-    record |= {"launch": {**launch, "precision": "bf16", "device": "cpu"}, "data": {"train examples": 1200}}
-    RunDir(tmp_path).record.write_text(json.dumps(record))
-    page = write_report(RunDir(tmp_path), RESULT, [], []).read_text()
-    assert "| launch | z2.yaml, deepspeed stage 2, 2 process(es) on 1 machine(s), cpu, bf16 |" in page
-    assert "| data | 1,200 train examples |" in page
-    assert "| --adapter | lora |\n| --max-number | 300 |" in page.replace("| --thinking | off |\n", "")
-    assert "--seed" not in page
-    assert "--train-file" not in page
-
-
-def test_what_one_side_lacks_is_an_empty_cell():
-    rows = comparison_rows(
-        {"generate_seconds": 0.0, "note": "text"}, {"accuracy": 0.5, "generate_seconds": 2.0, "loss": None}
-    )
-    assert rows == [("accuracy", "", "0.5", ""), ("time for all answers (s)", "0", "2", "")]
+    one_side = comparison_rows({"generate_seconds": 0.0, "note": "text"}, {"accuracy": 0.5, "loss": None})
+    assert one_side == [("accuracy", "", "0.5", ""), ("time for all answers (s)", "0", "", "")]
 
 
 def test_the_page_has_training_comparison_memory_and_answers(tmp_path):
@@ -121,7 +96,6 @@ def test_the_page_has_training_comparison_memory_and_answers(tmp_path):
         "| training time (s) | 61.5 |",
         "| stopped early | at step 60 (--patience 2) |",
         "| accuracy | 0 | 1 | +1 |",
-        "| ready | 0 | 3.5 | 0.5 |",
         "## Answers (20 of 30, all in `samples/`)",
         "| 19 | 19= | 1 + 2 | ? | 1 + 2 | accuracy 0 | accuracy 1 |",
     ):
@@ -153,16 +127,9 @@ def test_the_terminal_report_fits_eighty_columns():
     many = {"surface_micro_f1_on_entities_never_seen_in_training_at_all_of_any_type": 0.123456}
     text = printed({"before": {**BEFORE, **many}, "after": {**AFTER, **many}}, before, after)
     assert not re.search(r"\x1b|x1b", text)  # a control character has one cell
-    assert "answers (20 of 30)" in text
+    assert text.index("answers (5 of 30)") < text.index("base and tuned")
     assert re.search(r"^ *accuracy +0 +1 +\+1 *$", text, re.M)
-
-
-def test_long_prompts_stand_above_their_answers():
-    prompt, answer = "Which of the following entities are named in this sentence", "none of those that were asked for"
-    after = [{**sample(0, answer, accuracy=1.0), "prompt": prompt}]
-    text = printed({"before": BEFORE, "after": AFTER, "main_metric": "accuracy"}, after, after)
-    for name, cell in (("prompt", prompt), ("base", answer), ("tuned", answer), ("right", "yes")):
-        assert re.search(rf"^{name} +{cell} *$", text.split("answers (1 of 1)")[1], re.M)
+    assert "..." in text  # a long answer is cut
 
 
 def labelled(*counted, key="exact_match"):
@@ -256,26 +223,6 @@ def test_an_evaluation_without_a_base_has_one_side():
     assert "base" not in text
     assert "change" not in text
     assert re.search(r"^ *accuracy +1 *$", text, re.M)
-
-
-def test_equal_answers_are_broken_alike():
-    answer = "王大丫丫的回答是--->1234 + 5678 and so on and so on"
-    rows = [{**sample(0, answer, accuracy=1.0), "expected": answer}]
-    for width in range(60, 140, 7):
-        text = printed({"before": BEFORE, "after": AFTER}, rows, rows, width)
-        lines = text.split("answers (1 of 1)")[1].split("base and tuned")[0].splitlines()[3:]
-        for line in (line for line in lines if line.strip(" ─")):
-            parts = line.replace("0=", "", 1).split()
-            assert parts == parts[: len(parts) // 3] * 3, line
-
-
-def test_a_run_prints_five_answers_and_then_the_scores():
-    samples = [sample(index, "1 + 2", accuracy=1.0) for index in range(30)]
-    text = printed({"before": BEFORE, "after": AFTER}, samples, samples, most_answers=PRINTED_SAMPLES)
-    answers, scores = text.split("base and tuned")
-    assert "answers (5 of 30)" in answers
-    assert re.findall(r"^ *(\d+)=", answers, re.M) == ["0", "1", "2", "3", "4"]
-    assert "accuracy" in scores
 
 
 @pytest.mark.parametrize(

@@ -83,20 +83,16 @@ def text(tracker, tag):
     return events(tracker).Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
 
 
-def test_every_step_is_one_unrounded_line(tracked):
+def test_every_step_is_one_unrounded_line_of_valid_json(tracked):
     tracker = tracked()
-    for step in (1, 2, 3):
-        tracker.step(record(step))
-    assert [line["loss"] for line in lines(tracker)] == [1 / 3 + 1, 1 / 3 + 2, 1 / 3 + 3]
-    assert lines(tracker)[0]["tokens_per_second"] == 200 / 0.1
-
-
-def test_a_loss_that_is_not_a_number_leaves_valid_json(tracked):
-    tracker = tracked()
-    tracker.step(record(1, loss=math.nan, grad_norm=math.inf))
-    tracker.step(record(2, grad_norm=None))
+    tracker.step(record(1))
+    tracker.step(record(2, loss=math.nan, grad_norm=math.inf))
+    tracker.step(record(3, grad_norm=None))
     assert "NaN" not in (tracker.run_dir.path / "metrics.jsonl").read_text()
-    assert [(line["loss"], line["grad_norm"]) for line in lines(tracker)] == [(None, None), (1 / 3 + 2, None)]
+    assert [(line["loss"], line["grad_norm"]) for line in lines(tracker)] == [
+        (1 / 3 + 1, 0.5), (None, None), (1 / 3 + 3, None)
+    ]  # fmt: skip
+    assert lines(tracker)[0]["tokens_per_second"] == 200 / 0.1
 
 
 def test_a_killed_run_leaves_only_whole_lines(tmp_path):
@@ -203,12 +199,6 @@ def test_an_evaluation_is_recorded_with_every_answer(tracked, capsys):
     written = (tracker.run_dir.path / "samples" / "step-000007.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in written] == SAMPLES
     assert capsys.readouterr().out == "step 7:  accuracy 0.5  eval_loss 0.25\n"
-
-
-def test_answers_stand_in_tensorboard_as_they_are(tracked):
-    tracker = tracked()
-    tracker.evaluation(7, {"eval_loss": 0.25, "accuracy": 0.5}, SAMPLES)
-    tracker.close()
     from tensorboard.plugin_util import markdown_to_safe_html
 
     page = markdown_to_safe_html(text(tracker, "eval/samples"))
@@ -313,6 +303,8 @@ def test_unknown_or_missing_tracker_is_named_with_a_fix(tracked):
 
 def test_no_tracker_leaves_metrics_alone(tracked):
     tracker = tracked(tracker="none")
+    with tracker.profiler() as profiler:  # without --profile nothing is traced
+        profiler.step()
     tracker.step(record(1))
     tracker.evaluation(1, {"eval_loss": 1.0}, SAMPLES)
     assert sorted(path.name for path in tracker.run_dir.path.iterdir()) == ["metrics.jsonl", "samples"]
@@ -377,14 +369,11 @@ def test_start_up_phases_are_kept_in_order_and_shown(tracked):
     tracker.phase("model")
     phases = tracker.phases()
     assert [(row["phase"], row["rank"]) for row in phases] == [("imports", 0), ("model", 0)]
-    assert 0 < phases[0]["process_memory_gib"] < 100
+    assert 0 < phases[0]["process_memory_gib"] <= tracker.peaks.largest()["peak_host_memory_gib"] + 0.01
     assert 0 < phases[0]["seconds"] <= phases[1]["seconds"]
     if not torch.cuda.is_available():
         assert phases[0]["device_peak_gib"] is None
     json.dumps(phases, allow_nan=False)
-    tracker.close()
-    assert not events(tracker).Tags()["scalars"]  # cards of one point before all curves
-    assert "| imports | 0 |" in text(tracker, "startup")
 
 
 def test_the_profiler_traces_steps_three_to_five(tracked, capsys):
@@ -401,14 +390,10 @@ def test_the_profiler_traces_steps_three_to_five(tracked, capsys):
     assert {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"} < names
     assert "aten::dot" in names
     assert str(trace.parent) in capsys.readouterr().out
-    plain = tracked()
-    with plain.profiler() as profiler:
-        profiler.step()
-    assert [*(plain.run_dir.path / "profile").iterdir()] == [trace], "without --profile nothing is traced"
 
 
 def test_the_machine_is_sampled_at_most_once_in_an_interval():
-    sampler = SystemSampler(torch.device("cpu"), seconds_between=limit(0.2))
+    sampler = SystemSampler(torch.device("cpu"), print, seconds_between=limit(0.2))
     first = sampler.sample()
     assert sampler.sample() is first
     time.sleep(limit(0.25))
@@ -422,8 +407,9 @@ def test_the_machine_is_sampled_at_most_once_in_an_interval():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine whose GPU cannot be read")
 def test_a_gpu_that_cannot_be_read_costs_only_its_curves():
-    sampler = SystemSampler(torch.device("cuda", 0))
-    assert "no GPU curves" in sampler.problem
+    printed = []
+    sampler = SystemSampler(torch.device("cuda", 0), printed.append)
+    assert "no GPU curves" in printed[0]
     assert math.isnan(sampler.sample().gpu_percent)
 
 
@@ -481,14 +467,6 @@ def test_means_and_peaks_leave_out_the_first_sample():
     assert second["peak"]["gpu_memory_gib"] == 3.0
 
 
-def test_the_peak_is_this_process_own(tracked):
-    peak = tracked().peaks.largest()
-    now = host_memory_gib()["now"]
-    assert now <= peak["peak_host_memory_gib"] + 0.01
-    if not torch.cuda.is_available():
-        assert peak["peak_device_memory_gib"] is None
-
-
 def test_elsewhere_than_on_a_terminal_there_are_plain_lines(tracked, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as CI services set it
     tracker = tracked(total_steps=25, log_every=10)
@@ -497,7 +475,7 @@ def test_elsewhere_than_on_a_terminal_there_are_plain_lines(tracked, capsys, mon
     tracker.close()
     out = capsys.readouterr().out
     assert [line.split("  ")[0] for line in out.splitlines()] == ["step 10/25", "step 20/25", "step 25/25"]
-    assert "lr 1.00e-03  2,000 tokens/s" in out
+    assert "2,000 tokens/s  lr 1.00e-03" in out
     assert not CONTROL.search(out)
 
 
@@ -524,13 +502,7 @@ def rows(terminal):
 
 
 @pytest.mark.parametrize(
-    ("total", "metrics"),
-    [
-        (200, {"accuracy": 0.95}),
-        (1_000_000, {"surface_micro_f1_unseen": 0.123456}),
-        (10**12, {"中文的指标名称" * 5: 1e-9}),
-        (10**40, {"m" * 90: 1.0}),
-    ],
+    ("total", "metrics"), [(200, {"accuracy": 0.95}), (10**12, {"中文的指标名称" * 5: 1e-9}), (10**40, {"m" * 90: 1.0})]
 )
 def test_the_bar_fits_eighty_columns(terminal, total, metrics):
     line = ProgressBar(total, file=terminal)
@@ -541,19 +513,19 @@ def test_the_bar_fits_eighty_columns(terminal, total, metrics):
     drawn = rows(terminal)
     assert max(map(cell_len, drawn)) <= 80
     assert drawn[-1].startswith(f"{total // 2}/{total}"[:79])
-    assert ("ETA" in drawn[-1]) == (total < 10**40)  # the last detail to go
+    assert ("ETA" in drawn[-1]) == (total < 10**40)
 
 
 def test_the_bar_shows_loss_metric_and_time_to_go(terminal):
     line = ProgressBar(200, file=terminal)
     line.step(record(1, tokens_per_second=2000.0))
     line.evaluated({"accuracy": 0.95})
-    assert re.match(r"1/200 ━+ loss 1\.333  eval accuracy 0\.950  now 2,000 tok/s  ETA -:--:--", rows(terminal)[-1])
+    assert re.match(r"1/200 ━+ ETA -:--:--  loss 1\.333  eval accuracy 0\.950  2,000 tokens/s", rows(terminal)[-1])
     line.log("a line above")
-    line.step(record(200, tokens_per_second=2000.0, tokens_per_second_per_device=500.0, mfu=0.4213))
+    line.step(record(200, loss=2.0, tokens_per_second=2000.0, tokens_per_second_per_device=500.0, mfu=0.4213))
     line.close()
     drawn = rows(terminal)
-    assert re.match(r"200/200 ━+ loss 200\.333  eval accuracy 0\.950  now 2,000 tok/s  MFU 42\.1%$", drawn[-1])
+    assert re.match(r"200/200 ━+ loss 2\.000  eval accuracy 0\.950  2,000 tokens/s  500 each", drawn[-1])
     assert "a line above" in drawn
 
 
@@ -572,14 +544,12 @@ def test_two_ranks_share_one_record(tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = """
-import os, sys, time, torch
+import os, sys, torch
 from pathlib import Path
 from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.io.run_dir import RunDir
-from accel_sft.tracking.time_spent import BATCHES, COMMUNICATION, FORWARD, span
 from accel_sft.tracking.tracker import Tracker
-from accel_sft.tracking.services import Trackers
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True)
 with Tracker(accelerator, RunDir(Path(sys.argv[1])), TrainConfig(profile=True), total_steps=1) as tracker:
@@ -593,13 +563,6 @@ with Tracker(accelerator, RunDir(Path(sys.argv[1])), TrainConfig(profile=True), 
     tracker.log("said once")
     with tracker.profiler() as profiler:
         for _ in range(6):
-            with span(BATCHES):
-                rows = torch.ones(8, 8)
-            with span(FORWARD):
-                rows @ rows
-            time.sleep(0.1 * accelerator.process_index)
-            with span(COMMUNICATION):
-                accelerator.gather(rows)
             profiler.step()
 os._exit(0)  # as accel_sft leaves its ranks
 """

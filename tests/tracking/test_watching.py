@@ -42,8 +42,8 @@ def test_step_time_divides_without_rest_and_without_evaluations():
     assert totals["parts"] == pytest.approx(twice | {"the rest": 0.02})
     assert (totals["steps"], totals["seconds"]) == (2, pytest.approx(0.2))
     assert time_sentence(totals) == (
-        "a step took 0.1 s in the mean of 2: 40% backward, 20% forward, 15% optimizer, "
-        "10% reading rows and making batches, 10% the rest, 5% exchanging the loss"
+        "a step took 0.1 s in the mean of 2: 40% backward, 20% forward, 15% optimizer step, 10% make batch, "
+        "10% the rest, 5% wait for ranks"
     )
 
 
@@ -98,18 +98,16 @@ def watched(
     return [*filter(None, warnings)]
 
 
-OFFLOADED = {"offloaded": ["optimizer", "param"]}
+OFFLOADED = ["optimizer", "param"]
 CAUSES = {
-    "batches": ({"spent": {BATCHES: 0.34}}, "making batches takes 34% of a step: look at the disk"),
+    "batches": ({"spent": {BATCHES: 0.34}}, "making batches takes 34% of a step: look at"),
     "optimizer": (
-        {"spent": {OPTIMIZER: 0.6, BATCHES: 0.25}, **OFFLOADED},
+        {"spent": {OPTIMIZER: 0.6, BATCHES: 0.25}, "offloaded": OFFLOADED},
         "the optimizer on the host takes 60% of a step",
     ),
-    "other ranks": ({"waits": [0.1, 0.5], "ranks": 2}, "it waits for rank 0 for 40% of a step or longer"),
     "ranks that wait in their forwards": ({"waits": [math.nan] * 2, "ranks": 2}, "neither batches nor the optimizer"),
-    "images": ({"spent": {BATCHES: 0.34}, "images": True}, "look at the images' size"),
     "weights on the host": (
-        {"spent": {OPTIMIZER: 0.1}, **OFFLOADED},
+        {"spent": {OPTIMIZER: 0.1}, "offloaded": OFFLOADED},
         "weights are copied from the host for every layer",
     ),
     "small forwards": ({"tokens": 1024, "forwards": 8}, "a forward has 128 tokens"),
@@ -120,8 +118,7 @@ CAUSES = {
 @pytest.mark.parametrize("cause", CAUSES)
 def test_an_idle_gpu_is_named_once_with_its_likely_cause(cause):
     given, expected = dict(CAUSES[cause][0]), CAUSES[cause][1]
-    watch = IdleWatch(given.pop("offloaded", ()), given.pop("images", False))
-    (warning,) = watched(watch, 200, **given)
+    (warning,) = watched(IdleWatch(given.pop("offloaded", ())), 200, **given)
     whose = "the GPU of rank 1" if given.get("ranks") else "the GPU"
     assert warning.startswith(f"{whose} idles: a kernel ran in 20% of the time in steps {WARMUP_STEPS + 1} to ")
     assert expected in warning
@@ -139,7 +136,6 @@ def test_start_evaluation_and_busy_gpu_give_no_warning():
 def test_waiting_rank_is_named_though_nvml_shows_it_busy():
     (warning,) = watched(IdleWatch(), 200, 100.0, ranks=3, waits=[0.5, 0.12, 0.1])
     assert warning.startswith("rank 0 waits for rank 2 for 40% of a step or longer, in steps")
-    assert "its GPU reads 90% busy" in warning
     assert watched(IdleWatch(), 200, 100.0, ranks=2, waits=[0.09, 0.0]) == []
     assert watched(IdleWatch(), 200, 100.0, ranks=2, waits=[math.nan, math.nan]) == []
 
@@ -201,7 +197,7 @@ def test_gpu_use_is_the_mean_since_the_last_reading():
 
     from accel_sft.tracking.system import SystemSampler
 
-    sampler, meter = SystemSampler(torch.device("cpu"), seconds_between=0.0), Meter()
+    sampler, meter = SystemSampler(torch.device("cpu"), print, seconds_between=0.0), Meter()
     sampler._nvml = meter, None
     meter.samples = [(1, 0), (2, 100), (3, 20)]
     assert sampler.sample().gpu_percent == 40.0

@@ -28,10 +28,7 @@ _COLORS = {"ok": "green", "warning": "yellow", "problem": "red", "yes": "green",
 
 
 def checks() -> Checks:
-    """All checks, by the heading that they stand under and their name, in the order in which they are made.
-
-    The first one sets the environment variables of a launch, which all others need.
-    """
+    """All checks by heading and name, in order. The first one sets a launch's variables, which all others need."""
     from accel_sft.tools.doctor import host, launches
 
     return {
@@ -41,7 +38,6 @@ def checks() -> Checks:
             "other work": host.other_work,
             "memory": host.memory,
             "disk": host.disk,
-            "open files": host.open_files,
         },
         "Software": {
             "versions": host.versions,
@@ -51,7 +47,6 @@ def checks() -> Checks:
         },
         "Device": {"GPU": host.gpus, "copies": host.copies, "CUDA": host.cuda, "bf16": host.bf16},
         "DeepSpeed's operators": {
-            "compiler": launches.compiler,
             "operators": launches.operators,
             "folder": host.shared_operators,
         },

@@ -1,12 +1,10 @@
-"""Checks this machine: cores, memory, limits, folders of runs, what is installed, the GPUs and their driver."""
+"""Checks this machine: cores, memory, folders of runs, what is installed, the GPUs and their driver."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import math
 import os
-import re
-import resource
 import shutil
 import sys
 import tempfile
@@ -24,7 +22,7 @@ from accel_sft.launch import host_memory
 from accel_sft.launch.deepspeed_ops import is_local
 from accel_sft.launch.environment import prepare_environment, usable_cores
 from accel_sft.launch.machine_state import CoreClock
-from accel_sft.launch.precision import cpu_flags, cpu_name
+from accel_sft.launch.precision import cpu_name
 from accel_sft.tools.doctor.machine import LIBRARIES, Finding, Machine, ask, ok, problem, script, warning
 from accel_sft.tracking.disturbed import LOST
 
@@ -35,12 +33,7 @@ LEAST_MEMORY, LITTLE_MEMORY = 1 * GIB, 3 * GIB
 LITTLE_SHARED_MEMORY = 1 * GIB
 """Free bytes of /dev/shm that NCCL's documentation recommends for ranks on several GPUs."""
 LEAST_DISK, LITTLE_DISK = GIB // 4, 5 * GIB
-"""Free bytes below which a folder is a problem (it could not hold a run of the smallest model) or a warning.
-
-For comparison: a checkpoint of a 0.5B model takes 7 GiB.
-"""
-FEW_FILES = 1024
-"""Limit of open files below which there is a warning."""
+"""Free bytes below which a folder is a problem (it could not hold a run of the smallest model) or a warning."""
 WATCHED_SECONDS = 1.0
 """How long the cores are watched."""
 _TRIAL_BYTES = 1 << 20
@@ -50,10 +43,6 @@ NETWORK_SECONDS = 15.0
 """Time limit for the hub's answer."""
 USED = 0.1
 """Share of a GPU's memory that may be in use already without a warning."""
-SLOW, FAST = 0.95, 1.5
-"""Speeds of bf16, as multiples of float32's, below which there is a warning (SLOW) or only a remark (FAST)."""
-_SLOW_LINK = 0.5
-"""Share of what its link could carry below which copies from pinned memory are slow; 0.8 to 0.9 is usual."""
 
 
 def environment(machine: Machine) -> Iterator[Finding]:
@@ -70,32 +59,18 @@ def cores(machine: Machine) -> Iterator[Finding]:
 
 def other_work(machine: Machine) -> Iterator[Finding]:
     """Watch what other processes, and a hypervisor's other machines, take of the cores; nothing without /proc/stat."""
-    import psutil
-
-    def used() -> dict[str, float]:
-        """CPU seconds so far of each process that may be read, by its name and number."""
-        readable = [p.info for p in psutil.process_iter(["name", "pid", "cpu_times"]) if p.info["cpu_times"]]
-        return {f"{info['name']} ({info['pid']})": sum(info["cpu_times"][:2]) for info in readable}
-
-    clock, before, began = CoreClock(), used(), time.process_time()
+    clock, began = CoreClock(), time.process_time()
     time.sleep(WATCHED_SECONDS)
     busy, idle, stolen, _ = clock.since()
     if math.isnan(busy):
         return
-    shares = {name: (seconds - before.get(name, seconds)) / WATCHED_SECONDS for name, seconds in used().items()}
     count = busy + idle + stolen
     others = max(busy - (time.process_time() - began) / WATCHED_SECONDS, 0.0)
-    words = f"other processes take {others:.1f} of {count:.0f} cores, load {os.getloadavg()[0]:.1f}"
-    if others >= LOST * count:
-        most = sorted(shares, key=lambda name: -shares[name])[:3]
-        named = ", ".join(f"{name} {shares[name]:.1f}" for name in most if shares[name] >= LOST)
-        fix = "end them, or measure later: measurements are slower beside them"
-        yield warning(f"{words}; most of them: {named}" if named else words, fix)
+    words = f"other processes take {others:.1f} of {count:.0f} cores, a hypervisor {stolen:.1f} (steal)"
+    if others + stolen >= LOST * count:
+        yield warning(words, "end them (top shows which), or measure later; against steal ask for cores of your own")
     else:
         yield ok(words)
-    if stolen >= LOST * max(busy + stolen, 1.0):
-        what = f"a hypervisor takes {stolen:.1f} of {count:.0f} cores for other machines (steal)"
-        yield warning(what, "ask for cores of your own, or for another host")
 
 
 def memory(machine: Machine) -> Iterator[Finding]:
@@ -111,9 +86,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
 
 def shared_memory(machine: Machine) -> Iterator[Finding]:
     """Report whether /dev/shm is large enough: NCCL exchanges data between ranks through it. CPUs do not need it."""
-    if not SHARED_MEMORY.is_dir():
-        words = f"there is no {SHARED_MEMORY}, which NCCL needs between GPUs"
-        yield warning(words, f"mount a tmpfs on {SHARED_MEMORY}") if machine.devices > 1 else ok(words)
+    if not SHARED_MEMORY.is_dir():  # macOS
         return
     usage = shutil.disk_usage(SHARED_MEMORY)
     words = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB of shared memory free"
@@ -122,18 +95,6 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
         yield warning(f"{words}: NCCL fails between GPUs where it is full", fix)
     else:
         yield ok(words)
-
-
-def open_files(machine: Machine) -> Iterator[Finding]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = soft == resource.RLIM_INFINITY
-    words = "no limit" if unlimited else f"{soft:,} at most for a process"
-    if unlimited or soft >= FEW_FILES:
-        yield ok(words)
-        return
-    most = FEW_FILES if hard == resource.RLIM_INFINITY else min(4 * FEW_FILES, hard)
-    fix = f"ulimit -n {most}" if most >= FEW_FILES else f"have the hard limit ({hard}) raised in limits.conf"
-    yield warning(f"{words}: a rank with a tracker and many data files needs more", fix)
 
 
 def _folders(runs: Path) -> Iterator[tuple[str, Path, str, bool]]:
@@ -160,11 +121,9 @@ def _existing(folder: Path) -> Path:
 
 
 def disk(machine: Machine) -> Iterator[Finding]:
-    """Report whether each folder is writable and has free space; folders on one disk share a line if all is well."""
-    enough: dict[int, list[str]] = {}
-    free_gib = {}
+    """Report whether each folder is writable and has free space."""
     for what, folder, setting, needed in _folders(machine.runs):
-        level, place, fix = problem if needed else warning, _existing(folder), f"or name another with {setting}"
+        level, place = problem if needed else warning, _existing(folder)
         try:
             with tempfile.TemporaryFile(dir=place) as file:
                 file.write(b"\0" * _TRIAL_BYTES)
@@ -172,17 +131,14 @@ def disk(machine: Machine) -> Iterator[Finding]:
                 os.fsync(file.fileno())  # a network file system may write the data only now
         except OSError as error:
             words = f"{what}: {folder} cannot be written ({error.strerror})"
-            yield level(words, f"make it writable, free space, {fix}")
+            yield level(words, f"make it writable, or name another with {setting}")
             continue
-        free, device = shutil.disk_usage(place).free, os.stat(place).st_dev
+        free = shutil.disk_usage(place).free
+        words = f"{what}: {free / GIB:,.1f} GiB free in {place}"
         if free < LITTLE_DISK:
-            words = f"{what}: {free / GIB:.2f} GiB free in {place}"
-            yield (level if free < LEAST_DISK else warning)(words, f"free space, {fix}")
+            yield (level if free < LEAST_DISK else warning)(words, f"free space, or name another with {setting}")
         else:
-            enough.setdefault(device, []).append(what)
-            free_gib[device] = free / GIB
-    for device, named in enough.items():
-        yield ok(f"{free_gib[device]:,.0f} GiB free for {', '.join(named)}")
+            yield ok(words)
 
 
 def shared_operators(machine: Machine) -> Iterator[Finding]:
@@ -205,22 +161,20 @@ def versions(machine: Machine) -> Iterator[Finding]:
         return
     fitting = {}
     for requirement in map(Requirement, required):
-        name, fix = requirement.name, f'pip install "{requirement}"'
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
+        name, fix = requirement.name, f'pip install "{requirement}"'
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield problem(f"{name} is not installed", fix)
             continue
-        broken = [bound for bound in requirement.specifier if not bound.contains(version, prereleases=True)]
-        if not broken:
-            fitting[name] = version
-        elif all(bound.operator in ("<", "<=") for bound in broken):
-            yield warning(f"{name} {version} is newer than what accel_sft was tested with ({broken[0]})", fix)
+        broken = {bound.operator for bound in requirement.specifier if not bound.contains(version, prereleases=True)}
+        if broken:
+            level = warning if broken <= {"<", "<="} else problem  # only newer than what was tested
+            yield level(f"{name} {version}: accel_sft {accel_sft.__version__} needs {requirement.specifier}", fix)
         else:
-            what = f"{name} {version}: accel_sft {accel_sft.__version__} needs {requirement.specifier}"
-            yield problem(what, fix)
+            fitting[name] = version
     if fitting:
         named = ", ".join(f"{name} {fitting[name]}" for name in LIBRARIES if name in fitting)
         yield ok(f"{len(fitting)} libraries within the bounds: {named}")
@@ -273,20 +227,17 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     """Report the GPUs that the driver and torch see, those already in use, and those that cannot compute."""
     facts = machine.torch
     if facts.driver_failure:
-        fix = "install the NVIDIA driver again, and restart the machine"
-        if "mismatch" in facts.driver_failure.lower():
-            fix = "restart the machine: the driver's module and its library differ"
         level = warning if machine.devices else problem
+        fix = "restart the machine, or install the driver again"
         yield level(f"the NVIDIA driver does not answer: {facts.driver_failure}", fix)
     rows = facts.driver_gpus.values()
-    if rows:
-        names = (row["name"] + (f" ({row['total'] / GIB:.0f} GiB)" if "total" in row else "") for row in rows)
-        kinds = ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
-        seen = f", of which torch sees {machine.devices}" if 0 < machine.devices != len(rows) else ""
-        yield ok(f"{kinds}{seen}; driver {facts.driver}")
-    elif machine.devices:
-        kinds = ", ".join(dict.fromkeys(facts.device_names or ["an accelerator"]))
-        yield ok(f"{machine.devices} x {kinds}")
+    names = [row["name"] + (f" ({row['total'] / GIB:.0f} GiB)" if "total" in row else "") for row in rows]
+    names = names or facts.device_names or ["accelerator"] * machine.devices
+    kinds = ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
+    if names:
+        hidden = " (CUDA_VISIBLE_DEVICES hides all)" if _hidden() else ""
+        seen = f", of which torch sees {machine.devices}{hidden}" if machine.devices != len(names) else ""
+        yield ok(f"{kinds}{seen}" + (f"; driver {facts.driver}" if facts.driver else ""))
     elif not facts.driver_failure:
         yield ok("none; training runs on the CPU")
     for index, row in facts.driver_gpus.items():
@@ -294,8 +245,6 @@ def gpus(machine: Machine) -> Iterator[Finding]:
         if used > USED * row.get("total", math.inf) or busy >= 100 * LOST:
             what = f"GPU {index} is in use: {busy}% of the time, {used / GIB:.1f} GiB"
             yield warning(what, "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES chooses others")
-    if rows and not machine.devices and _hidden():
-        yield ok("hidden from torch by CUDA_VISIBLE_DEVICES: training runs on the CPU")
     for index, failure in facts.device_failures.items():
         fix = "update the driver, or install a build of torch for this kind of GPU; CUDA_VISIBLE_DEVICES leaves it out"
         yield problem(f"GPU {index} cannot compute: {failure}", fix)
@@ -309,14 +258,8 @@ def _hidden() -> bool:
 def copies(machine: Machine) -> Iterator[Finding]:
     """Report each GPU's bandwidth to the host's memory, on which loading and offload depend."""
     for index, speeds in machine.torch.copies.items():
-        ways = {way: speed for way, speed in speeds.items() if way != "link"}
-        words = ", ".join(f"{speed:.3g} GB/s {way} memory" for way, speed in ways.items())
+        words = ", ".join(f"{speed:.3g} GB/s {way} pinned memory" for way, speed in speeds.items())
         yield ok(f"GPU {index}: {words or 'not measured'}")
-        slowest = min((speed for way, speed in ways.items() if "pinned" in way), default=math.inf)
-        if slowest < _SLOW_LINK * speeds.get("link", 0.0):
-            what = f"GPU {index} copies {slowest:.1f} GB/s of {speeds['link']:.0f} that its link could carry"
-            fix = "look for other work on host memory, and at slot and BIOS"
-            yield warning(what, f"{fix}; numactl keeps a process to the GPU's socket")
 
 
 def cuda(machine: Machine) -> Iterator[Finding]:
@@ -339,36 +282,13 @@ def cuda(machine: Machine) -> Iterator[Finding]:
         yield problem(f"torch sees no GPU: {complaint}", "update the driver, and restart the machine")
     else:
         yield ok(words)
-    if machine.devices and (nvcc := _nvcc()) and nvcc.split(".")[0] != facts.cuda.split(".")[0]:
-        what = f"nvcc is of CUDA {nvcc}, torch of {facts.cuda}: what is compiled for GPUs may fail"
-        yield warning(what, f"install the toolkit of CUDA {facts.cuda} and set CUDA_HOME; only z3_nvme needs it")
-
-
-def _nvcc() -> str:
-    """The version of the CUDA toolkit's compiler; empty if there is none (the check of operators reports that)."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    program = shutil.which(Path(home, "bin", "nvcc")) or shutil.which("nvcc")
-    release = re.search(r"release ([\d.]+)", ask([program, "--version"], 30).out) if program else None
-    return release[1] if release else ""
 
 
 def bf16(machine: Machine) -> Iterator[Finding]:
-    """Report whether launch files that name no precision compute in bf16 here, and the measured speed of bf16."""
+    """Report in which precision launch files that name none compute here."""
     facts = machine.torch
-    if facts.bf16_speedup is None:
-        return
-    cpu = f"{cpu_name()} with {', '.join(cpu_flags()) or 'no instructions for bf16'}"
-    where = facts.device_names[0] if facts.device_names else cpu
-    ratio = facts.bf16_speedup
-    measured = f"{ratio:.1f} times as fast as float32" if ratio >= 1 else f"{1 / ratio:.1f} times slower than float32"
-    words = f"{measured} (one product of matrices, measured; {where})"
-    if not facts.bf16_native:
-        instead = "launch files that name no precision compute in float32"
-        if facts.device_names:
-            yield warning(f"{where} has no bf16: {instead}", "--mixed_precision fp16 in front of -m is faster")
-        else:
-            yield ok(f"{instead}; bf16 would be emulated, {words}")
-    elif ratio < SLOW:
-        yield warning(words, "it saves memory, not time; for speed: --mixed_precision no in front of -m")
-    else:
-        yield ok(words if ratio >= FAST else f"{words}: it saves memory, hardly time")
+    words = f"{facts.bf16_why}: launch files that name no precision compute in "
+    if facts.device_names and not facts.bf16_native:
+        yield warning(f"{words}float32", "--mixed_precision fp16 in front of -m is faster")
+    elif facts.bf16_why:
+        yield ok(f"{words}{'bf16' if facts.bf16_native else 'float32'}")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import signal
-import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,11 +16,9 @@ from accel_sft.launch.deepspeed_ops import operators as operators_of
 from accel_sft.launch.info import Launch
 from accel_sft.tools.doctor.machine import LIBRARIES, Finding, Machine, ask, ok, problem, script, warning
 
-COMPILER_SECONDS = 30.0
-"""Time limit for a compiler to print its version."""
 EXCHANGE_SECONDS = {"gloo": 30, "nccl": 120}
-"""Time limit for joining the process group and adding up, once a rank has imported torch. NCCL first searches the
-machine's links and network cards, and loads its kernels: tens of seconds on a busy machine with eight GPUs."""
+"""Time limit for adding up, once a rank has imported torch. NCCL first searches the machine's links and loads its
+kernels: tens of seconds on a busy machine with eight GPUs."""
 RANKS_SECONDS = 420.0
 """Time limit for everything that ranks do, including the import of torch."""
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node")
@@ -36,50 +31,26 @@ _RANK_FIXES = {
 }
 
 
-def compiler(machine: Machine) -> Iterator[Finding]:
-    """Report which tools for compiling are here: C++ and ninja for operators, which `operators` reports; on GPUs C for
-    `--compile`."""
-    named = {"C++ compiler": os.environ.get("CXX", "c++"), "ninja": "ninja", "C compiler": os.environ.get("CC", "gcc")}
-    words = []
-    for name, program in named.items():
-        if shutil.which(program):
-            lines = ask([program, "--version"], COMPILER_SECONDS).out.splitlines()
-            words.append(f"{name} {lines[0].strip()}" if lines and name == "ninja" else lines[0] if lines else program)
-        else:
-            words.append(f"no {name}")
-    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        words.append("no headers of Python")
-    yield ok(", ".join(words))
-
-
 def operators(machine: Machine) -> Iterator[Finding]:
-    """Report the state of each operator that a launch file needs here; with `--build`, compile missing ones first."""
-    for name in OPERATORS:
-        # launch files are read by accelerate, and so by torch, which may end or hang this process
-        if name in machine.torch.operators and (users := machine.users(name)):
-            yield from _operator(machine, name, users)
-
-
-def _operator(machine: Machine, name: str, users: list[str]) -> Iterator[Finding]:
-    state = machine.torch.operators[name]
-    needed = f"{name} (for {', '.join(users)})"
-    if state["compiled"] or not machine.build:  # a build waits for another process's lock itself
-        yield from (warning(*lock) for lock in state["locks"])
-    obstacles = [*audit_compilers([name], machine.devices)]
-    if state["failure"]:
-        machine.unusable[name] = f"{name} cannot be loaded"
-        fix = f"rm -r {Path(state['library']).parent}, then accel-sft doctor --build"
-        yield problem(f"{needed} is compiled, and cannot be loaded: {state['failure']}", fix)
-    elif obstacles:  # a launch is refused even with a compiled operator, since another torch would compile it anew
-        for obstacle in obstacles:
-            yield warning(f"{needed}: {_lacking(obstacle)}", obstacle.fix)
-    elif state["compiled"]:
-        yield ok(f"{needed} is compiled")
-    elif not machine.build:
-        fix = "accel-sft doctor --build does it now, or else the first launch"
-        yield ok(f"{needed} is not compiled yet ({OPERATORS[name]})", fix)
-    else:
-        yield _build(machine, name, needed, Path(state["library"]))
+    """Report the state of each of DeepSpeed's operators; with `--build`, compile missing ones first."""
+    for name, state in machine.torch.operators.items():
+        if state["compiled"] or not machine.build:  # a build waits for another process's lock itself
+            yield from (warning(*lock) for lock in state["locks"])
+        obstacles = [*audit_compilers([name], machine.devices)]
+        if state["failure"]:
+            machine.unusable[name] = f"{name} cannot be loaded"
+            fix = f"rm -r {Path(state['library']).parent}, then accel-sft doctor --build"
+            yield problem(f"{name} is compiled, and cannot be loaded: {state['failure']}", fix)
+        elif obstacles:  # a launch is refused even with a compiled operator, since another torch would compile it anew
+            for obstacle in obstacles:
+                yield warning(f"{name}: {_lacking(obstacle)}", obstacle.fix)
+        elif state["compiled"]:
+            yield ok(f"{name} is compiled")
+        elif not machine.build:
+            fix = "accel-sft doctor --build does it now, or else the first launch"
+            yield ok(f"{name} is not compiled yet ({OPERATORS[name]})", fix)
+        else:
+            yield _build(machine, name, Path(state["library"]))
 
 
 def _lacking(obstacle: Finding) -> str:
@@ -87,18 +58,18 @@ def _lacking(obstacle: Finding) -> str:
     return obstacle.what.rpartition(" here, and ")[2]
 
 
-def _build(machine: Machine, name: str, needed: str, library: Path) -> Finding:
+def _build(machine: Machine, name: str, library: Path) -> Finding:
     machine.waits_for = f"DeepSpeed compiles {name}"
     answer = ask(script("build", name))
     if answer.status == 0:
         machine.torch.operators[name]["compiled"] = True
-        return ok(f"{needed} was compiled now")
+        return ok(f"{name} was compiled now")
     log = library.with_name("doctor.log")
     log.write_text(answer.out + answer.error, encoding="utf-8")
     errors = [line.strip() for line in (answer.out + answer.error).splitlines() if "error:" in line]
     machine.unusable[name] = f"{name} cannot be compiled"
     why = errors[0] if errors else answer.reason("it does not say why")
-    return problem(f"{needed} could not be compiled: {why}", f"fix what {log} says, then accel-sft doctor --build")
+    return problem(f"{name} could not be compiled: {why}", f"fix what {log} says, then accel-sft doctor --build")
 
 
 def exchange(machine: Machine) -> Iterator[Finding]:
@@ -118,11 +89,8 @@ def exchange(machine: Machine) -> Iterator[Finding]:
 
 
 def exchange_failure(backend: str, ranks: int, seconds: int) -> str:
-    """Start ranks on this machine by torchrun, let them add up numbers once (an all-reduce), and return why they
-    failed; "" if they did not.
-
-    A rank that ends breaks its peers' connections: what they report then is not the reason.
-    """
+    """Why ranks of torchrun on this machine did not add up numbers (an all-reduce); "" if they did. A rank that ends
+    breaks its peers' connections: what they report then is not the reason."""
     answer = ask(script("rank", backend, str(seconds), launcher=(*_TORCHRUN, str(ranks))), RANKS_SECONDS)
     if answer.status == 0:
         return ""

@@ -19,7 +19,6 @@ import accel_sft
 from accel_sft.api.errors import UserError
 from accel_sft.io.findings import Finding, warning
 from accel_sft.io.terminal import waiting
-from accel_sft.launch.deepspeed_ops import operators
 from accel_sft.launch.info import Launch, launch_of_yaml
 from accel_sft.launch.parallelism import fitted, sized
 
@@ -40,10 +39,6 @@ class Machine:
     """What the user wants of the report, and what its checks have found out so far.
 
     Attributes:
-        launch_files: the launch files in the report's table.
-        runs: the folder that runs would be written to.
-        build: whether to compile DeepSpeed's operators.
-        network: whether to ask the hub.
         unusable: why "devices", "ranks" or an operator cannot be used here, by these names. Checks write it, and the
             table of launch files reads it.
         waits_for: what takes time now, in words for the terminal.
@@ -66,11 +61,7 @@ class Machine:
         return self.torch.device_count
 
     def launch(self, file: Path) -> Launch:
-        """What this file would start here: a process for each GPU of each machine; without GPUs, as many as it says.
-
-        Raises:
-            UserError: the file cannot be read, or the launcher would refuse it.
-        """
+        """What this file would start here: a process for each GPU of each machine; without GPUs, as many as it says."""
         return fitted(launch_of_yaml(file, *self.flags(file)), self.devices)
 
     def flags(self, file: Path) -> tuple[str, ...]:
@@ -81,15 +72,6 @@ class Machine:
         differs = wanted > own.world_size or (own.machines > 1 and wanted < own.world_size)
         return sized(own, wanted) if self.devices and differs else ()
 
-    def users(self, operator: str) -> list[str]:
-        """The names, without suffix, of the launch files that need an operator."""
-        names = []
-        for file in self.launch_files:
-            with contextlib.suppress(UserError):  # the table of launch files reports such a file
-                if operator in operators(self.launch(file)):
-                    names.append(file.stem)
-        return names
-
     def findings(self, name: str, check: Callable[[Machine], Iterable[Finding]]) -> list[Finding]:
         """Make the check of this name; an exception becomes a finding, so that the report goes on."""
         self.waits_for = f"checking {name}"
@@ -98,9 +80,6 @@ class Machine:
                 findings = list(check(self))
         except UserError as error:
             findings = [problem(line) for line in error.problems]  # which names its fix
-        except ImportError as error:
-            what = f"not checked: {error.name or 'a library'} is missing ({error})"
-            findings = [problem(what, "bash setup.sh in the checkout installs it with all others")]
         except Exception as error:  # noqa: BLE001 - whatever breaks one check, the others are still reported
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(frame.filename).name}:{frame.lineno}"
@@ -114,17 +93,13 @@ class TorchFacts:
     """Facts that `torch_script` prints; facts of a step that it did not reach keep their defaults.
 
     Attributes:
-        driver, driver_cuda: the NVIDIA driver's version ("" without a driver), and the newest CUDA that it runs, as
-            1000 * major + 10 * minor.
-        driver_failure: why the driver gave no answer; "" if it gave one, or there is none.
+        driver_cuda: the newest CUDA that the NVIDIA driver runs, as 1000 * major + 10 * minor.
         driver_gpus: by the driver's index of a GPU its `name`, its memory in bytes (`total`, `used`), and in what
             percentage of the time it was `busy`; what the driver does not say is missing.
         imports: why a library cannot be imported, by its name; "" if it can.
-        device_count: number of accelerators that ranks can be spread over.
         device_failures: by torch's index of a GPU, why it cannot compute.
         cuda_complaint: torch's warning if it sees no GPU.
-        bf16_speedup: a matrix product's time in float32 divided by that in bf16; None if not measured.
-        copies: by torch's index of a GPU, GB/s of each way of copying, and `link`, what its PCIe link could carry.
+        copies: by torch's index of a GPU, GB/s of each way of copying.
         operators: by the name of a DeepSpeed operator its `library` file, whether that is `compiled`, the `failure` to
             load it ("" without one), and findings about its `locks`.
         fault: why the process failed; "" if it did not.
@@ -141,8 +116,8 @@ class TorchFacts:
     device_names: list[str] = dataclasses.field(default_factory=list)
     device_failures: dict[str, str] = dataclasses.field(default_factory=dict)
     cuda_complaint: str = ""
-    bf16_native: bool = True
-    bf16_speedup: float | None = None
+    bf16_native: bool = False
+    bf16_why: str = ""
     copies: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     operators: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     fault: str = ""

@@ -4,14 +4,13 @@ A broken driver or library may crash or hang its process. The facts are lines of
 """
 
 import contextlib
-import functools
 import json
 import os
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -20,11 +19,9 @@ from accel_sft.launch.audit import NVIDIA
 from accel_sft.tools.doctor.machine import LIBRARIES
 
 ROUNDS = 5
-"""Timed rounds of the matrix products and copies; the fastest counts."""
+"""Timed rounds of the copies; the fastest counts."""
 COPIED = 1 << 28
 """Bytes of a copy between host and GPU: it takes some ten milliseconds."""
-LANE = 0.123
-"""GB/s of a lane of PCIe, to be doubled with each generation: 0.985 in the third, 3.94 in the fifth."""
 ELEMENTS = 1 << 20
 """How many numbers each rank gives to be added up."""
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
@@ -97,7 +94,8 @@ def _devices(torch: Any) -> None:
     failures = {}
     for index in range(cuda):
         try:
-            _product(torch, torch.float32, f"cuda:{index}", 64)
+            matrix = torch.ones(64, 64, device=f"cuda:{index}")
+            (matrix @ matrix).sum().item()
         except RuntimeError as error:
             failures[str(index)] = _words(error)
     tell(device_failures=failures)
@@ -107,57 +105,28 @@ def _devices(torch: Any) -> None:
     for index in range(cuda):
         speeds: dict[str, float] = {}
         with contextlib.suppress(RuntimeError):  # its memory is full, which the check of GPUs tells
-            speeds = _copies(torch, f"cuda:{index}") | _link(torch, index)
+            speeds = _copies(torch, f"cuda:{index}")
         tell(copies={str(index): speeds})
-    tell(step="compare bf16 with float32")
-    native = computes_bf16(torch.device("cuda:0" if cuda else "cpu"))[0]
-    device, size = ("cuda:0", 4096) if cuda else ("cpu", 1024)
-    seconds: dict[Any, list[float]] = {torch.float32: [], torch.bfloat16: []}
-    for _ in range(1 + ROUNDS):  # the first round warms up
-        for dtype, times in seconds.items():
-            times.append(_product(torch, dtype, device, size))
-    fastest = [min(times[1:]) for times in seconds.values()]
-    tell(bf16_native=native, bf16_speedup=fastest[0] / fastest[1])
+    native, why = computes_bf16(torch.device("cuda:0" if cuda else "cpu"))
+    tell(bf16_native=native, bf16_why=why)
 
 
-def _product(torch: Any, dtype: Any, device: str, size: int) -> float:
-    """Seconds for the product of two square matrices."""
-    matrix = torch.full((size, size), 0.5, dtype=dtype, device=device)
-    return _seconds(torch, device, lambda: matrix @ matrix)
-
-
-def _seconds(torch: Any, device: str, work: Callable[[], Any]) -> float:
-    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    wait()
-    began = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - began
-
-
-def _copies(torch: Any, device: str, kinds: Sequence[str] = ("pinned", "pageable")) -> dict[str, float]:
-    """GB/s from host memory of each kind to the device, and back; loaders and offload use pinned memory."""
-    speeds = {}
+def _copies(torch: Any, device: str, pinned: bool = True) -> dict[str, float]:
+    """GB/s from pinned memory of the host, which loaders and offload use, to the device, and back."""
     on_device = torch.empty(COPIED, dtype=torch.uint8, device=device)
-    for kind in kinds:
-        on_host = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=kind == "pinned")
-        for way, to, source in (("from", on_device, on_host), ("to", on_host, on_device)):
-            times = [_seconds(torch, device, functools.partial(to.copy_, source)) for _ in range(1 + ROUNDS)]
-            speeds[f"{way} {kind}"] = COPIED / min(times[1:]) / 1e9  # the first warms up
+    on_host = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=pinned)
+    wait = torch.cuda.synchronize if pinned else lambda: None
+    speeds = {}
+    for way, to, source in (("from", on_device, on_host), ("to", on_host, on_device)):
+        times = []
+        for _ in range(1 + ROUNDS):
+            wait()
+            began = time.perf_counter()
+            to.copy_(source)
+            wait()
+            times.append(time.perf_counter() - began)
+        speeds[way] = COPIED / min(times[1:]) / 1e9  # the first warms up
     return speeds
-
-
-def _link(torch: Any, index: int) -> dict[str, float]:
-    """GB/s that the GPU's PCIe link could carry; nothing if the driver does not say."""
-    import pynvml
-
-    from accel_sft.launch.machine_state import open_gpu
-
-    with contextlib.suppress(pynvml.NVMLError):
-        nvml, handle = open_gpu(str(torch.cuda.get_device_properties(index).uuid))
-        generation = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
-        return {"link": LANE * 2**generation * nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)}
-    return {}
 
 
 def _operators() -> None:

@@ -5,13 +5,13 @@ light, dark and print without being drawn again.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from accel_sft.io.files import is_number
 from accel_sft.io.text import one_line
 from accel_sft.results.run_report import COSTS
-from accel_sft.tools.report.runs import Comparison, Readings, Run
+from accel_sft.tools.report.runs import Comparison, Run
 
 POINTS_OF_A_CHART = 1600
 """About how many points a chart's curves have together: more fit neither its pixels nor, with many runs, the page."""
@@ -28,20 +28,12 @@ MEASURED = {
     "learning_rate": ("Learning rate", "learning rate per step", "main"),
     "grad_norm": ("Gradient norm", "L2 norm before clipping", "more"),
     "seconds": ("Step time", "seconds per step", "more"),
-    "process_memory_gib": ("Host memory of each rank", "resident memory (GiB)", "ranks"),
-    "host_memory_gib": ("Host memory of the machine", "memory in use by all (GiB)", "ranks"),
-    "cpu_percent": ("CPU of each rank", "CPU use (% of one core)", "ranks"),
-    "gpu_memory_gib": ("GPU memory of each rank's device", "memory in use by all (GiB)", "ranks"),
-    "forward_seconds": ("Batches and forwards of each rank", "seconds since the start", "ranks"),
-    "busy_cores": ("Cores in use", "cores that run any process", "ranks"),
-    "gpu_clock_mhz": ("Clock of each rank's GPU", "MHz", "ranks"),
-    "gpu_percent": ("GPU use of each rank's device", "time with a kernel running (%)", "ranks"),
 }
 """Title, unit and group of a chart by the key of what it shows; charts of the task's metrics have no entry."""
 _NOT_CURVES = {"step", "epoch", "tokens", "supervised_tokens", "tokens_per_second_per_device", *COSTS}
 _BY_SOURCE = "rows/", "tokens/"
 
-_GROUPS = {"main": "Curves", "more": "More curves", "ranks": "Memory, CPU and GPU of each rank"}
+_GROUPS = {"main": "Curves", "more": "More curves"}
 _DRAWN_AS_POINTS = 30
 """Maximum number of points of a curve for each point to be marked."""
 
@@ -74,40 +66,35 @@ CONFIG = {
 Chart = dict[str, Any]
 
 
-def measured(runs: Sequence[Run], readings: Sequence[Readings]) -> list[Chart]:
-    """Return a chart for each key that was measured, in the order of the page.
+def measured(runs: Sequence[Run]) -> list[Chart]:
+    """A chart for each key that was measured, in the order of the page.
 
-    Returns:
-        for each chart `key`, `title`, `unit`, `group` ("main", "more" or "ranks"), `thinned` (whether points are left
-        out) and `curves`. A curve has `run` (its index in `runs`), `rank` or None, the lists `steps` and `values`, and
-        if it is thinned `means`: pairs of a step and the mean around it.
+    Each has `key`, `title`, `unit`, `group` ("main" or "more"), `thinned` (whether points are left out) and `curves`. A
+    curve has `run` (its index in `runs`), the lists `steps` and `values`, and if it is thinned `means`: pairs of a step
+    and the mean around it.
     """
-    points: dict[str, dict[tuple[int, int | None], dict[int, float]]] = {}  # by key, then by run and rank, then by step
+    points: dict[str, dict[int, dict[int, float]]] = {}  # by key, then by run, then by step
     for place, run in enumerate(runs):
         for row in (*run.steps, *run.evaluations):
             for key in row.keys() - _NOT_CURVES:
                 if not key.startswith(_BY_SOURCE) and is_number(row[key]) and math.isfinite(row[key]):
-                    points.setdefault(key, {}).setdefault((place, None), {})[row["step"]] = row[key]
-        for (field, rank), curve in readings[place].items():
-            if field in MEASURED:
-                finite = {step: value for step, value in curve.items() if math.isfinite(value)}
-                points.setdefault(field, {})[place, rank] = finite
+                    points.setdefault(key, {}).setdefault(place, {})[row["step"]] = row[key]
     metrics = sorted(points.keys() - MEASURED.keys())
     main = [key for key in metrics if any(run.result.get("main_metric") == key for run in runs)] or metrics[:1]
     order = ["loss", "eval_loss", *main, *MEASURED, *metrics]
     return [_measured_chart(key, points[key], key in main) for key in dict.fromkeys(order) if key in points]
 
 
-def _measured_chart(key: str, curves: dict[tuple[int, int | None], dict[int, float]], main: bool) -> Chart:
+def _measured_chart(key: str, curves: dict[int, dict[int, float]], main: bool) -> Chart:
     name = one_line(key, 80)
     title, unit, group = MEASURED.get(key, (f"Validation: {name}", name, "main" if main else "more"))
     most = min(_MOST, max(_FEWEST, POINTS_OF_A_CHART // len(curves)))
     drawn: list[dict[str, Any]] = []
-    for (run, rank), by_step in curves.items():
+    for run, by_step in curves.items():
         points = sorted(by_step.items())
         thinned = thin(points, most)
         steps, values = [step for step, _ in thinned], [float(f"{value:.6g}") for _, value in thinned]
-        drawn.append({"run": run, "rank": rank, "steps": steps, "values": values})
+        drawn.append({"run": run, "steps": steps, "values": values})
         if len(thinned) < len(points):
             drawn[-1]["means"] = means(points, most // 2)
     is_thinned = any("means" in curve for curve in drawn)
@@ -154,27 +141,11 @@ def training_minutes(run: Run) -> dict[str, list[float]]:
     return {"steps": [step for step, _ in knots], "minutes": [round(minutes, 4) for _, minutes in knots]}
 
 
-def left_out(charts: Iterable[Chart]) -> list[str]:
-    """A sentence on what the curves leave out, if anything."""
-    titles = [chart["title"].lower() for chart in charts if chart["thinned"]]
-    if not titles:
-        return []
-    return [
-        f"The curves of {', '.join(titles)} have more points than a chart can show. Of each segment of steps a curve "
-        "has the smallest and the largest value, so no spike is lost; smoothed, the mean. metrics.jsonl has all."
-    ]
-
-
 def groups(series: Sequence[str], curves: Sequence[Chart], comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """The groups of charts, in the order of the page.
+    """The groups of charts in the order of the page: the comparisons' learning curves, then the `curves` of `measured`.
 
-    Args:
-        curves: the charts that `measured` returns.
-        comparisons: those on the page, some of which may have a learning curve.
-    Returns:
-        the learning curves, which the page shows first, and the other groups; each has its `id`, its `heading`, whether
-        it is `folded`, and `charts`. A chart has an `id`, a `title`, a `spec`, and its data under `curves` or `rows`,
-        as `kind` says.
+    Each has its `id`, its `heading`, whether it is `folded`, and `charts`. A chart has an `id`, a `title`, a `spec`,
+    and its data under `curves` or `rows`, as `kind` says.
     """
     learnt = [
         {
@@ -192,31 +163,19 @@ def groups(series: Sequence[str], curves: Sequence[Chart], comparisons: Sequence
             _group(name, heading, [_curves(chart, series) for chart in curves if chart["group"] == name])
             for name, heading in _GROUPS.items()
         ),
-        _group("steps", "Step times", _step_times(comparisons, series)),
     ]
 
 
 def _group(name: str, heading: str, charts: list[Chart]) -> dict[str, Any]:
     for number, chart in enumerate(charts):
         chart["id"] = f"{name}-{number}"
-    return {"id": name, "heading": heading, "folded": name in ("more", "ranks"), "charts": charts}
+    return {"id": name, "heading": heading, "folded": name == "more", "charts": charts}
 
 
 def _curves(chart: Chart, series: Sequence[str]) -> Chart:
     few = max(len(curve["steps"]) for curve in chart["curves"]) <= _DRAWN_AS_POINTS
     spec = curve_spec(chart["title"], chart["unit"], series, few)
     return {"kind": "curves", "title": chart["title"], "curves": chart["curves"], "spec": spec}
-
-
-def _step_times(comparisons: Sequence[Comparison], series: Sequence[str]) -> list[Chart]:
-    rows = [
-        {"name": setting["name"], "series": series.index(setting["name"]), "seconds": float(f"{seconds:.5g}")}
-        for comparison in comparisons
-        for setting in comparison.settings
-        for seconds in setting["step_seconds"]
-    ]
-    spec = step_seconds(len({row["name"] for row in rows}), series)
-    return [{"kind": "rows", "title": "Seconds of each counted step", "rows": rows, "spec": spec}] if rows else []
 
 
 def look(series: Sequence[str]) -> list[dict[str, Any]]:
@@ -241,12 +200,12 @@ def _chart(description: str, **parts: Any) -> dict[str, Any]:
 
 
 def _number(field: str, **parts: Any) -> dict[str, Any]:
-    """Return an encoding, or a line of a tooltip, that shows a field of numbers."""
+    """An encoding, or a line of a tooltip, that shows a field of numbers."""
     return {"field": field, "type": "quantitative", **parts}
 
 
 def _word(field: str, **parts: Any) -> dict[str, Any]:
-    """Return an encoding, or a line of a tooltip, that shows a field of names."""
+    """An encoding, or a line of a tooltip, that shows a field of names."""
     return {"field": field, "type": "nominal", **parts}
 
 
@@ -257,15 +216,9 @@ def _of_series(series: Sequence[str], key: str) -> dict[str, Any]:
     return _word("series", scale=scale, legend=None)
 
 
-SHOWN = {"filter": "indexof(shown, datum.series) >= 0"}
-
-
 def curve_spec(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str, Any]:
-    """Return a chart with a line for each run and rank over steps or minutes (`x`); dragging selects a range, `brush`.
-
-    Args:
-        few: whether the curves have so few points that each is marked.
-    """
+    """A chart with a line for each run over steps or minutes (`x`), and a mark for each point if there are
+    `few`; dragging selects a range, `brush`."""
     x = _number("x", title="step", axis={"tickMinStep": 1, "format": ",.6~g"})
     x["scale"] = {"zero": False, "nice": False, "domainMin": {"expr": "low"}, "domainMax": {"expr": "high"}}
     y = _number("value", title=unit, scale={"zero": False}, axis={"format": ",.6~g"})
@@ -290,47 +243,25 @@ def curve_spec(title: str, unit: str, series: Sequence[str], few: bool) -> dict[
             "opacity": {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0},
         },
     }
-    by_line = {"groupby": ["line"], "sort": [{"field": "x"}]}
-    neighbours = [{"op": "lag", "field": "x", "as": "before"}, {"op": "lead", "field": "x", "as": "after"}]
+    window = [{"op": "lag", "field": "x", "as": "before"}, {"op": "lead", "field": "x", "as": "after"}]
+    neighbours = {"window": window, "groupby": ["line"], "sort": [{"field": "x"}]}
     within = "(low === null || datum.x >= low || datum.after >= low)"  # and the next point, for a line to it
     within += " && (high === null || datum.x <= high || (datum.before !== null && datum.before <= high))"
     return _chart(
         f"{title} over the steps of training, a line for each run; vertical axis: {unit}.",
-        params=_range_and_shown(series),
-        transform=[SHOWN, {"window": neighbours, **by_line}, {"filter": within}],
+        # what the page's controls set: the series to show, and the range of `x` (null: all)
+        params=[
+            {"name": "shown", "value": [*range(len(series))]},
+            {"name": "low", "value": None},
+            {"name": "high", "value": None},
+        ],
+        transform=[
+            {"filter": "indexof(shown, datum.series) >= 0"},
+            neighbours,
+            {"filter": within},
+        ],
         encoding={"x": x, "y": y},
         layer=[line, point],
-    )
-
-
-def _range_and_shown(series: Sequence[str]) -> list[dict[str, Any]]:
-    """The parameters that the page's controls set: the series to show, and the range of `x` (null: all)."""
-    every = {"name": "shown", "value": [*range(len(series))]}
-    return [every, {"name": "low", "value": None}, {"name": "high", "value": None}]
-
-
-def step_seconds(count: int, series: Sequence[str]) -> dict[str, Any]:
-    """A box plot of the times of the counted steps, for each of so many settings."""
-    boxes = {
-        "mark": {
-            "type": "boxplot",
-            "extent": "min-max",
-            "size": 13,
-            "median": {"color": "var(--paper)"},
-            "rule": {"color": FAINT},
-        },
-        "encoding": {
-            "x": _number("seconds", title="step time (seconds)", scale={"zero": False}),
-            "y": _word("name", sort=None, title="setting", axis={"labelLimit": 180}),
-            "color": _of_series(series, "colour"),
-        },
-    }
-    return _chart(
-        "Seconds of each counted step, a box plot for each setting of the comparison.",
-        height=60 + 26 * count,
-        params=_range_and_shown(series),
-        transform=[SHOWN],
-        layer=[boxes],
     )
 
 
@@ -365,7 +296,6 @@ def learning_curve(metric: str) -> dict[str, Any]:
     return _chart(
         "The metric after training by the number of training rows; dashed, with its interval, what is forecast.",
         height=300,
-        params=_range_and_shown([]),
         encoding={"x": rows},
         layer=[band, line, points],
     )

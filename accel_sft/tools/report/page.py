@@ -1,7 +1,6 @@
 """Gathers what the page shows from runs and comparisons, and renders it as one file that needs no network."""
 
 import base64
-import functools
 import hashlib
 import json
 import re
@@ -14,10 +13,10 @@ import jinja2
 
 import accel_sft
 from accel_sft.io.files import is_number, json_safe
-from accel_sft.io.text import one_line, shown
+from accel_sft.io.text import shown
 from accel_sft.results.labels import label_tables
 from accel_sft.tools.report import answers, charts, tables
-from accel_sft.tools.report.runs import NUMBERS, Comparison, Run, system_readings
+from accel_sft.tools.report.runs import NUMBERS, Comparison, Run
 
 MOST_BYTES = 1_950_000
 """Size in bytes up to which answers fill a page."""
@@ -34,28 +33,26 @@ _SOURCE_MAP = re.compile(r"//# sourceMappingURL=\S+")
 
 
 def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str, list[str]]:
-    """Return the page as HTML, and sentences on what it leaves out.
-
-    Args:
-        runs: the runs that the user named; the runs of `comparisons` are added.
-    """
+    """The page as HTML, of these runs and those of the comparisons, and sentences on what it leaves out."""
     every = [*runs, *(run for comparison in comparisons for run in comparison.runs)]
     names = [setting["name"] for comparison in comparisons for setting in comparison.settings]
     series = [*dict.fromkeys([*(run.series for run in every), *names])]
-    measured = charts.measured(every, [system_readings(run) for run in every])
+    measured = charts.measured(every)
     undrawn, scores, settings = measured[MOST_CHARTS:], tables.scores(every), tables.settings(every)
     measured = measured[:MOST_CHARTS]
     groups = charts.groups(series, measured, comparisons)
     data: dict[str, Any] = {
         "series": charts.look(series),
         "runs": [
-            {"name": run.name, "series": series.index(run.series), "main": _main_metric(run, every)} for run in every
+            {"name": run.name, "series": series.index(run.series), "main": run.result.get("main_metric")}
+            for run in every
         ],
         "minutes": [charts.training_minutes(run) for run in every],
         "charts": [chart for group in groups for chart in group["charts"]],
         "config": charts.CONFIG,
     }
-    template, parts = _template(), _parts()
+    template = _template()
+    scripts = [_SOURCE_MAP.sub("", (_FOLDER / name).read_text(encoding="utf-8")) for name in _SCRIPTS]
     context: dict[str, Any] = {
         "title": _title(runs, comparisons),
         "made": time.strftime("%Y-%m-%d %H:%M"),
@@ -70,36 +67,35 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
         "labels": [(run.name, *table) for run in every for table in label_tables(run.result.get("labels"))],
         "settings": {**settings, **{kind: settings[kind][:MOST_ROWS] for kind in ("differing", "common")}},
         "predicted": tables.predicted_memory(every),
-        "startup": tables.startup_memory(every),
-        "without_memory": [run.name for run in every if run.record and not run.result.get("phases")],
-        "policy": _policy(parts["scripts"]),
+        "policy": _policy(scripts),
+        "scripts": scripts,
+        "style": (_FOLDER / "page" / "page.css").read_text(encoding="utf-8"),
         "smooth": any(chart["thinned"] for chart in measured),
         "left_out": [],
         "has_answers": True,
-        **parts,
     }
     taken = len(_rendered(template, context, data).encode())
     data["answers"], answers_left_out = answers.collect(every, max(MOST_BYTES - taken, _FEWEST_ANSWER_BYTES))
-    context["left_out"] = [*charts.left_out(measured), *_too_many(undrawn, scores, settings), *answers_left_out]
+    context["left_out"] = [*_left_out(measured, len(undrawn), scores, settings), *answers_left_out]
     context["has_answers"] = bool(data["answers"]["evaluations"])
     return _rendered(template, context, data), context["left_out"]
 
 
 def _columns(comparison: Comparison) -> dict[str, str]:
     """The numbers that any setting has, with their titles."""
-    return {key: title for key, title in NUMBERS.items() if any(key in one["median"] for one in comparison.settings)}
+    medians = [setting["median"] for setting in comparison.settings]
+    return {key: title for key, title in NUMBERS.items() if any(is_number(median.get(key)) for median in medians)}
 
 
-def _too_many(undrawn: Sequence[dict], scores: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    """Return sentences on the charts and table rows that a page has no room for."""
-    lines = []
-    if undrawn:
-        first = one_line(undrawn[0]["key"], 80)
-        lines.append(f"{len(undrawn):,} more things were measured, {first} the first of them.")
-    counts = {"metrics": len(scores["rows"]), "settings": max(len(settings["differing"]), len(settings["common"]))}
-    lines += [
-        f"{n:,} {what} are too many for a table: {MOST_ROWS} are shown." for what, n in counts.items() if n > MOST_ROWS
-    ]
+def _left_out(
+    measured: Sequence[charts.Chart], undrawn: int, scores: dict[str, Any], settings: dict[str, Any]
+) -> list[str]:
+    """Sentences on the points, charts and table rows that the page has no room for."""
+    titles = [chart["title"].lower() for chart in measured if chart["thinned"]]
+    lines = [f"Of each segment of steps, {', '.join(titles)} show the least and the largest value."] if titles else []
+    rows = max(len(scores["rows"]), len(settings["differing"]), len(settings["common"])) - MOST_ROWS
+    counts = {"curves": undrawn, "rows of a table": rows}
+    lines += [f"{n:,} {what} are left out, for which there is no room." for what, n in counts.items() if n > 0]
     return [*lines, "metrics.jsonl, result.json and run.json have all."] if lines else []
 
 
@@ -111,14 +107,8 @@ def _rendered(template: jinja2.Template, context: dict[str, Any], data: dict[str
 def _template() -> jinja2.Template:
     loader = jinja2.FileSystemLoader(_FOLDER / "page")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters |= {"number": _number, "clock": _clock, "duration": _duration}
+    environment.filters |= {"number": lambda value: shown(value) or "–", "clock": _clock, "duration": _duration}
     return environment.get_template("page.html.jinja")
-
-
-@functools.cache
-def _parts() -> dict[str, Any]:
-    scripts = [_SOURCE_MAP.sub("", (_FOLDER / name).read_text(encoding="utf-8")) for name in _SCRIPTS]
-    return {"scripts": scripts, "style": (_FOLDER / "page" / "page.css").read_text(encoding="utf-8")}
 
 
 def _policy(scripts: Sequence[str]) -> str:
@@ -132,17 +122,6 @@ def _title(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> str:
     names = [comparison.name for comparison in comparisons] + [run.name for run in runs]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def _main_metric(run: Run, every: Sequence[Run]) -> str | None:
-    """The main metric of the run's task, from the run's own result or else from another run of that task."""
-    same = (other for other in (run, *every) if other.task == run.task)
-    return next((str(other.result["main_metric"]) for other in same if other.result.get("main_metric")), None)
-
-
-def _number(value: Any) -> str:
-    """A number as text; a dash if it is not recorded."""
-    return shown(value) or "–"
 
 
 def _clock(seconds: float | None) -> str:

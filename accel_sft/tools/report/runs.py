@@ -1,9 +1,6 @@
 """Reads the folders of runs and of comparisons for the page; notes say which files are missing or damaged."""
 
 import dataclasses
-import re
-import time
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,11 +38,8 @@ _FORM: dict[str, type] = {"status": str, "created": str, "command": str, "main_m
 _FORM |= dict.fromkeys(("varied", "findings", "settings"), list)
 _FORM_OF_SETTING: dict[str, type] = {"name": str, "status": str, "reason": str}
 _FORM_OF_SETTING |= {"runs": list, "median": dict, "spread": dict, "disturbed": dict}
-_FORM_OF_ROUND: dict[str, type] = {"round": int, "status": str, "reason": str, "folder": str, "step_seconds": list}
+_FORM_OF_ROUND: dict[str, type] = {"round": int, "status": str, "reason": str, "folder": str}
 """Keys of a comparison's record that the page needs, and of each setting and run in it, with their types."""
-_TAG = re.compile(r"system/rank(\d+)/(\w+)")
-Readings = dict[tuple[str, int], dict[int, float]]
-"""Readings by step, of each (field of `system.SYSTEM_FIELDS`, rank)."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -53,11 +47,10 @@ class Run:
     """What the files of one run say.
 
     Attributes:
-        name: the run's name on the page, made of its folder's name.
         series: the key of the run's colour: for a run of a comparison the name of its setting, else `name`.
         status: complete, running, stopped, failed or, for a run of a comparison, how `compare` says that it ended.
-        reason: why it did not complete, in a sentence; else empty.
-        started: seconds since 1970; None if no file tells.
+        reason: why it did not complete; else empty.
+        started: when it was last started, in seconds since 1970; None if no file tells.
         record, result: the contents of run.json and of result.json; empty if there is none.
         steps, evaluations: the training lines and the other lines of metrics.jsonl, in the file's order.
         notes: what is missing or could not be read.
@@ -100,11 +93,9 @@ class Run:
 
 @dataclasses.dataclass(kw_only=True)
 class Comparison:
-    """A comparison's record, and the runs of its settings.
+    """A comparison's record, its settings by their names on the page, and their runs.
 
     Attributes:
-        settings: of each setting `name`, `statuses` (how its runs ended, each word once), `reason`, number of `rounds`,
-            `median` and `spread` of each number that was measured, and `step_seconds` of all runs.
         learnt: the points of its learning curve: `rows` with a measured `metric`, or with `value`, `low` and `high` of
             a forecast.
     """
@@ -117,11 +108,7 @@ class Comparison:
 
 
 def read_run(path: Path, name: str) -> Run:
-    """Read the folder of one run.
-
-    Raises:
-        UserError: the folder is not a run's; the message says what it is instead.
-    """
+    """Read the folder of one run; UserError if it is none."""
     if not path.is_dir():
         raise UserError(f"RUN {path}: {'not a folder' if path.exists() else 'there is no such folder'}; name a run's")
     folder = RunDir(path)
@@ -130,23 +117,16 @@ def read_run(path: Path, name: str) -> Run:
     has_steps = folder.metrics.exists() and not run.record  # run.json is damaged, or not there
     is_evaluation = {"task", "after"} <= run.result.keys()  # `evaluate --output-dir` writes no record
     if not (has_steps or is_evaluation or folder.is_run()):
-        raise UserError(_no_run(folder))
+        fix = f"name those in it: {folder}/*" if any(path.glob("*/run.json")) else "name another folder"
+        raise UserError(f"RUN {folder}: it has neither {folder.record.name} nor {COMPARISON}; {fix}")
     if not folder.record.exists():
         alone = is_evaluation and not has_steps
         run.notes.append("an evaluation: no settings, no steps" if alone else "run.json is missing: settings unknown")
     _read_metrics(run)
-    run.started = _started(folder)
+    newest = folder.record if folder.record.exists() else folder.result
+    run.started = newest.stat().st_mtime if newest.exists() else None
     run.status, run.reason = _status(run)
     return run
-
-
-def _no_run(folder: RunDir) -> str:
-    inside = sorted(record.parent for record in folder.path.glob(f"*/{folder.record.name}"))
-    if not inside:
-        return f"RUN {folder}: not a run's folder: it has neither {folder.record.name} nor {COMPARISON}"
-    several = f"{len(inside)} are in it; name them: {folder}/*"
-    others = several if len(inside) > 1 else f"name the one in it: {inside[0]}"
-    return f"RUN {folder}: not a run's folder itself, but {others}"
 
 
 def _read(run: Run, path: Path) -> dict[str, Any]:
@@ -179,52 +159,6 @@ def _read_metrics(run: Run) -> None:
         run.notes.append(f"without {unreadable} of its lines in metrics.jsonl, which cannot be read")
 
 
-def system_readings(run: Run) -> Readings:
-    """Return each rank's CPU, memory and GPU use from the run's TensorBoard files, as metrics.jsonl does not have them,
-    without what a resumed run measured anew; empty if there are no event files.
-
-    A file that is damaged is read as far as possible, and the run's notes say so.
-    """
-    paths = sorted(path for path in run.folder.path.glob("events.out.tfevents.*") if path.is_file())
-    if not paths:
-        return {}
-    from google.protobuf.message import DecodeError
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-    readings: Readings = defaultdict(dict)
-    for path in paths:
-        try:
-            for raw in RawEventFileLoader(str(path)).Load():
-                event = Event.FromString(raw)
-                if event.HasField("session_log") and event.session_log.status == SessionLog.START:
-                    _drop_from(readings, event.step)
-                for value in event.summary.value:
-                    if tag := _TAG.fullmatch(value.tag):
-                        readings[tag[2], int(tag[1])][event.step] = value.simple_value
-        except (OSError, DecodeError, RuntimeError) as error:
-            run.notes.append(f"{path.name} is read as far as it goes: {type(error).__name__}")
-    return dict(readings)
-
-
-def _drop_from(readings: Readings, step: int) -> None:
-    """Drop the readings from a step on: a session that starts there replaces them."""
-    for curve in readings.values():
-        for later in [number for number in curve if number >= step]:
-            del curve[later]
-
-
-def _started(folder: RunDir) -> float | None:
-    """When the run started, in seconds since 1970.
-
-    The names of TensorBoard's files hold the time of their creation; without them, the time of run.json counts.
-    """
-    parts = [path.name.split(".")[3] for path in folder.path.glob("events.out.tfevents.*.*")]
-    if seconds := [int(part) for part in parts if part.isdecimal()]:
-        return float(min(seconds))
-    return next((path.stat().st_mtime for path in (folder.record, folder.result) if path.exists()), None)
-
-
 def _status(run: Run) -> tuple[str, str]:
     status = run.result.get("status")
     reason = one_line(str(run.result.get("error") or ""), 600)
@@ -234,10 +168,7 @@ def _status(run: Run) -> tuple[str, str]:
         return status, reason
     if is_locked(run.folder.path):
         return "running", ""
-    times = [path.stat().st_mtime for path in (run.folder.metrics, run.folder.result) if path.exists()]
-    last = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(times))) if times else ""
-    written = f"; its last line was written {last}" if last else ""
-    return "stopped", f"no end is recorded, and no process here works in its folder: it was killed{written}"
+    return "stopped", "no end is recorded, and no process here works in its folder: it was killed"
 
 
 def named(paths: list[str]) -> dict[str, Path]:
@@ -250,13 +181,9 @@ def named(paths: list[str]) -> dict[str, Path]:
 
 
 def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
-    """Read a folder with comparison.json.
+    """Read a folder with comparison.json; UserError if it is no comparison of this version, or damaged.
 
-    Args:
-        alone: whether the page shows nothing else. Otherwise settings elsewhere may have the same names, so each
-            setting's name gets `name` in front of it.
-    Raises:
-        UserError: the file cannot be read, is no comparison of this version, or is damaged.
+    Unless the page shows it `alone`, its settings may have the names of others: each gets `name` in front of it.
     """
     file = path / COMPARISON
     record = mapping(read_json(file))
@@ -264,14 +191,15 @@ def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
         schema = one_line(repr(record.get("schema")), 60)
         problem = f"its schema is {schema}, this version reads {SCHEMA}"
         raise UserError(f"{file}: {problem}; use the version of accel-sft that wrote it")
-    if not _has(record, _FORM) or not all(_has(setting, _FORM_OF_SETTING) for setting in record["settings"]):
-        raise UserError(f"{file}: damaged; name another folder")
-    settings, runs = [], []
-    for setting in record["settings"]:
-        if not all(_has(run, _FORM_OF_ROUND) for run in setting["runs"]):
+    settings: list[dict[str, Any]] = []
+    runs: list[Run] = []
+    entries: list[Any] = record["settings"] if _has(record, _FORM) else [None]
+    for setting in entries:
+        if not _has(setting, _FORM_OF_SETTING) or not all(_has(run, _FORM_OF_ROUND) for run in setting["runs"]):
             raise UserError(f"{file}: damaged; name another folder")
         shown_name = setting["name"] if alone else f"{name}: {setting['name']}"
-        settings.append(_setting(shown_name, setting))
+        numbers = {key: _numbers(setting[key]) for key in ("median", "spread")}
+        settings.append({**setting, **numbers, "name": shown_name})
         runs += [_round(path, shown_name, run) for run in setting["runs"]]
     learnt = _points(mapping(record.get("learning_curve")))
     return Comparison(name=name, record=record, settings=settings, learnt=learnt, runs=runs)
@@ -287,21 +215,6 @@ def _points(curve: dict[str, Any]) -> list[dict[str, float]]:
     measured, ahead = ([_numbers(point) for point in points] for points in lists)
     most = max((point.get("rows", 0) for point in measured), default=0)
     return [*measured, *(point for point in ahead if point.get("rows", 0) <= 4 * most)]
-
-
-def _setting(name: str, setting: dict[str, Any]) -> dict[str, Any]:
-    runs = setting["runs"]
-    reasons = [setting["reason"], *(run["reason"] for run in runs)]
-    disturbed = "; ".join(f"round {number} disturbed" for number in setting["disturbed"])  # the findings say by what
-    return {
-        "name": name,
-        "statuses": list(dict.fromkeys(run["status"] for run in runs)) or [setting["status"]],
-        "reason": next(filter(None, reasons), disturbed),
-        "rounds": len(runs),
-        "median": _numbers(setting["median"]),
-        "spread": _numbers(setting["spread"]),
-        "step_seconds": [seconds for run in runs for seconds in run["step_seconds"] if is_number(seconds)],
-    }
 
 
 def _round(path: Path, setting: str, noted: dict[str, Any]) -> Run:

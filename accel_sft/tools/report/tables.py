@@ -6,7 +6,6 @@ from typing import Any
 
 from accel_sft.io.files import is_number, mapping
 from accel_sft.io.text import one_line, shown
-from accel_sft.memory.estimate import PHASES
 from accel_sft.results.resampled import read_measured
 from accel_sft.results.run_report import comparison_rows, sources_text
 from accel_sft.results.significance import Measured, against_best, span, verdict, words_for
@@ -17,13 +16,8 @@ _LONGEST = 300
 """Maximum number of characters of a setting's value."""
 _ABSENT = "(not recorded)"
 _TRIVIAL = {"config": {"output_dir", "resume", "dry_run"}, "launch": {"deepspeed_config", "yaml"}}
-"""Settings left out, since every run has another value or the page shows it elsewhere.
-
-The folder is the run's name, and the effects of the launch file are in `launch`.
-"""
+"""Settings left out, since every run has another value or the page shows it elsewhere."""
 _SECTIONS = {"config": "setting", "task_options": "task's setting", "launch": "launch", "data": "data"}
-_PLACES = {"device": "peak_device_memory_gib", "host": "peak_host_memory_gib"}
-_STARTUP = ("process_memory_gib", "device_allocated_gib", "device_peak_gib", "device_reserved_gib")
 
 
 def run_row(run: Run) -> dict[str, Any]:
@@ -44,7 +38,7 @@ def run_row(run: Run) -> dict[str, Any]:
         "step": run.last_step,
         "total_steps": run.record.get("total_steps"),
         **{key: run.result.get(key, value) for key, value in so_far.items()},
-        **{key: run.result.get(key) for key in _PLACES.values()},
+        **{key: run.result.get(key) for key in ("peak_device_memory_gib", "peak_host_memory_gib")},
     }
 
 
@@ -58,11 +52,8 @@ def _launch(launch: dict[str, Any]) -> str:
 
 
 def scores(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the first and the last evaluation of each run that has evaluations.
-
-    Returns:
-        `columns`, the names of those runs; `rows`, each a label and a (base, tuned, change) for each column.
-    """
+    """The first and the last evaluation of each run that has evaluations: `columns`, the names of those runs; `rows`,
+    each a label and a (base, tuned, change) for each column."""
     by_run: dict[str, dict[str, tuple[str, str, str]]] = {}
     for run in runs:
         before, after = run.section("before"), run.section("after")
@@ -112,45 +103,18 @@ def predicted_memory(runs: Sequence[Run]) -> list[tuple[str, str, str, float | N
     """Peaks by phase: run, "device" or "host", phase, predicted and measured GiB, one of which may be None."""
     rows = []
     for run in runs:
-        measured = run.section("memory_by_phase")
-        for place, key in _PLACES.items():
-            predicted = run.section("memory", place)
-            for phase in sorted({*predicted, *measured}, key=_in_order):
-                pair = mapping(predicted.get(phase))
-                total = pair.get("predicted_gib")
-                peak = pair.get("measured_gib", mapping(measured.get(phase)).get(key))
-                numbers = (total if is_number(total) else None, peak if is_number(peak) else None)
-                if numbers != (None, None):
-                    rows.append((run.name, place, phase, *numbers))
-    return rows
-
-
-def _in_order(phase: str) -> tuple[int, str]:
-    return (PHASES.index(phase) if phase in PHASES else len(PHASES), phase)
-
-
-def startup_memory(runs: Sequence[Run]) -> list[tuple[str, str, list[float | None]]]:
-    """Memory at the end of each start-up phase: run, phase, and GiB of the rank with most, by `_STARTUP`."""
-    rows = []
-    for run in runs:
-        phases: dict[str, dict[str, float]] = {}
-        lines = run.result.get("phases")
-        for line in map(mapping, lines if isinstance(lines, list) else ()):
-            largest = phases.setdefault(str(line.get("phase")), {})
-            for key in _STARTUP:
-                if is_number(line.get(key)):
-                    largest[key] = max(line[key], largest.get(key, line[key]))
-        rows += [(run.name, phase, [largest.get(key) for key in _STARTUP]) for phase, largest in phases.items()]
+        for place in ("device", "host"):
+            for phase, pair in run.section("memory", place).items():
+                numbers = (mapping(pair).get(key) for key in ("predicted_gib", "measured_gib"))
+                predicted, measured = (number if is_number(number) else None for number in numbers)
+                rows.append((run.name, place, phase, predicted, measured))
     return rows
 
 
 def settings(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return options and chosen batching of each run that has a run.json; a comparison's setting shows its first run.
-
-    Returns:
-        `columns`, the names of the runs; `differing`, rows of (kind, name, a value for each column); `common`, rows of
-        (kind, name, the value that all share).
-    """
+    """Options and chosen batching of each run that has a run.json, of a comparison's setting those of its first run:
+    `columns`, the names of the runs; `differing`, rows of (kind, name, a value for each column); `common`, rows of
+    (kind, name, the value that all share)."""
     columns: dict[str, Run] = {}
     for run in runs:
         if run.record:
@@ -175,10 +139,7 @@ def _flat(run: Run) -> dict[tuple[str, str], str]:
     for key in ("data_sha256", "task_code"):
         if key in run.record:
             flat["data", key] = _text(run.record[key])[:12]
-    batching = run.section("batching")
-    limits = ("tokens", "rows")  # only one of the two is a limit
-    unlimited = {key: "no limit" for key in limits if batching.get(key) in (None, 2**31)}
-    _flatten(flat, "chosen batching", "", {**batching, **unlimited})
+    _flatten(flat, "chosen batching", "", run.section("batching"))
     return flat
 
 

@@ -7,7 +7,7 @@
   const PAGE = 25;
   const SAME = "same text as expected";
   const CONTROL = /[\u0000-\u0008\u000b-\u001f]/g;
-  const text = (place) => answers.texts[place].replace(CONTROL, (mark) => String.fromCharCode(0x2400 + mark.charCodeAt(0)));
+  const text = (content) => content.replace(CONTROL, (mark) => String.fromCharCode(0x2400 + mark.charCodeAt(0)));
   let shown = PAGE;
 
   const rowsOf = (number) =>
@@ -25,7 +25,7 @@
   // A score that is 0 or 1 for every answer says right or wrong; another is a number that may rise or fall.
   function value(row, score) {
     if (row === undefined) return null;
-    if (score === SAME) return Number(answers.texts[row[1]] === answers.texts[answers.examples[row[0]][1]]);
+    if (score === SAME) return Number(row[1] === answers.examples[row[0]][1]);
     return row[2][answers.scores.indexOf(score)] ?? null;
   }
 
@@ -98,8 +98,8 @@
   };
 
   function contains(pair, wanted) {
-    const places = [...answers.examples[pair.example], pair.after[1], ...(pair.before ? [pair.before[1]] : [])];
-    return places.some((place) => answers.texts[place].toLowerCase().includes(wanted));
+    const texts = [...answers.examples[pair.example], pair.after[1], ...(pair.before ? [pair.before[1]] : [])];
+    return texts.some((content) => content.toLowerCase().includes(wanted));
   }
 
   function draw() {

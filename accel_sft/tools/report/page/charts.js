@@ -29,10 +29,9 @@
     if (chart.kind === "rows") return chart.rows;
     return chart.curves.flatMap((curve, line) => {
       const run = data.runs[curve.run];
-      const name = curve.rank === null ? run.name : `${run.name}, rank ${curve.rank}`;
       const points = share() && curve.means ? curve.means : curve.steps.map((step, place) => [step, curve.values[place]]);
       return points.map(([step, value]) => ({
-        run: name, series: run.series, line, step, value,
+        run: run.name, series: run.series, line, step, value,
         x: range.axis === "step" ? step : minutesAt(curve.run, step),
       })).filter((row) => row.x !== null);
     });
