@@ -128,7 +128,7 @@ class TrainConfig:
     )
 
     eval_every: str = _eval("auto", basic=True, help="Steps between evaluations, epoch, off, or auto (about 4 a run).")
-    eval_limit: int | None = _eval(None, min=1, help="Evaluate on the first N validation examples only.")
+    eval_limit: int | None = _eval(None, min=1, help="Evaluate on a sample of N validation examples, always the same.")
     eval_batch_size: int | None = _eval(
         None, min=1, help="Questions answered at once on one rank; default: 64, short ones up to 256."
     )

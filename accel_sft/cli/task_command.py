@@ -14,6 +14,7 @@ from accel_sft.api import registry
 from accel_sft.api.config import ADAPTER, DATA, EVAL, MODEL, OPTIM, RUN, TrainConfig
 from accel_sft.api.config_file import OTHER_NAMES, load_yaml, task_in
 from accel_sft.api.errors import UserError
+from accel_sft.api.limits import OF_ADAPTERS
 from accel_sft.api.options import NAMES_A_FILE, Setting, settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import same_task
@@ -195,6 +196,11 @@ class TaskCommand(click.Command):
             models = {"--model": config.model, "--base": getattr(config, "base", None)}
             models = {} if getattr(config, "url", None) else models  # --model is then a server's name
             problems += [line for flag, name in models.items() if name for line in absent_weights(name, flag)]
+        if not problems and getattr(built[0], "adapter", None) == "none":
+            unused = [s.flag for s in every if s.name in OF_ADAPTERS and s.name in given]
+            problems += [
+                f"{flag}: --adapter none trains all weights; add --adapter lora, or leave it out" for flag in unused
+            ]
         if problems:
             raise UserError(*dict.fromkeys(problems))
         return tuple(built)

@@ -18,7 +18,7 @@ build-backend = "setuptools.build_meta"
 [project]
 name = "accel-sft-{name}"
 version = "0.1.0"
-description = "Say whether a number is even or odd."
+description = "The task {name}."
 requires-python = ">=3.11"
 dependencies = ["accel-sft>={version}"]
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,7 +129,7 @@ class Evaluator:
         if self.tokenizer is not None:
             rendering = Rendering(self.tokenizer, config.thinking, config.template_date, config.control_tokens)
             self.answer_text = AnswerText(rendering)
-        self.encoded = _first_examples(self.encoded, config.eval_limit)
+        self.encoded = evaluated_rows(self.encoded, config.eval_limit)
         self.answered = list({row.index: row for row in self.encoded}.values())
         self.source_of = self._source_of() if config.mix else {}
 
@@ -226,18 +227,13 @@ class Evaluator:
         }
 
 
-def _first_examples(rows: Sequence[Encoded], count: int | None) -> list[Encoded]:
-    """The rows of the first `count` examples; all rows if `count` is None."""
-    if count is None:
+def evaluated_rows(rows: Sequence[Encoded], limit: int | None) -> list[Encoded]:
+    """All rows of at most `limit` examples, which are drawn at random, always the same: files are often sorted."""
+    if limit is None:
         return list(rows[:])
-    indices: set[int] = set()
-    first = []
-    for row in rows:
-        indices.add(row.index)
-        if len(indices) > count:
-            break
-        first.append(row)
-    return first
+    indices = sorted({row.index for row in rows[:]})
+    drawn = {*random.Random(0).sample(indices, min(limit, len(indices)))}
+    return [row for row in rows[:] if row.index in drawn]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ _SHARES = ("precision", "recall", "f1")
 def are_labels(counts: Mapping[str, int]) -> bool:
     """Whether answers are labels, by how often each occurs: a few short texts that repeat."""
     total, short = sum(counts.values()), sum(n for text, n in counts.items() if 0 < len(text) <= LONGEST_LABEL)
-    return 1 < len(counts) <= min(_MOST, total // 2) and short >= 0.9 * total
+    return 1 < len(counts) <= min(_MOST, total // 4) and short >= 0.9 * total
 
 
 def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict[str, Any]:

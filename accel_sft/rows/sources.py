@@ -102,8 +102,8 @@ def chosen_split(name: str, splits: Collection[str], use: str) -> tuple[str, lis
     if not usual:
         way = "write one to a file of its own" if os.path.isfile(name) else f"name one: {name}:{others[0]}"
         raise UserError(f"{name}: has no split {use}, but {', '.join(others)}; {way}")
-    if not others:
-        return usual[0], []
+    if not others or use == "validation":
+        return usual[0], [f"{name}: the split {usual[0]} is read"] * bool(others)
     offered = f"; to use it: --validation-file {name}:{min(others, key='validation'.__ne__)}"
     if os.path.isfile(name):
         is_usual = use == "train" and not set(_USUAL["validation"]).isdisjoint(others)

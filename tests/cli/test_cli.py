@@ -247,6 +247,15 @@ def test_all_problems_are_told_at_once_each_naming_its_flag(run, site):
     }
 
 
+@pytest.mark.parametrize("rank", ["8", "16"])  # also if it is the default
+def test_lora_options_without_an_adapter_are_refused(run, rank):
+    result = run("good", "--lora-r", rank)
+    assert result.returncode == 1
+    refused = "Error: --lora-r: --adapter none trains all weights; add --adapter lora, or leave it out"
+    assert result.stderr.splitlines() == [refused]
+    assert handed_over(run("good", "--lora-r", rank, "--adapter", "lora"))["config"]["lora_r"] == int(rank)
+
+
 def test_problems_of_file_and_command_line_come_together(run, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("sise: 20\n", encoding="utf-8")

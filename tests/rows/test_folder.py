@@ -78,7 +78,7 @@ def test_splits_that_are_not_read_are_offered(tmp_path):
     ]
     rows = read_rows(folder, answer, split="validation")
     assert list(rows) == ["val.jsonl"]
-    assert rows.notes[0].startswith(f"{folder}: the split validation is read, not test or train;")
+    assert rows.notes == [f"{folder}: the split validation is read"]
     (tmp_path / "ds" / "val.jsonl").unlink()
     assert list(read_rows(folder, answer, split="validation")) == ["test.jsonl"]
     (tmp_path / "ds" / "test.jsonl").unlink()
@@ -105,7 +105,7 @@ def test_one_file_of_splits_is_read_as_a_folder_is(tmp_path, monkeypatch, lines,
         ]
         rows = read_rows(path, answer, split="validation")
         assert list(rows) == ["c"]
-        assert rows.notes[0].endswith("not test or train; for another, write it to a file")
+        assert rows.notes == [f"{path}: the split validation is read"]
     write(train="a", extra="b")
     assert read_rows(path, answer).notes == [
         f"{path}: the split train is read, not extra; for another, write it to a file"

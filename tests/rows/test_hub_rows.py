@@ -65,7 +65,7 @@ def test_data_set_is_read_from_the_hub_at_hf_endpoint(tmp_path):
     assert len(set(printed["fingerprints"])) == 1
     line = "org/sums: the split {} is read, not {}; to use it: --validation-file org/sums:{}"
     assert printed["notes"] == [line.format("train", "test", "test")]
-    assert printed["held"] == ["99", line.format("test", "train", "train")]
+    assert printed["held"] == ["99", "org/sums: the split test is read"]
     assert "org/none: not a file or folder, and the hub gives no data set org/none (Repo" in printed["org/none"]
     assert 'split dev (ValueError: Unknown split "dev"' in printed["org/sums:dev"]
     assert "write ORG/NAME:SPLIT, or ORG/NAME:CONFIG:SPLIT" in printed["org/sums:other:test"]

@@ -420,7 +420,7 @@ def test_training_names_misspelt_labels_from_tokens(tmp_path):
     train, validation = (StoredEncoding(split, stored(tmp_path / split, rows)) for split in ("train", "validation"))
     lines = quick_lines(quick_findings(train, validation, tokenizer, frozenset({2})), "chat")
     (line,) = [line for line in lines if line.startswith("warning D216: train: 2 rows: ")]
-    assert "'shiping' stands 4 times, 'shipping' 60 times (examples 60, 61)" in line
+    assert "'shiping' stands 4 times, 'shipping' 60 times (train example 60, train example 61)" in line
 
 
 def test_answers_without_their_end_are_found(tmp_path):

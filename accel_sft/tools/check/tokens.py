@@ -146,7 +146,7 @@ def quick_findings(
     report_copies(facts["validation"], "validation", findings)
     if not shares_rows(validation.examples, train.examples):
         report_leaks(facts["validation"], facts["train"], findings)
-    return findings.placed({})
+    return findings.placed({split.split: split.examples for split in (train, validation)})
 
 
 def shares_rows(examples: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -158,14 +158,14 @@ def quick_lines(findings: list[DataFinding], task_name: str) -> list[str]:
     """Return a line for each finding that is not a note and, if there is any, one with the command that says more."""
     lines = []
     for finding in findings:
-        count, numbers = finding.count, ", ".join(str(row.index) for row in finding.rows[:_NAMED])
+        count, places = finding.count, ", ".join(row.where for row in finding.rows[:_NAMED])
         more = f", and {count - _NAMED:,} more" if count > _NAMED else ""
         if finding.grade != "note":
             details = " and ".join(list(dict.fromkeys(row.detail for row in finding.rows if row.detail))[:_DETAILS])
             unit = "label" if finding.code == "D218" else "row"
             lines.append(
                 f"warning {finding.code}: {finding.split}: {count:,} {unit}{'s' * (count != 1)}: {finding.about.what}"
-                f"{': ' * bool(details)}{details} (example{'s' * (count != 1)} {numbers}{more}); {finding.about.fix}"
+                f"{': ' * bool(details)}{details} ({places}{more}); {finding.about.fix}"
             )
     if lines:
         lines.append(f"accel-sft check {task_name}, with this run's options, names every such row and looks further")

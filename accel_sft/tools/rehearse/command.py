@@ -18,6 +18,7 @@ from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.api.tool_configs import CheckConfig, RehearseConfig
 from accel_sft.data.step_plan import StepPlan
+from accel_sft.evaluation.evaluator import evaluated_rows
 from accel_sft.io import terminal
 from accel_sft.io.files import expanded, json_safe
 from accel_sft.io.findings import Finding
@@ -252,8 +253,7 @@ class Rehearsal:
         """Load what was exported by plain transformers and peft, merge it, and have it write an answer."""
         stages, final, encoding = self.stages, full_run.dir.final, audited.encodings["validation"]
         assert encoding is not None
-        assert config.eval_limit is not None  # a rehearsal's
-        rows = [row for row in encoding.kept[: 4 * runs.ROWS] if row.index < config.eval_limit]
+        rows = evaluated_rows(encoding.kept, config.eval_limit)
         began = find_source(str(full_run.dir.base) if config.model == "tiny" else config.model)
         last = full_run.lines("eval_loss")
         # where a resume fails, the data may be drawn anew: the run's rows are then not those that were read here
