@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
-import sysconfig
 
 import psutil
 from conftest import accel_sft
 from limits import wait_for
-from places import CONFIGS
 from reference_job import FP32, JOB, ONCE, layout, same_curve, same_weights
-from stopping import steps_done
+from stopping import ranks, started, steps_done
 
 DROPOUT = ("math", "--adapter", "lora", "--lora-dropout", "0.1", "--max-steps", "20", "--global-batch-size", "10")
 DROPOUT += ("--train-examples", "500", "--seed", "7", "--eval-every", "off", "--save-every", "20")
@@ -32,21 +29,11 @@ def test_ranks_killed_before_a_checkpoint_end_with_the_same_bits(tmp_path):
     whole = accel_sft(*DROPOUT, run_dir=tmp_path / "whole", **options)
     assert whole.status == 0, whole.output
     run_dir = tmp_path / "run"
-    command = [sysconfig.get_path("scripts") + "/accelerate-launch", "--config_file", str(CONFIGS / "ddp.yaml"), *FP32]
-    command += ["--main_process_port", "0", "-m", "accel_sft"]
-    command += [*DROPOUT, "--output-dir", str(run_dir)]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            wait_for(lambda: steps_done(run_dir) >= 1 or process.poll() is not None)
-        finally:
-            family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-            for each in family:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.kill()
-            process.wait()
-    psutil.wait_procs(family)
-    assert steps_done(run_dir) >= 1, (tmp_path / "log").read_text()
+    with started(run_dir, "ddp", job=DROPOUT) as process:
+        wait_for(lambda: steps_done(run_dir) >= 1 or process.poll() is not None)
+        ranks(process)
+    psutil.wait_procs(process.family)
+    assert steps_done(run_dir) >= 1, (tmp_path / "run.log").read_text()
     assert not list(run_dir.glob("checkpoints/*"))
     assert (run_dir / "batching.json").is_file()
     resumed = accel_sft(*DROPOUT, "--resume", "auto", run_dir=run_dir, **options)

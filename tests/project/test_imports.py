@@ -73,7 +73,9 @@ def imported_by(name, source):
         elif isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("accel_sft."))
             yield from ("__init__" for alias in node.names if alias.name == "accel_sft" and alias.asname)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "accel_sft" and node.attr not in FACTS:
+        elif (
+            isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "accel_sft" and node.attr not in FACTS
+        ):
             yield node.attr if node.attr in known else "__init__"  # behind a bare `import accel_sft`
 
 
