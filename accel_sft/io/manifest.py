@@ -97,7 +97,7 @@ def differences(folder: Path) -> Iterator[tuple[str, str]]:
         else:
             same.append(name)
     with ThreadPoolExecutor(THREADS) as threads:
-        digests = threads.map(lambda name: _digest(folder / name, files[name][0]), same)
+        digests = threads.map(lambda name: _digest(folder / name), same)
         for name, digest in zip(same, digests, strict=True):
             if digest != files[name][1]:
                 yield name, "has other bytes than were written"
@@ -140,8 +140,7 @@ def _content(folder: Path) -> dict[str, Any]:
 def _synced_entry(path: Path) -> list[Any]:
     """Sync a file to the disk; returns its size and SHA-256."""
     sync(path)
-    size = path.stat().st_size
-    return [size, _digest(path, size)]
+    return [path.stat().st_size, _digest(path)]
 
 
 def write_hashed(path: Path, parts: Iterable[memoryview]) -> list[Any]:
@@ -161,16 +160,10 @@ def write_hashed(path: Path, parts: Iterable[memoryview]) -> list[Any]:
     return [size, digest.hexdigest()]
 
 
-def _digest(path: Path, size: int) -> str:
-    """SHA-256 of a file of this size, read block by block; if it grows meanwhile, at most one more block is read."""
-    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
-    left = size
+def _digest(path: Path) -> str:
+    heartbeat()
     with path.open("rb", buffering=0) as file:
-        while left >= 0 and (count := file.readinto(block)):
-            heartbeat()
-            digest.update(block[:count])
-            left -= count
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _text(content: dict[str, Any]) -> str:
