@@ -661,7 +661,7 @@ def test_a_new_task_in_one_file_runs_as_it_stands(run, tmp_path, monkeypatch):
     (tmp_path / "own.jsonl").write_text("".join(f'{{"question": "q {n}", "answer": "a {n}"}}\n' for n in range(30)))
     own = "--train-file", "own.jsonl", "--show", "0", "--json"
     splits = json.loads(accel_sft("check", "./even_odd.py", *own, cwd=tmp_path).stdout)["splits"]
-    assert {split["split"]: split["rows"] for split in splits} == {"train": 27, "validation": 3}
+    assert {split: figures["rows"] for split, figures in splits.items()} == {"train": 27, "validation": 3}
     refused = accel_sft("./even_odd.py", "--validation-file", "own.jsonl", cwd=tmp_path)
     assert "--train-file: name the rows to train on" in refused.stderr
     assert "even_odd.py: is there already" in run("new-task", "even-odd", "--file").stderr
