@@ -135,7 +135,7 @@ FAULTS = {
     "a learning rate of zero": Fault("reload", "nothing was learnt", options("--learning-rate", "0")),
     "weights that nothing uses": Fault("trained", "side.weight, side.bias", side),
     # reported: peft #2018
-    "an adapter on a tied head": Fault("merge", "tied embeddings", model(*LORA, "lm_head,q_proj")),
+    "an adapter on a tied head": Fault("merge", "one of two tied layers", model(*LORA, "lm_head,q_proj")),
     # reported: unsloth #416, trl #1623
     "an end that a server does not stop at": Fault(
         "generate",

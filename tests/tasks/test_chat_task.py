@@ -403,7 +403,7 @@ def test_training_by_loss_alone_generates_nothing(tmp_path, files):
     assert "validation loss" in (run.run_dir / "report.md").read_text()
 
 
-def test_check_names_rows_of_chat_files_by_line(tmp_path):
+def test_check_names_rows_of_chat_files_by_line(tmp_path, called):
     lines = [json.dumps(messages({**ASK, "content": f"{n}?"}, {**ANSWER, "content": f"{n}"})) for n in range(40)]
     lines[3] = lines[2]
     lines[5] = json.dumps(messages({"role": "user", "content": None}, ANSWER))
@@ -411,11 +411,9 @@ def test_check_names_rows_of_chat_files_by_line(tmp_path):
     lines[7] = "{"
     lines[9] = json.dumps(messages(ASK))
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
-    done = CliRunner().invoke(cli, ["check", "chat", "--train-file", str(tmp_path / "chats.jsonl"), "--json"])
-    report = json.loads(done.stdout)
-    reported = {
-        finding["code"]: [f"{row['file']}:{row['line']}" for row in finding["rows"]] for finding in report["findings"]
-    }
+    done = called("check", "chat", "--train-file", str(tmp_path / "chats.jsonl"), "--json")
+    report = json.JSONDecoder().raw_decode(done.output)[0]
+    reported = {finding["code"]: [row["where"] for row in finding["rows"]] for finding in report["findings"]}
     expected = {"D101": [8], "D102": [12], "D104": [6, 10], "D401": [4]}
     assert reported == {code: [f"{tmp_path}/chats.jsonl:{line}" for line in lines] for code, lines in expected.items()}
 

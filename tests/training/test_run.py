@@ -479,7 +479,7 @@ def test_train_limit_bounds_what_run_and_check_read(called, tmp_path):
     assert again.status == 1
     assert "--train-limit: the run was started with 10%, not 11%" in " ".join(again.output.split())
     checked = accel_sft("check", "math", "--train-examples", "500", "--train-limit", "30", "--json")
-    assert json.loads(checked.output)["splits"][0]["rows"] == 30
+    assert json.loads(checked.output)["splits"]["train"]["rows"] == 30
 
 
 FAILING = """

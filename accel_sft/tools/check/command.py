@@ -138,11 +138,7 @@ class Audit:
         self.facts[split] = tokens.audit_tokens(encoding, tokenizer, assembly.encode.rules.eos_ids, self.findings)
 
     def _repeats(self) -> dict[str, dict[str, int]]:
-        """Score the expected answers, unless `--no-score` is given, and find repeated rows; return their counts.
-
-        Rows with the same prompt and different answers are reported as a contradiction, unless the task's score accepts
-        the later row's answer for the first row.
-        """
+        """Score the expected answers, unless `--no-score` is given, and report repeated rows; return their counts."""
         scores = OwnScores(self.task, self.splits, self.config.thinking)
         counts = {}
         for split, facts in self.facts.items():
@@ -170,10 +166,7 @@ class Audit:
         return counts
 
     def _model(self, assembly: Assembly) -> None:
-        """Report token ids outside the model's vocabulary, and rows with more tokens than the model has positions.
-
-        The model's configuration is read, its weights are not.
-        """
+        """Report token ids outside the model's vocabulary, and rows with more tokens than the model has positions."""
         stores = {split: encoding.kept for split, encoding in self.encodings.items() if encoding}
         weights = assembly.source.weights
         text = text_settings(weights, trust_remote_code=self.config.trust_remote_code)

@@ -33,17 +33,6 @@ _END = 400
 """Characters that are shown of each end of a prompt or an answer."""
 _UNWRAPPED, _PAGE_COLUMNS = 10_000, 120
 """Width in terminal cells of output that is not a terminal, larger than any line's, and of a page."""
-_PAGE = f"""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-{PAGE_MARK}check">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>accel-sft check</title>
-<body style="color:{{foreground}};background:{{background}}">
-<pre style="font-family:ui-monospace,monospace;white-space:pre-wrap">{{code}}</pre>
-</body>
-</html>
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +87,8 @@ class Report:
 
 
 def split_figures(encoding: StoredEncoding | None, rows: int, repeats: dict[str, int]) -> dict[str, int]:
-    """Numbers of a split's rows and, of those that are used, of their tokens.
-
-    Args:
-        encoding: None if nothing could be tokenized.
-        rows: number of rows in the split, the unreadable ones included.
-        repeats: the counts of `Audit._repeats`; {} if nothing could be read.
-    """
+    """Numbers of a split's `rows`, with the unreadable ones, and of the tokens of those that are used, if any could be
+    tokenized."""
     if encoding is None:
         return {"rows": rows, "used": 0, "left_out": rows, **repeats}
     kept = encoding.kept
@@ -174,7 +158,7 @@ def page_of(report: Report) -> str:
         width=_PAGE_COLUMNS,
     )
     _print(report, console, _PAGE_ROWS)
-    return console.export_html(code_format=_PAGE, inline_styles=True)
+    return console.export_html(inline_styles=True).replace("<head>", f'<head>\n{PAGE_MARK}check">', 1)
 
 
 def print_report(report: Report, stream: TextIO) -> None:

@@ -20,12 +20,8 @@ class OwnScores:
 
     An answer is perfect if its metric has the best possible value: 1 if higher is better and all values of the split
     are between 0 and 1, else the best value of the split. The F1 of an example with nothing to find is 0 on its own,
-    so an answer that is not perfect alone is scored once more together with a perfect one.
-
-    Args:
-        thinking: the value of `--thinking`; thinking that is kept is learnt but not scored.
-    Attributes:
-        unjudged: why answers cannot be scored one by one; empty if they can.
+    so an answer that is not perfect alone is scored once more together with a perfect one. `unjudged` says why answers
+    cannot be scored one by one; it is empty if they can.
     """
 
     def __init__(self, task: Task, splits: dict[str, Sequence[Any]], thinking: str | None) -> None:

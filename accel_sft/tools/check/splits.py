@@ -70,14 +70,12 @@ def encode_split(
     truncation: str,
     folder: Path,
 ) -> StoredEncoding | None:
-    """Tokenize a split as training does, but report each row that would stop training, and leave it out.
+    """Tokenize a split as training does, but report each row that would stop training, and leave it out. Return None if
+    no example is left, or training refuses the whole split.
 
     Args:
         readable: whether each example can be read; the others have been reported.
-        truncation: the value of `--truncation`; even if it is "error", `encode` drops rows that are too long.
         folder: an empty folder that lasts as long as the result.
-    Returns:
-        None if no example is left, or training refuses the whole split.
     """
     refusal: UserError | None = None
     if readable.all():

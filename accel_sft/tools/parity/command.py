@@ -143,10 +143,7 @@ def _result(reference: Any, endpoint: Any) -> dict[str, Any]:
 
 
 def _log_probabilities(pairs: Sequence[Any], dtype: str) -> dict[str, Any] | None:
-    """How far the server's log-probabilities are from the run's, for the same prompts; None if it gives none.
-
-    `precision` says whether two libraries differ as much with these weights in the run's own type, `dtype`.
-    """
+    """How far the server's log-probabilities are from the run's, for the same prompts; None if it gives none."""
     off = [value for pair in pairs if not pair.misread for value in pair.off]
     if not off:
         return None

@@ -24,14 +24,8 @@ EXAMINED = 8
 
 
 class Reference:
-    """What the run's weights say to the first validation examples.
-
-    Args:
-        evaluator: the evaluator of these weights.
-        most: the largest number of an answer's tokens.
-    Attributes:
-        answers: the greedy answers by the example's index, each with the token that ends it.
-    """
+    """What the run's weights say to the first validation examples: `answers` has the greedy answers, of at most `most`
+    tokens, by the example's index, each with the token that ends it."""
 
     def __init__(self, evaluator: Evaluator, model: Any, most: int) -> None:
         self.evaluator, self.model, self.most = evaluator, model, most
@@ -79,10 +73,8 @@ class Pair:
     """An example with the answer of the run's weights and the server's.
 
     Attributes:
-        prompt: the ids of the prompt as it was trained.
         ids: the answer of the run's weights.
-        reply: the server's; None if it refused to answer.
-        refusal: why it refused.
+        reply: the server's; None if it refused to answer, and `refusal` says why.
         theirs: the ids that the server makes of the prompt, None if it does not tell.
         at: the place of the first token that differs; None if the answers are the same.
         gap: by how many nats the run's weights prefer their own token there.
@@ -120,11 +112,7 @@ class Pair:
 
 
 def compare(reference: Reference, endpoint: Endpoint) -> list[Pair]:
-    """Ask for all examples' answers and compare them.
-
-    Raises:
-        UserError: an example is not text alone; or the server refuses them all, or stays silent.
-    """
+    """Ask for all examples' answers and compare them; raise UserError if the server refuses them all."""
     evaluator = reference.evaluator
     chat = functools.partial(conversation, evaluator.task, evaluator.examples, "validation")
     pairs = [Pair(chat(row.index), row, reference.answers[row.index]) for row in evaluator.answered]

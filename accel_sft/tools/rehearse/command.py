@@ -42,11 +42,7 @@ _LEVELS = {"error": FAILS, "warning": WARNS}
 
 
 def run(task_name: str, task: Task, config: RehearseConfig) -> None:
-    """Rehearse a run, and exit with status 1 if a stage of it would fail.
-
-    Raises:
-        UserError: the launch file or the model's configuration cannot be read.
-    """
+    """Rehearse a run, and exit with status 1 if a stage of it would fail."""
     if under_launcher() or "LOCAL_RANK" in os.environ:
         raise UserError(
             f"accel-sft rehearse {task_name} starts launches itself: call it without accelerate launch, and name the "

@@ -27,13 +27,8 @@ _BEHIND = 4
 
 
 class Reloaded:
-    """The exported weights of a rehearsal, loaded by plain transformers and peft.
-
-    Args:
-        final: the folder of the exported weights.
-        began: what the run began with.
-        rows: the validation rows whose loss the run computed.
-    """
+    """The exported weights in `final`, loaded by plain transformers and peft; `began` is what the run began with, and
+    `rows` are the validation rows whose loss it computed."""
 
     def __init__(self, final: Path, began: Source, config: TrainConfig, rows: Sequence[Encoded]) -> None:
         self.final, self.began, self.config, self.rows = final, began, config, rows

@@ -162,11 +162,7 @@ class Stage:
 
 
 class Stages:
-    """All stages of a rehearsal, each shown once its state is known.
-
-    Args:
-        show: prints a line.
-    """
+    """All stages of a rehearsal; each is shown, line by line, once its state is known."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show

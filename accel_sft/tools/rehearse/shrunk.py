@@ -52,14 +52,8 @@ _BY_LAYER = ("_indices", "_indexes", "_ids", "_idx")
 
 
 def shrink(source: Source, folder: Path, config: TrainConfig) -> tuple[str, list[Finding]]:
-    """Write the shrunk model of `source` into `folder`, as `--model` reads it, and return what it is, in words, and
-    what a new adapter does not reach.
-
-    Tokenizer, chat template and generation_config.json are the real ones, file by file.
-
-    Raises:
-        UserError: the configuration cannot be read, or no small model can be made of it.
-    """
+    """Write the shrunk model of `source` into `folder`, as `--model` reads it, with the real tokenizer, chat template
+    and generation_config.json; return what it is, in words, and what an adapter does not reach."""
     import torch
     from transformers import AutoConfig
 

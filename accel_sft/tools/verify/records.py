@@ -62,11 +62,7 @@ class Recorded:
 
     @classmethod
     def read(cls, run_dir: RunDir) -> "Recorded":
-        """Read a run's folder, with every byte of its checkpoints.
-
-        Raises:
-            UserError: it is not a run's, or a file of it cannot be read.
-        """
+        """Read a run's folder, with every byte of its checkpoints; raise UserError if a file cannot be read."""
         saved, damaged = {}, {}
         for path in run_dir.all_checkpoints():
             try:

@@ -54,10 +54,7 @@ class Segment:
 
 def candidates(run: Recorded, *, from_start: bool) -> list[Segment]:
     """The segments between the checkpoints that are whole, and to the end of a finished run; none of a run on several
-    machines, which cannot be launched here.
-
-    The segment from step 0 is one of them if another one is at least as long, or with `from_start`.
-    """
+    machines. The one from step 0 is among them if another one is at least as long, or with `from_start`."""
     if run.machines > 1:
         return []
     ends = [*run.saved]
@@ -115,11 +112,8 @@ def _maker(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_again(run: Recorded, segment: Segment, tolerance: float) -> Finding:
-    """Run the segment again, and say how its weights, optimizer states and lines differ from those recorded.
-
-    Args:
-        tolerance: relative difference of losses that is allowed where bits may differ.
-    """
+    """Run the segment again, and say how its weights, optimizer states and lines differ from those recorded; where bits
+    may differ, losses may by `tolerance`, relative."""
     with tempfile.TemporaryDirectory(prefix="accel_sft-verify-") as folder:
         again = RunDir(Path(folder) / "run")
         _begin(run, segment, again)
