@@ -286,9 +286,8 @@ def hostile(two, tmp_path_factory) -> Path:
     record["config"] |= {"model": HOSTILE, HOSTILE: HOSTILE}
     change(run / "run.json", task=HOSTILE, task_options={HOSTILE: HOSTILE}, config=record["config"])
     predicted = {"host": {HOSTILE: {"predicted_gib": 1.0, "components_gib": {HOSTILE: 1.0}}}}
-    phases = [{"phase": HOSTILE, "rank": HOSTILE, "process_memory_gib": 1.0}]
     hurt = {"status": "failed", "error": HOSTILE, "main_metric": HOSTILE, "after": {HOSTILE: 1.0}}
-    change(run / "result.json", **hurt, phases=phases, memory=predicted)
+    change(run / "result.json", **hurt, memory=predicted)
     for path in (run / "samples").iterdir():
         texts = {"prompt": HOSTILE, "expected": HOSTILE, "generated": f"{HOSTILE}\ud800\x1b[31m"}
         rows = [{**row, **texts, "scores": {HOSTILE: 1.0}} for row in rows_of(path)]

@@ -41,14 +41,12 @@ def checks() -> Checks:
         },
         "Software": {
             "versions": host.versions,
-            "tasks": host.tasks,
             "hub": host.hub,
             "imports": host.imports,
         },
         "Device": {"GPU": host.gpus, "copies": host.copies, "CUDA": host.cuda, "bf16": host.bf16},
         "DeepSpeed's operators": {
             "operators": launches.operators,
-            "folder": host.shared_operators,
         },
         "Ranks": {"/dev/shm": host.shared_memory, "exchange": launches.exchange},
     }
