@@ -28,9 +28,6 @@ _UNUSED = "deepspeed_shm_comm"
 """Operator that DeepSpeed compiles for every group of CPU ranks. Only `inference_all_reduce` runs it, which training
 never calls."""
 
-_LOCAL = {"apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "hfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
-"""Types of file systems whose files only this machine writes."""
-
 
 def operators(launch: Launch) -> list[str]:
     """Return the names of the DeepSpeed operators that this launch needs; [] without DeepSpeed."""
@@ -105,15 +102,6 @@ def library(name: str) -> Path:
             f"{problem.filename}: cannot be written ({problem.strerror}), and is for DeepSpeed's {name}; make it "
             "writable, or set TORCH_EXTENSIONS_DIR"
         ) from None
-
-
-def is_local(folder: Path) -> bool:
-    """Whether this machine alone writes the file system of this folder, as far as its type tells."""
-    import psutil
-
-    folder = folder.resolve()
-    around = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
-    return bool(around) and max(around, key=lambda part: len(part.mountpoint)).fstype in _LOCAL
 
 
 def _gcc_major(compiler: str) -> float:

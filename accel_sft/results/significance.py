@@ -82,21 +82,21 @@ def paired(before: Measured, after: Measured) -> dict[str, Any] | None:
         return None
     difference = after.value - before.value
     reach: tuple[float, float] | None
-    changes = np.subtract(after.scores, before.scores) if before.scores and after.scores else None
-    if changes is not None and _is_rate([*(before.scores or ()), *(after.scores or ())]):
+    if before.scores is None or after.scores is None:
+        resampled = [b - a for a, b in zip(before.resampled, after.resampled, strict=False)]
+        if not resampled:
+            return None
+        error = float(np.std(resampled))
+        p, reach = _p_of_equal(difference, error, count), _percentiles(resampled, count)
+    elif _is_rate(before.scores) and _is_rate(after.scores):
+        changes = np.subtract(after.scores, before.scores)
         error, reach = float(changes.std()) / math.sqrt(count), _newcombe(before, after)
         gained, lost = int((changes > 0).sum()), int((changes < 0).sum())
         fewer, changed = min(gained, lost), gained + lost
         p = 2 * binom.cdf(fewer, changed, 0.5) - binom.pmf(fewer, changed, 0.5)
-    elif changes is not None:
-        error = _standard_error(changes.tolist())
-        p, reach = _p_of_equal(difference, error, count), _student(difference, error, count)
-    elif before.resampled and after.resampled:
-        resampled = [b - a for a, b in zip(before.resampled, after.resampled, strict=False)]
-        error = float(np.std(resampled))
-        p, reach = _p_of_equal(difference, error, count), _percentiles(resampled, count)
     else:
-        return None
+        error = _standard_error(np.subtract(after.scores, before.scores).tolist())
+        p, reach = _p_of_equal(difference, error, count), _student(difference, error, count)
     return {
         "difference": difference,
         **dict(zip(("low", "high"), reach or (None, None), strict=True)),

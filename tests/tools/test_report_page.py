@@ -126,19 +126,16 @@ def test_the_page_has_the_runs_curves_answers_and_differing_settings(two, tmp_pa
     assert re.search(r"learning_rate\s*0\.001\s*0\.004", differing)
     assert "max_steps" not in differing
     order = [dict(attrs).get("id") for tag, attrs in elements.tags if tag == "section"]
-    assert order.index("main") < order.index("answers") < order.index("memory") < order.index("settings")
+    assert order.index("main") < order.index("answers") < order.index("settings")
 
 
-def test_page_has_labels_mfu_disturbances_and_memory_where_recorded(two, tmp_path):
+def test_page_has_labels_mfu_and_disturbances_where_recorded(two, tmp_path):
     run = copy(two[0], tmp_path / "run")
     plain = elements_of(tmp_path, run).prose()
     assert not re.search("MFU|Disturbed steps|Scores by label", plain)
     given = [("billing", "billing")] * 3 + [("<b>returns", "billing")] + [("<b>returns", "<b>returns")] * 2
     labels = label_scores([{"expected": e, "generated": g, "scores": {"x": float(e == g)}} for e, g in given], "x")
-    step = {"predicted_gib": 1.5, "measured_gib": 1.25, "components_gib": {"overhead": 1.0, "weights": 0.5}}
-    load = {"predicted_gib": 0.25, "components_gib": {"weights": 0.25}}
-    memory = {"memory": {"host": {"step": step, "load": load}}}
-    change(run / "result.json", **labels, **memory)
+    change(run / "result.json", **labels)
     more = {"mfu": 0.375, "machine": {"other processes took # of 2 cores": 1.4}}
     lines = [line | (more if "loss" in line else {}) for line in rows_of(run / "metrics.jsonl")]
     write_json_lines(run / "metrics.jsonl", lines)
@@ -149,8 +146,6 @@ def test_page_has_labels_mfu_disturbances_and_memory_where_recorded(two, tmp_pat
         "tokens/s MFU",
         "0.375",
         "Disturbed steps run : steps 1 to 6: other processes took 1.4 of 2 cores",
-        "host load 0.25 not recorded",
-        "host step 1.5 1.25 +20.0%",
     ):
         assert words in elements.prose()
     assert "Model FLOPs utilisation" in {chart["title"] for chart in elements.data()["charts"]}
@@ -285,10 +280,8 @@ def hostile(two, tmp_path_factory) -> Path:
     record = json.loads((run / "run.json").read_text())
     record["config"] |= {"model": HOSTILE, HOSTILE: HOSTILE}
     change(run / "run.json", task=HOSTILE, task_options={HOSTILE: HOSTILE}, config=record["config"])
-    predicted = {"host": {HOSTILE: {"predicted_gib": 1.0, "components_gib": {HOSTILE: 1.0}}}}
-    phases = [{"phase": HOSTILE, "rank": HOSTILE, "process_memory_gib": 1.0}]
     hurt = {"status": "failed", "error": HOSTILE, "main_metric": HOSTILE, "after": {HOSTILE: 1.0}}
-    change(run / "result.json", **hurt, phases=phases, memory=predicted)
+    change(run / "result.json", **hurt)
     for path in (run / "samples").iterdir():
         texts = {"prompt": HOSTILE, "expected": HOSTILE, "generated": f"{HOSTILE}\ud800\x1b[31m"}
         rows = [{**row, **texts, "scores": {HOSTILE: 1.0}} for row in rows_of(path)]

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -537,53 +536,6 @@ def test_bar_hides_no_cursor_and_shows_no_output_of_libraries(terminal, capsys):
     line.close()
     assert "chatter" in capsys.readouterr().out
     assert "chatter" not in terminal.getvalue()
-
-
-def test_two_ranks_share_one_record(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    script = """
-import os, sys, torch
-from pathlib import Path
-from accelerate import Accelerator
-from accel_sft.api.config import TrainConfig
-from accel_sft.io.run_dir import RunDir
-from accel_sft.tracking.tracker import Tracker
-torch.set_num_threads(1)
-accelerator = Accelerator(cpu=True)
-with Tracker(accelerator, RunDir(Path(sys.argv[1])), TrainConfig(profile=True), total_steps=1) as tracker:
-    tracker.phase("ready")
-    phases = tracker.phases()
-    assert [row["rank"] for row in phases] == [0, 1], phases
-    system = accelerator.gather(torch.tensor([tracker.system()])).tolist()
-    tracker.step({"step": 1, "loss": 1.0}, system)
-    tracker.evaluation(1, {"eval_loss": 1.0}, [])
-    tracker.rewind(1)
-    tracker.log("said once")
-    with tracker.profiler() as profiler:
-        for _ in range(6):
-            profiler.step()
-os._exit(0)  # as accel_sft leaves its ranks
-"""
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(tmp_path / "run")],
-            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    outputs = [rank.communicate()[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    assert "said once" in outputs[0]
-    assert outputs[1] == ""
-    traces = sorted(path.name.partition(".")[0] for path in (tmp_path / "run" / "profile").iterdir())
-    assert traces == ["rank0", "rank1"]
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
-    assert len(list((tmp_path / "run").glob("events*"))) == 1
 
 
 def test_a_service_gets_no_name_that_it_refuses(tmp_path, monkeypatch):

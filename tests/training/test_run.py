@@ -212,6 +212,7 @@ def test_what_a_run_leaves_behind(launched):
     assert {"accuracy", "eval_loss", "generate_tokens_per_second"} <= result["before"].keys() & result["after"].keys()
     assert {phase["phase"] for phase in result["phases"]} >= {"data", "model", "sharded", "ready"}
     assert {phase["rank"] for phase in result["phases"]} == {0, 1}
+    assert len([*run.run_dir.glob("events*")]) == 1
     record = json.loads((run.run_dir / "run.json").read_text())
     assert record["config"]["global_batch_size"] == 10
     assert record["launch"]["zero_stage"] == 2

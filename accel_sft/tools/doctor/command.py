@@ -39,17 +39,9 @@ def checks() -> Checks:
             "memory": host.memory,
             "disk": host.disk,
         },
-        "Software": {
-            "versions": host.versions,
-            "tasks": host.tasks,
-            "hub": host.hub,
-            "imports": host.imports,
-        },
+        "Software": {"versions": host.versions, "hub": host.hub, "imports": host.imports},
         "Device": {"GPU": host.gpus, "copies": host.copies, "CUDA": host.cuda, "bf16": host.bf16},
-        "DeepSpeed's operators": {
-            "operators": launches.operators,
-            "folder": host.shared_operators,
-        },
+        "DeepSpeed": {"operators": launches.operators},
         "Ranks": {"/dev/shm": host.shared_memory, "exchange": launches.exchange},
     }
 

@@ -15,11 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import accel_sft
-from accel_sft.api import registry
-from accel_sft.api.errors import UserError
 from accel_sft.io import cache
 from accel_sft.launch import host_memory
-from accel_sft.launch.deepspeed_ops import is_local
 from accel_sft.launch.environment import prepare_environment, usable_cores
 from accel_sft.launch.machine_state import CoreClock
 from accel_sft.launch.precision import cpu_name
@@ -100,18 +97,15 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
 def _folders(runs: Path) -> Iterator[tuple[str, Path, str, bool]]:
     """What runs write, the folder, how the user names another one, and whether training fails without it."""
     yield "runs", runs, "--output-dir", True
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    operators = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(caches, "torch_extensions")
     yield "temporary files", Path(tempfile.gettempdir()), "TMPDIR", True
-    yield "DeepSpeed's operators", _operators_folder(), "TORCH_EXTENSIONS_DIR", True
+    yield "DeepSpeed's operators", Path(operators), "TORCH_EXTENSIONS_DIR", True
     yield "token cache", cache.folder(), "ACCEL_SFT_CACHE", False
     if find_spec("huggingface_hub"):  # another check reports that it is missing
         from huggingface_hub.constants import HF_HUB_CACHE
 
         yield "models of the hub", Path(HF_HUB_CACHE), "HF_HOME", False
-
-
-def _operators_folder() -> Path:
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(caches, "torch_extensions"))
 
 
 def _existing(folder: Path) -> Path:
@@ -139,14 +133,6 @@ def disk(machine: Machine) -> Iterator[Finding]:
             yield (level if free < LEAST_DISK else warning)(words, f"free space, or name another with {setting}")
         else:
             yield ok(words)
-
-
-def shared_operators(machine: Machine) -> Iterator[Finding]:
-    """Warn of a shared folder: operators are compiled for this CPU, and may be illegal instructions on another CPU."""
-    folder = _operators_folder()
-    if not is_local(_existing(folder)):
-        words = f"{folder} may be shared between machines: operators are compiled for this one's CPU"
-        yield warning(words, "where the CPUs differ, set TORCH_EXTENSIONS_DIR to a folder of each machine's own")
 
 
 def versions(machine: Machine) -> Iterator[Finding]:
@@ -193,21 +179,6 @@ def imports(machine: Machine) -> Iterator[Finding]:
         yield problem(f"torch and DeepSpeed could not be asked: {facts.fault}", fix)
     elif not any(map(facts.failure, libraries)):
         yield ok(f"{', '.join(libraries)} can be imported")
-
-
-def tasks(machine: Machine) -> Iterator[Finding]:
-    usable = []
-    for plugin in registry.plugins():
-        try:
-            registry.load_plugin(plugin)
-            usable.append(plugin.name)
-        except UserError as error:
-            for line in error.problems:
-                yield warning(line, "fix or uninstall its package; other tasks run")
-    if usable:
-        yield ok(", ".join(usable))
-    else:
-        yield problem("no task can be used", "accel-sft tasks says why; accel-sft new-task NAME writes one")
 
 
 def hub(machine: Machine) -> Iterator[Finding]:

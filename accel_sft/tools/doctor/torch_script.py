@@ -4,6 +4,7 @@ A broken driver or library may crash or hang its process. The facts are lines of
 """
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -115,7 +116,7 @@ def _copies(torch: Any, device: str, pinned: bool = True) -> dict[str, float]:
     """GB/s from pinned memory of the host, which loaders and offload use, to the device, and back."""
     on_device = torch.empty(COPIED, dtype=torch.uint8, device=device)
     on_host = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=pinned)
-    wait = torch.cuda.synchronize if pinned else lambda: None
+    wait = functools.partial(torch.cuda.synchronize, device) if pinned else lambda: None
     speeds = {}
     for way, to, source in (("from", on_device, on_host), ("to", on_host, on_device)):
         times = []

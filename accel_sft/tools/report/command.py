@@ -13,12 +13,12 @@ from accel_sft.api.errors import UserError
     "--output", type=click.Path(), default="report.html", metavar="FILE", help="The page.  [default: report.html]"
 )
 def report(runs: tuple[str, ...], output: str) -> None:
-    """Make one page from runs or a comparison: curves, answers, memory.
+    """Make one page from runs or a comparison: curves, scores, answers.
 
     For example: accel-sft report runs/*
 
-    Each RUN is the folder of a run, of an evaluation, or of a comparison. The page has the runs' curves, memory,
-    answers and settings beside each other, and opens in any browser without a server or a network.
+    Each RUN is the folder of a run, of an evaluation, or of a comparison. The page has the runs' curves,
+    scores, answers and settings beside each other, and opens in any browser without a server or a network.
     """
     from accel_sft.io.files import page_file, write_atomically
     from accel_sft.io.terminal import wrapped

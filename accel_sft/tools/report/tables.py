@@ -1,4 +1,4 @@
-"""Makes the rows of the page's tables: runs, scores, tests against the best run, memory by phase, and settings."""
+"""Makes the rows of the page's tables: runs, scores, tests against the best run, and settings."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -97,18 +97,6 @@ def against_best_run(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def _with_interval(measured: Measured) -> str:
     interval = measured.interval()
     return shown(measured.value) + (f" ({span(*interval)})" if interval else "")
-
-
-def predicted_memory(runs: Sequence[Run]) -> list[tuple[str, str, str, float | None, float | None]]:
-    """Peaks by phase: run, "device" or "host", phase, predicted and measured GiB, one of which may be None."""
-    rows = []
-    for run in runs:
-        for place in ("device", "host"):
-            for phase, pair in run.section("memory", place).items():
-                numbers = (mapping(pair).get(key) for key in ("predicted_gib", "measured_gib"))
-                predicted, measured = (number if is_number(number) else None for number in numbers)
-                rows.append((run.name, place, phase, predicted, measured))
-    return rows
 
 
 def settings(runs: Sequence[Run]) -> dict[str, Any]:
