@@ -220,6 +220,13 @@ def test_checkpointing_offload_and_sharding_save_memory_and_cost_time():
     seconds = {name: speed(job_of(QWEN_14B, name), 65536).seconds for name in ("z2", "z2_offload", "z3", "z3_nvme")}
     assert seconds["z2"] < seconds["z2_offload"] < seconds["z3_nvme"]
     assert seconds["z2"] < seconds["z3"]
+    short = {"tokens": 1024, "config": QWEN_05B}
+    cuda, cpu = (
+        {name: speed(job_of(name=name, device=device, **short), 1024).seconds for name in (*seconds, "z3_offload")}
+        for device in ("cuda", "cpu")
+    )
+    assert 1.5 * cuda["z2"] < cuda["z2_offload"]
+    assert (cpu["z2_offload"], cpu["z3_offload"]) == (cpu["z2"], cpu["z3"])  # 0.92 of the speed was measured
     assert speed(again, 65536).seconds > speed(plain, 65536).seconds
 
 
@@ -250,7 +257,6 @@ LORA_7B = ("--adapter", "lora", "--gpus", "2", "--gpu-memory", "24", "--host-mem
     [
         ((), "--gradient-checkpointing --eval-batch-size 32"),
         (("--gradient-checkpointing",), "--eval-batch-size 32"),
-        (("--gradient-checkpointing", "--eval-batch-size", "16"), ""),
         (("--gradient-checkpointing", "--eval-limit", "20"), ""),
         (("--gradient-checkpointing", "--metric", "loss"), ""),  # nothing is generated
     ],
@@ -285,13 +291,6 @@ def test_a_larger_forward_has_more_rows_and_no_longer_answers():
     assert evaluations[0] == evaluations[1]
 
 
-def test_a_training_command_can_be_planned_as_it_is(plan):
-    of_training = ("--max-new-tokens", "30", "--output-dir", "runs/x", "--resume", "auto", "--learning-rate", "0.0001")
-    done = plan("--adapter", "lora", *of_training, "--patience", "2")
-    assert done.status == 0, done.output
-    assert all(word in done.output.splitlines()[-1] for word in of_training)
-
-
 # Tokens per second and GPU of published runs. torchtitan's is Llama 3.1 8B on 8 H100 under FSDP2, 2 rows of 8,192
 # tokens, on a device between the SXM's and the NVL's peak, with every second matrix product recomputed
 # (benchmarks/llama3_h100_202412_torchtitan.md in github.com/pytorch/torchtitan). AutoModel's is LoRA on one H100, 16
@@ -321,17 +320,6 @@ def test_model_of_speed_meets_ratios_of_published_runs(monkeypatch):
     for name, other in itertools.combinations(predicted, 2):
         expected = pytest.approx(measured[name] / measured[other], rel=0.25)
         assert predicted[name] / predicted[other] == expected, (name, other)
-
-
-def test_offload_costs_nothing_on_a_cpu():
-    seconds = {
-        name: speed(job_of(QWEN_05B, name, device="cpu", tokens=1024), 1024).seconds
-        for name in ("z2", "z2_offload", "z3", "z3_offload")
-    }
-    assert seconds["z2_offload"] == seconds["z2"]  # 0.92 of the speed was measured
-    assert seconds["z3_offload"] == seconds["z3"]
-    on_gpus = [speed(job_of(QWEN_05B, name), 1024).seconds for name in ("z2", "z2_offload")]
-    assert on_gpus[1] > 1.5 * on_gpus[0]
 
 
 TINY = {"model_type": "qwen2", "vocab_size": TINY_VOCABULARY, **TINY_SHAPE}
@@ -383,7 +371,8 @@ def plan(models, called):
 
 
 def test_the_table_names_every_launch_file_and_recommends_one(plan):
-    done = plan("--adapter", "lora", "--gradient-checkpointing", "--max-length", "128")
+    of_training = ("--max-new-tokens", "30", "--output-dir", "runs/x", "--resume", "auto", "--patience", "2")
+    done = plan("--adapter", "lora", "--gradient-checkpointing", "--max-length", "128", *of_training)
     assert done.status == 0
     head, _, command = done.output.rpartition("accelerate launch --config_file ")
     assert all(f"\n{path.stem} " in head for path in CONFIGS.glob("*.yaml"))
@@ -391,7 +380,7 @@ def test_the_table_names_every_launch_file_and_recommends_one(plan):
     assert "longest example has 128 tokens: --max-length" in head
     assert "Recommended: ddp with --eval-batch-size 8, the simplest" in head
     assert "-m accel_sft math --model" in command
-    assert "--adapter lora" in command
+    assert all(word in command for word in ("--adapter lora", *of_training))
 
 
 def fitting(name, seconds, *, tight=False, machines=1):

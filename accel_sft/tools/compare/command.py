@@ -107,11 +107,7 @@ def run(
 def settings_of(
     task: str, task_class: type[Task], offers: Offers, params: Params, parse: Parse, defaults: Mapping[str, str]
 ) -> tuple[list[ComparedSetting], list[str]]:
-    """Return the settings to compare, and the names of the options that vary.
-
-    Raises:
-        UserError: a value is wrong, or an option stands where it has no place.
-    """
+    """Return the settings to compare, and the names of the options that vary."""
     options = _options(task_class, offers, params)
     launches, processes, precisions = (
         list(dict.fromkeys(part.strip() for text in params[name] for part in text.split(",")))

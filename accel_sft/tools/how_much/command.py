@@ -17,13 +17,8 @@ _VARIED = (ROWS, "seed")
 
 
 def run(task: str, task_class: type[Task], offers: Offers, params: Params, parse: Parse) -> None:
-    """Compare trainings on nested parts of the rows, the smallest first, each with several seeds.
-
-    Args:
-        params: the parameters of `compare`, with `sizes` and `seeds` in place of the options that are varied here.
-    Raises:
-        UserError: the user must fix something, or no training completed.
-    """
+    """Compare trainings on nested parts of the rows, the smallest first, each with several seeds. The parameters are
+    those of `compare`, with `sizes` and `seeds` in place of the options that are varied here."""
     if taken := [flag_of(name) for name in _VARIED if name in parse([*params["run_words"]])[0]]:
         raise UserError(f"{', '.join(taken)} behind --: how-much sets it for each training; see --sizes and --seeds")
     once = {**params, "repeat": 1, "discard_steps": 0}
