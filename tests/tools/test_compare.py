@@ -36,8 +36,7 @@ from accel_sft.launch.child import MARK
 from accel_sft.tools.compare import command
 from accel_sft.tools.compare.findings import findings as summary
 from accel_sft.tools.compare.measured import measure, summarise
-from accel_sft.tools.compare.record import open_record, write_record
-from accel_sft.tools.compare.rounds import resuming
+from accel_sft.tools.compare.record import open_record, resuming, write_record
 from accel_sft.tools.compare.settings import ComparedSetting, product, split_values
 from accel_sft.tools.compare.sweep import paired_settings
 from accel_sft.tools.compare.tables import as_csv, terminal_table
@@ -365,7 +364,7 @@ def test_resume_makes_runs_whose_folder_is_gone_again(tmp_path):
     again = open_record(tmp_path, wanted, made)
     assert [entry["runs"] for entry in again["settings"]] == [record["settings"][0]["runs"], []]
     for other in ({"discard_steps": 1}, {"fingerprints": {"--config a.yaml": "1"}}):
-        with pytest.raises(UserError, match="go on with: accel-sft compare math"):
+        with pytest.raises(UserError, match="go on with: accel-sft compare math --output-dir /"):
             open_record(tmp_path, {**wanted, **other}, made)
     with pytest.raises(UserError, match="other settings or files"):
         open_record(tmp_path, wanted, [dataclasses.replace(made[0], fingerprint="changed"), made[1]])
