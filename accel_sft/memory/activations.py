@@ -16,8 +16,6 @@ the computing type), and on top in the backward."""
 LOGIT = 12
 """Bytes per logit in the loss's backward: the log-softmax, its gradient and the logit's gradient, all in float32.
 Logits in a narrower type are freed by then."""
-_INNER_NORM = 8
-"""Bytes per element of a norm that no matrix follows: its input and its normed values, both in float32."""
 _TOWERS = {"qwen2_vl": (22, 6, 14, 36), "qwen2_5_vl": (30, 8, 18, 38), "qwen3_vl": (22, 4, 15, 44), "": (16, 4, 7, 24)}
 """A vision tower, by family (else SigLIP's and CLIP's), in half precision, by torch's profiler: bytes that a trained
 block keeps for each element of `width` and of `inner`; bytes for each of `width` that what surrounds the blocks keeps,
@@ -32,7 +30,9 @@ PIXEL = 4
 def block_bytes(job: Job, block: Block) -> float:
     """Bytes that one block keeps for one token, without gradient checkpointing."""
     e, hidden = job.computes_bytes, job.shape.hidden_size
-    saved = _norms(job, block) + 5.25 * job.shape.heads  # attention's normalisers, in float32
+    saved = 2 * hidden * _norm_bytes(job) + 5.25 * job.shape.heads  # attention's normalisers, in float32
+    if block.vectors % hidden == 2 * job.shape.head_dim:  # each head's queries and keys are normed
+        saved += (job.shape.heads + job.shape.key_value_heads) * job.shape.head_dim * (4 + e)
     recurrent, attention = ([m for m in block.matrices if m.group == group] for group in ("recurrent", "attention"))
     if not block.recurrent:
         saved += e * sum(m.outputs if m.inputs == hidden else m.inputs for m in recurrent if m.is_linear)
@@ -56,15 +56,6 @@ def _feed_forward(job: Job, block: Block, group: str) -> tuple[list[Matrix], lis
     of_group = [m for m in block.matrices if m.group == group and m.name != "gate"]
     into = [m for m in of_group if m.inputs == hidden and m.outputs > 1]
     return into, [m for m in of_group if m.outputs == hidden and m not in into] or into[-1:]
-
-
-def _norms(job: Job, block: Block) -> float:
-    hidden, e = job.shape.hidden_size, job.computes_bytes
-    saved = hidden * (2 * _norm_bytes(job) + max(block.vectors // hidden - 2, 0) * _INNER_NORM)
-    if block.vectors % hidden == 2 * job.shape.head_dim:  # each head's queries and keys are normed
-        heads = job.shape.heads + job.shape.key_value_heads
-        saved += heads * job.shape.head_dim * (4 + (2 if job.autocast else e))
-    return saved
 
 
 def _norm_bytes(job: Job) -> int:
@@ -149,21 +140,17 @@ def peak_bytes(job: Job) -> dict[str, float]:
     (of_tower, in_tower), (saved, recomputed) = tower_bytes(job), _saved_and_recomputed(job)
     head = 0 if job.is_frozen else e * shape.vocab_size * shape.hidden_size / job.launch.tensor_ranks
     inside = e * sum(block.count * block.parameters for block in shape.blocks) if casts else 0  # copies by autocast
+    logits = logits_bytes(job)
     if _in_pieces(job):  # the gradients of the head's first two pieces are added into a third tensor
-        logits = max(head + logits_bytes(job), 3 * head)
-    else:
-        logits = max(logits_bytes(job), head + e * shape.vocab_size * job.supervised_tokens)
+        logits = max(head + logits, 3 * head)
     logits += head if casts else 0
     tied = head * (2 if casts else 1) * shape.tied  # a tied head's gradient stays until the embedding's comes
     in_head = saved + inside + job.tokens * shape.hidden_size * _norm_bytes(job) + logits
     backward = max((_block_backward(job, block) for block in shape.blocks), default=0.0)
-    cast = e * shape.largest_block if job.gradient_checkpointing and casts else inside
-    in_block = max(saved + cast + recomputed + backward + tied, (2 if _in_pieces(job) else 3) * tied)
-    if in_tower > of_tower + max(in_head, in_block):
-        return {"activations": in_tower, "logits": 0.0}
-    if in_head >= in_block:
+    in_block = max(saved + inside + recomputed + backward + tied, 3 * tied)
+    if in_head >= max(in_block, in_tower - of_tower):
         return {"activations": of_tower + in_head - logits, "logits": logits}
-    return {"activations": of_tower + in_block, "logits": 0.0}
+    return {"activations": max(of_tower + in_block, in_tower), "logits": 0.0}
 
 
 def _block_backward(job: Job, block: Block) -> float:
@@ -172,8 +159,7 @@ def _block_backward(job: Job, block: Block) -> float:
     wide = 0.0
     for group in ("feed_forward", "experts"):
         into, _ = _feed_forward(job, block, group)
-        # where autocast casts it, an adapter's gradient is added to that of its matrix
-        outputs = sum(m.active * m.outputs for m in into) * (2 if job.is_frozen and job.autocast else 1)
+        outputs = sum(m.active * m.outputs for m in into)
         wide = max(wide, outputs + max((m.active * hidden for m in into if m.copies > 1), default=0))
     scores = _SCORE_BACKWARD * _scores(job) - 2 * job.tokens * e * wide  # the feed-forward's part is freed by then
     fused = [e * m.parameters for m in block.matrices if m.copies > 1]  # the gradient of the largest fused experts

@@ -18,25 +18,22 @@ CHECKPOINT_BYTES = 12
 `--ema-decay` its average comes to it."""
 FILE_BYTES = 2**30
 """Bytes above which a checkpoint file gets no further tensor; about as many bytes are copied to host memory at once."""
-
 CUDA_BYTES = GIB
-"""Bytes of a GPU's memory outside of torch's allocator: the CUDA context, NCCL and the libraries' workspaces. It is an
-assumption: half of it is the context's; a group of ranks took 0.53 to 0.67 GiB on A100s (NVIDIA/nccl issue 964)."""
+"""Bytes of a GPU's memory outside of torch's allocator, an assumption: half is the CUDA context's; a group of NCCL took
+0.53 to 0.67 GiB on A100s (NVIDIA/nccl issue 964)."""
 GAPS = 0.08
 """Share of a step's transient memory that torch's GPU allocator loses to gaps and rounding, with expandable segments
 on. Others measured 0.08 to 0.41 without such segments."""
 PROCESS_BYTES = {"ddp": 1.5 * GIB, "deepspeed": 1.7 * GIB}
 """Resident bytes of a GPU's rank before its model is loaded, by backend: Python, torch, CUDA's libraries."""
 CPU_BYTES = 0.4 * GIB
-"""Resident bytes of a CPU's rank before its model is loaded: Python, torch and the libraries, which ranks share in
-part."""
+"""Resident bytes of a CPU's rank before its model is loaded."""
 IMAGES_BYTES = 0.1 * GIB
 """Resident bytes that a processor of images adds to it, beside twice the pixel values of a forward."""
 GROWTH_BYTES = 0.24 * GIB
 """Bytes by which a CPU's rank grows until its first step has ended: imports, compiled code, caches, the heap's gaps."""
 HEAP = 1.3
-"""What a forward and its backward leave in a CPU's heap, as a multiple of what the forward keeps: more than 1, because
-the gradients of activations come on top, and a freed block does not fit every later request."""
+"""What a forward and its backward leave in a CPU's heap, as a multiple of what the forward keeps."""
 LEFT_IN_HEAP = {"ddp": 2.5, 0: 0.5, 1: 4.0, 2: 4.0, 3: 6.5}
 """Bytes that a CPU's heap and collectives keep, by backend or ZeRO stage: for each trained parameter at stages 1 and 2,
 else for each of all. These are DDP's first buckets, weights before sharding, gathered weights, and exchange buffers."""
@@ -192,8 +189,7 @@ def _beside_gpu(job: Job, states: Placed) -> dict[str, dict[str, float]]:
 
 
 def _on_cpu(job: Job, states: Placed, part: Job) -> dict[str, dict[str, float]]:
-    """Memory of a rank that trains on a CPU, without its copy of what checkpoints write; `states` has those of device
-    and host, which are one memory here. All counts that is held at some time."""
+    """Memory of a rank that trains on a CPU; `states` has those of device and host, which are one memory here."""
     start = CPU_BYTES + (IMAGES_BYTES + 2 * PIXEL * job.pixels if job.pixels else 0)
     converts = job.loaded_bytes != job.stored_bytes
     loaded = (job.loaded_bytes + job.stored_bytes) * job.shape.parameters if converts else 0
@@ -252,8 +248,7 @@ def _copied_bytes(job: Job) -> float:
 
 
 def _exported_bytes(job: Job) -> float:
-    """Bytes of the copy of the weights that are exported, from which best/ is written behind the steps. Rank 0 alone
-    has it: it is divided here, so that the sum over a machine's ranks is right."""
+    """Bytes of the copy of the weights from which best/ is written: rank 0's, divided by the machine's ranks."""
     return job.loaded_bytes * (job.trained if job.is_frozen else job.shape.parameters) / job.local_ranks
 
 

@@ -2,8 +2,7 @@
 DDP and FSDP2 do under this trainer, read from their code and measured (benchmarks/plan_accuracy.py).
 
 P is the number of all parameters, T of the trained ones, N of the ranks; e is the bytes of one element in the computing
-type. DeepSpeed's own estimators give 2P + 18T/N for ZeRO-2 and 18P/N + 4 * the largest layer for ZeRO-3, and nothing
-for stages 0 and 1; each function below says what differs here, and why.
+type. Where DeepSpeed's own estimators give other numbers, the function below says why.
 """
 
 import dataclasses
@@ -129,18 +128,13 @@ def _data_parallel(job: Job) -> Placed:
 def _stage_0(job: Job) -> tuple[Placed, Placed]:
     """DeepSpeed without sharding. In half precision all gradients are cast to float32 for the update."""
     trained, e = job.trained, job.computes_bytes
-    if e == 4:
-        gradients = FLOAT32 * trained
-        flat = FLOAT32 * min(trained, _zero(job, "reduce_bucket_size", _ZERO_BUCKET))
-        return Placed(
-            weights=job.weights_bytes(4), moments=MOMENTS * trained, gradients=gradients, update=flat
-        ), Placed()
+    flat = min(trained, _zero(job, "reduce_bucket_size", _ZERO_BUCKET))
     return Placed(
         weights=job.weights_bytes(e),
-        master=MASTER * trained,
+        master=MASTER * trained if e < 4 else 0,
         moments=MOMENTS * trained,
         gradients=e * trained,
-        update=FLOAT32 * trained,
+        update=FLOAT32 * (trained if e < 4 else flat),
     ), Placed()
 
 
@@ -173,9 +167,8 @@ def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
 
 
 def _stage_3(job: Job) -> tuple[Placed, Placed]:
-    """Parameters are sharded; one that is used again within `stage3_max_reuse_distance` stays gathered. So a
-    model of up to half a billion parameters stays whole, whatever its largest layer; DeepSpeed's estimator counts 4
-    bytes per parameter of the largest layer only."""
+    """Parameters are sharded; one that is used again within `stage3_max_reuse_distance` stays gathered: half a billion
+    of them, where DeepSpeed's estimator counts 4 bytes per parameter of the largest layer only."""
     trained, e, n = job.trained, job.computes_bytes, job.ranks
     share = trained / n
     bucket = _zero(job, "reduce_bucket_size", _ZERO_BUCKET)
@@ -214,8 +207,7 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
 
 def _stays(job: Job, share: float) -> float:
     """Elements of a rank's part that Twin-Flow steps on the device: the first sub-groups, as many whole ones as `ratio`
-    leaves there. Vectors, without weight decay, are a group of their own, which comes last. Where a CPU is the device,
-    the host's Adam steps everything."""
+    leaves there; vectors, without weight decay, are a group of their own. On a CPU the host's Adam steps everything."""
     if job.on_cpu:
         return 0.0
     size = _zero(job, "sub_group_size", _SUB_GROUP)
@@ -238,8 +230,7 @@ def live_parameters(job: Job) -> float:
 
 def _fsdp(job: Job) -> tuple[Placed, Placed]:
     """FSDP2: every rank keeps a shard. A block is gathered in the computing type, together with the next one, and its
-    gradient is exchanged in float32. The head, which Accelerate puts into a group of its own (with the embedding if
-    they are tied), stays gathered from its forward on; `in_flight` is its gradient in float32, on its way."""
+    gradient is exchanged in float32, as is the head's (`in_flight`), which stays gathered from its forward on."""
     n, e, trained = job.launch.shard_ranks, job.computes_bytes, job.trained
     itemsize = FLOAT32 if job.is_frozen else job.loaded_bytes
     block, head = job.shape.largest_block, job.shape.vocab_size * job.shape.hidden_size
@@ -261,8 +252,7 @@ def _fsdp(job: Job) -> tuple[Placed, Placed]:
 
 
 def _pins(job: Job, what: str) -> bool:
-    """Whether DeepSpeed pins the host memory of the offloaded `optimizer` or `param`: beside GPUs, unless a JSON says
-    otherwise (launch/accelerator.py)."""
+    """Whether DeepSpeed pins the host memory of the offloaded `optimizer` or `param` (launch/accelerator.py)."""
     own = job.launch.zero.get(f"offload_{what}") or {}
     return not job.on_cpu and own.get("pin_memory", True) is not False
 

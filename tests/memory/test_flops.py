@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import finished
 from peft import LoraConfig, get_peft_model
-from planned import LLAMA_8B, QWEN_7B, job_of, model
+from planned import QWEN_7B, job_of, model
 from reference_job import FP32, JOB, ONCE
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -48,33 +48,13 @@ def test_recomputation_and_launch_change_no_model_flops():
 
 
 @pytest.mark.parametrize(
-    ("config", "tokens_per_second", "teraflops"), [(LLAMA_8B, 12_472.87, 402), (QWEN_7B, 14_110.05, 423)]
-)
-def test_model_flops_of_lora_are_those_that_nemo_automodel_reports(config, tokens_per_second, teraflops):
-    """docs/performance-summary.md in github.com/NVIDIA-NeMo/Automodel: LoRA on one H100, rows of 4,096 tokens."""
-    flops = model_flops(job_of(config, adapter="lora"))
-    attention = flops.pair * 4096 / 2
-    assert flops.total(1, 1, 4096 / 2) * tokens_per_second == pytest.approx(teraflops * 1e12, rel=0.04)
-    # exactly, with attention's gradients at a half, as it counts them under LoRA
-    less = flops.total(1, 1, 4096 / 2) - attention / 3
-    assert less * tokens_per_second == pytest.approx(teraflops * 1e12, rel=0.003)
-
-
-@pytest.mark.parametrize(
     ("name", "precision", "teraflops"),
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989),
-        ("NVIDIA H100 PCIe", "bf16", 756),
-        ("NVIDIA H100 NVL", "fp16", 835),
-        ("NVIDIA H200", "tf32", 495),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312),
         ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
-        ("NVIDIA B200", "bf16", 2250),
-        ("NVIDIA RTX 6000 Ada Generation", "bf16", 364),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165),
         ("Tesla T4", "fp16", 65),
         ("Tesla T4", "bf16", None),
-        ("Tesla V100-SXM2-16GB", "tf32", None),
         ("NVIDIA H100 80GB HBM3", "fp8", None),
         ("NVIDIA H100 80GB HBM3", "link", None),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16", None),

@@ -220,6 +220,13 @@ def test_checkpointing_offload_and_sharding_save_memory_and_cost_time():
     seconds = {name: speed(job_of(QWEN_14B, name), 65536).seconds for name in ("z2", "z2_offload", "z3", "z3_nvme")}
     assert seconds["z2"] < seconds["z2_offload"] < seconds["z3_nvme"]
     assert seconds["z2"] < seconds["z3"]
+    short = {"tokens": 1024, "config": QWEN_05B}
+    cuda, cpu = (
+        {name: speed(job_of(name=name, device=device, **short), 1024).seconds for name in (*seconds, "z3_offload")}
+        for device in ("cuda", "cpu")
+    )
+    assert 1.5 * cuda["z2"] < cuda["z2_offload"]
+    assert (cpu["z2_offload"], cpu["z3_offload"]) == (cpu["z2"], cpu["z3"])  # 0.92 of the speed was measured
     assert speed(again, 65536).seconds > speed(plain, 65536).seconds
 
 
@@ -250,7 +257,6 @@ LORA_7B = ("--adapter", "lora", "--gpus", "2", "--gpu-memory", "24", "--host-mem
     [
         ((), "--gradient-checkpointing --eval-batch-size 32"),
         (("--gradient-checkpointing",), "--eval-batch-size 32"),
-        (("--gradient-checkpointing", "--eval-batch-size", "16"), ""),
         (("--gradient-checkpointing", "--eval-limit", "20"), ""),
         (("--gradient-checkpointing", "--metric", "loss"), ""),  # nothing is generated
     ],
@@ -285,13 +291,6 @@ def test_a_larger_forward_has_more_rows_and_no_longer_answers():
     assert evaluations[0] == evaluations[1]
 
 
-def test_a_training_command_can_be_planned_as_it_is(plan):
-    of_training = ("--max-new-tokens", "30", "--output-dir", "runs/x", "--resume", "auto", "--learning-rate", "0.0001")
-    done = plan("--adapter", "lora", *of_training, "--patience", "2")
-    assert done.status == 0, done.output
-    assert all(word in done.output.splitlines()[-1] for word in of_training)
-
-
 # Tokens per second and GPU of published runs. torchtitan's is Llama 3.1 8B on 8 H100 under FSDP2, 2 rows of 8,192
 # tokens, on a device between the SXM's and the NVL's peak, with every second matrix product recomputed
 # (benchmarks/llama3_h100_202412_torchtitan.md in github.com/pytorch/torchtitan). AutoModel's is LoRA on one H100, 16
@@ -323,17 +322,6 @@ def test_model_of_speed_meets_ratios_of_published_runs(monkeypatch):
         assert predicted[name] / predicted[other] == expected, (name, other)
 
 
-def test_offload_costs_nothing_on_a_cpu():
-    seconds = {
-        name: speed(job_of(QWEN_05B, name, device="cpu", tokens=1024), 1024).seconds
-        for name in ("z2", "z2_offload", "z3", "z3_offload")
-    }
-    assert seconds["z2_offload"] == seconds["z2"]  # 0.92 of the speed was measured
-    assert seconds["z3_offload"] == seconds["z3"]
-    on_gpus = [speed(job_of(QWEN_05B, name), 1024).seconds for name in ("z2", "z2_offload")]
-    assert on_gpus[1] > 1.5 * on_gpus[0]
-
-
 TINY = {"model_type": "qwen2", "vocab_size": TINY_VOCABULARY, **TINY_SHAPE}
 
 
@@ -350,14 +338,6 @@ def test_steps_of_fractions_of_a_token_are_one_forward():
     machine = PlannedMachine(2, 24 * GIB, 64 * GIB)
     planned = plans.plan("ddp", CONFIGS / "ddp.yaml", job_of(TINY, "ddp", tokens=100), machine, 480.5)
     assert planned.speed.forwards == 1
-
-
-def test_a_faster_link_makes_what_is_sent_matter_less():
-    ratios = [
-        speed(job_of(QWEN_14B, "z3", 8), 8192, gpu).seconds / speed(job_of(QWEN_14B, "z1", 8), 8192, gpu).seconds
-        for gpu in ("NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3")
-    ]
-    assert ratios[0] > ratios[1] > 1
 
 
 @pytest.mark.parametrize(("name", "whole"), [("ddp", 0), ("z2", 8), ("z3_offload", 8), ("fsdp2", 8)])
@@ -391,7 +371,8 @@ def plan(models, called):
 
 
 def test_the_table_names_every_launch_file_and_recommends_one(plan):
-    done = plan("--adapter", "lora", "--gradient-checkpointing", "--max-length", "128")
+    of_training = ("--max-new-tokens", "30", "--output-dir", "runs/x", "--resume", "auto", "--patience", "2")
+    done = plan("--adapter", "lora", "--gradient-checkpointing", "--max-length", "128", *of_training)
     assert done.status == 0
     head, _, command = done.output.rpartition("accelerate launch --config_file ")
     assert all(f"\n{path.stem} " in head for path in CONFIGS.glob("*.yaml"))
@@ -399,7 +380,7 @@ def test_the_table_names_every_launch_file_and_recommends_one(plan):
     assert "longest example has 128 tokens: --max-length" in head
     assert "Recommended: ddp with --eval-batch-size 8, the simplest" in head
     assert "-m accel_sft math --model" in command
-    assert "--adapter lora" in command
+    assert all(word in command for word in ("--adapter lora", *of_training))
 
 
 def fitting(name, seconds, *, tight=False, machines=1):
@@ -548,12 +529,6 @@ def test_launch_that_cannot_fit_is_refused_before_loading(called, tmp_path):
     assert "or add --force" in done.output
     result = tmp_path / "refused/result.json"
     assert not result.exists() or "model states" in json.loads(result.read_text())["error"]
-
-
-def test_an_estimate_says_which_memory_is_too_small():
-    estimate = closed_form.estimate(job_of(QWEN_05B))
-    assert estimate.fits(None, None)
-    assert estimate.over(estimate.device_peak_bytes - 1, estimate.host_peak_bytes) == ("device",)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("z2", 2), ("fsdp2", 2), ("ddp", 1)])

@@ -29,13 +29,14 @@ from accel_sft.tools.compare import rounds
 from accel_sft.tools.compare.measured import completed
 from accel_sft.tools.compare.record import open_record
 from accel_sft.tools.compare.settings import OWN_COMMAS, SINGLE, ComparedSetting, product, split_values
+from accel_sft.tools.report.page import render
+from accel_sft.tools.report.runs import read_comparison
 
 DEFAULTS = {"eval_every": "epoch", "save_every": "off"}
 """Options that a compared run gets unless the user gives them."""
 TRACED_STEPS = 5
 """Number of first steps that --profile slows: the third to the fifth are traced, after one step of warm-up."""
 PAGE = "comparison.html"
-_FILES = "comparison.csv, comparison.json"
 _PRECISIONS = ("no", "fp16", "bf16")
 
 Parse = Callable[[Sequence[str]], tuple[set[str], Callable[[], tuple[TrainConfig, Task]]]]
@@ -92,23 +93,21 @@ def run(
     _describe(record, folder, configs)
     try:
         rounds.run(record, folder, settings, keep_weights=params["keep_weights"])
+        print(f"\n{folder}: comparison.csv, comparison.json", file=terminal())
+        if not any(completed(entry) for entry in record["settings"]):
+            raise UserError("no setting came to its end; the reason of each is above")
+        page, _ = render([], [read_comparison(folder, folder.name)])
+        write_atomically(folder / PAGE, page)
     except OSError as error:
         what = f"{error.filename or folder}: {error.strerror or error}"
         raise UserError(f"--output-dir {what}; fix it, and the same command with this folder goes on") from error
-    print(f"\n{folder}: {_FILES}", file=terminal())
-    if not any(completed(entry) for entry in record["settings"]):
-        raise UserError("no setting came to its end; the reason of each is above")
-    print(_page(folder), file=terminal())
+    print(f"{folder / PAGE}: open it in a browser", file=terminal())
 
 
 def settings_of(
     task: str, task_class: type[Task], offers: Offers, params: Params, parse: Parse, defaults: Mapping[str, str]
 ) -> tuple[list[ComparedSetting], list[str]]:
-    """Return the settings to compare, and the names of the options that vary.
-
-    Raises:
-        UserError: a value is wrong, or an option stands where it has no place.
-    """
+    """Return the settings to compare, and the names of the options that vary."""
     options = _options(task_class, offers, params)
     launches, processes, precisions = (
         list(dict.fromkeys(part.strip() for text in params[name] for part in text.split(",")))
@@ -204,18 +203,3 @@ def _describe(record: Mapping[str, Any], folder: Path, configs: Sequence[TrainCo
         how = f"processes {entry['launch']['processes']}, precision {entry['launch']['precision']}"
         how += f", {config.global_batch_size} examples a step"
         print(wrapped(printable(f"setting   {entry['name']}: {how}"), 10), file=terminal())
-
-
-def _page(folder: Path) -> str:
-    """Write the page that `report` makes and return a line that says where it is, or why it cannot be written: nothing
-    is raised, as the measurements are already stored."""
-    from accel_sft.tools.report.page import render
-    from accel_sft.tools.report.runs import read_comparison
-
-    try:
-        page, _ = render([], [read_comparison(folder, folder.name)])
-        write_atomically(folder / PAGE, page)
-    except (OSError, UserError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        return f"{folder / PAGE}: cannot be written ({reason}); `accel-sft report {folder}` makes it"
-    return f"{folder / PAGE}: open it in a browser"

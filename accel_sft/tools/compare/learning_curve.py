@@ -42,11 +42,9 @@ _AHEAD = 6
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """What was measured.
+    """What was measured: for each number of rows, ascending, the main metric after training of each seed.
 
     Attributes:
-        sizes: numbers of rows, ascending.
-        metrics: for each of them the main metric after training, of each seed.
         better: 1 if more is better, else -1.
         detectable: smallest difference of two models that the validation examples show four times out of five; None if
             unknown.
@@ -59,8 +57,8 @@ class Curve:
 
     @property
     def fell(self) -> int | None:
-        """The number of rows after which the metric was better than after all of them: each of its seeds by all of the
-        others', and their mean by what the examples show. None if there is none."""
+        """The number of rows after which the metric of each seed was better than after all rows, and their mean by what
+        the examples show; None if there is none."""
         last = [self.better * value for value in self.metrics[-1]]
         for size, metrics in zip(self.sizes, self.metrics, strict=True):
             values = [self.better * value for value in metrics]

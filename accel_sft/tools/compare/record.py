@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def open_record(folder: Path, wanted: Mapping[str, Any], settings: Sequence[Comp
     if _measured_alike(record) != _measured_alike({**wanted, "settings": entries}):
         raise UserError(
             f"--output-dir {folder}: a comparison of other settings or files; name another folder, or go on with: "
-            f"{record['command']}"
+            f"{resuming(record, folder)}"
         )
     for entry, before in zip(entries, record["settings"], strict=True):
         entry["runs"] = [run for run in before["runs"] if (folder / run["folder"]).is_dir()]  # others are made again
@@ -50,6 +51,15 @@ def open_record(folder: Path, wanted: Mapping[str, Any], settings: Sequence[Comp
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Replace comparison.json; NaN becomes null."""
     write_atomically(folder / COMPARISON, json.dumps(json_safe(record), indent=1, ensure_ascii=False) + "\n")
+
+
+def resuming(record: Mapping[str, Any], folder: Path) -> str:
+    """Return the command that resumes the comparison: the user's command, with --output-dir if it had none."""
+    words = shlex.split(record["command"])
+    end = words.index("--") if "--" in words else len(words)
+    if any(word.partition("=")[0] == "--output-dir" for word in words[:end]):
+        return record["command"]
+    return shlex.join([*words[:end], "--output-dir", str(folder), *words[end:]])
 
 
 def _entry(setting: ComparedSetting) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import datetime
 import os
-import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from accel_sft.launch.child import end_all, launch, outcome, signals_interrupt, 
 from accel_sft.tools.compare.findings import findings
 from accel_sft.tools.compare.learning_curve import learnt
 from accel_sft.tools.compare.measured import completed, last_step, measure, summarise
-from accel_sft.tools.compare.record import RUNS, write_record
+from accel_sft.tools.compare.record import RUNS, resuming, write_record
 from accel_sft.tools.compare.settings import ComparedSetting
 from accel_sft.tools.compare.sweep import paired_settings
 from accel_sft.tools.compare.tables import as_csv, terminal_table
@@ -130,12 +129,3 @@ def _print_run(console: Console, title: str, run: dict[str, Any]) -> None:
     reason = f": {run['reason']}" if run["reason"] else ""
     line = f"{title}: {run['status']}{speed} ({run['seconds']:.0f} s in all){reason}"
     console.print(wrapped(printable(line)), markup=False, soft_wrap=True)
-
-
-def resuming(record: dict[str, Any], folder: Path) -> str:
-    """Return the command that resumes the comparison: the user's command, with --output-dir if it had none."""
-    words = shlex.split(record["command"])
-    end = words.index("--") if "--" in words else len(words)
-    if any(word.partition("=")[0] == "--output-dir" for word in words[:end]):
-        return record["command"]
-    return shlex.join([*words[:end], "--output-dir", str(folder), *words[end:]])

@@ -92,8 +92,6 @@ def product(
     Args:
         launches: launch files by the name they were given with; None for `SINGLE`, which ignores --num-processes.
         run_words: words that every run gets unchanged, after the values of `options`.
-    Raises:
-        UserError: a launch file cannot be read, is for several machines, or the launcher would refuse it.
     """
     given = {"num_processes": processes, "mixed_precision": precisions}
     given |= {option.name: values for option, values in options.items()}

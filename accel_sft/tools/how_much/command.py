@@ -1,16 +1,10 @@
 """The command `how-much`: trains on ever more of a task's rows, and forecasts what further rows would bring."""
 
-import math
-from collections.abc import Sequence
-
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import flag_of, settings
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import read_split
-from accel_sft.io.terminal import terminal, wrapped
-from accel_sft.models.source import resolved
-from accel_sft.results.significance import detectable
 from accel_sft.tools.compare import command as compare
 from accel_sft.tools.compare.command import Offers, Params, Parse
 from accel_sft.tools.compare.learning_curve import FEWEST_SIZES, ROWS
@@ -23,13 +17,8 @@ _VARIED = (ROWS, "seed")
 
 
 def run(task: str, task_class: type[Task], offers: Offers, params: Params, parse: Parse) -> None:
-    """Compare trainings on nested parts of the rows, the smallest first, each with several seeds.
-
-    Args:
-        params: the parameters of `compare`, with `sizes` and `seeds` in place of the options that are varied here.
-    Raises:
-        UserError: the user must fix something, or no training completed.
-    """
+    """Compare trainings on nested parts of the rows, the smallest first, each with several seeds. The parameters are
+    those of `compare`, with `sizes` and `seeds` in place of the options that are varied here."""
     if taken := [flag_of(name) for name in _VARIED if name in parse([*params["run_words"]])[0]]:
         raise UserError(f"{', '.join(taken)} behind --: how-much sets it for each training; see --sizes and --seeds")
     once = {**params, "repeat": 1, "discard_steps": 0}
@@ -37,29 +26,13 @@ def run(task: str, task_class: type[Task], offers: Offers, params: Params, parse
     if varied:
         flags = ", ".join(map(flag_of, varied))
         raise UserError(f"{flags}: how-much varies the rows and the seed only; give one value")
-    config, of_run = parse(one_each[0].words[1:])[1]()
-    config, validation = resolved(config, of_run), len(read_split(of_run, "validation"))
-    sizes = _sizes(params["sizes"], len(read_split(of_run, "train")), validation)
+    _, of_run = parse(one_each[0].words[1:])[1]()
+    sizes = _sizes(params["sizes"], len(read_split(of_run, "train")), len(read_split(of_run, "validation")))
     seeds = range(1, params["seeds"] + 1)
     by_name = {setting.name: setting for setting in settings(TrainConfig)}
     all_offers = {**offers, TrainConfig: [*offers[TrainConfig], *(by_name[name] for name in _VARIED)]}
     values = {ROWS: [*map(str, sizes)], "seed": [*map(str, seeds)]}
     compare.run(task, task_class, all_offers, {**once, **values}, parse, _DEFAULTS)
-    if params["dry_run"]:
-        print(wrapped(_extent(config, sizes, len(seeds), validation)), file=terminal())
-
-
-def _extent(config: TrainConfig, sizes: Sequence[int], seeds: int, validation: int) -> str:
-    """How long the trainings are in all, and which differences their validation examples can detect."""
-    epochs, batch = config.epochs or 0, config.global_batch_size or 1
-    steps = seeds * sum(config.max_steps or max(1, math.ceil(epochs * size / batch)) for size in sizes)
-    examples = min(config.eval_limit or validation, validation)
-    difference = detectable(math.sqrt(2 * 0.5 * 0.5 / examples))
-    return (
-        f"{len(sizes) * seeds} trainings, {'' if config.max_steps else 'about '}{steps:,} steps. "
-        f"{examples:,} validation examples show a difference of {difference:.2f} between scores near 0.5, "
-        "smaller ones where most answers are alike."
-    )
 
 
 def _sizes(given: str | None, rows: int, validation: int) -> list[int]:
