@@ -81,7 +81,8 @@ class Peers:
             with contextlib.suppress(RuntimeError):  # see publish()
                 if not called and (self.rank == 0 or self.store.check(["hub"])):
                     called = True
-                    (self._call if self.rank else self._answer)()
+                    begin = self._call if self.rank else self._answer
+                    begin()
                 if not self.failure and self.store.check(["failure"]):
                     self._learn(*json.loads(self.store.get("failure")))
 

@@ -80,8 +80,7 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
 def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDir) -> None:
     """Raise UserError if settings, task or data differ from the record; say what else may change the metrics."""
     different = changes(before, now["config"], now["task_options"])
-    classes = (mapping(record.get("task_file")).get("class") or "" for record in (before, now))
-    task, task_now = (f"{record['task']} {name}".strip() for record, name in zip((before, now), classes, strict=True))
+    task, task_now = (_name_of_task(record) for record in (before, now))
     if task != task_now:
         different += [f"task: the run was started with {shown(task)}, not {task_now}"]
     if different := different or _data_changes(before, now):
@@ -99,6 +98,11 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
             f"{run_dir}: the task has changed since the last start ({'; '.join(code)}): earlier metrics, the best one "
             "too, may be another score's"
         )
+
+
+def _name_of_task(record: dict[str, Any]) -> str:
+    """A task's name, behind which a task in a file has its class."""
+    return f"{record['task']} {mapping(record.get('task_file')).get('class') or ''}".strip()
 
 
 def _data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

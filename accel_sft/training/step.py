@@ -16,7 +16,7 @@ from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.sequence import SequenceGroup
 from accel_sft.chat.encoded import Encoded
 from accel_sft.chat.image_inputs import begin_images, pixels_in
-from accel_sft.io.files import read_json, write_atomically
+from accel_sft.io.files import read_object, write_atomically
 from accel_sft.io.heartbeat import exchange
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import gather_numbers
@@ -215,13 +215,8 @@ def _now(device: torch.device) -> Any:
 
 def _most_tokens(run_dir: RunDir) -> int | None:
     """The limit in tokens that an out-of-memory in an earlier start left; None if there was none."""
-    file = run_dir.most_tokens
-    if not file.exists():
-        return None
-    limit = read_json(file)
-    if not (isinstance(limit, dict) and type(limit.get("tokens")) is int and limit["tokens"] > 0):
-        raise UserError(f'{file}: expected {{"tokens": a number}}, as an out-of-memory left it; delete the file')
-    return limit["tokens"]
+    limit = read_object(run_dir.most_tokens).get("tokens")
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def _length(row: Encoded) -> int:
