@@ -151,10 +151,8 @@ def _batch(job: Job, rows: int) -> Batch:
     supervised = min(max(job.supervised_tokens // rows, 1), length - 1)
     inputs: dict[str, Any] = {"input_ids": torch.zeros(rows, length, dtype=torch.long), "attention_mask": None}
     inputs["position_ids"] = torch.arange(length)[None].expand(rows, -1)
-    if job.dense_mask:
-        inputs["attention_mask"] = torch.ones(1, 1, length, length, dtype=torch.bool)
     keep, count = torch.arange(length - 1 - supervised, length - 1), rows * supervised
-    return Batch(inputs, keep, None, torch.zeros(count, dtype=torch.long), torch.ones(count), job.head)
+    return Batch(inputs, keep, torch.zeros(count, dtype=torch.long), job.head)
 
 
 def _attention(

@@ -1,20 +1,19 @@
-"""Makes the tensors of one forward: rows in one sequence behind shared prefixes, or padded in a batch.
+"""Makes the tensors of one forward: rows in one sequence behind a shared prefix, or padded in a batch.
 
 Tensors are made on the current device; set it by `with device:` around a call.
 """
 
 import dataclasses
-import functools
 import itertools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from accel_sft.api.errors import first_line
 from accel_sft.chat.encoded import Encoded
-from accel_sft.io.terminal import terminal, wrapped
-from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.models.cascade import PrefixedRows
 
 
@@ -23,13 +22,10 @@ class Batch:
     """One forward: the model's arguments, and what its kept logits are to predict.
 
     Attributes:
-        inputs: `input_ids` and `attention_mask`; for a tree of rows also `position_ids` and what attention needs; for
-            padded rows with images also what the processor makes of the images.
-        keep: where logits predict a target: indices (P,) in the one sequence, or a mask (B, T) over padded rows.
-        sources: for each of E targets, the index in `keep` of the position that predicts it, (E,); None if each kept
-            position predicts one target, in order.
-        targets: token ids to predict, (E,).
-        weights: for each target, how many rows predict it from its position; (E,) float32.
+        inputs: `input_ids` and `attention_mask`; for rows in one sequence also `position_ids` and what attention needs;
+            for padded rows with images also what the processor makes of the images.
+        keep: where logits predict a target: indices (E,) in the one sequence, or a mask (B, T) over padded rows.
+        targets: token ids to predict, in that order, (E,).
         head: name in `loss.HEADS` of the function that computes logits and loss.
         most_logits: maximum number of logits that the head `pieces` holds at once; None: MOST_LOGITS.
         prefix: ids of tokens that stand before each row and are not among `input_ids`, (1, P); None if there are none.
@@ -37,9 +33,7 @@ class Batch:
 
     inputs: dict[str, Any]
     keep: torch.Tensor
-    sources: torch.Tensor | None
     targets: torch.Tensor
-    weights: torch.Tensor
     head: str = "labelled"
     most_logits: int | None = None
     prefix: torch.Tensor | None = None
@@ -47,108 +41,54 @@ class Batch:
 
 def empty(pad_token_id: int) -> Batch:
     """A forward without a target, still connected to the weights: what a rank runs when it has no rows left."""
-    nothing = np.zeros(0, dtype=np.int64)
-    ids, keep = np.full((1, 2), pad_token_id), np.zeros(1, dtype=np.int64)
-    return _tensors({"input_ids": ids}, keep, None, nothing, nothing)
+    return _tensors({"input_ids": np.full((1, 2), pad_token_id)}, np.zeros(1, np.int64), np.zeros(0, np.int64))
 
 
-def tree(rows: Sequence[Encoded], common: Sequence[int], *, masked: bool = True) -> Batch:
-    """A forward of rows as a tree of the prefixes that they share: depth first, each token once.
+def in_one_sequence(rows: Sequence[Encoded], prefix: int = 0) -> Batch:
+    """A forward of `prefix` tokens that all rows begin with and that predict no target, then each row's own tokens.
+    Nothing separates the rows yet.
 
-    A token is seen by the tokens after it up to the end of its subtree, so only by rows that contain it.
-
-    Args:
-        common: how many leading tokens of each row already stand in the sequence when the row is appended.
-        masked: whether a mask separates rows; False where attention separates them in another way.
+    The tensors are built by a few array operations: a loop over tokens would take noticeable time on a small model.
     """
-    total = sum(len(row.input_ids) for row in rows) - sum(common)
-    ids, position, source = (np.zeros(total, dtype=np.int64) for _ in range(3))
-    end, weight = np.full(total, total, dtype=np.int64), np.zeros(total, dtype=np.float32)
-    path = np.zeros(max(len(row.input_ids) for row in rows), dtype=np.int64)  # where each token of this row stands
-    length = at = 0
-    for row, shared in zip(rows, common, strict=True):
-        end[path[shared:length]] = at  # the branch that ends here
-        length = len(row.input_ids)
-        new = slice(at, at + length - shared)
-        path[shared:length] = np.arange(new.start, new.stop)
-        ids[new] = row.input_ids[shared:]
-        position[new] = np.arange(shared, length)
-        source[new] = path[np.arange(shared, length) - 1]
-        for span in row.learnt:
-            weight[path[span.start : span.stop]] += 1
-        at = new.stop
-    batch = _in_one_sequence(ids, position, source, weight)
-    if masked and (end < total).any():  # plain causal attention serves a single row, without a mask
-        batch.inputs["attention_mask"] = dense_mask(*_on_device(end))
-    return batch
-
-
-def behind_prefix(rows: Sequence[Encoded], prefix: int) -> Batch:
-    """A forward of rows whose tree branches only once: `prefix` tokens that all share, then each row's own tokens.
-
-    Attention runs row by row (`cascade.PrefixedRows`). The tensors are built by a few array operations, because a
-    loop over rows would take noticeable time on a small model.
-    """
-    lengths = np.array([len(row.input_ids) for row in rows])
-    prompts = np.array([max(row.prompt_length, 1) for row in rows])
-    own = lengths - prefix
-    starts = prefix + own.cumsum() - own
-    total = prefix + own.sum()
+    own = np.array([len(row.input_ids) for row in rows]) - prefix
+    ends = prefix + own.cumsum()
+    total = ends[-1]
     tokens = itertools.chain(rows[0].input_ids[:prefix], *(row.input_ids[prefix:] for row in rows))
-    ids = np.fromiter(tokens, np.int64, total)
-    position, source = np.arange(total), np.arange(-1, total - 1)
-    position[prefix:] -= np.repeat(starts - prefix, own)
-    source[starts] = prefix - 1
-    weight = np.empty(total, dtype=np.float32)
-    weight[:prefix] = (prompts[:, None] <= np.arange(prefix)).sum(axis=0)
-    weight[prefix:] = position[prefix:] >= np.repeat(prompts, own)
-    for row, start in zip(rows, starts, strict=True):
-        for begin, end in row.earlier:
-            weight[begin : min(end, prefix)] += 1
-            weight[start + max(begin - prefix, 0) : start + max(end - prefix, 0)] = 1
-    batch = _in_one_sequence(ids, position, source, weight)
-    batch.inputs["rows"] = _rows(own, starts, prefix)
-    # a placeholder, so that the model makes no mask; verification finds a model that ignores `rows`
-    batch.inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    ids, position, learnt = np.fromiter(tokens, np.int64, total), np.arange(total), np.zeros(total, dtype=bool)
+    position[prefix:] -= np.repeat(ends - own - prefix, own)
+    for row, end in zip(rows, ends.tolist(), strict=True):
+        begin = end - len(row.input_ids)  # where the row would begin if it repeated the prefix
+        for span in row.learnt:
+            learnt[begin + span.start : begin + span.stop] = True
+    (targets,) = learnt.nonzero()
+    return _tensors({"input_ids": ids[None], "position_ids": position[None]}, targets - 1, ids[targets])
+
+
+def row_by_row(rows: Sequence[Encoded], prefix: int) -> Batch:
+    """A forward in one sequence, with what attention needs to run row by row."""
+    batch = in_one_sequence(rows, prefix)
+    if len(rows) > 1:  # plain causal attention serves a single row
+        batch.inputs["rows"] = prefixed_rows([len(row.input_ids) - prefix for row in rows], prefix)
+        # a placeholder, so that the model makes no mask; verification finds a model that ignores `rows`
+        batch.inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     return batch
 
 
-def _in_one_sequence(ids: np.ndarray, position: np.ndarray, source: np.ndarray, weight: np.ndarray) -> Batch:
-    """Make a batch of tokens (T,) at their positions; each counts `weight`, predicted by the token at `source`."""
-    (labelled,) = weight.nonzero()
-    keep, sources = source[labelled], None
-    if not (np.diff(keep) > 0).all():  # some position predicts two tokens, or they are not in order
-        keep, sources = np.unique(keep, return_inverse=True)
-    inputs = {"input_ids": ids[None], "position_ids": position[None]}
-    return _tensors(inputs, keep, sources, ids[labelled], weight[labelled])
-
-
-def dense_mask(end: torch.Tensor) -> torch.Tensor:
-    """Return which query sees which key, (1, 1, query, key), from the index where each token's subtree ends."""
-    index = torch.arange(len(end), device=end.device)
-    return ((index[:, None] >= index[None]) & (index[:, None] < end[None]))[None, None]
+def prefixed_rows(sizes: Sequence[int], prefix: int) -> PrefixedRows:
+    """Where rows with these numbers of own tokens stand behind their prefix."""
+    own, step = np.array(sizes)[:, None], np.arange(max(sizes))
+    begins = np.cumsum(sizes)[:, None] - own
+    (back,) = (step < own).ravel().nonzero()
+    return PrefixedRows(prefix, len(step), *_on_device((begins + np.minimum(step, own - 1)).ravel(), back))
 
 
 def varlen(rows: Sequence[Encoded]) -> Batch:
     """Rows one after another, with their bounds for FlashAttention."""
-    batch, lengths = tree(rows, [0] * len(rows), masked=False), [len(row.input_ids) for row in rows]
+    batch, lengths = in_one_sequence(rows), [len(row.input_ids) for row in rows]
     (bounds,) = _on_device(np.array([0, *np.cumsum(lengths)], dtype=np.int32))
     longest = max(lengths)
     batch.inputs.update(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest)
     return batch
-
-
-def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int) -> PrefixedRows:
-    """Return `PrefixedRows` for rows of `sizes` own tokens that begin at `starts`, behind a common `prefix`."""
-    longest = int(sizes.max())
-    step = np.arange(longest)
-    own = (starts - prefix)[:, None] + np.minimum(step, sizes[:, None] - 1)
-    (back,) = (step < sizes[:, None]).ravel().nonzero()
-    count = int(sizes.sum())
-    bounds = np.array([*[0] * bool(prefix), *starts, prefix + count], dtype=np.int32)
-    ends = np.array([0, count], dtype=np.int32)
-    cut, placed, segments, behind = _on_device(own.ravel(), back, bounds, ends)
-    return PrefixedRows(prefix, longest, cut, placed, segments, behind)
 
 
 def padded(rows: Sequence[Encoded], pad_token_id: int, blank: Encoded | None = None) -> Batch:
@@ -157,9 +97,8 @@ def padded(rows: Sequence[Encoded], pad_token_id: int, blank: Encoded | None = N
     Targets are found by position, so a pad token that equals the end-of-turn token is never supervised. Images are read
     only here, just before their forward. The model computes positions by itself.
 
-    Args:
-        blank: a blank image, put behind the shortest row's last token, where no token that predicts anything sees it;
-            the forward is then connected to the layers that read images, with a gradient of zero.
+    A `blank` image is put behind the shortest row's last token, where no token that predicts anything sees it; the
+    forward is then connected to the layers that read images, with a gradient of zero.
     """
     ids, images = [row.input_ids for row in rows], [row.images for row in rows]
     if blank:
@@ -180,7 +119,7 @@ def padded(rows: Sequence[Encoded], pad_token_id: int, blank: Encoded | None = N
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     if pictured := next(filter(None, images), None):
         inputs |= pictured.origin.inputs.tensors(ids, images, shape)
-    return _tensors(inputs, keep, None, np.asarray(targets, np.int64), np.ones(len(targets), np.float32))
+    return _tensors(inputs, keep, np.asarray(targets, np.int64))
 
 
 def behind_cache(rows: Sequence[Encoded], prefix: int, pad_token_id: int) -> Batch:
@@ -198,18 +137,10 @@ def behind_cache(rows: Sequence[Encoded], prefix: int, pad_token_id: int) -> Bat
     return dataclasses.replace(batch, inputs={**batch.inputs, "attention_mask": None}, prefix=ids)
 
 
-def _tensors(
-    inputs: dict[str, np.ndarray],
-    keep: np.ndarray,
-    sources: np.ndarray | None,
-    targets: np.ndarray,
-    weights: np.ndarray,
-) -> Batch:
+def _tensors(inputs: dict[str, np.ndarray], keep: np.ndarray, targets: np.ndarray) -> Batch:
     """A `Batch` of tensors, made of arrays."""
-    keep_tensor, target_ids, row_weights, *tensors = _on_device(keep, targets, weights, *inputs.values())
-    source = None if sources is None else _on_device(sources)[0]
-    named = {"attention_mask": None, **dict(zip(inputs, tensors, strict=True))}
-    return Batch(named, keep_tensor, source, target_ids, row_weights)
+    keep_tensor, target_ids, *tensors = _on_device(keep, targets, *inputs.values())
+    return Batch({"attention_mask": None, **dict(zip(inputs, tensors, strict=True))}, keep_tensor, target_ids)
 
 
 def _on_device(*arrays: np.ndarray) -> list[torch.Tensor]:
@@ -228,10 +159,5 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return tensor.pin_memory()
     except RuntimeError as error:
-        _say_unpinned(one_line(str(error), LONGEST_ERROR))
+        warnings.warn(f"host memory cannot be pinned ({first_line(error)}): copying batches takes longer", stacklevel=1)
         return tensor
-
-
-@functools.cache
-def _say_unpinned(reason: str) -> None:
-    print(wrapped(f"host memory cannot be pinned ({reason}): copies of batches take longer"), file=terminal())

@@ -1,7 +1,5 @@
 """Recognises that a device is out of memory, and says how much of it torch may still allocate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import TypeVar

@@ -14,47 +14,40 @@ from accel_sft.models.architecture import arguments
 from accel_sft.models.prefix_attention import prefix_first, with_forward
 
 
-def nll(model: torch.nn.Module, batch: Batch, most_logits: int | None = None) -> torch.Tensor:
+def nll(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return each target's negative log-likelihood in nats, float32, (E,); for a batch without targets a zero, (1,),
-    that is still connected to the weights.
-
-    Args:
-        most_logits: maximum number of logits that the head `pieces` holds at once; by default what the batch says.
-    """
+    that is still connected to the weights."""
     heartbeat()
-    return HEADS[batch.head](model, batch, most_logits or batch.most_logits or MOST_LOGITS)
+    return HEADS[batch.head](model, batch)
 
 
 def nll_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Sum over the batch's supervised tokens of their negative log-likelihood, in nats, float32, shape ().
-
-    Zero, and still connected to the weights, for a batch without such a token.
-    """
-    losses = nll(model, batch)
-    return (losses * batch.weights).sum() if len(batch.targets) else losses.sum()
+    """Sum over the batch's targets of their negative log-likelihood, in nats, float32, shape ()."""
+    return nll(model, batch).sum()
 
 
-def labelled(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
+def labelled(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Each target's loss, with logits computed only where something is predicted."""
     return _nll_of_kept(_logits(model, batch, logits_to_keep=batch.keep), batch)
 
 
-def everywhere(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
+def everywhere(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Each target's loss, with logits computed at every token: for a forward that takes no `logits_to_keep`."""
     logits = _logits(model, batch)
     return _nll_of_kept(logits[batch.keep] if batch.keep.ndim == 2 else logits[:, batch.keep], batch)
 
 
-def pieces(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
+def pieces(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Each target's loss, with logits in pieces of `most_logits`, which the backward computes again: a large vocabulary
     costs time, not memory.
 
     The loss is computed within the model's own forward, so that whatever gathers weights for the head (ZeRO-3, FSDP)
     still does.
     """
+    most_logits = batch.most_logits or MOST_LOGITS
     tokens = max(most_logits // _unwrapped(model).config.get_text_config().vocab_size, 1)
     if len(batch.targets) <= tokens:
-        return labelled(model, batch, most_logits)
+        return labelled(model, batch)
     head = _unwrapped(model).get_output_embeddings()
     logits_of = head.forward
 
@@ -64,9 +57,7 @@ def pieces(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tens
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         if not hidden.numel():  # of a prefix no logits are asked for
             return logits_of(hidden)
-        hidden = hidden.flatten(0, -2)  # (P, H)
-        hidden = hidden if batch.sources is None else hidden[batch.sources]
-        parts = zip(hidden.split(tokens), batch.targets.split(tokens), strict=True)
+        parts = zip(hidden.flatten(0, -2).split(tokens), batch.targets.split(tokens), strict=True)
         return torch.cat([checkpoint(piece, *part, use_reentrant=False) for part in parts])[:, None]
 
     with with_forward(head, forward):
@@ -75,7 +66,7 @@ def pieces(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tens
 
 HEADS = {head.__name__: head for head in (pieces, labelled, everywhere)}
 """Functions that compute a forward's logits and their loss, by the name in a batching's record, in the order in which
-they are tried on a model. Each takes the arguments of `nll`, `most_logits` included."""
+they are tried on a model."""
 
 
 def available_heads(model: torch.nn.Module) -> list[str]:
@@ -95,11 +86,10 @@ def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _nll_of_kept(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Each target's loss from the logits of the P positions that predict something, (..., P, V)."""
-    logits = logits.flatten(0, -2)
+    """Each target's loss from the logits that predict it, (..., E, V)."""
     if not len(batch.targets):
         return logits.float().sum()[None] * 0.0
-    return _nll(logits if batch.sources is None else logits[batch.sources], batch.targets)
+    return _nll(logits.flatten(0, -2), batch.targets)
 
 
 def _unwrapped(model: Any) -> Any:

@@ -20,13 +20,9 @@ from accel_sft.models.architecture import limited_layers
 
 @dataclasses.dataclass(frozen=True)
 class SequenceGroup:
-    """The ranks that share each row's tokens, this rank among them; without sequence parallelism, this rank alone.
-
-    Attributes:
-        ranks, rank: number of ranks in the group, and this rank's place among them.
-        groups, group: number of groups, each with rows of its own, and the index of this one. Under tensor parallelism
-            all ranks that share the matrices have one index.
-    """
+    """The ranks that share each row's tokens, this `rank` among them; without sequence parallelism, this rank alone.
+    Each of the `groups` has rows of its own. Under tensor parallelism all ranks that share the matrices have one
+    index."""
 
     ranks: int
     rank: int
@@ -60,8 +56,7 @@ class SequenceGroup:
         keep = predicting[mine] - begin
         if not len(keep):  # a forward that is connected to the weights, as `collate.empty` is
             keep = torch.zeros(1, dtype=torch.int64, device=ids.device)
-        targets, weights = batch.targets[mine], batch.weights[mine]
-        return dataclasses.replace(batch, inputs=inputs, keep=keep, sources=None, targets=targets, weights=weights)
+        return dataclasses.replace(batch, inputs=inputs, keep=keep, targets=batch.targets[mine])
 
 
 def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
@@ -91,7 +86,7 @@ def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
                 raise UserError(_cannot(group, f"its forward of a part of a row fails ({cause})")) from error
         trial.model.train(was_training)
     parts = sum(share for (share,) in gather_numbers([mine])) / group.groups  # each group had the same row
-    off = abs(expected - parts) / max(batch.weights.sum().item(), 1)
+    off = abs(expected - parts) / max(len(batch.targets), 1)
     if not off <= (TOLERANCE if trial.in_float32 else REDUCED_TOLERANCE):
         raise UserError(_cannot(group, f"its loss in parts is not that of whole rows (off by {off:.2g} nats a token)"))
     return batching, line

@@ -1,7 +1,5 @@
 """Runs trial forwards and backwards before the first step, to choose a `Batching`: a layout and size of forwards."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +14,7 @@ from accel_sft.batching.loss import nll_sum
 from accel_sft.chat.encoded import Encoded
 from accel_sft.memory.estimate import CUDA_BYTES
 from accel_sft.memory.job import Job
-from accel_sft.memory.states import FLOAT32, MOMENTS, update_bytes
+from accel_sft.memory.states import update_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,19 +53,13 @@ class Trial:
         return self.examples[:: max(len(self.examples) // count, 1)][:count]
 
     def reserved(self) -> int:
-        """Return how many bytes the first update will still allocate on this rank's device, besides activations.
-
-        Without a job these are gradients and moments of the trained weights, in float32.
-        """
-        if not self.train:
+        """Return how many bytes the first update will still allocate on this rank's device, besides activations."""
+        if not (self.train and self.job):
             return 0
-        trained = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad)
-        if self.job is None:
-            size = float(trained * (FLOAT32 if self.moments else FLOAT32 + MOMENTS))
-        else:
-            size = update_bytes(self.job, moments=self.moments)
-            if self.job.train_only is not None:  # which the job counts as if all were trained
-                size *= trained / self.job.trained
+        size = update_bytes(self.job, moments=self.moments)
+        if self.job.train_only is not None:  # which the job counts as if all were trained
+            trained = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad)
+            size *= trained / self.job.trained
         return int(size) + (CUDA_BYTES if self.accelerator.device.type == "cuda" else 0)
 
     def run(
@@ -78,8 +70,6 @@ class Trial:
         The model is called without its DDP or DeepSpeed wrapper, and no weight's `.grad` changes: the hooks that reduce
         or partition gradients must not run. The random state and the model's training mode are restored.
 
-        Args:
-            also: weights whose gradients are computed, too.
         Returns:
             the sum of the tokens' losses in nats, and a list of gradients, empty unless `train`: that of the embedded
             tokens, then one for each weight of `also` on which the loss depends.

@@ -4,15 +4,16 @@ single rows, and no row sees another."""
 import bisect
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.batching.collate import Batch
 from accel_sft.batching.device_memory import forwards_alone, out_of_memory
-from accel_sft.batching.layouts import LAYOUTS, Batching, Layout
+from accel_sft.batching.layouts import LAYOUTS, WHAT, Batching, Layout
 from accel_sft.batching.loss import available_heads, nll, nll_sum
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
@@ -25,15 +26,15 @@ RANDOM_TOKENS = 512
 """Number of tokens compared to find out if training is random: enough for experts drawn at random to differ."""
 HEAD_TOKENS = 256
 """Number of tokens whose logits are computed whole to check the heads."""
-IMAGES = "rows hold images, whose placeholders are alike where the images are not, and whose positions have two axes"
-"""Reason, in messages, why rows with images are padded."""
 TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
 """Nats per token by which the loss may differ between layouts, in float32 and in reduced precision. Rows that see each
 other or stand at wrong positions differ by more, even in a random model; that rows do not see each other is also
 checked to the bit."""
-ROUNDING, REDUCED_ROUNDING, LOOKS = 1e-5, 1e-2, 3
+ROUNDING, REDUCED_ROUNDING = 1e-5, 1e-2
 """Share of the largest loss by which a token's loss may differ between two equal forwards where nothing is random, in
-float32 and in reduced precision (a busy machine may round otherwise); and how often such forwards are compared."""
+float32 and in reduced precision (a busy machine may round otherwise)."""
+LOOKS = 3
+"""How often a forward is compared with a changed one."""
 GRADIENT, REDUCED_GRADIENT = 1e-2, 0.25
 """Share by which loss and gradients behind a cache may differ from those of padded rows, in float32 and in reduced
 precision: a gradient that does not reach the prefix is missing whole."""
@@ -48,18 +49,15 @@ UNLIMITED = 2**31
 def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Batching], list[str]]:
     """Find the batchings that the model computes exactly, among the requested layouts, and why it fails the others.
 
-    Args:
-        also: rows that will be laid out besides the trial's examples; the longest of all rows is tried.
     Returns:
         batchings without a limit of tokens, at least one; and `layout: reason` for each layout that is not exact.
     """
     config, model = trial.config, trial.model
     rows = [*trial.examples, *also]
     row_sets, batchings, reasons = _row_sets(rows), list[Batching](), list[str]()
-    names = [*dict.fromkeys(layout.name for layout in LAYOUTS)]
-    requested = names if config.batching == "auto" else names[names.index(config.batching) :]
+    requested = [*WHAT] if config.batching == "auto" else [*WHAT][[*WHAT].index(config.batching) :]
     if requested[1:] and any(row.images for row in rows):
-        reasons.append(f"{' or '.join(requested[:-1])}: {IMAGES}")
+        reasons.append(f"{' or '.join(requested[:-1])}: rows hold images, whose placeholders are all alike")
         requested = requested[-1:]
     was_training = model.training
     with torch.no_grad(), torch.random.fork_rng():
@@ -70,12 +68,13 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Ba
             _refuse_image_by_image(trial, plain, row_sets)
         alone = [sum(nll_sum(model, trial.batch(plain, [row])).item() for row in rows) for rows in row_sets]
         for name in requested:
-            in_sequence = any(batching.way.one_sequence for batching in batchings)  # sharing includes packing
-            if batchings and (config.batching != "auto" or (name == "packed" and in_sequence)):
+            # sharing includes packing, where rows are in one sequence
+            if batchings and (config.batching != "auto" or (name == "packed" and batchings[0].way.one_sequence)):
                 continue
-            exact, reason = _exact_of(name, trial, alone, row_sets, dropout)
-            batchings += exact
-            if not exact:
+            batching, reason = _exact_of(name, trial, alone, row_sets, dropout)
+            if batching:
+                batchings.append(batching)
+            else:
                 reasons.append(f"{name}: {reason}")
     model.train(was_training)
     # padded rows are always allowed: if they differ from single ones, the model itself is the cause (router capacity)
@@ -84,22 +83,15 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Ba
 
 def _exact_of(
     name: str, trial: Trial, alone: Sequence[float], row_sets: Sequence[Sequence[Encoded]], dropout: str | None
-) -> tuple[list[Batching], str | None]:
-    """The exact batchings among the layouts of a name, and why there is none.
-
-    Args:
-        alone: the sums of the losses of each set's rows as single rows.
-        dropout: the model's dropout, if it has one.
-    """
+) -> tuple[Batching | None, str | None]:
+    """The first exact batching among the layouts of a name, or why there is none. `alone` are the sums of the losses of
+    each set's rows as single rows."""
     if name == "shared" and dropout:
-        return [], f"rows of a step would share their dropout ({dropout})"
-    model = trial.accelerator.unwrap_model(trial.model)
-    pictured = any(row.images for rows in row_sets for row in rows)
-    exact: list[Batching] = []
-    reason: str | None = None
-    for layout in LAYOUTS:
-        if layout.name != name or layout.is_needless([batching.way for batching in exact], pictured=pictured):
-            continue
+        return None, f"rows of a step would share their dropout ({dropout})"
+    if name == "shared" and not any(map(LAYOUTS[0].prefix, row_sets)):
+        return None, "rows have nothing in common before what they learn"
+    model, reason = trial.accelerator.unwrap_model(trial.model), None
+    for layout in (layout for layout in LAYOUTS if layout.name == name):
         refusal = layout.refusal(model, row_sets) or _untried(trial, layout)
         problem = refusal
         if not refusal:
@@ -107,15 +99,13 @@ def _exact_of(
                 install(trial.accelerator.device)
             for head in available_heads(model):
                 batching = Batching(name, UNLIMITED, attention=layout.attention, head=head)
-                problem = _problem(trial, batching, alone, row_sets)
-                if not problem:
-                    exact.append(batching)
-                    break
-        if problem and layout.behind_cache:
+                if not (problem := _problem(trial, batching, alone, row_sets)):
+                    return batching, None
+        if layout.behind_cache:
             reason = f"{reason}; and behind a cache: {problem}"
-        elif problem and not (refusal and reason):  # what was tried says more than what another kernel refuses
+        elif not (refusal and reason):  # what was tried says more than what another kernel refuses
             reason = problem
-    return exact, reason
+    return None, reason
 
 
 def _untried(trial: Trial, layout: Layout) -> str | None:
@@ -152,8 +142,9 @@ def _problem(
     if batching.way.one_sequence:
         if any(_see_each_other(trial, batching, rows) for rows in row_sets):
             return "a change in one row changes another"
-        blind = _ignores_positions(trial, batching, row_sets[-1])
-        return "the model ignores the positions that it is given" if blind else None
+        if _ignores_positions(trial, batching, row_sets[-1]):
+            return "the model ignores the positions that it is given"
+        return None
     if batching.attention != "mask" and any(_sees_padding(trial, batching, rows) for rows in row_sets):
         return "what stands in padding changes a row"
     if batching.way.behind_cache:
@@ -166,20 +157,18 @@ def _refuse_image_by_image(trial: Trial, batching: Batching, row_sets: Sequence[
     """Raise UserError if the layers that read images are called more often for more images. Where ranks gather weights
     together, a rank with more images than another would wait for ever."""
     base = without_adapter(trial.accelerator.unwrap_model(trial.model))
-    calls: Counter[str] = Counter()
-    owners = {name.rpartition(".")[0] for name in beyond_text(base)}
-    hooks = [
-        base.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
-        for name in sorted(owners)
-    ]
-    calls_by_set = []
+    of_images = {base.get_submodule(name.rpartition(".")[0]) for name in beyond_text(base)}
+    calls = list[int]()
+
+    def count(module: torch.nn.Module, _: Any) -> None:
+        calls[-1] += module in of_images
+
+    hook = register_module_forward_pre_hook(count)
     for rows in ([], *row_sets):
-        calls.clear()
+        calls.append(0)
         nll(trial.model, trial.batch(batching, rows))
-        calls_by_set.append(dict(calls))
-    for hook in hooks:
-        hook.remove()
-    if any(counts != calls_by_set[0] for counts in calls_by_set):
+    hook.remove()
+    if len({*calls}) > 1:
         raise UserError(
             f"{type(base).__name__} reads images one by one: ranks with fewer images would hang under ZeRO-3 and FSDP; "
             "launch with accelerate_configs/z2.yaml or ddp.yaml"
@@ -205,41 +194,21 @@ def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
     """
     among = _shortest([row for row in examples if row.images] or examples)
     longest = max(examples, key=lambda example: (len(example.input_ids), example.index))
-    short: list[Encoded] = []
-    for row in among:
-        if len(short) < CHECKED_ROWS and not any(_goes_on(row, other) for other in short):
-            short.append(row)
-    plain = [row for row in _shortest(examples) if not row.images]
-    beside = next((row for row in (*plain, *among) if not _goes_on(longest, row)), among[0])
-    return [sorted(rows, key=lambda row: (row.input_ids, row.index)) for rows in (short, [beside, longest])]
-
-
-def _goes_on(row: Encoded, other: Encoded) -> bool:
-    """Whether a row is `other` and more, as a chat is after further turns: a tree would append it to that path."""
-    length = len(other.input_ids)
-    return len(row.input_ids) > length and row.input_ids[:length] == other.input_ids
+    beside = next((row for row in _shortest(examples) if not row.images), among[0])
+    return [among[:CHECKED_ROWS], [beside, longest]]
 
 
 def _dropout(trial: Trial, plain: Batching) -> str | None:
     """The module or setting that has dropout, or a phrase where only the forward's randomness shows it; None without
     dropout. An adapter's dropout changes nothing before the first step, so randomness does not show it."""
     trial.model.train()
-    is_random = _is_random(trial, trial.batch(plain, enough(trial.examples)))
+    batch = trial.batch(plain, enough(trial.examples))
+    is_random = any_rank(not _farthest(nll(trial.model, batch), nll(trial.model, batch)) <= _rounding(trial))
     trial.model.eval()
     model = trial.accelerator.unwrap_model(trial.model)
     modules = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout) and module.p > 0)
     settings = (name for name in ("attention_dropout", "attn_pdrop") if getattr(model.config, name, 0))
     return next(itertools.chain(modules, settings), "its forward is random in training" if is_random else None)
-
-
-def _is_random(trial: Trial, batch: Batch) -> bool:
-    """Whether two forwards of the same rows differ in training on any rank, every time and by more than rounding."""
-    for _ in range(LOOKS):
-        first, again = nll(trial.model, batch), nll(trial.model, batch)
-        # ranks compare equally often, because their forwards may wait for each other
-        if not any_rank(not _farthest(first, again) <= _rounding(trial)):
-            return False
-    return True
 
 
 def _rounding(trial: Trial) -> float:
@@ -256,14 +225,14 @@ def _farthest(first: torch.Tensor, again: torch.Tensor) -> float:
 def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Encoded]) -> str | None:
     """Say why a few rows cannot be computed in this batching, or that their loss differs from `alone`, the sum of their
     losses as single rows; None if all is right."""
-    batch = trial.batch(batching, rows)
+    batch = dataclasses.replace(trial.batch(batching, rows), most_logits=FEWEST_LOGITS)
     try:
-        together = nll(trial.model, batch, FEWEST_LOGITS)
+        together = nll(trial.model, batch)
     except REFUSALS as error:
         if out_of_memory(error):  # which says nothing about what the model can take
             raise
         return f"the model does not take it ({first_line(error)[:100]})"
-    difference = abs(alone - (together * batch.weights).sum().item()) / batch.weights.sum().item()
+    difference = abs(alone - together.sum().item()) / len(batch.targets)
     tolerance = TOLERANCE if trial.in_float32 else REDUCED_TOLERANCE
     wrong = f"its loss is not that of single rows (off by {difference:.2g} nats a token)"
     return None if difference <= tolerance else wrong
@@ -298,8 +267,7 @@ def _ignores_positions(trial: Trial, batching: Batching, rows: Sequence[Encoded]
     """
     batch = trial.batch(batching, rows)
     closer = {**batch.inputs, "position_ids": batch.inputs["position_ids"] // 2}
-    given, halved = (nll(trial.model, dataclasses.replace(batch, inputs=inputs)) for inputs in (batch.inputs, closer))
-    return not any_rank(not torch.equal(given, halved))
+    return not _changes(trial, batch, dataclasses.replace(batch, inputs=closer), slice(None))
 
 
 def _see_each_other(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:
@@ -309,8 +277,7 @@ def _see_each_other(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -
     ids = batch.inputs["input_ids"].clone()
     ids[0, last] = next((token for token in first.input_ids if token != first.input_ids[-1]), 0)
     changed = dataclasses.replace(batch, inputs={**batch.inputs, "input_ids": ids})
-    sources = slice(None) if batch.sources is None else batch.sources
-    return _changes(trial, batch, changed, batch.keep[sources] > last)
+    return _changes(trial, batch, changed, batch.keep > last)
 
 
 def _sees_padding(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:

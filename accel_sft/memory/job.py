@@ -19,11 +19,8 @@ AS_CONFIGURED += ("lora_target_parameters", "load_in_4bit", "optimizer", "dtype"
 AS_CONFIGURED += ("ema_decay", "train_only")
 """Attributes of a job that have the name and the value of an option."""
 MOST_LOGITS = 2**25
-"""Maximum number of logits (tokens times vocabulary) that a head in pieces holds at once, unless a GPU has room for
-more: 128 MiB in float32, and about three times that in a backward."""
-ROOMY_LOGITS = 2**28
-"""The same on a GPU with room for it. Each piece reads and writes the gradient of the head's weights once, 1 GB for 7B
-parameters; pieces of this size are larger than a usual forward's, so that larger ones would save no time."""
+"""Maximum number of logits (tokens times vocabulary) that a head in pieces holds at once: 128 MiB in
+float32, and about three times that in a backward."""
 
 
 def pinned(size: float) -> float:

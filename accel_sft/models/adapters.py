@@ -19,7 +19,7 @@ from accel_sft.api.limits import ADAPTERS, names_of
 from accel_sft.api.options import flag_of
 from accel_sft.io.files import read_json
 from accel_sft.models.new_tokens import rows_made, trained_beside, use_rows
-from accel_sft.models.targets import ALL_LINEAR, besides, left_out, targets
+from accel_sft.models.targets import ALL_LINEAR, left_out, targets
 
 ExtraState = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors of a training run that are neither weights nor the optimizer's: kind -> name -> tensor."""
@@ -34,8 +34,7 @@ class Reads(NamedTuple):
 
 class Adapter:
     """The peft part of an adapter type. The base class serves models without an adapter, or with one of an unknown
-    type.
-    """
+    type."""
 
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
         """Return the PeftConfig of a new adapter; `common` are arguments that the PeftConfigs of all types take."""
@@ -48,12 +47,8 @@ class Adapter:
 
     def after_step(self, model: Any, step: int, weights: Mapping[str, torch.Tensor]) -> Collection[str]:
         """Called after optimizer step `step` (from 0), unless its gradient was not finite, with equal tensors on all
-        ranks. Returns the names of those that it changed in place.
-
-        Args:
-            weights: the weights by name, as the step left them: those that the optimizer updates (float32 where
-                forwards compute with rounded ones). Each is whole, and `grad` is its clipped gradient.
-        """
+        ranks: the whole weights as the optimizer updates them (float32 where forwards compute with rounded ones), with
+        their clipped gradients. Returns the names of those that it changed in place."""
         return ()
 
     def extra_state(self, model: Any) -> ExtraState:
@@ -167,13 +162,7 @@ def new_adapter(
     new_tokens: Sequence[int] = (),
 ) -> Any:
     """The model with a new adapter of the type that `--adapter` names; `log` gets a line on layers without an adapter.
-
-    Args:
-        images: whether the model is to read images.
-        new_tokens: ids of tokens whose rows in embedding and head are trained with the adapter, and saved with it.
-    Raises:
-        UserError: the settings name a module or parameter that the model does not have, or that peft does not adapt.
-    """
+    The rows of `new_tokens` in embedding and head are trained with the adapter, and saved with it."""
     from peft import TaskType, get_peft_model
 
     names, saved = names_of(settings.lora_target_modules), names_of(settings.lora_modules_to_save)
@@ -181,8 +170,7 @@ def new_adapter(
         "task_type": TaskType.CAUSAL_LM,
         "lora_alpha": settings.lora_alpha,
         "lora_dropout": settings.lora_dropout,
-        **targets(model, names=names, saved=saved),
-        **besides(model, names=names, saved=saved, parameters=names_of(settings.lora_target_parameters)),
+        **targets(model, names=names, saved=saved, parameters=names_of(settings.lora_target_parameters)),
         **trained_beside(model, new_tokens, [*names, *saved]),
     }
     try:
@@ -208,20 +196,11 @@ def leave_casts_to_autocast(model: Any) -> None:
             module.cast_input_dtype_enabled = False
 
 
-def is_mergeable(model: Any) -> bool:
-    """Whether peft can add the model's adapter to the weights."""
-    return hasattr(model, "merge_and_unload")
-
-
 def saved_adapter(
     model: Any, folder: str, settings: TrainConfig, *, train: bool, new_tokens: Sequence[int] = ()
 ) -> Any:
-    """Return the model with the adapter saved in `folder`, or with the adapter merged if all weights are to be trained.
-
-    Raises:
-        UserError: the adapter has another shape than the settings say, has no rows for `new_tokens`, or cannot be added
-            to the weights.
-    """
+    """Return the model with the adapter saved in `folder`, or with the adapter merged if all weights are to be
+    trained."""
     if new_tokens and settings.adapter != "none":
         raise UserError(
             f"--chat-template: {len(new_tokens)} of its tokens are new to the adapter {folder}; merge it first "
@@ -236,13 +215,14 @@ def saved_adapter(
             f"--init-from: the adapter {folder} cannot be merged into weights that ZeRO-3 has sharded; "
             "train it on with --adapter lora, or launch with stage 2 or less"
         )
-    adapted = _with_adapter(model, folder, False)
-    if not is_mergeable(adapted):
-        raise UserError(
-            f"--init-from: the adapter {folder} is of type {type_of(adapted)}, which cannot be added to the weights; "
-            f"start from one of {', '.join(ADAPTERS)}, or from --model"
-        )
-    return adapted.merge_and_unload().requires_grad_(True)
+    return merged(_with_adapter(model, folder, False), folder).requires_grad_(True)
+
+
+def merged(adapted: Any, folder: str) -> Any:
+    """The model with its adapter, of this folder, added to the weights; UserError if its type cannot be added."""
+    if not hasattr(adapted, "merge_and_unload"):
+        raise UserError(f"{folder}: adapters of type {type_of(adapted)} cannot be added to weights; name another")
+    return adapted.merge_and_unload()
 
 
 def is_of_whole(folder: str) -> bool:
@@ -267,6 +247,11 @@ def _with_adapter(model: Any, folder: str, train: bool) -> Any:
 
 def _check_shape(folder: str, settings: TrainConfig) -> None:
     """Refuse settings that differ from a saved adapter: it keeps its shape, and peft would ignore the settings."""
+
+    def comparable(value: Any) -> Any:
+        entries = names_of(value) if isinstance(value, str) else value
+        return (sorted(entries) if isinstance(entries, list) else entries) or None
+
     saved = read_json(Path(folder) / "adapter_config.json")
     given = {"peft_type": ("adapter", settings.adapter.upper())}
     if saved["peft_type"] == settings.adapter.upper():
@@ -274,13 +259,7 @@ def _check_shape(folder: str, settings: TrainConfig) -> None:
     wrong = [
         f"{flag_of(field)} {value}: the adapter in {folder} has {saved.get(key)}; give that, or leave it out"
         for key, (field, value) in given.items()
-        if value is not None and _comparable(saved.get(key)) != _comparable(value)
+        if value is not None and comparable(saved.get(key)) != comparable(value)
     ]
     if wrong:
         raise UserError(*wrong)
-
-
-def _comparable(value: Any) -> Any:
-    """A value of adapter_config.json or of a setting in one form: names as a sorted list, None for nothing."""
-    entries = names_of(value) if isinstance(value, str) else value
-    return (sorted(entries) if isinstance(entries, list) else entries) or None

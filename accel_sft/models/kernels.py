@@ -21,11 +21,7 @@ _LEFT_OUT = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def bitsandbytes(flag: str) -> Any:
-    """The package bitsandbytes.
-
-    Raises:
-        UserError: it is not installed, or does not work here; the error names the `flag` that needs it.
-    """
+    """The package bitsandbytes; without it UserError, which names the `flag` that needs it."""
     try:
         import bitsandbytes as package
     except (ImportError, OSError, RuntimeError) as error:
@@ -34,14 +30,8 @@ def bitsandbytes(flag: str) -> Any:
 
 
 def in_4bit(name: str, settings: Any, compute: torch.dtype) -> dict[str, Any]:
-    """Arguments of transformers' from_pretrained for QLoRA (Dettmers et al., 2023): NF4, with its scales in 8 bits.
-
-    Args:
-        settings: the model's configuration.
-        compute: the type that weights are dequantized to for each product.
-    Raises:
-        UserError: bitsandbytes is not there, or the checkpoint is quantized already.
-    """
+    """Arguments of transformers' from_pretrained for QLoRA (Dettmers et al., 2023): NF4, with its scales in 8 bits,
+    dequantized to `compute` for each product."""
     from transformers import BitsAndBytesConfig
 
     bitsandbytes("--load-in-4bit")
@@ -54,23 +44,16 @@ def in_4bit(name: str, settings: Any, compute: torch.dtype) -> dict[str, Any]:
 
 
 def keep_as_trained(model: Any) -> None:
-    """Have 4-bit weights on a CPU keep, in evaluation, the form in which they are trained on.
-
-    In evaluation, on a CPU that multiplies bfloat16, bitsandbytes 0.50 repacks the weights, rounds their inputs, and
-    cannot train on the weights afterwards.
-    """
+    """Have 4-bit weights keep, in evaluation, the form in which they are trained on: on a CPU that multiplies bfloat16,
+    bitsandbytes 0.50 repacks the weights, rounds their inputs, and cannot train on the weights afterwards."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 
 def liger() -> Any:
-    """The module of liger-kernel that puts kernels into models.
-
-    Raises:
-        UserError: liger-kernel is not installed or cannot be loaded, or there is no GPU (Triton's interpreter,
-            TRITON_INTERPRET=1, takes the place of a GPU, slowly).
-    """
+    """The module of liger-kernel that puts kernels into models. It needs a GPU; Triton's interpreter,
+    TRITON_INTERPRET=1, takes its place, slowly."""
     if not device_count() and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(f"{_FLAG}: its kernels need a GPU; leave it out")
     try:
@@ -81,15 +64,9 @@ def liger() -> Any:
 
 
 def put_kernels_in(model: torch.nn.Module) -> int:
-    """Replace the forwards of the model's layers by Liger's kernels, in place, also below an adapter.
-
-    Returns:
-        the number of layers whose forward is now a kernel's; functions that kernels replace are not counted.
-    Raises:
-        UserError: Liger has no kernels for this family of models, or none that fit the installed transformers.
-    """
-    package = liger()
-    base = without_adapter(model)
+    """Replace the forwards of the model's layers by Liger's kernels, in place, also below an adapter. Returns the
+    number of layers whose forward is now a kernel's; functions that kernels replace are not counted."""
+    package, base = liger(), without_adapter(model)
     family = base.config.model_type
     if family not in package.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UserError(f"{_FLAG}: liger-kernel has no kernels for models of type {family}; leave it out")
@@ -103,11 +80,7 @@ def put_kernels_in(model: torch.nn.Module) -> int:
 
 
 def compile_blocks(model: Any) -> None:
-    """Have torch compile each of the model's repeated blocks, in place; torch compiles on their first forwards.
-
-    Raises:
-        UserError: the model does not say which blocks it repeats.
-    """
+    """Have torch compile each of the model's repeated blocks, in place; torch compiles on their first forwards."""
     import torch._dynamo
 
     names = set(getattr(model, "_no_split_modules", None) or [])

@@ -1,6 +1,8 @@
 """Loads the model of a `Source` in stages: weights in the right type, their tokens, the adapter, what is trained."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -38,15 +40,11 @@ def load_model(
         deepspeed: whether DeepSpeed keeps the float32 copy (then weights are loaded in `precision`).
         total_steps: optimizer steps to come; 0 for evaluation alone: a saved adapter stays frozen, no new one is made.
         largest_id: the largest token id that the model will read.
-        log: called with lines about what is not loaded or not trained.
-        images: whether the model is to read images.
-        tensor_ranks: number of ranks that share each matrix; each then loads its part.
+        tensor_ranks: number of ranks that share each matrix.
         tokenizer: the tokenizer at whose ends generation stops, and whose tokens the model is to know, if
             `--chat-template` or an adapter adds some.
         new_tokens: ids that `--chat-template` added to it: a new adapter trains their embeddings.
         offload: where weights are that have no room on the GPU, "host" or "disk"; for evaluation alone.
-    Raises:
-        UserError: the model cannot be loaded, its files lack weights, or the adapter's settings do not fit it.
     """
     train = total_steps > 0
     _refuse_settings(source, config, train=train, tensor_ranks=tensor_ranks, offload=offload)
@@ -106,17 +104,11 @@ def _refuse_kernels(name: str) -> None:
     """Raise UserError if the model's configuration names code on a hub, as ORG/REPO, to compute attention with."""
     from transformers import PreTrainedConfig
 
-    def named(value: Any, key: str = "") -> Iterator[str]:
-        for inner, part in value.items() if isinstance(value, dict) else ():
-            yield from named(part, key if key.endswith("_implementation") else inner)
-        if isinstance(value, str) and key.endswith("_implementation") and "/" in value:
-            yield value
-
     with errors_explained(name):
         content, _ = PreTrainedConfig.get_config_dict(name)
-    for kernel in named(content):
+    if kernel := re.search(r'_implementation": (?:{[^}]*)?"([^"}]+/[^"]+)"', json.dumps(content)):
         raise UserError(
-            f"--model {name}: attention computed by code of a hub, {kernel}; choose --attn-implementation "
+            f"--model {name}: attention computed by code of a hub, {kernel[1]}; choose --attn-implementation "
             "sdpa, or read it and pass --trust-remote-code"
         )
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.launch.precision import type_in_files
-from accel_sft.models.adapters import is_mergeable, type_of
+from accel_sft.models.adapters import merged
 from accel_sft.models.architecture import without_adapter
 from accel_sft.models.load import load_model
 from accel_sft.models.pretrained import stored_dtype
@@ -29,14 +29,8 @@ class Merged(NamedTuple):
 
 
 def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_code: bool) -> Merged:
-    """Return the base of `source` with its adapter added: summed in float32 on the CPU, then rounded once.
-
-    Args:
-        dtype: a name in DTYPES; None: the type in which the base's weights are stored.
-    Raises:
-        UserError: there is no adapter, its type cannot be added to weights, the base is quantized, or the merged model
-            would predict something else; the message says why.
-    """
+    """Return the base of `source` with its adapter added: summed in float32 on the CPU, then rounded once to `dtype`;
+    None: to the type in which the base's weights are stored."""
     if source.adapter is None:
         raise UserError(f"{source.weights}: full weights, no adapter: there is nothing to merge; use them as they are")
     config = TrainConfig(dtype="float32", trust_remote_code=trust_remote_code)
@@ -48,12 +42,10 @@ def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_cod
             f"{source.weights}: the base is quantized, which would round the sum; name whole weights as "
             "base_model_name_or_path in adapter_config.json"
         )
-    if not is_mergeable(adapted):
-        raise UserError(f"{source.adapter}: adapters of type {type_of(adapted)} cannot be added to the weights")
     ids = torch.tensor([tokenizer(_PROBE)["input_ids"]])
     with torch.no_grad():
         apart = adapted(input_ids=ids).logits[0]
-        model = adapted.merge_and_unload()
+        model = merged(adapted, source.adapter)
         model.tie_weights()
         difference = (model(input_ids=ids).logits[0] - apart).abs().max().item()
         if not difference <= _TOLERANCE * max(apart.abs().max().item(), 1.0):  # NaN is refused too

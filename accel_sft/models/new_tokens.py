@@ -24,9 +24,6 @@ def know_tokens(
 
     New rows are a function of the seed and the old rows. A vocabulary that has room, such as a padded one, stays; the
     rows there of `new_tokens`, which are often zeros, are made as new ones are.
-
-    Raises:
-        UserError: there are new rows, and the matrices are cut by tensor parallelism or offloaded.
     """
     size = max(tokenizer.get_vocab().values()) + 1
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -81,13 +78,8 @@ def _gathered(*weights: Any) -> Any:
 
 
 def trained_beside(model: Any, tokens: Sequence[int], others: list[str]) -> dict[str, Any]:
-    """Return peft's argument that makes an adapter train the rows of these tokens, in the embedding and in the head.
-
-    Args:
-        others: modules that the adapter stands on or trains in full, by the user's options: they need no rows besides.
-    Raises:
-        UserError: peft cannot train rows of this model's head.
-    """
+    """Return peft's argument that makes an adapter train the rows of these tokens, in the embedding and in the head,
+    unless it stands on these or trains them in full, as `others` are."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     named = {name.rpartition(".")[2]: part for name, part in model.named_modules() if any(part is end for end in ends)}
     rows = {name: list(tokens) for name in named if tokens and name not in others}

@@ -9,22 +9,16 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import functional
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
-from accel_sft.models import cascade as kernels
 from accel_sft.models.architecture import arguments, cache_argument, without_adapter
-from accel_sft.models.cascade import PrefixedRows, cascade, cut_rows, usable
-
-_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Additive masks, by the boolean mask that each was made of."""
+from accel_sft.models.cascade import PrefixedRows, cascade, cut_rows, probe_kernels, usable
 
 
 def install(device: torch.device | None = None) -> None:
@@ -37,7 +31,7 @@ def install(device: torch.device | None = None) -> None:
         device: where rows will be computed; kernels that copy no prefix are probed there. None probes none.
     """
     if device is not None:
-        kernels.probe_kernels(device)
+        probe_kernels(device)
     AttentionInterface.register("sdpa", rows_attention)
 
 
@@ -59,9 +53,8 @@ def rows_attention(
 ) -> tuple[torch.Tensor, None]:
     """sdpa by rows: the prefix sees itself, each row sees the prefix and itself; rows do not see each other.
 
-    Where the device has no kernels for that, rows are cut out of the sequence into a batch, the prefix's keys and
-    values are put before each, and the outputs go back to where the queries stood. Short rows are padded at the end,
-    where causality hides the padding.
+    Without a prefix, rows are cut out of the sequence into a batch, and the outputs go back to where the queries stood.
+    Short rows are padded at the end, where causality hides the padding.
 
     Args:
         query: (1, heads, T, D); key and value may have fewer heads.
@@ -71,31 +64,19 @@ def rows_attention(
     """
     if decoding is not None:
         return decoding(module, query, key, value, kwargs.get("scaling")), None
-    query, key, value = (_as_autocast(tensor) for tensor in (query, key, value))
-    if rows is None:
-        full_pass = query.shape[2] == key.shape[2] and not torch.compiler.is_compiling()
-        if full_pass and attention_mask is not None and attention_mask.dtype == torch.bool:
-            attention_mask = _additive(attention_mask, query.dtype)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
-    kwargs.pop("is_causal", None)
-    others = (kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
-    plain = not (any(args) or kwargs.get("dropout") or any(others))
-    if plain and (fused := usable(query, key, value, rows.prefix)):
-        return cascade(query, key, value, rows, kwargs.get("scaling"), fused), None
-    sequence = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    cut = [cut_rows(tensor[rows.prefix :], rows) for tensor in sequence]
     sdpa: Any = sdpa_attention_forward
+    if rows is None:
+        return sdpa(module, query, key, value, attention_mask, *args, **kwargs)
+    kwargs.pop("is_causal", None)
+    query, key, value = (_as_autocast(tensor) for tensor in (query, key, value))
     if not rows.prefix:
+        cut = [cut_rows(tensor, rows) for tensor in (query, key, value)]
         output, _ = sdpa(module, *cut, None, *args, is_causal=True, **kwargs)
         return output.flatten(0, 1)[rows.back][None], None
-    before = [tensor[:, :, : rows.prefix] for tensor in (query, key, value)]
-    for i in (1, 2):  # keys and values
-        cut[i] = torch.cat([before[i].expand(len(cut[i]), -1, -1, -1), cut[i]], dim=2)
-    # made in each layer, as sdpa turns it into numbers in each; with kernels nobody needs it, at 8k tokens 72 MB
-    seen = query.new_ones(rows.longest, rows.prefix + rows.longest, dtype=torch.bool).tril(rows.prefix)
-    output, _ = sdpa(module, *cut, seen, *args, is_causal=False, **kwargs)
-    first, _ = sdpa(module, *before, None, *args, is_causal=True, **kwargs)
-    return torch.cat([first, output.flatten(0, 1)[rows.back][None]], dim=1), None
+    others = (kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
+    if any(args) or kwargs.get("dropout") or any(others) or not usable(query, key, value):
+        raise NotImplementedError("no kernels for such rows behind a prefix")  # found before step 1: rows use a cache
+    return cascade(query, key, value, rows, kwargs.get("scaling")), None
 
 
 def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
@@ -105,23 +86,6 @@ def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype == torch.float32 and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))
     return tensor
-
-
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the mask as numbers to add, made once per forward; sdpa would make one per layer, kept for the backward.
-
-    Its rows begin at multiples of 8; otherwise GPUs would copy the mask in each layer to align it.
-    """
-    made = _made.get(mask)
-    if made is None or made.dtype != dtype:
-        length = mask.shape[-1]
-        made = mask.new_zeros((*mask.shape[:-1], -length // 8 * -8), dtype=dtype)[..., :length]
-        _made[mask] = made.masked_fill_(~mask, -torch.inf)
-    return made
-
-
-_ARGUMENTS: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
-"""Names of the arguments of each model's forward, looked up once."""
 
 
 class PrefixCache(DynamicCache):
@@ -211,30 +175,18 @@ def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterat
             module.forward = own
 
 
-def _arguments(base: Any) -> set[str]:
-    """Names of the arguments that the model's forward takes. When it is first asked about a model, its layers are let
-    keep their cache where gradient checkpointing computes them again: transformers takes it from them, lest they change
-    it twice, which a `PrefixCache` does not allow."""
-    if base not in _ARGUMENTS:
-        for layer in base.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer._can_checkpoint_with_cache = True
-        _ARGUMENTS[base] = arguments(base)
-    return _ARGUMENTS[base]
-
-
 @contextlib.contextmanager
 def prefix_first(model: Any, prefix: torch.Tensor) -> Iterator[None]:
     """Within this context a forward takes its rows to continue the prefix, whose ids are (1, P), and reads that first.
 
     Both happen within one forward of the whole model, so that whatever wraps it (DDP, DeepSpeed, FSDP) sees one.
-
-    Args:
-        model: the model, an adapter's included, below DDP's or DeepSpeed's wrapper.
     """
     base = without_adapter(model)
     own = base.forward
-    taken = _arguments(base)
+    taken = arguments(base)
+    for layer in base.modules():  # transformers takes a cache from layers that checkpointing computes again, lest they
+        if isinstance(layer, GradientCheckpointingLayer):  # change it twice, which a `PrefixCache` does not allow
+            layer._can_checkpoint_with_cache = True
     cache_name = cache_argument(own) or "past_key_values"
     no_logits = {"logits_to_keep": prefix.new_zeros(0)} if "logits_to_keep" in taken else {}
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from packaging.version import Version
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io import cache
-from accel_sft.io.files import read_json
 from accel_sft.launch import host_memory
 from accel_sft.launch.accelerator import own_folder
 from accel_sft.launch.environment import device_count
@@ -54,15 +53,8 @@ def pretrained(
     tensor_ranks: int = 1,
     offload: str | None = None,
 ) -> Any:
-    """The model of a folder or a hub id, without an adapter.
-
-    Args:
-        images: whether the model is to read images; else its language model alone is enough.
-        tensor_ranks: number of ranks that share each matrix.
-        offload: where weights are that have no room on the GPU: "host" or "disk"; None: all are loaded.
-    Raises:
-        UserError: it has no embedding for the largest token id; its files lack weights, or have them in another shape.
-    """
+    """The model of a folder or a hub id, without an adapter; unless it is to read `images`, its language model alone is
+    enough. The other arguments are those of `load_model`."""
     from transformers import AutoConfig
 
     settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
@@ -101,21 +93,14 @@ def pretrained(
         vars(model).pop("_weight_conversions", None)
         if dtype == torch.float32:  # transformers 5.21 leaves experts in the type it dequantized them to
             model.float()
-    for line in _lines_on(model, settings, loading_info["unexpected_keys"], offloads=offload is not None):
-        log(line)
-    return model
-
-
-def _lines_on(model: Any, settings: Any, unused: Collection[str], *, offloads: bool) -> Iterator[str]:
-    """Say which parts are offloaded, and what was not loaded: other parts than the language model, `unused` weights."""
-    if offloads:
+    if offload:
         places = Counter({"cpu": "host", "disk": "disk"}.get(str(to), "GPU") for to in model.hf_device_map.values())
-        yield f"offloaded parts of the model: {', '.join(f'{count} on the {place}' for place, count in places.items())}"
-    if settings.get_text_config(decoder=True) is not settings and not isinstance(model.config, type(settings)):
-        yield _ALONE
-    elif unused:
-        names = _named(sorted(unused))
-        yield f"not loaded, as config.json describes no such weights: {len(unused)} in its files ({names})"
+        log(f"offloaded parts of the model: {', '.join(f'{count} on the {place}' for place, count in places.items())}")
+    if text is not settings and not isinstance(model.config, type(settings)):
+        log(_ALONE)
+    elif unused := sorted(loading_info["unexpected_keys"]):
+        log(f"not loaded, as config.json describes no such weights: {len(unused)} in its files ({_named(unused)})")
+    return model
 
 
 def vocabulary_problem(name: str, text: Any, largest_id: int) -> str | None:
@@ -130,11 +115,7 @@ def vocabulary_problem(name: str, text: Any, largest_id: int) -> str | None:
 
 
 def text_settings(name: str, *, trust_remote_code: bool) -> Any:
-    """The text part of a model's configuration, without its weights.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
+    """The text part of a model's configuration, without its weights."""
     from transformers import AutoConfig
 
     with errors_explained(name):
@@ -143,27 +124,10 @@ def text_settings(name: str, *, trust_remote_code: bool) -> Any:
 
 
 def stored_dtype(settings: Any) -> torch.dtype:
-    """The type of a model's weights by its configuration, or that of most in its first file if that has none."""
+    """The type of a model's weights by its configuration; float32 if that has none."""
     # `dtype` may be a token of a model's own
     named = getattr(settings.get_text_config(decoder=True), "dtype", None) or getattr(settings, "dtype", None)
-    return named if isinstance(named, torch.dtype) else _dtype_in_files(settings.name_or_path)
-
-
-def _dtype_in_files(name: str) -> torch.dtype:
-    """The type of most weights in a model's first file, if that is here; float32 if not, or if it is another."""
-    from transformers.modeling_utils import load_state_dict
-    from transformers.utils import cached_file
-
-    sizes = Counter({torch.float32: 0})
-    every = (f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json"))
-    paths = (cached_file(name, file, local_files_only=True, **OR_NONE) for file in every if name)
-    if path := next(filter(None, paths), None):
-        if path.endswith(".json"):
-            path = str(Path(path).with_name(min(read_json(Path(path))["weight_map"].values())))
-        for weight in load_state_dict(path, map_location="meta").values():
-            sizes[weight.dtype] += weight.numel()
-    ((most, _),) = sizes.most_common(1)
-    return most if most in (torch.bfloat16, torch.float16) else torch.float32
+    return named if isinstance(named, torch.dtype) else torch.float32
 
 
 def auto_class(model: torch.nn.Module) -> Any:
@@ -194,15 +158,10 @@ def _refuse_incomplete(name: str, loading_info: dict[str, Any]) -> None:
     """
     mismatched = loading_info["mismatched_keys"]
     shapes = [f"{key} {tuple(in_file)} for {tuple(expected)}" for key, in_file, expected in mismatched]
-    defects = {"lack": loading_info["missing_keys"], "have in another shape than config.json says": shapes}
-    problems = [
-        f"--model {name}: its files {what} {len(keys)} of the model's weights ({_named(sorted(keys))}); name whole "
-        "files, or fix its config.json"
-        for what, keys in defects.items()
-        if keys
-    ]
-    if problems:
-        raise UserError(*problems)
+    for what, keys in (("lack", loading_info["missing_keys"]), ("have in another shape than config.json says", shapes)):
+        if keys:
+            named = f"{len(keys)} of the model's weights ({_named(sorted(keys))})"
+            raise UserError(f"--model {name}: its files {what} {named}; name whole files, or fix its config.json")
 
 
 def _named(keys: list[str]) -> str:
@@ -212,11 +171,8 @@ def _named(keys: list[str]) -> str:
 def freeze_beyond_text(
     model: torch.nn.Module, log: Callable[[str], None], *, images: bool = False, pattern: str | None = None
 ) -> None:
-    """Freeze the parameters that no text reaches. Images pass through them as they are.
-
-    Args:
-        pattern: a regular expression; with `images`, parameters whose names it finds a match in are left as they are.
-    """
+    """Freeze the parameters that no text reaches; images pass through them as they are. With `images`, parameters whose
+    names the regular expression `pattern` finds a match in are left."""
     left = pattern if images else None
     frozen = []
     for name, weights in beyond_text(model).items():
@@ -229,11 +185,7 @@ def freeze_beyond_text(
 
 def freeze_others(model: Any, pattern: str, log: Callable[[str], None], new_tokens: Sequence[int] = ()) -> None:
     """Freeze the trained parameters but those whose names the regular expression finds a match in (`--train-only`), and
-    log which are left. A tied head goes by the name of its embedding.
-
-    Raises:
-        UserError: it matches none of them, or not the embedding of `new_tokens`.
-    """
+    log which are left. A tied head goes by the name of its embedding."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     trained = {name for name in names if re.search(pattern, name)}
     if not trained:
@@ -269,12 +221,8 @@ def processor_files(name: str, model: torch.nn.Module) -> list[Path]:
 
 
 def check_plan(name: str, settings: Any, kind: Any, ranks: int, *, images: bool) -> None:
-    """Raise UserError unless the model can be cut over this many ranks; call it before its weights are loaded.
-
-    Args:
-        settings: the model's configuration.
-        kind: the auto class that loads it.
-    """
+    """Raise UserError unless a model of these settings, loaded by the auto class `kind`, can be cut over this many
+    ranks."""
     text = settings.get_text_config(decoder=True)
     of_class = getattr(kind._model_mapping.get(type(settings), None), "_tp_plan", None) or {}
     plan, problem = dict(getattr(text, "base_model_tp_plan", None) or {}), None
@@ -296,11 +244,7 @@ def check_plan(name: str, settings: Any, kind: Any, ranks: int, *, images: bool)
 
 
 def cut_over(ranks: int) -> dict[str, Any]:
-    """Return the arguments of from_pretrained by which each rank loads its part, by the model's plan.
-
-    Raises:
-        UserError: the installed torch is too old for it.
-    """
+    """Return the arguments of from_pretrained by which each rank loads its part, by the model's plan."""
     if Version(torch.__version__) < Version(LOWEST_TORCH):
         needs = f"torch {LOWEST_TORCH} or newer, and {torch.__version__} is installed"
         raise UserError(f"tensor parallelism needs {needs}; {_INSTEAD}")
@@ -310,12 +254,8 @@ def cut_over(ranks: int) -> dict[str, Any]:
 
 
 def refuse_offload(where: str | None, *, ranks: int, quantized: bool) -> None:
-    """Raise UserError if a model cannot be offloaded `where` the user asks for; None: nowhere.
-
-    Args:
-        ranks: processes of the launch.
-        quantized: whether its weights are to be in 4 bits.
-    """
+    """Raise UserError if a model cannot be offloaded `where` the user asks for; None: nowhere. `quantized`: whether its
+    weights are to be in 4 bits."""
     if where is None:
         return
     if ranks > 1:
@@ -328,11 +268,8 @@ def refuse_offload(where: str | None, *, ranks: int, quantized: bool) -> None:
 
 def placing(where: str) -> dict[str, Any]:
     """The arguments of `from_pretrained` by which accelerate places weights on the GPU as far as there is room, then
-    `where` is said, and brings each layer's to the device for the layer's forward.
-
-    Files of safetensors stay where they are. Weights that must be converted as they are read, such as merged experts,
-    are written to a folder of the cache that is removed when the process ends.
-    """
+    `where` is said, and brings each layer's to the device for the layer's forward. Weights that must be converted as
+    they are read, such as merged experts, go to a folder of the cache that is removed when the process ends."""
     folder = {"offload_folder": str(own_folder(cache.folder() / "offload"))}
     if not device_count():
         return {"device_map": {"": "disk"}, **folder}

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import hashlib
+import json
 import pickle
 import re
 from collections.abc import Iterator, Mapping
@@ -38,12 +39,8 @@ _TEMPLATES = "additional_chat_templates"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What to load: full weights with their tokenizer, and the adapter on them, if any.
-
-    Attributes:
-        adds_tokens: whether the weights get embeddings for tokens that only this tokenizer has.
-        rows_seed: the seed of these embeddings; None: that of the settings.
-    """
+    """What to load: full weights with their tokenizer, and the adapter on them, if any. If it `adds_tokens`, they get
+    embeddings for tokens that only this tokenizer has, drawn with `rows_seed` (None: the settings' seed)."""
 
     weights: str
     tokenizer: str
@@ -55,12 +52,8 @@ class Source:
 def find_source(model: str, *, init_from: str | None = None, revision: str | None = None) -> Source:
     """The source that `--init-from` names, or else `--model`.
 
-    A folder may hold full weights, an adapter (its base is read from `adapter_config.json`), or a run.
-
-    Args:
-        revision: branch, tag or commit of a hub id, whose files are then fetched into the hub's cache.
-    Raises:
-        UserError: the folder is not there, or holds none of these.
+    A folder may hold full weights, an adapter (its base is read from `adapter_config.json`), or a run. The files of a
+    hub id's `revision` (branch, tag or commit) are fetched into the hub's cache.
     """
     name = init_from or model
     folder = expanded(name)
@@ -103,10 +96,7 @@ def _fetched(name: str, revision: str | None) -> str:
     from huggingface_hub import snapshot_download
 
     with errors_explained(name):
-        folder = snapshot_download(name, revision=revision, ignore_patterns=[*_NOT_READ, "pytorch_model*.bin"])
-        if not any(Path(folder).glob("model*.safetensors")):  # else .bin files repeat these
-            folder = snapshot_download(name, revision=revision, ignore_patterns=_NOT_READ)
-    return str(folder)
+        return str(snapshot_download(name, revision=revision, ignore_patterns=_NOT_READ))
 
 
 def hub_place(name: str) -> tuple[str, str] | None:
@@ -123,12 +113,7 @@ def hub_place(name: str) -> tuple[str, str] | None:
 
 def began_with(source: Source, record: Mapping[str, Any] | None) -> str:
     """The folder or hub id that `--base auto` means: what a run's weights were trained from, or an adapter's base.
-
-    Args:
-        record: the record of the run that wrote the weights; None if no run did.
-    Raises:
-        UserError: no run wrote the weights, and they are no adapter.
-    """
+    `record` is that of the run that wrote the weights; None if no run did."""
     began = record["config"].get("init_from") or record["config"].get("model") if record else None
     if source.adapter:
         return source.weights
@@ -153,9 +138,6 @@ def weights_identity(source: Source) -> str | None:
 
     SHA-256 of the configuration and of the weight files' names, sizes and content. Of a large file only 64 MiB, evenly
     spread, are hashed: training changes every matrix, and hashing all would take as long as loading the model.
-
-    Raises:
-        UserError: they cannot be read.
     """
     folder = Path(source.weights)
     if not folder.is_dir():
@@ -203,8 +185,6 @@ def resolved(config: Settings, task: Task | type[Task]) -> Settings:
 
 def _reach(name: str) -> None:
     """Raise OSError if no file of `name` is cached here and the hub cannot be reached: libraries try for a minute."""
-    if Path(name).exists():
-        return
     from huggingface_hub import constants, file_download, get_session
 
     cached = Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(repo_id=name, repo_type="model")
@@ -219,9 +199,11 @@ def _reach(name: str) -> None:
 @contextlib.contextmanager
 def errors_explained(name: str) -> Iterator[None]:
     """Turn libraries' errors in loading `name` into a UserError that says what cannot be loaded, and why."""
+    here = Path(name).exists()
     try:
-        with contextlib.nullcontext() if Path(name).exists() else waiting(f"waiting for {name} from the hub"):
-            _reach(name)
+        with contextlib.nullcontext() if here else waiting(f"waiting for {name} from the hub"):
+            if not here:
+                _reach(name)
             yield
     except (UserError, MemoryError):
         raise
@@ -240,17 +222,14 @@ def errors_explained(name: str) -> Iterator[None]:
             cause = f"{cause.rstrip('.')}; see to the network, or name a folder that has the model's files"
         if any(word in str(error) for word in ("attn_implementation", "FlashAttention", "`kernels`")):
             raise UserError(f"--attn-implementation: {cause}") from error
-        where = "" if Path(name).exists() else "no such folder here, and as a hub id "
-        raise UserError(f"--model {name}: {where}cannot be loaded: {cause}") from error
+        as_id = "" if here else "no such folder here, and as a hub id "
+        raise UserError(f"--model {name}: {as_id}cannot be loaded: {cause}") from error
 
 
 def shipped_files(source: Path) -> tuple[list[Path], list[str]]:
     """Return the paths within `source` of the model's files, and the names of all other files and folders there.
 
     A Python file is the model's if a configuration names it as the model's own code, or if such a file imports it.
-
-    Raises:
-        UserError: a configuration or the model's own code cannot be read.
     """
     code = _own_code(source)
     shipped, left = [], []
@@ -272,17 +251,12 @@ def _own_code(source: Path) -> set[Path]:
     files: set[Path] = set()
     for path in source.glob("*config.json"):
         content = read_json(path)
-        named = content.get("auto_map") if isinstance(content, dict) else None
-        for value in named.values() if isinstance(named, dict) else ():
-            for name in value if isinstance(value, (list, tuple)) else (value,):
-                module = str(name).partition(".")[0]
-                file = source / f"{module}.py"
-                if not (module.isidentifier() and file.is_file()):  # None, or on the hub: "org/name--module.Class"
-                    continue
-                try:
-                    files |= {file, *map(Path, get_relative_import_files(file))}
-                except (OSError, ValueError) as error:
-                    raise UserError(
-                        f"{file}: the model's own code cannot be read, nor what it imports ({error}); put it back"
-                    ) from None
+        named = json.dumps(content.get("auto_map") if isinstance(content, dict) else None)
+        for module in re.findall(r'"(\w+)\.\w+"', named):  # not what is on the hub: "org/name--module.Class"
+            if not (file := source / f"{module}.py").is_file():
+                continue
+            try:
+                files |= {file, *map(Path, get_relative_import_files(file))}
+            except (OSError, ValueError) as error:
+                raise UserError(f"{file}: the model's own code cannot be read ({error}); put it back") from None
     return files

@@ -17,14 +17,12 @@ READ_IMAGES = "for images pass through it as it is"
 """Reason, in messages, why weights that only images reach are not trained."""
 
 
-def targets(model: torch.nn.Module, *, names: list[str], saved: list[str]) -> dict[str, Any]:
-    """Return peft's arguments for `names`, of `--lora-target-modules`, excluding `saved`, of `--lora-modules-to-save`.
+def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[str]) -> dict[str, Any]:
+    """Return peft's arguments for `names`, of `--lora-target-modules`, excluding `saved`, of `--lora-modules-to-save`,
+    and for `parameters`, of `--lora-target-parameters`.
 
     By `all-linear`, peft would also choose layers that no text reaches (in a multimodal model), layers that it then
     refuses, and layers beside which an adapter does nothing; these are excluded.
-
-    Raises:
-        UserError: a name that no module reached by text has.
     """
     beyond = beyond_text(model)
     modules = [name for name, module in model.named_modules() if not _has_any(name, module, beyond)]
@@ -37,31 +35,21 @@ def targets(model: torch.nn.Module, *, names: list[str], saved: list[str]) -> di
     if not chosen:
         without = {in_block(name) for names in unfit(model).values() for name in names}
         excluded += [rf"(.*\.)?{re.escape(name)}" for name in sorted(without)]
-    return {
+    arguments: dict[str, Any] = {
         "target_modules": names if chosen else ALL_LINEAR,
         "exclude_modules": "|".join(excluded) or None,
     }
-
-
-def besides(model: Any, *, names: list[str], saved: list[str], parameters: list[str]) -> dict[str, Any]:
-    """Return peft's arguments, besides those of `targets`, for `--lora-target-parameters` and `--lora-modules-to-save`.
-
-    Raises:
-        UserError: a name that nothing reached by text has, or that `--lora-target-modules` has too.
-    """
-    beyond = beyond_text(model)
     shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in model.named_parameters() if name not in beyond}
     matrices = [name for name, shape in shapes.items() if len(shape) in (2, 3)]
-    modules = [name for name, module in model.named_modules() if not _has_any(name, module, beyond)]
     if missing := ", ".join(name for name in parameters if not _ends_any(matrices, name)):
-        experts = dict.fromkeys(in_block(name) for name in matrices if len(shapes[name]) == 3)
-        there = f"its experts' are {', '.join(experts)}" if experts else "it has no experts in one tensor"
-        raise UserError(f"--lora-target-parameters {missing}: no such matrices in this model; {there}")
+        experts = ", ".join(dict.fromkeys(in_block(name) for name in matrices if len(shapes[name]) == 3))
+        raise UserError(f"--lora-target-parameters {missing}: no such matrices; its experts' are {experts or 'none'}")
     if missing := ", ".join(name for name in saved if not _ends_any(modules, name)):
         raise UserError(f"--lora-modules-to-save {missing}: no such module in this model; print(model) has all")
     if twice := ", ".join(sorted({*saved} & {*names})):
         raise UserError(f"--lora-modules-to-save {twice}: --lora-target-modules names it too; leave one out")
-    arguments: dict[str, Any] = {"target_parameters": parameters} if parameters else {}
+    if parameters:
+        arguments["target_parameters"] = parameters
     if saved:
         arguments["modules_to_save"] = saved
         ends = model.get_input_embeddings(), model.get_output_embeddings()

@@ -1,21 +1,16 @@
 """The built-in model: a Qwen2 of about a million parameters and a tokenizer made from the task's own training text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import conversation
 from accel_sft.io.text import common_length
-
-if TYPE_CHECKING:
-    from transformers import Qwen2Tokenizer
 
 TINY_DEFAULTS: dict[str, Any] = {
     "learning_rate": 2e-3,
@@ -77,14 +72,8 @@ def texts_of(task: Task, examples: Sequence[Any]) -> list[str]:
 def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
     """Write model and tokenizer to `directory`, as `from_pretrained` of plain transformers reads them.
 
-    The result is a function of `texts` and `seed` alone; torch's global random state is left as it was.
-
-    Args:
-        directory: created if missing.
-        texts: the training examples' own text: each message's content and each answer, one string each.
-        seed: seed of the initial weights.
-    Raises:
-        UserError: there is no text to make a tokenizer from.
+    The result is a function of `texts`, which are the training examples' own, and of `seed` alone; torch's global
+    random state is left as it was.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -112,7 +101,7 @@ def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def train_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
+def train_tokenizer(texts: Sequence[str]) -> Any:
     """A small byte-level BPE that makes copying easy: what varies is spelt out, what is constant is one token.
 
     One token per digit and per Chinese or Japanese character, so that positions can be counted; words and runs of

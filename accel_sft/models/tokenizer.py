@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,12 +42,8 @@ _WITHOUT: dict[str, Any] = {**_PENALTIES, **dict.fromkeys(_FORCED.split())}
 
 @dataclasses.dataclass
 class GivenTemplate:
-    """The chat template that `--chat-template` names: `chatml`, a Jinja file, or that of a folder or hub id.
-
-    Attributes:
-        new_tokens: ids that `give` added to the tokenizer; the model has no trained embeddings for them.
-        lines: what `give` did, for the log.
-    """
+    """The chat template that `--chat-template` names: `chatml`, a Jinja file, or that of a folder or hub id. `give`
+    adds to `new_tokens` the ids for which the model has no trained embeddings, and to `lines` what it did."""
 
     name: str
     trust_remote_code: bool
@@ -61,9 +56,6 @@ class GivenTemplate:
         Control tokens of the template become special tokens: of another tokenizer's template those that are special
         there, of a file those like `<|im_end|>` and the mark that ends an answer. The token that ends an answer becomes
         the tokenizer's eos; its eos until then becomes the pad token, if there is none.
-
-        Raises:
-            UserError: the template cannot be read, or is none: it fails, or writes no answer.
         """
         tokenizer.chat_template, their_special = self._read()
         if not tokenizer.chat_template.strip():
@@ -89,15 +81,13 @@ class GivenTemplate:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in new], special_tokens=True)
         self.new_tokens = [tokenizer.convert_tokens_to_ids(mark) for mark in new if mark not in before]
-        end = special_tokens(tokenizer).search(form.tail)
-        if end:
+        ends = f"it ends no answer: {tokenizer.eos_token} is put there"
+        if end := special_tokens(tokenizer).search(form.tail):
             tokenizer.eos_token = end[0]
+            ends = f"answers end with {end[0]}, at which generation stops"
         marks_now = "the tokenizer has all its control tokens"
         if new:
             marks_now = f"{', '.join(new)}: tokens of the tokenizer from now on; other marks of the template stay text"
-        ends = f"it ends no answer: {tokenizer.eos_token} is put there"
-        if end:
-            ends = f"answers end with {end[0]}, at which generation stops"
         self.lines.append(f"--chat-template {self.name}: {marks_now}; {ends}")
 
     def _read(self) -> tuple[str, re.Pattern[str] | None]:
@@ -122,14 +112,10 @@ class GivenTemplate:
         except UserError as error:
             cause = first_line(error).removeprefix(f"--model {name}: ")
             raise self._unusable(f"neither {CHATML} nor a file, and as a model: {cause}") from error
+        if isinstance(template, dict):  # several, by name
+            template = template.get("default")
         if template is None:
             raise self._unusable("this model's tokenizer has no chat template; name another")
-        if not isinstance(template, str):
-            tokenizer.chat_template = template
-            try:
-                template = tokenizer.get_chat_template()
-            except ValueError as error:
-                raise self._unusable(f"its chat template cannot be chosen: {first_line(error)}") from error
         return template, special_tokens(tokenizer)
 
     def _unusable(self, cause: str) -> UserError:
@@ -169,8 +155,6 @@ def load_tokenizer(
     Args:
         given: the chat template to give it.
         templated: whether it must have a chat template; raw text needs none.
-    Raises:
-        UserError: it cannot be loaded, or has no vocabulary, chat template or eos token.
     """
     from transformers import AutoTokenizer
 
@@ -252,19 +236,14 @@ def stop_at_ends(model: Any, tokenizer: Any, log: Callable[[str], None]) -> None
         settings.eos_token_id = [eos, *sorted(ends - {eos})]
     if names := ", ".join(left_out(settings)):
         log(f"generation_config.json: {names}: answers are scored without; generate so too, as the model card does")
-    if most := settings.max_new_tokens:
-        cap = f"generation_config.json: max_new_tokens {most}: servers and plain generate end answers there"
-        log(f"{cap}, evaluations at --max-new-tokens")
-    with tempfile.TemporaryDirectory() as folder:  # what is refused depends on the version, and on what was changed
-        try:
-            settings.save_pretrained(folder)
-        except ValueError as error:
-            idle = _IDLE.findall(str(error))
-            given = ", ".join(f"{name} {getattr(settings, name)}" for name in idle)
-            log(f"generation_config.json: {given}: without effect, and left out of what is exported")
-            for name in idle:
-                setattr(settings, name, None)
-            settings.save_pretrained(folder)
+    try:
+        settings.validate(strict=True)  # as `save_pretrained` does
+    except ValueError as error:
+        idle = _IDLE.findall(str(error))
+        given = ", ".join(f"{name} {getattr(settings, name)}" for name in idle)
+        log(f"generation_config.json: {given}: without effect, and left out of what is exported")
+        for name in idle:
+            setattr(settings, name, None)
 
 
 def load_processor(source: Source, *, model: str, trust_remote_code: bool) -> Any:
@@ -272,9 +251,6 @@ def load_processor(source: Source, *, model: str, trust_remote_code: bool) -> An
 
     Transformers needs torchvision to read videos. Where it is not installed, the processor is made without its part for
     videos, and Pillow reads the images.
-
-    Raises:
-        UserError: Pillow is missing, or the model has no processor for images, or one that cannot be used here.
     """
     from transformers import AutoConfig, AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -290,8 +266,7 @@ def load_processor(source: Source, *, model: str, trust_remote_code: bool) -> An
         except (ImportError, OSError, RuntimeError) as error:  # PyPI's build is for CUDA, and fails without it
             cause = one_line(str(error), LONGEST_ERROR)
             raise UserError(
-                f"torchvision is installed and cannot be loaded ({cause}); install the build for this torch, or "
-                "uninstall it: images are read without it too"
+                f"torchvision is installed and cannot be loaded ({cause}); uninstall it: images are read without it too"
             ) from error
     with errors_explained(name):
         settings = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)

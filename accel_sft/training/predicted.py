@@ -17,7 +17,7 @@ from accel_sft.launch.collectives import by_each_rank, largest
 from accel_sft.launch.info import Launch
 from accel_sft.memory.estimate import Estimate, estimate, loading_bytes, totals
 from accel_sft.memory.flops import model_flops, peak_flops
-from accel_sft.memory.job import AS_CONFIGURED, MOST_LOGITS, Job
+from accel_sft.memory.job import AS_CONFIGURED, Job
 from accel_sft.memory.model_config import UnusableModel, read_config, read_shape, stored_bytes
 from accel_sft.memory.states import least_bytes
 from accel_sft.tracking.tracker import Tracker
@@ -68,7 +68,6 @@ class Prediction:
                 rows=rows,
                 pixels=train_step.most_pixels,
                 head=train_step.batching.head,
-                most_logits=train_step.batching.most_logits or MOST_LOGITS,
                 copied_keys=copied_keys if train_step.batching.layout == "shared" else 0,
                 in_cache=train_step.batching.attention == "cache",
             )

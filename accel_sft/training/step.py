@@ -133,7 +133,9 @@ class TrainStep:
         """Tokens and query-key pairs of the last step over all ranks: what rows share once, and without padding."""
         tokens, pairs = 0, 0.0
         for rows in (rows for forwards in self._divided for rows in forwards):
-            for row, shared in zip(rows, self.batching.way.common(rows), strict=True):
+            prefix = self.batching.way.prefix(rows)
+            for number, row in enumerate(rows):
+                shared = prefix if number else 0
                 tokens += _length(row) - shared
                 pairs += (_length(row) ** 2 - shared**2) / 2
         return tokens, pairs

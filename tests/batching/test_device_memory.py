@@ -9,7 +9,6 @@ import json
 import math
 import os
 
-import architectures
 import pytest
 import torch
 from accelerate import Accelerator
@@ -23,14 +22,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching import choice
-from accel_sft.batching.choice import _expected_bytes, within_memory
+from accel_sft.batching.choice import _expected_bytes
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
 from accel_sft.commands import train
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.info import read_launch
-from accel_sft.memory.job import MOST_LOGITS, ROOMY_LOGITS, Job
+from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_shape
 from accel_sft.training.optimizer import Stepper, new_optimizer
 from accel_sft.training.step import TrainStep
@@ -53,20 +52,6 @@ class Cramped(Shipped):
 
         if split == "train":
             torch.nn.modules.module.register_module_forward_pre_hook(look)
-        return super().dataset(split)
-"""
-TRIED = """
-from dataclasses import dataclass
-from accel_sft_math import Math as Shipped
-
-@dataclass(kw_only=True)
-class Tried(Shipped):
-    \"\"\"Math whose forwards are chosen as on a GPU.\"\"\"
-
-    def dataset(self, split):
-        from accel_sft.batching import choice
-
-        choice.UNTRIED, choice.TRIED_ON_DEVICE = set(), (64, 128)
         return super().dataset(split)
 """
 
@@ -99,7 +84,7 @@ def test_ranks_sharing_weights_end_and_resume_with_smaller_forwards(launched, tm
     assert run.result()["batching"]["tokens"] == limit["tokens"]
 
 
-@pytest.mark.parametrize("content", ["", '["a"]', '"a"', '{"tokens": "many"}', '{"tokens": 0}'])
+@pytest.mark.parametrize("content", ["", '["a"]', '{"tokens": 0}'])
 def test_a_limit_that_cannot_be_read_is_named(tmp_path, content):
     (tmp_path / "most-tokens.json").write_text(content)
     with pytest.raises(UserError, match=r"most-tokens\.json: "):
@@ -122,14 +107,6 @@ def test_smallest_size_without_room_of_all_ranks_is_kept(tmp_path, monkeypatch):
             rank.forward_backward(rows, 2, 1)
     assert json.loads((tmp_path / "most-tokens.json").read_text()) == {"tokens": 6}
     assert TrainStep(stepper, padded, 0, RunDir(tmp_path), print).batching.tokens == 6
-
-
-def test_zero_3_tries_no_sizes_where_experts_are_gathered(tmp_path):
-    """Ranks would wait for one that finds no room; and a backward without the weights would reduce their gradients."""
-    model = architectures.make(tmp_path / "model", "mixtral")
-    arguments = ("tried", *JOB[1:], *ONCE, "--max-steps", "2", "--model", str(model))
-    run = finished(*arguments, yaml="z3", launcher=FP32, **plugin(tmp_path, "tried", TRIED))
-    assert "sizes (not tried: ranks share the weights)" in " ".join(run.output.split())
 
 
 def tiny_llama():
@@ -160,25 +137,6 @@ def trained(stepper, batching, examples, folder):
     return losses, steps.batching
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_trial_finds_exactly_the_sizes_that_train(tmp_path, way):
-    """Budgets from where nothing fits to where all does."""
-    sizes, counts = (32, 64, 128, 256, 512), []
-    for mebibytes in (1.2, 2.4, 3.0, 4.5, 12):
-        with Device(mebibytes * 2**20, way) as device:
-            trial, stepper, examples = job(tiny_llama())
-            fitting = []
-            with contextlib.suppress(UserError):  # not even the smallest
-                fitting = within_memory(trial, [Batching("padded", 0)], sizes)
-            counts.append(len(fitting))
-            if fitting:
-                assert trained(stepper, fitting[-1], examples, tmp_path)[1] == fitting[-1], "a step found no room"
-                assert device.peak <= device.budget
-    assert (counts[0], counts[-1]) == (0, len(sizes))
-    assert counts == sorted(counts)
-    assert len(set(counts)) > 3
-
-
 @pytest.mark.parametrize("way", [*WAYS, "backward"])
 def test_step_without_room_is_repeated_in_halves(tmp_path, way, capsys):
     _, stepper, examples = job(tiny_llama())
@@ -199,54 +157,38 @@ def test_step_without_room_is_repeated_in_halves(tmp_path, way, capsys):
     assert "step 1: out of device memory in a forward of" in capsys.readouterr().out
 
 
-def test_trial_there_and_back_leaves_no_trace(monkeypatch):
+def test_trial_there_and_back_leaves_no_trace():
     """Neither gradients nor random state nor mode; the first step then learns what it would without a trial."""
-    model = tiny_llama().train()
-    monkeypatch.setattr(choice, "UNTRIED", set())
-    monkeypatch.setattr(choice, "TRIED_ON_DEVICE", (64, 128))
+    trial, _, examples = job(tiny_llama().eval())
     state = torch.get_rng_state()
-    assert "sizes that fit into memory" in choice.choose_batching(job(model)[0])[1]
+    assert trial.run(Batching("padded", 512), examples)[1]
     assert torch.equal(torch.get_rng_state(), state)
-    assert model.training
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not trial.model.training
+    assert all(parameter.grad is None for parameter in trial.model.parameters())
 
 
 def test_another_error_of_a_device_is_no_shortage(tmp_path):
-    model = tiny_llama()
-    trial, stepper, examples = job(model)
+    _, stepper, examples = job(tiny_llama())
 
     def broken(module, inputs):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    model.model.embed_tokens.register_forward_pre_hook(broken)
-    for work in (
-        lambda: within_memory(trial, [Batching("padded", 0)], (64,)),
-        lambda: trained(stepper, Batching("padded", 64), examples, tmp_path),
-    ):
-        with pytest.raises(RuntimeError, match="illegal memory access"):
-            work()
+    stepper.model.model.embed_tokens.register_forward_pre_hook(broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        trained(stepper, Batching("padded", 64), examples, tmp_path)
 
 
 def test_reserved_is_what_the_first_update_still_allocates():
-    """Moments unless a resumed run has them, of what is trained; without a job gradients and moments in float32."""
+    """Moments unless a resumed run has them, of what is trained."""
     model = tiny_llama()
     trial, parameters = job(model)[0], model.num_parameters()
     everything = trial.reserved()
     assert everything - job(model, moments=True)[0].reserved() == 8 * parameters
-    assert dataclasses.replace(trial, job=None).reserved() == 3 * 4 * parameters
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name)
     some = dataclasses.replace(trial, job=dataclasses.replace(trial.job, train_only="layers.1"))
     share = sum(p.numel() for p in model.parameters() if p.requires_grad) / parameters
     assert some.reserved() == pytest.approx(share * everything, rel=0.01)
-
-
-def test_without_a_job_the_smallest_forward_is_taken(monkeypatch):
-    trial = dataclasses.replace(job(tiny_llama())[0], job=None)
-    monkeypatch.setattr(choice, "free_bytes", lambda device: 2**40)
-    (smallest,) = choice.expected_to_fit(trial, [Batching("padded", 0)], (1024, 2048))
-    assert smallest.tokens == 1024
-    assert choice.with_sized_pieces(trial, [Batching("padded", 0)]) == [Batching("padded", 0)]
 
 
 def test_expected_bytes_of_a_forward_are_about_right():
@@ -263,43 +205,20 @@ def test_expected_bytes_of_a_forward_are_about_right():
         assert taken / 3 < expected < 3 * taken
 
 
-def test_without_a_trial_the_estimate_bounds_forwards(monkeypatch):
-    """Where ranks share weights, nothing is tried."""
-    trial, *_ = job(tiny_llama())
-    sizes = (1024, 2048, 4096, 8192)
+def test_estimate_bounds_the_forwards_of_a_gpu(monkeypatch):
+    trial, padded = job(tiny_llama())[0], [Batching("padded", 0)]
 
-    def fitting(free):
+    def sizes(free, trial=trial):
         monkeypatch.setattr(choice, "free_bytes", lambda device: free)
-        return [batching.tokens for batching in choice.expected_to_fit(trial, [Batching("padded", 0)], sizes)]
+        return [batching.tokens for batching in choice.fitting(trial, padded)]
 
-    assert fitting(math.inf) == [*sizes]
-    assert fitting(0) == [1024]  # the smallest, whatever is predicted
-    some = [len(fitting(mebibytes * 2**20)) for mebibytes in (16, 32, 64, 128)]
+    assert sizes(math.inf) == [*padded[0].way.cpu_tokens], "a CPU's"
+    assert sizes(0) == [1024]  # the smallest, whatever is predicted
+    some = [len(sizes(mebibytes * 2**20)) for mebibytes in (16, 32, 64, 128)]
     assert some == sorted(some)
     assert len(set(some)) > 2
-
-
-def test_head_pieces_fit_the_device_and_survive_a_resume(monkeypatch):
-    trial, *_ = job(tiny_llama())
-    monkeypatch.setattr(choice, "TRIED_ON_DEVICE", (64, 128))
-    monkeypatch.setattr(choice, "UNTRIED", set())
-
-    def chosen(free, before=None):
-        monkeypatch.setattr(choice, "free_bytes", lambda device: free)
-        return choice.choose_batching(trial, before)[0]
-
-    small, roomy = chosen(2**31), chosen(80 * 2**30)
-    assert (small.head, small.most_logits, roomy.most_logits) == ("pieces", MOST_LOGITS, ROOMY_LOGITS)
-    assert MOST_LOGITS < chosen(20 * 2**30).most_logits < ROOMY_LOGITS
-    assert trial.batch(roomy, trial.examples[:1]).most_logits == ROOMY_LOGITS
-    record = json.loads(json.dumps(choice.recorded(("auto", "auto"), roomy)))
-    assert chosen(2**31, choice.restored(record, ("auto", "auto"))) == roomy
-    monkeypatch.setattr(choice, "sequence_ranks", lambda accelerator: 2)
-    monkeypatch.setattr(choice, "in_parts", lambda trial, exact: (dataclasses.replace(exact, rows=1), ""))
-    assert (in_parts := chosen(80 * 2**30)).most_logits == ROOMY_LOGITS
-    assert chosen(2**31, in_parts) == in_parts
-    with_all = dataclasses.replace(roomy, head="labelled", most_logits=None)
-    assert choice.with_sized_pieces(trial, [with_all]) == [with_all]
+    without = dataclasses.replace(trial, job=None)
+    assert sizes(2**40, without) == [1024]
 
 
 @pytest.mark.long  # for each batching other code is compiled

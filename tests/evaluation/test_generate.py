@@ -240,7 +240,7 @@ def evaluated(model, tokenizer, examples, task):
     accelerator = Accelerator(cpu=True)
     backend = Generator(accelerator, tokenizer, model, None, log=print)
     evaluator = Evaluator(accelerator, tokenizer, task, range(len(examples)), examples, config, backend)
-    return evaluator(model, Batching("shared", 256))
+    return evaluator(model, Batching("padded", 256))
 
 
 def test_evaluation_leaves_mode_gradients_and_random_state(tiny, tokenizer, examples, capsys):

@@ -11,15 +11,11 @@ import torch
 from conftest import AS_COUNTED
 from planned import job_of, saved_for_backward
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from varlen_on_cpu import varlen_on_cpu
 
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.chat.encoded import Encoded
 from accel_sft.memory.activations import forward_bytes, peak_bytes
-from accel_sft.memory.job import Job
-from accel_sft.models import cascade
-from accel_sft.models.cascade import VARLEN
 from accel_sft.models.prefix_attention import install
 
 # tokens of the prefix, own tokens of a row, rows
@@ -41,30 +37,15 @@ def kept_by(model, batching, rows):
     return saved()
 
 
-def only_shapes(query, *args, **kwargs):
-    """A GPU's attention as far as it matters here: what it returns has the right size."""
-    nothing = torch.empty(0)
-    return torch.zeros_like(query), torch.zeros(query.shape[1::-1]), nothing, nothing, nothing
-
-
 @AS_COUNTED
-@pytest.mark.parametrize("kernels", [None, "those of CPUs", "those of GPUs"])
 @pytest.mark.parametrize(("prefix", "own", "count"), SHAPES)
-def test_the_bytes_kept_for_the_backward_are_those_expected(model, prefix, own, count, kernels, monkeypatch):
+def test_the_bytes_kept_for_the_backward_are_those_expected(model, prefix, own, count):
     draw = torch.Generator().manual_seed(0)
     common, *others = (torch.randint(1, 512, (size,), generator=draw).tolist() for size in (prefix, *[own] * count))
     rows = [Encoded(index, common + row, prefix + own // 2) for index, row in enumerate(others)]
     batching = Batching("shared", prefix + own * count, attention="rows", head="labelled")
     install(torch.device("cpu"))
-    if kernels is None:
-        monkeypatch.setattr(cascade, "KERNELS", {})
-    elif kernels == "those of GPUs":
-        monkeypatch.setitem(cascade.KERNELS, "cpu", VARLEN)
-        monkeypatch.setattr(cascade, "_right", {("cpu", 32): True})
-    with varlen_on_cpu(forward=only_shapes):
-        measured = kept_by(model, batching, rows)
-    # as `plan` predicts it for a GPU
-    monkeypatch.setattr(Job, "copies", kernels is None)
+    measured = kept_by(model, batching, rows)
     planned = forward_bytes(
         job_of_rows(model, "z2", True, batching.way.tokens_in(rows), batching.way.copied_keys(rows))
     )

@@ -239,9 +239,8 @@ def folder(tmp_path_factory):
     for tied in (True, False):
         make_base(folder / f"tied {tied}", tied=tied)
     chats = [{"prompt": f"{n}=", "completion": f"{n} + {n}"} for n in range(40)]
-    same = [{"prompt": f"{n}=", "completion": "the answer"} for n in range(10, 20)]
     texts = [{"text": f"the answer is {n} + {n} " * (1 + n % 4)} for n in range(40)]
-    for name, rows in {"chats": chats, "same": same, "texts": texts}.items():
+    for name, rows in {"chats": chats, "texts": texts}.items():
         jsonl(folder / f"{name}.jsonl", rows)
     return folder
 
@@ -279,22 +278,6 @@ def test_the_perplexity_of_raw_text_is_that_of_plain_transformers(folder, tmp_pa
     assert "/v1/completions" in CliRunner().invoke(serve, (folder, "--print")).stderr
     with pytest.raises(UserError, match="trained on raw text"):
         CliRunner().invoke(generate, (folder, question, "--system", "Be kind."), catch_exceptions=False)
-
-
-@LONG
-def test_base_model_learns_where_answers_end(folder, tmp_path):
-    run = finished(
-        *("chat", "--model", str(folder / "tied False"), "--train-file", str(folder / "same.jsonl"), *STEPS),
-        *("--held-out", "0", "--chat-template", "chatml", "--max-steps", "40", "--max-new-tokens", "30"),
-        *("--eval-every", "40", "--save-every", "off"),
-        run_dir=tmp_path / "run",
-    )
-    assert run.result()["after"]["token_f1"] == 1.0
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
-    prompt = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    said = model.generate(**prompt, max_new_tokens=30, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert tokenizer.decode(said) == "the answer<|im_end|>"
 
 
 SETTINGS = [

@@ -174,11 +174,6 @@ def test_penalties_of_the_base_are_named_and_left_out(tmp_path):
     assert "penalty" not in card(left_out={})
 
 
-def test_cap_of_answers_in_the_bases_settings_is_named(tmp_path):
-    line, *_ = warning_of(base(tmp_path / "base", max_new_tokens=4))
-    assert line.startswith("generation_config.json: max_new_tokens 4: servers and plain generate end answers there")
-
-
 class Raw(Sums):
     def messages(self, example):
         return []

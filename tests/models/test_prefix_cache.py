@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import accel_sft, stopped
-from forwards import CPU, rows
+from forwards import CPU, computed_tokens, rows
 from transformers import AutoModelForCausalLM
 
 from accel_sft.api.config import TrainConfig
@@ -81,7 +81,7 @@ def test_steps_behind_a_cache_equal_rows_repeating_the_prefix(family):
     batching, line = chosen(model)
     assert (batching.layout, batching.attention) == ("shared", "cache"), line
     assert "not packed: " in line  # with states or windows of others, or attention that takes no mask
-    assert batching.computed_tokens(ROWS, 1) < Batching("padded", 1024).computed_tokens(ROWS, 1) / 2
+    assert computed_tokens(batching, ROWS) < computed_tokens(Batching("padded", 1024), ROWS) / 2
     expected = curve(model, Batching("padded", 4096))
     assert curve(model, Batching("shared", 300, attention="cache")) == pytest.approx(expected, rel=2e-5)
     model.gradient_checkpointing_enable({"use_reentrant": False})

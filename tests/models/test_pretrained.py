@@ -27,7 +27,6 @@ from transformers import (
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching.layouts import LAYOUTS
 from accel_sft.checkpoint import checkpoint
 from accel_sft.cli.group import cli
 from accel_sft.io.exported import complete_config, save_tokenizer
@@ -203,12 +202,6 @@ def test_an_adapter_on_all_linear_layers_stands_where_pefts_would(made, family):
     assert ours.state_dict().keys() == theirs.state_dict().keys()
 
 
-def test_a_way_out_is_one_that_the_model_has(made):
-    for family, way in {"llama": "sdpa can", "deepseek_v4": "the model has no other"}.items():
-        model = loaded(made(family), attn_implementation="eager")
-        assert LAYOUTS[0].refusal(model, [[]]).endswith(f"mask of rows; {way}")
-
-
 def test_layers_that_keep_nothing_limit_nothing(made):
     assert "Dummy" not in limited_layers(loaded(made("nemotron_h")), 99)
 
@@ -240,12 +233,10 @@ def test_balance_loss_of_experts_that_is_not_trained_is_named(made, tmp_path):
 BROKEN = {
     "a number's name": ("config.json", '{"model_type": "llama", "hidden_size": "big"}', "expected int, got str"),
     "a list": ("config.json", "[]", "must be a mapping, not list"),
-    "nested": ("config.json", "[" * 100_000, "RecursionError"),
     "weights": ("pytorch_model.bin", "PK\x03\x04 and no more", "cannot be loaded"),
     "tokenizer settings": ("tokenizer_config.json", "[]", "'list' object has no attribute"),
     "a template": ("tokenizer_config.json", '{"chat_template": 5, "eos_token": "<|im_end|>"}', "chat template is int"),
     "generation": ("generation_config.json", "{", "not a valid JSON file"),
-    "generation list": ("generation_config.json", "[1]", "cannot be loaded"),
     "an end": ("generation_config.json", '{"eos_token_id": "x"}', "generation_config.json: eos_token_id 'x' is no num"),
 }
 
@@ -322,6 +313,12 @@ def test_names_that_differ_in_numbers_are_one_with_these_numbers():
     ]
 
 
+def test_type_is_float32_where_the_configuration_names_none(made, tmp_path):
+    config = json.loads((made("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in config if "dtype" not in key}))
+    assert stored_dtype(AutoConfig.from_pretrained(tmp_path)) == torch.float32
+
+
 def test_train_only_needs_an_expression_and_no_adapter():
     (line,) = TrainConfig(train_only="layers.(").problems()
     assert line.startswith("--train-only layers.(: not a regular expression (")
@@ -358,25 +355,6 @@ def test_exports_have_their_bases_names_and_types(made, tmp_path, family, precis
     assert AutoConfig.from_pretrained(final).dtype == torch.bfloat16
     again, weights = load_file(final / "model.safetensors"), load_file(base / "model.safetensors")
     assert all(again[name].equal(weight.to(again[name].dtype)) for name, weight in weights.items())
-
-
-@pytest.mark.parametrize("kind", ["safetensors", "bin", "shards"])
-def test_files_without_a_configured_type_say_their_own(made, tmp_path, kind):
-    def halved(weights):
-        names = (name for name in weights if "norm" not in name)
-        weights.update({name: weights[name].half() for name in names})
-
-    base = changed(made("llama"), tmp_path / "base", halved)
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({key: config[key] for key in config if "dtype" not in key}))
-    if kind == "bin":
-        torch.save(load_file(base / "model.safetensors"), base / "pytorch_model.bin")
-        (base / "model.safetensors").unlink()
-    if kind == "shards":
-        shard = (base / "model.safetensors").rename(base / "model-00001-of-00001.safetensors")
-        index = {"weight_map": dict.fromkeys(load_file(shard), shard.name)}
-        (base / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert stored_dtype(AutoConfig.from_pretrained(base)) == torch.float16
 
 
 def test_other_types_are_exported_where_asked_but_not_of_adapters(made, tmp_path):

@@ -113,7 +113,11 @@ def test_a_model_that_names_no_repeated_blocks_is_not_compiled():
 
 @pytest.mark.parametrize(
     ("implementation", "message"),
-    [("nosuch", "--attn-implementation: "), ("flex_attention", "it has no backward on a CPU")],
+    [
+        ("nosuch", "--attn-implementation: "),
+        ("flex_attention", "it has no backward on a CPU"),
+        *((name, "its kernels need a GPU") for name in ("flash_attention_2", "kernels-community/flash-attn3")),
+    ],
 )
 def test_an_attention_that_cannot_be_used_is_named(tmp_path, monkeypatch, implementation, message):
     monkeypatch.setattr(load, "device_count", lambda: 0)
@@ -196,11 +200,10 @@ def test_a_revision_is_loaded_recorded_and_named_in_adapters(kept_by_the_hub, tm
     assert problem.startswith("--revision: it is of a hub id that --model names")
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_a_revisions_weights_are_fetched_once(tmp_path, monkeypatch, kind):
-    read = {"config.json", "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"}
+def test_revision_fetches_no_weights_of_other_libraries(tmp_path, monkeypatch):
+    read = {"config.json", "model.safetensors", "pytorch_model.bin"}
     others = {"consolidated.safetensors", "consolidated.00.pth", "original/model.safetensors", "model.gguf"}
-    files = dict.fromkeys({*read, *others, "pytorch_model.bin"}, b"{}")
+    files = dict.fromkeys({*read, *others}, b"{}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")

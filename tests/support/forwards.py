@@ -12,14 +12,7 @@ from accel_sft.batching.loss import nll_sum
 from accel_sft.chat.encoded import Encoded
 
 CPU = torch.device("cpu")
-WAYS = [
-    ("shared", "mask"),
-    ("shared", "rows"),
-    ("shared", "cache"),
-    ("packed", "mask"),
-    ("packed", "rows"),
-    ("padded", "mask"),
-]
+WAYS = [("shared", "rows"), ("shared", "cache"), ("packed", "rows"), ("padded", "causal"), ("padded", "mask")]
 
 
 def batching_of(way, tokens, rows=None, **rest):
@@ -37,6 +30,10 @@ def rows(count=23, seed=0, instruction=12, longest=40, vocabulary=97):
         answer = draw.integers(1, vocabulary, draw.integers(1, longest)).tolist()
         made.append(Encoded(index, common + question + answer, instruction + len(question)))
     return made
+
+
+def computed_tokens(batching, examples):
+    return sum(batching.way.tokens_in(rows) for rows in batching.divide(examples, 1)[0])
 
 
 def loss_and_gradients(model, batching, examples, world_size=1):

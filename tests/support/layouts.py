@@ -244,7 +244,8 @@ def under_fsdp2(folder: Path) -> dict[str, bool]:
     in a bf16 run, and whether weights that an evaluation of averages left gathered are gathered anew."""
     reduced = Job("fsdp2", "bf16", 0.0, folder)
     batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
-    losses = HEADS["pieces"](reduced.model, batch, most_logits=64)  # two tokens at a time, within the model
+    two_at_once = dataclasses.replace(batch, most_logits=64)
+    losses = HEADS["pieces"](reduced.model, two_at_once)  # within the model
     reduced.stepper.backward(losses.sum())
     averages = reduced.accelerator.state.fsdp_plugin.mixed_precision_policy.reduce_dtype
     job = Job("fsdp2", "no", 0.0, folder)

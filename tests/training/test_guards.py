@@ -71,7 +71,7 @@ def evaluate(tiny, **methods):
     config = TrainConfig(max_new_tokens=2).resolved({})
     accelerator = Accelerator(cpu=True)
     backend = Generator(accelerator, tokenizer, model, None)
-    return Evaluator(accelerator, tokenizer, task, examples, rows, config, backend)(model, Batching("shared", 256))
+    return Evaluator(accelerator, tokenizer, task, examples, rows, config, backend)(model, Batching("padded", 256))
 
 
 def fail(*_):

@@ -11,7 +11,6 @@ import torch
 from accel_sft.api.config import TrainConfig
 from accel_sft.chat.encoded import Encoded, named_ends
 from accel_sft.io.findings import Finding
-from accel_sft.models.adapters import is_mergeable
 from accel_sft.models.load import load_model
 from accel_sft.models.merge import merge
 from accel_sft.models.pretrained import class_of, stored_dtype
@@ -98,8 +97,6 @@ class Reloaded:
 
     def merge(self) -> tuple[str, list[Finding]]:
         """Merge the adapter as `accel-sft merge` does."""
-        if not is_mergeable(self.model):
-            return "adapters of this type stay beside their base", []
         made = merge(self.source, self.tokenizer, None, trust_remote_code=self.trusted)
         return f"{made.dtype} weights", []
 
