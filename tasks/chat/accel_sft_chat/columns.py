@@ -50,8 +50,8 @@ _ANSWERS = ("answer", "response", "output", "reply", "solution", "target")
 """Names that are proposed for `--columns`, as other programs write prompts and answers under them."""
 _SAID = ("content", "parts", "tool_calls", "function_call")
 _LABEL = "no label beside raw text; --columns prompt={0},completion={1} learns the label, text={0} the text"
-_OF_TREE = "no {1} beside raw text: join the tree's branches into messages, or --columns text={0} for single texts"
-_PICTURE = "no image beside raw text: give messages with the image in a part, or --columns text={0} for texts alone"
+_OF_TREE = "no {1} beside raw text: join the tree's branches into messages, or --columns text={0} for texts alone"
+_PICTURE = "no image beside raw text: give messages with the image, or --columns text={0} for texts alone"
 _NO_RAW_TEXT = {
     **dict.fromkeys(("label", "labels", "sentiment", "intent"), _LABEL),
     **dict.fromkeys(("role", "parent_id"), _OF_TREE),
