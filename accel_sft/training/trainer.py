@@ -33,7 +33,7 @@ from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.time_spent import BATCHES, PAUSE, span, taken
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training import summary
-from accel_sft.training.checks import Untrained, use_liger_kernels
+from accel_sft.training.checks import Untrained, rounds_updates, use_liger_kernels
 from accel_sft.training.optimizer import Stepper, new_optimizer
 from accel_sft.training.predicted import Prediction
 from accel_sft.training.prepare import Prepared
@@ -92,6 +92,8 @@ class Trainer:
         self.model, self.optimizer = prepare_model(accelerator, prepared.launch, model, optimizer, config.max_grad_norm)
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm, config.ema_decay)
         self.averages = self.stepper.averages
+        if config.adapter == "none" and rounds_updates(accelerator, prepared.launch, self.model):
+            log(f"warning: --dtype {config.dtype}: weights in 16 bits lose small updates: leave --dtype out")
         self.untrained = Untrained(accelerator, self.model, self.optimizer, log)
         written = run_dir, config.keep_checkpoints, self.averages, log
         self.checkpoints = Checkpoints(accelerator, prepared.launch, self.model, self.optimizer, *written)
