@@ -68,6 +68,9 @@ class GivenTemplate:
         tokenizer.chat_template, their_special = self._read()
         if not tokenizer.chat_template.strip():
             raise self._unusable("it is empty; name another")
+        begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        if begins and self.name == CHATML:
+            tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
         rendering = Rendering(tokenizer)
         try:
             form = rendering.form(_TURNS, "a conversation")
@@ -77,6 +80,9 @@ class GivenTemplate:
             raise self._unusable(_failure(error)) from error
         if form.drops_answer:
             raise self._unusable("it writes no answer of an assistant; is it a chat template, in Jinja?")
+        if begins and not written.startswith(tokenizer.bos_token):
+            what = f"the base begins a text with {tokenizer.bos_token}, the template with none"
+            self.lines.append(f"warning: --chat-template {self.name}: {what}: put {{{{ bos_token }}}} in front of it")
         # a template may put a mark together of parts, such as '<|' + role + '|>': so what it writes is searched, too
         searched = f"{tokenizer.chat_template}\n{written}"
         marks = (their_special or _CONTROL).findall(searched)

@@ -59,6 +59,18 @@ def test_chatml_makes_its_marks_tokens_at_which_answers_end(tmp_path):
     assert "has all its control tokens" in template.lines[0]
 
 
+def test_chatml_begins_with_bos_where_the_base_does(tmp_path):
+    base = make_base(tmp_path / "base", bos=True)
+    tokenizer, template, _ = given(base, "chatml")
+    ids = tokenizer.apply_chat_template(ASKED, tokenize=True, return_dict=True)["input_ids"]
+    assert (ids[0], ids.count(tokenizer.bos_token_id)) == (tokenizer.bos_token_id, 1)
+    assert not any("warning" in line for line in template.lines)
+    for text, warns in ((OTHER, True), ("{{ bos_token }}" + OTHER, False)):
+        (tmp_path / "other.jinja").write_text(text)
+        _, template, _ = given(base, tmp_path / "other.jinja")
+        assert any("begins a text with <s>, the template with none" in line for line in template.lines) == warns
+
+
 def test_marks_of_a_given_template_become_tokens(tmp_path):
     base = make_base(tmp_path / "base")
     (tmp_path / "other.jinja").write_text(OTHER)
