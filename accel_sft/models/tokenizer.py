@@ -273,6 +273,14 @@ def stop_at_ends(model: Any, tokenizer: Any, log: Callable[[str], None]) -> None
             settings.save_pretrained(folder)
 
 
+def sentencepiece_file(source: Source) -> list[Path]:
+    """The base's tokenizer.model, if there is one: llama.cpp's converter reads it, and transformers 5 writes none."""
+    from transformers.utils import cached_file
+
+    path = cached_file(source.tokenizer, "tokenizer.model", **OR_NONE)
+    return [Path(path)] if path else []
+
+
 def load_processor(source: Source, *, model: str, trust_remote_code: bool) -> Any:
     """The processor of a model that reads images.
 

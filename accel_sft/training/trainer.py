@@ -26,7 +26,7 @@ from accel_sft.launch.describe import differences, layout_of, resume_command
 from accel_sft.launch.groups import row_groups
 from accel_sft.models.load import parameter_counts
 from accel_sft.models.pretrained import auto_class, processor_files, stored_dtype
-from accel_sft.models.tokenizer import left_out
+from accel_sft.models.tokenizer import left_out, sentencepiece_file
 from accel_sft.resilience.anomalies import Anomalies
 from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.tracking.system import peak_memory_gib
@@ -75,6 +75,8 @@ class Trainer:
         tracker.peaks.begin("load")
         model = assembly.load_model(train, validation, total_steps=self.plan.total_steps, log=log)
         self.model_class, self.beside = auto_class(model).__name__, processor_files(assembly.source.weights, model)
+        if not (assembly.template and assembly.template.new_tokens):  # that file would lack these
+            self.beside += sentencepiece_file(assembly.source)
         self.left_out = left_out(model.generation_config) if model.can_generate() else {}
         self.exported: dict[str, Any] = {}  # an adapter is exported as it is trained
         if config.adapter == "none":

@@ -249,7 +249,8 @@ def test_raw_text_is_characters_and_chat_needs_a_template(tmp_path):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base models")
     for tied in (True, False):
-        make_base(folder / f"tied {tied}", tied=tied)
+        base = make_base(folder / f"tied {tied}", tied=tied)
+        (base / "tokenizer.model").touch()
     chats = [{"prompt": f"{n}=", "completion": f"{n} + {n}"} for n in range(40)]
     same = [{"prompt": f"{n}=", "completion": "the answer"} for n in range(10, 20)]
     texts = [{"text": f"the answer is {n} + {n} " * (1 + n % 4)} for n in range(40)]
@@ -326,6 +327,7 @@ def trained(launched, folder, tied, adapter, name):
 def test_a_base_models_curve_is_the_same_on_every_layout(launched, folder, tied, adapter, name):
     plain, other = trained(launched, folder, tied, adapter, "plain"), trained(launched, folder, tied, adapter, name)
     same_curve(plain.lines(), other.lines())
+    assert not (plain.run_dir / "final" / "tokenizer.model").exists(), "it would lack the template's tokens"
 
 
 @LONG
