@@ -260,16 +260,17 @@ def folder(tmp_path_factory):
 
 
 def test_the_perplexity_of_raw_text_is_that_of_plain_transformers(folder, tmp_path):
+    rows = [json.loads(line) for line in (folder / "texts.jsonl").read_text().splitlines()[:9]]
     run = finished(
         *("chat", "--model", str(folder / "tied True"), "--train-file", str(folder / "texts.jsonl"), *STEPS),
-        *("--validation-file", str(folder / "texts.jsonl"), "--eval-limit", "9"),
+        *("--validation-file", jsonl(tmp_path / "held_out.jsonl", rows)),
         run_dir=tmp_path / "run",
     )
     assert " texts above --max-length become windows" in run.output
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final").eval()
     nll, count = 0.0, 0
-    for row in map(json.loads, (folder / "texts.jsonl").read_text().splitlines()[:9]):
+    for row in rows:
         ids = torch.tensor([*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id])
         for at in range(0, len(ids) - 1, 31):
             window = ids[at : at + 32]
