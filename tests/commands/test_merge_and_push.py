@@ -104,8 +104,10 @@ def test_overwritten_base_of_an_adapter_is_named(base, called, tmp_path):
 
 def test_merged_weights_predict_as_the_adapter_and_stay_tied(base, adapter, called, tmp_path):
     out = tmp_path / "out"
+    (adapter / "tokenizer.model").write_bytes(b"pieces")  # as its run has copied it, for llama.cpp
     done = accel_sft("merge", str(adapter), str(out))
     assert done.status == 0, done.output
+    assert (out / "tokenizer.model").read_bytes() == b"pieces"
     assert f"base     {base}\n" in done.output
     assert "merged   float32 weights\n" in done.output
     model = AutoModelForCausalLM.from_pretrained(out)
