@@ -169,7 +169,7 @@ def test_what_cannot_be_merged_is_refused_with_the_reason(base, adapter, called,
     head = save(base, tmp_path / "head", LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
     for folder, reason in (
         (base, "no adapter: there is nothing to merge"),
-        (prompts, "adapters of type prompt_tuning cannot be added to the weights"),
+        (prompts, "adapters of type prompt_tuning cannot be added to weights"),
         (head, r"cannot be merged: logits would be off by .* on one of two tied layers"),
         ("", "--model '': no such folder"),
     ):
