@@ -5,7 +5,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from accel_sft.api.config import keep_every
 from accel_sft.api.errors import UserError
@@ -169,7 +169,7 @@ class RunDir:
             raise UserError(f"{path}: cannot be read ({error}); take it away, and go on with --resume auto") from None
 
 
-def _is_record(record: Any) -> bool:
+def _is_record(record: Any) -> TypeGuard[dict[str, Any]]:
     return isinstance(record, dict) and all(type(record.get(key)) is kind for key, kind in _RECORD.items())
 
 
@@ -182,7 +182,7 @@ def _record_in(card: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError, yaml.YAMLError):  # anyone's README
         return None
     record = content.get("accel_sft") if isinstance(content, dict) else None
-    return record if _is_record(record) else None
+    return {**record, "in_card": True} if _is_record(record) else None  # which names no data
 
 
 def absent_weights(name: str, flag: str) -> list[str]:
