@@ -49,7 +49,7 @@ class AnswerTokens:
         """
         prompt_text, rest, rendered = map(without_guards, (text.prompt, text.rest, text.full_text))
         plain = text._replace(prompt=prompt_text, rest=rest, full_text=rendered)
-        check_all_kept(self.tokenizer, where, chat, plain, keeps_thinking=self.rendering.thinking == "keep")
+        check_all_kept(where, chat, plain, keeps_thinking=self.rendering.thinking == "keep")
         if any("tool_calls" in turn or "name" in turn for turn in chat.turns):
             for line in unwritten(chat.turns, prompt_text):
                 self.rendering.add_note(line)

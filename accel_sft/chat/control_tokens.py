@@ -7,11 +7,11 @@ import copy
 import functools
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import AddedToken
 
-from accel_sft.chat.conversation import GUARD, OWN, Conversation, Tools, Turn, Turns, split_thinking
+from accel_sft.chat.conversation import GUARD, OWN, Conversation, Turn, split_thinking
 
 
 def special_tokens(tokenizer: Any) -> re.Pattern[str]:
@@ -20,14 +20,6 @@ def special_tokens(tokenizer: Any) -> re.Pattern[str]:
     special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
     longest_first = sorted((token for token in special if len(token) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-
-class Written(NamedTuple):
-    """A control token in a conversation: the text, the token's match in it, and whether the token ends an answer."""
-
-    text: str
-    match: re.Match[str]
-    ends_answer: bool
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -67,48 +59,34 @@ class ControlTokens:
         added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         self._special = {at: token for at, token in added if token.special}
         self.special_ids = {*self._special, *tokenizer.all_special_ids}
-        self._tools: Tools = None
-        self._in_tools = False
+        self._in_tools: tuple[Any, bool] = None, False  # the schemas that were looked through last
 
     def spelled(self, ids: Iterable[int]) -> frozenset[str]:
         """The texts of these tokens."""
         return frozenset(self.tokenizer.decode([token]) for token in ids)
 
-    def written(self, chat: Conversation, ends: Collection[str]) -> Written | None:
-        """Return a conversation's first control token that would end an answer, else the first of any kind, else None.
-
-        Args:
-            ends: the tokens that end an answer.
-        """
+    def written(self, chat: Conversation, ends: Collection[str]) -> str | None:
+        """Where a conversation has control tokens: in "answers" if one is in `ends` and in a turn that is learnt, else
+        in "texts"; None if it has none."""
         if not self._has_any(chat):
             return None
-        learnt = {*chat.learnt, len(chat.turns)} if chat.turns else ()  # raw text has no turn that could end
-        tokens = [
-            Written(text, match, at in learnt and match[0] in ends)
-            for at, part in enumerate((*chat.turns, chat.answer, chat.tools, chat.variables))
-            for text in _strings(part)
-            for match in self.pattern.finditer(text)
-        ]
-        return next((match for match in tokens if match.ends_answer), tokens[0] if tokens else None)
+        learnt = [turn for at, turn in enumerate((*chat.turns, chat.answer)) if at in (*chat.learnt, len(chat.turns))]
+        tokens = {token for text in _strings(learnt) for token in self.pattern.findall(text)}
+        return "answers" if chat.turns and tokens.intersection(ends) else "texts"  # no turn ends in raw text
 
     def _has_any(self, chat: Conversation) -> bool:
-        """Whether a text of the conversation has a control token. Schemas of tools, which are long and which the
-        conversations of an example share, are looked through once."""
-        if self._tools is not chat.tools:
-            self._tools, self._in_tools = chat.tools, any(map(self.pattern.search, _strings(chat.tools)))
+        """Whether a text has a control token. Schemas of tools, long and shared by answers, are looked through once."""
+        if self._in_tools[0] is not chat.tools:
+            self._in_tools = chat.tools, any(map(self.pattern.search, _strings(chat.tools)))
         texts = [chat.variables, *(value for turn in (*chat.turns, chat.answer) for value in turn.values())]
-        return self._in_tools or any(map(self.pattern.search, _strings(texts)))
+        return self._in_tools[1] or any(map(self.pattern.search, _strings(texts)))
 
     def guarded(self, chat: Conversation) -> Conversation:
         """The conversation with its texts guarded, for the template."""
         if not self.as_text or not self._has_any(chat):
             return chat
         answer, tools, variables = self._turn(chat.answer), self._guarded(chat.tools), self._guarded(chat.variables)
-        return chat._replace(turns=self.turns(chat.turns), answer=answer, tools=tools, variables=variables)
-
-    def turns(self, turns: Turns) -> Turns:
-        """The turns with their texts guarded, for the template."""
-        return [self._turn(turn) for turn in turns] if self.as_text else turns
+        return chat._replace(turns=[*map(self._turn, chat.turns)], answer=answer, tools=tools, variables=variables)
 
     def _turn(self, turn: Turn) -> Turn:
         guarded: Turn = self._guarded(turn)

@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.chat.conversation import Conversation, Turn, Turns, divided, split_thinking
@@ -28,13 +27,18 @@ class NotAPrefix(UserError):
     """A prompt is not a prefix of the same prompt with its answer."""
 
 
-def check_all_kept(tokenizer: Any, where: str, chat: Conversation, text: Rendered, *, keeps_thinking: bool) -> None:
+def check_all_kept(where: str, chat: Conversation, text: Rendered, *, keeps_thinking: bool) -> None:
     """Check that the texts of a rendering, without guards, contain all that the conversation says, or raise one of the
     errors above."""
     thinking, answer = divided(chat)
     fixable = not keeps_thinking and thinking is not None
     if text.apart and not fixable:
-        raise _not_a_prefix(tokenizer, where, text)
+        at = max(common_length([text.prompt, text.full_text]) - _QUOTED // 2, 0)
+        asked, answered = (one_line(written[at : at + _QUOTED]) for written in (text.prompt, text.full_text))
+        difference = f'"{asked}" becomes "{answered}"'
+        raise NotAPrefix(
+            f"{where}: the prompt is not a prefix of prompt + answer: {difference}; change the template, or target()"
+        )
     wanted = [thinking or "", answer] if keeps_thinking or "reasoning_content" in chat.answer else [chat.target]
     if text.apart or text.form.drops_answer or not all(holds(text.prompt, text.rest, part) for part in wanted):
         raise _refusal(where, text, chat.target, thinks=fixable)
@@ -80,17 +84,6 @@ def _refusal(where: str, text: Rendered, target: str, *, thinks: bool) -> Answer
     return AnswerDropped(
         f'{where}: the answer would not be trained on: the chat template makes "{made}" of '
         f'"{one_line(target, _QUOTED)}"; {fix}'
-    )
-
-
-def _not_a_prefix(tokenizer: Any, where: str, text: Rendered) -> NotAPrefix:
-    """The error for a prompt that is not a prefix of the same prompt with its answer; it shows the first difference."""
-    prompt, full = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text.prompt, text.full_text))
-    at = common_length([prompt, full])
-    return NotAPrefix(
-        f"{where}: the prompt is not a prefix of prompt + answer: at token {at} "
-        f"...{tokenizer.decode(prompt[max(at - 2, 0) : at + 1])!r} becomes "
-        f"...{tokenizer.decode(full[max(at - 2, 0) : at + 1])!r}; change the template, or what answers begin with"
     )
 
 

@@ -4,7 +4,6 @@ which no chat template writes, becomes windows."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -44,11 +43,23 @@ def encode_parts(
     """Render and tokenize some of a split's examples, a few at a time, and find where answers begin and end. With
     `on_refused`, which is called for each of them, examples that cannot be encoded are left out."""
     encoder = _Encoder(rendering, AnswerTokens(rendering, rules.eos_ids), split, rules, images)
-    encoded: Callable[[Part], Encoding] = encoder.encoded
-    if on_refused:
-        encoded = functools.partial(encoder.without_refused, on_refused=on_refused)
-    waiting: Part = []
-    characters = 0
+    for part in _parts(task, examples, indices, split, on_refused):
+        try:
+            yield encoder.encoded(part)
+        except UserError:  # of one example, which is the only one left out
+            if on_refused is None:
+                raise
+            for one in part:
+                try:
+                    yield encoder.encoded([one])
+                except UserError as error:
+                    on_refused(one[0], error)
+
+
+def _parts(
+    task: Task, examples: Sequence[Any], indices: Sequence[int], split: str, on_refused: OnRefused | None
+) -> Iterator[Part]:
+    part, characters = Part(), 0
     for index in indices:
         try:
             chat = conversation(task, examples, split, index)
@@ -57,13 +68,13 @@ def encode_parts(
                 raise
             on_refused(index, error)
             continue
-        waiting.append((index, chat))
+        part.append((index, chat))
         characters += (len(chat.learnt) + 1) * sum(map(len, chat.texts()))  # each answer comes with what is before it
-        if len(waiting) == _PART_EXAMPLES or characters >= _PART_CHARACTERS:
-            yield encoded(waiting)
-            waiting, characters = [], 0
-    if waiting:
-        yield encoded(waiting)
+        if len(part) == _PART_EXAMPLES or characters >= _PART_CHARACTERS:
+            yield part
+            part, characters = Part(), 0
+    if part:
+        yield part
 
 
 @dataclasses.dataclass
@@ -95,8 +106,8 @@ class _Encoder:
                 result.windowed.append(index)
             if short != rows:
                 result.cut.append(index)
-            if (chat.turns or control.as_text) and (written := control.written(chat, ends)):
-                result.control_tokens["answers" if written.ends_answer else "texts"].append(index)
+            if (chat.turns or control.as_text) and (where := control.written(chat, ends)):
+                result.control_tokens[where].append(index)
         return result
 
     def _left_out(self, chat: Conversation, rows: list[Encoded], short: list[Encoded]) -> str | None:
@@ -108,23 +119,6 @@ class _Encoder:
         if chat.turns and not all(row.input_ids[begin : end - 1] for row in rows for begin, end in row.spans):
             return NOTHING_TO_LEARN  # an answer has no token but the one that ends it
         return None if all(row.spans[0][0] for row in rows) else NO_PROMPT
-
-    def without_refused(self, part: Part, on_refused: OnRefused) -> Encoding:
-        """Return the rows of the examples that can be encoded; the others are given to `on_refused`."""
-        try:
-            return self.encoded(part)
-        except UserError:  # of one example; which one, the next lines find
-            rows: list[Encoded] = []
-            encoding = Encoding(self.split, rows)
-        for index, chat in part:
-            try:
-                alone = self.encoded([(index, chat)])
-            except UserError as error:
-                on_refused(index, error)
-                continue
-            rows += alone.kept
-            encoding.add(alone)
-        return encoding
 
     def _windows(self, index: int, text: str) -> list[Encoded]:
         """Return a text and the tokenizer's eos as rows of at most `--max-length` tokens. Each row begins with the last

@@ -102,8 +102,7 @@ class Rendering:
 
     def text_ids(self, text: str) -> list[int]:
         """The tokens of raw text, which no template writes, without `begin`."""
-        (guarded,) = self.control.turns([{"role": "text", "content": text}])
-        return self.control.ids([guarded["content"]])[0]
+        return self.control.ids([self.control.guarded(Conversation([], {"role": "text", "content": text})).target])[0]
 
     def ends(self) -> list[int]:
         """The special tokens that the template writes behind an answer; [] if there is no template, or it fails.

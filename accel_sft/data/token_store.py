@@ -217,23 +217,22 @@ def merge(parts: Sequence[Path], folder: Path) -> str:
 def fingerprint_of(folder: Path) -> str:
     """Return a SHA-256 of the rows that `merge` wrote: tokens, which of them are supervised, and images."""
     rows = np.fromfile(folder / ROWS, _ROW)
-    pictured = rows[rows["images"] > 0]
-    images = np.column_stack([pictured["images"], pictured["digest"]]) if len(pictured) else np.empty(0, "<i4")
-    columns = [rows["prompt"], rows["tokens"], None, rows["earlier"], None, images]
-    files = {2: folder / IDS, 4: folder / EARLIER}
-    digests = [
-        _sha256_of(files[place]) if column is None else hashlib.sha256(np.ascontiguousarray(column, "<i4").tobytes())
-        for place, column in enumerate(columns)
-    ]
-    # without earlier answers or images their columns are left out
-    deciding = [*digests[:3], *digests[3 : 5 if rows["earlier"].any() else 3], *digests[5 : 6 if len(images) else 5]]
-    return hashlib.sha256(b"".join(digest.digest() for digest in deciding)).hexdigest()
+    digests = [*_sha256s(rows["prompt"], rows["tokens"]), _sha256_of(folder / IDS)]
+    if rows["earlier"].any():
+        digests += [*_sha256s(rows["earlier"]), _sha256_of(folder / EARLIER)]
+    if len(pictured := rows[rows["images"] > 0]):
+        digests += _sha256s(np.column_stack([pictured["images"], pictured["digest"]]))
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def _sha256_of(path: Path) -> Any:
+def _sha256s(*columns: np.ndarray) -> list[bytes]:
+    return [hashlib.sha256(np.ascontiguousarray(column, "<i4").tobytes()).digest() for column in columns]
+
+
+def _sha256_of(path: Path) -> bytes:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
             heartbeat()
-    return digest
+    return digest.digest()

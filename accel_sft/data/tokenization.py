@@ -44,8 +44,8 @@ _ANNOUNCED = 50_000
 class SplitEncoder:
     """Encodes a task's splits as `encode_parts` does, on all ranks of a machine together, and once for all runs.
 
-    The tokens are in a TokenStore, so memory does not grow with the data. If the cache cannot be written, they are in a
-    temporary file for this run alone. Both the constructor and a call are collectives.
+    The tokens are in a TokenStore, so memory does not grow with the data. Both the constructor and a call are
+    collectives.
 
     Args:
         processor: gives the model's processor, or raises UserError; called when an example has images.
@@ -186,29 +186,16 @@ class SplitEncoder:
         return encodings[0]
 
     def _made(self, examples: Sequence[Any], split: str, key: str) -> StoredEncoding:
-        """Tokenize into the cache or, if a machine's cache cannot be written, into temporary files."""
-        try:
-            return self._made_in_folders(examples, split, key)
-        except _Unwritable as problem:
-            note = f"{split}: tokens cannot be kept in {cache.folder()} ({problem}); they are made for this run only"
-        try:
-            encoding = self._made_in_folders(examples, split, None)
-        except _Unwritable as problem:
-            raise UserError(note, f"nor in {tempfile.gettempdir()} ({problem}): free space in one of the two") from None
-        encoding.notes.append(note)
-        return encoding
-
-    def _made_in_folders(self, examples: Sequence[Any], split: str, key: str | None) -> StoredEncoding:
-        """Tokenize into each machine's cache under this key; None: into temporary folders, removed once opened."""
+        """Tokenize into each machine's cache."""
         team = self.team
         with contextlib.ExitStack() as stack:
 
             def entered() -> Path:
-                place: Any = cache.partial(KIND) if key else tempfile.TemporaryDirectory(prefix="accel_sft-")
-                return Path(stack.enter_context(place))
+                with _writes():
+                    return stack.enter_context(cache.partial(KIND))
 
-            folder = _written(team.firsts, entered)[team.rank]
-            shares = _written(team.all, lambda: self._share(folder, examples, split))
+            folder = team.firsts(entered)[team.rank]
+            shares = team.all(lambda: self._share(folder, examples, split))
             encoding = Encoding(split, examples=examples)
             for rank in team.local_ranks:
                 encoding.add(shares[rank])
@@ -217,30 +204,23 @@ class SplitEncoder:
             def merged() -> tuple[Path, dict[str, Any]]:
                 parts = [folder / f"part-{number}" for number in range(len(team.local_ranks))]
                 about = {name: getattr(encoding, name) for name in _KEPT_BESIDE_TOKENS}
-                about["fingerprint"] = merge(parts, folder)
-                for part in parts:
-                    shutil.rmtree(part)
-                return cache.publish(folder, KIND, key, about) if key else folder, about
+                with _writes():
+                    about["fingerprint"] = merge(parts, folder)
+                    for part in parts:
+                        shutil.rmtree(part)
+                    return cache.publish(folder, KIND, key, about), about
 
-            folder, about = _written(team.firsts, merged)[team.rank]
+            folder, about = team.firsts(merged)[team.rank]
             return self._opened(folder, about, examples, split)
 
     def _share(self, folder: Path, examples: Sequence[Any], split: str) -> Encoding:
         """Write the tokens of this rank's contiguous share of examples; return which were left out or truncated."""
         ranks, place = len(self.team.local_ranks), self.team.rank - self.team.first
         indices = range(len(examples) * place // ranks, len(examples) * (place + 1) // ranks)
-
-        def parts() -> Iterator[Encoding]:
-            for part in self.parts(examples, indices, split):
-                yield part
-                if any((folder / f"failed-{lower}").exists() for lower in range(place)):
-                    return  # the error of a lower example will be reported
-
         try:
-            return write_part(folder / f"part-{place}", parts(), split)
+            with _writes():
+                return write_part(folder / f"part-{place}", self.parts(examples, indices, split), split)
         except UserError as error:
-            with contextlib.suppress(OSError):
-                (folder / f"failed-{place}").touch()
             raise UserError(*with_places(error.problems, examples, split)) from error
 
 
@@ -254,24 +234,14 @@ def _cached(key: str) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-class _Unwritable(Exception):
-    """Why a file could not be written."""
-
-
-def _written(collective: Callable[..., list[Any]], work: Callable[[], Any]) -> list[Any]:
-    """Return what `collective` gathers from `work`; raise _Unwritable on every rank if one rank could not write."""
-
-    def tried() -> Any:
-        try:
-            return work()
-        except OSError as error:
-            return _Unwritable(f"{error.strerror or error}, on {socket.gethostname()}")
-
-    results = collective(tried)
-    for result in results:
-        if isinstance(result, _Unwritable):
-            raise result
-    return results
+@contextlib.contextmanager
+def _writes() -> Iterator[None]:
+    """Turn an error in writing to the cache into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{cache.folder()} ({error.strerror or error}, on {socket.gethostname()})"
+        raise UserError(f"tokens cannot be written to {where}; give another folder by ACCEL_SFT_CACHE") from error
 
 
 def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:

@@ -64,7 +64,7 @@ def partial(kind: str) -> Iterator[Path]:
     base.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # `mode` does not apply to the parents it makes
     base.mkdir(exist_ok=True, mode=0o700)
     if not _is_mine(base):
-        reason = f"{base} belongs to another user; name a folder of your own in ACCEL_SFT_CACHE"
+        reason = f"{base} belongs to another user"
         raise PermissionError(errno.EPERM, reason, str(base))
     for entry in base.iterdir():
         with contextlib.suppress(OSError):  # another process may be removing it

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -121,12 +122,6 @@ TURNS = [{"role": "user", "content": "5="}]
     [
         ((None, "5"), "messages() gave 'None'"),
         (([], "5"), "gave something else the second time"),
-        (("5=", "5"), "messages() gave '5='"),
-        (([{"role": "user"}], "5"), "messages() gave"),
-        (([*TURNS, {"role": "assistant", "content": "5"}], "5"), "messages() ends with an assistant turn"),
-        ((TURNS, None), "target() gave NoneType"),
-        ((TURNS, 5), "target() gave int"),
-        ((TURNS, "\ud800"), "a lone surrogate"),
         ((), "the task failed: IndexError: tuple index out of range"),
         ((TURNS, ""), "gave something else the second time"),
         ((TURNS, "6"), "gave something else the second time"),
@@ -290,12 +285,9 @@ def test_what_is_damaged_is_found_and_made_again(tokenizer, own_cache, capsys, n
 @pytest.mark.parametrize("level", [".", KIND])
 def test_entry_of_another_user_is_not_read(tokenizer, own_cache, level):
     encoder(tokenizer)(EXAMPLES, "train")
-    assert "tokens from the cache" in encoder(tokenizer)(EXAMPLES, "train").lines()[0]
     os.chown(own_cache / level, 12345, 12345)
-    (line,) = encoder(tokenizer)(EXAMPLES, "train").lines()
-    assert line.startswith(f"train: tokens cannot be kept in {own_cache} (")
-    assert "belongs to another user" in line
-    assert "they are made for this run only" in line
+    with pytest.raises(UserError, match="belongs to another user"):
+        encoder(tokenizer)(EXAMPLES, "train")
 
 
 def test_cache_is_private_whatever_the_umask(own_cache):
@@ -336,17 +328,11 @@ def test_a_task_that_is_not_pure_is_refused(tokenizer, monkeypatch):
         encoder(tokenizer)(rows, "train")
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tokenizer, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_refused(tokenizer, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    encoding = encoder(tokenizer)(EXAMPLES, "train")
-    (line,) = encoding.lines()
-    assert line.startswith(f"train: tokens cannot be kept in {tmp_path / 'file' / 'cache'} (Not a directory, on ")
-    assert list(encoding.kept) == on_the_spot(tokenizer)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"], "the temporary file is gone once it is open"
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match=r"cannot be kept in .*\nnor in .*nowhere"):
+    place = re.escape(f"tokens cannot be written to {tmp_path / 'file' / 'cache'} (Not a directory, on ")
+    with pytest.raises(UserError, match=place + ".*; give another folder by ACCEL_SFT_CACHE"):
         encoder(tokenizer)(EXAMPLES, "train")
 
 
@@ -367,23 +353,13 @@ print(encoding.kept.fingerprint, *encoding.lines())
 """
 
 
-def encoding_process(tiny, cache_folder, wrapper=()):
+def encoding_process(tiny, cache_folder):
     environment = {**os.environ, "ACCEL_SFT_CACHE": str(cache_folder), "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
-    command = [*wrapper, sys.executable, "-c", ENCODE, str(tiny)]
+    command = [sys.executable, "-c", ENCODE, str(tiny)]
     process = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
     return process
-
-
-def test_two_runs_at_once_do_not_harm_each_other(tiny, own_cache):
-    processes = [encoding_process(tiny, own_cache) for _ in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        answers = [*pool.map(lambda process: process.communicate("go\n")[0].split(), processes)]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert answers[0][0] == answers[1][0]
-    (entry,) = entries(own_cache)
-    assert cache.find(KIND, entry)[1]["fingerprint"] == answers[0][0]
 
 
 @pytest.mark.parametrize("moment", [2, *(pytest.param(number, marks=pytest.mark.long) for number in (0, 4))])
@@ -402,7 +378,7 @@ def test_run_killed_while_tokenizing_harms_no_other(tiny, own_cache, moment):
     assert cache.find(KIND, entry)[1]["fingerprint"] == first[0]
 
 
-def test_a_cache_that_is_deleted_meanwhile_is_done_without(tokenizer, own_cache, monkeypatch):
+def test_a_cache_that_is_deleted_meanwhile_is_refused(tokenizer, own_cache, monkeypatch):
     merged = tokenization.merge
 
     def deleted(parts, path):
@@ -410,9 +386,8 @@ def test_a_cache_that_is_deleted_meanwhile_is_done_without(tokenizer, own_cache,
         return merged(parts, path)
 
     monkeypatch.setattr(tokenization, "merge", deleted)
-    encoding = encoder(tokenizer)(EXAMPLES, "train")
-    assert f"train: tokens cannot be kept in {own_cache}" in encoding.lines()[0]
-    assert list(encoding.kept) == on_the_spot(tokenizer)
+    with pytest.raises(UserError, match="tokens cannot be written to"):
+        encoder(tokenizer)(EXAMPLES, "train")
 
 
 def test_second_to_publish_takes_or_replaces_the_first(own_cache):
@@ -468,22 +443,6 @@ def test_entry_unused_for_long_is_removed(tokenizer, own_cache):
     encoder(tokenizer)(EXAMPLES[3:], "train")
     assert not reused.exists()
     assert len(list(used.kept)) == len(EXAMPLES) - 1  # a run that had it open keeps it
-
-
-@pytest.mark.skipif(
-    shutil.which("unshare") is None
-    or subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True).returncode,
-    reason="a small file system of one's own needs user namespaces",
-)
-def test_a_full_cache_is_done_without(tiny, tmp_path):
-    (tmp_path / "small").mkdir()
-    script = 'mount -t tmpfs -o size=64k,mode=700 tmpfs "$0" && exec "$@"'
-    wrapper = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(tmp_path / "small"))
-    process = encoding_process(tiny, tmp_path / "small", wrapper)
-    answer = process.communicate("go\n")[0]
-    assert process.returncode == 0
-    assert "cannot be kept in" in answer
-    assert "No space left on device" in answer
 
 
 FINGERPRINTED = """

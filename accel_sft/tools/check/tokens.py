@@ -65,7 +65,7 @@ def token_facts(store: TokenStore, tokenizer: Any, eos_ids: frozenset[int]) -> T
 
 
 def _facts_of(columns: Columns, bos: int | None, unknown_id: int | None, stops: np.ndarray) -> tuple[np.ndarray, ...]:
-    prompts, indices, offsets, ids, earlier_offsets, earlier = columns
+    _, prompts, indices, offsets, ids, earlier_offsets, earlier = columns
     starts, ends_at = offsets[:-1], offsets[1:]
     prompt_ends = np.where(prompts > 1, starts + prompts, ends_at)  # raw text has no prompt: it is compared whole
     second = ids[np.minimum(starts + 1, len(ids) - 1)]
