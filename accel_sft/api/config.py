@@ -124,7 +124,7 @@ class TrainConfig:
         None,
         min=1e-6,
         max=1 - 1e-6,
-        help="Keep an EMA of the weights with this decay, such as 0.999; best/ and final/ contain the averaged weights.",
+        help="Keep an EMA of the weights with this decay, such as 0.999; best/ and final/ contain the averages.",
     )
     on_nonfinite: str = _optim(
         "stop",

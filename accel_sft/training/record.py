@@ -89,8 +89,8 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
     base, base_now = before.get("base_weights"), now.get("base_weights")
     if base and base_now and base != base_now:  # checkpoints hold the adapter alone
         raise UserError(
-            "--model: the weights below the adapter have changed since the run's start; put the original weights back, "
-            "or start a new run in another folder"
+            "--model: the weights below the adapter are not those that the run was started with; put those back, or "
+            "start a new run in another folder"
         )
     if code := _code_changes(before, now):
         cache.log(
@@ -108,10 +108,10 @@ def _data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     different = []
     if before.get("chat_template") != now.get("chat_template"):
         name = shown(str(now["config"]["chat_template"]))
-        different += [f"--chat-template {name}: the template has changed since the run's start"]
+        different += [f"--chat-template {name}: the template is another than the run was started with"]
     if before.get("data_sha256") != now["data_sha256"]:
         files = _files_changed(before.get("data_files") or {}, now.get("data_files") or {})
-        different += [f"the data has changed since the run's start{files and f' ({files})'}"]
+        different += [f"the data is not what the run was started with{files and f' ({files})'}"]
     return different
 
 
