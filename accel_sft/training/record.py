@@ -94,8 +94,8 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
         )
     if code := _code_changes(before, now):
         cache.log(
-            f"{run_dir}: the task has changed since the last start ({'; '.join(code)}): metrics before and after, "
-            "best/ included, may not be comparable"
+            f"{run_dir}: the task has changed since the last start ({'; '.join(code)}): earlier metrics, best/ "
+            "included, may not be comparable"
         )
 
 

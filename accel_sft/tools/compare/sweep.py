@@ -23,7 +23,7 @@ _LISTED = 8
 
 @dataclasses.dataclass(frozen=True)
 class SweptSetting:
-    """One combination of the swept values, with all seeds, and all launches, which learn the same.
+    """One combination of the swept values, with all of its seeds and launches.
 
     Attributes:
         name: the swept options with their values.
@@ -71,8 +71,8 @@ def swept(record: Mapping[str, Any]) -> list[str]:
 
 
 def in_order(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the record's settings; those of a sweep are sorted, the best first and those without a metric last, but
-    not those of numbers of rows."""
+    """Return the record's settings. A sweep's settings are sorted, best first and without a metric last, unless they
+    are numbers of rows."""
     if not swept(record) or of_rows(record):
         return record["settings"]
 
@@ -99,9 +99,8 @@ def _rank(record: Mapping[str, Any], metric: float, loss: float | None) -> tuple
 
 
 def paired_settings(record: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any] | None]:
-    """Each setting but the best, by name, tested against the best on the same examples, its runs with several seeds
-    together (`against_best`); None if there is no such test, as the examples differ or their scores are not known.
-    Empty if this is no sweep."""
+    """By name, each setting's test against the best setting on the same examples, averaged over seeds (`against_best`).
+    None if untestable: the examples differ or scores are unknown. Empty if this is not a sweep."""
     settings = ranked(record) if swept(record) else []
     by_setting: dict[str, Measured] = {}
     for setting in settings:
@@ -116,7 +115,7 @@ def paired_settings(record: Mapping[str, Any], folder: Path) -> dict[str, dict[s
 
 
 def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield sentences on which setting learns best, which settings may be as good, and what is not known.
+    """Yield sentences on which setting is best, which settings may be equally good, and what is unknown.
 
     With fewer than two ranked settings there is at most the sentence that they cannot be ranked.
     """
@@ -153,7 +152,7 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _undecided(best: SweptSetting, other: SweptSetting, test: Mapping[str, Any] | None) -> bool:
-    """Whether other seeds or other examples may turn the order of two settings round."""
+    """Whether other seeds or examples might reverse the order of two settings."""
     spreads = [setting.spread for setting in (best, other) if setting.spread is not None]
     by_seeds = abs(best.metric - other.metric) <= max(spreads, default=0.0)
     return by_seeds or (test is not None and test["p"] >= test["level"])

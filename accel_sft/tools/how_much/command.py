@@ -10,9 +10,9 @@ from accel_sft.tools.compare.command import Offers, Params, Parse
 from accel_sft.tools.compare.learning_curve import FEWEST_SIZES, ROWS
 
 FEWEST_ROWS = 8
-"""Fewest rows of a training, unless `--sizes` names fewer."""
+"""Minimum number of rows of a training, unless `--sizes` names fewer."""
 _DEFAULTS = {**compare.DEFAULTS, "eval_every": "auto"}
-"""What each training gets unless the user says otherwise: a small part of the rows may have hundreds of epochs."""
+"""Default options of each training; a small share of the rows may have hundreds of epochs."""
 _VARIED = (ROWS, "seed")
 
 
