@@ -262,8 +262,7 @@ def _is_day(text: str) -> bool:
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return a line for each setting outside `LAYOUT` whose value in a resumed run (`after`) differs from the
-    record."""
+    """Return a line for each setting outside `LAYOUT` that differs between the record and a resumed run (`after`)."""
     lines = []
     for name in sorted((before.keys() | after.keys()) - LAYOUT):
         if name in _OF_DATA and name not in before:
@@ -315,5 +314,5 @@ LAYOUT = frozenset(
 )
 """Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
 _OF_DATA = frozenset({"template_date", "control_tokens"})
-"""Settings that affect tokenization. A setting that the record lacks is not compared: if tokens differ, so does the
-data's hash."""
+"""Settings that affect tokenization. A setting that the record lacks is not compared: other tokens have another
+hash."""

@@ -75,8 +75,7 @@ class Setting:
         return self.default is dataclasses.MISSING
 
     def read(self, text: str) -> Any:
-        """Convert a text from the command line or a file; if that fails, return the text unchanged, and `problem`
-        reports it."""
+        """Convert a text from the command line or a file; if that fails, return it unchanged, for `problem`."""
         try:
             return _SWITCH.get(text.lower(), text) if self.type is bool else self.type(text)
         except ValueError:

@@ -41,8 +41,7 @@ class Plugin:
 
 
 def plugins() -> list[Plugin]:
-    """Return every entry point of the group, sorted by name, with the faults visible in metadata; nothing is
-    imported."""
+    """Return every entry point of the group, sorted by name, with faults visible in metadata; import none."""
     every = []
     for point in importlib.metadata.entry_points(group=GROUP):
         assert point.dist  # known, as the metadata of a distribution names the entry point

@@ -1,5 +1,4 @@
-"""The base class of tasks: examples, prompts, answers and scores; and the check of task classes. Needs only the
-standard library."""
+"""The base class of tasks: examples, prompts, answers and scores; and the check of task classes. No other libraries."""
 
 import abc
 import dataclasses

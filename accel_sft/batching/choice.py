@@ -30,8 +30,7 @@ GPU_TOKENS = tuple(2**power for power in range(10, 18))
 ALIKE = 0.03
 """Work that differs by less than this share counts as equal."""
 CPU_FORWARD_TOKENS, FORWARD_TOKENS = 64, 1024
-"""Fixed cost, in tokens, of a forward and its backward: on a CPU per thread (all threads wait), and on other
-devices."""
+"""Fixed cost, in tokens, of a forward and its backward: per CPU thread (all threads wait); on other devices."""
 USUAL_WIDTH = 1024
 """Hidden size assumed of a model whose configuration does not name it."""
 

@@ -24,7 +24,7 @@ class Batch:
     Attributes:
         inputs: `input_ids` and `attention_mask`; for rows in one sequence also `position_ids` and attention's
             arguments; for padded rows with images also the processor's outputs.
-        keep: positions whose logits predict a target: indices (E,) into the one sequence, or a mask (B, T) over padded
+        keep: positions whose logits predict a target: indices (E,) in the one sequence, or a mask (B, T) of padded
             rows.
         targets: token ids to predict, in the order of `keep`, (E,).
         head: name in `loss.HEADS` of the function that computes logits and loss.
@@ -125,8 +125,7 @@ def padded(rows: Sequence[Encoded], pad_token_id: int, blank: Encoded | None = N
 
 
 def behind_cache(rows: Sequence[Encoded], prefix: int, pad_token_id: int) -> Batch:
-    """A forward of the rows' own tokens, padded, which continue from the cache of `prefix` shared tokens without
-    targets."""
+    """A forward of the rows' own tokens, padded, which continue from a cache of `prefix` shared tokens."""
     own = [
         row._replace(
             input_ids=row.input_ids[prefix:],

@@ -45,8 +45,7 @@ class Layout(abc.ABC):
     Attributes:
         name: a value of `--batching`. Rows of `shared` share tokens, and with them dropout masks.
         attention: how attention separates the rows, as a batching's record names it.
-        implementation: pattern for the names of transformers' attention implementations that can separate rows like
-            this.
+        implementation: pattern for the names of transformers' attentions that can separate rows like this.
         one_sequence: whether all rows are in one sequence, in which they must not see each other.
         behind_cache: whether rows continue from the cache of their prefix.
         cpu_tokens: sizes of a forward, in tokens, to choose from on a CPU.
@@ -216,8 +215,7 @@ class Batching:
         return _BY_NAMES[self.layout, self.attention]
 
     def divide(self, examples: Sequence[Encoded], world_size: int) -> list[list[list[Encoded]]]:
-        """Return each rank's forwards: the same number for every rank (empty forwards fill up), with nearly equal
-        tokens.
+        """Return each rank's forwards: equally many for every rank (some may be empty), with nearly equal tokens.
 
         All ranks get the same result. Forwards are ordered by size, so that ranks under ZeRO-3, which wait for each
         other in every forward, wait little.

@@ -38,8 +38,8 @@ def everywhere(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def pieces(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Each target's loss, with logits in pieces of `most_logits` that the backward recomputes: a large vocabulary costs
-    time, not memory.
+    """Each target's loss, in pieces of `most_logits` logits that the backward recomputes: large vocabularies cost time,
+    not memory.
 
     The loss is computed inside the model's own forward, so that ZeRO-3 and FSDP still gather the head's weights.
     """

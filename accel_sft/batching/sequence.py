@@ -21,8 +21,7 @@ from accel_sft.models.architecture import limited_layers
 @dataclasses.dataclass(frozen=True)
 class SequenceGroup:
     """The ranks that share each row's tokens, including this `rank`; without sequence parallelism, only this rank. Each
-    of the `groups` has its own rows. Under tensor parallelism, all ranks that share the matrices have the same
-    `index`."""
+    of the `groups` has its own rows. Under tensor parallelism, ranks that share matrices have the same `index`."""
 
     ranks: int
     rank: int
@@ -61,8 +60,8 @@ class SequenceGroup:
 
 def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
     """Return the `exact` batching of padded rows, set to the one row per forward that sequence parallelism needs, and a
-    line for the log. Raise UserError if the model's layers, a failed forward or a wrong loss show that the model cannot
-    compute parts of rows."""
+    line for the log. Raise UserError if layers, a failed forward or a wrong loss show that the model cannot compute
+    parts of rows."""
     group, model = SequenceGroup.of(trial.accelerator), trial.accelerator.unwrap_model(trial.model)
     longest = max(trial.examples, key=lambda example: (len(example.input_ids), example.index))
     if limited := limited_layers(model, len(longest.input_ids)):

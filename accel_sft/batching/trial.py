@@ -53,8 +53,7 @@ class Trial:
         return self.examples[:: max(len(self.examples) // count, 1)][:count]
 
     def reserved(self) -> int:
-        """Return how many bytes the first update will still allocate on this rank's device, not counting
-        activations."""
+        """Return how many bytes, without activations, the first update will still allocate on this rank's device."""
         if not (self.train and self.job):
             return 0
         size = update_bytes(self.job, moments=self.moments)

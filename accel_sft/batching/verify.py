@@ -28,8 +28,7 @@ HEAD_TOKENS = 256
 """Number of tokens whose full logits are computed to check the heads."""
 TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
 """Nats per token by which the loss may differ between layouts, in float32 and in reduced precision. Rows that see each
-other or have wrong positions differ by more, even in a random model; a bitwise check also shows whether rows see each
-other."""
+other or have wrong positions differ by more, even in a random model; a bitwise check finds rows that see each other."""
 ROUNDING, REDUCED_ROUNDING = 1e-5, 1e-2
 """Share of the largest loss by which a token's loss may differ between two equal forwards where nothing is random, in
 float32 and in reduced precision (a busy machine may round otherwise)."""
@@ -37,7 +36,7 @@ LOOKS = 3
 """How often a forward is compared with a changed forward."""
 GRADIENT, REDUCED_GRADIENT = 1e-2, 0.25
 """Share by which loss and gradients with a cached prefix may differ from those of padded rows, in float32 and in
-reduced precision. If gradients did not reach the prefix, the difference would be far larger."""
+reduced precision. A gradient that misses the prefix differs by far more."""
 NOISE = 4
 """Tolerance, as a multiple of the noise between identical forwards."""
 FEWEST_LOGITS = 1
@@ -187,8 +186,7 @@ def enough(examples: Sequence[Encoded]) -> list[Encoded]:
 
 
 def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
-    """Two sets of rows: some short rows; and a short row with the longest, which may for example exceed a sliding
-    window.
+    """Two sets of rows: some short rows; and a short row with the longest, which may exceed a sliding window.
 
     The short rows have images, if any rows do; the second set then puts a row without images beside the longest.
     """

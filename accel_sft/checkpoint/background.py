@@ -46,8 +46,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     `save` copies this rank's part to host memory, which the next checkpoint reuses. A worker thread writes and hashes
     the copy and, on rank 0, publishes the checkpoint once every rank's files are on the disk; the thread takes part in
     no collective. Without room for the copy, training waits while files are copied and written one by one, and this is
-    logged. The worker does its jobs in order: an export (best/) is always complete before the next checkpoint, which
-    records the best step.
+    logged. The worker does its jobs in order: an export (best/) is complete before the next checkpoint.
     """
 
     def __init__(
@@ -132,8 +131,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return target
 
     def has_room_for(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Whether host memory has room for a copy of the `weights` to export, which are on rank 0; all ranks call
-        this."""
+        """Whether host memory has room for a copy of rank 0's `weights` to export; all ranks call this."""
         size = sum({id(tensor): tensor.nbytes for tensor in weights.values()}.values())
         return self._room_for(size if self.accelerator.is_main_process else 0, "exported weights", "they")
 
@@ -198,8 +196,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def _write(
         self, write: Callable[..., manifest.Entries], pieces: Iterable[shards.Piece], partial: Path
     ) -> manifest.Entries:
-        """Write this rank's files, after any export has succeeded; ranks other than 0 also leave a file with the sizes
-        and SHA-256."""
+        """Write this rank's files, after any export has succeeded; ranks other than 0 also write the sizes and
+        SHA-256."""
         if self._export is not None:
             self._export.result()
         files = write(pieces)

@@ -66,8 +66,7 @@ def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
 
 
 def undo_after(run_dir: RunDir, step: int) -> list[Path]:
-    """Rename the checkpoints of steps after `step`, since the resumed run repeats those steps; returns the new
-    paths."""
+    """Rename the checkpoints of steps after `step`, which the resumed run repeats; returns the new paths."""
     moved = []
     for path in run_dir.all_checkpoints():
         if step_of(path) > step:
@@ -127,9 +126,7 @@ def export(
         unwrapped.save_pretrained(str(partial), state_dict=weights)
         if not adapter:
             complete_config(partial, str(dtype).removeprefix("torch.") if dtype else None, base)
-        if (
-            adapter and unwrapped.get_base_model().can_generate()
-        ):  # peft writes no generation config, and the base's may have other stop tokens
+        if adapter and unwrapped.get_base_model().can_generate():  # peft writes none, and the base's may stop elsewhere
             unwrapped.get_base_model().generation_config.save_pretrained(str(partial))
         (partial / "README.md").write_text(card, encoding="utf-8")
         for file in beside:
@@ -204,7 +201,5 @@ def _gathered(parameter: Any) -> Any:
     import deepspeed
 
     if parameter.ds_status == deepspeed.zero.partition_parameters.ZeroParamStatus.AVAILABLE:
-        return (
-            contextlib.nullcontext()
-        )  # DeepSpeed keeps small parameters gathered, and the next forward relies on that
+        return contextlib.nullcontext()  # small parameters must stay gathered: the next forward relies on that
     return deepspeed.zero.GatheredParameters([parameter])

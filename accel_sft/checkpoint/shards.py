@@ -51,8 +51,8 @@ Piece = dict[str, torch.Tensor]
 
 class HostCopy(dict[str, torch.Tensor]):
     """A checkpoint's tensors, copied to host memory, by key. The next checkpoint overwrites the copies, because copying
-    into new memory takes several times as long. `refused` says why the system pins no memory, which also makes copies
-    slower."""
+    into new memory takes several times as long. `refused` says why the system pins no memory (copies are then
+    slower)."""
 
     refused: str | None = None
 
@@ -71,8 +71,7 @@ class HostCopy(dict[str, torch.Tensor]):
 
 
 class Averages:
-    """Float32 averages of the tensors that the optimizer updates; under ZeRO, of this rank's part of the float32
-    copies.
+    """Float32 averages of the tensors that the optimizer updates; under ZeRO, of this rank's float32 copies.
 
     Averages start as the first weights. Update number t (from 0) takes min(decay, (1 + t) / (10 + t)) of the averages
     and the rest of the weights, as in TensorFlow's ExponentialMovingAverage: a constant decay of 0.999 would keep 60%
@@ -253,8 +252,7 @@ def loss_scale(accelerator: Accelerator, model: Any) -> dict[str, float]:
 
 
 def set_loss_scale(accelerator: Accelerator, model: Any, saved: dict[str, float]) -> None:
-    """Restore the loss scaler's state. If another library saved it, the scaler searches a new scale, which skips some
-    steps."""
+    """Restore the loss scaler's state. If another library saved it, a new scale is searched, which skips some steps."""
     if accelerator.scaler is not None:
         if saved.keys() == accelerator.scaler.state_dict().keys():
             accelerator.scaler.load_state_dict(saved)

@@ -108,8 +108,7 @@ def _group_settings(config: TrainConfig, launch: Launch, devices: int) -> InitPr
 
 
 def _waiting_for_ranks(launch: Launch) -> contextlib.AbstractContextManager[None]:
-    """Context manager: if no launcher has started this process, show a line while waiting, since leftover variables may
-    be the cause."""
+    """Context manager: without a launcher, show a line while waiting, since leftover variables may be the cause."""
     if launch.world_size == 1 or under_launcher():
         return contextlib.nullcontext()
     place = f"{launch.environment.get('MASTER_ADDR')}:{launch.environment.get('MASTER_PORT')}"
@@ -206,12 +205,10 @@ def prepare_model(
 
 
 def _arrange_buckets(model: DistributedDataParallel) -> None:
-    """Before the first step, run a backward on zeros so that DDP rebuilds its buckets and every gradient is a view into
-    them."""
+    """Before the first step, run a backward on zeros so that DDP rebuilds buckets and gradients are views into them."""
     # DDP would rebuild after the first backward of each start. The first backward multiplies gradients by 1/N, later
-    # ones divide by N: on three or more ranks a resumed run would have different bits. Also, the first gradients would
-    # use memory besides the buckets. The gradients of the weights' sum arrive in about the order of a backward through
-    # the model.
+    # ones divide by N: on three or more ranks a resumed run would have different bits. The first gradients would also
+    # need extra memory. The gradients of the weights' sum arrive in about the order of a real backward.
     model.reducer.prepare_for_backward([])
     total = torch.stack([weight.sum().float() for weight in model.parameters() if weight.requires_grad]).sum()
     (0 * total).backward()  # type: ignore[no-untyped-call] # torch's
@@ -258,8 +255,7 @@ def _name_blocks(accelerator: Accelerator, model: Any) -> None:
 
 
 def verify_engine(accelerator: Accelerator, launch: Launch, model: Any, max_grad_norm: float) -> None:
-    """Raise UserError if a prepared DeepSpeed engine does not have the requested settings; other backends are not
-    checked."""
+    """Raise UserError if a prepared DeepSpeed engine does not have the requested settings."""
     if launch.backend != "deepspeed":
         return
     precision = "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"

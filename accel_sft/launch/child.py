@@ -169,8 +169,8 @@ def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> t
 
 
 def waited_for(log: Path) -> str:
-    """The log's last line if it names what the run waits for, such as the compilation of operators
-    (`io.terminal.waiting`); else ""."""
+    """The log's last line if it names what the run waits for (`io.terminal.waiting`), such as a compilation; else
+    ""."""
     last = next(reversed(_tail(log).rstrip().splitlines()), "") if log.is_file() else ""
     return one_line(last) if _WAITING.fullmatch(last) else ""
 
@@ -183,8 +183,7 @@ def _tail(log: Path) -> str:
 
 
 def _last_message(printed: str) -> str:
-    """Return the text of the first line with the trainer's "Error: ", else Python's last exception, else the last
-    line."""
+    """Return the text of the trainer's first "Error: " line, else Python's last exception, else the last line."""
     if own := re.search(r"^Error: (.*)", printed, re.M):
         return own[1]
     raised = re.findall(r"^[\w.]*(?:Error|Exception|Interrupt)\b.*", printed, re.M)

@@ -139,9 +139,7 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         limits.append(len(os.sched_getaffinity(0)))
     for folder in host_memory.cgroups("cpu"):
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # no quota: cpu.max says "max", or this is cgroup v1, which has no such file
+        with contextlib.suppress(OSError, ValueError):  # no quota: "max", or cgroup v1, which has no cpu.max
             allowed, period = (folder / "cpu.max").read_text().split()
             limits.append(math.ceil(int(allowed) / int(period)))
         with contextlib.suppress(OSError, ValueError):

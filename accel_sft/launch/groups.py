@@ -47,8 +47,7 @@ def row_groups(accelerator: Accelerator) -> tuple[int, int]:
 
 def prepare(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
     """Call `accelerator.prepare` in the way that the launch's parallelism needs. Under sequence parallelism, attention
-    over a group is then active only inside `shared_rows`. Under tensor parallelism, the model was sharded on
-    loading."""
+    over a group is then active only inside `shared_rows`. Under tensor parallelism the model is already sharded."""
     if tensor_ranks(accelerator) > 1:
         return _prepare_cut(accelerator, model, *optimizer)
     if (ranks := sequence_ranks(accelerator)) == 1:

@@ -1,7 +1,6 @@
 """Chooses the precision of a launch that names none: bf16 if all ranks have instructions for it, else float32.
 
-The choice depends on what devices and processors report, never on a measurement, so a machine always makes the same
-choice.
+The choice depends on what devices and processors report, never on a measurement, so it repeats.
 """
 
 import dataclasses
@@ -52,8 +51,7 @@ def computes_bf16(device: Any) -> tuple[bool, str]:
 
 
 def precision_in_record(run: Mapping[str, Any]) -> str | None:
-    """Return the precision in a run's record; None if the record, which may come from a stranger, has no known
-    precision."""
+    """Return the precision in a run's record; None if the record (perhaps a stranger's) has no known one."""
     launch = run.get("launch")
     precision = launch.get("precision") if isinstance(launch, dict) else None
     return precision if precision in ("no", "bf16", "fp16") else None

@@ -33,8 +33,7 @@ class Reads(NamedTuple):
 
 
 class Adapter:
-    """The peft code of an adapter type. The base class is for models without an adapter or with an unknown adapter
-    type."""
+    """The peft code of an adapter type. The base class is for models without an adapter, or of unknown type."""
 
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
         """Return the PeftConfig of a new adapter; `common` are arguments that the PeftConfigs of all types take."""
@@ -101,9 +100,7 @@ class AdaLora(Adapter):
         base = model.base_model
         config, allocator = self._allocation(model)
         final = config.total_step - config.tfinal
-        if (
-            step > final and allocator.ipt
-        ):  # the step that should have made the ranks final was skipped: make them final now
+        if step > final and allocator.ipt:  # the step that should make the ranks final was skipped: do so now
             step = final
         prefix = "base_model.model."  # prefix of the model's names that the allocator's names lack
         named = {name.removeprefix(prefix): weight for name, weight in weights.items()}

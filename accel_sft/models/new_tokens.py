@@ -94,11 +94,9 @@ def trained_beside(model: Any, tokens: Sequence[int], others: list[str]) -> dict
 
 @contextlib.contextmanager
 def rows_made(model: Any) -> Iterator[None]:
-    """Within this context peft can add trainable embedding rows to `model`, even if ZeRO-3 has sharded embedding and
-    head.
+    """Within this context peft can add trainable embedding rows, even if ZeRO-3 has sharded embedding and head.
 
-    Under ZeRO-3, peft 0.21 gathers rows only on GPUs; this context gathers both matrices, so that peft needs no
-    gathering.
+    Under ZeRO-3, peft 0.21 gathers rows only on GPUs; here both matrices are gathered beforehand.
     """
     from peft.tuners.trainable_tokens import layer
 

@@ -22,8 +22,7 @@ from accel_sft.models.cascade import PrefixedRows, cascade, cut_rows, probe_kern
 
 
 def install(device: torch.device | None = None) -> None:
-    """Let every model with sdpa attention accept the arguments `rows` or `decoding`; without these arguments nothing
-    changes.
+    """Let every model with sdpa attention accept the arguments `rows` or `decoding`; otherwise nothing changes.
 
     It changes transformers' attention for the whole process, so call it only where a model is prepared for such
     arguments.

@@ -1,5 +1,4 @@
-"""Loads saved weights as a model for text: unsharded, sharded over ranks, or offloaded; incomplete files are
-refused."""
+"""Loads saved weights as a model for text: unsharded, sharded or offloaded; incomplete files are refused."""
 
 import math
 import re
@@ -105,8 +104,8 @@ def pretrained(
 
 
 def vocabulary_problem(name: str, text: Any, largest_id: int) -> str | None:
-    """Return why a model with this text configuration cannot read token `largest_id` or its pad token; None if it can
-    read both."""
+    """Return why a model with this text configuration cannot read token `largest_id` or its pad token; None if it
+    can."""
     largest_id, size = max(largest_id, getattr(text, "pad_token_id", None) or 0), getattr(text, "vocab_size", math.inf)
     if largest_id < size:
         return None

@@ -156,8 +156,7 @@ def weights_identity(source: Source) -> str | None:
 
 
 def other_base(source: Source) -> list[str]:
-    """A line if the base's weights have changed since this adapter was trained, for example if the folder was
-    overwritten."""
+    """A line if the base's weights have changed since this adapter was trained, as by overwriting."""
     record = RunDir.record_around(source.adapter) if source.adapter else None
     before = record.get("base_weights") if record else None
     now = weights_identity(source) if before else None

@@ -72,8 +72,7 @@ def texts_of(task: Task, examples: Sequence[Any]) -> list[str]:
 def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
     """Write model and tokenizer to `directory`, as `from_pretrained` of plain transformers reads them.
 
-    The result depends only on `texts` (the training examples' texts) and `seed`; torch's global random state does not
-    change.
+    The result depends only on `texts` (the training examples') and `seed`; torch's global random state does not change.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -1,5 +1,4 @@
-"""Loads what turns rows into a model's input: tokenizer, chat template, image processor, and the tokens that end
-answers."""
+"""Loads what turns rows into a model's input: tokenizer, chat template, image processor, end tokens."""
 
 import dataclasses
 import re

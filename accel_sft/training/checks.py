@@ -77,8 +77,7 @@ class Untrained:
         self.names: list[str] | None = None
 
     def look(self, grad_norm: float, *, last: bool) -> None:
-        """Call this on every rank after each step, with the step's gradient norm; after the right step it logs a
-        warning."""
+        """Call this on every rank after each step, with the step's gradient norm; it logs at the right step."""
         self._updates += math.isfinite(grad_norm)  # steps with a non-finite norm changed nothing
         if self.names is not None or self._updates < (2 if last else _UPDATES):
             return

@@ -140,8 +140,7 @@ class Stepper:
 
     @property
     def alone(self) -> bool:
-        """Whether a step may be repeated after any failure, because neither an engine nor another rank takes part in
-        it."""
+        """Whether a step may be repeated after any failure, because no engine or other rank takes part."""
         return self.engine is None and self.accelerator.num_processes == 1
 
     @property
@@ -159,8 +158,7 @@ class Stepper:
             torch.cuda.empty_cache()
 
     def _clear_gradients(self) -> None:
-        """Drop the gradients; DDP's are zeroed instead: they are views of its buckets, and new ones would take extra
-        memory."""
+        """Drop the gradients; DDP's are zeroed instead: they are views of buckets, and new ones need memory."""
         self.optimizer.zero_grad(set_to_none=not isinstance(self.model, DistributedDataParallel))
 
     def _unmanaged_norm(self) -> float | None:

@@ -204,8 +204,7 @@ class Prepared:
         return common[0] if len(common) == 1 else None
 
     def fingerprint(self) -> str:
-        """SHA-256 of both splits' tokens, in order, and of the number of rows per source. It must not change on
-        resume."""
+        """SHA-256 of both splits' tokens, in order, and of the number of rows per source. Fixed on resume."""
         both = self.train.kept.fingerprint + self.validation.kept.fingerprint
         if len(self.plan.sources) > 1:
             both += " ".join(str(len(rows)) for rows in self.plan.sources.values())

@@ -26,8 +26,7 @@ from accel_sft.training.optimizer import Stepper
 
 
 class OutOfMemory(NamedTuple):
-    """An out-of-memory in a forward or backward; all zero if memory sufficed. Only numbers, so that ranks can exchange
-    it."""
+    """An out-of-memory in a forward or backward; all zero if memory sufficed. Numbers, for exchange between ranks."""
 
     tokens: int = 0  # tokens of the forward that ran out of memory
     longest: int = 0  # index of the forward's longest training example
@@ -71,8 +70,7 @@ class TrainStep:
     def forward_backward(
         self, examples: list[Encoded], supervised_tokens: int, step: int, following: Sequence[Encoded] = ()
     ) -> tuple[torch.Tensor, OutOfMemory]:
-        """Compute this rank's part of the loss of step `step` (from 1), shape (), and add the part's gradients to the
-        model.
+        """Compute this rank's part of the loss of step `step` (from 1), shape (), and add its gradients to the model.
 
         An out-of-memory is returned too; the gradients are then NaN on every rank, so call `retry_smaller` before the
         next step. If the step cannot be repeated with smaller forwards, raise UserError.
@@ -132,8 +130,7 @@ class TrainStep:
         )
 
     def computed(self) -> tuple[int, float]:
-        """Tokens and query-key pairs of the last step over all ranks; shared tokens count once, padding does not
-        count."""
+        """Tokens and query-key pairs of the last step over all ranks; shared tokens count once, padding never."""
         tokens, pairs = 0, 0.0
         for rows in (rows for forwards in self._divided for rows in forwards):
             prefix = self.batching.way.prefix(rows)

@@ -138,8 +138,8 @@ class Trainer:
             check_disk(accelerator, self.model, self.run_dir, averaged=averaged, checkpoints=max(count, 1))
 
     def new_train_step(self, before: dict[str, Any] | None) -> TrainStep:
-        """Make the train step with the batching recorded before the stop, unless the settings name another, and record
-        its batching."""
+        """Make the train step with the batching recorded before the stop, unless the settings name another; record
+        it."""
         job = [self.prepared.fingerprint(), self.plan.global_batch_size]
         if before is None and self.config.resume != "off":
             before = choice.read(self.accelerator, self.run_dir, job)
@@ -252,8 +252,7 @@ class Trainer:
         self.stop_if(int(largest_of_ranks(self.signals.number)))
 
     def note_answering(self, line: str) -> None:
-        """Keep this line about answer generation for result.json. Show it only if generation takes longer than
-        usual."""
+        """Keep this line about answer generation for result.json. Show it only if generation is slower."""
         self.answering.append(line)
         if not line.startswith("answers: "):
             self.tracker.log(line)
@@ -262,8 +261,8 @@ class Trainer:
     def averaged(self) -> Iterator[None]:
         """Within this context, the model has the averages of its weights, if `--ema-decay` is given.
 
-        After an error, the averages stay in the model: swapping back is a collective, and ranks without an error would
-        not take part.
+        After an error, the averages stay in the model: swapping back is a collective, which ranks without an error
+        would not join.
         """
         if self.averages is None:
             yield
@@ -304,8 +303,7 @@ class Trainer:
         checkpoint.export(self.accelerator, self.model, tokenizer, target, *written, **self.exported)
 
     def save(self, wait: bool = False) -> None:
-        """Begin a checkpoint of this step, with counters, metrics and batching so far; with `wait`, return once it is
-        complete."""
+        """Begin a checkpoint of this step, with counters, metrics and batching so far; `wait` until complete."""
         batching = choice.recorded(self.batching_asked, self.train_step.batching)  # a resume uses it again (law 3)
         self.signals.exit_if_orphaned()
         self.tracker.flush()

@@ -19,8 +19,8 @@ from accel_sft.tools.check.texts import Labels
 _NAMED, _DETAILS = 5, 2
 """Maximum number of rows that one line names, and of their details."""
 _LABEL_TOKENS, _ROWS, _TOGETHER = 16, 5000, 125
-"""If most answers have at most this many tokens, they may be labels; and the numbers of a split's rows to read, in all
-and at a time."""
+"""If most answers have at most this many tokens, they may be labels; and how many rows are read, in all and at a
+time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,5 @@ def quick_lines(findings: list[DataFinding], task_name: str) -> list[str]:
                 f"{': ' * bool(details)}{details} ({places}{more}); {finding.about.fix}"
             )
     if lines:
-        lines.append(
-            f"To list every such row and run more checks, run `accel-sft check {task_name}` with this run's options."
-        )
+        lines.append(f"To list every such row and check more, run accel-sft check {task_name} with this run's options")
     return lines

@@ -26,8 +26,8 @@ from accel_sft.tracking.disturbed import LOST
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
 LEAST_MEMORY, LITTLE_MEMORY = 1 * GIB, 3 * GIB
-"""Free bytes below which memory is a problem, or a warning. Two ranks of the smallest model need an amount in
-between."""
+"""Free bytes below which memory is a problem, or a warning. Two ranks of the smallest model need more than the
+first."""
 LITTLE_SHARED_MEMORY = 1 * GIB
 """Free bytes of /dev/shm that NCCL's documentation recommends for ranks on several GPUs."""
 LEAST_DISK, LITTLE_DISK = GIB // 4, 5 * GIB

@@ -43,8 +43,8 @@ def _sizes(given: str | None, rows: int, validation: int) -> list[int]:
     else:
         parts = [part.strip().replace("_", "") for part in given.split(",")]
         if wrong := [part for part in parts if not part.isdecimal() or not 0 < int(part) <= rows]:
-            most = f"{rows:,}, which are for training beside {validation:,} for validation"
-            raise UserError(f"--sizes {wrong[0]!r}: expected numbers of rows up to {most}, commas between")
+            most = f"{rows:,} (the training rows; {validation:,} more are for validation)"
+            raise UserError(f"--sizes {wrong[0]!r}: give comma-separated row counts, each at most {most}")
         sizes, few = sorted({*map(int, parts)}), f"--sizes {given}: too few"
     if len(sizes) < FEWEST_SIZES:
         raise UserError(f"{few}: a curve needs {FEWEST_SIZES} numbers of rows")

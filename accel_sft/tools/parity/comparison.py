@@ -1,5 +1,4 @@
-"""Sends the same prompts to the run's own weights and the server, finds where answers differ, and names the likely
-cause."""
+"""Sends the same prompts to the run's own weights and the server, finds differing answers, and names the cause."""
 
 import dataclasses
 import functools

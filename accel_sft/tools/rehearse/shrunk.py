@@ -136,9 +136,7 @@ def _values(content: Mapping[str, Any], layers: int, count: int, inside: str) ->
             yield key, dict(_values(value, layers, count, key))
         elif key == "num_key_value_heads" and isinstance(value, int):
             yield key, _HEADS if few == heads else min(value, 2)
-        elif (
-            key == "num_heads"
-        ):  # vision towers'; a state-space model (it has `expand`) gets as many heads as fill its width
+        elif key == "num_heads":  # vision towers'; state-space models (`expand`) fill their width
             yield key, _STATE_HEADS if "expand" in content else min(value, _HEADS)
         elif key in _LAYERS and isinstance(value, int):
             yield key, count if value == layers else min(value, 2)

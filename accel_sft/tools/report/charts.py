@@ -14,8 +14,7 @@ from accel_sft.results.run_report import COSTS
 from accel_sft.tools.report.runs import Comparison, Run
 
 POINTS_OF_A_CHART = 1600
-"""Approximate number of points of all of a chart's curves: more would exceed its pixels and, with many runs, the
-page."""
+"""Approximate number of points of all of a chart's curves: more would exceed its pixels, or the page."""
 _FEWEST, _MOST = 60, 1000
 """Bounds on the points that a thinned curve may keep."""
 _KNOTS = 200

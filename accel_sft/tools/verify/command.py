@@ -41,7 +41,7 @@ _COLORS = {"holds": "green", "open": "yellow", "differs": "red"}
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def verify(run: Path, segments: int, seed: int | None, from_start: bool, tolerance: float, as_json: bool) -> None:
-    """Hold a run to its own records, and run segments of it again.
+    """Compare a run with its own records, and run segments of it again.
 
     For example: accel-sft verify runs/sums --segments 3
 

@@ -1,5 +1,4 @@
-"""Compares a run's files with each other, and with the data, code and libraries on this machine. Nothing is run. No
-torch."""
+"""Compares a run's files with each other, and with the data, code and libraries here. Nothing is run. No torch."""
 
 import dataclasses
 import hashlib
