@@ -152,7 +152,7 @@ class Prepared:
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
         limit_line = f"--train-limit {config.train_limit}: {read:,} of {read + self.beyond_limit:,} {examples}"
-        repeated = f"--global-batch-size {plan.global_batch_size} is more than the rows: a step learns some twice"
+        repeated = f"--global-batch-size {plan.global_batch_size} is more than the rows: a step trains on some twice"
         merged = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
         lines = [*train.lines(), *validation.lines()]
         usual = [line for line in lines if _USUAL_NOTE.match(line)]

@@ -224,7 +224,7 @@ def test_names_that_the_model_does_not_have_are_refused(accelerator, tiny, optio
 
 
 def test_refusal_of_unknown_experts_names_those_there_are(accelerator, experts):
-    with pytest.raises(UserError, match=r"its experts' are mlp\.experts\.gate_up_proj, mlp\.experts\.down_proj"):
+    with pytest.raises(UserError, match=r"Its experts' are: mlp\.experts\.gate_up_proj, mlp\.experts\.down_proj"):
         Job(accelerator, experts, **LORA, lora_target_parameters="experts.up")
 
 

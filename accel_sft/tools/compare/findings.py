@@ -22,8 +22,8 @@ _FACTS = ("device", "cores", "platform", "versions", "data")
 def findings(record: Mapping[str, Any]) -> list[str]:
     """Return a sentence or two for each finding; speed is compared in tokens/s, as batch sizes may differ.
 
-    A sweep's findings begin with the settings that learn best, and mention speed only if launches or layouts vary;
-    those of a comparison of numbers of rows are its learning curve.
+    A sweep's findings begin with the best settings, and mention speed only if launches or layouts vary; those of a
+    comparison of numbers of rows are its learning curve.
     """
     settings = record["settings"]
     if learnt := [*learning_curve.in_sentences(record)]:

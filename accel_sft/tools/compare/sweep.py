@@ -50,7 +50,7 @@ class SweptSetting:
 
     @property
     def spread(self) -> float | None:
-        """The range of the metric; None with a single seed, since runs with the same seed learn the same."""
+        """The range of the metric; None with a single seed, since runs with the same seed train identically."""
         seeds = {str(entry["values"].get(SEED)) for entry in self.entries}
         return max(self.metrics) - min(self.metrics) if len(seeds) > 1 else None
 
@@ -66,7 +66,8 @@ class SweptSetting:
 
 
 def swept(record: Mapping[str, Any]) -> list[str]:
-    """Return the varied options that change what is learnt, except the seed; if there are none, this is no sweep."""
+    """Return the varied options, except the seed, that change what a step computes; without any, this is not a
+    sweep."""
     return [name for name in record["varied"] if name not in EXECUTION and name != SEED]
 
 
