@@ -99,7 +99,7 @@ class TrainConfig:
     )
     epochs: float | None = _data(None, basic=True, min=0, help="Passes over the training examples.")
     max_steps: int | None = _data(
-        None, basic=True, min=1, help="Optimizer steps; overrides --epochs. Default for tiny: the task's."
+        None, basic=True, min=1, help="Optimizer steps; overrides --epochs. tiny: the task's."
     )
 
     optimizer: str = _optim(
@@ -160,7 +160,7 @@ class TrainConfig:
     tracker: str = _run(
         "tensorboard",
         basic=True,
-        help="Trackers for the curves, separated by commas: tensorboard, wandb, mlflow, ...; or none.",
+        help="Trackers, separated by commas: tensorboard, wandb, mlflow, ...; or none.",
     )
     tracker_project: str = _run("accel_sft", help="Project of the run in W&B, SwanLab, MLflow and the like.")
     run_name: str | None = _run(None, help="Name of the run in trackers; default: the folder's name.")
