@@ -43,7 +43,9 @@ def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[
     matrices = [name for name, shape in shapes.items() if len(shape) in (2, 3)]
     if missing := ", ".join(name for name in parameters if not _ends_any(matrices, name)):
         experts = ", ".join(dict.fromkeys(in_block(name) for name in matrices if len(shapes[name]) == 3))
-        raise UserError(f"--lora-target-parameters {missing}: not in this model. Its experts' are: {experts or 'none'}")
+        raise UserError(
+            f"--lora-target-parameters {missing}: not in this model. Its expert parameters are: {experts or 'none'}"
+        )
     if missing := ", ".join(name for name in saved if not _ends_any(modules, name)):
         raise UserError(f"--lora-modules-to-save {missing}: no such module in this model; print(model) has all")
     if twice := ", ".join(sorted({*saved} & {*names})):

@@ -252,7 +252,7 @@ class Trainer:
         self.stop_if(int(largest_of_ranks(self.signals.number)))
 
     def note_answering(self, line: str) -> None:
-        """Keep this line about answer generation for result.json. Show it only if generation is slower."""
+        """Keep this line about answer generation for result.json. Show it only if generation is slower than usual."""
         self.answering.append(line)
         if not line.startswith("answers: "):
             self.tracker.log(line)
