@@ -90,7 +90,7 @@ def _settings_of_the_run(
     record = RunDir.record_around(model)
     if record and record["task"] != recorded_name(name):
         record = None
-    if same_data and not (record and record["task_options"]):
+    if same_data and not (record and record["task_options"] and not record.get("in_card")):
         raise UserError(f"--same-data: --model {model} is no run of {name}; name the data by its options")
     return recorded_options(record, task_settings, given, f"--model {model}", same_data=same_data) if record else {}
 

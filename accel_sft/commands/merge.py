@@ -78,7 +78,7 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     from accel_sft.models.merge import merge
     from accel_sft.models.pretrained import processor_files
     from accel_sft.models.source import find_source, other_base
-    from accel_sft.models.tokenizer import load_tokenizer
+    from accel_sft.models.tokenizer import load_tokenizer, sentencepiece_file
     from accel_sft.results.model_card import of_merged
 
     source = find_source(folder)
@@ -91,7 +91,7 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     base, _ = PreTrainedConfig.get_config_dict(source.weights)
     complete_config(target, str(made.model.dtype).removeprefix("torch."), base)
     save_tokenizer(tokenizer, target)
-    for file in processor_files(source.weights, made.model):
+    for file in (*processor_files(source.weights, made.model), *sentencepiece_file(source)):
         shutil.copyfile(file, target / file.name)
     lines = [f"adapter  {folder}", f"base     {source.weights}", f"merged   {made.dtype} weights"]
     card = Path(folder) / "README.md"

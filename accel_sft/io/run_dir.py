@@ -5,7 +5,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from accel_sft.api.config import keep_every
 from accel_sft.api.errors import UserError
@@ -67,12 +67,12 @@ class RunDir:
 
     @classmethod
     def record_around(cls, model: str) -> dict[str, Any] | None:
-        """The run.json of the folder `model`, or else of the folder above it; None if neither has one, or if `model` is
-        no folder but a hub id, whose folder above would be the one that the command runs in."""
+        """The run.json of the folder `model`, or else of the folder above it, or else what its model card keeps of
+        it; None without these, or if `model` is no folder but a hub id: the folder above is the command's."""
         folder = expanded(model).absolute()
         folders = (folder, folder.parent) if folder.is_dir() else ()
         run = next((run for run in map(cls, folders) if run.record.is_file()), None)
-        return run.read_record() if run else None
+        return run.read_record() if run else _record_in(folder / "README.md")
 
     @classmethod
     def weights_in(cls, model: str) -> str:
@@ -131,7 +131,7 @@ class RunDir:
     def read_record(self) -> dict[str, Any]:
         """The content of run.json; raises UserError if it cannot be read, or is not a record of this package."""
         record = read_json(self.record)
-        if not isinstance(record, dict) or any(type(record.get(key)) is not kind for key, kind in _RECORD.items()):
+        if not _is_record(record):
             raise UserError(f"{self.record}: not the record of a run of accel_sft; name another folder")
         return record
 
@@ -167,6 +167,22 @@ class RunDir:
             return []
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path}: cannot be read ({error}); take it away, and go on with --resume auto") from None
+
+
+def _is_record(record: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(record, dict) and all(type(record.get(key)) is kind for key, kind in _RECORD.items())
+
+
+def _record_in(card: Path) -> dict[str, Any] | None:
+    """What the model card of exported weights keeps of their run's record; None if it is no card of this package."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(read_text(card).partition("\n---\n")[0])
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # anyone's README
+        return None
+    record = content.get("accel_sft") if isinstance(content, dict) else None
+    return {**record, "in_card": True} if _is_record(record) else None  # which names no data
 
 
 def absent_weights(name: str, flag: str) -> list[str]:

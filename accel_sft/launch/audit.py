@@ -123,6 +123,10 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
     if requested and launch.world_size != int(requested) and not (fitted and launch.world_size < int(requested)):
         what = f"{where}: {requested} processes asked for, {launch.world_size} started"
         yield error(what, "set distributed_type to MULTI_GPU or DEEPSPEED; start equally many on all machines")
+    tasks = launch.environment.get("SLURM_STEP_NUM_TASKS", "1")  # of an sbatch script without srun it is not set
+    if launch.world_size == 1 and tasks != "1":
+        fix = "srun one accelerate launch for each machine (docs/multinode.md)"
+        yield warning(f"srun starts {tasks} whole runs: no launcher joins them", fix)
     if devices:
         yield from audit_devices(launch, devices, where)
     if launch.backend == "fsdp" and not devices:

@@ -60,6 +60,9 @@ class GivenTemplate:
         tokenizer.chat_template, their_special = self._read()
         if not tokenizer.chat_template.strip():
             raise self._unusable("it is empty; name another")
+        begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        if begins and self.name == CHATML:
+            tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
         rendering = Rendering(tokenizer)
         try:
             form = rendering.form(_TURNS, "a conversation")
@@ -69,6 +72,9 @@ class GivenTemplate:
             raise self._unusable(_failure(error)) from error
         if form.drops_answer:
             raise self._unusable("it writes no answer of an assistant; is it a chat template, in Jinja?")
+        if begins and not written.startswith(tokenizer.bos_token):
+            what = f"the base begins a text with {tokenizer.bos_token}, the template with none"
+            self.lines.append(f"warning: --chat-template {self.name}: {what}: put {{{{ bos_token }}}} in front of it")
         # a template may put a mark together of parts, such as '<|' + role + '|>': so what it writes is searched, too
         searched = f"{tokenizer.chat_template}\n{written}"
         marks = (their_special or _CONTROL).findall(searched)
@@ -244,6 +250,14 @@ def stop_at_ends(model: Any, tokenizer: Any, log: Callable[[str], None]) -> None
         log(f"generation_config.json: {given}: without effect, and left out of what is exported")
         for name in idle:
             setattr(settings, name, None)
+
+
+def sentencepiece_file(source: Source) -> list[Path]:
+    """The base's tokenizer.model, if there is one: llama.cpp's converter reads it, and transformers 5 writes none."""
+    from transformers.utils import cached_file
+
+    path = cached_file(source.tokenizer, "tokenizer.model", **OR_NONE)
+    return [Path(path)] if path else []
 
 
 def load_processor(source: Source, *, model: str, trust_remote_code: bool) -> Any:

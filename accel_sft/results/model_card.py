@@ -31,6 +31,7 @@ def model_card(
     settings: Mapping[str, Any],
     result: Mapping[str, Any],
     versions: Mapping[str, str],
+    asked: Mapping[str, Any],
 ) -> str:
     """README.md of an exported model: its base, its task, its scores, its data, settings and versions.
 
@@ -41,6 +42,7 @@ def model_card(
         eos_ids: tokens that end an answer; an adapter's base may know others.
         left_out: arguments of `generate` that leave out the base's penalties, as in the run's evaluations.
         settings: the run's options; those that only say how the run was executed are left out.
+        asked: what of the run's record says how to ask the model, for weights that are copied out of their run.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -51,6 +53,7 @@ def model_card(
         library_name="transformers" if adapter == "none" else "peft",
         pipeline_tag="text-generation" if text_model else "image-text-to-text",
         tags=["accel_sft", "sft"],
+        accel_sft=dict(asked),
     )
     base = f"`{Path(base_model).name}`"
     parts = [part["type"] for turn in messages if isinstance(turn["content"], list) for part in turn["content"]]
@@ -90,6 +93,7 @@ def model_card(
 
 _MERGED = (
     (r"library_name: peft", "library_name: transformers"),
+    (r"^    load_in_4bit: true\n", ""),
     (r"^A (\w+) adapter of (`.*?`), trained for", r"\2, fine-tuned with a \1 adapter that is merged, for"),
     (r"^from peft import AutoPeftModelForCausalLM$", "from transformers import AutoModelForCausalLM"),
     (r"^from peft import PeftConfig, PeftModel\n", ""),
@@ -102,7 +106,7 @@ _MERGED = (
 
 def of_merged(card: str) -> str | None:
     """The card of merged weights, made from the card of their adapter; None if `model_card` did not write that."""
-    if not re.search(_MERGED[1][0], card, re.M):
+    if not re.search(_MERGED[2][0], card, re.M):
         return None
     for before, now in _MERGED:
         card = re.sub(before, now, card, count=1, flags=re.M)

@@ -270,13 +270,28 @@ def arrow_rows(tables: Iterable[Any], name: str) -> Iterator[Located]:
     for table in tables:
         if problem := _doubled(table.schema.names):
             raise UserError(f"{name}: it has {problem}")
+        described = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}"))
+        features = described.get("info", {}).get("features", {})
         for row in table.to_pylist():
             number = next(numbers)
             try:
                 row = {field.name: _as_written(row[field.name], field.type, field.name) for field in table.schema}
+                row = {name: _labelled(value, features.get(name)) for name, value in row.items()}
                 yield row_as_json(row, number)
             except ValueError as problem:
                 yield Located(problem, number)
+
+
+def _labelled(value: Any, feature: Any) -> Any:
+    """A value with the names of its classes in place of their numbers, if `datasets` describes it as a ClassLabel or a
+    list of them; null for -1, which is no class."""
+    if not isinstance(feature, dict):
+        return value
+    if isinstance(value, list):
+        return [_labelled(element, feature.get("feature")) for element in value]
+    if feature.get("_type") != "ClassLabel" or not feature.get("names") or not isinstance(value, int):
+        return value
+    return feature["names"][value] if value >= 0 else None
 
 
 def _as_written(value: Any, type: Any, name: str) -> Any:

@@ -5,6 +5,7 @@ the standard library.
 """
 
 import codecs
+import contextlib
 import itertools
 import json
 import re
@@ -109,6 +110,7 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
     if end is not None:
         yield from array(decoded(stream.read(), name, 1, begin), end)
         return
+    is_first = True
     for line in itertools.count(1):
         if not (raw := stream.readline(MAX_ROW_BYTES + 1)):
             return
@@ -117,8 +119,26 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
         text = decoded(raw, name, line, begin)
         text = text.removeprefix("\ufeff")  # of a file that was joined to another
         if text.strip():
-            yield Located(_decoded(text.removesuffix("\n")), line, raw, begin)
+            value = _decoded(text.removesuffix("\n"))
+            if isinstance(value, ValueError) and is_first and _is_over_lines(stream, begin):
+                yield Located(
+                    ValueError("an object over several lines; one line for each row: jq -c . FILE > NEW"), line
+                )
+                return
+            yield Located(value, line, raw, begin)
+            is_first = False
         begin += len(raw)
+
+
+def _is_over_lines(stream: BinaryIO, begin: int) -> bool:
+    """Whether a JSON value with line breaks in it begins at this byte. The stream stays where it is."""
+    at = stream.tell()
+    stream.seek(begin)
+    text = stream.read(MAX_ROW_BYTES).decode(errors="replace").lstrip("\ufeff \t\r\n")
+    stream.seek(at)
+    with contextlib.suppress(ValueError, RecursionError):
+        return "\n" in text[: _DECODER.raw_decode(text)[1]]
+    return False
 
 
 def is_array(stream: BinaryIO) -> bool:

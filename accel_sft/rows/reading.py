@@ -44,7 +44,7 @@ the cache."""
 _ANNOUNCED_BYTES = 64 << 20
 """Files of at least this many bytes are announced by a line when their rows are converted."""
 _KIND, _PLACES, _TEXT, _PLAIN = "rows", "places.bin", "rows.jsonl", "decompressed"
-_FORM = 7
+_FORM = 8
 """Version of a cache entry's form; it changes when older entries can no longer be read."""
 _KEYS_SHOWN = 6
 _ROWS = "a JSON array of objects, one JSON object per line, or a header and rows"

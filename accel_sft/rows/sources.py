@@ -100,7 +100,8 @@ def chosen_split(name: str, splits: Collection[str], use: str) -> tuple[str, lis
     usual = [split for split in _USUAL.get(use, [use]) if split in splits] or ["train"] * ([*splits] == ["train"])
     others = [split for split in splits if split not in usual[:1]]
     if not usual:
-        way = "write one to a file of its own" if os.path.isfile(name) else f"name one: {name}:{others[0]}"
+        near = next((split for split in others if split.startswith(use)), others[0])
+        way = "write one to a file of its own" if os.path.isfile(name) else f"name one: {name}:{near}"
         raise UserError(f"{name}: has no split {use}, but {', '.join(others)}; {way}")
     if not others or use == "validation":
         return usual[0], [f"{name}: the split {usual[0]} is read"] * bool(others)

@@ -19,6 +19,7 @@ from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import UNLIMITED, enough
 from accel_sft.checkpoint.partition import SCALES, Partition, partitions
 from accel_sft.launch.collectives import first_reason, gather_numbers
+from accel_sft.launch.info import Launch
 from accel_sft.models.architecture import alike
 from accel_sft.models.kernels import put_kernels_in
 
@@ -62,6 +63,12 @@ def use_liger_kernels(trial: Trial) -> str:
     if wrong := first_reason(None if exact else line):
         raise UserError(f"--use-liger-kernel: {wrong}; leave it out")
     return line
+
+
+def rounds_updates(accelerator: Accelerator, launch: Launch, model: Any) -> bool:
+    """Whether trained weights have 16 bits and no float32 copies, which DeepSpeed keeps (ZeRO; bf16 and fp16)."""
+    copies = launch.backend == "deepspeed" and (launch.stage > 0 or accelerator.mixed_precision != "no")
+    return not copies and any(weights.requires_grad and weights.itemsize == 2 for weights in model.parameters())
 
 
 class Untrained:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.options import settings
+from accel_sft.api.options import NAMES_A_FILE, settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record
 from accel_sft.chat.conversation import conversation
@@ -28,7 +28,12 @@ from accel_sft.results.run_report import time_sentence
 from accel_sft.tracking.disturbed import disturbed_segments, sentences
 from accel_sft.tracking.metrics_file import mean_mfu, read_lines
 from accel_sft.training.prepare import Prepared
+from accel_sft.training.record import options_of
 from accel_sft.training.state import TrainState
+
+_ASKED: tuple[str, ...] = ("max_length", "max_new_tokens", "thinking", "template_date", "control_tokens")
+_ASKED += ("load_in_4bit", "chat_template", "seed")
+"""Settings that a model card keeps, because later commands take them from the run."""
 
 
 def card(
@@ -65,7 +70,24 @@ def card(
             "weights": _compared(f"{Path(config.init_from or config.model).name}", f"{scored}, of step {state.step}"),
         },
         versions=versions(),
+        asked=_asked(task_name, prepared),
     )
+
+
+def _asked(task_name: str, prepared: Prepared) -> dict[str, Any]:
+    """What of run.json says how to ask the model, in its form; files and their rows are of this machine."""
+    config, train = recordable(prepared.assembly.config.as_dict()), prepared.train
+    options = options_of(prepared.assembly.task)
+    own = [setting for setting in settings(type(prepared.assembly.task)) if not NAMES_A_FILE.search(setting.name)]
+    return {
+        "task": task_name,
+        "config": {name: config[name] for name in _ASKED if config[name] not in (None, False)},
+        "task_options": {one.name: options[one.name] for one in own if options[one.name] != one.default},
+        "max_new_tokens": prepared.longest_answer,
+        "system_prompt": prepared.system_prompt,
+        "raw_text": train.raw == train.kept.examples,
+        "launch": {"precision": prepared.launch.precision[0]},
+    }
 
 
 def _files(task: Task) -> dict[str, str]:

@@ -26,14 +26,14 @@ from accel_sft.launch.describe import differences, layout_of, resume_command
 from accel_sft.launch.groups import row_groups
 from accel_sft.models.load import parameter_counts
 from accel_sft.models.pretrained import auto_class, processor_files, stored_dtype
-from accel_sft.models.tokenizer import left_out
+from accel_sft.models.tokenizer import left_out, sentencepiece_file
 from accel_sft.resilience.anomalies import Anomalies
 from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.time_spent import BATCHES, PAUSE, span, taken
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training import summary
-from accel_sft.training.checks import Untrained, use_liger_kernels
+from accel_sft.training.checks import Untrained, rounds_updates, use_liger_kernels
 from accel_sft.training.optimizer import Stepper, new_optimizer
 from accel_sft.training.predicted import Prediction
 from accel_sft.training.prepare import Prepared
@@ -75,6 +75,8 @@ class Trainer:
         tracker.peaks.begin("load")
         model = assembly.load_model(train, validation, total_steps=self.plan.total_steps, log=log)
         self.model_class, self.beside = auto_class(model).__name__, processor_files(assembly.source.weights, model)
+        if not (assembly.template and assembly.template.new_tokens):  # that file would lack these
+            self.beside += sentencepiece_file(assembly.source)
         self.left_out = left_out(model.generation_config) if model.can_generate() else {}
         self.exported: dict[str, Any] = {}  # an adapter is exported as it is trained
         if config.adapter == "none":
@@ -92,6 +94,8 @@ class Trainer:
         self.model, self.optimizer = prepare_model(accelerator, prepared.launch, model, optimizer, config.max_grad_norm)
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm, config.ema_decay)
         self.averages = self.stepper.averages
+        if config.adapter == "none" and rounds_updates(accelerator, prepared.launch, self.model):
+            log(f"warning: --dtype {config.dtype}: weights in 16 bits lose small updates: leave --dtype out")
         self.untrained = Untrained(accelerator, self.model, self.optimizer, log)
         written = run_dir, config.keep_checkpoints, self.averages, log
         self.checkpoints = Checkpoints(accelerator, prepared.launch, self.model, self.optimizer, *written)

@@ -65,6 +65,16 @@ def test_module_beside_the_file_is_found(folder):
     assert code_fingerprint(cls()) is None  # the other file decides too: every message is read
 
 
+def test_module_hidden_by_an_installed_one_is_refused(folder):
+    Path("mine.py").write_text("from yaml.rows import SIZE\nimport random\n" + GOOD)
+    Path("random.py").write_text("")  # Python's own are meant
+    Path("yaml.py").write_text("SIZE = 7\n")
+    assert (
+        refused("mine.py")
+        == f"task mine.py: import yaml takes {yaml.__file__}, not {folder / 'yaml.py'}; rename the latter"
+    )
+
+
 FAULTS = {
     "missing": (None, "", "cannot be read (No such file or directory)"),
     "no Python": ("x = 1\ndef (", "", "cannot be imported: SyntaxError: invalid syntax (it.py:2)"),
@@ -130,7 +140,7 @@ def test_resume_reports_a_changed_file_and_refuses_another_class(trained):
     words = ("--resume", "auto", *trained.arguments[1:])
     other = run(f"{file}:Other", *words, run_dir=trained.run_dir)
     assert other.status != 0
-    assert "the run was started with Good of mine.py, not Other" in other.output
+    assert "the run was started with mine.py Good, not mine.py Other" in other.output
     result.write_text('{"status": "running"}')
     same = run(f"{file}:Good", *words, run_dir=trained.run_dir)
     assert same.status == 0, same.output[-4000:]

@@ -84,13 +84,6 @@ def test_ranks_sharing_weights_end_and_resume_with_smaller_forwards(launched, tm
     assert run.result()["batching"]["tokens"] == limit["tokens"]
 
 
-@pytest.mark.parametrize("content", ["", '["a"]', '{"tokens": 0}'])
-def test_a_limit_that_cannot_be_read_is_named(tmp_path, content):
-    (tmp_path / "most-tokens.json").write_text(content)
-    with pytest.raises(UserError, match=r"most-tokens\.json: "):
-        TrainStep(None, Batching("padded", 64), 0, RunDir(tmp_path), print)
-
-
 def test_smallest_size_without_room_of_all_ranks_is_kept(tmp_path, monkeypatch):
     def cramped(module, inputs):
         raise torch.OutOfMemoryError("no room")

@@ -124,6 +124,48 @@ def test_settings_that_are_not_given_are_the_runs_own(tmp_path):
         Trained(str(tmp_path)).settings(given)
 
 
+@pytest.fixture(scope="module")
+def exported(tiny, tmp_path_factory):
+    """A run of a base with a tokenizer.model whose weights are in bf16, and a copy of its final/ without the run."""
+    folder = tmp_path_factory.mktemp("exported")
+    shutil.copytree(tiny, folder / "base")
+    (folder / "base" / "tokenizer.model").write_bytes(b"pieces")
+    rows = [{"prompt": f"{number}=", "completion": "2+3"} for number in range(20)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--model", str(folder / "base"), "--train-file", str(folder / "rows.jsonl"), "--max-steps", "1")
+    words += ("--eval-every", "off", "--save-every", "off", "--dtype", "bfloat16")
+    words += ("--thinking", "off", "--system-prompt", "As a pirate:\n---\nyes")
+    run = accel_sft("chat", *words, run_dir=folder / "run")
+    assert run.status == 0, run.output[-3000:]
+    shutil.copytree(run.run_dir / "final", folder / "copied")
+    return run, folder / "copied"
+
+
+def test_copied_weights_are_asked_as_in_their_run(exported, called):
+    run, copied = exported
+    (mine, theirs) = (Trained(str(folder)) for folder in (copied, run.run_dir))
+    config = EvaluateConfig(model=str(copied))
+    assert mine.settings(config) == theirs.settings(config)
+    assert mine.settings(config).thinking == "off"
+    assert mine.record["system_prompt"] == theirs.record["system_prompt"] == "As a pirate:\n---\nyes"
+    assert (mine.precision, mine.raw_text) == (theirs.precision, theirs.raw_text)
+    files = ("--validation-file", str(copied.parent / "rows.jsonl"))
+    shown = called("evaluate", "chat", "--model", str(copied), *files, "--dry-run")
+    assert "thinking off" in shown.output
+    assert "system-prompt As a pirate:" in shown.output
+    refused = called("evaluate", "chat", "--model", str(copied), "--same-data", "--dry-run")
+    assert f"--same-data: --model {copied} is no run of chat" in refused.output
+
+
+def test_export_keeps_the_bases_sentencepiece_file(exported):
+    assert (exported[1] / "tokenizer.model").read_bytes() == b"pieces"
+
+
+def test_training_16_bit_weights_is_a_warning(exported):
+    line = "warning: --dtype bfloat16: weights in 16 bits lose small updates: leave --dtype out"
+    assert line in " ".join(exported[0].output.split())
+
+
 def test_several_ranks_are_refused(tiny):
     ranks = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     failed = accel_sft("generate", str(tiny), "5=", environment=ranks)

@@ -104,8 +104,10 @@ def test_overwritten_base_of_an_adapter_is_named(base, called, tmp_path):
 
 def test_merged_weights_predict_as_the_adapter_and_stay_tied(base, adapter, called, tmp_path):
     out = tmp_path / "out"
+    (adapter / "tokenizer.model").write_bytes(b"pieces")  # as its run has copied it, for llama.cpp
     done = accel_sft("merge", str(adapter), str(out))
     assert done.status == 0, done.output
+    assert (out / "tokenizer.model").read_bytes() == b"pieces"
     assert f"base     {base}\n" in done.output
     assert "merged   float32 weights\n" in done.output
     model = AutoModelForCausalLM.from_pretrained(out)
@@ -167,7 +169,7 @@ def test_what_cannot_be_merged_is_refused_with_the_reason(base, adapter, called,
     head = save(base, tmp_path / "head", LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
     for folder, reason in (
         (base, "no adapter: there is nothing to merge"),
-        (prompts, "adapters of type prompt_tuning cannot be added to the weights"),
+        (prompts, "adapters of type prompt_tuning cannot be added to weights"),
         (head, r"cannot be merged: logits would be off by .* on one of two tied layers"),
         ("", "--model '': no such folder"),
     ):

@@ -430,6 +430,16 @@ def test_a_world_smaller_than_asked_for_is_an_error(tmp_path, built):
     assert "2 processes asked for, 1 started: set distributed_type to MULTI_GPU" in line
 
 
+def test_srun_without_a_launcher_is_a_warning(built):
+    def warned(**variables):
+        return lines(audit(TrainConfig(), read_launch(variables, []), 0), "warning")
+
+    (line,) = warned(SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1")
+    assert line.startswith("srun starts 2 whole runs: no launcher joins them: srun one accelerate launch")
+    ranks = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    assert warned(SLURM_NTASKS="2") == warned(SLURM_STEP_NUM_TASKS="2", **ranks) == []
+
+
 def test_use_cpu_would_drop_deepspeed(tmp_path, built, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert "drop DeepSpeed" in lines(audited(tmp_path, Z2), "error")[0]

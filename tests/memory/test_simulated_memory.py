@@ -65,7 +65,7 @@ FORWARDS = [
     ("mixtral", "z2", {}),
     ("qwen3_moe", "z2", {"tokens": 3072}),
 ]
-FEW = [FORWARDS[at] for at in (0, 1, 2, 5, 8, 9)]
+FEW = [FORWARDS[at] for at in (0, 1, 2, 5, 7, 8)]
 
 
 @AS_COUNTED

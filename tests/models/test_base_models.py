@@ -59,6 +59,18 @@ def test_chatml_makes_its_marks_tokens_at_which_answers_end(tmp_path):
     assert "has all its control tokens" in template.lines[0]
 
 
+def test_chatml_begins_with_bos_where_the_base_does(tmp_path):
+    base = make_base(tmp_path / "base", bos=True)
+    tokenizer, template, _ = given(base, "chatml")
+    ids = tokenizer.apply_chat_template(ASKED, tokenize=True, return_dict=True)["input_ids"]
+    assert (ids[0], ids.count(tokenizer.bos_token_id)) == (tokenizer.bos_token_id, 1)
+    assert not any("warning" in line for line in template.lines)
+    for text, warns in ((OTHER, True), ("{{ bos_token }}" + OTHER, False)):
+        (tmp_path / "other.jinja").write_text(text)
+        _, template, _ = given(base, tmp_path / "other.jinja")
+        assert any("begins a text with <s>, the template with none" in line for line in template.lines) == warns
+
+
 def test_marks_of_a_given_template_become_tokens(tmp_path):
     base = make_base(tmp_path / "base")
     (tmp_path / "other.jinja").write_text(OTHER)
@@ -237,7 +249,8 @@ def test_raw_text_is_characters_and_chat_needs_a_template(tmp_path):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base models")
     for tied in (True, False):
-        make_base(folder / f"tied {tied}", tied=tied)
+        base = make_base(folder / f"tied {tied}", tied=tied)
+        (base / "tokenizer.model").touch()
     chats = [{"prompt": f"{n}=", "completion": f"{n} + {n}"} for n in range(40)]
     texts = [{"text": f"the answer is {n} + {n} " * (1 + n % 4)} for n in range(40)]
     for name, rows in {"chats": chats, "texts": texts}.items():
@@ -246,16 +259,17 @@ def folder(tmp_path_factory):
 
 
 def test_the_perplexity_of_raw_text_is_that_of_plain_transformers(folder, tmp_path):
+    rows = [json.loads(line) for line in (folder / "texts.jsonl").read_text().splitlines()[:9]]
     run = finished(
         *("chat", "--model", str(folder / "tied True"), "--train-file", str(folder / "texts.jsonl"), *STEPS),
-        *("--validation-file", str(folder / "texts.jsonl"), "--eval-limit", "9"),
+        *("--validation-file", jsonl(tmp_path / "held_out.jsonl", rows)),
         run_dir=tmp_path / "run",
     )
     assert " texts above --max-length become windows" in run.output
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final").eval()
     nll, count = 0.0, 0
-    for row in map(json.loads, (folder / "texts.jsonl").read_text().splitlines()[:9]):
+    for row in rows:
         ids = torch.tensor([*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id])
         for at in range(0, len(ids) - 1, 31):
             window = ids[at : at + 32]
@@ -297,6 +311,7 @@ def trained(launched, folder, tied, adapter, name):
 def test_a_base_models_curve_is_the_same_on_every_layout(launched, folder, tied, adapter, name):
     plain, other = trained(launched, folder, tied, adapter, "plain"), trained(launched, folder, tied, adapter, name)
     same_curve(plain.lines(), other.lines())
+    assert not (plain.run_dir / "final" / "tokenizer.model").exists(), "it would lack the template's tokens"
 
 
 @LONG

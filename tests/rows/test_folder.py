@@ -9,6 +9,7 @@ from parsers import answer
 
 from accel_sft import UserError, read_rows
 from accel_sft.rows import reading
+from accel_sft.rows.formats import arrow_rows
 from accel_sft.rows.sources import absent_rows
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -144,8 +145,8 @@ def test_a_folder_without_the_split_is_refused_by_name(tmp_path):
     with pytest.raises(UserError, match=f"{folder}: has no split dev; it has test, validation"):
         read_rows(f"{folder}:dev", answer)
     shards = written(tmp_path / "hub", "data/train_sft-00000-of-00001.jsonl", "data/test_sft-00000-of-00001.jsonl")
-    for use in ("train", "validation"):
-        with pytest.raises(UserError, match=f"but test_sft, train_sft; name one: {shards}:test_sft"):
+    for use, near in (("train", "train_sft"), ("validation", "test_sft")):
+        with pytest.raises(UserError, match=f"but test_sft, train_sft; name one: {shards}:{near}"):
             read_rows(shards, answer, split=use)
     assert list(read_rows(f"{shards}:train_sft", answer)) == ["data/train_sft-00000-of-00001.jsonl"]
 
@@ -270,6 +271,21 @@ def test_saved_data_sets_keep_images_and_lose_arrow_nulls(tmp_path):
     (tmp_path / "ds" / "train" / "data-00000-of-00001.arrow").write_bytes(b"ARROW")
     with pytest.raises(UserError, match=r"arrow: not Parquet or Arrow behind row 0 \("):
         read_rows(tmp_path / "ds", dict)
+
+
+def test_classes_of_a_data_set_are_read_by_name(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    classes = datasets.ClassLabel(names=["bad", "good"])
+    features = datasets.Features({"answer": classes, "all": datasets.List(classes), "n": datasets.Value("int64")})
+    rows = datasets.Dataset.from_list(
+        [{"answer": 1, "all": [0, 1], "n": 1}, {"answer": -1, "all": [], "n": 0}], features=features
+    )
+    rows.to_parquet(tmp_path / "a.parquet")
+    rows.save_to_disk(tmp_path / "saved")
+    hub = [row.value for row in arrow_rows(rows.with_format("arrow").iter(1), "hub")]
+    expected = [{"answer": "good", "all": ["bad", "good"], "n": 1}, {"answer": None, "all": [], "n": 0}]
+    for got in (read_rows(tmp_path / "a.parquet", dict), read_rows(tmp_path / "saved", dict), hub):
+        assert list(got) == expected
 
 
 def test_json_that_datasets_stores_as_text_is_a_value(tmp_path):

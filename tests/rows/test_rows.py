@@ -227,6 +227,15 @@ def test_problem_of_many_rows_is_listed_once(file):
     assert problems(file('[{"answer": "a"}, {}, {}, {}]')) == [f" row 2: {missing}; rows 3, 4 have the same problem"]
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff\n"])
+def test_objects_over_several_lines_are_one_problem(file, mark):
+    content = json.dumps({"answer": "a"}, indent=2) + "\n"
+    (problem,) = problems(file(mark + 30 * content))
+    at = 1 + mark.count("\n")
+    assert problem == f":{at}: an object over several lines; one line for each row: jq -c . FILE > NEW"
+    assert len(problems(file(mark + '{"answer": "a"\n' + content))) == 4, "the first row is cut off"
+
+
 @pytest.mark.parametrize("content", ["", "  \n\n", "[]", " [ ] "])
 def test_a_file_without_rows_is_refused(file, content):
     (problem,) = problems(file(content))

@@ -39,5 +39,6 @@ def card(**changed):
         "settings": {"learning_rate": 1e-4, "output_dir": "/somewhere/run", "max_steps": None},
         "result": RESULT,
         "versions": {"torch": "2.13"},
+        "asked": {"task": "math"},
     }
     return model_card(**{**usual, **changed})

@@ -37,8 +37,8 @@ def said(**more):
     return messages(ASK, {**ANSWER, **more})
 
 
-def parsed(row, **options):
-    return parse_row((), "every", None, row, **{"strict": False, **options})
+def parsed(row, columns=(), **options):
+    return parse_row(columns, "every", None, row, **{"strict": False, **options})
 
 
 def text(words, **more):
@@ -291,6 +291,14 @@ MARKS_OF_TURNS = {
 }
 REFUSED = {
     "a label beside raw text": ({"text": "u", "label": 1}, "label", "no label beside raw text; --columns prompt="),
+    "a message of a tree": ({"text": "u", "parent_id": None, "role": "x"}, "role", "no role beside raw text: join the"),
+    "an answer in a tree": ({"text": "a", "parent_id": "m0"}, "parent_id", "no parent_id beside raw text: join the"),
+    "a file of a caption": (
+        {"file_name": "0.png", "text": "u"},
+        "file_name",
+        "no image beside raw text: give messages",
+    ),
+    "an image of a caption": ({"image": {"base64": "eQ=="}, "text": "u"}, "image", "no image beside raw text: give"),
     "loss_mask": (messages(ASK, ANSWER, loss_mask=[0, 1]), "loss_mask", MARKED),
     "completion_mask": ({**PAIR, "completion_mask": [1]}, "completion_mask", MARKED),
     "videos": (messages({**ASK, "content": "<video>"}, ANSWER, videos=["a.mp4"]), "videos", "text and images alone"),
@@ -334,6 +342,12 @@ def test_keys_of_another_meaning_are_refused_by_name(case):
     with pytest.raises(RowRefused) as caught:
         parsed(row)
     assert str(caught.value).startswith(f"{f'field {field!r}: ' if field else ''}expected {expected}")
+
+
+def test_raw_text_is_read_beside_other_names_and_on_request():
+    assert parsed({"text": "u", "message_id": "x", "file_name": "a.txt"}).unread == ("message_id", "file_name")
+    for name, value in {"role": "x", "image": "0.png", "label": 1}.items():
+        assert parsed({"text": "u", name: value}, (("text", "text"),)).unread == (name,)
 
 
 def test_preferences_say_how_to_learn_the_chosen_answers():
@@ -541,6 +555,19 @@ def test_several_system_prompts_of_a_column_are_joined(system):
     assert got.example.prompt[0] == {"role": "system", "content": "s\n\nt"}
     assert JOINED.format("system") in got.notes
     assert AS_JSON not in got.notes
+
+
+@pytest.mark.parametrize("as_column", [False, True])
+def test_tools_that_the_system_prompt_has_are_not_offered_twice(as_column):
+    listed = f"Signatures are within <tools> </tools>.\n<tools>\n{json.dumps([SCHEMA])}\n</tools>"
+    system = {"role": "system", "content": listed}
+    row = {**messages(ASK, ANSWER), "system": listed} if as_column else messages(system, ASK, ANSWER)
+    got = parsed(row | {"tools": json.dumps([SCHEMA])})
+    assert (got.example.prompt[0], got.example.tools) == (system, None)
+    assert any("the column tools is left out" in note for note in got.notes)
+    got = parsed(row | {"tools": [SCHEMA, {**SCHEMA, "name": "description"}]})
+    assert len(got.example.tools) == 2
+    assert not any("left out" in note for note in got.notes)
 
 
 def test_mark_on_a_turn_of_others_is_reported():

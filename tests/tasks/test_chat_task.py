@@ -70,6 +70,13 @@ FORMS = {
     "messages (column conversations: role, content)": [
         ({"conversations": [ASK, ANSWER], "system": "s"}, [SYSTEM, ASK], "a"),
     ],
+    "messages (column conversation: input, output)": [
+        (
+            {"conversation": [{"input": "u", "output": "a"}, {"output": "a2", "input": "u2"}]},
+            [ASK],
+            [ANSWER, AGAIN, MORE],
+        ),
+    ],
     "ShareGPT (column conversations: from, value)": [
         (sharegpt(("system", "s"), ("human", "u"), ("gpt", "a")), [SYSTEM, ASK], "a"),
     ],
@@ -282,6 +289,14 @@ UNLIKE = [("!", "?"), ("x", ""), ("-1", "1"), ("C", "C++"), ("C#", "C++"), ("A-"
 UNLIKE += [("01/02/2026", "02/01/2026"), ("12:30", "30:12"), ("2026-11-12", "2026-12-11"), (".5", "5"), ("3-4", "4-3")]
 UNLIKE += [("दिन", "दान"), ("தமிழ்", "தமழ"), ("كِتَاب", "كُتَّاب"), ("हूँ", "हो")]
 SIGNS = [("<", ">"), ("==", "!="), ("≥", "<"), ("👍", "👎")]
+OPERATORS = [
+    ("*", "+", 2 / 3),
+    ("*", "/", 2 / 3),
+    ("//", "/", 2 / 3),
+    ("*", "-", 0.8),
+    ("/", "-", 0.8),
+    ("+", "-", 0.8),
+]
 SCORES = {
     "accuracy": [("a", " a\n", 1.0), ("a", "A", 0.0)],
     "f1": [
@@ -296,6 +311,10 @@ SCORES = {
         *((right, wrong, 0) for right, wrong in UNLIKE),
         *((f"a {right} b", f"a {wrong} b", 2 / 3) for right, wrong in SIGNS),
         *(("5 * 3", "5 - 3", 2 / 3), ("5€", "5$", 0.5)),
+        *((f"a {right} b", f"a {wrong} b", score) for right, wrong, score in OPERATORS),
+        *(("SELECT *", "select", 2 / 3), ("count(*)", "count()", 2 / 3), ("!a", "a", 2 / 3), ("f(!a)", "f(a)", 0.8)),
+        ("* Paris - France\n * **Oslo**, *why*!", "- Paris, France\n- Oslo (why?)", 1.0),
+        ("why!Oslo ![why] **a** b", "why oslo why *a* b", 1.0),
     ],
     "exact": [("a", " a\n", 1.0), ("<think>b</think>a", "<think>c\nd</think>\n\na", 1.0), ("a", "A", 0.0)],
     "json": [

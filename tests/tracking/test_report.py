@@ -246,6 +246,12 @@ def test_markup_in_an_answer_is_shown_and_not_obeyed():
     assert "[/red] [bold]x[/bold]" in printed({}, [], [sample(0, "[/red] [bold]x[/bold]")], 120)
 
 
+def test_card_of_merged_weights_asks_for_no_4_bits():
+    asked = {"task": "math", "config": {"load_in_4bit": True, "thinking": "off"}}
+    merged = of_merged(card(adapter="lora", asked=asked))
+    assert yaml.safe_load(merged.split("---\n")[1])["accel_sft"] == {"task": "math", "config": {"thinking": "off"}}
+
+
 def test_card_names_base_task_scores_and_data():
     text = card()
     meta = yaml.safe_load(text.split("---\n")[1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mimetypes
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -48,8 +49,17 @@ _ASKS = ("question", "query", "problem", "source", "input", "text")
 _ANSWERS = ("answer", "response", "output", "reply", "solution", "target")
 """Names that are proposed for `--columns`, as other programs write prompts and answers under them."""
 _SAID = ("content", "parts", "tool_calls", "function_call")
-_LABELS = ("label", "labels", "sentiment", "intent")
-"""Columns beside a text which its reader most often wants to learn, as the data sets of classification have them."""
+_LABEL = "no label beside raw text; --columns prompt={0},completion={1} learns the label, text={0} the text"
+_OF_TREE = "no {1} beside raw text: join the tree's branches into messages, or --columns text={0} for texts alone"
+_PICTURE = "no image beside raw text: give messages with the image, or --columns text={0} for texts alone"
+_NO_RAW_TEXT = {
+    **dict.fromkeys(("label", "labels", "sentiment", "intent"), _LABEL),
+    **dict.fromkeys(("role", "parent_id"), _OF_TREE),
+    **dict.fromkeys(("image", "images", "file_name"), _PICTURE),
+}
+"""Columns beside a text by which it is no raw text, unless --columns names it, and what is expected."""
+_TOOLS_IN_TEXT = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
+_NAME_OF_TOOL = re.compile(r"""["']name["']\s*:\s*["']([^"']+)["']""")
 _REPR = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
 """How a list of messages begins in a table that pandas or numpy wrote."""
 _SHOWN = 8
@@ -121,11 +131,10 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     first = column(form[0])
     others = [column(what) for what in ("system", "tools", "images")]
     if form[0] == "text":
-        if "text" not in named and (label := next((name for name in _LABELS if row.get(name) is not None), None)):
-            expected = (
-                f"--columns prompt={first},completion={label} to learn the label, or text={first} to learn the text"
-            )
-            raise RowRefused(label, f"no label beside raw text; {expected}")
+        for name in () if "text" in named else _NO_RAW_TEXT:
+            is_other_file = name == "file_name" and not _names_image(row.get(name))
+            if not (is_empty(row.get(name)) or is_other_file):
+                raise RowRefused(name, _NO_RAW_TEXT[name].format(first, name))
         refused = refused_in(row)
         refused.pop("label", None)  # of a text, not of an answer
         remarks.look(row, {first}, refused)
@@ -134,9 +143,11 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     system_text, tools = _system(row, others[0], remarks), _tools(row, others[1])
     read = {first, *others, _VARIABLES, *_SWITCHES}
     if form[0] == "messages":
-        turns, is_sharegpt = read_turns(row[first], first, remarks)
+        pairs = _turns_of_pairs(row[first])
+        turns, is_sharegpt = read_turns(pairs or row[first], first, remarks)
         held = first if first in given else "body" if "body" in given else "query, answers"
-        form = f"ShareGPT (column {held}: from, value)" if is_sharegpt else f"messages (column {held}: role, content)"
+        names = "input, output" if pairs else "role, content"
+        form = f"ShareGPT (column {held}: from, value)" if is_sharegpt else f"messages (column {held}: {names})"
     else:
         second, earlier = column(form[1]), column("history")
         read |= {second, earlier}
@@ -155,6 +166,9 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
             turns = [*_history(row, earlier, remarks), question, answer]
             form = f"Alpaca (columns {first}, {more or 'input'}, {second})"
     remarks.look(row, read, refused_in(row))
+    if tools and _stand_in(system_text, turns, tools):
+        tools = None
+        remarks.notes[f"with tools in <tools> of the system prompt: the column {others[1]} is left out"] = None
     if any(name in row for name in VIDEOS) and any(mark in turn["content"] for turn in turns for mark in _VIDEO_MARKS):
         remarks.notes[_NO_VIDEO] = None
     turns, notes = with_images(turns, row.get(others[2]), others[2], folder)
@@ -214,6 +228,10 @@ def _unknown(row: Mapping[str, Any], named: Iterable[str], *, has_form: bool) ->
         "columns messages or conversations, prompt and completion, instruction and output, or text, "
         f"got {there}; name others: --columns prompt={asks or 'question'},completion={answers or 'answer'}",
     )
+
+
+def _names_image(value: Any) -> bool:
+    return (mimetypes.guess_type(str(value))[0] or "").startswith("image/")
 
 
 def _text(row: Mapping[str, Any], column: str, remarks: Remarks, *, needed: bool = False) -> str:
@@ -295,6 +313,16 @@ def _history(row: Mapping[str, Any], column: str, remarks: Remarks) -> list[Turn
     return turns
 
 
+def _turns_of_pairs(value: Any) -> list[Turn]:
+    """The messages of a list of pairs of input and output, as Capybara has them; [] if it is none."""
+    if not isinstance(value, list) or not all(
+        isinstance(pair, dict) and {*pair} == {"input", "output"} for pair in value
+    ):
+        return []
+    roles = {"input": "user", "output": "assistant"}
+    return [{"role": role, "content": pair[name]} for pair in value for name, role in roles.items()]
+
+
 def _messages_in(value: Any) -> list[Any] | None:
     """A list of messages, one message, or a list that a text holds as JSON, as in a CSV cell; None: it is a text.
 
@@ -341,6 +369,13 @@ def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowProblem(f"{column}[{number}]", f"a tool's schema, an object with a name, got {kind(tool)}")
     return [tool if "function" in tool else {"type": "function", "function": _schema(tool)} for tool in tools]
+
+
+def _stand_in(system_text: str, turns: list[Turn], tools: list[dict[str, Any]]) -> bool:
+    """Whether the schemas stand in a system prompt, as in Hermes' data: each tool's name is within its <tools>."""
+    texts = [system_text, *(turn["content"] for turn in turns if turn["role"] == "system")]
+    schemas = [schema for text in texts for schema in _TOOLS_IN_TEXT.findall(text)]
+    return {tool["function"]["name"] for tool in tools} <= {*_NAME_OF_TOOL.findall("".join(schemas))}
 
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:

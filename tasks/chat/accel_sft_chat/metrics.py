@@ -22,7 +22,8 @@ _ANY_LETTER = r"[\p{L}\p{N}_]"
 # signs that tell -1 from 1, 10% from 10, C, C++ and C# apart, and A, A+ and A-, are part of the word
 _SIGNS = rf"(?:[+#%]+(?![_{_LETTER}])|(?<=(?<!{_ANY_LETTER}){_ANY_LETTER})-(?!{_ANY_LETTER}|-))"
 _NEGATIVE = rf"(?:(?<![_{_LETTER}])(?<!-)-(?=\.?\d))?(?:(?<!{_ANY_LETTER})\.(?=\d))?"
-_OPERATORS = r"!=+|[<>=]+|(?<=\d )[*\/\-](?= \d)"
+# * and / between blanks are operators, but a * that begins a line is a bullet; a dash between words is none
+_OPERATORS = r"!=+|[<>=]+|(?<=\d )-(?= \d)|(?<=\S[ \t]+|\()[*\/]+(?![^\s),;])|(?<![\w!])!(?=[\w(])"
 # a word keeps its combining marks (vowels of Indic scripts, harakat), a number the marks inside it (1.5, 12:30)
 _WORD = rf"{_LETTER}(?:{_LETTER}|\p{{M}})*"
 _NUMBER = rf"{_NEGATIVE}{_WORD}(?:(?<=\d)[.,\/:\-](?=\d){_WORD})*{_SIGNS}?"
