@@ -23,13 +23,10 @@ class AnswerText:
         self._keeps = rendering.thinking == "keep"
 
     def __call__(self, chat: Conversation, answer: Sequence[int]) -> str:
-        """Return the text to be scored.
+        """Return the text to be scored of generated token ids, end-of-turn included.
 
-        If the answer equals what template and tokenizer make of the target, return the target itself: such an answer
-        is right even where the template or the tokenizer strips, moves or normalises a character.
-
-        Args:
-            answer: the generated token ids, end-of-turn included.
+        If they equal what template and tokenizer make of the target, that is the target itself: such an answer is right
+        even where the template or the tokenizer strips, moves or normalises a character.
         """
         form = self.rendering.form(chat.turns, "validation", chat.offered)
         right = wanted(chat, self.rendering.thinking)
@@ -80,10 +77,8 @@ def _without_thinking(text: str, before: str, behind: str) -> str:
 
 
 def _without_lead(text: str, lead: str, target: str) -> str:
-    """A generated text without the blocks that the template writes before an answer, whatever the blocks contain.
-
-    The result is "" if the text opened such a block and did not close it.
-    """
+    """A generated text without the blocks that the template writes before an answer, whatever they contain; "" if the
+    text opened such a block and did not close it."""
     marks = MARK.findall(lead)
     closing = next((mark for mark in reversed(marks) if mark[1] == "/"), None)
     if not marks:

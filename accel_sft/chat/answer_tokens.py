@@ -30,11 +30,8 @@ class AnswerTokens:
         self._closers: dict[str, int] = {}  # text after an answer -> number of end tokens in it
 
     def of_texts(self, texts: Sequence[Rendered], counts: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-        """Return the tokens of each text's prompt, and those of the prompt with what is learnt after it.
-
-        Args:
-            counts: number of texts of each chat; the texts are in the order of the chats.
-        """
+        """Return the tokens of each text's prompt, and those of the prompt with what is learnt after it. The texts are
+        in the order of the chats, which have so many (`counts`)."""
         written = [part for text in texts for part in (text.prompt, text.prompt + text.rest)]
         ends = itertools.accumulate(counts)
         chats = [range(2 * (end - count), 2 * end) for end, count in zip(ends, counts, strict=True) if count > 1]
@@ -49,9 +46,6 @@ class AnswerTokens:
         Args:
             where: the example's name in messages.
             prompt, all_ids: as `of_texts` gave them.
-        Raises:
-            UserError: the template drops or cuts the answer, a call or a message; the rendering with the answer does
-                not begin with the prompt; or a control token in a text cannot be read as characters.
         """
         prompt_text, rest, rendered = map(without_guards, (text.prompt, text.rest, text.full_text))
         plain = text._replace(prompt=prompt_text, rest=rest, full_text=rendered)
@@ -146,12 +140,8 @@ class PieceTokenizer:
         self._special = [token.content for token in added if token.special and not (token.lstrip or token.single_word)]
 
     def __call__(self, texts: Sequence[str], chats: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The ids of each text.
-
-        Args:
-            chats: indices of the texts of each chat, which begin alike, with the longest last; texts in no chat
-                are tokenized whole.
-        """
+        """The ids of each text. `chats` has the indices of the texts of each chat, the longest last; texts in no chat
+        are tokenized whole."""
         # only special tokens of the first chat: a vocabulary may have thousands, and a template writes a few
         written = [token for token in self._special if chats and token in texts[chats[0][-1]]]
         if not written:

@@ -121,12 +121,7 @@ def no_text(text: str) -> bool:
 
 
 def from_task(failed: str, call: Callable[[], Given]) -> Given:
-    """Return what `call`, the task's own code, returns.
-
-    Raises:
-        UserError: `call` raised a UserError; or it raised another error, whose cause and line in the task's code are
-            reported after `failed`.
-    """
+    """Return what `call`, the task's own code, returns; its error, with cause and line, is reported after `failed`."""
     try:
         return call()
     except UserError:
@@ -161,12 +156,8 @@ def limited_examples(examples: Sequence[Any], limit: str | None) -> Sequence[Any
 
 
 def conversation(task: Task, examples: Sequence[Any], split: str, index: int) -> Conversation:
-    """Return an example's messages and target as a conversation.
-
-    Raises:
-        UserError: the task fails on the example, which the error names by split and index or by file and line, or
-            returns something unusable.
-    """
+    """Return an example's messages and target as a conversation. Errors name the example by split and index, or by file
+    and line."""
     try:
         return _conversation(task, examples, f"{split} example {index}", index)
     except UserError as error:
@@ -287,10 +278,7 @@ def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Pictur
             )
     weights = ((turn["role"] == "assistant" and turn.get("weight", 1)) for turn in following)
     learnt = [at for at, weight in enumerate(weights, len(turns)) if weight]
-    every = [
-        *turns,
-        *({name: value for name, value in turn.items() if name != "weight"} for turn in following),
-    ]
+    every = [{name: value for name, value in turn.items() if name != "weight"} for turn in (*turns, *following)]
     if not learnt:
         raise UserError(f'{where}: every assistant turn of target() has "weight": 0; leave the example out')
     if not learnt[0]:

@@ -29,13 +29,8 @@ class NotAPrefix(UserError):
 
 
 def check_all_kept(tokenizer: Any, where: str, chat: Conversation, text: Rendered, *, keeps_thinking: bool) -> None:
-    """Check that the texts of a rendering, without guards, contain all that the conversation says.
-
-    Raises:
-        NotAPrefix: the rendering with the answer does not begin with the prompt.
-        AnswerDropped: the answer or one of its calls is dropped or cut.
-        TextDropped: a turn's text is dropped.
-    """
+    """Check that the texts of a rendering, without guards, contain all that the conversation says, or raise one of the
+    errors above."""
     thinking, answer = divided(chat)
     fixable = not keeps_thinking and thinking is not None
     if text.apart and not fixable:
@@ -100,10 +95,8 @@ def _not_a_prefix(tokenizer: Any, where: str, text: Rendered) -> NotAPrefix:
 
 
 def _missing(turns: Turns, prompt: str) -> tuple[str, str] | None:
-    """Find the first text of a turn that a rendered prompt lacks; return the turn's role and the text, or None.
-
-    Ignored are turns with tool calls and JSON results of tools, which templates rewrite or leave out.
-    """
+    """The role and text of the first turn of whose texts a rendered prompt lacks one. Turns with calls and JSON results
+    of tools, which templates rewrite or leave out, do not count."""
     for turn in turns:
         if "tool_calls" in turn or (turn["role"] == "tool" and turn["content"].lstrip()[:1] in ("{", "[")):
             continue
@@ -113,11 +106,8 @@ def _missing(turns: Turns, prompt: str) -> tuple[str, str] | None:
 
 
 def _lacking(turn: Turn, prompt: str) -> str:
-    """The first text of a turn that a rendered prompt lacks; "" if it lacks none.
-
-    Ignored are white space, the thinking of earlier answers, and the switches `/think` and `/no_think`: templates
-    rewrite these or leave them out. A text may be written as JSON.
-    """
+    """The first text of a turn that a rendered prompt lacks, also as JSON; "" if it lacks none. White space, thinking
+    and the switches `/think` and `/no_think`, which templates rewrite or leave out, do not count."""
     content: str = turn["content"]
     if turn["role"] == "assistant":
         content = split_thinking(content)[1].rpartition("</think>")[2]

@@ -41,15 +41,8 @@ def encode_parts(
     images: ImageInputs | None = None,
     on_refused: OnRefused | None = None,
 ) -> Iterator[Encoding]:
-    """Render and tokenize some of a split's examples, a few at a time, and find where answers begin and end.
-
-    Args:
-        images: makes the model's inputs from images; None: no example has images.
-        on_refused: called, in place of raising an error, for each example that is left out because of it.
-    Raises:
-        UserError: the template rejects the messages, or drops or cuts an answer; the task returns something unusable;
-            an image cannot be used; or the rendering with an answer does not begin with the prompt.
-    """
+    """Render and tokenize some of a split's examples, a few at a time, and find where answers begin and end. With
+    `on_refused`, which is called for each of them, examples that cannot be encoded are left out."""
     encoder = _Encoder(rendering, AnswerTokens(rendering, rules.eos_ids), split, rules, images)
     encoded: Callable[[Part], Encoding] = encoder.encoded
     if on_refused:
@@ -145,14 +138,9 @@ class _Encoder:
             last = self.rendering.text_ids(text.rstrip())
             if last[-1:] and last[-1] in self.rules.eos_ids:
                 ids, end = last, []
-        self.rendering.add_note(
-            f"raw text: every token and {self.tokens.tokenizer.eos_token} behind it are learnt"
-            + (
-                ""
-                if self.rendering.control.begin
-                else "; nothing stands before a text's first token, so that one is not"
-            )
-        )
+        first = "" if self.rendering.begin else "; nothing stands before a text's first token, so that one is not"
+        eos = self.tokens.tokenizer.eos_token
+        self.rendering.add_note(f"raw text: every token and {eos} behind it are learnt{first}")
         ids = [*begin, *ids, *end]
         starts = range(0, len(ids) - 1, most - 1)
         return [Encoded(index, ids[at : at + most], 1 if at else max(len(begin), 1)) for at in starts]
@@ -196,11 +184,8 @@ class _Encoder:
 
 
 def _append(rows: list[Encoded], row: Encoded) -> None:
-    """Add the next answer of a conversation to its rows: to the last row, if the answer's prompt begins with that row.
-
-    If not, the template writes earlier answers differently once other turns follow. As no single row then contains the
-    prompts of both answers, the answer gets a row of its own.
-    """
+    """Add the next answer of a conversation to its last row, if the answer's prompt begins with that row. If not (the
+    template writes earlier answers differently once other turns follow), it gets a row of its own."""
     before = rows[-1] if rows else None
     if before and row.input_ids[: min(len(before.input_ids), row.prompt_length)] == before.input_ids:
         rows[-1] = row._replace(earlier=before.spans)
@@ -230,9 +215,7 @@ def _cut(row: Encoded, length: int) -> Encoded | None:
 
 
 def blank_row(inputs: ImageInputs) -> Encoded:
-    """The row of a white image; nothing of it is learnt: a forward without images calls the layers that read images
-    with it.
-    """
+    """The row of a white image, of which nothing is learnt, for forwards without images under sharded layers."""
     import PIL.Image
 
     picture = Picture(PIL.Image.new("RGB", (_EDGE, _EDGE), "white"))

@@ -106,16 +106,10 @@ class Encoding:
 
     def lines(self) -> list[str]:
         """The notes, and one line for each reason why examples were left out or cut."""
-        by_reason = [
-            *self.left_out.items(),
-            ("cut to --max-length; their end, an end-of-turn token at least, is not learnt", self.cut),
-        ]
-        named = [
-            f"{self.split}: {len(indices)} {reason} ({self._named(indices)})"
-            for reason, indices in by_reason
-            if indices
-        ]
-        return [*self.notes, *named]
+        cut = "cut to --max-length; their end, an end-of-turn token at least, is not learnt"
+        by_reason = [*self.left_out.items(), (cut, self.cut)]
+        named = [(f"{self.split}: {len(rows)} {reason}", self._named(rows)) for reason, rows in by_reason if rows]
+        return [*self.notes, *(f"{line} ({places})" for line, places in named)]
 
     def add(self, other: Encoding) -> None:
         """Add what was left out and cut in the next part of the split."""

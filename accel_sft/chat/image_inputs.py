@@ -56,11 +56,7 @@ def no_processor() -> Any:
 
 
 class ImageInputs:
-    """Makes placeholders and inputs from images with the model's own processor, loaded at the first image.
-
-    Args:
-        load: returns the processor, or raises UserError.
-    """
+    """Makes placeholders and inputs from images with the model's own processor, which `load` returns at the first."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load
@@ -149,8 +145,7 @@ class ImageInputs:
 
     def begin(self, pictured: list[RowImages]) -> None:
         """Have a thread run the processor for the rows whose `tensors` are made next: it takes 5 to 90 ms an image, in
-        which a GPU would idle. The images are read here, as a task need not bear threads.
-        """
+        which a GPU would idle. The images are read here, as a task need not bear threads."""
         self._ahead = pictured, _THREAD.submit(self._processed, pictured, self._opened(pictured))
 
     def ids(self, images: RowImages) -> list[int]:
@@ -222,11 +217,7 @@ class ImageSource:
         return self._current(images)[1] == images
 
     def pictures(self, images: RowImages) -> tuple[Picture, ...]:
-        """A row's images.
-
-        Raises:
-            UserError: the images, or the processor's settings, are not those that the row was tokenized with.
-        """
+        """A row's images; an error if they, or the processor's settings, are not those of the row's tokens."""
         pictures, row_images = self._current(images)
         if row_images != images:
             raise UserError(f"{self.of(images)}: its images are others than at the start; leave files alone that train")

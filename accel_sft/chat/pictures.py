@@ -58,8 +58,7 @@ class Picture:
 
     def opened(self) -> Any:
         """The image as transformers opens it: a file upright and in RGB, a PIL image as it is. What is transparent
-        becomes white, as vLLM and Qwen's own code have it.
-        """
+        becomes white, as vLLM and Qwen's own code have it."""
         if not isinstance(self.given, (str, bytes)):
             return self._on_white(self.given)
         return self._decoded(self._file())
@@ -180,11 +179,7 @@ def read_parts(content: Sequence[Any], what: str) -> tuple[str, list[Picture]]:
 
 
 def unmarked(text: str, what: str) -> str:
-    """Check a text, which is returned unchanged.
-
-    Raises:
-        UserError: it contains IMAGE_MARK, which would be taken for an image.
-    """
+    """The text, unless it has IMAGE_MARK, which would be taken for an image: that is an error."""
     if IMAGE_MARK in text:
         raise UserError(f"{what} gave a text with the characters U+E006 U+E007, which mean an image here; remove them")
     return text

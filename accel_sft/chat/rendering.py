@@ -59,11 +59,7 @@ class Rendering:
             self.notes.append(line)
 
     def prompt(self, turns: Turns, images: Sequence[Picture] = (), tools: Tools = None) -> str:
-        """The prompt of a conversation whose answer is unknown, as guarded text for `control.ids`.
-
-        Args:
-            images: the images of the turns, in the order of their marks.
-        """
+        """The prompt of a conversation whose answer is unknown, as guarded text for `control.ids`."""
         chat = self.control.guarded(Conversation(turns, {"role": "assistant", "content": ""}, tools=tools))
         self.template.check([turn["role"] for turn in turns] == ["user"] and not tools)
         form = self.form(turns, "prompt", chat.offered)

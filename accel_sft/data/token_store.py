@@ -28,10 +28,11 @@ _CHUNK_TOKENS = 1 << 21
 
 
 class Columns(NamedTuple):
-    """The columns of consecutive rows, arrays of int32 and offsets of int64. `prompts` has each row's prompt length,
-    and `indices` its example's index. Row k has the token ids `ids[offsets[k] : offsets[k + 1]]`; begin and end of its
-    answers before the last one are `earlier[earlier_offsets[k] : earlier_offsets[k + 1]]`."""
+    """The columns of consecutive rows from row `first` on, arrays of int32 and offsets of int64. `prompts` has each
+    row's prompt length, and `indices` its example's index. Its row k has the ids `ids[offsets[k] : offsets[k + 1]]`;
+    begin and end of its answers before the last one are `earlier[earlier_offsets[k] : earlier_offsets[k + 1]]`."""
 
+    first: int
     prompts: Any
     indices: Any
     offsets: Any
@@ -100,17 +101,12 @@ class TokenStore(Sequence[Encoded]):
             if isinstance(data, mmap.mmap):
                 data.madvise(mmap.MADV_DONTNEED)
 
-    def with_images(self, place: int = 0, ranks: int = 1) -> Iterator[Encoded]:
-        """Yield the rows that have images, or a rank's share of them."""
-        for row in self.pictured[place::ranks].tolist():
-            yield self[row]
-
     def text_with(self, ids: Sequence[int]) -> int | None:
         """Return the index of the first example with one of these token ids in a row without images, or None."""
-        for start, columns in self._chunks():
+        for columns in self.columns():
             places = np.flatnonzero(np.isin(columns.ids, ids))
             rows = np.unique(np.searchsorted(columns.offsets, places, side="right") - 1)
-            rows = rows[~np.isin(rows + start, self.pictured)]
+            rows = rows[~np.isin(rows + columns.first, self.pictured)]
             if len(rows):
                 return int(columns.indices[rows[0]])
         return None
@@ -135,11 +131,6 @@ class TokenStore(Sequence[Encoded]):
 
     def columns(self) -> Iterator[Columns]:
         """Yield the columns of all rows, some megabytes at a time: views of the files, valid until the next come."""
-        for _, columns in self._chunks():
-            yield columns
-
-    def _chunks(self) -> Iterator[tuple[int, Columns]]:
-        """Yield the index of the first row of each chunk, and the chunk's columns."""
         begin = 0
         while begin < len(self):
             most = self._offsets[begin] + _CHUNK_TOKENS
@@ -149,7 +140,7 @@ class TokenStore(Sequence[Encoded]):
             ids = self._ids[offsets[0] : offsets[-1]]
             earlier = self._earlier[earlier_offsets[0] : earlier_offsets[-1]]
             parts = offsets - offsets[0], ids, earlier_offsets - earlier_offsets[0], earlier
-            yield begin, Columns(rows["prompt"], rows["index"], *parts)
+            yield Columns(begin, rows["prompt"], rows["index"], *parts)
             self._release_pages()
             begin = end
 

@@ -66,12 +66,8 @@ class SplitEncoder:
         self._decided = decided_without_examples(tokenizer, rules)
 
     def __call__(self, examples: Sequence[Any], split: str) -> StoredEncoding:
-        """Return a split's tokens, from the cache, or made now and put there.
-
-        Raises:
-            UserError: what `encode_parts` and `Encoding.check` raise, for the lowest example, on every rank; or
-                examples differ between ranks, or from one call of the task's methods to the next.
-        """
+        """Return a split's tokens, from the cache, or made now and put there. On every rank the error is that of the
+        lowest example; examples may not differ between ranks, nor from one call of the task's methods to the next."""
         team = self.team
         keys = team.all(lambda: self.key(examples, split))
         if len(set(keys)) > 1:  # datasets draws a fingerprint at random where it can compute none
@@ -120,8 +116,17 @@ class SplitEncoder:
         return encoding
 
     def key(self, examples: Sequence[Any], split: str, *, read: bool = False) -> str:
-        """The entry's name in the cache; with `read`, every message and target is read and no fingerprint is used."""
-        return token_key(self._decided, self.task, examples, split, read=read)
+        """The entry's name in the cache: a hash of the fingerprints of the sequence and of the task's code if both are
+        known, else, and with `read`, of every message and target."""
+        of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
+        fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
+        code = code_fingerprint(self.task) if fingerprint and isinstance(fingerprint, str) and not read else None
+        content = hashlib.sha256(f"{fingerprint} {code}".encode() if code else b"")
+        if not code:
+            for index in range(len(examples)):
+                content.update(json.dumps(conversation(self.task, examples, split, index), default=repr).encode())
+        parts = [self._decided, len(examples), content.hexdigest()]
+        return _sha256(json.dumps(parts, sort_keys=True).encode())[:32]
 
     def parts(
         self,
@@ -136,8 +141,8 @@ class SplitEncoder:
         return encode_parts(self.rendering, self.task, examples, indices, split, rules, self.images, on_refused)
 
     def leniently(self, examples: Sequence[Any], split: str, folder: Path, on_refused: OnRefused) -> Encoding:
-        """Encode a split for an audit, in one process and without the cache; give `on_refused` each example that would
-        stop training, and leave it out. The result is a StoredEncoding, in `folder`, if any example is left."""
+        """Encode a split for an audit, in one process and without the cache, without the examples that would stop
+        training. The result is a StoredEncoding, in `folder`, if any example is left."""
         refused = []
 
         def refuse(index: int, error: UserError) -> None:
@@ -161,8 +166,9 @@ class SplitEncoder:
     def _sees_the_same(self, encoding: StoredEncoding) -> bool:
         """Whether all images in this rank's share of the rows are unchanged: a file may change and keep its name."""
         ranks, place = len(self.team.local_ranks), self.team.rank - self.team.first
-        source, pictured = encoding.kept.source, encoding.kept.with_images(place, ranks)
-        return all(source.is_as_before(row.images) for row in pictured if source and row.images)
+        kept, source = encoding.kept, encoding.kept.source
+        pictured = (kept[row].images for row in kept.pictured[place::ranks].tolist())
+        return all(source.is_as_before(images) for images in pictured if source and images)
 
     def _opened(self, folder: Path, about: dict[str, Any], examples: Sequence[Any], split: str) -> StoredEncoding:
         encodings = []
@@ -266,27 +272,6 @@ def _written(collective: Callable[..., list[Any]], work: Callable[[], Any]) -> l
         if isinstance(result, _Unwritable):
             raise result
     return results
-
-
-def token_key(decided: list[Any], task: Task, examples: Sequence[Any], split: str, *, read: bool) -> str:
-    """A split's key: the first 32 hex digits of a SHA-256, which are enough to be unique.
-
-    For the examples it hashes the fingerprints of the sequence and of the task's code if both are known, else every
-    message and target.
-
-    Args:
-        decided: what `decided_without_examples` gave.
-        read: hash every message and target even if the fingerprints are known.
-    """
-    of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
-    fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
-    code = code_fingerprint(task) if fingerprint and isinstance(fingerprint, str) and not read else None
-    content = hashlib.sha256(f"{fingerprint} {code}".encode() if code else b"")
-    if not code:
-        for index in range(len(examples)):
-            content.update(json.dumps(conversation(task, examples, split, index), default=repr).encode())
-    parts = [decided, len(examples), content.hexdigest()]
-    return _sha256(json.dumps(parts, sort_keys=True).encode())[:32]
 
 
 def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "tools.plan": "api io launch models batching evaluation memory",
     "tools.how_much": "api chat io results models tools.compare",
     "tools.verify": "api io launch results rows models tracking training",
-    "tools.rehearse": "api io launch chat data models tracking training tools.check tools.plan",
+    "tools.rehearse": "api io launch chat data models evaluation tracking training tools.check tools.plan",
     "commands": "api io launch results rows chat models batching tracking evaluation resilience training tools.check",
     "cli": "api io launch rows models resilience commands"
     " tools.check tools.compare tools.doctor tools.how_much tools.parity tools.plan tools.rehearse tools.report"
@@ -185,14 +185,14 @@ def test_missing_rows_are_refused_without_torch(tmp_path, command):
 @pytest.mark.parametrize(
     ("command", "named"),
     [
-        ("generate runs/lost hi", "RUN_OR_MODEL 'runs/lost': no such folder"),
+        ("generate runs/lost hi", "RUN_OR_MODEL runs/lost: no such folder"),
         ("merge ./lost out", "RUN './lost': no such folder"),
         ("serve runs/lost", "RUN runs/lost: no such folder"),
         ("parity runs/lost --url http://127.0.0.1:9/v1", "RUN runs/lost: no run.json there"),
         ("verify runs/lost", "runs/lost: no run.json in it"),
         ("report runs/lost", "RUN runs/lost: there is no such folder"),
-        ("evaluate math --model runs/lost", "--model 'runs/lost': no such folder"),
-        ("evaluate math --model org/model --base runs/lost", "--base 'runs/lost': no such folder"),
+        ("evaluate math --model runs/lost", "--model runs/lost: no such folder"),
+        ("evaluate math --model org/model --base runs/lost", "--base runs/lost: no such folder"),
         ("math --model /lost/model", "--model '/lost/model': no such folder"),
     ],
 )

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 JOB = ("math", "--model", "model", "--train-examples", "40", "--validation-examples", "7", "--max-steps", "6")
 JOB += ("--global-batch-size", "10", "--learning-rate", "0.01", "--max-length", "128", "--save-every", "3")
 JOB += ("--eval-every", "3", "--seed", "5", "--keep-checkpoints", "5", "--output-dir", "run")
-JOB += ("--answer-prefix", "王大丫丫的回答是--->")  # which was the task's default then
 VERSIONS = sorted(path.name for path in STORED_RUNS.iterdir())
 
 

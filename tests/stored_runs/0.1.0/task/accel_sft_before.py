@@ -1,15 +1,8 @@
-"""The task `before`: a small example that learns.
-
-Change it into your own: the rows in accel_sft_before_data/, what `parse` takes as a row, prompt, answer and score.
-Its test holds whatever you make of it to what the trainer expects; change that only if an option has no default.
-"""
+"""A small task that learns. Change it into your own: rows, what `parse` takes as a row, prompt, answer and score."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from accel_sft import RowProblem, Task, option, read_rows
-
-_DATA = Path(__file__).parent / "accel_sft_before_data"
+from accel_sft import RowProblem, Task, UserError, option, read_rows
 
 
 @dataclass(kw_only=True)
@@ -18,11 +11,21 @@ class BeforeTask(Task):
 
     main_metric = "accuracy"
 
-    data_folder: str | None = option(None, help="Where train.jsonl and validation.jsonl are; default: the sample.")
+    train_file: str | None = option(None, rows=True, help="Rows with question and answer; default: a sample.")
+    validation_file: str | None = option(None, rows=True, help="The same, to evaluate; default: a tenth of the others.")
 
     def dataset(self, split):
         """The examples of "train" or "validation"; none may be in both."""
-        return read_rows(f"{self.data_folder or _DATA}/{split}.jsonl", parse)
+        if split == "validation" and self.validation_file:
+            return read_rows(self.validation_file, parse, split=split)
+        if self.train_file:
+            rows = read_rows(self.train_file, parse)
+            parts = (rows, None) if self.validation_file else rows.held_out(max(len(rows) // 10, 1), seed=0)
+            return parts[split == "validation"]
+        if self.validation_file:
+            raise UserError("--train-file: name the rows to train on")
+        numbers = range(900) if split == "train" else range(900, 1000)
+        return [{"question": f"Is {n} even or odd?", "answer": ("even", "odd")[n % 2]} for n in numbers]
 
     def messages(self, example):
         """The prompt, as chat messages."""
