@@ -28,12 +28,14 @@ class TrainConfig:
     dtype: str = _model(
         "auto",
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="Weights are loaded as; auto: float32 where trained, the launch's precision where frozen.",
+        help="Data type of loaded weights; auto: float32 for trained ones, the launch's precision for frozen ones.",
     )
     attn_implementation: str | None = _model(
         None, help="eager, sdpa, flash_attention_2, or a kernel of the hub (ORG/REPO)."
     )
-    use_liger_kernel: bool = _model(False, help="Liger's Triton kernels in its layers; compared before the first step.")
+    use_liger_kernel: bool = _model(
+        False, help="Use Liger's Triton kernels in the layers; checked before the first step."
+    )
     train_only: str | None = _model(None, help="Train the weights whose names match this expression, freeze the rest.")
     gradient_checkpointing: bool = _model(False, basic=True, help="Recompute activations to save memory.")
     compile: bool = _model(False, help="torch.compile the blocks: slow first steps, faster later ones.")
@@ -48,11 +50,13 @@ class TrainConfig:
         "all-linear", help="Module names separated by commas, or all-linear (all but the head)."
     )
     lora_target_parameters: str | None = _adapter(
-        None, help="Parameters to adapt besides, such as experts in one tensor."
+        None, help="More parameters to adapt, such as experts stored in one tensor."
     )
-    lora_modules_to_save: str | None = _adapter(None, help="Modules trained in full beside it, such as lm_head.")
+    lora_modules_to_save: str | None = _adapter(
+        None, help="Modules to train in full along with the adapter, such as lm_head."
+    )
     use_rslora: bool = _adapter(False, help="Scale by alpha / sqrt(r), for high ranks (rsLoRA).")
-    use_dora: bool = _adapter(False, help="Learn length and direction of weights apart (DoRA).")
+    use_dora: bool = _adapter(False, help="Train length and direction of weights separately (DoRA).")
     load_in_4bit: bool = _adapter(
         False, basic=True, help="The base's linear layers in 4 bits (QLoRA), by bitsandbytes."
     )
@@ -90,11 +94,12 @@ class TrainConfig:
     batching: str = _data(
         "auto",
         choices=("auto", "shared", "packed", "padded"),
-        help="Rows of a forward: behind one copy of what they share, packed, or padded; auto: the least work.",
+        help="How the rows of a forward are laid out. shared: a common prefix is computed once; packed: in one "
+        "sequence; padded; auto: the cheapest.",
     )
     epochs: float | None = _data(None, basic=True, min=0, help="Passes over the training examples.")
     max_steps: int | None = _data(
-        None, basic=True, min=1, help="Optimizer steps; wins over --epochs. tiny: by the task."
+        None, basic=True, min=1, help="Optimizer steps; overrides --epochs. tiny: the task's."
     )
 
     optimizer: str = _optim(
@@ -107,9 +112,9 @@ class TrainConfig:
         choices=("cosine", "linear", "constant", "wsd"),
         help="Schedule after warm-up; wsd (warmup-stable-decay): constant, then linear over the last steps.",
     )
-    warmup_ratio: float = _optim(0.03, min=0, max=1, help="Share of the steps that warm up.")
-    warmup_steps: int | None = _optim(None, min=0, help="Steps that warm up; wins over --warmup-ratio.")
-    decay_ratio: float = _optim(0.2, min=0, max=1, help="wsd: share of the steps, the last ones, in which it falls.")
+    warmup_ratio: float = _optim(0.03, min=0, max=1, help="Share of the steps for warm-up.")
+    warmup_steps: int | None = _optim(None, min=0, help="Steps of warm-up; overrides --warmup-ratio.")
+    decay_ratio: float = _optim(0.2, min=0, max=1, help="wsd: share of the steps, at the end, in which the rate falls.")
     min_lr_ratio: float = _optim(0.0, min=0, max=1, help="Rate at the end, as a share of the peak.")
     weight_decay: float | None = _optim(None, min=0, help="AdamW's, on matrices only.")
     adam_beta1: float = _optim(0.9, min=0, max=0.9999, help="AdamW's first moment decay.")
@@ -119,7 +124,7 @@ class TrainConfig:
         None,
         min=1e-6,
         max=1 - 1e-6,
-        help="Average the weights with this decay, such as 0.999; best/ and final/ hold it.",
+        help="Keep an EMA of the weights with this decay, such as 0.999; best/ and final/ contain the averages.",
     )
     on_nonfinite: str = _optim(
         "stop",
@@ -133,7 +138,7 @@ class TrainConfig:
         None, min=1, help="Questions answered at once on one rank; default: 64, short ones up to 256."
     )
     max_new_tokens: int | None = _eval(
-        None, min=1, help="Tokens generated; default: the longest answer's, 512 of a server."
+        None, min=1, help="Maximum tokens per generated answer; default: the longest answer's, with a server 512."
     )
     patience: int | None = _eval(None, min=1, help="Stop after N evaluations without a better main metric.")
 
@@ -145,7 +150,7 @@ class TrainConfig:
     export_dtype: str = _run(
         "auto",
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="All weights are exported as; auto: as the base's files. An adapter stays as it was trained.",
+        help="Data type of exported full weights; auto: the base's. Adapters keep the type they were trained in.",
     )
     resume: str = _run("off", basic=True, help="auto (newest complete checkpoint), a checkpoint's folder, or off.")
     hang_timeout: int = _run(
@@ -153,13 +158,15 @@ class TrainConfig:
     )
     log_every: int = _run(10, min=1, help="Steps between console lines (files get every step).")
     tracker: str = _run(
-        "tensorboard", basic=True, help="Where curves go, commas between: tensorboard, wandb, mlflow, ...; none."
+        "tensorboard",
+        basic=True,
+        help="Trackers, separated by commas: tensorboard, wandb, mlflow, ...; or none.",
     )
     tracker_project: str = _run("accel_sft", help="Project of the run in W&B, SwanLab, MLflow and the like.")
-    run_name: str | None = _run(None, help="Name of the run in them; default: the name of its folder.")
+    run_name: str | None = _run(None, help="Name of the run in trackers; default: the folder's name.")
     profile: bool = _run(False, help="Write a torch profiler trace of steps 3-5 for TensorBoard.")
-    force: bool = _run(False, help="Start although its model states alone are predicted not to fit into memory.")
-    dry_run: bool = _run(False, basic=True, help="Audit the launch, print what is resolved, and stop.")
+    force: bool = _run(False, help="Start even if the model states alone are predicted not to fit into memory.")
+    dry_run: bool = _run(False, basic=True, help="Audit the launch, print the resolved settings, and stop.")
     debug: bool = _run(False, help="Tracebacks, and the libraries' own messages.")
 
     def problems(self) -> list[str]:
@@ -186,17 +193,20 @@ class TrainConfig:
             lines.append(f"--train-only {shown(str(self.train_only))}: {why}")
         warmup, steps, adapter = self.warmup_steps, self.max_steps, self.adapter != "none"
         if self.train_only and adapter:
-            lines.append("--train-only: an adapter freezes the model itself; use --lora-modules-to-save beside it")
+            lines.append(
+                "--train-only cannot be combined with --adapter, which freezes the base model; use "
+                "--lora-modules-to-save"
+            )
         if self.export_dtype != "auto" and adapter:
             lines.append("--export-dtype: an adapter is exported as it was trained; leave it out (merge has --dtype)")
         if self.ema_decay is not None and self.adapter == "adalora":
             lines.append("--ema-decay: --adapter adalora sets ranks to zero in steps, which averages undo; choose lora")
         if self.use_liger_kernel and self.compile:
-            lines.append("--use-liger-kernel: --compile would fuse the same layers; leave one of the two out")
+            lines.append("--use-liger-kernel and --compile would fuse the same layers: leave one of them out")
         if self.min_lr_ratio and self.lr_scheduler == "constant":
             lines.append("--min-lr-ratio: with --lr-scheduler constant the rate never falls; leave one of the two out")
         if self.decay_ratio != TrainConfig.decay_ratio and self.lr_scheduler != "wsd":
-            lines.append("--decay-ratio: only --lr-scheduler wsd has one; add that")
+            lines.append("--decay-ratio works only with --lr-scheduler wsd: add that")
         if isinstance(warmup, int) and isinstance(steps, int) and warmup > steps:
             lines.append(f"--warmup-steps {warmup}: the run has {steps} steps; ask for fewer")
         if self.patience and self.eval_every == "off":
@@ -204,7 +214,7 @@ class TrainConfig:
         if self.init_from and self.model != "tiny":
             lines.append("--init-from takes the model of the earlier run: leave --model out")
         if self.revision and (self.init_from or self.model == "tiny"):
-            lines.append("--revision: it is of a hub id that --model names; name one, or leave it out")
+            lines.append("--revision works only with a hub id in --model: name one, or leave --revision out")
         if self.resume != "off" and not self.output_dir:
             lines.append(f"--resume {shown(str(self.resume))}: name the run's folder with --output-dir")
         return lines + adapter_conflicts(self)
@@ -252,12 +262,12 @@ def _is_day(text: str) -> bool:
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return a line for each setting outside `LAYOUT` that a resumed run (`after`) changes against the record."""
+    """Return a line for each setting outside `LAYOUT` that differs between the record and a resumed run (`after`)."""
     lines = []
     for name in sorted((before.keys() | after.keys()) - LAYOUT):
         if name in _OF_DATA and name not in before:
             continue
-        # a record older than an option stands for the option's default, and one older than --thinking for `template`
+        # if a record is older than an option, the option had its default; for --thinking that was `template`
         default = "template" if name == "thinking" else getattr(TrainConfig, name, None)
         was, now = before.get(name, default), after.get(name, REMOVED.get(name))
         if was != now:  # `shown` escapes the flag too, as the record may be someone else's
@@ -266,7 +276,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 _LONGEST_ROUND = 100_000
-"""Largest sum of shares in lowest terms: after so many rows every source has had exactly its share."""
+"""Largest sum of shares in lowest terms: after that number of rows every source has had exactly its share."""
 _COUNT = "[1-9][0-9]{,17}"  # more digits may be too large
 _STEPS = f"auto|epoch|off|{_COUNT}", "a number of steps, auto, epoch or off"
 _FORMS = {
@@ -295,7 +305,7 @@ _ADAPTER_LEARNING_RATE = 10 * _USUAL["learning_rate"]
 """Lowest default learning rate of an adapter: LoRA learns best at about ten times the rate of full fine-tuning,
 whatever its rank ("LoRA Without Regret", 2025)."""
 REMOVED = {"generate_with": "transformers", "lora_init": "default"}
-"""Options of earlier versions, and their values in the records of runs that are as they would be without them."""
+"""Options of earlier versions, and the recorded values with which a run is the same as without the option."""
 LAYOUT = frozenset(
     {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
     | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
@@ -304,5 +314,5 @@ LAYOUT = frozenset(
 )
 """Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
 _OF_DATA = frozenset({"template_date", "control_tokens"})
-"""Settings that decide which tokens are made. If a record lacks one, it is not compared: if tokens differ, so does the
-hash of the data."""
+"""Settings that affect tokenization. A setting that the record lacks is not compared: other tokens have another
+hash."""

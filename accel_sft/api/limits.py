@@ -1,4 +1,4 @@
-"""Which settings, adapter types, optimizers and launches go together, and why others do not. Needs no torch."""
+"""Which settings, adapter types, optimizers and launches can be combined, and why others cannot. Needs no torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ ADAPTERS: dict[str, Mapping[str, str]] = {
 """Adapter types by peft's name in lower case, each with what is fixed when one is created: keys of peft's
 `adapter_config.json`, and the fields of `TrainConfig` that must have the same value when it is trained further."""
 OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
-"""Settings that every adapter type has; without an adapter they do nothing."""
+"""Settings of every adapter type; they have no effect without an adapter."""
 _LORA_ONLY = ("use_rslora", "use_dora", "lora_modules_to_save", "lora_target_parameters", "load_in_4bit")
 STATE_BYTES: dict[str, float] = {
     "adamw": 8,
@@ -22,7 +22,7 @@ STATE_BYTES: dict[str, float] = {
 }
 """The optimizers of `--optimizer`, with the bytes of their state for each trained element."""
 TENSOR_PARALLEL = "TENSOR_PARALLEL"
-"""Stands for the backend's name where each matrix is cut over the ranks."""
+"""The backend's name under tensor parallelism."""
 _REFUSED: dict[tuple[str, Any], tuple[tuple[str, ...], str]] = {
     ("use_dora", True): (("DEEPSPEED 3",), "z2"),  # each forward reads whole weights of the base, which are sharded
     ("lora_modules_to_save", True): (("FSDP",), "z2"),  # what is embedding and head would be sharded twice

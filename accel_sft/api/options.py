@@ -46,7 +46,7 @@ def option(
 
 
 HIDDEN = "***"
-"""Written to records instead of the value of an option whose name says that it is a secret."""
+"""Recorded instead of an option's value if the option's name marks a secret."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Setting:
         return self.default is dataclasses.MISSING
 
     def read(self, text: str) -> Any:
-        """Convert a text from the command line or a file, or return it unchanged, for `problem`, if that fails."""
+        """Convert a text from the command line or a file; if that fails, return it unchanged, for `problem`."""
         try:
             return _SWITCH.get(text.lower(), text) if self.type is bool else self.type(text)
         except ValueError:
@@ -108,7 +108,7 @@ def flag_of(name: str) -> str:
 
 
 def chosen(config: Any, names: Iterable[str]) -> list[str]:
-    """Return those of these settings of a dataclass instance that do not have their default."""
+    """Return the names, out of `names`, of settings that differ from their defaults."""
     return [name for name in names if getattr(config, name) != getattr(type(config), name)]
 
 

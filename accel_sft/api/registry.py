@@ -15,7 +15,7 @@ from accel_sft.api.task_file import load_file, task_file
 
 GROUP = "accel_sft.tasks"
 SHIPPED = {"chat": "accel-sft-chat", "math": "accel-sft-math", "ner": "accel-sft-ner"}
-"""Task names, each with the distribution of this project that alone may use it."""
+"""Task names reserved for one distribution of this project each."""
 RESERVED = frozenset(
     {"check", "compare", "completion", "doctor", "evaluate", "export-data", "generate", "how-much", "launch-file"}
     | {"merge", "new-task", "parity", "plan", "push", "rehearse", "report", "serve", "tasks", "verify"}
@@ -41,7 +41,7 @@ class Plugin:
 
 
 def plugins() -> list[Plugin]:
-    """Return every entry point of the group, sorted by name, with faults that its metadata shows; import none."""
+    """Return every entry point of the group, sorted by name, with faults visible in metadata; import none."""
     every = []
     for point in importlib.metadata.entry_points(group=GROUP):
         assert point.dist  # known, as the metadata of a distribution names the entry point
@@ -69,7 +69,7 @@ def load(name: str) -> type[Task]:
 
 
 def suggestion(name: str, choices: Iterable[str]) -> str:
-    """Return a text such as `; did you mean math?`, or an empty one if no known name is similar."""
+    """Return a text such as `; did you mean math?`, or "" if no known name is similar."""
     near = difflib.get_close_matches(name, sorted(choices), n=3)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 

@@ -1,5 +1,4 @@
-"""The base class of tasks: examples, prompts, answers and scores; and the check whether a class can be one. Needs only
-the standard library."""
+"""The base class of tasks: examples, prompts, answers and scores; and the check of task classes. No other libraries."""
 
 import abc
 import dataclasses
@@ -35,15 +34,15 @@ class Task(abc.ABC):
         """The examples of `split`, "train" or "validation". Raise UserError for data that cannot be used.
 
         The sequence may have an attribute `fingerprint`, a text that changes whenever an example does (the result of
-        `read_rows` has one). A later start then need not read every message and target to see that none has changed.
-        An attribute `notes` may hold lines about the data, which are shown at the start.
+        `read_rows` has one). Later starts then detect changes without reading every message and target. An attribute
+        `notes` may have lines about the data to show at the start.
         """
 
     @abc.abstractmethod
     def messages(self, example: Any) -> list[dict[str, Any]]:
         """The prompt as chat messages, [{"role": "system" | "user" | "assistant", "content": ...}, ...].
 
-        An empty list says that target() is raw text: every token is learnt, without a chat template.
+        An empty list means that target() is raw text: every token carries loss, and no chat template is used.
 
         A content is a text, or a list of parts, {"type": "text", "text": ...} and {"type": "image", "image": ...}, the
         image a path, bytes or a PIL image. A prompt of one turn with `"continued": True` is a text that the answer
@@ -63,8 +62,8 @@ class Task(abc.ABC):
         return None
 
     def chat_template_kwargs(self, example: Any) -> dict[str, Any] | None:
-        """What the example sets in the chat template, such as {"enable_thinking": False}; an explicit --thinking off or
-        keep has precedence."""
+        """Variables that the example sets in the chat template, such as {"enable_thinking": False}; an explicit
+        --thinking off or keep overrides them."""
         return None
 
     @abc.abstractmethod

@@ -25,8 +25,7 @@ def task_file(word: str) -> tuple[Path, str] | None:
 
 
 def recorded_name(word: str) -> str:
-    """The name under which a run records its task: a file's name without folder and class, or an installed task's,
-    which has no dot."""
+    """A task's name in a run's record: a file's name without folder and class, or an installed task's."""
     file = task_file(word)
     return file[0].name if file else word
 

@@ -15,7 +15,7 @@ _OF_WEIGHTS = (
     *("base", "offload", "dtype", "attn_implementation", "trust_remote_code", "chat_template", "max_length"),
     *("eval_batch_size", "template_date", "control_tokens", "seed", "revision"),
 )
-"""Settings of `evaluate` that mean nothing to a server."""
+"""Settings of `evaluate` without effect for a server."""
 _OF_SERVERS = "key_from", "timeout"
 
 
@@ -34,10 +34,10 @@ class EvaluateConfig(TrainConfig):
     )
     timeout: int = _model(600, min=1, basic=True, help="Seconds for the server to give one answer.")
     base: str | None = _model(
-        None, basic=True, help="Evaluate this model too, side by side; auto: what the run began with."
+        None, basic=True, help="Also evaluate this model, for comparison; auto: the model that the run began with."
     )
     offload: str | None = _eval(
-        None, basic=True, choices=("host", "disk"), help="Where weights are that have no room on the GPU."
+        None, basic=True, choices=("host", "disk"), help="Where to keep weights that do not fit on the GPU."
     )
     output_dir: str | None = _run(
         None, basic=True, help="A new folder for result.json, report.md and the answers; default: none is written."
@@ -71,7 +71,7 @@ class PlanConfig(TrainConfig):
 class CheckConfig(TrainConfig):
     """The settings of `check`: its own and all of training's, so that a training command can be audited unchanged."""
 
-    strict: bool = _check(False, help="Warnings make the exit status 1 too, not errors alone.")
+    strict: bool = _check(False, help="Exit with status 1 on warnings too, not only on errors.")
     score: bool = _check(True, help="Score every example's own answer by the task's score().")
     show: int = _check(2, min=0, max=1000, help="Training examples printed, the tokens that carry loss marked.")
     html: str | None = _check(None, help="Write the report to this file, as one page.")

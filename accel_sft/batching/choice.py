@@ -1,5 +1,5 @@
-"""Chooses the batching with the least work among those that are exact and fit into memory, and records it: every start
-and every resume then uses the same one."""
+"""Chooses, of the batchings that are exact and fit into memory, the one with the least work, and records it, so that
+every start and resume uses the same."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ GPU_TOKENS = tuple(2**power for power in range(10, 18))
 ALIKE = 0.03
 """Work that differs by less than this share counts as equal."""
 CPU_FORWARD_TOKENS, FORWARD_TOKENS = 64, 1024
-"""Fixed cost, in tokens, of a forward and its backward: per thread of a CPU, as all threads wait; on other devices."""
+"""Fixed cost, in tokens, of a forward and its backward: per CPU thread (all threads wait); on other devices."""
 USUAL_WIDTH = 1024
 """Hidden size assumed of a model whose configuration does not name it."""
 
@@ -38,12 +38,12 @@ USUAL_WIDTH = 1024
 def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence[Encoded] = ()) -> tuple[Batching, str]:
     """Choose a layout in which the model's losses are those of single rows, and how many tokens go into one forward.
 
-    The choice is the one with the least work, which follows from the rows' lengths, so that every start chooses alike;
-    on a GPU, among the sizes whose estimate fits into its memory. Random state and gradients stay untouched.
+    The least work is computed from the rows' lengths, so every start makes the same choice; on a GPU, only sizes whose
+    estimate fits in memory are considered. Random state and gradients stay untouched.
 
     Args:
-        before: what this run chose earlier, which it goes on with if it is still exact.
-        also: rows that will be laid out in the same way, but do not count in the choice.
+        before: this run's earlier choice, which is used again if it is still exact.
+        also: rows that will use the same layout, but whose work does not count in the choice.
     """
     in_sequence = sequence_ranks(trial.accelerator) > 1
     config = dataclasses.replace(trial.config, batching="padded") if in_sequence else trial.config
@@ -66,8 +66,8 @@ def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence
 
 
 def least_work(trial: Trial, candidates: Sequence[Batching]) -> Batching:
-    """Return the smallest size, of the layout with the least work for a step, whose work exceeds the least by at most
-    ALIKE. Among equals the first counts, so that every start chooses alike."""
+    """Take the layout with the least work for a step; return its smallest size whose work exceeds the least by at most
+    ALIKE. Of equal candidates the first is taken, so every start makes the same choice."""
     works = {batching: _work(trial, batching) for batching in candidates}
     least = min(candidates, key=works.__getitem__)
     alike = [b for b in candidates if dataclasses.replace(b, tokens=least.tokens) == least]
@@ -83,8 +83,8 @@ def _work(trial: Trial, batching: Batching) -> float:
 
 
 def fitting(trial: Trial, exact: Sequence[Batching]) -> list[Batching]:
-    """Return the exact batchings in each size whose estimate fits into the memory of all ranks' GPUs, or in those of
-    a CPU. If none fits, or nothing can be estimated, those of the smallest size."""
+    """Return the exact batchings in every size that fits, by the estimate, into the memory of all ranks' GPUs; on CPUs,
+    in the layout's CPU sizes. If none fits, or nothing can be estimated, return the smallest size."""
     if math.isinf(free_bytes(trial.accelerator.device)):
         return [
             dataclasses.replace(batching, tokens=tokens) for batching in exact for tokens in batching.way.cpu_tokens
@@ -98,12 +98,13 @@ def fitting(trial: Trial, exact: Sequence[Batching]) -> list[Batching]:
 
 
 def _room(trial: Trial) -> float:
-    """Bytes of this rank's device that an estimate may give to forwards."""
+    """Bytes of this rank's device that are available for forwards."""
     return (1 - LEFT_FREE) * (free_bytes(trial.accelerator.device) - trial.reserved())
 
 
 def _expected_bytes(trial: Trial, batching: Batching) -> float:
-    """Bytes that a forward of `batching.tokens` tokens and its backward take, if it is as the largest of a step."""
+    """Bytes for the forward and backward of `batching.tokens` tokens, if its rows are like those of a step's largest
+    forward."""
     assert trial.job
     forwards = itertools.chain(*batching.divide(trial.spread(), row_groups(trial.accelerator)[0]))
     largest = max(filter(None, forwards), key=batching.way.tokens_in)
@@ -129,32 +130,32 @@ def recorded(settings: Sequence[str], batching: Batching) -> dict[str, Any]:
 
 
 def restored(record: dict[str, Any] | None, settings: Sequence[str]) -> Batching | None:
-    """The recorded batching; None if the settings are others now, or this version does not have it."""
+    """The recorded batching; None if the settings have changed, or if this version does not know it."""
     if not record or record.get("asked") != list(settings):
         return None
     try:
         return Batching(**record["chosen"])
-    except (KeyError, TypeError, ValueError):  # it names a layout, a head or a field that there is not
+    except (KeyError, TypeError, ValueError):  # an unknown layout, head or field
         return None
 
 
 def write(
     accelerator: Accelerator, run_dir: RunDir, settings: Sequence[str], batching: Batching, job: list[Any]
 ) -> None:
-    """Record what a run has chosen, so that a run killed before its first checkpoint resumes with it. `job` is what the
-    choice was made for, besides the launch, in a form that JSON can hold."""
+    """Record a run's choice, so that a run killed before its first checkpoint resumes with it. `job` identifies what
+    the choice depends on besides the launch (data, global batch size); it must be JSON-serializable."""
     record = {**recorded(settings, batching), "layout": layout_of(accelerator), "job": job}
     decided_by_main(accelerator, lambda: write_atomically(run_dir.batching, json.dumps(record, indent=2) + "\n"))
 
 
 def read(accelerator: Accelerator, run_dir: RunDir, job: list[Any]) -> dict[str, Any] | None:
-    """The record of what the run in this folder chose for this job under this launch; None if none can be read."""
+    """The recorded choice of the run in this folder, if for the same job and launch; None if none can be read."""
 
     def read_record() -> dict[str, Any] | None:
         try:
             text = run_dir.batching.read_text(encoding="utf-8") if run_dir.batching.is_file() else "null"
             record = json.loads(text)
-        except (OSError, ValueError):  # broken: the choice is made again and shown
+        except (OSError, ValueError):  # damaged record: choose again, and log it
             return None
         current = {"layout": layout_of(accelerator), "job": job}
         return record if isinstance(record, dict) and current.items() <= record.items() else None

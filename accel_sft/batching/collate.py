@@ -1,4 +1,4 @@
-"""Makes the tensors of one forward: rows in one sequence behind a shared prefix, or padded in a batch.
+"""Makes the tensors of one forward: rows in one sequence after a shared prefix, or padded in a batch.
 
 Tensors are made on the current device; set it by `with device:` around a call.
 """
@@ -19,16 +19,18 @@ from accel_sft.models.cascade import PrefixedRows
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One forward: the model's arguments, and what its kept logits are to predict.
+    """One forward: the model's arguments, and the targets of its kept logits.
 
     Attributes:
-        inputs: `input_ids` and `attention_mask`; for rows in one sequence also `position_ids` and what attention needs;
-            for padded rows with images also what the processor makes of the images.
-        keep: where logits predict a target: indices (E,) in the one sequence, or a mask (B, T) over padded rows.
-        targets: token ids to predict, in that order, (E,).
+        inputs: `input_ids` and `attention_mask`; for rows in one sequence also `position_ids` and attention's
+            arguments; for padded rows with images also the processor's outputs.
+        keep: positions whose logits predict a target: indices (E,) in the one sequence, or a mask (B, T) of padded
+            rows.
+        targets: token ids to predict, in the order of `keep`, (E,).
         head: name in `loss.HEADS` of the function that computes logits and loss.
         most_logits: maximum number of logits that the head `pieces` holds at once; None: MOST_LOGITS.
-        prefix: ids of tokens that stand before each row and are not among `input_ids`, (1, P); None if there are none.
+        prefix: ids of the tokens before each row that are read into a cache, and so not in `input_ids`, (1, P); None
+            without a cache.
     """
 
     inputs: dict[str, Any]
@@ -40,13 +42,13 @@ class Batch:
 
 
 def empty(pad_token_id: int) -> Batch:
-    """A forward without a target, still connected to the weights: what a rank runs when it has no rows left."""
+    """A forward without a target, still connected to the weights, for a rank that has no rows left."""
     return _tensors({"input_ids": np.full((1, 2), pad_token_id)}, np.zeros(1, np.int64), np.zeros(0, np.int64))
 
 
 def in_one_sequence(rows: Sequence[Encoded], prefix: int = 0) -> Batch:
-    """A forward of `prefix` tokens that all rows begin with and that predict no target, then each row's own tokens.
-    Nothing separates the rows yet.
+    """A forward of the `prefix` tokens that all rows begin with and that predict no target, then each row's own tokens.
+    The rows are not separated from each other yet.
 
     The tensors are built by a few array operations: a loop over tokens would take noticeable time on a small model.
     """
@@ -65,7 +67,7 @@ def in_one_sequence(rows: Sequence[Encoded], prefix: int = 0) -> Batch:
 
 
 def row_by_row(rows: Sequence[Encoded], prefix: int) -> Batch:
-    """A forward in one sequence, with what attention needs to run row by row."""
+    """A forward in one sequence, with the arguments that make attention run row by row."""
     batch = in_one_sequence(rows, prefix)
     if len(rows) > 1:  # plain causal attention serves a single row
         batch.inputs["rows"] = prefixed_rows([len(row.input_ids) - prefix for row in rows], prefix)
@@ -75,7 +77,7 @@ def row_by_row(rows: Sequence[Encoded], prefix: int) -> Batch:
 
 
 def prefixed_rows(sizes: Sequence[int], prefix: int) -> PrefixedRows:
-    """Where rows with these numbers of own tokens stand behind their prefix."""
+    """The places of rows with these numbers of own tokens, after their prefix."""
     own, step = np.array(sizes)[:, None], np.arange(max(sizes))
     begins = np.cumsum(sizes)[:, None] - own
     (back,) = (step < own).ravel().nonzero()
@@ -83,7 +85,7 @@ def prefixed_rows(sizes: Sequence[int], prefix: int) -> PrefixedRows:
 
 
 def varlen(rows: Sequence[Encoded]) -> Batch:
-    """Rows one after another, with their bounds for FlashAttention."""
+    """Rows one after another, with row bounds for FlashAttention."""
     batch, lengths = in_one_sequence(rows), [len(row.input_ids) for row in rows]
     (bounds,) = _on_device(np.array([0, *np.cumsum(lengths)], dtype=np.int32))
     longest = max(lengths)
@@ -92,13 +94,13 @@ def varlen(rows: Sequence[Encoded]) -> Batch:
 
 
 def padded(rows: Sequence[Encoded], pad_token_id: int, blank: Encoded | None = None) -> Batch:
-    """A forward of rows one below the other, padded at the right.
+    """A forward of a batch of rows, padded at the right.
 
     Targets are found by position, so a pad token that equals the end-of-turn token is never supervised. Images are read
     only here, just before their forward. The model computes positions by itself.
 
-    A `blank` image is put behind the shortest row's last token, where no token that predicts anything sees it; the
-    forward is then connected to the layers that read images, with a gradient of zero.
+    A `blank` image is put after the shortest row's last token, where no token that predicts a target sees it; this
+    connects the forward to the image layers, with a gradient of zero.
     """
     ids, images = [row.input_ids for row in rows], [row.images for row in rows]
     if blank:
@@ -123,7 +125,7 @@ def padded(rows: Sequence[Encoded], pad_token_id: int, blank: Encoded | None = N
 
 
 def behind_cache(rows: Sequence[Encoded], prefix: int, pad_token_id: int) -> Batch:
-    """A forward of the rows' own tokens, padded, behind `prefix` tokens that all share and that predict no target."""
+    """A forward of the rows' own tokens, padded, which continue from a cache of `prefix` shared tokens."""
     own = [
         row._replace(
             input_ids=row.input_ids[prefix:],
@@ -154,8 +156,8 @@ def _on_device(*arrays: np.ndarray) -> list[torch.Tensor]:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in pinned memory, or the tensor itself where the system pins no more: its words for that would be
-    taken for a GPU without memory."""
+    """Return a pinned copy, or the tensor itself if no more memory can be pinned. That error is caught here, because
+    its text looks like GPU out-of-memory."""
     try:
         return tensor.pin_memory()
     except RuntimeError as error:

@@ -26,22 +26,22 @@ LEFT_FREE = 0.2
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that a device is out of memory; libraries below torch say so in words of their own."""
+    """Whether the error means that a device is out of memory; libraries below torch use various messages."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def done_within_memory(work: Callable[[], None], rows: int, *, alone: bool) -> bool:
-    """Do the work; False if memory ran out, and the caller must retry with fewer than these `rows` at once. Only where
-    this rank works `alone`: others would wait for it, and an out-of-memory is raised."""
+    """Do the work; False if memory ran out and the caller must retry with fewer than `rows` rows at once. Only if this
+    rank works `alone`; otherwise other ranks would wait, so the error is raised."""
     try:
         work()
         return True
     except RuntimeError as error:
         if not (alone and rows > 1 and out_of_memory(error)):
             raise
-    # after the exception is gone, and with it the frames that hold the failed forward's tensors
+    # not in the `except` block: the exception's frames still hold the failed forward's tensors there
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     print(wrapped(f"out of device memory with {rows} rows at once: they are computed in halves"), file=terminal())
@@ -49,8 +49,8 @@ def done_within_memory(work: Callable[[], None], rows: int, *, alone: bool) -> b
 
 
 def in_halves(work: Callable[[list[Row]], list[Result]], rows: list[Row], *, alone: bool) -> list[Result]:
-    """Return what `work` makes of the rows, or, if that is out of device memory, of their halves one after the other;
-    `alone` is as `done_within_memory` takes it."""
+    """Return the results of `work` on the rows; if device memory runs out, on one half of the rows after the other.
+    `alone` is passed to `done_within_memory`."""
     results: list[Result] = []
     if done_within_memory(lambda: results.extend(work(rows)), len(rows), alone=alone):
         return results

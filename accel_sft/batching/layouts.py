@@ -3,10 +3,10 @@
 A layout counts what rows cost and makes their tensors. To add one, put an instance, of a new class if need be, into
 `LAYOUTS`.
 
-`shared` puts the rows of a forward behind one copy of the tokens that all begin with. Each row sees that prefix and
-itself, at the positions it has alone, so its loss and gradient are what they are alone:
+`shared` puts the rows of a forward after one copy of their common prefix. Each row sees the prefix and itself, at the
+same positions as if it were alone, so loss and gradient are also the same:
 
-    system prompt, "Split "  -+- "1234=", "12 + 1222"        16 tokens for what would be 30
+    system prompt, "Split "  -+- "1234=", "12 + 1222"        16 tokens instead of 30
                               +- "1234=", "34 + 1200"
                               +- "57=", "50 + 7"
 
@@ -35,8 +35,8 @@ from accel_sft.models.architecture import arguments, cache_argument, limited_lay
 from accel_sft.models.prefix_attention import installed
 
 FILLED = 2
-"""Limit of padding in one sequence, where attention alone pads rows to the longest: they may have this many times a
-forward's tokens."""
+"""In one-sequence layouts only attention pads rows to the longest; padded rows may take up to this many times the
+forward's token limit."""
 
 
 class Layout(abc.ABC):
@@ -45,9 +45,9 @@ class Layout(abc.ABC):
     Attributes:
         name: a value of `--batching`. Rows of `shared` share tokens, and with them dropout masks.
         attention: how attention separates the rows, as a batching's record names it.
-        implementation: pattern for the names of transformers' attentions that can separate rows in this way.
-        one_sequence: whether all rows stand in one sequence, where they must not see each other.
-        behind_cache: whether rows go on from the cache of their prefix.
+        implementation: pattern for the names of transformers' attentions that can separate rows like this.
+        one_sequence: whether all rows are in one sequence, in which they must not see each other.
+        behind_cache: whether rows continue from the cache of their prefix.
         cpu_tokens: sizes of a forward, in tokens, to choose from on a CPU.
     """
 
@@ -61,7 +61,7 @@ class Layout(abc.ABC):
         self.name = name
 
     def refusal(self, model: Any, row_sets: Sequence[Sequence[Encoded]]) -> str | None:
-        """Why the model, as it is configured, cannot take rows like these in this layout; None if it may."""
+        """Why the model, as configured, cannot take such rows in this layout; None if it can."""
         implementation = str(getattr(model.config, "_attn_implementation", None))
         if not fnmatch.fnmatchcase(implementation, self.implementation):
             return f"attention {implementation} cannot keep rows apart"
@@ -71,8 +71,8 @@ class Layout(abc.ABC):
         return f"the model has layers of another kind ({limited})" if limited else None
 
     def prefix(self, examples: Sequence[Encoded]) -> int:
-        """Number of leading tokens that stand in the forward once, before each row's own tokens: what all rows have in
-        common, and which predicts no target."""
+        """Length of the prefix that the forward has once, before the rows' own tokens: the tokens that all rows begin
+        with and that predict no target."""
         if self.name != "shared" or len(examples) < 2:
             return 0
         first_target = max(min(example.spans[0][0] for example in examples), 1)
@@ -89,7 +89,7 @@ class Layout(abc.ABC):
         return prefix**2 + len(examples) * (longest - prefix) * longest
 
     def copied_keys(self, examples: Sequence[Encoded]) -> int:
-        """Number of keys that attention copies in each layer where it has no kernels for rows behind one prefix
+        """Number of keys that each layer's attention copies if there are no kernels for rows with one prefix
         (models/cascade.py)."""
         return len(examples) * _longest(examples) if self.prefix(examples) else 0
 
@@ -99,7 +99,7 @@ class Layout(abc.ABC):
 
 
 class RowByRow(Layout):
-    """Rows one after another behind their prefix; attention runs row by row."""
+    """Rows one after another, after their prefix; attention runs row by row."""
 
     attention, implementation = "rows", "sdpa"
 
@@ -120,7 +120,7 @@ class Varlen(Layout):
 
 
 class Padded(Layout):
-    """Rows one below the other, padded at the right, as every model can take them."""
+    """A batch of rows, padded at the right, which every model can take."""
 
     attention, implementation = "mask", "*"
     one_sequence = False
@@ -138,8 +138,8 @@ class Padded(Layout):
 
 
 class Causal(Padded):
-    """Padded rows without a mask: padding comes after all of a row's tokens, where causal attention hides it. Fused
-    attention is then told that it is causal, and reads no mask of every token and every other."""
+    """Padded rows without a mask: padding follows a row's tokens, so causal attention hides it. Fused attention then
+    uses its causal mode, and reads no (T, T) mask."""
 
     attention = "causal"
 
@@ -154,8 +154,8 @@ class Causal(Padded):
 
 
 class Cached(Causal):
-    """Rows padded at the right, each behind the one prefix of the forward, which the model has read into a cache: for
-    layers of any kind that can go on from it. Causality hides the padding."""
+    """Rows padded at the right that continue from a cache of the forward's prefix, for layers of any kind that can
+    continue from a cache. Causality hides the padding."""
 
     attention, behind_cache = "cache", True
     cpu_tokens = (512, *Layout.cpu_tokens)
@@ -177,7 +177,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Causal("padded"),
     Padded("padded"),
 )
-"""All layouts; of those with one name, a model gets the first that it computes exactly."""
+"""All layouts; of layouts with the same name, a model gets the first that it computes exactly."""
 WHAT = {"shared": "one copy of what rows share", "packed": "rows in one sequence", "padded": "each row by itself"}
 """The layouts in words, for messages."""
 
@@ -195,9 +195,9 @@ is multiplied by about 12 width^2 weights, and a pair takes 2 width products."""
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """How rows become forwards, as runs and checkpoints record it (`dataclasses.asdict`): by the layout of these two
-    names, with at most so many computed tokens in a forward (a longer row has one to itself) or, if given, `rows`, and
-    with a head of `loss.HEADS`."""
+    """How rows become forwards, as recorded by runs and checkpoints (`dataclasses.asdict`): `layout` and `attention`
+    name the layout, and `head` is in `loss.HEADS`. A forward has at most `tokens` computed tokens (a longer row has its
+    own forward) or, if given, `rows` rows."""
 
     layout: str
     tokens: int
@@ -215,10 +215,10 @@ class Batching:
         return _BY_NAMES[self.layout, self.attention]
 
     def divide(self, examples: Sequence[Encoded], world_size: int) -> list[list[list[Encoded]]]:
-        """Return each rank's forwards: equally many, with nearly equal tokens; empty ones make up the number.
+        """Return each rank's forwards: equally many for every rank (some may be empty), with nearly equal tokens.
 
-        The result is the same on every rank. Forwards are ordered by size, so that ranks that wait for each other in
-        every forward (ZeRO-3) wait little.
+        All ranks get the same result. Forwards are ordered by size, so that ranks under ZeRO-3, which wait for each
+        other in every forward, wait little.
         """
         longest_first = sorted(examples, key=lambda example: (-len(example.input_ids), example.index))
         forwards = self._group(longest_first, world_size)
@@ -236,8 +236,8 @@ class Batching:
         return ranks
 
     def _group(self, examples: list[Encoded], world_size: int) -> list[list[Encoded]]:
-        """Return the rows of all ranks' forwards, whose number is a multiple of the ranks if there are enough rows; the
-        longest rows come first."""
+        """Return the rows of all ranks' forwards, longest rows first. If there are enough rows, the number of forwards
+        is a multiple of the number of ranks."""
         if self.rows:
             count = world_size * math.ceil(math.ceil(len(examples) / world_size) / self.rows)
             return [[examples[row] for row in rows] for rows in np.array_split(np.arange(len(examples)), count)]
@@ -253,8 +253,8 @@ class Batching:
         return alone + [examples[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
     def _least_largest(self, lengths: list[int], prefix: int, count: int) -> list[int] | None:
-        """Return the ends of at most `count` groups of consecutive rows behind a `prefix`, the longest row first, the
-        largest group being as small as can be; None if it would be above `tokens`.
+        """Divide rows, longest first, into at most `count` groups of consecutive rows after a `prefix`, with the
+        largest group as small as possible. Return the groups' ends; None if the largest group would exceed `tokens`.
 
         Bisects over the largest allowed size, and for each size fills the groups greedily.
         """
@@ -295,8 +295,8 @@ class Batching:
     def batch(
         self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device, blank: Encoded | None = None
     ) -> Batch:
-        """Return the tensors of one forward; without examples, those of `collate.empty`. With `blank`, an image's row,
-        a forward without images calls the layers that read images, too."""
+        """Return the tensors of one forward; without examples, `collate.empty`. If `blank` (a row with an image) is
+        given, a forward without images still calls the image layers."""
         pictured = any(row.images for row in examples)
         assert self.layout == "padded" or not (pictured or blank), "rows with images are padded"
         with device:

@@ -16,7 +16,7 @@ from accel_sft.models.prefix_attention import prefix_first, with_forward
 
 def nll(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return each target's negative log-likelihood in nats, float32, (E,); for a batch without targets a zero, (1,),
-    that is still connected to the weights."""
+    still connected to the weights."""
     heartbeat()
     return HEADS[batch.head](model, batch)
 
@@ -27,22 +27,21 @@ def nll_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def labelled(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Each target's loss, with logits computed only where something is predicted."""
+    """Each target's loss, with logits computed only at positions that predict a target."""
     return _nll_of_kept(_logits(model, batch, logits_to_keep=batch.keep), batch)
 
 
 def everywhere(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Each target's loss, with logits computed at every token: for a forward that takes no `logits_to_keep`."""
+    """Each target's loss, with logits computed at every token, for models without `logits_to_keep`."""
     logits = _logits(model, batch)
     return _nll_of_kept(logits[batch.keep] if batch.keep.ndim == 2 else logits[:, batch.keep], batch)
 
 
 def pieces(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Each target's loss, with logits in pieces of `most_logits`, which the backward computes again: a large vocabulary
-    costs time, not memory.
+    """Each target's loss, in pieces of `most_logits` logits that the backward recomputes: large vocabularies cost time,
+    not memory.
 
-    The loss is computed within the model's own forward, so that whatever gathers weights for the head (ZeRO-3, FSDP)
-    still does.
+    The loss is computed inside the model's own forward, so that ZeRO-3 and FSDP still gather the head's weights.
     """
     most_logits = batch.most_logits or MOST_LOGITS
     tokens = max(most_logits // _unwrapped(model).config.get_text_config().vocab_size, 1)
@@ -55,7 +54,7 @@ def pieces(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         return _nll(logits_of(hidden), targets)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        if not hidden.numel():  # of a prefix no logits are asked for
+        if not hidden.numel():  # a prefix needs no logits
             return logits_of(hidden)
         parts = zip(hidden.flatten(0, -2).split(tokens), batch.targets.split(tokens), strict=True)
         return torch.cat([checkpoint(piece, *part, use_reentrant=False) for part in parts])[:, None]
@@ -65,8 +64,7 @@ def pieces(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 HEADS = {head.__name__: head for head in (pieces, labelled, everywhere)}
-"""Functions that compute a forward's logits and their loss, by the name in a batching's record, in the order in which
-they are tried on a model."""
+"""Functions that compute a forward's logits and loss, by their name in a batching's record, in the order of trial."""
 
 
 def available_heads(model: torch.nn.Module) -> list[str]:

@@ -20,9 +20,8 @@ from accel_sft.models.architecture import limited_layers
 
 @dataclasses.dataclass(frozen=True)
 class SequenceGroup:
-    """The ranks that share each row's tokens, this `rank` among them; without sequence parallelism, this rank alone.
-    Each of the `groups` has rows of its own. Under tensor parallelism all ranks that share the matrices have one
-    index."""
+    """The ranks that share each row's tokens, including this `rank`; without sequence parallelism, only this rank. Each
+    of the `groups` has its own rows. Under tensor parallelism, ranks that share matrices have the same `index`."""
 
     ranks: int
     rank: int
@@ -38,10 +37,10 @@ class SequenceGroup:
         return cls(ranks, rank, groups // ranks, group)
 
     def part(self, batch: Batch, pad_token_id: int) -> Batch:
-        """This rank's part of a padded forward of one row. All ranks' parts have the same length; one may have no
+        """This rank's part of a padded forward of one row. All ranks' parts have the same length; a part may have no
         target.
 
-        The last token of a part predicts the first of the next, so targets are found before the row is cut.
+        A part's last token predicts the next part's first token, so targets are found before the row is cut.
         """
         if self.ranks == 1:
             return batch
@@ -60,8 +59,9 @@ class SequenceGroup:
 
 
 def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
-    """Return the `exact` batching of padded rows with one row per forward, as sequence parallelism needs it, and a line
-    that says so. The model's layers, a failed forward or a wrong loss may show that it cannot compute parts of rows."""
+    """Return the `exact` batching of padded rows, set to the one row per forward that sequence parallelism needs, and a
+    line for the log. Raise UserError if layers, a failed forward or a wrong loss show that the model cannot compute
+    parts of rows."""
     group, model = SequenceGroup.of(trial.accelerator), trial.accelerator.unwrap_model(trial.model)
     longest = max(trial.examples, key=lambda example: (len(example.input_ids), example.index))
     if limited := limited_layers(model, len(longest.input_ids)):
@@ -88,9 +88,9 @@ def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
     parts = sum(share for (share,) in gather_numbers([mine])) / group.groups  # each group had the same row
     off = abs(expected - parts) / max(len(batch.targets), 1)
     if not off <= (TOLERANCE if trial.in_float32 else REDUCED_TOLERANCE):
-        raise UserError(_cannot(group, f"its loss in parts is not that of whole rows (off by {off:.2g} nats a token)"))
+        raise UserError(_cannot(group, f"with split rows its loss is off by {off:.2g} nats per token"))
     return batching, line
 
 
 def _cannot(group: SequenceGroup, why: str) -> str:
-    return f"sequence parallelism over {group.ranks} ranks: the model cannot, {why}; train with z3.yaml instead"
+    return f"This model does not work with sequence parallelism over {group.ranks} ranks: {why}. Use z3.yaml."

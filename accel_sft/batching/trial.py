@@ -19,13 +19,13 @@ from accel_sft.memory.states import update_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A model that accelerate has prepared, and examples, the same on every rank, on which each `Batching` is tried.
+    """A prepared model, and examples (the same on every rank) on which each `Batching` is tried.
 
     Attributes:
         train: whether the run trains: a backward then follows each forward, and dropout is on.
         moments: whether AdamW's moments are allocated already, as in a resumed run.
-        blank: as `Batching.batch` takes it.
-        job: the run as `plan` sees it; None: its model could not be counted.
+        blank: passed to `Batching.batch`.
+        job: the run as `plan` describes it; None if the model's parameters cannot be counted.
     """
 
     accelerator: Accelerator
@@ -48,16 +48,16 @@ class Trial:
         return batching.batch(rows, self.pad_token_id, self.accelerator.device, self.blank)
 
     def spread(self) -> Sequence[Encoded]:
-        """Return examples evenly spread over the data, as many as a step has."""
+        """Return a step's number of examples, evenly spread over the data."""
         count = self.config.global_batch_size or len(self.examples)
         return self.examples[:: max(len(self.examples) // count, 1)][:count]
 
     def reserved(self) -> int:
-        """Return how many bytes the first update will still allocate on this rank's device, besides activations."""
+        """Return how many bytes, without activations, the first update will still allocate on this rank's device."""
         if not (self.train and self.job):
             return 0
         size = update_bytes(self.job, moments=self.moments)
-        if self.job.train_only is not None:  # which the job counts as if all were trained
+        if self.job.train_only is not None:  # the job counts all weights as trained
             trained = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad)
             size *= trained / self.job.trained
         return int(size) + (CUDA_BYTES if self.accelerator.device.type == "cuda" else 0)

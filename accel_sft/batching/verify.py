@@ -1,5 +1,5 @@
-"""Verifies, before step 1, which batchings a model computes exactly: losses and gradients of a few rows are those of
-single rows, and no row sees another."""
+"""Verifies, before step 1, which batchings a model computes exactly: losses and gradients of a few rows must equal
+those of single rows, and no row may see another."""
 
 import bisect
 import dataclasses
@@ -23,31 +23,30 @@ from accel_sft.models.prefix_attention import install
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
 RANDOM_TOKENS = 512
-"""Number of tokens compared to find out if training is random: enough for experts drawn at random to differ."""
+"""Number of tokens compared to detect randomness in training: enough for randomly drawn experts to differ."""
 HEAD_TOKENS = 256
-"""Number of tokens whose logits are computed whole to check the heads."""
+"""Number of tokens whose full logits are computed to check the heads."""
 TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
 """Nats per token by which the loss may differ between layouts, in float32 and in reduced precision. Rows that see each
-other or stand at wrong positions differ by more, even in a random model; that rows do not see each other is also
-checked to the bit."""
+other or have wrong positions differ by more, even in a random model; a bitwise check finds rows that see each other."""
 ROUNDING, REDUCED_ROUNDING = 1e-5, 1e-2
 """Share of the largest loss by which a token's loss may differ between two equal forwards where nothing is random, in
 float32 and in reduced precision (a busy machine may round otherwise)."""
 LOOKS = 3
-"""How often a forward is compared with a changed one."""
+"""How often a forward is compared with a changed forward."""
 GRADIENT, REDUCED_GRADIENT = 1e-2, 0.25
-"""Share by which loss and gradients behind a cache may differ from those of padded rows, in float32 and in reduced
-precision: a gradient that does not reach the prefix is missing whole."""
+"""Share by which loss and gradients with a cached prefix may differ from those of padded rows, in float32 and in
+reduced precision. A gradient that misses the prefix differs by far more."""
 NOISE = 4
 """Tolerance, as a multiple of the noise between identical forwards."""
 FEWEST_LOGITS = 1
-"""Maximum number of logits that the head `pieces` holds at once in a check, so that its pieces are the smallest."""
+"""Maximum number of logits that the head `pieces` holds at once in a check: the check uses the smallest pieces."""
 UNLIMITED = 2**31
 """Maximum number of tokens in one forward until a limit is chosen."""
 
 
 def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Batching], list[str]]:
-    """Find the batchings that the model computes exactly, among the requested layouts, and why it fails the others.
+    """Find the requested layouts that the model computes exactly, and why it fails the others.
 
     Returns:
         batchings without a limit of tokens, at least one; and `layout: reason` for each layout that is not exact.
@@ -68,7 +67,7 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Ba
             _refuse_image_by_image(trial, plain, row_sets)
         alone = [sum(nll_sum(model, trial.batch(plain, [row])).item() for row in rows) for rows in row_sets]
         for name in requested:
-            # sharing includes packing, where rows are in one sequence
+            # a shared layout in one sequence includes packing
             if batchings and (config.batching != "auto" or (name == "packed" and batchings[0].way.one_sequence)):
                 continue
             batching, reason = _exact_of(name, trial, alone, row_sets, dropout)
@@ -84,8 +83,8 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded] = ()) -> tuple[list[Ba
 def _exact_of(
     name: str, trial: Trial, alone: Sequence[float], row_sets: Sequence[Sequence[Encoded]], dropout: str | None
 ) -> tuple[Batching | None, str | None]:
-    """The first exact batching among the layouts of a name, or why there is none. `alone` are the sums of the losses of
-    each set's rows as single rows."""
+    """The first exact batching of the layouts with this name, or why there is none. `alone` has each set's summed loss,
+    computed row by row."""
     if name == "shared" and dropout:
         return None, f"rows of a step would share their dropout ({dropout})"
     if name == "shared" and not any(map(LAYOUTS[0].prefix, row_sets)):
@@ -103,13 +102,13 @@ def _exact_of(
                     return batching, None
         if layout.behind_cache:
             reason = f"{reason}; and behind a cache: {problem}"
-        elif not (refusal and reason):  # what was tried says more than what another kernel refuses
+        elif not (refusal and reason):  # the reason from a trial says more than another kernel's refusal
             reason = problem
     return None, reason
 
 
 def _untried(trial: Trial, layout: Layout) -> str | None:
-    """Why a run does not try a layout that its model may take; None if it does."""
+    """Why a run skips the trial of a layout that its model may support; None if the layout is tried."""
     if layout.behind_cache and trial.config.compile:
         return "--compile would compile the blocks anew for it"
     if layout.behind_cache and not forwards_alone(trial.accelerator):
@@ -118,8 +117,8 @@ def _untried(trial: Trial, layout: Layout) -> str | None:
 
 
 def _plain(trial: Trial, row: Encoded) -> Batching:
-    """Padded rows with the head that holds the fewest logits at once, among those whose loss is that of logits at every
-    token. They are compared on HEAD_TOKENS of a row, since all of its logits may not fit."""
+    """Padded rows with, of the heads whose loss equals that of logits at every token, the one that holds the fewest
+    logits at once. Heads are compared on HEAD_TOKENS tokens of a row, since the logits of a full row may not fit."""
     exhaustive = Batching("padded", UNLIMITED, head="everywhere")
     if not row.images:  # placeholders of images cannot be cut
         row = row._replace(input_ids=row.input_ids[:HEAD_TOKENS], prompt_length=1, earlier=())
@@ -134,8 +133,8 @@ def _plain(trial: Trial, row: Encoded) -> Batching:
 def _problem(
     trial: Trial, batching: Batching, alone: Sequence[float], row_sets: Sequence[Sequence[Encoded]]
 ) -> str | None:
-    """Say why the model does not compute rows exactly in this batching; None if it does. All ranks say the same: with
-    different answers they would run different forwards."""
+    """Return why the model does not compute rows exactly in this batching; None if it does. All ranks return the same,
+    since otherwise they would run different forwards."""
     mine = [_differs(trial, batching, loss, rows) for loss, rows in zip(alone, row_sets, strict=True)]
     if reason := first_reason(next(filter(None, mine), None)):
         return reason
@@ -154,8 +153,8 @@ def _problem(
 
 
 def _refuse_image_by_image(trial: Trial, batching: Batching, row_sets: Sequence[Sequence[Encoded]]) -> None:
-    """Raise UserError if the layers that read images are called more often for more images. Where ranks gather weights
-    together, a rank with more images than another would wait for ever."""
+    """Raise UserError if the image layers are called more often for more images. If ranks gather weights together, a
+    rank with more images than another would wait forever."""
     base = without_adapter(trial.accelerator.unwrap_model(trial.model))
     of_images = {base.get_submodule(name.rpartition(".")[0]) for name in beyond_text(base)}
     calls = list[int]()
@@ -187,8 +186,7 @@ def enough(examples: Sequence[Encoded]) -> list[Encoded]:
 
 
 def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
-    """Two sets of rows: some short ones; and a short one with the longest, which reaches what short rows do not, such
-    as the end of a sliding window.
+    """Two sets of rows: some short rows; and a short row with the longest, which may exceed a sliding window.
 
     The short rows have images, if any rows do; the second set then puts a row without images beside the longest.
     """
@@ -199,8 +197,8 @@ def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
 
 
 def _dropout(trial: Trial, plain: Batching) -> str | None:
-    """The module or setting that has dropout, or a phrase where only the forward's randomness shows it; None without
-    dropout. An adapter's dropout changes nothing before the first step, so randomness does not show it."""
+    """The module or setting that has dropout, or a phrase if only the forward's randomness reveals it; None without
+    dropout. An adapter's dropout changes nothing before the first step, so randomness cannot reveal that."""
     trial.model.train()
     batch = trial.batch(plain, enough(trial.examples))
     is_random = any_rank(not _farthest(nll(trial.model, batch), nll(trial.model, batch)) <= _rounding(trial))
@@ -223,13 +221,13 @@ def _farthest(first: torch.Tensor, again: torch.Tensor) -> float:
 
 
 def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Encoded]) -> str | None:
-    """Say why a few rows cannot be computed in this batching, or that their loss differs from `alone`, the sum of their
-    losses as single rows; None if all is right."""
+    """Return why a few rows cannot be computed in this batching, or that their loss differs from `alone`, the sum of
+    their losses as single rows; None if both are right."""
     batch = dataclasses.replace(trial.batch(batching, rows), most_logits=FEWEST_LOGITS)
     try:
         together = nll(trial.model, batch)
     except REFUSALS as error:
-        if out_of_memory(error):  # which says nothing about what the model can take
+        if out_of_memory(error):  # says nothing about the model's abilities
             raise
         return f"the model does not take it ({first_line(error)[:100]})"
     difference = abs(alone - together.sum().item()) / len(batch.targets)
@@ -239,8 +237,9 @@ def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Enco
 
 
 def _goes_wrong_behind(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> str | None:
-    """Say why rows cannot be trained behind a prefix's cache, or that loss or gradients of embedded tokens are not
-    those of padded rows; None if all is right. A layer may go on from a state that it has cut off from its backward."""
+    """Return why rows cannot be trained from a prefix's cache, or that the loss or the gradients of embedded tokens
+    differ from those of padded rows; None if both are right. A layer may continue from a state that is detached from
+    its backward."""
     prefix = batching.way.prefix(rows)
     if not prefix or not trial.train:
         return None
@@ -262,7 +261,7 @@ def _goes_wrong_behind(trial: Trial, batching: Batching, rows: Sequence[Encoded]
 def _ignores_positions(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:
     """Whether halving the distances between tokens changes no bit of any loss, on any rank.
 
-    Such a model takes a row behind others to begin at its place in the sequence, not at position 0. Bits are compared
+    Such a model treats a later row as starting at its index in the sequence instead of at position 0. Bits are compared
     because in reduced precision positions may change a loss by less than rounding does.
     """
     batch = trial.batch(batching, rows)
@@ -287,10 +286,10 @@ def _sees_padding(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> 
 
 
 def _changes(trial: Trial, batch: Batch, changed: Batch, where: torch.Tensor | slice) -> bool:
-    """Whether the losses in two forwards differ in a bit at `where`, on any rank.
+    """Whether the losses of two forwards differ in any bit at `where`, on any rank.
 
-    On a busy machine even unchanged rows may differ from one forward to the next. A difference that appears every time
-    is therefore ignored if it is below rounding and at most NOISE times those differences.
+    On a busy machine even unchanged rows may differ between forwards. So a difference that appears every time is
+    ignored if it is below rounding and at most NOISE times that variation.
     """
     unchanged: list[torch.Tensor] = []
     for _ in range(LOOKS):

@@ -1,4 +1,4 @@
-"""`Checkpoints`: writes a run's checkpoints and best/, each completely or not at all, behind the steps that follow."""
+"""`Checkpoints`: writes a run's checkpoints and best/, each completely or not at all, while the next steps run."""
 
 import collections
 import contextlib
@@ -34,20 +34,19 @@ Result = TypeVar("Result")
 
 POLL_SECONDS = 0.05
 LINGER_SECONDS = 5.0
-"""Seconds that rank 0 of a failing run waits for what other ranks write of a checkpoint."""
+"""Seconds that rank 0 of a failing run waits for other ranks' checkpoint files."""
 MOST_SPARE_BYTES = 64 << 20
-"""Most bytes that stay free on the disk beside a checkpoint, for the other files of a run. Beside a small checkpoint a
-third of its size is enough, which is what exported weights take."""
+"""Maximum number of bytes that must stay free on the disk for a run's other files. For a small checkpoint a third of
+its size is enough: exported weights take that much."""
 
 
 class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """Writes checkpoints of a model and its optimizer state, one at a time; `keep` is `--keep-checkpoints`.
 
-    `save` copies this rank's part to host memory, which the next checkpoint uses again. A worker thread writes the
-    copy, hashes it and, on rank 0, publishes the checkpoint once every rank's files are on the disk; it takes part in
-    no collective. Without room for the copy, training waits while files are copied and written one after the other;
-    `log` gets a line about that. The worker does its jobs in order: an export (best/) is always complete before the
-    next checkpoint, which records the best step.
+    `save` copies this rank's part to host memory, which the next checkpoint reuses. A worker thread writes and hashes
+    the copy and, on rank 0, publishes the checkpoint once every rank's files are on the disk; the thread takes part in
+    no collective. Without room for the copy, training waits while files are copied and written one by one, and this is
+    logged. The worker does its jobs in order: an export (best/) is complete before the next checkpoint.
     """
 
     def __init__(
@@ -69,10 +68,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self._export: Future[None] | None = None
         self._written: Future[manifest.Entries] | None = None  # this rank's files of the checkpoint
         self._published: Future[None] | None = None
-        self._given_up = threading.Event()  # nobody waits for other ranks' files any more
+        self._given_up = threading.Event()  # set when rank 0 stops waiting for other ranks' files
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """After an error, let what is being written become complete; other ranks may be gone."""
+        """After an error, finish the current writes; other ranks may be gone."""
         if kind is not None:
             futures.wait([job for job in self._begun if job is not self._published])
             futures.wait(self._begun, LINGER_SECONDS)
@@ -95,9 +94,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         state is made from the seed, the step and the rank.
 
         Args:
-            state: JSON-able, with the key `step`; it is not changed afterwards.
+            state: JSON-serializable, with the key `step`; the caller must not change it afterwards.
             extra: further tensors that training needs, equal on all ranks.
-            wait: whether to return only when the checkpoint is complete. No memory is taken for a copy then.
+            wait: whether to return only when the checkpoint is complete; then no host memory is used for a copy.
         """
         self._finish_checkpoint()
         accelerator, averages = self.accelerator, self.averages
@@ -121,7 +120,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         write = functools.partial(shards.write, folder=partial, rank=accelerator.process_index)
         if self._memory is None:
             self._written = self._done(self._write, write, pieces, partial)
-            collections.deque(pieces, maxlen=0)  # after an error, too: to make them is a collective
+            collections.deque(pieces, maxlen=0)  # even after an error, because making the pieces is a collective
         else:
             self._written = self._submit(self._write, write, [*pieces], partial)
             if first and (reason := first_reason(self._memory.refused)):
@@ -132,12 +131,12 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return target
 
     def has_room_for(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Whether host memory has room for a copy of the `weights` to export, which rank 0 has; all ranks call it."""
+        """Whether host memory has room for a copy of rank 0's `weights` to export; all ranks call this."""
         size = sum({id(tensor): tensor.nbytes for tensor in weights.values()}.values())
         return self._room_for(size if self.accelerator.is_main_process else 0, "exported weights", "they")
 
     def _room_for(self, size: float, what: str, waited_for: str) -> bool:
-        """Whether all ranks have room in host memory for a copy of this size, and a third of it left free."""
+        """Whether every rank's host memory has room for this copy plus a third of the copy's size."""
         free, reason = host_memory.free_bytes(), None
         if free < size * 4 / 3:
             reason = f"host memory: a copy of {what} takes {_shown(size)}, and {_shown(free)} are free"
@@ -146,24 +145,24 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return reason is None
 
     def export(self, write: Callable[[], None] | None) -> None:
-        """Have `write` make a folder complete behind the next steps; all ranks call it, after `finish`. Ranks that have
-        nothing to write pass None."""
+        """Run `write`, which makes a complete folder, in the background; all ranks call this, after `finish`. Ranks
+        without files to write pass None."""
         self._export = self._submit(write or (lambda: None))
 
     def finish(self) -> None:
-        """Wait until what was begun is complete; all ranks call it, and raise if it could not be written on one."""
+        """Wait until all begun writes are complete; all ranks call this, and raise if one rank could not write."""
         self._finish_checkpoint()
         self._agree(self._export)
         self._export = None
 
     def _finish_checkpoint(self) -> None:
-        self._agree(self._written)  # or rank 0 would wait for files that never come
+        self._agree(self._written)  # first, because rank 0 would wait for a failed rank's files
         self._agree(self._published)
         self._written = self._published = None
 
     def _agree(self, job: Future[Any] | None) -> None:
-        """Wait for a job of this rank; all ranks raise if that of one has failed."""
-        if job is None:  # then it is on all ranks
+        """Wait for this rank's job; all ranks raise if one rank's job has failed."""
+        if job is None:  # on all ranks alike
             return
         try:
             by_each_rank(job.result)
@@ -175,7 +174,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return self._worker.submit(self._explained, work, *arguments)
 
     def _done(self, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Do the work in this thread; an error waits for `finish`, as one of the worker does."""
+        """Do the work in this thread; errors are raised by `finish`, as the worker's are."""
         job = Future[Result]()
         try:
             job.set_result(self._explained(work, *arguments))
@@ -197,7 +196,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def _write(
         self, write: Callable[..., manifest.Entries], pieces: Iterable[shards.Piece], partial: Path
     ) -> manifest.Entries:
-        """Write this rank's files, behind an export that succeeds; ranks but 0 leave their sizes and SHA-256 beside."""
+        """Write this rank's files, after any export has succeeded; ranks other than 0 also write the sizes and
+        SHA-256."""
         if self._export is not None:
             self._export.result()
         files = write(pieces)
@@ -222,7 +222,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         manifest.write(partial, {**about, "before": before, "kept": stay}, files)
         put_in_place(partial, target)
         write_atomically(self.run_dir.latest, target.name + "\n")
-        # Checkpoints of later steps do not count: they are damaged, or the run was resumed from an earlier one.
+        # later checkpoints do not count: they are damaged, or the run was resumed from an earlier step
         for old in [path for path in earlier if step_of(path) not in stay]:
             remove(old)
 
@@ -230,7 +230,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 def check_disk(
     accelerator: Accelerator, model: Any, run_dir: RunDir, *, averaged: bool = False, checkpoints: int = 1
 ) -> None:
-    """Raise UserError on every rank if so many more checkpoints do not fit on the disk."""
+    """Raise UserError on every rank if `checkpoints` further checkpoints do not fit on the disk."""
 
     def check() -> None:
         size, free = checkpoint_bytes(model, averaged=averaged), shutil.disk_usage(run_dir.path).free
@@ -246,8 +246,8 @@ def check_disk(
 
 
 def checkpoint_bytes(model: Any, *, averaged: bool = False, in_pinned_memory: bool = False) -> int:
-    """Most bytes that a checkpoint of this model takes, of all ranks together: on the disk, or in pinned host memory,
-    which rounds each tensor up."""
+    """Maximum size in bytes of this model's checkpoint, all ranks together: on the disk, or in pinned host memory,
+    where each tensor's size is rounded up."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sizes: list[float] = [getattr(p, "ds_numel", p.numel()) for p in trained.values()]
     if in_pinned_memory:

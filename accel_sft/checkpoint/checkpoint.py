@@ -26,8 +26,8 @@ from accel_sft.launch.precision import type_in_files
 
 
 def settle(run_dir: RunDir) -> None:
-    """Repair what a kill left: an old folder comes back if the new one was not in place yet, and half-written files and
-    folders are removed."""
+    """Clean up after a kill: restore an old folder if its replacement was not in place yet, and remove half-written
+    files and folders."""
     for folder in (run_dir.path, run_dir.checkpoints, run_dir.samples):
         for temporary in abandoned(folder):
             temporary.unlink()
@@ -42,8 +42,8 @@ def settle(run_dir: RunDir) -> None:
 
 
 def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint that `--resume` asks for, if any, and a line for each damaged one that was passed over. It is an
-    error if a named one is damaged, or all are."""
+    """The checkpoint that `--resume` asks for, if any, and a line for each damaged checkpoint that was skipped.
+    UserError if a named checkpoint, or every checkpoint, is damaged."""
     if resume == "off":
         return None, []
     skipped: list[str] = []
@@ -66,7 +66,7 @@ def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
 
 
 def undo_after(run_dir: RunDir, step: int) -> list[Path]:
-    """Rename the checkpoints after `step`, which the resumed run makes again; returns their new paths."""
+    """Rename the checkpoints of steps after `step`, which the resumed run repeats; returns the new paths."""
     moved = []
     for path in run_dir.all_checkpoints():
         if step_of(path) > step:
@@ -79,7 +79,7 @@ def undo_after(run_dir: RunDir, step: int) -> list[Path]:
 def load(
     accelerator: Accelerator, model: Any, optimizer: Any, path: Path, averages: Averages | None = None
 ) -> dict[str, Any]:
-    """Load weights, optimizer state and `averages`, whatever parallelism wrote them; return the `state` beside them."""
+    """Load weights, optimizer state and `averages`, written under any parallelism; return the checkpoint's `state`."""
     state = manifest.about(path)
     if not all(isinstance(state.get(key), dict) for key in ("layout", "loss_scale")):
         raise UserError(f"{path}: not a checkpoint of accel_sft; name another one, or start a new run with --init-from")
@@ -111,10 +111,10 @@ def export(
     """Write all weights for plain transformers, or an adapter alone for peft, with tokenizer and model card.
 
     Args:
-        beside: files that are copied into the folder, too.
-        behind: writes them behind the next steps, from a copy in host memory where there is room for one.
-        dtype: the type that weights are rounded to, whatever the launch computes in; None: as they are.
-        base: the config.json of the base of full weights.
+        beside: files to copy into the folder.
+        behind: if given, writes in the background from a copy in host memory, if there is room for a copy.
+        dtype: the type that weights are rounded to, independent of the launch's precision; None: not rounded.
+        base: for full weights, the config.json of the model they were trained from.
     """
     if behind:
         behind.finish()
@@ -151,7 +151,7 @@ def export(
 
 
 def _copy(weights: dict[str, torch.Tensor], model: Any, dtype: torch.dtype | None) -> None:
-    """Put copies in host memory in the weights' place, which training changes; tied names still share one."""
+    """Replace the weights, which training changes, by copies in host memory; tied names still share one tensor."""
     names_of: dict[int, list[str]] = {}
     for name, tensor in weights.items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -164,7 +164,7 @@ def _copy(weights: dict[str, torch.Tensor], model: Any, dtype: torch.dtype | Non
 def _weights_to_export(
     accelerator: Accelerator, model: Any, unwrapped: Any, *, adapter: bool
 ) -> dict[str, torch.Tensor]:
-    """The weights to export by name, an adapter's alone or all; {} on ranks that write none."""
+    """The weights to export by name, either an adapter's or all; {} on ranks that do not write."""
     if adapter or tensor_ranks(accelerator) > 1:
         named = unwrapped.named_parameters() if adapter else unwrapped.state_dict(keep_vars=True).items()
         weights = _whole_weights(accelerator, ((name, p) for name, p in named if p.requires_grad or not adapter))
@@ -178,12 +178,12 @@ def _weights_to_export(
     for name, parameter in unwrapped.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
         if first != name and weights and first in weights and (adapter or name in weights):
-            weights[name] = weights[first]  # of tied weights FSDP gathers a copy per name; peft looks for each name
+            weights[name] = weights[first]  # FSDP gathers one copy per name of tied weights; peft looks up each name
     return weights
 
 
 def _whole_weights(accelerator: Accelerator, named: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return these weights by name on rank 0, gathered from all ranks one after the other; {} on the others."""
+    """Gather these weights one by one, and return them by name on rank 0; {} on other ranks."""
     weights = {}
     for name, parameter in named:
         heartbeat()
@@ -201,5 +201,5 @@ def _gathered(parameter: Any) -> Any:
     import deepspeed
 
     if parameter.ds_status == deepspeed.zero.partition_parameters.ZeroParamStatus.AVAILABLE:
-        return contextlib.nullcontext()  # a small one, which must stay gathered: the next forward counts on it
+        return contextlib.nullcontext()  # small parameters must stay gathered: the next forward relies on that
     return deepspeed.zero.GatheredParameters([parameter])

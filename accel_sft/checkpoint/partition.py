@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's states that have a value for each element of a parameter."""
 IN_8_BITS = ("state1", "state2")
-"""The same for bitsandbytes' 8-bit AdamW, whose states are float32 in tensors below 4,096 elements."""
+"""Names of the states of bitsandbytes' 8-bit AdamW, which are float32 for tensors below 4,096 elements."""
 AVERAGE = "average"
 """Name, in checkpoints, of the averages of `--ema-decay`."""
 SCALES = ("absmax1", "absmax2")
@@ -20,7 +20,7 @@ SCALES = ("absmax1", "absmax2")
 
 
 class Span(NamedTuple):
-    """Elements `start` to `start + size` of the flat parameter `name`, from `offset` on in a partition's tensor."""
+    """Elements `start` to `start + size` of the flattened parameter `name`; at `offset` in the partition's tensor."""
 
     name: str
     start: int
@@ -29,13 +29,13 @@ class Span(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """A tensor that the optimizer updates, and the spans of parameters that are in it."""
+    """A tensor that the optimizer updates, and the spans of parameters in the tensor."""
 
     tensor: torch.Tensor
     spans: list[Span]
     optimizer: Any  # torch's AdamW, DeepSpeed's for host memory, or bitsandbytes'
-    copied: bool = True  # whether forwards compute with copies of the tensor, and not with the tensor itself
-    written: bool = True  # whether this rank saves it: a tensor that all ranks have whole is saved by one
+    copied: bool = True  # whether forwards compute with copies instead of this tensor
+    written: bool = True  # whether this rank saves the tensor: unsharded tensors are saved by one rank
 
     @property
     def state(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Partition(NamedTuple):
         return IN_8_BITS if hasattr(self.optimizer, "init_state") else MOMENTS
 
     def begin_state(self, step: int) -> None:
-        """Make a state of zeros, as the optimizer does in its first step, but with a count of `step` steps."""
+        """Create a state of zeros, as the optimizer's first step does, but with a step count of `step`."""
         if self.kinds == IN_8_BITS:
             for number, group in enumerate(self.optimizer.param_groups):
                 for place, parameter in enumerate(group["params"]):
@@ -82,8 +82,8 @@ def partitions(accelerator: Accelerator, model: Any, optimizer: Any, writing: bo
 def _of_parameters(
     accelerator: Accelerator, optimizer: Any, names: dict[int, str], writing: bool
 ) -> Iterator[Partition]:
-    """A torch optimizer updates the parameters themselves, whole, as FSDP's shards of their first dimension, or as a
-    part under tensor parallelism (`by_rows`); in half precision DeepSpeed's stage 0 updates a float32 copy of each."""
+    """A torch optimizer updates the parameters directly: unsharded, as FSDP's shards of the first dimension, or as
+    shards under tensor parallelism (`by_rows`); in half precision, DeepSpeed's stage 0 updates float32 copies."""
     inner = getattr(optimizer, "optimizer", optimizer)
     parameters = stepped = [p for group in inner.param_groups for p in group["params"]]
     if hasattr(optimizer, "fp32_groups"):
@@ -96,7 +96,7 @@ def _of_parameters(
         written = (
             _of_first_copy(parameter) if sharded else number % accelerator.num_processes == accelerator.process_index
         )
-        # an empty span stays where `by_rows` is a collective, which every rank must call
+        # empty spans stay under tensor parallelism: every rank must call `by_rows`, a collective
         spans = [span] if span.size or not _has_rows(tensor) else []
         yield Partition(tensor, spans, inner, tensor is not parameter, written)
         if writing and tensor is not parameter:
@@ -104,8 +104,8 @@ def _of_parameters(
 
 
 def _free_gathered(model: Any) -> None:
-    """Free the weights that FSDP has left gathered after an evaluation (with `reshard_after_forward` off): meanwhile
-    they stand in the place of the shards that the optimizer updates."""
+    """Free the weights that FSDP left gathered after an evaluation (with `reshard_after_forward` off): until then they
+    replace the shards that the optimizer updates."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -114,7 +114,7 @@ def _free_gathered(model: Any) -> None:
 
 
 def _rows_of(parameter: Any) -> tuple[int, int]:
-    """Where this rank's rows begin in the flattened parameter, and how many elements they have."""
+    """Offset of this rank's rows in the flattened parameter, and their number of elements."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape = parameter.shape
@@ -123,7 +123,7 @@ def _rows_of(parameter: Any) -> tuple[int, int]:
 
 
 def _of_first_copy(parameter: Any) -> bool:
-    """Whether this rank's shard belongs to the first of the copies that HSDP keeps; without HSDP there is only one."""
+    """Whether this rank's shard belongs to the first of HSDP's model copies; always true without HSDP."""
     places = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
     return all(place == 0 for place, placement in places if placement.is_replicate())
 
@@ -170,7 +170,7 @@ def _of_stage_3(accelerator: Accelerator, zero: Any, names: dict[int, str], writ
 
 
 def _in_rows(tensor: Any) -> list[Any]:
-    """The placements under which each rank has whole rows of a tensor that is cut."""
+    """The placements with which each rank has complete rows of a sharded tensor."""
     from torch.distributed.tensor import Shard
 
     return [placement if placement.is_replicate() else Shard(0) for placement in tensor.placements]
@@ -181,8 +181,8 @@ def _has_rows(tensor: Any) -> bool:
 
 
 def by_rows(tensor: Any) -> Any:
-    """Return the tensor, re-cut by rows if it is cut by columns, since a rank saves contiguous elements; then this is a
-    collective."""
+    """Return the tensor sharded by rows, since ranks save contiguous elements. If it was sharded by columns, it is
+    resharded, which is a collective."""
     return tensor if _has_rows(tensor) else tensor.detach().redistribute(placements=_in_rows(tensor))
 
 

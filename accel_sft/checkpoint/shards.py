@@ -46,17 +46,18 @@ Extra = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 Piece = dict[str, torch.Tensor]
-"""What one file of a checkpoint has: tensors in host memory by key."""
+"""The content of one checkpoint file: tensors in host memory by key."""
 
 
 class HostCopy(dict[str, torch.Tensor]):
-    """Copies in host memory, by key, of what one checkpoint has; the next one overwrites them, because to copy into new
-    memory takes several times as long. `refused` is why the system pins no memory: copies then take longer, too."""
+    """A checkpoint's tensors, copied to host memory, by key. The next checkpoint overwrites the copies, because copying
+    into new memory takes several times as long. `refused` says why the system pins no memory (copies are then
+    slower)."""
 
     refused: str | None = None
 
     def place(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the memory for a copy of the tensor, which is pinned for one of a GPU."""
+        """Return the host buffer to copy the tensor into; it is pinned if the tensor is on a GPU."""
         if key not in self:
             pinned = _on_gpu(tensor) and self.refused is None
             try:
@@ -70,11 +71,11 @@ class HostCopy(dict[str, torch.Tensor]):
 
 
 class Averages:
-    """Averages of what the optimizer updates, in float32: under ZeRO of its float32 copies, only this rank's part.
+    """Float32 averages of the tensors that the optimizer updates; under ZeRO, of this rank's float32 copies.
 
-    They begin as the first weights. Update number t (from 0) takes min(decay, (1 + t) / (10 + t)) of the averages and
-    the rest of the weights, as in TensorFlow's ExponentialMovingAverage: a constant decay of 0.999 would keep 60% of
-    the first weights in the averages of a run of 500 steps.
+    Averages start as the first weights. Update number t (from 0) takes min(decay, (1 + t) / (10 + t)) of the averages
+    and the rest of the weights, as in TensorFlow's ExponentialMovingAverage: a constant decay of 0.999 would keep 60%
+    of the first weights in the averages of a run of 500 steps.
     """
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, decay: float) -> None:
@@ -85,7 +86,7 @@ class Averages:
         self._plain: list[torch.Tensor | None] = []
 
     def update(self) -> None:
-        """Take in the current weights; to be called after each optimizer step that has changed them."""
+        """Update the averages; call this after each optimizer step that has changed the weights."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
         for average, tensor in zip(self.tensors, self._stepped, strict=True):
@@ -94,8 +95,8 @@ class Averages:
     def put_in(self) -> None:
         """Have the model compute with the averages until `take_out`, which restores every bit; all ranks call it.
 
-        DeepSpeed copies the averages to its forwards' weights in place of its float32 copies, which stay as they are.
-        Elsewhere weights and averages change places, one tensor at a time.
+        Under DeepSpeed the averages, instead of the float32 copies, are copied to the forwards' weights. On other
+        backends weights and averages are swapped, one tensor at a time.
         """
         masters = []
         for partition, average in zip(self._partitions(), self.tensors, strict=True):
@@ -107,7 +108,7 @@ class Averages:
             weights = flat(partition.tensor)
             plain = weights.clone()
             weights.copy_(average)
-            if plain.dtype == average.dtype:  # the average's memory keeps them; weights of 16 bits keep a copy
+            if plain.dtype == average.dtype:  # swapped into the average's memory; 16-bit weights need a copy
                 average.copy_(plain)
                 plain = average
             self._plain.append(plain)
@@ -137,8 +138,8 @@ def copied(
     averages: Averages | None = None,
     memory: HostCopy | None = None,
 ) -> Iterator[Piece]:
-    """Yield copies of this rank's spans, file by file; every rank consumes them to the end, in its main thread. In
-    `memory` they are complete once the last one has come; without it, each piece has memory of its own."""
+    """Yield copies of this rank's spans, file by file; every rank must consume all of them, in its main thread. Copies
+    in `memory` are complete after the last piece; without `memory`, each piece has its own."""
     piece: Piece = {}
     size, on_gpu = 0, accelerator.device.type == "cuda"
 
@@ -179,13 +180,13 @@ def write(pieces: Iterable[Piece], folder: Path, rank: int) -> manifest.Entries:
     for number, piece in enumerate(pieces):
         name = f"rank-{rank:04d}-{number:03d}.safetensors"
         files[name] = manifest.write_hashed(folder / name, _safetensors(piece))
-        piece.clear()  # before the next one is copied: without `memory`, two would be in memory at once
+        piece.clear()  # before the next piece is copied: without `memory`, two pieces would exist at once
     return files
 
 
 def _safetensors(piece: Piece) -> Iterator[memoryview]:
-    """Yield the bytes of a safetensors file, without copies; the library's own writer would hash nothing. Tensors of
-    larger elements come first, so that each is aligned, as the format asks."""
+    """Yield the bytes of a safetensors file, without copies; the library's own writer cannot hash on the way. Tensors
+    with larger elements come first, so that each is aligned, as the format requires."""
     ordered = sorted(piece.items(), key=lambda item: -item[1].itemsize)
     header, end = {}, 0
     for key, tensor in ordered:
@@ -233,8 +234,8 @@ def read_extra(folder: Path) -> Extra:
 
 
 def _count_up(optimizer: Any, steps: int) -> None:
-    """Have DeepSpeed's Adam for host memory make this many steps on a tensor of zeros: it multiplies the powers of its
-    betas step by step, and would compute them at once, with another last bit, if started at a later step."""
+    """Run this many steps of DeepSpeed's CPU Adam on a tensor of zeros. It multiplies the powers of its betas step by
+    step; started at a later step, it would compute them directly, with a different last bit."""
     # the group has the run's betas; in the optimizer's defaults accelerate leaves the library's own
     beta1, beta2 = optimizer.param_groups[0]["betas"]
     zeros = [torch.zeros(1) for _ in range(4)]
@@ -251,7 +252,7 @@ def loss_scale(accelerator: Accelerator, model: Any) -> dict[str, float]:
 
 
 def set_loss_scale(accelerator: Accelerator, model: Any, saved: dict[str, float]) -> None:
-    """Restore the loss scaler's state. If another library saved it, a new scale is searched: steps are skipped."""
+    """Restore the loss scaler's state. If another library saved it, a new scale is searched, which skips some steps."""
     if accelerator.scaler is not None:
         if saved.keys() == accelerator.scaler.state_dict().keys():
             accelerator.scaler.load_state_dict(saved)

@@ -45,8 +45,8 @@ from accel_sft.training.prepare import Assembly
 
 
 def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
-    """Score `--base`, if given, and `--model` on any launch, or the server at `--url`; print them side by side, and
-    write `--output-dir`."""
+    """Score `--base`, if given, and `--model` on any launch, or the server at `--url`; print the scores side by side,
+    and write `--output-dir`."""
     if config.url:
         return _served(task_name, task, config)
     launch, name = begin(), recorded_name(task_name)
@@ -149,9 +149,9 @@ def _differences(trained: Trained, task_name: str, precision: str) -> list[str]:
 
 
 def _remembered(trained: Trained, task_name: str, task: Task) -> list[str]:
-    """Return a warning if the run was trained on examples that this evaluation holds out.
+    """Return a warning if the run was trained on validation examples of this evaluation.
 
-    The run's training rows are read again by its recorded options, if these name no other files than `task` does.
+    The run's training rows are read again with its recorded options, if they name the same files as `task`.
     """
     run = trained.record
     if run is None or run["task"] != task_name:
@@ -215,7 +215,7 @@ def evaluate(
 
 
 def _release(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Free a model's memory, except what the caller's own reference to it keeps."""
+    """Free a model's memory, except for tensors that the caller still references."""
     accelerator.free_memory()
     for parameter in model.parameters():
         if hasattr(parameter, "ds_tensor"):  # DeepSpeed never frees its engine, which holds the model

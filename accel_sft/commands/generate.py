@@ -36,14 +36,22 @@ _FILE: dict[str, Any] = {"type": click.Path(), "metavar": "FILE"}  # a shell com
 @click.option("--control-tokens", metavar="text|tokens", help="As in training; default: the run's own, else text.")
 @click.option("--template-date", metavar="DAY", help="YYYY-MM-DD told to templates; default: the run's, else today.")
 @click.option("--max-new-tokens", type=int, help=f"Longest answer; default: the run's own, else {LONGEST_ANSWER}.")
-@click.option("--temperature", type=click.FloatRange(0, 100), help="Draw tokens, not the likeliest; 1: as predicted.")
-@click.option("--top-p", type=click.FloatRange(0, 1), help="Draw from the likeliest tokens that have this probability.")
-@click.option("--top-k", type=click.IntRange(0, 2**31), help="Draw from so many of the likeliest tokens.")
-@click.option("--repetition-penalty", type=click.FloatRange(0.01, 100), help="Above 1: repetitions get less likely.")
-@click.option("--seed", type=click.IntRange(0, 2**31), default=42, show_default=True, help="Of the draws.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 100),
+    help="Sample instead of greedy decoding; 1 leaves the model's distribution unchanged.",
+)
+@click.option(
+    "--top-p", type=click.FloatRange(0, 1), help="Sample from the likeliest tokens with this total probability."
+)
+@click.option("--top-k", type=click.IntRange(0, 2**31), help="Sample from this number of the likeliest tokens.")
+@click.option("--repetition-penalty", type=click.FloatRange(0.01, 100), help="Above 1, repetitions become less likely.")
+@click.option("--seed", type=click.IntRange(0, 2**31), default=42, show_default=True, help="Seed for sampling.")
 @click.option("--eval-batch-size", type=int, help="Prompts of a file answered at once; default: by their length.")
-@click.option("--dtype", metavar="auto|float32|bfloat16|float16", help="Of the weights; default: as the run computed.")
-@click.option("--offload", metavar="host|disk", help="Where weights are that have no room on the GPU.")
+@click.option(
+    "--dtype", metavar="auto|float32|bfloat16|float16", help="Data type of the weights; default: the run's precision."
+)
+@click.option("--offload", metavar="host|disk", help="Where to keep weights that do not fit on the GPU.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 @click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")
 @click.pass_context

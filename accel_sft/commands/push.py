@@ -25,12 +25,12 @@ from accel_sft.io.text import one_line, printable
 @click.option(
     "--what", type=click.Choice(["best", "final", "merged"]), help="Default: best/, or final/ where there is none."
 )
-@click.option("--private", is_flag=True, help="A new repository is private, and one that is not is refused.")
-@click.option("--base-model", metavar="HUB_ID", help="What an adapter stands on, where its base here is a folder.")
+@click.option("--private", is_flag=True, help="Make a new repository private; refuse a public one.")
+@click.option("--base-model", metavar="HUB_ID", help="Hub id of an adapter's base, if the base is a local folder.")
 @click.option("--also", metavar="PATTERN", multiple=True, help="More files of the run's folder: report.md, samples/*.")
-@click.option("--dtype", type=MERGED, help="Of merged weights; default: as the base's files.")
+@click.option("--dtype", type=MERGED, help="Data type of merged weights; default: the base's.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model, to merge it.")
-@click.option("--dry-run", is_flag=True, help="List what would be uploaded, and ask no hub.")
+@click.option("--dry-run", is_flag=True, help="List the files without contacting the hub.")
 @click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")
 @click.pass_context
 def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
@@ -105,7 +105,7 @@ def _on_its_hub_id(source: Path, folder: Path, base_model: str | None) -> dict[s
 
 
 def hub_id(base: str) -> str | None:
-    """The hub id of an adapter's base, whose name may also be a folder in the hub's cache; None if unknown."""
+    """The hub id of an adapter's base, found by name or from a folder in the hub's cache; None if unknown."""
     from accel_sft.models.source import hub_place
 
     if place := hub_place(base):

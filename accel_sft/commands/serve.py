@@ -17,7 +17,7 @@ from accel_sft.io.files import read_json
 
 _MERGE = "merge it first (accel-sft merge), and serve the merged folder"
 _NOT_IN_VLLM = "use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"
-"""What vLLM cannot serve, by its key in adapter_config.json."""
+"""Adapter features that vLLM cannot serve, by their keys in adapter_config.json."""
 _LORA_RANKS = 8, 16, 32, 64, 128, 256, 320, 512
 """Values that vLLM accepts for --max-lora-rank."""
 _NEEDS = {
@@ -38,13 +38,13 @@ _NEEDS = {
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port to listen at.")
 @click.option("--print", "only_print", is_flag=True, help="Print the command, and do not run it.")
 def serve(run: str, more: tuple[str, ...], **options: Any) -> None:
-    """Serve what was trained, by a server that others maintain.
+    """Serve a trained model with a third-party server.
 
     For example: accel-sft serve runs/math-20261120-101500 -- --max-num-seqs 16
 
-    RUN is a run's folder (its best/ weights, or else final/), exported weights or an adapter. The command is printed,
-    and run in place of this one; what stands behind -- is given to the server. It has the run's precision, template and
-    thinking, so that answers are those of the run's evaluations.
+    RUN is a run's folder (its best/ weights, or else final/), exported weights or an adapter. The server's command is
+    printed and replaces this process; arguments after -- are passed to the server. The command sets the run's
+    precision, template and thinking, so that answers match those of the run's evaluations.
     """
     if not Path(run).is_dir():
         raise UserError(f"RUN {run}: no such folder; name a run's folder, exported weights or an adapter")
@@ -108,7 +108,9 @@ def _vllm(folder: str, name: str) -> list[str]:
         raise UserError(f"--with vllm: vLLM cannot serve {unserved[0]}, which {source.adapter} has; {_MERGE}")
     with errors_explained(source.weights):
         multimodal = "text_config" in PreTrainedConfig.get_config_dict(source.weights)[0]
-    if multimodal and not is_of_whole(source.adapter):  # its names match nothing there, and vLLM would not say so
+    if multimodal and not is_of_whole(
+        source.adapter
+    ):  # its weights' names match none of vLLM's, which vLLM would not report
         raise UserError(f"--with vllm: {source.adapter} is of a part of its base alone; {_MERGE}")
     rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
     rank = next((most for most in _LORA_RANKS if most >= rank), rank)

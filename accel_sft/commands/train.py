@@ -1,4 +1,4 @@
-"""Trains a task's model: makes a run from its launch to its result, and explains each failure that ends it."""
+"""Trains a task's model, from launch to result, and explains failures that end the run."""
 
 import contextlib
 import shutil
@@ -84,14 +84,14 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
 
 
 def _precision_of_run(*, output_dir: str | None, resume: str) -> str | None:
-    """Return the precision that a resumed run began with, and keeps if the launch names none; None for a new run."""
+    """Return the first precision of a resumed run, which stays unless the launch names one; None for a new run."""
     run_dir = RunDir(expanded(output_dir or ""))
     resumes = output_dir and resume != "off" and run_dir.record.is_file() and run_dir.has_trained()
     return precision_in_record(run_dir.read_record()) if resumes else None
 
 
 def _warnings(accelerator: Accelerator, task_name: str, prepared: Prepared) -> list[str]:
-    """Return what the quick check of the tokens found, in lines; empty except on rank 0, which alone prints them."""
+    """Return the warnings of the quick token check; empty except on rank 0, which prints them."""
     if not accelerator.is_main_process:
         return []
     assembly = prepared.assembly
@@ -103,8 +103,8 @@ def _warnings(accelerator: Accelerator, task_name: str, prepared: Prepared) -> l
 def _ending(accelerator: Accelerator, run_dir: RunDir, fresh: bool, signals: StopSignals) -> Iterator[None]:
     """Inside, an exception is explained and written to result.json before it is raised again.
 
-    If a UserError comes before the first evaluation, a `fresh` folder, which was empty before, is deleted instead:
-    TensorBoard and `report` would list a run without a number.
+    If a UserError comes before the first evaluation, a `fresh` folder (empty before) is deleted instead: otherwise
+    TensorBoard and `report` would list a run without values.
     """
     try:
         yield
@@ -124,7 +124,7 @@ def _ending(accelerator: Accelerator, run_dir: RunDir, fresh: bool, signals: Sto
 
 def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> BaseException:
     """A UserError that says what to do, if the cause is known; otherwise the error itself."""
-    if isinstance(error, SystemExit):  # the other ranks would wait for a rank that exits with status 0
+    if isinstance(error, SystemExit):  # other ranks would wait for a rank that exits with status 0
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{frame.filename}:{frame.lineno}"
         return UserError(f"{where}: sys.exit({error.code!r}) during the run; raise an error instead")

@@ -1,4 +1,4 @@
-"""What commands that take a trained model begin with: one process, the model that is named, its run's settings."""
+"""The common first steps of commands that take a trained model: one process, the named model, its run's settings."""
 
 import dataclasses
 import os
@@ -20,7 +20,8 @@ _OF_RUN = ("max_length", "max_new_tokens", "thinking", "template_date", "control
 
 
 def begin_command(ctx: click.Context, *, debug: bool, problems: Sequence[str] = ()) -> None:
-    """Prepare this process for a command of one process; raise UserError for problems, and in a launch of several."""
+    """Prepare this process for a one-process command; raise UserError for problems, or in a launch of several
+    processes."""
     ctx.ensure_object(ExitHandler).debug = debug
     if lines := [*problems, *one_process(str(ctx.info_name))]:
         raise UserError(*lines)
@@ -40,9 +41,9 @@ class Trained:
     """A trained model as the command line names it: a run, saved weights, an adapter or a hub id.
 
     Attributes:
-        weights: what is loaded; of a run its best/, or else its final/.
+        weights: the weights to load; for a run its best/, or else its final/.
         record: the run.json of the run that wrote the weights; None if none did.
-        notes: a line that says which weights of a run are taken, if there was a choice.
+        notes: a line that says which of the run's weights are used, if there was a choice.
         in_4bit: whether the run had its base in 4 bits.
         raw_text: whether the run was trained on raw text, which it continues without a chat template.
     """
@@ -55,7 +56,7 @@ class Trained:
 
     @property
     def precision(self) -> str | None:
-        """The precision that the run computed in: in another, the model may answer differently."""
+        """The run's precision: in another one, the model may answer differently."""
         from accel_sft.launch.precision import precision_in_record
 
         return precision_in_record(self.record) if self.record else None

@@ -99,8 +99,8 @@ def _group_settings(config: TrainConfig, launch: Launch, devices: int) -> InitPr
         group["init_method"] = "attempt://"
     if launch.world_size > 1:
         group["timeout"] = group_timeout(config.hang_timeout)
-        # DeepSpeed, Ulysses and HSDP make groups without a timeout, some of them amid training: they too shall wait
-        # that long, instead of the 600 s after which NCCL ends a rank, and names none
+        # DeepSpeed, Ulysses and HSDP make groups without a timeout, some of them during training: give these the same
+        # timeout, since NCCL would end a rank after 600 s without naming the hung one
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = group["timeout"]
     if launch.backend == "deepspeed" and not devices:
         group["backend"] = "gloo"
@@ -108,7 +108,7 @@ def _group_settings(config: TrainConfig, launch: Launch, devices: int) -> InitPr
 
 
 def _waiting_for_ranks(launch: Launch) -> contextlib.AbstractContextManager[None]:
-    """Inside, a line says what is awaited, if no launcher has started this process: its variables may be left over."""
+    """Context manager: without a launcher, show a line while waiting, since leftover variables may be the cause."""
     if launch.world_size == 1 or under_launcher():
         return contextlib.nullcontext()
     place = f"{launch.environment.get('MASTER_ADDR')}:{launch.environment.get('MASTER_PORT')}"
@@ -205,10 +205,10 @@ def prepare_model(
 
 
 def _arrange_buckets(model: DistributedDataParallel) -> None:
-    """Have DDP arrange its buckets, and all gradients be parts of them, by a backward of zeros, before a first step."""
-    # DDP would do so after the first backward of each start. That one multiplies gradients by 1/N where later ones
-    # divide them by N: on three ranks and more a resumed run would have other bits. And its gradients would be kept
-    # beside the buckets. Those of the weights' sum come in about the order of a backward through the model.
+    """Before the first step, run a backward on zeros so that DDP rebuilds buckets and gradients are views into them."""
+    # DDP would rebuild after the first backward of each start. The first backward multiplies gradients by 1/N, later
+    # ones divide by N: on three or more ranks a resumed run would have different bits. The first gradients would also
+    # need extra memory. The gradients of the weights' sum arrive in about the order of a real backward.
     model.reducer.prepare_for_backward([])
     total = torch.stack([weight.sum().float() for weight in model.parameters() if weight.requires_grad]).sum()
     (0 * total).backward()  # type: ignore[no-untyped-call] # torch's
@@ -216,8 +216,8 @@ def _arrange_buckets(model: DistributedDataParallel) -> None:
 
 
 def _gather_with_their_modules(model: torch.nn.Module) -> None:
-    """Have ZeRO-3 gather what a module keeps in a ParameterDict, as AdaLoRA's layers do, for that module's forward.
-    DeepSpeed would only see the access, and would then gather at other places than in the step that it recorded."""
+    """Make ZeRO-3 gather a module's ParameterDict entries (AdaLoRA's layers have them) for that module's forward.
+    Otherwise DeepSpeed would gather on access, in a different order than in the step that it recorded."""
     dicts = [
         (module, child)
         for module in model.modules()
@@ -233,8 +233,8 @@ def _gather_with_their_modules(model: torch.nn.Module) -> None:
 
 
 def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:
-    """Prepare a model that is not trained, so that ZeRO-3 or FSDP shards its weights over the ranks; tensor parallelism
-    has done that as it was loaded."""
+    """Prepare a model for evaluation only, so that ZeRO-3 or FSDP shards its weights over the ranks; tensor parallelism
+    sharded them on loading."""
     if groups.tensor_ranks(accelerator) > 1:
         return groups.prepare(accelerator, model)
     if not accelerator.is_fsdp2:
@@ -247,15 +247,15 @@ def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:
 
 
 def _name_blocks(accelerator: Accelerator, model: Any) -> None:
-    """Name the blocks that FSDP shards one by one, unless the launch does: Accelerate refuses a model that names
-    classes which only other models of its family have, as Gemma 3's do."""
+    """Name the blocks that FSDP shards one by one, unless the launch names them: Accelerate refuses models like Gemma 3
+    that name classes which exist only in other models of the family."""
     if accelerator.is_fsdp2 and (plugin := accelerator.state.fsdp_plugin).transformer_cls_names_to_wrap is None:
         classes = {type(module).__name__ for module in model.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(classes & {*(getattr(model, "_no_split_modules", None) or ())})
 
 
 def verify_engine(accelerator: Accelerator, launch: Launch, model: Any, max_grad_norm: float) -> None:
-    """Raise UserError if a prepared DeepSpeed engine does not run what was asked for; others are not checked."""
+    """Raise UserError if a prepared DeepSpeed engine does not have the requested settings."""
     if launch.backend != "deepspeed":
         return
     precision = "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"

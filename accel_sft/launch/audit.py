@@ -197,7 +197,7 @@ def _number(text: str) -> float | None:
 
 
 def _deepspeed(launch: Launch, where: str) -> Iterator[Finding]:
-    """Report what of a DeepSpeed launch changes what is learnt, and what DeepSpeed itself would refuse at the start."""
+    """Report DeepSpeed settings that change the training result, and those that DeepSpeed would refuse at the start."""
     given = {**launch.json, **(launch.json.get("data_types") or {}), **launch.zero}
     for key, why in _REFUSED.items():
         if _enabled(given.get(key)):

@@ -23,7 +23,7 @@ MARK = "ACCEL_SFT_LAUNCHED_FOR"
 GRACE_SECONDS = 10.0
 """Seconds that processes have to end after SIGTERM, before SIGKILL."""
 KILL_SECONDS = 60.0
-"""Seconds within which SIGKILL must have ended the processes; one that waits for a device may never end."""
+"""Seconds after which SIGKILL must have ended the processes; a process that waits for a device may never end."""
 _POLL_SECONDS = 0.5
 """Seconds between two polls of a running launch."""
 
@@ -36,13 +36,13 @@ _MESSAGES = {
     HUNG: re.compile(r"nothing has moved for \d+ seconds"),
     KILLED: re.compile(r"(was|were) killed \(signal 9"),
 }
-"""Patterns of messages by the status that they reveal: messages of the trainer, torch and the launcher."""
+"""Patterns of messages of the trainer, torch and the launcher, by the status that a match reveals."""
 _WAITING = re.compile(r".{1,200}: \d+ s so far")
 _TAIL_BYTES = 1 << 16
 
 
 class Interrupted(KeyboardInterrupt):
-    """A launch, or what comes between launches, was stopped by a signal."""
+    """A signal stopped a launch, or the work between launches."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(number).name}")
@@ -169,8 +169,8 @@ def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> t
 
 
 def waited_for(log: Path) -> str:
-    """The log's last line if it says what the run waits for, such as operators that compile (`io.terminal.waiting`);
-    else ""."""
+    """The log's last line if it names what the run waits for (`io.terminal.waiting`), such as a compilation; else
+    ""."""
     last = next(reversed(_tail(log).rstrip().splitlines()), "") if log.is_file() else ""
     return one_line(last) if _WAITING.fullmatch(last) else ""
 
@@ -183,7 +183,7 @@ def _tail(log: Path) -> str:
 
 
 def _last_message(printed: str) -> str:
-    """Return the text of the first "Error: " line, which is ours, else Python's last exception, else the last line."""
+    """Return the text of the trainer's first "Error: " line, else Python's last exception, else the last line."""
     if own := re.search(r"^Error: (.*)", printed, re.M):
         return own[1]
     raised = re.findall(r"^[\w.]*(?:Error|Exception|Interrupt)\b.*", printed, re.M)

@@ -76,8 +76,8 @@ def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
 
 
 def audit_locks(name: str) -> Iterator[Finding]:
-    """Yield a warning if there is a lock on this operator: another process compiles it, or was killed as it did so,
-    and torch would wait for ever."""
+    """Yield a warning if this operator is locked: another process compiles it, or was killed while compiling, in which
+    case torch would wait forever."""
     lock = library(name).with_name("lock")
     if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # a younger one may be another rank's of this launch
         fix = "delete the file if no other launch is running"
@@ -85,7 +85,7 @@ def audit_locks(name: str) -> Iterator[Finding]:
 
 
 def compiling(launch: Launch) -> contextlib.AbstractContextManager[None]:
-    """Inside, DeepSpeed may compile the operators that this launch lacks; a line says how long that takes."""
+    """Context manager in which DeepSpeed may compile the operators that this launch lacks; shows the time taken."""
     lacking = [f"{name} ({OPERATORS[name]})" for name in operators(launch) if not library(name).is_file()]
     what = f"DeepSpeed compiles, once per machine, {', '.join(lacking)}"
     return waiting(what) if lacking else contextlib.nullcontext()

@@ -24,19 +24,19 @@ _QUIET = {
 
 _THREADS = "OMP_NUM_THREADS"
 _before: dict[str | None, str | None] = {}
-"""The user's value of OMP_NUM_THREADS by the value that `prepare_environment` wrote over it."""
+"""The user's value of OMP_NUM_THREADS, by the value that `prepare_environment` replaced it with."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-"""Has the GPU's allocator fill gaps that forwards of different lengths leave. torch 2.13 also has an option that pins
-host memory without rounding (pinned_max_round_threshold_mb): with it, a request may get a smaller block from the cache
-of pinned blocks, and a copy writes past its end."""
+"""Lets the GPU's allocator fill the gaps that forwards of different lengths leave. torch 2.13 also has an option that
+pins host memory without rounding (pinned_max_round_threshold_mb): with it, a request may get a smaller block from the
+cache of pinned blocks, and a copy writes past its end."""
 WITHOUT_CUDNN = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-"""Puts cuDNN's attention last among torch's. torch prefers it on H100 and B200, where it plans for 20 to 40 ms for each
-exact shape, and a forward here seldom has the shape of another. `create_accelerator` turns it off as well."""
+"""Makes cuDNN's attention torch's last choice. On H100 and B200 torch prefers cuDNN, which plans for 20 to 40 ms per
+exact shape, and forwards here seldom share a shape. `create_accelerator` also turns cuDNN's attention off."""
 
 
 def prepare_environment(debug: bool = False) -> None:
-    """Set what libraries read at import: threads, log levels, and a PATH on which pip's ninja is found. A variable that
-    the user has set is left alone, except PATH, and OMP_NUM_THREADS as `threads_per_process` says."""
+    """Set the variables that libraries read at import: threads, log levels, and a PATH with pip's ninja. Variables set
+    by the user do not change, except PATH, and OMP_NUM_THREADS as in `threads_per_process`."""
     _check_ranks()
     # importing torch and transformers makes 400,000 objects that stay; with Python's usual thresholds the garbage
     # collector would take 10% of the time of a start
@@ -59,8 +59,8 @@ def prepare_environment(debug: bool = False) -> None:
 
 
 def for_launches() -> dict[str, str]:
-    """Return the variables for a launch that this process starts: OMP_NUM_THREADS is as the user set it, because this
-    process's own, all cores, would be taken for the user's and given to each of several ranks."""
+    """Return the variables for a launch that this process starts. OMP_NUM_THREADS is the user's, because each rank
+    would take this process's own value (all cores) for the user's."""
     now = os.environ.get(_THREADS)
     variables = {**os.environ, _THREADS: _before.get(now, now)}
     return {name: value for name, value in variables.items() if value is not None}
@@ -68,8 +68,8 @@ def for_launches() -> dict[str, str]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Inside, libraries are imported without garbage collections, which take 8% of the time, and what they made is left
-    out of all later ones."""
+    """Context manager that imports libraries without garbage collections (8% of the time), and excludes the imported
+    objects from later collections."""
     gc.disable()
     try:
         yield
@@ -139,7 +139,7 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         limits.append(len(os.sched_getaffinity(0)))
     for folder in host_memory.cgroups("cpu"):
-        with contextlib.suppress(OSError, ValueError):  # no quota here: "max", or another version's files
+        with contextlib.suppress(OSError, ValueError):  # no quota: "max", or cgroup v1, which has no cpu.max
             allowed, period = (folder / "cpu.max").read_text().split()
             limits.append(math.ceil(int(allowed) / int(period)))
         with contextlib.suppress(OSError, ValueError):

@@ -22,8 +22,8 @@ _shared: dict[str, Callable[..., Any]] = {}
 """DeepSpeed's attention over a group, by the name of the attention that it computes with."""
 _GROUPS = "num_key_value_groups"
 _groups: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-"""Query heads per key head of each attention module. Where ranks outnumber key heads, DeepSpeed 0.19 changes that
-number in the module, and attention over whole rows would then fail."""
+"""Query heads per key head of each attention module. If there are more ranks than key heads, DeepSpeed 0.19 changes
+this number in the module, and attention over whole rows would fail."""
 
 
 def sequence_ranks(accelerator: Accelerator) -> int:
@@ -39,15 +39,15 @@ def tensor_ranks(accelerator: Accelerator) -> int:
 
 
 def row_groups(accelerator: Accelerator) -> tuple[int, int]:
-    """Return the number of groups of ranks that have rows of their own, and the index of this rank's group. Without
-    tensor parallelism, each rank is such a group."""
+    """Return the number of groups with their own rows, and the index of this rank's group. Without tensor parallelism,
+    each rank is a group."""
     ranks = tensor_ranks(accelerator)
     return accelerator.num_processes // ranks, accelerator.process_index // ranks
 
 
 def prepare(accelerator: Accelerator, model: Any, *optimizer: Any) -> Any:
-    """Call `accelerator.prepare`, as the parallelism of the launch asks for it. Under sequence parallelism, attention
-    over a group is then active only inside `shared_rows`. A model under tensor parallelism was cut as it was loaded."""
+    """Call `accelerator.prepare` in the way that the launch's parallelism needs. Under sequence parallelism, attention
+    over a group is then active only inside `shared_rows`. Under tensor parallelism the model is already sharded."""
     if tensor_ranks(accelerator) > 1:
         return _prepare_cut(accelerator, model, *optimizer)
     if (ranks := sequence_ranks(accelerator)) == 1:

@@ -1,7 +1,7 @@
 """`Launch`: backend, ZeRO stage, offload, precision and ranks, read from flags, launch file and environment.
 
-`accelerate launch` hands its yaml over through environment variables and drops unknown keys in silence. So the yaml
-itself is read again, its path taken from the command line of the launcher (this process's parent). No torch at import.
+`accelerate launch` passes its yaml on as environment variables, and silently drops unknown keys. So the yaml is read
+again; its path is in the command line of the launcher (this process's parent). No torch at import.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Launch:
     json_file: Path | None  # DeepSpeed's, which the yaml names
     json: Mapping[str, Any]  # {} without one
     environment: Mapping[str, str]  # this rank's variables, among them those that `accelerate launch` sets
-    users_precision_variable: str = ""  # as the user set it: the launcher overwrites it for ranks
+    users_precision_variable: str = ""  # the user's value, which the launcher overwrites for ranks
     resolved: tuple[str, str] | None = None  # the precision chosen for a launch that names none, and why
 
     @property
@@ -93,7 +93,7 @@ class Launch:
     def sums_in_float32(self) -> bool:
         """Whether DeepSpeed adds up the bf16 gradients of a step's forwards in float32, as stages 2 and 3 can."""
         named = (self.json.get("data_types") or {}).get("grad_accum_dtype") or "fp32"
-        # stage 2 with an offloaded optimizer would do so on the GPU, in the memory that the offload is to free
+        # stage 2 with an offloaded optimizer would add them up on the GPU, using the memory that offload should free
         able = self.stage == 3 or (self.stage == 2 and self.offload("optimizer") == "none")
         return self.precision[0] == "bf16" and able and named == "fp32"
 
@@ -216,7 +216,7 @@ def launch_of_yaml(path: str | Path, *flags: str) -> Launch:
 
 
 def launch_of_this_process() -> Launch:
-    """The launch that this process is a rank of, or that it is alone."""
+    """The launch that this process belongs to; a launch of one process without a launcher."""
     command, folder = launcher_command()
     return read_launch(os.environ, command, folder, users=launcher_environment() if command else {})
 

@@ -1,4 +1,4 @@
-"""Reads what slows a machine down: others on its cores and GPUs, steal, quotas, throttled clocks. NaN is unknown."""
+"""Reads what slows a machine down: other users of its cores and GPUs, steal, quotas, throttled clocks. NaN: unknown."""
 
 import contextlib
 import math
@@ -10,12 +10,12 @@ from accel_sft.launch import host_memory
 
 
 class Cores(NamedTuple):
-    """What the cores that this process may use did meanwhile, in cores."""
+    """How many of this process's cores were busy, idle, stolen or held since the last call, on average."""
 
-    busy: float  # ran processes, whosever; interrupts do not count
+    busy: float  # ran any user's processes; interrupts do not count
     idle: float
-    stolen: float  # were wanted while a hypervisor ran other machines on them (steal)
-    held: float  # were wanted while a container's CPU quota was used up
+    stolen: float  # processes waited while a hypervisor ran other machines (steal)
+    held: float  # processes waited because a container's CPU quota was used up
 
 
 class CoreClock:
@@ -25,7 +25,7 @@ class CoreClock:
         self._before = _core_seconds()
 
     def since(self) -> Cores:
-        """What the cores did since the last call; all NaN without Linux's /proc/stat, or before its next tick."""
+        """The cores' use since the last call; all NaN without Linux's /proc/stat, or before its next tick."""
         now = _core_seconds()
         wall, *parts, held = (new - old for new, old in zip(now, self._before, strict=True))
         if not sum(parts) > 0:  # NaN, too
@@ -66,7 +66,7 @@ on a quiet machine differ by as much), from which on nothing counts as slowing i
 
 
 class GpuState(NamedTuple):
-    """The clock of a GPU's multiprocessors, its share of the highest, and the bits of REASONS that keep it below."""
+    """The clock of a GPU's multiprocessors, as a share of the highest clock, and the REASONS bits for a lower clock."""
 
     mhz: float = math.nan
     clock_share: float = math.nan

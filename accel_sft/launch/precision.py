@@ -1,7 +1,6 @@
 """Chooses the precision of a launch that names none: bf16 if all ranks have instructions for it, else float32.
 
-The choice follows from what devices and processors report, never from a measurement, so that the same machine chooses
-the same again.
+The choice depends on what devices and processors report, never on a measurement, so it repeats.
 """
 
 import dataclasses
@@ -52,15 +51,15 @@ def computes_bf16(device: Any) -> tuple[bool, str]:
 
 
 def precision_in_record(run: Mapping[str, Any]) -> str | None:
-    """Return the precision that a run's record names; None if the record, perhaps a stranger's, names no known one."""
+    """Return the precision in a run's record; None if the record (perhaps a stranger's) has no known one."""
     launch = run.get("launch")
     precision = launch.get("precision") if isinstance(launch, dict) else None
     return precision if precision in ("no", "bf16", "fp16") else None
 
 
 def choose_precision(launch: Launch, device: Any, precision_of_run: str | None = None) -> Launch:
-    """Return the launch with its precision, the same on all ranks; a collective. Of `precision_of_run`, that of the run
-    which is resumed or evaluated, rank 0's value counts."""
+    """Return the launch with its precision, the same on all ranks; a collective. `precision_of_run` is the precision of
+    the resumed or evaluated run; rank 0's value is used."""
     from accelerate.utils import gather_object
 
     named = launch.named_precision[0] if launch.named_precision else None
@@ -85,7 +84,7 @@ def choose_precision(launch: Launch, device: Any, precision_of_run: str | None =
 
 
 def assume_precision(launch: Launch, bf16: bool) -> Launch:
-    """Return the launch with the precision that it would choose on devices with (`bf16`) or without bf16."""
+    """Return the launch with the precision it would pick itself: bf16 if `bf16` says the devices have it, else none."""
     if launch.named_precision:
         return launch
     return dataclasses.replace(launch, resolved=("bf16" if bf16 else "no", "as its devices compute it"))

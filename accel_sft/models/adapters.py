@@ -1,6 +1,6 @@
-"""Puts new and saved adapters onto a model, and says what peft does for each type.
+"""Adds new and saved adapters to a model, with each type's peft code.
 
-A type is added by an entry here and one in api/limits.py.
+To add a type, add an entry here and in api/limits.py.
 """
 
 import contextlib
@@ -26,29 +26,28 @@ ExtraState = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class Reads(NamedTuple):
-    """The trained weights that `after_step` reads or changes: a part of their names, and whether it reads gradients."""
+    """The trained weights that `after_step` reads or changes: a text in their names, and whether gradients are read."""
 
     name_part: str
     gradients: bool
 
 
 class Adapter:
-    """The peft part of an adapter type. The base class serves models without an adapter, or with one of an unknown
-    type."""
+    """The peft code of an adapter type. The base class is for models without an adapter, or of unknown type."""
 
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
         """Return the PeftConfig of a new adapter; `common` are arguments that the PeftConfigs of all types take."""
         raise NotImplementedError
 
     def reads(self, model: Any, step: int) -> Reads | None:
-        """Return what `after_step` reads, which is gathered for it where weights are sharded; None if it is not to be
-        called."""
+        """Return which weights `after_step` reads, so that sharded weights can be gathered; None if `after_step` must
+        not be called."""
         return None
 
     def after_step(self, model: Any, step: int, weights: Mapping[str, torch.Tensor]) -> Collection[str]:
-        """Called after optimizer step `step` (from 0), unless its gradient was not finite, with equal tensors on all
-        ranks: the whole weights as the optimizer updates them (float32 where forwards compute with rounded ones), with
-        their clipped gradients. Returns the names of those that it changed in place."""
+        """Called after optimizer step `step` (from 0), unless the gradient was not finite. `weights` are the unsharded
+        weights that the optimizer updates (float32 even if forwards compute in lower precision), with clipped
+        gradients, equal on all ranks. Returns the names of the weights that were changed in place."""
         return ()
 
     def extra_state(self, model: Any) -> ExtraState:
@@ -56,7 +55,7 @@ class Adapter:
         return {}
 
     def set_extra_state(self, model: Any, state: ExtraState, device: torch.device) -> None:
-        """Put back what `extra_state` gave. `device` is where `after_step` gets its weights."""
+        """Restore the result of `extra_state`. `device` is the device of the weights passed to `after_step`."""
 
 
 class Lora(Adapter):
@@ -88,22 +87,22 @@ class AdaLora(Adapter):
         )
 
     def reads(self, model: Any, step: int) -> Reads | None:
-        """All of them until ranks are final, as long as importance grows with gradients; then the singular values,
-        which stay masked."""
+        """All adapter weights until the ranks are final, while importance grows with gradients; then only the singular
+        values, which stay masked."""
         config, allocator = self._allocation(model)
         final = config.total_step - config.tfinal
         return Reads("lora_", step < final) if step <= final or allocator.ipt else Reads("lora_E", False)
 
     def after_step(self, model: Any, step: int, weights: Mapping[str, torch.Tensor]) -> Collection[str]:
-        """Let peft's allocator see `weights` in place of the model's own: this rank may have parts only."""
+        """Give peft's allocator `weights` instead of the model's own, which may be sharded."""
         from peft import AdaLoraModel
 
         base = model.base_model
         config, allocator = self._allocation(model)
         final = config.total_step - config.tfinal
-        if step > final and allocator.ipt:  # the step that was to make ranks final was left out: they are due now
+        if step > final and allocator.ipt:  # the step that should make the ranks final was skipped: do so now
             step = final
-        prefix = "base_model.model."  # of the model's names; the allocator's begin behind it
+        prefix = "base_model.model."  # prefix of the model's names that the allocator's names lack
         named = {name.removeprefix(prefix): weight for name, weight in weights.items()}
         seen: Any = SimpleNamespace(
             model=SimpleNamespace(named_parameters=named.items),
@@ -120,7 +119,7 @@ class AdaLora(Adapter):
         return base.peft_config[base.trainable_adapter_name], base.rankallocator
 
     def extra_state(self, model: Any) -> ExtraState:
-        """Return the allocator's importances, and which ranks were kept."""
+        """Return the allocator's importances, and the mask of kept ranks."""
         allocator = model.base_model.rankallocator
         ranks = getattr(allocator.peft_config, "rank_pattern", None) or {}
         return {
@@ -141,14 +140,14 @@ TYPES: dict[str, Adapter] = {"lora": Lora(), "adalora": AdaLora()}
 
 
 def type_of(model: Any) -> str | None:
-    """The name of the model's adapter type, which need not be one of TYPES; None without an adapter."""
+    """The name of the model's adapter type, possibly not in TYPES; None without an adapter."""
     for config in getattr(model, "peft_config", {}).values():
         return str(getattr(config.peft_type, "value", config.peft_type)).lower()
     return None
 
 
 def adapter_of(model: Any) -> Adapter:
-    """The peft part of the model's adapter type; its hooks do nothing if the model has no adapter of one of TYPES."""
+    """The peft code of the model's adapter type; its hooks do nothing unless the adapter's type is in TYPES."""
     return TYPES.get(type_of(model) or "", Adapter())
 
 
@@ -161,8 +160,8 @@ def new_adapter(
     images: bool = False,
     new_tokens: Sequence[int] = (),
 ) -> Any:
-    """The model with a new adapter of the type that `--adapter` names; `log` gets a line on layers without an adapter.
-    The rows of `new_tokens` in embedding and head are trained with the adapter, and saved with it."""
+    """The model with a new adapter of the type that `--adapter` names; layers without an adapter are logged. The
+    embedding and head rows of `new_tokens` are trained and saved with the adapter."""
     from peft import TaskType, get_peft_model
 
     names, saved = names_of(settings.lora_target_modules), names_of(settings.lora_modules_to_save)
@@ -187,9 +186,10 @@ def new_adapter(
 
 
 def leave_casts_to_autocast(model: Any) -> None:
-    """Stop peft's layers from casting their input to their weights' type, for a model that autocast computes with.
+    """Stop peft's layers from casting inputs to the weights' type, if the model runs under autocast.
 
-    Autocast would cast it back for the product: seven needless casts a block, and as many copies kept for the backward.
+    Autocast would cast the inputs back for the product: seven needless casts per block, and as many copies kept for the
+    backward.
     """
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
@@ -219,14 +219,15 @@ def saved_adapter(
 
 
 def merged(adapted: Any, folder: str) -> Any:
-    """The model with its adapter, of this folder, added to the weights; UserError if its type cannot be added."""
+    """The model with the adapter from `folder` merged into its weights; UserError if this adapter type cannot be
+    merged."""
     if not hasattr(adapted, "merge_and_unload"):
         raise UserError(f"{folder}: adapters of type {type_of(adapted)} cannot be added to weights; name another")
     return adapted.merge_and_unload()
 
 
 def is_of_whole(folder: str) -> bool:
-    """Whether an adapter was trained on a multimodal model, and not on its language model alone."""
+    """Whether an adapter was trained on a complete multimodal model, not only on its language model."""
     file = Path(folder, "adapter_model.safetensors")
     if not file.is_file():
         return False
@@ -237,7 +238,7 @@ def is_of_whole(folder: str) -> bool:
 def _with_adapter(model: Any, folder: str, train: bool) -> Any:
     from peft import PeftModel
 
-    with warnings.catch_warnings():  # missing weights would start like those of a new adapter
+    with warnings.catch_warnings():  # missing weights would be initialized as for a new adapter
         warnings.filterwarnings("error", "Found missing adapter keys")
         with rows_made(model):
             adapted = PeftModel.from_pretrained(model, folder, is_trainable=train)
@@ -246,7 +247,7 @@ def _with_adapter(model: Any, folder: str, train: bool) -> Any:
 
 
 def _check_shape(folder: str, settings: TrainConfig) -> None:
-    """Refuse settings that differ from a saved adapter: it keeps its shape, and peft would ignore the settings."""
+    """Refuse settings that differ from a saved adapter's: its shape is fixed, and peft would ignore the settings."""
 
     def comparable(value: Any) -> Any:
         entries = names_of(value) if isinstance(value, str) else value

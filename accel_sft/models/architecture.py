@@ -1,4 +1,5 @@
-"""Reads from a model's classes and configuration: its forward's arguments, its attention, what weights text reaches."""
+"""Reads from a model's classes and configuration: its forward's arguments, its attention, the weights that text
+uses."""
 
 import inspect
 import itertools
@@ -10,7 +11,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors that a model's forward raises where it does not support a layout of rows."""
+"""Errors that a model's forward raises if it does not support a layout of rows."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -56,7 +57,7 @@ def takes_sdpa(model: torch.nn.Module) -> bool:
 
 
 def beyond_text(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return, by name, a multimodal model's parameters outside its language model and head: no text reaches them.
+    """Return, by name, a multimodal model's parameters outside its language model and head, which text never uses.
 
     Text gives these parameters no gradient, and DDP would wait for one.
     """

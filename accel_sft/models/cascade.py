@@ -16,17 +16,18 @@ import torch
 from torch.nn import functional
 
 SHORT = 256
-"""Most keys of a row whose attention has its backward in float32 on a CPU, if it is in half precision. In that, torch
-2.13 spends a tenth of a millisecond on each head of each row, whatever its length, in setting up products: with 16 to
-128 keys ten times as long as all of it takes in float32; with 512 no longer (EPYC with avx512_bf16, one thread)."""
+"""On a CPU in half precision, rows of at most this many keys run attention's backward in float32. In half precision,
+torch 2.13 spends a tenth of a millisecond per head and row, at any length, on setting up products: with 16 to 128 keys
+ten times as long as the whole backward in float32; with 512 keys not longer (EPYC with avx512_bf16, one thread)."""
 _HALF = (torch.bfloat16, torch.float16)
 _WIDEST = 192
-"""Largest head for which FlashAttention has a backward on every GPU."""
+"""Largest head dimension for which FlashAttention has a backward on every GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefixedRows:
-    """Where the rows of a sequence stand: `prefix` tokens seen by all, then the own tokens of one row after another.
+    """The places of rows in a sequence: `prefix` tokens that all rows see, then the own tokens of one row after
+    another.
 
     Attributes:
         prefix: number of the prefix's tokens, P; may be 0.
@@ -71,7 +72,7 @@ def _backward_on_gpu(*saved: torch.Tensor, causal: bool, scale: float | None) ->
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
     *tensors, sums = saved
     queries, keys = tensors[1].shape[2], tensors[2].shape[2]
-    random = sums.new_empty(2, dtype=torch.uint64), sums.new_empty(0)  # without dropout neither is read
+    random = sums.new_empty(2, dtype=torch.uint64), sums.new_empty(0)  # neither is read without dropout
     lengths = None, None, queries, keys  # no bounds of sequences
     return [*kernel(*tensors, sums.contiguous(), *lengths, 0.0, causal, *random, scale=scale)]
 
@@ -116,11 +117,11 @@ def _same_heads(query: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor
 
 
 _right: dict[str, bool] = {}
-"""Whether the kernels of a type of device are there and compute right; set by a probe."""
+"""For each type of device, whether its kernels exist and compute correctly; set by a probe."""
 
 
 def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the device has kernels for these tensors that the probe found right."""
+    """Whether the device has kernels for these tensors that passed the probe."""
     kind, size = query.device.type, query.shape[-1]
     fits = kind != "cuda" or (query.dtype in _HALF and size % 8 == 0 and size <= _WIDEST)
     alike = query.dtype == key.dtype == value.dtype and size == value.shape[-1]
@@ -187,8 +188,8 @@ cascade = _Cascade.apply
 
 
 def probe_kernels(device: torch.device) -> None:
-    """Find out, once, whether a device has its type's kernels, and whether they compute a small example, its gradients
-    included, right.
+    """Check once whether a device has the kernels of its type, and whether these compute a small example and its
+    gradients correctly.
 
     Call it outside any forward, where no compiler, autograd mode or default device of the model is in effect.
     """
@@ -215,7 +216,7 @@ def _is_right(kernels: Kernels, device: torch.device) -> bool:
         plain = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen).transpose(1, 2)
         expected = [plain, *torch.autograd.grad(plain.square().sum(), exact)]
         pairs = [(one.float().cpu(), other) for one, other in zip(computed, expected, strict=True)]
-    except torch.OutOfMemoryError:  # which says nothing about the kernels
+    except torch.OutOfMemoryError:  # says nothing about the kernels
         raise
     # another torch may lack the kernels or give them other arguments, a device may lack them
     except (AttributeError, RuntimeError, TypeError, ValueError, IndexError, AssertionError):

@@ -44,16 +44,16 @@ def in_4bit(name: str, settings: Any, compute: torch.dtype) -> dict[str, Any]:
 
 
 def keep_as_trained(model: Any) -> None:
-    """Have 4-bit weights keep, in evaluation, the form in which they are trained on: on a CPU that multiplies bfloat16,
-    bitsandbytes 0.50 repacks the weights, rounds their inputs, and cannot train on the weights afterwards."""
+    """Keep 4-bit weights in their training format during evaluation: on a CPU with bfloat16 instructions, bitsandbytes
+    0.50 would repack the weights, round their inputs, and be unable to train with them afterwards."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 
 def liger() -> Any:
-    """The module of liger-kernel that puts kernels into models. It needs a GPU; Triton's interpreter,
-    TRITON_INTERPRET=1, takes its place, slowly."""
+    """The module of liger-kernel that puts kernels into models. It needs a GPU, or Triton's slow interpreter
+    (TRITON_INTERPRET=1)."""
     if not device_count() and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(f"{_FLAG}: its kernels need a GPU; leave it out")
     try:

@@ -41,10 +41,10 @@ def load_model(
         total_steps: optimizer steps to come; 0 for evaluation alone: a saved adapter stays frozen, no new one is made.
         largest_id: the largest token id that the model will read.
         tensor_ranks: number of ranks that share each matrix.
-        tokenizer: the tokenizer at whose ends generation stops, and whose tokens the model is to know, if
-            `--chat-template` or an adapter adds some.
+        tokenizer: generation stops at this tokenizer's end tokens; tokens that `--chat-template` or an adapter adds to
+            it get embeddings.
         new_tokens: ids that `--chat-template` added to it: a new adapter trains their embeddings.
-        offload: where weights are that have no room on the GPU, "host" or "disk"; for evaluation alone.
+        offload: where to keep weights that do not fit on the GPU, "host" or "disk"; only for evaluation.
     """
     train = total_steps > 0
     _refuse_settings(source, config, train=train, tensor_ranks=tensor_ranks, offload=offload)
@@ -84,7 +84,7 @@ def load_model(
 def _refuse_settings(
     source: Source, config: TrainConfig, *, train: bool, tensor_ranks: int, offload: str | None
 ) -> None:
-    """Raise UserError, before anything is loaded, for settings that do not go with the source or with this machine."""
+    """Raise UserError, before anything is loaded, for settings that the source or this machine does not support."""
     if source.adapter and tensor_ranks > 1:
         raise UserError(
             f"--model {source.adapter}: tensor parallelism cuts no adapter; merge it first (accel-sft merge)"
@@ -130,7 +130,7 @@ def _unknown_tokens(source: Source, config: TrainConfig, tokenizer: Any) -> Coll
 def _make_trainable(
     model: Any, config: TrainConfig, log: Callable[[str], None], new_tokens: Sequence[int], *, autocast: bool
 ) -> None:
-    """Freeze what `--train-only` leaves out, and set up how a forward is computed for its backward."""
+    """Freeze the weights that `--train-only` leaves out, and set up gradient checkpointing and compilation."""
     text = model.config.get_text_config()
     if (coefficient := getattr(text, "router_aux_loss_coef", 0)) and getattr(text, "output_router_logits", False):
         log(f"router_aux_loss_coef {coefficient:g}: experts' balance is not trained; the loss is that of tokens alone")

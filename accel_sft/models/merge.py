@@ -1,4 +1,4 @@
-"""Adds an adapter to its base's weights, and measures whether the sum predicts what the two predict apart."""
+"""Merges an adapter into its base's weights, and checks that merged and unmerged models give the same logits."""
 
 from typing import Any, NamedTuple
 

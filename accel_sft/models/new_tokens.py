@@ -1,4 +1,4 @@
-"""Embeddings for tokens that a model's tokenizer has got: rows of their own, which an adapter trains and carries."""
+"""Embeddings for tokens added to a tokenizer: separate rows, which are trained and saved with an adapter."""
 
 import contextlib
 import functools
@@ -11,10 +11,10 @@ from torch.nn import functional
 from accel_sft.api.errors import UserError
 
 _SAMPLED = 8192
-"""Number of rows, spread over the vocabulary, whose mean new rows get."""
+"""Number of old rows, spread over the vocabulary, whose mean initializes new rows."""
 _SPREAD = 0.1
-"""Standard deviation of new rows around that mean, as a share of the old rows': enough to distinguish them, and too
-little to make one of them likely (Hewitt, 2021: the mean keeps the model's predictions)."""
+"""Standard deviation of new rows around that mean, as a share of the old rows': enough to distinguish new tokens, too
+little to make any of them likely (Hewitt, 2021: the mean keeps the model's predictions)."""
 
 
 def know_tokens(
@@ -22,8 +22,8 @@ def know_tokens(
 ) -> None:
     """Give the model a row of its embedding and its head for each token of the tokenizer.
 
-    New rows are a function of the seed and the old rows. A vocabulary that has room, such as a padded one, stays; the
-    rows there of `new_tokens`, which are often zeros, are made as new ones are.
+    New rows depend only on the seed and the old rows. A matrix with spare rows, such as a padded one, keeps its size;
+    its rows for `new_tokens`, often zeros, are initialized like new rows.
     """
     size = max(tokenizer.get_vocab().values()) + 1
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -54,8 +54,8 @@ def know_tokens(
 
 
 def _enlarged(weight: torch.nn.Parameter, size: int, spare: list[int], seed: int) -> torch.nn.Parameter:
-    """A matrix (V, H), or a vector (V,), with rows up to `size`; those of `spare` are new too. What ZeRO-3 had
-    sharded is whole now; DeepSpeed shards it as it starts, as it does an adapter."""
+    """A matrix (V, H), or a vector (V,), enlarged to `size` rows; rows in `spare` are new too. Weights sharded by
+    ZeRO-3 are unsharded in the result; DeepSpeed shards them at its start, as it does an adapter."""
     with _gathered(weight):
         old = weight.detach().clone()
     some = old[:: -(-len(old) // _SAMPLED)].double()
@@ -68,7 +68,7 @@ def _enlarged(weight: torch.nn.Parameter, size: int, spare: list[int], seed: int
 
 
 def _gathered(*weights: Any) -> Any:
-    """Within this context, weights that ZeRO-3 has sharded are whole."""
+    """Within this context, weights sharded by ZeRO-3 are gathered."""
     sharded = [weight for weight in weights if hasattr(weight, "ds_id")]
     if not sharded:
         return contextlib.nullcontext()
@@ -78,8 +78,8 @@ def _gathered(*weights: Any) -> Any:
 
 
 def trained_beside(model: Any, tokens: Sequence[int], others: list[str]) -> dict[str, Any]:
-    """Return peft's argument that makes an adapter train the rows of these tokens, in the embedding and in the head,
-    unless it stands on these or trains them in full, as `others` are."""
+    """Return peft's argument that makes an adapter train the embedding and head rows of these tokens. Matrices in
+    `others`, which are adapted or trained in full, are left out."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     named = {name.rpartition(".")[2]: part for name, part in model.named_modules() if any(part is end for end in ends)}
     rows = {name: list(tokens) for name in named if tokens and name not in others}
@@ -94,9 +94,9 @@ def trained_beside(model: Any, tokens: Sequence[int], others: list[str]) -> dict
 
 @contextlib.contextmanager
 def rows_made(model: Any) -> Iterator[None]:
-    """Within this context peft can put trained rows into `model`, also where ZeRO-3 has sharded embedding and head.
+    """Within this context peft can add trainable embedding rows, even if ZeRO-3 has sharded embedding and head.
 
-    peft 0.21 gathers rows under ZeRO-3 on GPUs alone; here both matrices are whole, so that it takes rows as elsewhere.
+    Under ZeRO-3, peft 0.21 gathers rows only on GPUs; here both matrices are gathered beforehand.
     """
     from peft.tuners.trainable_tokens import layer
 
@@ -110,10 +110,10 @@ def rows_made(model: Any) -> Iterator[None]:
 
 
 def use_rows(adapted: Any) -> None:
-    """Have trained rows used beside the frozen matrix.
+    """Combine trained rows and the frozen matrix in forwards.
 
-    peft's own forward copies the whole matrix to put the rows into it, and reads it past the hooks by which ZeRO-3
-    gathers it. Here the layer below is called, and its output is replaced for these tokens: the same numbers.
+    peft's own forward copies the full matrix to insert the rows, and bypasses the hooks with which ZeRO-3 gathers the
+    matrix. Here the base layer is called, and its output is replaced for these tokens, with the same result.
     """
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
@@ -130,7 +130,7 @@ def _forward(
         return type(layer).forward_adapters(layer, x, active, *args, **kwargs)
     base, (name,) = layer.base_layer, active
     output = base(x, *args, **kwargs)
-    if x.device not in ids_on:  # made once: a copy to a GPU would wait in each forward
+    if x.device not in ids_on:  # made once: copying to a GPU in each forward would wait
         ids_on[x.device] = torch.tensor(layer.token_indices[name], device=x.device)
     ids, rows = ids_on[x.device], layer.trainable_tokens_delta[name]
     if isinstance(base, torch.nn.Linear):

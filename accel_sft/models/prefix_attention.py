@@ -1,8 +1,8 @@
 """Attention of rows behind one copy of their common prefix, for training and for generation.
 
-Rows go on from one forward of their prefix by its cache, with layers of any kind, and differentiably: attention layers
-keep keys and values of the prefix, layers with a state keep the state. Rows get them by reference, so that one backward
-adds up all rows' gradients of the prefix, and goes through the prefix once.
+Rows continue from the cache of one prefix forward, differentiably and with layers of any kind: attention layers cache
+the prefix's keys and values, stateful layers their state. Rows use this cache by reference, so that one backward adds
+up all rows' gradients of the prefix, and goes through the prefix once.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from accel_sft.models.cascade import PrefixedRows, cascade, cut_rows, probe_kern
 
 
 def install(device: torch.device | None = None) -> None:
-    """Let every model with sdpa attention take `rows` or `decoding` among its arguments; without them nothing changes.
+    """Let every model with sdpa attention accept the arguments `rows` or `decoding`; otherwise nothing changes.
 
     It changes transformers' attention for the whole process, so call it only where a model is prepared for such
     arguments.
@@ -36,7 +36,7 @@ def install(device: torch.device | None = None) -> None:
 
 
 def installed() -> bool:
-    """Whether sdpa takes `rows` and `decoding`; plain sdpa would ignore them, and rows would see each other."""
+    """Whether sdpa accepts `rows` and `decoding`; plain sdpa would ignore both, and rows would see each other."""
     return AttentionInterface()["sdpa"] is rows_attention
 
 
@@ -80,8 +80,8 @@ def rows_attention(
 
 
 def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """Cast a float32 tensor as autocast would in the product: rotated queries and keys come in float32, and would be
-    cut, joined and repeated at twice the size. The kernels are none of autocast's operators and would not cast."""
+    """Cast a float32 tensor as autocast would: rotated queries and keys are float32, and would be cut, joined and
+    repeated at twice the size. Autocast does not cover these kernels, so they would not cast."""
     kind = tensor.device.type
     if tensor.dtype == torch.float32 and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))
@@ -89,7 +89,7 @@ def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class PrefixCache(DynamicCache):
-    """A cache that looks the same to a layer however often the layer is computed.
+    """A cache that a layer may read repeatedly without changing it.
 
     transformers' own caches change under a forward, some of them in place: autograd could not go back through them, and
     gradient checkpointing, which computes a layer again, would find them changed.
@@ -106,7 +106,7 @@ class PrefixCache(DynamicCache):
         assert self.read is not None
         behind = copy.copy(self)
         behind.layers = [_copy(layer or empty) for layer, empty in zip(self.read, self.layers, strict=True)]
-        behind.read = self.read = None  # what is computed again in the backward is not kept
+        behind.read = self.read = None  # recomputation in the backward does not store the cache again
         for layer in behind.layers:
             for name, value in vars(layer).items():
                 if isinstance(value, dict):
@@ -156,7 +156,7 @@ def _copy(layer: Any) -> Any:
 
 
 def _for_rows(value: Any, rows: int) -> Any:
-    """A state of the prefix, (1, ...), as that of each row; anything else as it is."""
+    """Expand a state of the prefix, (1, ...), to all rows; return other values unchanged."""
     is_state = isinstance(value, torch.Tensor) and value.ndim > 1
     return value.expand(rows, *value.shape[1:]) if is_state else value
 
@@ -177,9 +177,9 @@ def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterat
 
 @contextlib.contextmanager
 def prefix_first(model: Any, prefix: torch.Tensor) -> Iterator[None]:
-    """Within this context a forward takes its rows to continue the prefix, whose ids are (1, P), and reads that first.
+    """Within this context, a forward first reads the prefix, with ids (1, P), and its rows continue the prefix.
 
-    Both happen within one forward of the whole model, so that whatever wraps it (DDP, DeepSpeed, FSDP) sees one.
+    Both happen within one forward of the model, so that its wrapper (DDP, DeepSpeed, FSDP) sees a single forward.
     """
     base = without_adapter(model)
     own = base.forward

@@ -1,4 +1,4 @@
-"""Loads saved weights as a model that reads text: whole, cut over ranks, or offloaded; incomplete files are refused."""
+"""Loads saved weights as a model for text: unsharded, sharded or offloaded; incomplete files are refused."""
 
 import math
 import re
@@ -23,20 +23,20 @@ from accel_sft.models.targets import READ_IMAGES
 
 _NAMED = 4
 _DEQUANTIZED = ("mxfp4", "fp8", "compressed-tensors")
-"""Kinds of quantized checkpoints that transformers can dequantize as it loads them, so that they can be trained."""
+"""Kinds of quantized checkpoints that transformers can dequantize on loading, so that the weights can be trained."""
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _ALONE = "multimodal weights are loaded as their language model alone, and exported so; merge an adapter to serve it"
 _EXACT = """
     colwise colwise_gather_output colwise_rep embedding_rowwise rowwise rowwise_rep rowwise_split_input
 """
-"""Styles of transformers 5.23's plans whose loss and gradients are one process's
-(tests/launch/test_tensor_parallel.py). Not among them: `replicated_with_grad_allreduce`, which after a step's second
-backward counts the first gradient once per rank."""
+"""Tensor-parallel styles of transformers 5.23 that give the same loss and gradients as a single process
+(tests/launch/test_tensor_parallel.py). `replicated_with_grad_allreduce` does not: after a step's second backward it
+counts the first gradient once per rank."""
 LOWEST_TORCH = "2.7"
-"""Lowest torch under which transformers cuts weights: its distribute_tensor() has `src_data_rank`."""
+"""Lowest torch version for transformers' tensor parallelism: its distribute_tensor() has `src_data_rank`."""
 _INSTEAD = "train with accelerate_configs/z3.yaml, which shares out any model's weights"
 _WEIGHTS_SHARE = 0.75
-"""Share of a memory that offloaded weights get; the rest is for activations and the KV cache."""
+"""Share of each memory that offloaded weights may fill; the rest is for activations and the KV cache."""
 OR_NONE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 """Arguments of transformers' cached_file that make it return None for a file that the model does not have."""
 
@@ -53,7 +53,7 @@ def pretrained(
     tensor_ranks: int = 1,
     offload: str | None = None,
 ) -> Any:
-    """The model of a folder or a hub id, without an adapter; unless it is to read `images`, its language model alone is
+    """The model of a folder or a hub id, without an adapter; without `images`, a multimodal model's language model is
     enough. The other arguments are those of `load_model`."""
     from transformers import AutoConfig
 
@@ -79,7 +79,7 @@ def pretrained(
         **(cut_over(tensor_ranks) if tensor_ranks > 1 else {}),
         **(placing(offload) if offload else {}),
     )
-    # under ZeRO-3 transformers 5.23 keeps renamings that no file needed: exports would have other names
+    # under ZeRO-3 transformers 5.23 keeps renamings that no file needed, which would change the names in exports
     if renamed := getattr(model, "_weight_conversions", None):
         model._weight_conversions = [conversion for conversion in renamed if conversion.was_used()]
     if place := hub_place(name):  # not the folder in this machine's cache
@@ -89,9 +89,9 @@ def pretrained(
         log("the base's linear layers are in 4 bits (NF4)")
     _refuse_incomplete(name, loading_info)
     if quantized and not hasattr(model.config, "quantization_config"):
-        # what is left of the conversion would save dequantized weights under the names of quantized ones
+        # otherwise saving would give dequantized weights the names of quantized ones
         vars(model).pop("_weight_conversions", None)
-        if dtype == torch.float32:  # transformers 5.21 leaves experts in the type it dequantized them to
+        if dtype == torch.float32:  # transformers 5.21 leaves dequantized experts in another type
             model.float()
     if offload:
         places = Counter({"cpu": "host", "disk": "disk"}.get(str(to), "GPU") for to in model.hf_device_map.values())
@@ -104,7 +104,8 @@ def pretrained(
 
 
 def vocabulary_problem(name: str, text: Any, largest_id: int) -> str | None:
-    """Return why a model of this text configuration cannot read token `largest_id` or its pad token; None if it can."""
+    """Return why a model with this text configuration cannot read token `largest_id` or its pad token; None if it
+    can."""
     largest_id, size = max(largest_id, getattr(text, "pad_token_id", None) or 0), getattr(text, "vocab_size", math.inf)
     if largest_id < size:
         return None
@@ -124,7 +125,7 @@ def text_settings(name: str, *, trust_remote_code: bool) -> Any:
 
 
 def stored_dtype(settings: Any) -> torch.dtype:
-    """The type of a model's weights by its configuration; float32 if that has none."""
+    """The type of a model's weights by its configuration; float32 if the configuration has no type."""
     # `dtype` may be a token of a model's own
     named = getattr(settings.get_text_config(decoder=True), "dtype", None) or getattr(settings, "dtype", None)
     return named if isinstance(named, torch.dtype) else torch.float32
@@ -152,9 +153,9 @@ def _classes() -> tuple[Any, Any]:
 
 
 def _refuse_incomplete(name: str, loading_info: dict[str, Any]) -> None:
-    """Raise UserError for weights that are not in the files: they would start random, and transformers only warns.
+    """Raise UserError for weights missing from the files: transformers would only warn, and initialize them randomly.
 
-    Tied weights, and those that the model declares as not needed, do not count as missing.
+    Tied weights, and weights that the model declares optional, do not count as missing.
     """
     mismatched = loading_info["mismatched_keys"]
     shapes = [f"{key} {tuple(in_file)} for {tuple(expected)}" for key, in_file, expected in mismatched]
@@ -171,8 +172,8 @@ def _named(keys: list[str]) -> str:
 def freeze_beyond_text(
     model: torch.nn.Module, log: Callable[[str], None], *, images: bool = False, pattern: str | None = None
 ) -> None:
-    """Freeze the parameters that no text reaches; images pass through them as they are. With `images`, parameters whose
-    names the regular expression `pattern` finds a match in are left."""
+    """Freeze the parameters that text never passes through (e.g. the vision tower); images still use them, untrained.
+    With `images`, parameters whose names match the regular expression `pattern` stay trainable."""
     left = pattern if images else None
     frozen = []
     for name, weights in beyond_text(model).items():
@@ -184,8 +185,8 @@ def freeze_beyond_text(
 
 
 def freeze_others(model: Any, pattern: str, log: Callable[[str], None], new_tokens: Sequence[int] = ()) -> None:
-    """Freeze the trained parameters but those whose names the regular expression finds a match in (`--train-only`), and
-    log which are left. A tied head goes by the name of its embedding."""
+    """Freeze all trained parameters except those whose names match the regular expression (`--train-only`), and log the
+    trained ones. A tied head has the name of its embedding."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     trained = {name for name in names if re.search(pattern, name)}
     if not trained:
@@ -201,7 +202,8 @@ def freeze_others(model: Any, pattern: str, log: Callable[[str], None], new_toke
 
 
 def would_train(name: str, config: TrainConfig, log: Callable[[str], None], images: bool, new: Sequence[int]) -> None:
-    """Log what `--train-only` trains, and raise what training would, by a model without memory."""
+    """Log which weights `--train-only` trains, and raise the errors that training would, using a model without memory
+    (meta device)."""
     from transformers import AutoConfig
 
     trusted = {"trust_remote_code": config.trust_remote_code}
@@ -213,7 +215,7 @@ def would_train(name: str, config: TrainConfig, log: Callable[[str], None], imag
 
 
 def processor_files(name: str, model: torch.nn.Module) -> list[Path]:
-    """The files beside a multimodal model that say how images and the like become its input."""
+    """The files of a multimodal model that configure the preprocessing of images and other media."""
     from transformers.utils import cached_file
 
     paths = [cached_file(name, file, **OR_NONE) for file in _PROCESSOR_FILES] if beyond_text(model) else []
@@ -221,7 +223,7 @@ def processor_files(name: str, model: torch.nn.Module) -> list[Path]:
 
 
 def check_plan(name: str, settings: Any, kind: Any, ranks: int, *, images: bool) -> None:
-    """Raise UserError unless a model of these settings, loaded by the auto class `kind`, can be cut over this many
+    """Raise UserError unless a model of these settings, loaded by the auto class `kind`, can be split over `ranks`
     ranks."""
     text = settings.get_text_config(decoder=True)
     of_class = getattr(kind._model_mapping.get(type(settings), None), "_tp_plan", None) or {}
@@ -234,7 +236,7 @@ def check_plan(name: str, settings: Any, kind: Any, ranks: int, *, images: bool)
     elif not plan:
         problem = "transformers has no plan (base_model_tp_plan) for it"
     elif unknown := sorted({*plan.values(), *of_class.values()} - {*_EXACT.split()}):
-        problem = f"its plan has styles that are not known to be exact here ({', '.join(unknown)})"
+        problem = f"its plan has styles that are not known to be exact ({', '.join(unknown)})"
     elif uneven:
         problem = f"its {' and '.join(uneven)} cannot be divided among {ranks} ranks"
     elif getattr(settings, "quantization_config", None):
@@ -254,8 +256,8 @@ def cut_over(ranks: int) -> dict[str, Any]:
 
 
 def refuse_offload(where: str | None, *, ranks: int, quantized: bool) -> None:
-    """Raise UserError if a model cannot be offloaded `where` the user asks for; None: nowhere. `quantized`: whether its
-    weights are to be in 4 bits."""
+    """Raise UserError if a model cannot be offloaded to `where` (None: no offload). `quantized`: whether the weights
+    are to be in 4 bits."""
     if where is None:
         return
     if ranks > 1:
@@ -267,9 +269,9 @@ def refuse_offload(where: str | None, *, ranks: int, quantized: bool) -> None:
 
 
 def placing(where: str) -> dict[str, Any]:
-    """The arguments of `from_pretrained` by which accelerate places weights on the GPU as far as there is room, then
-    `where` is said, and brings each layer's to the device for the layer's forward. Weights that must be converted as
-    they are read, such as merged experts, go to a folder of the cache that is removed when the process ends."""
+    """The arguments of `from_pretrained` with which accelerate fills the GPU with weights, keeps the rest in `where`,
+    and moves each layer's weights to the device for its forward. Weights that must be converted on loading, such as
+    merged experts, go to a folder of the cache that is removed when the process ends."""
     folder = {"offload_folder": str(own_folder(cache.folder() / "offload"))}
     if not device_count():
         return {"device_map": {"": "disk"}, **folder}

@@ -1,4 +1,4 @@
-"""Finds what `--model` and `--init-from` name: a folder, a hub id, an earlier run, an adapter and its base."""
+"""Resolves `--model` and `--init-from`: a folder, a hub id, an earlier run, or an adapter and its base."""
 
 import contextlib
 import dataclasses
@@ -39,8 +39,8 @@ _TEMPLATES = "additional_chat_templates"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What to load: full weights with their tokenizer, and the adapter on them, if any. If it `adds_tokens`, they get
-    embeddings for tokens that only this tokenizer has, drawn with `rows_seed` (None: the settings' seed)."""
+    """What to load: full weights with their tokenizer, and an adapter, if any. If the adapter `adds_tokens`, tokens
+    that only its tokenizer has get embeddings, drawn with `rows_seed` (None: the settings' seed)."""
 
     weights: str
     tokenizer: str
@@ -134,7 +134,8 @@ def as_it_began(base: Source, tuned: Source, record: Mapping[str, Any] | None) -
 
 
 def weights_identity(source: Source) -> str | None:
-    """Return a hash that tells full weights in a folder from others of the same name and shape; None for a hub id.
+    """Return a hash that distinguishes full weights in a folder from other weights of the same name and shape; None for
+    a hub id.
 
     SHA-256 of the configuration and of the weight files' names, sizes and content. Of a large file only 64 MiB, evenly
     spread, are hashed: training changes every matrix, and hashing all would take as long as loading the model.
@@ -155,7 +156,7 @@ def weights_identity(source: Source) -> str | None:
 
 
 def other_base(source: Source) -> list[str]:
-    """A line if a run trained this adapter on weights that are others now, as after a folder was overwritten."""
+    """A line if the base's weights have changed since this adapter was trained, as by overwriting."""
     record = RunDir.record_around(source.adapter) if source.adapter else None
     before = record.get("base_weights") if record else None
     now = weights_identity(source) if before else None

@@ -1,4 +1,4 @@
-"""Chooses the layers that get an adapter: those that text reaches, and whose forward is called."""
+"""Chooses the layers that get an adapter: layers that text passes through and whose forward is called."""
 
 import inspect
 import re
@@ -12,7 +12,7 @@ from accel_sft.models.architecture import beyond_text, parts_of
 
 ALL_LINEAR = "all-linear"
 USED_ALONE = "used without being called"
-"""Reason, in messages, why a layer gets no adapter: the model reads its weights without calling it."""
+"""Reason, in messages, why a layer gets no adapter: the model reads the layer's weights without calling its forward."""
 READ_IMAGES = "for images pass through it as it is"
 """Reason, in messages, why weights that only images reach are not trained."""
 
@@ -21,8 +21,8 @@ def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[
     """Return peft's arguments for `names`, of `--lora-target-modules`, excluding `saved`, of `--lora-modules-to-save`,
     and for `parameters`, of `--lora-target-parameters`.
 
-    By `all-linear`, peft would also choose layers that no text reaches (in a multimodal model), layers that it then
-    refuses, and layers beside which an adapter does nothing; these are excluded.
+    With `all-linear`, peft would also choose layers that text never passes through (in multimodal models), layers that
+    peft then refuses, and layers whose adapter would have no effect; all of these are excluded.
     """
     beyond = beyond_text(model)
     modules = [name for name, module in model.named_modules() if not _has_any(name, module, beyond)]
@@ -43,7 +43,9 @@ def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[
     matrices = [name for name, shape in shapes.items() if len(shape) in (2, 3)]
     if missing := ", ".join(name for name in parameters if not _ends_any(matrices, name)):
         experts = ", ".join(dict.fromkeys(in_block(name) for name in matrices if len(shapes[name]) == 3))
-        raise UserError(f"--lora-target-parameters {missing}: no such matrices; its experts' are {experts or 'none'}")
+        raise UserError(
+            f"--lora-target-parameters {missing}: not in this model. Its expert parameters are: {experts or 'none'}"
+        )
     if missing := ", ".join(name for name in saved if not _ends_any(modules, name)):
         raise UserError(f"--lora-modules-to-save {missing}: no such module in this model; print(model) has all")
     if twice := ", ".join(sorted({*saved} & {*names})):
@@ -56,12 +58,12 @@ def targets(model: Any, *, names: list[str], saved: list[str], parameters: list[
         tied = None not in ends and ends[0].weight is ends[1].weight
         named = (name for name, module in model.named_modules() if any(module is end for end in ends))
         if tied and any(_ends_any([end], name) for end in named for name in saved):
-            arguments["ensure_weight_tying"] = True  # embedding and head stay one matrix
+            arguments["ensure_weight_tying"] = True  # embedding and head stay tied
     return arguments
 
 
 def left_out(adapted: Any, *, images: bool = False) -> list[str]:
-    """The layers that an adapter on all linear layers leaves out, by reason; `images`: whether the data has any."""
+    """By reason, the layers that an adapter on all linear layers leaves out; `images`: whether the data has images."""
     from peft.tuners.lora.layer import ParamWrapper
 
     model = adapted.get_base_model()
@@ -81,7 +83,7 @@ def left_out(adapted: Any, *, images: bool = False) -> list[str]:
 def unfit(model: Any) -> dict[str, list[str]]:
     """Return, by reason, linear layers with a forward of their own, or with weights used without calling the layer.
 
-    Kernels of state-space layers take the weights of their projections directly, so that an adapter does nothing there.
+    Kernels of state-space layers read the projections' weights directly, so an adapter on them would have no effect.
     """
     by_reason: dict[str, list[str]] = {}
     beyond = beyond_text(model)

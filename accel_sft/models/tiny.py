@@ -33,8 +33,8 @@ TINY_SHAPE: dict[str, Any] = {
 }
 """The tiny model's arguments of Qwen2Config; the size of its vocabulary comes from the data.
 
-With the usual `rope_theta` of 10,000 most of its 16 rotary angles hardly differ over rows this short, and copying is
-learnt later."""
+With the usual `rope_theta` of 10,000 most of its 16 rotary angles hardly differ over rows this short, and the model
+learns copying later."""
 TINY_VOCABULARY = 1024
 """Approximate number of tokens in the tiny model's vocabulary."""
 
@@ -64,7 +64,7 @@ _OPENING_CHARACTERS = 6
 
 
 def texts_of(task: Task, examples: Sequence[Any]) -> list[str]:
-    """Return every text of the examples or, if there are too many examples, of some that are spread over the data."""
+    """Return every text of the examples or, if there are too many, of a sample spread over the data."""
     some = range(0, len(examples), -(-len(examples) // _MAX_EXAMPLES))
     return [text for index in some for text in conversation(task, examples, "train", index).texts()]
 
@@ -72,8 +72,7 @@ def texts_of(task: Task, examples: Sequence[Any]) -> list[str]:
 def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
     """Write model and tokenizer to `directory`, as `from_pretrained` of plain transformers reads them.
 
-    The result is a function of `texts`, which are the training examples' own, and of `seed` alone; torch's global
-    random state is left as it was.
+    The result depends only on `texts` (the training examples') and `seed`; torch's global random state does not change.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -102,7 +101,7 @@ def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
 
 
 def train_tokenizer(texts: Sequence[str]) -> Any:
-    """A small byte-level BPE that makes copying easy: what varies is spelt out, what is constant is one token.
+    """A small byte-level BPE that makes copying easy: varying text is spelt out, constant text is one token.
 
     One token per digit and per Chinese or Japanese character, so that positions can be counted; words and runs of
     punctuation merge only where many texts have them, so that a name never seen is spelt by the same well-trained
@@ -181,7 +180,7 @@ def common_openings(texts: Sequence[str]) -> list[str]:
     enough = max(_MIN_COUNT, _OPENING_SHARE * len(texts))
     shared = (group[0][: common_length(group)] for group in groups.values() if len(group) >= enough)
     trimmed = {re.sub(r"\d+$", "", opening) for opening in shared}
-    # An added token is decoded as if byte-level: Latin-1 letters alone would be taken for bytes.
+    # Added tokens go through the byte-level decoder too, which reads a token of only Latin-1 letters as bytes.
     decode = decoders.ByteLevel().decode
     usable = [text for text in trimmed if len(text) >= _OPENING_CHARACTERS and decode([text]) == text]
     return sorted(usable, key=lambda opening: (-len(opening), opening))

@@ -1,4 +1,4 @@
-"""What turns rows into a model's input: its tokenizer, chat template and processor of images, and where answers end."""
+"""Loads what turns rows into a model's input: tokenizer, chat template, image processor, end tokens."""
 
 import dataclasses
 import re
@@ -37,7 +37,7 @@ _FORCED = """
     forced_eos_token_id exponential_decay_length_penalty guidance_scale watermarking_config max_time stop_strings
 """
 _WITHOUT: dict[str, Any] = {**_PENALTIES, **dict.fromkeys(_FORCED.split())}
-"""Settings by which answers are not the most likely tokens, each with the value that leaves it out."""
+"""Settings that make answers differ from the most likely tokens, each with the value that disables it."""
 
 
 @dataclasses.dataclass
@@ -184,7 +184,7 @@ def load_tokenizer(
 
 
 def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules:
-    """Return the rules of tokenization besides the tokenizer, such as ids that end a turn and the maximum length."""
+    """Return what, apart from the tokenizer, decides the tokens: end-of-turn ids, maximum length and so on."""
     from transformers import GenerationConfig
     from transformers.utils import cached_file
 

@@ -24,8 +24,8 @@ from accel_sft.models.architecture import alike
 from accel_sft.models.kernels import put_kernels_in
 
 _UPDATES = 3
-"""Updates after which gradients are looked for. After the first one LoRA's A has had none, since B starts at zero; with
-a warm-up from rate 0, nor after the second."""
+"""Number of updates after which missing gradients are reported. LoRA's A has no gradient in the first update, since B
+starts at zero; with a warm-up from rate 0, none in the second either."""
 _EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
 _TOLERANCES = {True: (1e-3, 1e-2), False: (0.05, 0.25)}
 """Largest allowed differences in float32 (True) and in reduced precision (False): of the loss in nats per token, and of
@@ -37,8 +37,8 @@ _SMALL = 1e-12
 def use_liger_kernels(trial: Trial) -> str:
     """Have Liger's kernels compute the prepared model's layers, and return the line that says so.
 
-    The loss of a few rows is compared with and without the kernels. If a forward needs no other rank, so are the
-    gradients of the embedded tokens and of trained vectors, such as a norm's weights.
+    The loss of a few rows is compared with and without the kernels. If a forward runs without other ranks, gradients of
+    the embedded tokens and trained vectors (such as norm weights) are compared too.
     """
     accelerator = trial.accelerator
     model = accelerator.unwrap_model(trial.model)
@@ -72,11 +72,10 @@ def rounds_updates(accelerator: Accelerator, launch: Launch, model: Any) -> bool
 
 
 class Untrained:
-    """Looks for trained weights that no gradient reaches, once: in the optimizer's states, an element that is zero has
-    had no gradient.
+    """Looks once for trained weights without a gradient: where the optimizer's state is zero, no gradient has arrived.
 
     Attributes:
-        names: these weights, alike ones together; None before it has looked.
+        names: the weights without a gradient, similar names merged; None before the check.
     """
 
     def __init__(self, accelerator: Accelerator, model: Any, optimizer: Any, log: Callable[[str], None]) -> None:
@@ -85,8 +84,8 @@ class Untrained:
         self.names: list[str] | None = None
 
     def look(self, grad_norm: float, *, last: bool) -> None:
-        """Call it on every rank after each step, with its gradient's norm; at the right one, it logs what it finds."""
-        self._updates += math.isfinite(grad_norm)  # the others changed nothing
+        """Call this on every rank after each step, with the step's gradient norm; it logs at the right step."""
+        self._updates += math.isfinite(grad_norm)  # steps with a non-finite norm changed nothing
         if self.names is not None or self._updates < (2 if last else _UPDATES):
             return
         unwrapped = self._accelerator.unwrap_model(self._model)
@@ -126,7 +125,7 @@ def _parts(partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def without_experts(untouched: Iterable[str], reached: Iterable[str]) -> list[str]:
-    """The weights that nothing reaches, without those of experts that no token has chosen yet: other experts of the
-    same layer have had a gradient."""
+    """The weights without a gradient, except experts that no token has chosen yet: those have a sibling in their layer
+    with a gradient."""
     chosen = {_EXPERT.sub("*", name) for name in reached if _EXPERT.search(name)}
     return [name for name in untouched if _EXPERT.sub("*", name) not in chosen]

@@ -1,4 +1,4 @@
-"""Claims a run's folder: by its lock, for one run, and for a resumed run that the folder's own record fits."""
+"""Claims a run's folder: locks it, so that one run uses it at a time, and checks a resumed run against its record."""
 
 import dataclasses
 import os
@@ -27,7 +27,7 @@ _SHARED_SECONDS = 10
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A run's folder, which is this run's alone until it ends."""
+    """A run's folder, locked for this run until the run ends."""
 
     run_dir: RunDir
     config: (
@@ -91,7 +91,7 @@ def claim_run_dir(accelerator: Accelerator, launch: Launch, task_name: str, task
 
 
 def _is_occupied(run_dir: RunDir) -> bool:
-    """Whether anything is in the folder, but what a run leaves that was killed while it wrote its first file."""
+    """Whether the folder has files, other than those of a run that was killed while it wrote its first file."""
     begun = {file for file in abandoned(run_dir.path) if file.name.startswith(".result.json.")}
     return bool({*run_dir.path.iterdir()} - begun)
 

@@ -1,6 +1,6 @@
 """Makes the optimizer, and runs backward, clipping and update on every backend.
 
-`Whole` hands out trained weights and their gradients, whole and equal on all ranks, where a backend has parts.
+`Whole` gives trained weights and their gradients unsharded and equal on all ranks, even if the backend shards them.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def new_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Op
     matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) >= 2]
     vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) < 2]
     decays = [
-        # torch's fused AdamW takes no group of whole and cut tensors, as tensor parallelism makes them
+        # under tensor parallelism some tensors are sharded: torch's fused AdamW takes no group with both kinds
         ([p for p in params if hasattr(p, "placements") is cut], decay)
         for params, decay in ((matrices, config.weight_decay), (vectors, 0.0))
         for cut in (True, False)
@@ -46,7 +46,7 @@ def new_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Op
 
 
 class Stepper:
-    """Runs backward and update on every backend; the caller, not the backend, decides where a step's accumulation ends.
+    """Runs backward and update on every backend; the caller, not the backend, decides which micro-batch ends a step.
 
     Backends average gradients over ranks, so a micro-batch's loss must be sum(nll) * `averaged_over` / N, N being the
     supervised tokens of the whole step. Under DeepSpeed the engine clips, as launch/accelerator.py set it up; elsewhere
@@ -72,8 +72,9 @@ class Stepper:
     def boundary(self, last: bool) -> contextlib.AbstractContextManager:
         """Return a context for one micro-batch's forward and backward; ranks exchange gradients only in the last one.
 
-        Under FSDP they reduce and scatter gradients in each: otherwise every rank would keep whole ones, in the
-        computing dtype. Only the last one waits for that, and under HSDP only the last one averages over the groups.
+        FSDP ranks reduce and scatter gradients in every micro-batch: otherwise each rank would keep unsharded
+        gradients, in the computing dtype. Only the last micro-batch waits for that; under HSDP, only the last averages
+        over the groups.
         """
         if self.engine is not None:
             self.engine.set_gradient_accumulation_boundary(last)
@@ -94,8 +95,8 @@ class Stepper:
 
     @span(OPTIMIZER)
     def update(self, step: int) -> float:
-        """Clip the gradients, update the weights, clear the gradients; returns the gradient's norm before clipping.
-        Where that is NaN or infinite, the weights stay as they were."""
+        """Clip the gradients, update the weights, clear the gradients; returns the gradient norm before clipping. If
+        the norm is NaN or infinite, the weights do not change."""
         reads, gathered, clipped = self.adapter.reads(self.adapted, step), None, 1.0
         if reads:
             gathered = Whole(self.accelerator, self.model, self.optimizer, *reads)
@@ -111,7 +112,7 @@ class Stepper:
             norm = float(managed if managed is not None else math.nan if norm is None else norm)
             clipped = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm else 1.0  # as all backends do
         else:
-            # read once, before the update: to read it afterwards, the host would wait for the update too
+            # read before the update: reading it afterwards would make the host wait for the update too
             norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or math.inf))
             updated = math.isfinite(norm)
             if gathered and updated:
@@ -128,10 +129,10 @@ class Stepper:
 
     @property
     def averaged_over(self) -> int:
-        """Divisor of the sum of all ranks' gradients; without sequence parallelism it is the number of ranks.
+        """Divisor of the sum of all ranks' gradients; without sequence parallelism, the number of ranks.
 
-        Under sequence parallelism each rank has the gradient of its part of a row. DeepSpeed 0.19 divides their sum by
-        the number of groups at stages 0 to 2, and by that of all ranks at stage 3, which reduces and scatters.
+        Under sequence parallelism each rank has the gradient of its part of a row. DeepSpeed 0.19 divides the sum of
+        these gradients by the number of groups at stages 0 to 2, and by the number of all ranks at stage 3.
         """
         ranks, _ = row_groups(self.accelerator)  # under tensor parallelism each rank has the whole gradient of its part
         stage = self.engine.zero_optimization_stage() if self.engine is not None else 0
@@ -139,12 +140,13 @@ class Stepper:
 
     @property
     def alone(self) -> bool:
-        """Whether a step may be repeated after any failure: neither an engine nor another rank has a part of it."""
+        """Whether a step may be repeated after any failure, because no engine or other rank takes part."""
         return self.engine is None and self.accelerator.num_processes == 1
 
     @property
     def forwards_alone(self) -> bool:
-        """Whether a forward may fail on one rank: ranks wait for each other only in backwards."""
+        """Whether one rank's forward can fail without hanging the others, because ranks wait for each other only in
+        backwards."""
         return forwards_alone(self.accelerator)
 
     def discard_gradients(self) -> None:
@@ -156,11 +158,11 @@ class Stepper:
             torch.cuda.empty_cache()
 
     def _clear_gradients(self) -> None:
-        """Drop gradients, but zero DDP's, which are views of its buckets: others would be allocated beside these."""
+        """Drop the gradients; DDP's are zeroed instead: they are views of buckets, and new ones need memory."""
         self.optimizer.zero_grad(set_to_none=not isinstance(self.model, DistributedDataParallel))
 
     def _unmanaged_norm(self) -> float | None:
-        """The norm of the whole, averaged gradients at stage 0, where DeepSpeed computes none; None at other stages."""
+        """The norm of all averaged gradients at stage 0, where DeepSpeed computes no norm; None at other stages."""
         if self.engine.zero_optimization_stage() > 0:
             return None
         grads = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
@@ -168,8 +170,8 @@ class Stepper:
 
 
 class Whole:
-    """The trained weights with a certain part in their names, around one update; copies where a backend keeps parts.
-    Its methods are collective."""
+    """The trained weights whose names contain a given text, unsharded, before and after one update; under sharding they
+    are copies. All methods are collectives."""
 
     def __init__(self, accelerator: Accelerator, model: Any, optimizer: Any, part: str, of_gradients: bool) -> None:
         self.backend = accelerator, model, optimizer
@@ -182,7 +184,7 @@ class Whole:
         self.copies: dict[str, torch.Tensor] = {}
 
     def keep_gradients(self) -> None:
-        """Copy the gradients in float32, between backward and update, if they will be read."""
+        """Between backward and update, copy the gradients in float32 if `after_step` will read them."""
         if not self.of_gradients:
             return
         if self.kind == DistributedType.FSDP:
@@ -195,7 +197,7 @@ class Whole:
                 self.gradients[name] = safe_get_full_grad(parameter).to(torch.float32, copy=True).div_(scale)
 
     def weights(self, clipped: float) -> dict[str, torch.Tensor]:
-        """The updated weights, in float32 if the optimizer has them so, with their gradients, times `clipped`."""
+        """The updated weights (float32 if the optimizer's are), with their gradients multiplied by `clipped`."""
         if not self.in_parts:
             return self.parameters
         self.copies = self._gathered(lambda partition: partition.tensor)
@@ -204,7 +206,7 @@ class Whole:
         return self.copies
 
     def put_back(self, names: Collection[str]) -> None:
-        """Write the weights of these names, changed since, to where the optimizer and forwards have them."""
+        """Copy the changed weights with these names back into the tensors that the optimizer and the forwards use."""
         if not (self.in_parts and names):
             return
         for partition in partitions(*self.backend, writing=True):
@@ -214,7 +216,7 @@ class Whole:
                     flat(partition.tensor)[part.offset : part.offset + part.size].copy_(changed)
 
     def _gathered(self, read: Callable[[Partition], Any]) -> dict[str, torch.Tensor]:
-        """Sum up what each rank has of the weights, or of tensors like them, in one exchange."""
+        """Assemble the weights, or tensors of their shapes, from all ranks' parts in one exchange."""
         accelerator = self.backend[0]
         shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
         buffer = torch.zeros(sum(shape.numel() for shape in shapes.values()), device=accelerator.device)

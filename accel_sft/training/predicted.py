@@ -1,5 +1,5 @@
-"""Predicts a run's memory: refuses a launch that cannot fit, and puts the prediction beside the measured peaks. Knows
-the share of the device's peak that a step reaches, too."""
+"""Predicts a run's memory, refuses a launch that cannot fit, and compares the prediction with the measured peaks. Also
+computes a step's MFU."""
 
 import dataclasses
 import math
@@ -29,15 +29,15 @@ GIB = 2**30
 class Prediction:
     """The closed form's prediction for this run; all ranks make it together, before the model is loaded.
 
-    A model whose parameters cannot be counted gets no prediction; that is logged, and the run goes on. If without
-    `--force` the model states alone do not fit on some rank, it is a UserError on all.
+    A model whose parameters cannot be counted gets no prediction; this is logged, and the run continues. If the model
+    states alone do not fit on some rank, all ranks raise UserError, unless `--force` is given.
     """
 
     def __init__(
         self, accelerator: Accelerator, launch: Launch, config: TrainConfig, weights: str, log: Callable[[str], None]
     ) -> None:
         self.job = job_of_run(config, weights, launch, accelerator.device, log)
-        # with --train-only, how far the backward goes down decides its FLOPs, which are not counted
+        # with --train-only, FLOPs depend on how far down the backward goes, which is not counted
         self.flops = model_flops(self.job) if self.job and self.job.train_only is None else None
         peak = _peak_flops(accelerator.device, self.job) if self.job else None
         self.peak_flops = peak * launch.world_size if peak else None  # of all devices
@@ -46,8 +46,8 @@ class Prediction:
             log(line)
 
     def mfu(self, train_step: TrainStep, supervised_tokens: int, grad_norm: float, seconds: float) -> dict[str, float]:
-        """`mfu` of the last step, for its line of metrics.jsonl: a share of all devices' peak. Nothing where the peak
-        is not known, and where nothing was trained: with a gradient of 0, or not a finite one."""
+        """`mfu` of the last step, as a share of all devices' peak, for its line of metrics.jsonl. Empty if the peak is
+        unknown, or if the step trained nothing because its gradient norm was 0, infinite or NaN."""
         if self.flops is None or self.peak_flops is None or not 0 < grad_norm < math.inf:
             return {}
         tokens, pairs = train_step.computed()
@@ -55,8 +55,8 @@ class Prediction:
         return {"mfu": flops / (seconds * self.peak_flops)}
 
     def measured(self, tracker: Tracker, train_step: TrainStep) -> dict[str, Any]:
-        """What the run took, for result.json: the largest peaks, each phase's, and these beside the
-        prediction for the largest forward (its tokens, supervised tokens, rows and pixels). A collective."""
+        """Measured memory for result.json: the largest peaks, each phase's peak, and the prediction for the largest
+        forward (its tokens, supervised tokens, rows and pixels). A collective."""
         peaks = largest(tracker.peaks.largest())
         by_phase = {phase: largest(own) for phase, own in tracker.peaks.by_phase.items()}
         memory, (tokens, supervised_tokens, rows, copied_keys) = {}, train_step.largest_forward
@@ -82,7 +82,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _peak_flops(device: torch.device, job: Job) -> float | None:
-    """The peak of this rank's device in the type that its products are computed in, in FLOP/s; None if not known."""
+    """Peak FLOP/s of this rank's device for the dtype of its matrix products; None if unknown."""
     precision = job.precision
     if precision == "no":
         float32 = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -93,8 +93,8 @@ def _peak_flops(device: torch.device, job: Job) -> float | None:
 def job_of_run(
     config: TrainConfig, weights: str, launch: Launch, device: torch.device, log: Callable[[str], None]
 ) -> Job | None:
-    """The run as a job of `plan`, with a small forward: its size is chosen later, by the memory left. None, which is
-    logged, for a model whose parameters cannot be counted."""
+    """The run as a job of `plan`, with a small forward: the forward's size is chosen later, by free memory. If the
+    model's parameters cannot be counted, this is logged, and the result is None."""
     from transformers.utils import cached_file
 
     try:
@@ -123,8 +123,8 @@ def job_of_run(
 
 
 def _misfits(job: Job, force: bool) -> list[str]:
-    """Lines on what may not fit into the memory that is free on this rank now; without `force`, it is a UserError if
-    the model states alone do not."""
+    """Warnings if the run may not fit in this rank's free memory. If the model states alone do not fit, raise UserError
+    unless `force`."""
     free = {"host": float(host_memory.free_bytes())}
     if job.device == "cuda":
         free["device"] = float(torch.cuda.mem_get_info()[0])
@@ -151,7 +151,7 @@ def _misfits(job: Job, force: bool) -> list[str]:
 def _beside(predicted: Estimate, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Predicted and measured GiB by place and phase, and the predicted ones by component.
 
-    Torch counts only what its allocator gave out, so on a device the prediction leaves out `overhead`.
+    Torch measures only its allocator's memory, so for devices the prediction leaves out `overhead`.
     """
     inside = {phase: {**parts, "overhead": 0.0} for phase, parts in predicted.device.items()}
     places = {"device": (inside, "peak_device_memory_gib"), "host": (predicted.host, "peak_host_memory_gib")}

@@ -1,4 +1,4 @@
-"""Makes from settings what a run computes with: source, tokenizer, tokenized examples, step plan, model, evaluator."""
+"""Makes a run's parts from its settings: source, tokenizer, tokenized examples, step plan, model, evaluator."""
 
 import dataclasses
 import functools
@@ -47,16 +47,16 @@ from accel_sft.rows.reading import MAX_PROBLEMS
 from accel_sft.rows.rows import with_places
 
 _USUAL_NOTE = re.compile(r"\w+: ([\d,]+ rows? read as |[\d,]+ of [\d,]+ rows are held out |.* from the cache$)")
-"""Matches notes that most runs on files have: they are joined to the line of the data."""
+"""Matches notes that most runs on files have; such notes are appended to the console's data line."""
 _COMPARED = 8
 """Number of validation examples whose system messages are compared."""
 
 
 class Assembly:
-    """What training and `evaluate` both make from the settings; all ranks make it together.
+    """The parts that training and `evaluate` both make from the settings; all ranks make them together.
 
-    It holds no model: whoever loads one decides when it is freed. `encode` turns a split's examples into tokens.
-    `blank`, once a model is loaded, is what `Batching.batch` takes.
+    The model is not kept here: the caller that loads it decides when it is freed. `encode` turns a split's examples
+    into tokens. `blank` is set when a model is loaded, and passed to `Batching.batch`.
     """
 
     def __init__(self, accelerator: Accelerator, task: Task, config: TrainConfig, source: Source) -> None:
@@ -94,8 +94,8 @@ class Assembly:
         )
         trained = any(weights.requires_grad for weights in beyond_text(model).values())
         if images and (trained or not forwards_alone(self.accelerator)):
-            # every rank must run the vision tower in every step: the others wait for its weights or gradients, and
-            # AdamW would update it on some ranks only
+            # every rank must run the vision tower in every step: other ranks wait for the tower's weights or gradients,
+            # and otherwise AdamW would update the tower on some ranks only
             self.blank = blank_row(self.encode.images)
         return model
 
@@ -128,7 +128,7 @@ class Assembly:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The launch and the data of a run, and what its model is made from; the same on every rank."""
+    """A run's launch, data and model source; the same on every rank."""
 
     launch: Launch
     assembly: Assembly
@@ -139,7 +139,7 @@ class Prepared:
 
     @property
     def lines(self) -> list[str]:
-        """Lines for the console: what is to be known of the examples, then the size of the job in a line."""
+        """Lines for the console: notes on the examples, then one line with the size of the job."""
         train, validation, plan, config = self.train, self.validation, self.plan, self.assembly.config
         tokens, supervised = int(plan.lengths.sum()), int(plan.supervised.sum())
         evaluated = f"{validation.kept.examples:,}"
@@ -152,7 +152,7 @@ class Prepared:
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         read = train.kept.examples + sum(map(len, train.left_out.values()))
         limit_line = f"--train-limit {config.train_limit}: {read:,} of {read + self.beyond_limit:,} {examples}"
-        repeated = f"--global-batch-size {plan.global_batch_size} is more than the rows: a step learns some twice"
+        repeated = f"--global-batch-size {plan.global_batch_size} is more than the rows: a step trains on some twice"
         merged = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
         lines = [*train.lines(), *validation.lines()]
         usual = [line for line in lines if _USUAL_NOTE.match(line)]
@@ -170,7 +170,7 @@ class Prepared:
         ]
 
     def counts(self) -> dict[str, int]:
-        """The data in numbers, for the run's record and the model card."""
+        """Numbers about the data, for the run's record and the model card."""
         counts = {}
         if self.beyond_limit:
             counts["train examples beyond --train-limit"] = self.beyond_limit
@@ -196,7 +196,7 @@ class Prepared:
 
     @property
     def system_prompt(self) -> str | None:
-        """The system message that the first validation examples have in common; None if they have none or several."""
+        """The common system message of the first validation examples; None if they have none or different ones."""
         task, validation = self.assembly.task, self.validation
         chats = [task.messages(validation.examples[row.index]) for row in validation.kept[:_COMPARED]]
         prompts = {tuple(str(turn["content"]) for turn in turns if turn["role"] == "system") for turns in chats}
@@ -204,8 +204,7 @@ class Prepared:
         return common[0] if len(common) == 1 else None
 
     def fingerprint(self) -> str:
-        """SHA-256 of both splits' tokens, in order, and of how many are each source's: a resumed run must have the
-        same."""
+        """SHA-256 of both splits' tokens, in order, and of the number of rows per source. Fixed on resume."""
         both = self.train.kept.fingerprint + self.validation.kept.fingerprint
         if len(self.plan.sources) > 1:
             both += " ".join(str(len(rows)) for rows in self.plan.sources.values())
@@ -254,8 +253,9 @@ def _build_base(folder: Path, texts: Sequence[str], seed: int) -> None:
 
 
 def _ends_served(train: StoredEncoding, assembly: Assembly) -> list[str]:
-    """If answers end with a token that the model's own settings do not name, make it the eos of the tokenizer that is
-    exported, where many servers stop; and return a line if an adapter's answers do, whose server reads the base's."""
+    """If answers end with a token missing from the model's generation settings, make it the exported tokenizer's eos,
+    because many servers stop there. For an adapter, also return a warning, because its server reads the base model's
+    settings."""
     rules, tokenizer = assembly.encode.rules, assembly.tokenizer
     last = (row.input_ids[-1] for row in train.kept[:_COMPARED])
     end = next((token for token in last if token in rules.eos_ids - rules.served_ends), None)
@@ -267,12 +267,13 @@ def _ends_served(train: StoredEncoding, assembly: Assembly) -> list[str]:
         tokenizer.chat_template
     ):  # such a template would write other prompts
         tokenizer.eos_token = token
-    what = f"warning: answers end with {token}, at which a server of the base goes on: name it as a stop token there"
-    return [f"{what}, or serve merged weights (accel-sft merge)"] if assembly.config.adapter != "none" else []
+    what = f"warning: answers end with {token}, but a server running the base model does not stop at it."
+    fix = "Add it to the server's stop tokens, or serve merged weights."
+    return [f"{what} {fix}"] if assembly.config.adapter != "none" else []
 
 
 def source_of(run_dir: RunDir, model: str, config: TrainConfig) -> Source:
-    """What a run's model is loaded from; a resumed run loads the commit of a hub id that it began with."""
+    """The source of a run's model; a resumed run loads the same commit of a hub id as its first start."""
     revision = config.revision
     if not (config.init_from or Path(model).exists()) and run_dir.record.is_file() and run_dir.has_trained():
         revision = run_dir.read_record().get("model_commit") or revision
@@ -289,8 +290,8 @@ def _most_pixels(assembly: Assembly, train: StoredEncoding) -> int:
 
 
 def _refuse_forged_turns(*encodings: StoredEncoding) -> None:
-    """Raise UserError if an answer's own text ends the turn: what follows would be learnt as another turn. It is
-    called only where control tokens in texts are not read as characters."""
+    """Raise UserError if an answer's text contains a token that ends the turn: the rest would be trained on as another
+    turn. Called only if control tokens in texts are not read as plain characters."""
     lines: list[str] = []
     count = 0
     for encoding in encodings:

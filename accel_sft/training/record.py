@@ -1,5 +1,5 @@
-"""Writes run.json, the record of a run's settings, data and launch, which a resumed run must match; and run.yaml
-and launch.yaml, which start the run again."""
+"""Writes run.json, the record of a run's settings, data and launch, which a resume must match; and run.yaml and
+launch.yaml, which repeat the run."""
 
 import hashlib
 import json
@@ -35,11 +35,11 @@ from accel_sft.training.prepare import Prepared
 
 
 def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, resumed: bool = False) -> dict[str, Any]:
-    """Write `run.json` (settings, data and launch of the run) and `run.yaml`, by which the run can be started again.
-    Returns what the record says that the run's numbers are decided by (`made_by`).
+    """Write `run.json` (settings, data and launch of the run) and `run.yaml`, which repeats the run. Returns the
+    record's `made_by`: everything that the run's numbers depend on.
 
-    Called twice for a run that has trained: before the resume it only refuses what differs from the record; after it
-    (`resumed`), when nothing can be refused any more, it replaces the record.
+    Called twice for a run that has trained: before the resume, it only refuses differences from the record; after the
+    resume (`resumed`), when nothing can be refused any more, it replaces the record.
     """
     assembly = prepared.assembly
     template = assembly.tokenizer.chat_template if assembly.config.chat_template is not None else None
@@ -84,9 +84,8 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
     if task != task_now:
         different += [f"task: the run was started with {shown(task)}, not {task_now}"]
     if different := different or _data_changes(before, now):
-        how = "a resumed run computes what it would have without the stop: give the settings it was started with"
-        start = f"or, once it has ended, start a new run from its weights: --init-from {run_dir}"
-        raise UserError(*different, f"{run_dir}: {how}, {start}")
+        how = "A run must resume with its original settings. To change them, let it finish, then start a new run with"
+        raise UserError(*different, f"{how} --init-from {run_dir}.")
     base, base_now = before.get("base_weights"), now.get("base_weights")
     if base and base_now and base != base_now:  # checkpoints hold the adapter alone
         raise UserError(
@@ -95,13 +94,13 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
         )
     if code := _code_changes(before, now):
         cache.log(
-            f"{run_dir}: the task has changed since the last start ({'; '.join(code)}): earlier metrics, the best one "
-            "too, may be another score's"
+            f"{run_dir}: the task has changed since the last start ({'; '.join(code)}): earlier metrics, best/ "
+            "included, may not be comparable"
         )
 
 
 def _name_of_task(record: dict[str, Any]) -> str:
-    """A task's name, behind which a task in a file has its class."""
+    """The task's name; for a task defined in a file, followed by its class name."""
     return f"{record['task']} {mapping(record.get('task_file')).get('class') or ''}".strip()
 
 
@@ -129,7 +128,7 @@ def _code_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _data_files(splits: dict[str, Sequence[Any]]) -> dict[str, list[list[str]]]:
-    """Return names and SHA-256 of each split's files, without splits that are not what `read_rows` returned."""
+    """Return names and SHA-256 of each split's files; splits that do not come from `read_rows` are left out."""
     return {split: [[*file] for file in rows.sha256s] for split, rows in splits.items() if isinstance(rows, Rows)}
 
 
@@ -146,14 +145,14 @@ def options_of(task: Task) -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], config: dict[str, Any], task_options: dict[str, Any]) -> list[str]:
-    """Return a line for each setting of the record `before` that a resume may not change, and changes."""
+    """Return a line for each setting that differs from the record `before` although a resume must keep it."""
     given = {name for name, value in task_options.items() if value not in (None, "")}
     hidden = {name: HIDDEN for name in given if before["task_options"].get(name) == HIDDEN}
     return changed({**before["config"], **before["task_options"]}, {**config, **task_options, **hidden})
 
 
 _LEFT_OUT = ("output_dir", "resume", "dry_run")
-"""Settings that run.yaml leaves out: a run that is started again has its own folder, and begins at its first step."""
+"""Settings that run.yaml leaves out: a repeated run has its own folder and begins at step 1."""
 _IN_FILE = ("num_processes", "num_machines", "mixed_precision")
 """Flags of the launcher that go into launch.yaml, because the run's numbers depend on them; other flags stay flags."""
 
@@ -168,8 +167,8 @@ def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainCon
     named = {TASK: f"{file['path']}:{file['class']}" if file else task_name}
     usual = TrainConfig(model=config.model, init_from=config.init_from, adapter=config.adapter)
     defaults = resolved(usual, task).as_dict()
-    # values that count as defaults: None for the model, so that it counts as chosen; the adapter, whose own default is
-    # none, was given above because other settings' defaults depend on it
+    # values that count as defaults: for the model None, so that it counts as chosen; the adapter (default none) was
+    # given above, because other settings' defaults depend on it
     defaults |= {"model": None, "init_from": None, "adapter": "none", "template_date": config.template_date}
     defaults |= {setting.name: setting.default for setting in settings(type(task))}
     values = {**config.as_dict(), **{setting.name: getattr(task, setting.name) for setting in settings(type(task))}}
@@ -187,8 +186,8 @@ def _yaml(values: dict[str, Any]) -> str:
 
 
 def _launch_file(run_dir: RunDir, launch: Launch) -> str:
-    """The launch file's content, with the flags of the command line that decide the run's numbers, and with the
-    precision used, which another machine might not choose. A DeepSpeed JSON that it names is copied to the run."""
+    """The launch file's content, plus the command line's flags that affect the run's numbers, plus the precision used,
+    since another machine might choose a different one. The file's DeepSpeed JSON, if any, is copied to the run."""
     content = dict(launch.yaml)
     for name in _IN_FILE:
         if (value := launch.arguments.get(name)) is not None:
@@ -207,8 +206,8 @@ def _launch_file(run_dir: RunDir, launch: Launch) -> str:
 
 
 def relaunch(launch: Launch) -> dict[str, Any]:
-    """How a run of this launch is started again: the launcher's own words ([] without one), among which the run's
-    launch.yaml is to be named if there is one, and the variables to set."""
+    """How to start this launch again: the launcher's words ([] without a launcher), to which the caller adds the run's
+    launch.yaml if it exists, and the variables to set."""
     precision = launch.precision[0]
     if launcher := launcher_command()[0]:
         own = own_words(launcher, without=("config_file", *_IN_FILE) if launch.yaml else ())
@@ -220,7 +219,7 @@ def relaunch(launch: Launch) -> dict[str, Any]:
 
 
 def _header(run_dir: RunDir, launch: Launch) -> str:
-    """Return comments: the command that starts the run again, and what else must be the same for equal bits."""
+    """Return comments: the command that repeats the run, and what must be the same for bit-identical results."""
     folder, again = shown_folder(run_dir.path), relaunch(launch)
     words = [f"{name}={value}" for name, value in again["environment"].items()]
     if launcher := again["words"]:

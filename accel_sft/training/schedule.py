@@ -8,9 +8,9 @@ from accel_sft.api.config import TrainConfig
 def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
     """The rate of step `step` (from 0).
 
-    It rises linearly to `--learning-rate`, and then follows `--lr-scheduler`: cosine and linear fall from there on; wsd
-    (warmup-stable-decay) stays, and falls linearly over the last `--decay-ratio` of the steps; constant stays. A rate
-    that falls reaches `--min-lr-ratio` of the peak right after the last step.
+    The rate rises linearly to `--learning-rate`, then follows `--lr-scheduler`: cosine and linear fall from then on;
+    wsd (warmup-stable-decay) is constant, then falls linearly over the last `--decay-ratio` of the steps; constant
+    never falls. A falling rate reaches `--min-lr-ratio` of the peak right after the last step.
     """
     peak, warmup_steps = config.learning_rate, config.warmup_steps
     assert peak is not None  # resolved

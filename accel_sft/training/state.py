@@ -28,7 +28,7 @@ class TrainState:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any], path: Path) -> TrainState:
-        """The state that a checkpoint holds; it is a UserError if its fields are another version's."""
+        """The state saved in a checkpoint; UserError if another version wrote its fields."""
         try:
             return cls(**saved["progress"])
         except (KeyError, TypeError):
@@ -42,7 +42,7 @@ class TrainState:
         return {"step": self.step, **numbers, "tokens": tokens, "seconds": seconds}
 
     def out_of_patience(self, patience: int | None) -> bool:
-        """Whether `patience` evaluations in a row brought no better main metric."""
+        """Whether `patience` evaluations in a row did not improve the main metric."""
         return patience is not None and self.without_better >= patience
 
     def stop_reason(self, total_steps: int, patience: int | None) -> str | None:

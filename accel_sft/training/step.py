@@ -26,11 +26,11 @@ from accel_sft.training.optimizer import Stepper
 
 
 class OutOfMemory(NamedTuple):
-    """An out-of-memory in a forward or backward; all zero if there was none. Numbers, so that ranks can exchange it."""
+    """An out-of-memory in a forward or backward; all zero if memory sufficed. Numbers, for exchange between ranks."""
 
-    tokens: int = 0  # tokens of the forward that did not fit
-    longest: int = 0  # index of its longest training example
-    length: int = 0  # tokens of that example
+    tokens: int = 0  # tokens of the forward that ran out of memory
+    longest: int = 0  # index of the forward's longest training example
+    length: int = 0  # tokens of this longest example
 
     def __str__(self) -> str:
         return (
@@ -42,8 +42,8 @@ class OutOfMemory(NamedTuple):
 class TrainStep:
     """Accumulates the gradients of a step's examples, grouped into forwards by `batching`.
 
-    After an out-of-memory the forwards are smaller. If the step cannot be repeated, a file in `run_dir` keeps the
-    smaller limit for a resumed run. Forwards take `blank` as `Batching.batch` does.
+    After an out-of-memory, forwards become smaller. If the step cannot be repeated, a file in `run_dir` records the
+    smaller limit for a resumed run. `blank` is passed to `Batching.batch`.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class TrainStep:
     ) -> tuple[torch.Tensor, OutOfMemory]:
         """Compute this rank's part of the loss of step `step` (from 1), shape (), and add its gradients to the model.
 
-        After an out-of-memory, which is returned too, the gradients are NaN on every rank; call `retry_smaller` before
-        the next step. If the step cannot be repeated with smaller forwards, it is a UserError.
+        An out-of-memory is returned too; the gradients are then NaN on every rank, so call `retry_smaller` before the
+        next step. If the step cannot be repeated with smaller forwards, raise UserError.
 
         Args:
-            supervised_tokens: of the whole step, over all ranks.
-            following: rows of the next step, if their images shall be made input while this step computes.
+            supervised_tokens: number of them in the whole step, over all ranks.
+            following: rows of the next step, if their images are to be preprocessed during this step.
         """
         accelerator, oom = self.stepper.accelerator, OutOfMemory()
         share, group = torch.zeros((), device=accelerator.device), self.group
@@ -102,8 +102,8 @@ class TrainStep:
                 if upcoming:
                     begin_images([row.images for row in upcoming.pop(0) if row.images])
                 value = nll.detach()
-                # 1, or NaN if the loss is not finite: as a factor it makes all gradients NaN on all ranks, so that all
-                # skip the step; an infinite loss alone may have finite gradients
+                # factor 1, or NaN if the loss is not finite: NaN makes all gradients NaN on all ranks, so that all skip
+                # the step; an infinite loss alone may have finite gradients
                 sound = value - value + 1
                 loss = nll * (sound * self.stepper.averaged_over / supervised_tokens)
                 try:
@@ -117,11 +117,11 @@ class TrainStep:
                 del nll, loss
             share += value
             began = _now(accelerator.device)
-        # ranks that compute the same rows each hand in their part of the loss
+        # ranks that compute the same rows each return their part of the loss
         return share / (supervised_tokens * tensor_ranks(accelerator)), oom
 
     def retry_smaller(self, oom: OutOfMemory, step: int) -> None:
-        """Discard the gradients, and halve the forwards of this and later steps; the mathematics stays the same."""
+        """Discard the gradients, and halve the forwards of this and later steps; the step's gradient stays the same."""
         self.stepper.discard_gradients()
         self._limit(oom.tokens // 2)
         self.log(
@@ -130,7 +130,7 @@ class TrainStep:
         )
 
     def computed(self) -> tuple[int, float]:
-        """Tokens and query-key pairs of the last step over all ranks: what rows share once, and without padding."""
+        """Tokens and query-key pairs of the last step over all ranks; shared tokens count once, padding never."""
         tokens, pairs = 0, 0.0
         for rows in (rows for forwards in self._divided for rows in forwards):
             prefix = self.batching.way.prefix(rows)
@@ -141,8 +141,8 @@ class TrainStep:
         return tokens, pairs
 
     def forward_seconds(self) -> float:
-        """Seconds of this rank's batches and forwards in the last step, whose loss has been read; NaN where those wait
-        for other ranks, as backwards do."""
+        """Seconds of this rank's batches and forwards in the last step, once its loss has been read; NaN if forwards
+        wait for other ranks, as backwards do."""
         if not self.stepper.forwards_alone:
             return math.nan
         on_gpu = self.stepper.accelerator.device.type == "cuda"
@@ -158,8 +158,8 @@ class TrainStep:
         self.batching = dataclasses.replace(self.batching, rows=None, tokens=tokens)
 
     def _nll(self, rows: list[Encoded], step: int) -> torch.Tensor | None:
-        """The summed loss of one forward; None after an out-of-memory if the step can be repeated. Nothing outside
-        keeps the tensors of a failed forward."""
+        """The summed loss of one forward; None after an out-of-memory if the step can be repeated. No reference to a
+        failed forward's tensors survives this call."""
         try:
             with span(BATCHES):
                 batch = self.batching.batch(rows, self.pad_token_id, self.stepper.accelerator.device, self.blank)
@@ -194,8 +194,8 @@ class TrainStep:
 def reduce_step(
     share: torch.Tensor, oom: OutOfMemory, signal: int, system: list[float], unwritten: bool = False
 ) -> tuple[float, OutOfMemory, int, bool, list[list[float]]]:
-    """Reduce a step over ranks, with the same result on each: the summed loss, the smallest forward's out-of-memory, a
-    signal that any rank got, whether any could not write its checkpoint, and all ranks' system readings."""
+    """Combine a step's results, so that every rank has the same: summed loss; the out-of-memory of the smallest forward
+    that ran out; any rank's signal; whether a checkpoint write failed; all system readings."""
     # item() waits for this rank's GPU, but for no other rank
     numbers = [share.item(), signal, *oom, unwritten, *system]
     with span(COMMUNICATION):
@@ -207,7 +207,7 @@ def reduce_step(
 
 
 def _now(device: torch.device) -> Any:
-    """This moment; on a GPU, an event that its clock times once all earlier work is done."""
+    """The current time; on a GPU, an event with the time at which all earlier work is done."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -216,7 +216,7 @@ def _now(device: torch.device) -> Any:
 
 
 def _most_tokens(run_dir: RunDir) -> int | None:
-    """The limit in tokens that an out-of-memory in an earlier start left; None if there was none."""
+    """The token limit recorded after an out-of-memory in an earlier start; None if there was none."""
     limit = read_object(run_dir.most_tokens).get("tokens")
     return limit if isinstance(limit, int) and limit > 0 else None
 

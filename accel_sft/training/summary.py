@@ -44,8 +44,8 @@ def card(
     scored: str,
     left_out: dict[str, Any],
 ) -> str:
-    """Return the model card (README.md) of this state's weights, which compares the newest evaluation with the first.
-    `scored` names the weights that were evaluated."""
+    """Return the model card (README.md) of this state's weights; it compares the newest evaluation with the first.
+    `scored` names the evaluated weights."""
     config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
     chat = conversation(task, prepared.validation.examples, "validation", prepared.validation.kept[0].index)
     form = rendering.form(chat.turns, "validation", chat.offered) if chat.turns else Form()
@@ -64,7 +64,7 @@ def card(
         data={**_files(task), **prepared.counts(), "SHA-256 of the tokens": prepared.fingerprint()},
         command=command_line(started_by()),
         settings=recordable({**config.as_dict(), **dataclasses.asdict(task)}),
-        result={  # time and memory of this process are of no interest elsewhere
+        result={  # without time and memory, which matter only on this machine
             "before": {key: number for key, number in (state.before or {}).items() if key not in report.COSTS},
             "after": {key: number for key, number in (state.latest or {}).items() if key not in report.COSTS},
             "weights": _compared(f"{Path(config.init_from or config.model).name}", f"{scored}, of step {state.step}"),
@@ -91,14 +91,14 @@ def _asked(task_name: str, prepared: Prepared) -> dict[str, Any]:
 
 
 def _files(task: Task) -> dict[str, str]:
-    """The names of the files that the task's options give, by option, without folders."""
+    """File names given in the task's options, by option, without folders."""
     named = {setting.flag[2:]: getattr(task, setting.name) for setting in settings(type(task))}
     files = {flag: value.split(",") for flag, value in named.items() if flag.endswith("-file") and value}
     return {flag: ", ".join(Path(name).name for name in names) for flag, names in files.items()}
 
 
 def _compared(base: str, tuned: str) -> dict[str, str]:
-    """Names for the weights that a report shows side by side."""
+    """Names of the two sets of weights that a report compares."""
     return {"base": f"{base} before the first step", "tuned": tuned}
 
 
@@ -110,8 +110,8 @@ def publish(
     measured: dict[str, Any],
     evidence: dict[str, Any],
 ) -> list[str]:
-    """Write report.md, result.json, which ends with what was `measured`, and the folder's manifest, with `evidence`
-    about it; print the report. Returns the lines to log after it. On rank 0 only."""
+    """Write report.md, result.json (with the `measured` values) and the folder's manifest (with the `evidence`); print
+    the report. Returns the lines to log afterwards. On rank 0 only."""
     config, task = prepared.assembly.config, prepared.assembly.task
     lines = read_lines(run_dir.metrics)
     speed = state.tokens / state.seconds if state.seconds else None

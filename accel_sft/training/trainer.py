@@ -111,7 +111,7 @@ class Trainer:
         )
 
     def resume(self) -> None:
-        """Load the checkpoint that `--resume` asks for, if there is one; check that the next ones fit on the disk."""
+        """Load the checkpoint that `--resume` names, if it exists; check that the next checkpoints fit on the disk."""
         accelerator, resume = self.accelerator, self.config.resume
         path, passed_over = decided_by_main(accelerator, lambda: checkpoint.newest(self.run_dir, resume))
         for line in passed_over:
@@ -142,7 +142,8 @@ class Trainer:
             check_disk(accelerator, self.model, self.run_dir, averaged=averaged, checkpoints=max(count, 1))
 
     def new_train_step(self, before: dict[str, Any] | None) -> TrainStep:
-        """Make the train step, with the batching from before the stop unless another is asked for, and record it."""
+        """Make the train step with the batching recorded before the stop, unless the settings name another; record
+        it."""
         job = [self.prepared.fingerprint(), self.plan.global_batch_size]
         if before is None and self.config.resume != "off":
             before = choice.read(self.accelerator, self.run_dir, job)
@@ -160,15 +161,15 @@ class Trainer:
         return TrainStep(self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log, blank)
 
     def train(self) -> None:
-        """Evaluate the untrained model, then train to the end. A signal saves a checkpoint before it ends the run.
+        """Evaluate the untrained model, then train to the end. On a signal, save a checkpoint and end the run.
 
-        From here on a signal only asks for a stop after the step. `finalize` is never interrupted: it takes seconds,
-        and cannot be resumed halfway.
+        From now on, a signal only requests a stop after the current step. `finalize` is never interrupted: it takes
+        seconds, and cannot be resumed halfway.
         """
         self.signals.deferred = True
-        with self.tracker.profiler() as profiler:  # the trace, slow to write, comes after the checkpoint
+        with self.tracker.profiler() as profiler:  # the trace is slow to write, so it follows the checkpoint
             try:
-                self.evaluate_and_save()  # also what a signal prevented in an earlier start
+                self.evaluate_and_save()  # also an evaluation that a signal prevented in an earlier start
                 self.loop(profiler)
             except Interruption:
                 self.save(wait=True)
@@ -179,8 +180,8 @@ class Trainer:
         plan, stepper, state, config = self.plan, self.stepper, self.state, self.config
         masks = row_groups(self.accelerator)[1]  # ranks that compute the same rows draw the same dropout masks
         phase = "first_step"  # AdamW's moments are made in it
-        gc.collect()  # what is unreachable by now, such as tensors of a failed trial, would be frozen too
-        gc.freeze()  # what has been made so far stays: the garbage collector would go through it in the middle of steps
+        gc.collect()  # otherwise unreachable objects, such as tensors of a failed trial, would be frozen too
+        gc.freeze()  # all objects so far live to the end: the collector would scan them in the middle of steps
         self.model.train()
         while state.step < plan.total_steps and not state.out_of_patience(config.patience):
             started = time.perf_counter()
@@ -225,18 +226,18 @@ class Trainer:
                 self.on_step(record, self.train_step.batching)
             profiler.step()
             if unwritten:
-                self.checkpoints.finish()  # raises on all ranks what one of them met
+                self.checkpoints.finish()  # if one rank failed to write, all ranks raise
             self.stop_if(signal)
             self.evaluate_and_save()
 
     def looks_ahead(self) -> bool:
-        """Whether this step makes the next one's images input; a CPU has no time left for that."""
+        """Whether to preprocess the next step's images during this step; not on a CPU, which has no idle time."""
         images, more = len(self.train_examples.pictured), self.state.step + 1 < self.plan.total_steps
         return bool(images) and more and self.accelerator.device.type != "cpu"
 
     @span(PAUSE)
     def evaluate_and_save(self) -> None:
-        """Make the evaluation and the checkpoint that are due at this step, unless they exist."""
+        """Evaluate and save if due at this step, unless already done."""
         state, config = self.state, self.config
         evaluated = state.step in (0, self.plan.total_steps) and config.eval_every != "off"
         if state.evaluated_step != state.step and (evaluated or self.plan.is_due(config.eval_every, state.step)):
@@ -246,7 +247,7 @@ class Trainer:
             self.save()
 
     def stop_if(self, signal: int) -> None:
-        """Raise Interruption if there was a signal; it is the same on all ranks."""
+        """Raise Interruption if there was a signal; `signal` is the same on all ranks."""
         if signal:
             raise Interruption(signal, self.state.step, resume_command(self.run_dir.path, self.config.output_dir))
 
@@ -255,16 +256,17 @@ class Trainer:
         self.stop_if(int(largest_of_ranks(self.signals.number)))
 
     def note_answering(self, line: str) -> None:
-        """Keep a line on how answers are generated for the result; only what takes longer than usual is shown too."""
+        """Keep this line about answer generation for result.json. Show it only if generation is slower than usual."""
         self.answering.append(line)
         if not line.startswith("answers: "):
             self.tracker.log(line)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within this context the model has the averages of its weights, with `--ema-decay`; else nothing changes.
+        """Within this context, the model has the averages of its weights, if `--ema-decay` is given.
 
-        After an error the averages stay in: swapping back is a collective, and ranks without the error would not join.
+        After an error, the averages stay in the model: swapping back is a collective, which ranks without an error
+        would not join.
         """
         if self.averages is None:
             yield
@@ -295,8 +297,9 @@ class Trainer:
             self.export(self.run_dir.best, behind=self.checkpoints)
 
     def export(self, target: Path, scored: str = "these weights", behind: Checkpoints | None = None) -> None:
-        """Write the current weights, with a model card, for plain transformers or peft; the card's scores are of the
-        weights that `scored` names. What is written `behind` the steps is there before the next checkpoint."""
+        """Write the current weights, with a model card, for plain transformers or peft; `scored` names the weights that
+        the card's scores belong to. An export written in the background (`behind`) is complete before the next
+        checkpoint."""
         self.tracker.peaks.begin("export")
         about = self.model_class, scored, self.left_out
         card = summary.card(self.task_name, self.prepared, self.state, *about)
@@ -304,7 +307,7 @@ class Trainer:
         checkpoint.export(self.accelerator, self.model, tokenizer, target, *written, **self.exported)
 
     def save(self, wait: bool = False) -> None:
-        """Begin a checkpoint of this step, with counters, metrics and batching so far, or `wait` until it is whole."""
+        """Begin a checkpoint of this step, with counters, metrics and batching so far; `wait` until complete."""
         batching = choice.recorded(self.batching_asked, self.train_step.batching)  # a resume uses it again (law 3)
         self.signals.exit_if_orphaned()
         self.tracker.flush()
@@ -315,7 +318,7 @@ class Trainer:
         self.saved_step = self.state.step
 
     def evidence(self) -> dict[str, Any]:
-        """What `verify` holds the run's records to; complete on rank 0 only."""
+        """Evidence that `verify` compares the run's records with; complete on rank 0 only."""
         return {"chain": self.tracker.chain, "made_by": self.made_by}
 
     def finalize(self) -> None:

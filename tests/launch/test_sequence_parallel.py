@@ -85,15 +85,15 @@ def test_a_model_on_which_deepspeeds_attention_fails_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("window", "expected"),
     [
-        (8, "it has layers that are not of full attention (SlidingWindowLayer); train with z3.yaml"),
-        (None, "its loss in parts is not that of whole rows (off by"),  # the other rank's part is missing
+        (8, "it has layers that are not of full attention (SlidingWindowLayer). Use z3.yaml."),
+        (None, "with split rows its loss is off by"),  # the other rank's part is missing
     ],
 )
 def test_model_whose_rows_cannot_be_cut_is_refused_first(window, expected):
     with pytest.raises(UserError) as raised:
         in_parts(alone(mistral(sliding_window=window)), PADDED)
     (line,) = raised.value.problems
-    assert line.startswith(f"sequence parallelism over 2 ranks: the model cannot, {expected}")
+    assert line.startswith(f"This model does not work with sequence parallelism over 2 ranks: {expected}")
 
 
 def test_attention_without_sdpa_is_refused():

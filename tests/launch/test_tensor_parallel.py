@@ -68,9 +68,9 @@ def loss_gradients_and_norm_are_one_processs_and_a_checkpoint_restores_every_bit
         (settings(), 4, False, "its 2 heads of keys and values cannot be divided among 4 ranks"),
         (settings(), 2, True, "the data has images"),
         (settings(quantization_config={"quant_method": "fp8"}), 2, False, "its weights are quantized"),
-        (settings(base_model_tp_plan={"layers": "of_tomorrow"}), 2, False, "not known to be exact here (of_tomorrow)"),
-        (settings("Qwen3Config"), 2, False, "not known to be exact here (replicated_with_grad_allreduce)"),
-        (settings("MixtralConfig"), 2, False, "not known to be exact here (moe_tp_experts, packed_colwise)"),
+        (settings(base_model_tp_plan={"layers": "of_tomorrow"}), 2, False, "not known to be exact (of_tomorrow)"),
+        (settings("Qwen3Config"), 2, False, "not known to be exact (replicated_with_grad_allreduce)"),
+        (settings("MixtralConfig"), 2, False, "not known to be exact (moe_tp_experts, packed_colwise)"),
     ],
 )
 def test_model_that_cannot_be_cut_is_refused_before_loading(config, ranks, images, why):

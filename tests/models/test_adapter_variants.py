@@ -215,7 +215,7 @@ def test_what_a_launch_cannot_train_is_refused_with_one_that_can(options, backen
     [
         ({"lora_modules_to_save": "score"}, "--lora-modules-to-save score: no such module"),
         ({"lora_modules_to_save": "q_proj", "lora_target_modules": "q_proj"}, "names it too; leave one out"),
-        ({"lora_target_parameters": "experts.up"}, "no such matrices; its experts' are none"),
+        ({"lora_target_parameters": "experts.up"}, "not in this model. Its expert parameters are: none"),
     ],
 )
 def test_names_that_the_model_does_not_have_are_refused(accelerator, tiny, options, said):
@@ -224,7 +224,9 @@ def test_names_that_the_model_does_not_have_are_refused(accelerator, tiny, optio
 
 
 def test_refusal_of_unknown_experts_names_those_there_are(accelerator, experts):
-    with pytest.raises(UserError, match=r"its experts' are mlp\.experts\.gate_up_proj, mlp\.experts\.down_proj"):
+    with pytest.raises(
+        UserError, match=r"Its expert parameters are: mlp\.experts\.gate_up_proj, mlp\.experts\.down_proj"
+    ):
         Job(accelerator, experts, **LORA, lora_target_parameters="experts.up")
 
 

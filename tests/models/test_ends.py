@@ -139,7 +139,7 @@ def test_zero_3_exports_a_chatml_bases_end_of_turn(tmp_path):
 
 def test_adapter_of_a_chatml_base_serves_to_the_end(tmp_path, monkeypatch):
     run = trained(tmp_path, "20", "--adapter", "lora", "--lora-r", "16")
-    assert "answers end with <|im_end|>, at which a server of the base goes on" in " ".join(run.output.split())
+    assert "answers end with <|im_end|>, but a server running the base model does not" in " ".join(run.output.split())
     final = tmp_path / "run" / "final"
     assert AutoTokenizer.from_pretrained(final).eos_token == "<|im_end|>"  # where vLLM stops
     monkeypatch.chdir(final)

@@ -86,7 +86,7 @@ def trial(model, **settings):
 
 def test_what_cannot_be_is_refused_in_one_line(monkeypatch):
     (line,) = TrainConfig(use_liger_kernel=True, compile=True).problems()
-    assert line == "--use-liger-kernel: --compile would fuse the same layers; leave one of the two out"
+    assert line == "--use-liger-kernel and --compile would fuse the same layers: leave one of them out"
     with pytest.raises(UserError, match="its kernels need a GPU; leave it out"):
         kernels.liger()
     monkeypatch.setattr(kernels, "device_count", lambda: 1)

@@ -323,7 +323,7 @@ def test_train_only_needs_an_expression_and_no_adapter():
     (line,) = TrainConfig(train_only="layers.(").problems()
     assert line.startswith("--train-only layers.(: not a regular expression (")
     (line,) = TrainConfig(train_only="norm", adapter="lora").problems()
-    assert line.startswith("--train-only: an adapter freezes the model itself; ")
+    assert line.startswith("--train-only cannot be combined with --adapter, ")
 
 
 def in_bf16(folder, target):

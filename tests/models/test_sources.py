@@ -197,7 +197,7 @@ def test_a_revision_is_loaded_recorded_and_named_in_adapters(kept_by_the_hub, tm
     with pytest.raises(UserError, match=r"--revision v1: .*lora is a folder; leave it out"):
         find_source(str(tmp_path / "lora"), revision="v1")
     (problem,) = TrainConfig(revision="v1").problems()
-    assert problem.startswith("--revision: it is of a hub id that --model names")
+    assert problem.startswith("--revision works only with a hub id in --model")
 
 
 def test_revision_fetches_no_weights_of_other_libraries(tmp_path, monkeypatch):

@@ -69,8 +69,8 @@ def test_parts_are_trained_smallest_first_and_page_has_curve(site, tmp_path):
     [
         ("--train-examples 20", "20 training rows are too few, as a part has at least 8: a curve needs 3 numbers"),
         ("--sizes 8,16", "--sizes 8,16: too few: a curve needs 3 numbers of rows"),
-        ("--train-examples 64 --sizes 8,16,65", "--sizes '65': expected numbers of rows up to 64, which are for"),
-        ("--sizes 8,x", "--sizes 'x': expected numbers of rows"),
+        ("--train-examples 64 --sizes 8,16,65", "--sizes '65': give comma-separated row counts, each at most 64 (the"),
+        ("--sizes 8,x", "--sizes 'x': give comma-separated row counts"),
         ("--learning-rate 1e-3,1e-4", "--learning-rate: how-much varies the rows and the seed only"),
         ("-- --seed 3", "--seed behind --: how-much sets it for each training"),
         ("-- --train-limit 3", "--train-limit behind --: how-much sets it"),

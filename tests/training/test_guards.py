@@ -418,7 +418,7 @@ def test_a_longer_run_is_refused_with_the_way_out(tmp_path):
     longer = {**record, "config": {**record["config"], "max_steps": 9}}
     with pytest.raises(UserError, match="--max-steps: the run was started with 6, not 9") as raised:
         _check_unchanged(record, longer, RunDir(tmp_path))
-    assert raised.value.problems[-1].endswith(f"start a new run from its weights: --init-from {tmp_path}")
+    assert raised.value.problems[-1].endswith(f"start a new run with --init-from {tmp_path}.")
 
 
 def test_broken_record_is_named_and_broken_result_is_rewritten(copy, called):

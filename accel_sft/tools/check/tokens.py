@@ -19,7 +19,8 @@ from accel_sft.tools.check.texts import Labels
 _NAMED, _DETAILS = 5, 2
 """Maximum number of rows that one line names, and of their details."""
 _LABEL_TOKENS, _ROWS, _TOGETHER = 16, 5000, 125
-"""If most answers have no more tokens, they may be labels; so many rows of a split are read, some at a time."""
+"""If most answers have at most this many tokens, they may be labels; and how many rows are read, in all and at a
+time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,7 @@ def _found_in(hashes: np.ndarray, others: np.ndarray) -> np.ndarray:
 def quick_findings(
     train: StoredEncoding, validation: StoredEncoding, tokenizer: Any, eos_ids: frozenset[int]
 ) -> list[DataFinding]:
-    """Return what can be found from both splits' tokens alone; nothing is tokenized, and no text is read."""
+    """Return the findings from both splits' tokens; nothing is tokenized, and no text is read."""
     findings, facts, labels = Findings(), {}, Labels()
     decode = functools.cache(functools.partial(tokenizer.decode, skip_special_tokens=True))
     for encoding in (train, validation):
@@ -155,7 +156,7 @@ def shares_rows(examples: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def quick_lines(findings: list[DataFinding], task_name: str) -> list[str]:
-    """Return a line for each finding that is not a note and, if there is any, one with the command that says more."""
+    """Return a line for each finding that is not a note and, if there are such lines, the command for more details."""
     lines = []
     for finding in findings:
         count, places = finding.count, ", ".join(row.where for row in finding.rows[:_NAMED])
@@ -168,5 +169,5 @@ def quick_lines(findings: list[DataFinding], task_name: str) -> list[str]:
                 f"{': ' * bool(details)}{details} ({places}{more}); {finding.about.fix}"
             )
     if lines:
-        lines.append(f"accel-sft check {task_name}, with this run's options, names every such row and looks further")
+        lines.append(f"To list every such row and check more, run accel-sft check {task_name} with this run's options")
     return lines

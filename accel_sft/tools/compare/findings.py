@@ -1,4 +1,4 @@
-"""States a comparison's findings in sentences: the fastest setting, what others cost against it, and what disturbs."""
+"""States a comparison's findings in sentences: the fastest setting, the costs of the others, and disturbances."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,14 +16,14 @@ Setting = Mapping[str, Any]
 SPEED = "tokens_per_second"
 _MEMORY = {"peak_device_memory_gib": "on a GPU", "host_memory_all_ranks_gib": "of host memory"}
 _FACTS = ("device", "cores", "platform", "versions", "data")
-"""What is around a run, by its key in the run's `environment`, and should be the same around all runs."""
+"""Conditions that should be the same for all runs, by their keys in a run's `environment`."""
 
 
 def findings(record: Mapping[str, Any]) -> list[str]:
     """Return a sentence or two for each finding; speed is compared in tokens/s, as batch sizes may differ.
 
-    A sweep's findings begin with the settings that learn best, and mention speed only if launches or layouts vary;
-    those of a comparison of numbers of rows are its learning curve.
+    A sweep's findings begin with the best settings, and mention speed only if launches or layouts vary; those of a
+    comparison of numbers of rows are its learning curve.
     """
     settings = record["settings"]
     if learnt := [*learning_curve.in_sentences(record)]:
@@ -42,10 +42,10 @@ def decided(one: Setting, other: Setting) -> bool | None:
 
 
 def _speed_and_memory(settings: Sequence[Setting]) -> Iterator[str]:
-    """Name the fastest setting, and what each other one costs in time, and saves in memory, against it."""
+    """Name the fastest setting, and the extra time and saved memory of each other setting."""
     measured = [setting for setting in settings if setting["status"] == COMPLETE and setting["median"][SPEED]]
     if not measured:
-        yield "No setting was measured: none came to its end with a step behind the discarded ones."
+        yield "Nothing was measured: no setting finished with more steps than the number discarded at the start."
         return
     best, *others = sorted(measured, key=lambda setting: -setting["median"][SPEED])
     speed = f"{shown(best['median'][SPEED])} tokens/s, {shown(best['median']['median_step_seconds'])} s a step"
@@ -86,7 +86,7 @@ def _failures(settings: Sequence[Setting]) -> Iterator[str]:
 
 
 def _learning(settings: Sequence[Setting]) -> Iterator[str]:
-    """Say by how much loss curves differ that should be the same, and whether precisions differ."""
+    """Say how much loss curves that should be equal differ, and whether precisions differ."""
     if differing := [setting for setting in settings if setting["loss_difference"]]:
         worst = max(differing, key=lambda setting: setting["loss_difference"]["relative"])
         most = worst["loss_difference"]
@@ -103,7 +103,7 @@ def _learning(settings: Sequence[Setting]) -> Iterator[str]:
 
 
 def _surroundings(record: Mapping[str, Any]) -> Iterator[str]:
-    """Say whether the machine was busy, and what was not the same around all runs."""
+    """Say whether the machine was busy, and which conditions differed between runs."""
     around = [run["environment"] for setting in record["settings"] for run in setting["runs"]]
     cores = record["environment"]["cores"]
     loads = [load for facts in around if is_number(load := facts.get("load_before"))]

@@ -1,4 +1,4 @@
-"""Forecasts what more training rows would bring, from a comparison's cells that were trained on ever more of them.
+"""Forecasts what more training rows would bring, from a comparison of trainings on growing numbers of rows.
 
 A metric over the number of rows is taken to follow a power law towards a ceiling (Hestness and others, 2017, arXiv
 1712.00409), or a logistic curve over the logarithm of rows, as a task does that is learnt all at once. No single curve
@@ -19,10 +19,10 @@ from accel_sft.results.significance import detectable
 
 ROWS = "train_limit"
 FEWEST_SIZES = 3
-"""Fewest numbers of rows that a curve is put through."""
+"""Minimum number of points for a curve."""
 _LEVELS = (0.025, 0.5, 0.975)
 _DRAWS = 8000
-"""Random draws that an interval's ends are quantiles of."""
+"""Number of random draws; an interval's ends are quantiles of them."""
 _NOISES = (0.005, 0.01, 0.02, 0.04, 0.08)
 """Standard deviations of a run around its curve that are tried, as shares of the metric's range."""
 _FARTHER = 0.5
@@ -37,7 +37,7 @@ that is still being learnt follows no curve exactly. Fitted to the jobs of bench
 _FREEDOM = 4
 """Degrees of freedom of Student's t, with which a run that ended badly does not bend the curve."""
 _AHEAD = 6
-"""Doublings of the rows at hand up to which the end of the gain is looked for."""
+"""Number of doublings of the rows up to which the end of the gain is searched."""
 
 
 @dataclasses.dataclass(frozen=True)

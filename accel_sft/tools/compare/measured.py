@@ -23,7 +23,7 @@ _END_BYTES = 4096
 
 
 def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
-    """What the run recorded, even if it failed or was killed; what it did not record is None.
+    """The run's recorded measurements, even if it failed or was killed; missing ones are None.
 
     Args:
         discard_steps: number of first steps whose time is not counted.
@@ -98,7 +98,7 @@ def _of(ranks: Sequence[Mapping[str, Any]], kind: str, field: str) -> list[float
 def summarise(record: dict[str, Any], folder: Path) -> None:
     """Add to each setting the summary of its runs.
 
-    Times are those of undisturbed rounds, unless a setting has no such round.
+    Times are taken from undisturbed rounds, if a setting has any.
     """
     settings = record["settings"]
     for setting in settings:
@@ -107,7 +107,7 @@ def summarise(record: dict[str, Any], folder: Path) -> None:
         setting["status"], setting["reason"] = (COMPLETE, "") if done else (last["status"], last["reason"])
         setting["disturbed"] = {run["round"]: run["disturbed"] for run in done if run["disturbed"]}
         calm = [run for run in done if run["round"] not in setting["disturbed"]] or done
-        # all but memory and metrics are times, which depend on what else the machine does
+        # all except memory and metrics are times, which depend on the machine's other work
         counted = {key: done if key.endswith(("_gib", "_after", "_low", "_high")) else calm for key in NUMBERS}
         numbers = {key: [run[key] for run in of_key if is_number(run.get(key))] for key, of_key in counted.items()}
         setting["median"] = {key: statistics.median(values) if values else None for key, values in numbers.items()}
@@ -133,8 +133,8 @@ def _spread(values: Sequence[float]) -> float | None:
 def _loss_difference(
     setting: Mapping[str, Any], settings: Sequence[Mapping[str, Any]], folder: Path
 ) -> dict[str, Any] | None:
-    """The largest relative difference, at equal steps, of a setting's loss curves from that of the first completed run
-    of the first setting that learns the same; None for that setting itself, and if there is nothing to compare."""
+    """The largest relative difference, at equal steps, between a setting's loss curves and the first completed run of
+    the first setting with the same training; None for that setting itself, or without a curve to compare."""
     first = next((other for other in settings if completed(other) and _learnt(other) == _learnt(setting)), None)
     if first is None or first is setting:
         return None
@@ -149,7 +149,7 @@ def _loss_difference(
 
 
 def _learnt(setting: Mapping[str, Any]) -> dict[str, Any]:
-    """The setting's values that decide what a step computes."""
+    """The setting's values that affect what a step computes."""
     return {name: value for name, value in setting["values"].items() if name not in EXECUTION}
 
 

@@ -1,4 +1,4 @@
-"""Reads and writes comparison.json: what a comparison was asked for and has measured so far, so that it can resume."""
+"""Reads and writes comparison.json: a comparison's settings and measurements so far, so that it can resume."""
 
 import datetime
 import json
@@ -69,7 +69,7 @@ def _entry(setting: ComparedSetting) -> dict[str, Any]:
 
 
 def _measured_alike(record: Mapping[str, Any]) -> list[Any]:
-    """What an earlier start's measurements depend on."""
+    """The settings that an earlier start's measurements depend on."""
     keys = ("name", "words", "launch", "fingerprint")
     settings = [[setting.get(key) for key in keys] for setting in record["settings"]]
     return [record["fingerprints"], record["discard_steps"], settings]

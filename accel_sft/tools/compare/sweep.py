@@ -23,7 +23,7 @@ _LISTED = 8
 
 @dataclasses.dataclass(frozen=True)
 class SweptSetting:
-    """One combination of the swept values, with all seeds, and all launches, which learn the same.
+    """One combination of the swept values, with all of its seeds and launches.
 
     Attributes:
         name: the swept options with their values.
@@ -50,7 +50,7 @@ class SweptSetting:
 
     @property
     def spread(self) -> float | None:
-        """The range of the metric; None with a single seed, since runs with the same seed learn the same."""
+        """The range of the metric; None with a single seed, since runs with the same seed train identically."""
         seeds = {str(entry["values"].get(SEED)) for entry in self.entries}
         return max(self.metrics) - min(self.metrics) if len(seeds) > 1 else None
 
@@ -66,13 +66,14 @@ class SweptSetting:
 
 
 def swept(record: Mapping[str, Any]) -> list[str]:
-    """Return the varied options that change what is learnt, except the seed; if there are none, this is no sweep."""
+    """Return the varied options, except the seed, that change what a step computes; without any, this is not a
+    sweep."""
     return [name for name in record["varied"] if name not in EXECUTION and name != SEED]
 
 
 def in_order(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the record's settings; those of a sweep are sorted, the best first and those without a metric last, but
-    not those of numbers of rows."""
+    """Return the record's settings. A sweep's settings are sorted, best first and without a metric last, unless they
+    are numbers of rows."""
     if not swept(record) or of_rows(record):
         return record["settings"]
 
@@ -99,9 +100,8 @@ def _rank(record: Mapping[str, Any], metric: float, loss: float | None) -> tuple
 
 
 def paired_settings(record: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any] | None]:
-    """Each setting but the best, by name, tested against the best on the same examples, its runs with several seeds
-    together (`against_best`); None if there is no such test, as the examples differ or their scores are not known.
-    Empty if this is no sweep."""
+    """By name, each setting's test against the best setting on the same examples, averaged over seeds (`against_best`).
+    None if untestable: the examples differ or scores are unknown. Empty if this is not a sweep."""
     settings = ranked(record) if swept(record) else []
     by_setting: dict[str, Measured] = {}
     for setting in settings:
@@ -116,7 +116,7 @@ def paired_settings(record: Mapping[str, Any], folder: Path) -> dict[str, dict[s
 
 
 def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield sentences on which setting learns best, which settings may be as good, and what is not known.
+    """Yield sentences on which setting is best, which settings may be equally good, and what is unknown.
 
     With fewer than two ranked settings there is at most the sentence that they cannot be ranked.
     """
@@ -153,7 +153,7 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _undecided(best: SweptSetting, other: SweptSetting, test: Mapping[str, Any] | None) -> bool:
-    """Whether other seeds or other examples may turn the order of two settings round."""
+    """Whether other seeds or examples might reverse the order of two settings."""
     spreads = [setting.spread for setting in (best, other) if setting.spread is not None]
     by_seeds = abs(best.metric - other.metric) <= max(spreads, default=0.0)
     return by_seeds or (test is not None and test["p"] >= test["level"])

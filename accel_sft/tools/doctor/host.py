@@ -26,7 +26,8 @@ from accel_sft.tracking.disturbed import LOST
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
 LEAST_MEMORY, LITTLE_MEMORY = 1 * GIB, 3 * GIB
-"""Free bytes below which memory is a problem, or a warning. What two ranks of the smallest model take lies between."""
+"""Free bytes below which memory is a problem, or a warning. Two ranks of the smallest model need more than the
+first."""
 LITTLE_SHARED_MEMORY = 1 * GIB
 """Free bytes of /dev/shm that NCCL's documentation recommends for ranks on several GPUs."""
 LEAST_DISK, LITTLE_DISK = GIB // 4, 5 * GIB
@@ -55,7 +56,7 @@ def cores(machine: Machine) -> Iterator[Finding]:
 
 
 def other_work(machine: Machine) -> Iterator[Finding]:
-    """Watch what other processes, and a hypervisor's other machines, take of the cores; nothing without /proc/stat."""
+    """Measure the cores' use by other processes and by a hypervisor's other machines; nothing without /proc/stat."""
     clock, began = CoreClock(), time.process_time()
     time.sleep(WATCHED_SECONDS)
     busy, idle, stolen, _ = clock.since()
@@ -95,7 +96,7 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
 
 
 def _folders(runs: Path) -> Iterator[tuple[str, Path, str, bool]]:
-    """What runs write, the folder, how the user names another one, and whether training fails without it."""
+    """For each folder of runs: its content, its path, the setting that changes it, and whether training needs it."""
     yield "runs", runs, "--output-dir", True
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     operators = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(caches, "torch_extensions")

@@ -54,7 +54,7 @@ def operators(machine: Machine) -> Iterator[Finding]:
 
 
 def _lacking(obstacle: Finding) -> str:
-    """What is missing, without the names of the operators, which the report has already named."""
+    """What is missing, without the operators' names, which the report already has."""
     return obstacle.what.rpartition(" here, and ")[2]
 
 

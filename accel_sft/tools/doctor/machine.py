@@ -1,4 +1,4 @@
-"""What the checks of one report share: this machine's facts, found out once, and how a check and a program are run."""
+"""What the checks of a report share: facts about this machine, collected once, and how checks and programs are run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["Finding", "Machine", "ok", "problem", "warning"]
 
 @dataclasses.dataclass
 class Machine:
-    """What the user wants of the report, and what its checks have found out so far.
+    """The user's options for the report, and the facts collected so far.
 
     Attributes:
         unusable: why "devices", "ranks" or an operator cannot be used here, by these names. Checks write it, and the
@@ -79,7 +79,7 @@ class Machine:
             with waiting(lambda: self.waits_for):
                 findings = list(check(self))
         except UserError as error:
-            findings = [problem(line) for line in error.problems]  # which names its fix
+            findings = [problem(line) for line in error.problems]  # the message already says how to fix it
         except Exception as error:  # noqa: BLE001 - whatever breaks one check, the others are still reported
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(frame.filename).name}:{frame.lineno}"

@@ -10,9 +10,9 @@ from accel_sft.tools.compare.command import Offers, Params, Parse
 from accel_sft.tools.compare.learning_curve import FEWEST_SIZES, ROWS
 
 FEWEST_ROWS = 8
-"""Fewest rows of a training, unless `--sizes` names fewer."""
+"""Minimum number of rows of a training, unless `--sizes` names fewer."""
 _DEFAULTS = {**compare.DEFAULTS, "eval_every": "auto"}
-"""What each training gets unless the user says otherwise: a small part of the rows may have hundreds of epochs."""
+"""Default options of each training; a small share of the rows may have hundreds of epochs."""
 _VARIED = (ROWS, "seed")
 
 
@@ -43,8 +43,8 @@ def _sizes(given: str | None, rows: int, validation: int) -> list[int]:
     else:
         parts = [part.strip().replace("_", "") for part in given.split(",")]
         if wrong := [part for part in parts if not part.isdecimal() or not 0 < int(part) <= rows]:
-            most = f"{rows:,}, which are for training beside {validation:,} for validation"
-            raise UserError(f"--sizes {wrong[0]!r}: expected numbers of rows up to {most}, commas between")
+            most = f"{rows:,} (the training rows; {validation:,} more are for validation)"
+            raise UserError(f"--sizes {wrong[0]!r}: give comma-separated row counts, each at most {most}")
         sizes, few = sorted({*map(int, parts)}), f"--sizes {given}: too few"
     if len(sizes) < FEWEST_SIZES:
         raise UserError(f"{few}: a curve needs {FEWEST_SIZES} numbers of rows")

@@ -1,4 +1,4 @@
-"""Asks the run's own weights and the server the same, finds where the answers differ, and names the likely cause."""
+"""Sends the same prompts to the run's own weights and the server, finds differing answers, and names the cause."""
 
 import dataclasses
 import functools
@@ -24,8 +24,8 @@ EXAMINED = 8
 
 
 class Reference:
-    """What the run's weights say to the first validation examples: `answers` has the greedy answers, of at most `most`
-    tokens, by the example's index, each with the token that ends it."""
+    """The run's answers to the first validation examples: `answers` has, by the example's index, greedy answers of at
+    most `most` tokens, end token included."""
 
     def __init__(self, evaluator: Evaluator, model: Any, most: int) -> None:
         self.evaluator, self.model, self.most = evaluator, model, most
@@ -75,7 +75,7 @@ class Pair:
     Attributes:
         ids: the answer of the run's weights.
         reply: the server's; None if it refused to answer, and `refusal` says why.
-        theirs: the ids that the server makes of the prompt, None if it does not tell.
+        theirs: the server's token ids of the prompt; None if the server does not report them.
         at: the place of the first token that differs; None if the answers are the same.
         gap: by how many nats the run's weights prefer their own token there.
         off: differences of the log-probabilities of the tokens before that place.
@@ -235,7 +235,7 @@ def _completed(endpoint: Endpoint, prompt: str | list[int], most: int) -> Reply 
 
 
 def _context(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -> Cause | None:
-    """Whether the server truncates: refuses long prompts, counts no more tokens in twice the prompt, or cuts its
+    """The cause, if the server truncates: it refuses long prompts, counts no more tokens for a doubled prompt, or cuts
     answers."""
     fix = "give the server a longer context (vLLM: --max-model-len, llama.cpp: -c)"
     if refused := [pair for pair in pairs if pair.reply is None]:
@@ -258,8 +258,8 @@ def _context(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) ->
 
 
 def _template(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -> Cause | None:
-    """Whether the server makes other tokens of the messages. They may be as many, on a server that does not tell them:
-    then its answers to the run's own prompts are the run's."""
+    """The cause, if the server turns the messages into different tokens than the run does; else None. If the server
+    reports only their number, which may be equal, its answers to the run's own prompts decide."""
     fix = "give the server the run's tokenizer files and template (vLLM: --chat-template, llama.cpp: --jinja)"
     if misread := [pair for pair in pairs if pair.misread]:
         pair = misread[0]
@@ -283,7 +283,7 @@ def _template(reference: Reference, endpoint: Endpoint, pairs: Sequence[Pair]) -
 
 
 def _weights(reference: Reference, differing: Sequence[tuple[Pair, Reply]]) -> Cause | None:
-    """Whether most answers are those of the base without its adapter."""
+    """The cause, if most answers equal those of the base without its adapter; else None."""
     if not hasattr(reference.model, "disable_adapter"):
         return None
     with reference.model.disable_adapter():

@@ -92,7 +92,7 @@ class Refused:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is expected of a run under one launch file.
+    """The predictions for a run under one launch file.
 
     Attributes:
         name, file: the launch file's name and path.
@@ -232,8 +232,8 @@ def recommended(tried: Sequence[Plan | Refused]) -> tuple[Plan | None, str]:
 
 
 def without_offload(best: Plan | None, planned: Callable[[bool], Sequence[Plan | Refused]]) -> str:
-    """The end of a sentence on how an adapter does without the offload that `best` needs; "" if it needs none, or none
-    does without. `planned` gives the plans of an adapter, and whether on a base in 4 bits."""
+    """The end of a sentence on how an adapter avoids the offload that `best` needs; "" if `best` needs none, or no
+    adapter avoids it. `planned(in_4bit)` gives an adapter's plans."""
 
     def offloads(plan: Plan | None) -> bool:
         launch = plan.job.launch if plan else None

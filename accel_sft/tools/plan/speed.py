@@ -1,7 +1,7 @@
 """A simple model of what a step sends between ranks and to the host, and of its time, to compare launch files.
 
-Computing takes the model's FLOPs, and those of a second forward with gradient checkpointing, at a share of the device's
-peak. Each forward adds the cost of 1,024 tokens, as batching/choice.py assumes. The time for sending follows from the
+Compute time is the model's FLOPs (plus a second forward if gradient checkpointing is on) at a fraction of peak speed.
+Each forward adds the cost of 1,024 tokens, as batching/choice.py assumes. The time for sending follows from the
 device's links; half of the exchange between ranks overlaps with computing. On CPUs nothing is moved for an offload: the
 host is where the weights are, and the optimizer runs, under any launch. Only ratios between launch files mean anything;
 docs/planning.md compares them with published runs.
@@ -16,7 +16,7 @@ from accel_sft.memory.job import Job
 from accel_sft.memory.states import live_parameters
 
 UNKNOWN = Peaks(bf16=375, fp16=375, tf32=188, fp32=90)
-"""What is assumed of a GPU that flops.py does not know: a data centre's, on PCIe 4.0."""
+"""Assumptions for a GPU that flops.py does not know: a data-centre GPU on PCIe 4.0."""
 REACHED = 0.4
 """Share of the peak that computing reaches with transformers' modules as they are."""
 COMPILED = 1.15
@@ -28,7 +28,7 @@ DISK, NETWORK = 3e9, 3e9
 HOST_UPDATES = 5e8
 """Parameters per second that DeepSpeed's CPU Adam updates on one rank."""
 EXCHANGE_SECONDS, CPU_EXCHANGE_SECONDS = 3e-5, 1e-3
-"""Seconds that an exchange between ranks takes however little is sent, by NCCL and by gloo."""
+"""Minimum seconds of an exchange between ranks, by NCCL and by gloo."""
 FORWARD_TOKENS = 1024
 """Number of tokens that take as long to compute as the fixed cost of one forward."""
 HIDDEN_SHARE = 0.5
@@ -37,8 +37,8 @@ HIDDEN_SHARE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What one optimizer step costs one rank: bytes sent to other ranks, bytes moved between GPU and host or disk, and
-    a rough time, of which only the ratio to another launch's means anything."""
+    """The cost of one optimizer step on one rank: bytes sent to other ranks, bytes moved between GPU and host or disk,
+    and a rough time, meaningful only relative to another launch's."""
 
     sent_bytes: float
     host_bytes: float
@@ -75,7 +75,7 @@ def speed(job: Job, step_tokens: float, gpu: str = "", row_tokens: float = 0.0) 
 
 
 def _exchanges(launch: Launch, layers: int) -> int:
-    """Number of exchanges between ranks in one step, whose forwards go through so many layers."""
+    """Number of exchanges between ranks in one step; `layers` is layers x forwards of that step."""
     if launch.world_size == 1:
         return 0
     if launch.tensor_ranks > 1:

@@ -102,7 +102,8 @@ class Reloaded:
 
     @torch.no_grad()
     def generate(self) -> tuple[str, list[Finding]]:
-        """Have plain `generate` write a learnt answer, token by token, and see whether it stops at its end."""
+        """Let plain `generate` write an answer that carried loss, token by token, and check that it stops at the
+        end."""
         from transformers import GenerationConfig
 
         base, exported = self.model.generation_config, GenerationConfig.from_pretrained(self.final)

@@ -1,4 +1,4 @@
-"""The model of a rehearsal: one of the real one's family, shrunk, and what is wrong with its files and its adapter."""
+"""Makes a rehearsal's model, a shrunk one of the real model's family, and reports faults of files and adapter."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _values(content: Mapping[str, Any], layers: int, count: int, inside: str) ->
             yield key, dict(_values(value, layers, count, key))
         elif key == "num_key_value_heads" and isinstance(value, int):
             yield key, _HEADS if few == heads else min(value, 2)
-        elif key == "num_heads":  # of vision towers; a state-space model's are as many as fill its width
+        elif key == "num_heads":  # vision towers'; state-space models (`expand`) fill their width
             yield key, _STATE_HEADS if "expand" in content else min(value, _HEADS)
         elif key in _LAYERS and isinstance(value, int):
             yield key, count if value == layers else min(value, 2)
@@ -192,7 +192,7 @@ def file_findings(source: Source, config: TrainConfig) -> Iterator[Finding]:
 
 
 def _unreached(model: Any, config: TrainConfig) -> Iterator[Finding]:
-    """Experts that an adapter on layers of their names does not reach, since they are tensors, not layers."""
+    """Experts that get no adapter through `--lora-target-modules`, since they are tensors, not layers."""
     experts = [name for name, weights in model.named_parameters() if weights.ndim == 3 and "expert" in name]
     modules, parameters = (names_of(value) for value in (config.lora_target_modules, config.lora_target_parameters))
     missed = [n for n in experts if n.rsplit(".", 1)[-1] in modules and not any(map(n.endswith, parameters))]

@@ -1,7 +1,7 @@
 """Collects what was measured at which step, and writes the page's charts of it: Vega-Lite specifications and rows.
 
-The page adds the runs to show and the range of steps. Colours are the page's CSS variables, so that a chart follows
-light, dark and print without being drawn again.
+Which runs are shown, and over which steps, is not set here; the page fills that in. Colours are the page's CSS
+variables, so that a chart follows light, dark and print without being drawn again.
 """
 
 import math
@@ -14,11 +14,11 @@ from accel_sft.results.run_report import COSTS
 from accel_sft.tools.report.runs import Comparison, Run
 
 POINTS_OF_A_CHART = 1600
-"""About how many points a chart's curves have together: more fit neither its pixels nor, with many runs, the page."""
+"""Approximate number of points of all of a chart's curves: more would exceed its pixels, or the page."""
 _FEWEST, _MOST = 60, 1000
 """Bounds on the points that a thinned curve may keep."""
 _KNOTS = 200
-"""About how many steps of a run have their training time on the page, which interpolates between them."""
+"""Approximate number of a run's steps with a training time on the page, which interpolates in between."""
 
 MEASURED = {
     "loss": ("Training loss", "nats per supervised token", "main"),

@@ -23,7 +23,7 @@ MOST_BYTES = 1_950_000
 MOST_CHARTS, MOST_ROWS = 60, 300
 """Maximum number of charts of curves on a page (losses and the main metric come first), and of rows in its tables."""
 _FEWEST_ANSWER_BYTES = 100_000
-"""Bytes that answers may always take, even if the curves of very many runs fill the page."""
+"""Bytes reserved for answers, even if the curves of many runs fill the page."""
 _FOLDER = Path(__file__).parent
 _SCRIPTS = ("vega/vega.min.js", "vega/vega-lite.min.js", "vega/vega-embed.min.js", "page/answers.js", "page/charts.js")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -89,7 +89,7 @@ def _columns(comparison: Comparison) -> dict[str, str]:
 def _left_out(
     measured: Sequence[charts.Chart], undrawn: int, scores: dict[str, Any], settings: dict[str, Any]
 ) -> list[str]:
-    """Sentences on the points, charts and table rows that the page has no room for."""
+    """Sentences on the points, charts and table rows left out for lack of room."""
     titles = [chart["title"].lower() for chart in measured if chart["thinned"]]
     lines = [f"Of each segment of steps, {', '.join(titles)} show the least and the largest value."] if titles else []
     rows = max(len(scores["rows"]), len(settings["differing"]), len(settings["common"])) - MOST_ROWS

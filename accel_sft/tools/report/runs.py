@@ -44,16 +44,16 @@ _FORM_OF_ROUND: dict[str, type] = {"round": int, "status": str, "reason": str, "
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
-    """What the files of one run say.
+    """The content of one run's files.
 
     Attributes:
         series: the key of the run's colour: for a run of a comparison the name of its setting, else `name`.
         status: complete, running, stopped, failed or, for a run of a comparison, how `compare` says that it ended.
-        reason: why it did not complete; else empty.
+        reason: why the run did not complete; empty if it did.
         started: when it was last started, in seconds since 1970; None if no file tells.
         record, result: the contents of run.json and of result.json; empty if there is none.
         steps, evaluations: the training lines and the other lines of metrics.jsonl, in the file's order.
-        notes: what is missing or could not be read.
+        notes: files that are missing or unreadable.
     """
 
     name: str

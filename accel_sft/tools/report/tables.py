@@ -16,7 +16,7 @@ _LONGEST = 300
 """Maximum number of characters of a setting's value."""
 _ABSENT = "(not recorded)"
 _TRIVIAL = {"config": {"output_dir", "resume", "dry_run"}, "launch": {"deepspeed_config", "yaml"}}
-"""Settings left out, since every run has another value or the page shows it elsewhere."""
+"""Settings left out, since they differ in every run or are shown elsewhere on the page."""
 _SECTIONS = {"config": "setting", "task_options": "task's setting", "launch": "launch", "data": "data"}
 
 

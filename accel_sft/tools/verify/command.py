@@ -1,4 +1,4 @@
-"""`accel-sft verify`: is a run what its records say? Its files are held to each other, and segments are run again."""
+"""`accel-sft verify`: checks whether a run matches its records: its files are compared, and segments are run again."""
 
 import contextlib
 import json
@@ -27,7 +27,9 @@ _COLORS = {"holds": "green", "open": "yellow", "differs": "red"}
 )
 @click.option("--seed", type=click.IntRange(0), help="Draws the segments; default: another one each time.")
 @click.option(
-    "--from-start", is_flag=True, help="Draw from the steps before the first checkpoint too, however many they are."
+    "--from-start",
+    is_flag=True,
+    help="Also pick segments from before the first checkpoint, even if that is many steps to re-run.",
 )
 @click.option(
     "--tolerance",
@@ -39,17 +41,17 @@ _COLORS = {"holds": "green", "open": "yellow", "differs": "red"}
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def verify(run: Path, segments: int, seed: int | None, from_start: bool, tolerance: float, as_json: bool) -> None:
-    """Hold a run to its own records, and run segments of it again.
+    """Compare a run with its own records, and run segments of it again.
 
     For example: accel-sft verify runs/sums --segments 3
 
-    First the files of the folder RUN are held to each other and to the data, code and libraries that are here. Then
-    segments between checkpoints are drawn, run again from the first checkpoint by the recorded launch, offline, in a
-    temporary folder (TMPDIR says where), and compared bit by bit. That runs the task and reads the files that run.yaml
-    names: start it in the folder where the run was started, and only for runs that you trust so far.
+    First the files of the folder RUN are compared with each other and with the data, code and libraries on this
+    machine. Then segments between checkpoints are drawn, run again from the first checkpoint by the recorded launch,
+    offline, in a temporary folder (TMPDIR says where), and compared bit by bit. That runs the task and reads the files
+    that run.yaml names: start it in the folder where the run was started, and only for runs that you trust so far.
 
-    Where bits may differ without a change, the segment's line says why by the run's own record, and only losses are
-    compared: verify on the kind of machine that the run had.
+    If bits may differ although nothing was changed, the segment's line says why, and only losses are compared: verify
+    on the same kind of machine as the run's.
 
     The exit status is 1 if anything differs from what is recorded, or a segment cannot be run again.
     """

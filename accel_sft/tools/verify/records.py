@@ -1,4 +1,4 @@
-"""Holds a run's files to each other, and to the data, code and libraries that are here. Nothing is run. No torch."""
+"""Compares a run's files with each other, and with the data, code and libraries here. Nothing is run. No torch."""
 
 import dataclasses
 import hashlib
@@ -28,7 +28,7 @@ from accel_sft.tracking.metrics_file import chained, read_lines
 from accel_sft.training.schedule import learning_rate
 
 LEVELS = ("differs", "open", "holds")
-"""What is said of a file or a segment of steps, the gravest first; `open`: it cannot be decided here."""
+"""Verdicts on a file or a segment of steps, worst first; `open`: cannot be decided on this machine."""
 
 
 def holds(subject: str, what: str) -> Finding:
@@ -50,8 +50,8 @@ class Recorded:
     Attributes:
         record: the content of run.json.
         lines: the lines of metrics.jsonl.
-        saved: of each checkpoint that is as it was written, by step, what its manifest says about it.
-        damaged: what is wrong with each other checkpoint, by its name.
+        saved: by step, the manifest's information on each undamaged checkpoint.
+        damaged: by name, the defect of each damaged checkpoint.
     """
 
     run_dir: RunDir
@@ -94,7 +94,7 @@ class Recorded:
 
 
 _UNREADABLE = (UserError, LookupError, TypeError, ValueError, AttributeError, AssertionError, OSError, yaml.YAMLError)
-"""What files raise that no run has written so."""
+"""Errors that files raise if no run wrote them."""
 
 
 def examine(run: Recorded) -> Iterator[Finding]:

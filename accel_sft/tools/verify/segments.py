@@ -1,4 +1,4 @@
-"""Segments of a run's steps: which can be run again, and doing so in a temporary folder, to compare both."""
+"""Runs segments of a run's steps again in a temporary folder, and compares both runs."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ from accel_sft.tracking.metrics_file import read_lines
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 _MEASURED = {"seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", KEY, *COSTS}
-"""Keys of metrics.jsonl that say how fast something went, which no second run repeats."""
+"""Keys of metrics.jsonl for times and speeds, which no second run repeats."""
 _ALL = "1000000"
 """--keep-checkpoints of a segment: the one at its end stays, however far the run gets until it is killed."""
 _COMPUTED = {"loss", "grad_norm"}
@@ -39,7 +39,7 @@ _REFUSED = "the run was started with"
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """The steps after `begin` up to `end`, both of which have a checkpoint, but for the run's start and its end."""
+    """Steps `begin`+1 to `end`. Both ends have a checkpoint, except the run's start and end."""
 
     begin: int
     end: int
@@ -53,8 +53,8 @@ class Segment:
 
 
 def candidates(run: Recorded, *, from_start: bool) -> list[Segment]:
-    """The segments between the checkpoints that are whole, and to the end of a finished run; none of a run on several
-    machines. The one from step 0 is among them if another one is at least as long, or with `from_start`."""
+    """The segments between undamaged checkpoints, and to the end of a finished run; none for a run on several machines.
+    The segment from step 0 is included with `from_start`, or if another segment is at least as long."""
     if run.machines > 1:
         return []
     ends = [*run.saved]
@@ -73,7 +73,7 @@ def chosen(possible: Sequence[Segment], count: int, seed: int) -> list[Segment]:
 
 
 def conclusions(run: Recorded, possible: Sequence[Segment], again: Sequence[Segment]) -> list[str]:
-    """What the segments that were run `again` decide, and which steps nothing decides."""
+    """How much of the run the segments in `again` verify, and which steps cannot be verified."""
     if run.machines > 1:
         return ["no segment can be run again: the run was on several machines"]
     if not possible:
@@ -100,7 +100,7 @@ def not_to_the_bit(run: Recorded, segment: Segment, again: RunDir) -> list[str]:
 
 
 def _maker(record: dict[str, Any]) -> dict[str, Any]:
-    """What besides settings and data decides the last bits."""
+    """Everything except settings and data that affects the last bits."""
     launch = record["launch"]
     return {
         "device": str(launch.get("device")).partition(" (")[0],
