@@ -81,7 +81,7 @@ class TaskCommand(click.Command):
 
         def parse(words: Sequence[str]) -> tuple[set[str], Callable[[], tuple[TrainConfig, Task]]]:
             of_run = trains.make_context(self.name, [*words], parent=ctx.parent)
-            given = {k for k in of_run.params if of_run.get_parameter_source(k) is ParameterSource.COMMANDLINE}
+            given = {name for name in of_run.params if _is_typed(of_run, name)}
             return given, lambda: trains.read(of_run)
 
         return parse
@@ -140,13 +140,17 @@ class TaskCommand(click.Command):
         ending = ctx.ensure_object(ExitHandler)
         ending.debug = bool(ctx.params["debug"])
         config, task = self.read(ctx)
+        unused = [s.flag for s in self.offers[type(config)] if s.name in OF_ADAPTERS and _is_typed(ctx, s.name)]
+        if unused and config.adapter == "none":
+            why = "--adapter none trains all weights; add --adapter lora, or leave it out"
+            raise UserError(*(f"{flag}: {why}" for flag in unused))
         ending.debug = config.debug
         prepare_environment(config.debug)
         self.tool.run(self.name, task, config)
 
     def read(self, ctx: click.Context) -> tuple[TrainConfig, Task]:
         """Return the trainer's settings and the task. If the tool opens no data, required files get dummy names."""
-        given = {k: v for k, v in ctx.params.items() if ctx.get_parameter_source(k) is ParameterSource.COMMANDLINE}
+        given = {name: value for name, value in ctx.params.items() if _is_typed(ctx, name)}
         try:
             return self._read(given)
         except UserError as error:
@@ -196,11 +200,6 @@ class TaskCommand(click.Command):
             models = {"--model": config.model, "--base": getattr(config, "base", None)}
             models = {} if getattr(config, "url", None) else models  # --model is then a server's name
             problems += [line for flag, name in models.items() if name for line in absent_weights(name, flag)]
-        if not problems and getattr(built[0], "adapter", None) == "none":
-            unused = [s.flag for s in every if s.name in OF_ADAPTERS and s.name in given]
-            problems += [
-                f"{flag}: --adapter none trains all weights; add --adapter lora, or leave it out" for flag in unused
-            ]
         if problems:
             raise UserError(*dict.fromkeys(problems))
         return tuple(built)
@@ -217,6 +216,10 @@ class TaskCommand(click.Command):
             line = f"note: {' and '.join(unfit.values())} of the run's record: left out beside these options"
             print(line, file=sys.stderr)
         return registry.build(self.name, cls, {name: value for name, value in values.items() if name not in unfit})
+
+
+def _is_typed(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def _refuse_clashes(task: str, params: Iterable[click.Parameter]) -> None:

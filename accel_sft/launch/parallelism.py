@@ -58,7 +58,7 @@ def audit_parallelism(launch: Launch, where: str, *, batching: str, micro_batch_
         if launch.environment.get("FSDP_VERSION", "1") != "2":
             yield error(f"{where}: FSDP 1 is not supported", "fsdp_version: 2 below fsdp_config")
         if copies > 1 and (ranks % copies or launch.shard_ranks < 2):
-            what = f"{where}: {copies} sharded copies of the model need a multiple of {copies} processes, not {ranks}"
+            what = f"{where}: {copies} sharded copies of the model need {2 * copies} processes or more, not {ranks}"
             yield error(what, f"--num_processes {2 * copies}, or another multiple of {copies}")
         elif shard not in (1, launch.shard_ranks):
             what = f"{where}: parallelism_config_dp_shard_size {shard}, where {processes} make it {launch.shard_ranks}"

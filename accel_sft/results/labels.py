@@ -7,15 +7,17 @@ from typing import Any
 
 from accel_sft.io.text import one_line
 
-_MOST, LONGEST_LABEL, _COLUMNS = 200, 60, 12
-"""Maximum number of different labels, of characters of a label, and of labels in a confusion table."""
+_MOST, LONGEST_LABEL, _COLUMNS, _FEW = 200, 60, 12, 10
+"""Maximum number of different labels, of characters of a label, of labels in a confusion table, and of labels that may
+stand only twice each in the mean; more stand four times."""
 _SHARES = ("precision", "recall", "f1")
 
 
 def are_labels(counts: Mapping[str, int]) -> bool:
     """Whether answers are labels, by how often each occurs: a few short texts that repeat."""
     total, short = sum(counts.values()), sum(n for text, n in counts.items() if 0 < len(text) <= LONGEST_LABEL)
-    return 1 < len(counts) <= min(_MOST, total // 4) and short >= 0.9 * total
+    most = min(_MOST, max(total // 4, min(total // 2, _FEW)))
+    return 1 < len(counts) <= most and short >= 0.9 * total
 
 
 def label_scores(samples: Sequence[Mapping[str, Any]], main_metric: str) -> dict[str, Any]:

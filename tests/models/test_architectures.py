@@ -86,8 +86,9 @@ def test_an_adapter_trains_and_plain_peft_loads_it_again(family, tmp_path):
     network, _, examples = rows(model, "validation")
     if type(network.config) in AutoModelForCausalLM._model_mapping:  # of multimodal weights it is the language model
         network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    untrained = sum(losses(network, examples[0]))
-    trained = losses(PeftModel.from_pretrained(network, launched.run_dir / "final").eval(), examples[0])
+    evaluated = examples[json.loads((launched.run_dir / "samples" / "step-000000.jsonl").read_text())["index"]]
+    untrained = sum(losses(network, evaluated))
+    trained = losses(PeftModel.from_pretrained(network, launched.run_dir / "final").eval(), evaluated)
     assert second < first
     assert sum(trained) < untrained
     assert launched.result()["after"]["eval_loss"] == pytest.approx(sum(trained) / len(trained), rel=1e-4)

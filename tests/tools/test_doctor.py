@@ -502,7 +502,7 @@ def test_on_gpus_each_file_starts_a_process_for_each(gpus, flags):
     assert (table["hsdp"].level == "yes") is (gpus == 8)
     assert gpus == 8 or table["hsdp"].fix.startswith("accelerate_configs/fsdp2.yaml runs on")
     assert (table["tp"].level == "yes") is (gpus > 1)
-    assert gpus > 1 or table["tp"].fix == "accelerate_configs/ddp.yaml runs on 1 GPU"
+    assert gpus > 1 or table["tp"].fix == "accelerate_configs/fsdp2.yaml runs on 1 GPU"
     wanted = f"with --num_processes {2 * gpus}; " if gpus > 1 else ""
     assert table["multinode_z3"] == Finding("yes", f"{wanted}needs 2 machines like this one", subject="multinode_z3")
 

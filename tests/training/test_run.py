@@ -177,10 +177,13 @@ def test_three_ranks_report_the_numbers_of_a_plain_count(launched, tmp_path, cou
     run = accel_sft(*command, yaml="ddp", launcher=ranks, run_dir=tmp_path / "out")
     assert run.status == 0, run.output
     samples = [json.loads(line) for line in (run.run_dir / "samples-tuned.jsonl").read_text().splitlines()]
-    questions = [str(index) * (1 + 40 * (index % 2)) for index in range(count)]
-    answers = ["1 + 2" * (index + 1) for index in range(count)]
+    drawn = [sample["index"] for sample in samples]
+    assert drawn == sorted({*drawn})
+    assert len(drawn) == count
+    questions = [str(index) * (1 + 40 * (index % 2)) for index in drawn]
+    answers = ["1 + 2" * (index + 1) for index in drawn]
     rows = [(sample["index"], sample["prompt"], sample["expected"]) for sample in samples]
-    assert rows == [*zip(range(count), questions, answers, strict=True)]
+    assert rows == [*zip(drawn, questions, answers, strict=True)]
     said = [sample["generated"] for sample in samples]
     shared = sum((Counter(text) & Counter(answer)).total() for text, answer in zip(said, answers, strict=True))
     assert run.result()["after"]["f1"] == 2 * shared / len("".join(said + answers)) > 0
