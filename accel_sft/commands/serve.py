@@ -108,9 +108,8 @@ def _vllm(folder: str, name: str) -> list[str]:
         raise UserError(f"--with vllm: vLLM cannot serve {unserved[0]}, which {source.adapter} has; {_MERGE}")
     with errors_explained(source.weights):
         multimodal = "text_config" in PreTrainedConfig.get_config_dict(source.weights)[0]
-    if multimodal and not is_of_whole(
-        source.adapter
-    ):  # its weights' names match none of vLLM's, which vLLM would not report
+    # its weights' names would match none of vLLM's, which vLLM would not report
+    if multimodal and not is_of_whole(source.adapter):
         raise UserError(f"--with vllm: {source.adapter} is of a part of its base alone; {_MERGE}")
     rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
     rank = next((most for most in _LORA_RANKS if most >= rank), rank)

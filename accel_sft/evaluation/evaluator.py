@@ -103,7 +103,7 @@ class Evaluator:
     Attributes:
         tokenizer: the model's; None if the backend gives texts in place of token ids.
         encoded: the tokenized rows of the validation examples, without those that encoding left out. A row's `index` is
-            its example's index in `examples`. Only the first `--eval-limit` examples are kept.
+            its example's index in `examples`. With `--eval-limit`, a sample of so many examples.
         answered: the last row of each example. Only that row's last answer is generated and scored.
         source_of: with `--mix`, the name of each example's source by its index, if the examples have several; else {}.
             Then every metric is given by source too, as `accuracy/a.jsonl`.
@@ -229,11 +229,12 @@ class Evaluator:
 
 def evaluated_rows(rows: Sequence[Encoded], limit: int | None) -> list[Encoded]:
     """All rows of at most `limit` examples, which are drawn at random, always the same: files are often sorted."""
+    every = list(rows[:])
     if limit is None:
-        return list(rows[:])
-    indices = sorted({row.index for row in rows[:]})
+        return every
+    indices = sorted({row.index for row in every})
     drawn = {*random.Random(0).sample(indices, min(limit, len(indices)))}
-    return [row for row in rows[:] if row.index in drawn]
+    return [row for row in every if row.index in drawn]
 
 
 @contextlib.contextmanager

@@ -263,9 +263,8 @@ def _ends_served(train: StoredEncoding, assembly: Assembly) -> list[str]:
         return []
     token = tokenizer.convert_ids_to_tokens(end)
     written = tokenizer.eos_token_id in assembly.encode.rendering.ends()  # then only calls end with another token
-    if not (train.raw or written) and "eos_token" not in str(
-        tokenizer.chat_template
-    ):  # such a template would write other prompts
+    names_eos = "eos_token" in str(tokenizer.chat_template)  # such a template would write other prompts
+    if not (train.raw or written or names_eos):
         tokenizer.eos_token = token
     what = f"warning: answers end with {token}, but a server running the base model does not stop at it."
     fix = "Add it to the server's stop tokens, or serve merged weights."
