@@ -3,12 +3,10 @@
 import gzip
 import json
 
-import pyarrow.parquet
 import pytest
 from parsers import answer
 
 from accel_sft import UserError, read_rows
-from accel_sft.rows import reading
 from accel_sft.rows.formats import arrow_rows
 from accel_sft.rows.sources import absent_rows
 
@@ -87,57 +85,6 @@ def test_splits_that_are_not_read_are_offered(tmp_path):
     assert (list(rows), rows.notes) == (["train.jsonl"], [])
 
 
-@pytest.mark.parametrize("lines", ["", "\n"])
-@pytest.mark.parametrize("memory", [0, 1 << 20])
-def test_one_file_of_splits_is_read_as_a_folder_is(tmp_path, monkeypatch, lines, memory):
-    monkeypatch.setattr(reading, "IN_MEMORY_BYTES", memory)
-    path = tmp_path / "rows.json"
-
-    def write(**splits):
-        rows = {name: ", ".join(f'{{"answer": "{text}"}}' for text in texts) for name, texts in splits.items()}
-        path.write_text("{" + f",{lines}".join(f'{lines}"{name}": [{held}]' for name, held in rows.items()) + "}")
-
-    write(train="ab", dev="c", test="d")
-    for _ in range(2):
-        rows = read_rows(path, answer)
-        assert (list(rows), [str(place) for place in rows.places([1])]) == (["a", "b"], [f"{path}:train row 2"])
-        assert rows.notes == [
-            f"{path}: the split train is read, not test or validation; to evaluate: --validation-file {path}"
-        ]
-        rows = read_rows(path, answer, split="validation")
-        assert list(rows) == ["c"]
-        assert rows.notes == [f"{path}: the split validation is read"]
-    write(train="a", extra="b")
-    assert read_rows(path, answer).notes == [
-        f"{path}: the split train is read, not extra; for another, write it to a file"
-    ]
-    write(test="a", train="bc")
-    assert [list(read_rows(path, answer, split=use)) for use in ("train", "validation")] == [["b", "c"], ["a"]]
-    write(train="a")
-    assert (list(rows := read_rows(path, answer)), rows.notes) == (["a"], [])
-    write(test="a", dev="b")
-    with pytest.raises(UserError, match="has no split train, but test, validation; write one to a file of its own"):
-        read_rows(path, answer)
-    for content, expected in (
-        ('{"train": [{"answer": "a"}], "n": 1}', "the key 'n' without an array of rows"),
-        ('{"train": [{"answer": "a"}], "train": []}', "the key 'train' twice"),
-        ('{"train": [{"answer": "a"}]', "expected ',' or '}' behind an array"),
-        ('{"train": [{"answer"', "not JSON at column 21"),
-        ('{"train": [{"answer": "a"}], "test": []}\n{"answer": "b"}', 'text after its end: \'{"answer": "b"}\''),
-    ):
-        path.write_text(content)
-        with pytest.raises(UserError, match=f"not an object with an array of rows for each split: {expected}"):
-            read_rows(path, answer)
-    path.write_text(2 * '{"train": [{}], "answer": "a"}\n')
-    assert list(read_rows(path, answer)) == ["a", "a"], "these are rows"
-    path.write_text('{"tests": [{"in": 1}], "answer": "a"}\n{"answer": "b", "tests": []}')
-    assert list(read_rows(path, answer)) == ["a", "b"], "of which the first begins like splits"
-    packed = tmp_path / "rows.json.gz"
-    packed.write_bytes(gzip.compress(b'{"train": [{"answer": "a"}], "test": []}'))
-    with pytest.raises(UserError, match=f"{packed}: has the splits train, test; decompress it"):
-        read_rows(packed, answer)
-
-
 def test_a_folder_without_the_split_is_refused_by_name(tmp_path):
     folder = written(tmp_path / "ds", "test.jsonl", "dev.jsonl")
     with pytest.raises(UserError, match=f"{folder}: has no split train, but test, validation; name one: {folder}:test"):
@@ -206,8 +153,6 @@ def test_splits_of_a_card_are_read_as_it_says(tmp_path, files):
     for pattern, expected in PATTERNS.items():
         card.write_text(f"---\nconfigs:\n- data_files: {pattern}\n---\n")
         assert list(read_rows(folder, answer)) == expected, pattern
-    card.write_text("---\nconfigs:\n- data_files: [gold.jsonl, a.jsonl, b.jsonl]\n---\n")
-    assert f"{card}: data_files that are not there: a.jsonl, and 1 more" in read_rows(folder, answer).notes
 
 
 def test_a_file_in_two_splits_of_a_card_is_refused(tmp_path):
@@ -286,16 +231,3 @@ def test_classes_of_a_data_set_are_read_by_name(tmp_path):
     expected = [{"answer": "good", "all": ["bad", "good"], "n": 1}, {"answer": None, "all": [], "n": 0}]
     for got in (read_rows(tmp_path / "a.parquet", dict), read_rows(tmp_path / "saved", dict), hub):
         assert list(got) == expected
-
-
-def test_json_that_datasets_stores_as_text_is_a_value(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    rows = [{"answer": "x", "call": {"a": [1, None]}}, {"answer": "y", "call": {"b": "c"}}]
-    features = datasets.Features({"answer": datasets.Value("string"), "call": datasets.Json()})
-    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "a.parquet")
-    assert list(read_rows(tmp_path / "a.parquet", dict)) == rows
-    kind = pyarrow.json_()
-    column = pyarrow.ExtensionArray.from_storage(kind, pyarrow.array(['{"a": 1}', "{"]))
-    pyarrow.parquet.write_table(pyarrow.table({"call": column}), tmp_path / "b.parquet")
-    with pytest.raises(UserError, match=r"b\.parquet row 2: field 'call': expected JSON, as the column's type says"):
-        read_rows(tmp_path / "b.parquet", dict)
