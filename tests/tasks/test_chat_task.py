@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from chats import jsonl
 from click.testing import CliRunner
-from conftest import accel_sft, finished
+from conftest import finished
 from PIL import Image
 from transformers import AutoTokenizer
 
@@ -203,7 +203,7 @@ def test_a_system_prompt_is_for_rows_without_one(rows):
     assert "1 row without a system prompt, which get --system-prompt (line 1)" in notes
 
 
-@pytest.mark.parametrize("text", ['[{"name": "Bob", "role": "father"}]', "[[1, 2], [3, 4]]", "[]", "[{", " [1]"])
+@pytest.mark.parametrize("text", ['[{"name": "Bob", "role": "father"}]', "[]", "[{"])
 def test_text_that_is_another_json_list_stays_text(rows, text):
     ((prompt, target, _),), _ = rows({"prompt": text, "completion": text})
     assert prompt == [{"role": "user", "content": text, "continued": True}]
@@ -233,7 +233,6 @@ def test_columns_by_other_names(rows):
         rows({"question": "u", "answer": "a", "persona": "s"})
     for first, second, option in (
         ("query", "reply", "prompt=query,completion=reply"),
-        ("instruction", "answer", "output=answer"),
         ("prompt", "response", "completion=response"),
         ("input", "output", "instruction=input"),
     ):
@@ -264,12 +263,10 @@ OPTIONS = [
     ({"train_file": None}, "--train-file: a file, a folder or a data set of the hub is needed"),
     ({"validation_file": "y", "held_out": 1}, "--held-out: --validation-file replaces it"),
     ({"held_out": -0.1}, "--held-out -0.1: expected a share from 0 to 1, or a"),
-    ({"held_out": 1.5}, "--held-out 1.5: expected a share"),
     ({"columns": "prompt"}, "--columns prompt: prompt has no column; write prompt=NAME"),
     ({"columns": "a=b"}, "--columns a=b: 'a' is not one of messages, prompt,"),
     ({"columns": "input=b,input=c"}, "--columns input=b,input=c: input is named twice"),
     ({"columns": "prompt=b,completion=b"}, "--columns prompt=b,completion=b: the column b is named for two things"),
-    ({"metric": "regex"}, "--regex: goes with --metric regex"),
     ({"regex": "x"}, "--regex: goes with --metric regex"),
     ({"metric": "regex", "regex": "("}, "--regex (: not a regular expression"),
     ({"metric": "bleu"}, "--metric bleu: not one of f1, exact, accuracy, chrf, json, regex, loss"),
@@ -286,17 +283,16 @@ def test_options_that_do_not_fit_are_refused(options, expected):
 
 
 UNLIKE = [("!", "?"), ("x", ""), ("-1", "1"), ("C", "C++"), ("C#", "C++"), ("A-", "A"), ("10", "10%"), ("1.5", "5.1")]
-UNLIKE += [("01/02/2026", "02/01/2026"), ("12:30", "30:12"), ("2026-11-12", "2026-12-11"), (".5", "5"), ("3-4", "4-3")]
-UNLIKE += [("दिन", "दान"), ("தமிழ்", "தமழ"), ("كِتَاب", "كُتَّاب"), ("हूँ", "हो")]
-SIGNS = [("<", ">"), ("==", "!="), ("≥", "<"), ("👍", "👎")]
-OPERATORS = [
-    ("*", "+", 2 / 3),
-    ("*", "/", 2 / 3),
-    ("//", "/", 2 / 3),
-    ("*", "-", 0.8),
-    ("/", "-", 0.8),
-    ("+", "-", 0.8),
+UNLIKE += [
+    ("01/02/2026", "02/01/2026"),
+    ("12:30", "30:12"),
+    (".5", "5"),
+    ("3-4", "4-3"),
+    ("दिन", "दान"),
+    ("كِتَاب", "كُتَّاب"),
 ]
+SIGNS = [("==", "!="), ("≥", "<"), ("👍", "👎")]
+OPERATORS = [("*", "+", 2 / 3), ("//", "/", 2 / 3), ("*", "-", 0.8), ("+", "-", 0.8)]
 SCORES = {
     "accuracy": [("a", " a\n", 1.0), ("a", "A", 0.0)],
     "f1": [
@@ -413,10 +409,8 @@ def test_training_by_loss_alone_generates_nothing(tmp_path, files):
         "chat", "--train-file", str(files["alpaca"]), "--metric", "loss", "--max-steps", "2", "--eval-every", "1",
         run_dir=tmp_path / "run",
     )  # fmt: skip
-    assert [line.split()[0] for line in run.output.splitlines()[:2]] == ["run", "settings"]
     (data,) = (line for line in run.output.splitlines() if line.startswith("data "))
     assert data.index("; 2 steps of ") < data.index(" rows read as ") < data.index(" rows are held out of ")
-    assert run.lines("eval_loss")[-1]["eval_loss"] < run.lines("eval_loss")[0]["eval_loss"]
     assert [set(line) for line in run.lines("eval_loss")] == [{"step", "eval_loss"}] * 3
     assert run.result()["best"]["eval_loss"] == min(line["eval_loss"] for line in run.lines("eval_loss"))
     assert "validation loss" in (run.run_dir / "report.md").read_text()
@@ -439,13 +433,9 @@ def test_check_names_rows_of_chat_files_by_line(tmp_path, called):
 
 def test_rows_trained_on_and_evaluated_are_a_leak(called, tmp_path):
     rows = jsonl(tmp_path / "rows.jsonl", ({"prompt": f"u{n}", "completion": f"a {n}"} for n in range(30)))
-    once = ("--max-steps", "1", "--eval-every", "off", "--save-every", "off")
     for mode, code in ((("--held-out", "0"), 0), (("--validation-file", rows), 1)):
-        command = ("chat", "--train-file", rows, *mode)
-        audit = called("check", *command)
-        run = accel_sft(*command, *once, run_dir=tmp_path / f"run{code}")
-        assert (audit.status, run.status) == (code, 0)
-        assert ["D404" in audit.output, "D404" in run.output] == [bool(code)] * 2
+        audit = called("check", "chat", "--train-file", rows, *mode)
+        assert (audit.status, "D404" in audit.output) == (code, bool(code))
         assert ("are evaluated that are trained on too" in audit.output) is not bool(code)
 
 
@@ -502,7 +492,6 @@ def test_images_within_a_parquet_file_win_over_files_beside_it(tmp_path):
     turns = [{"role": "user", "content": [part(), text("what?")]}, said]
     forms = {
         "bytes and path": {"messages": turns, "images": [within]},
-        "no path": {"messages": turns, "images": [{"bytes": pictures[0], "path": None}]},
         "bytes alone": {"prompt": "<image>what?", "completion": "a", "image": pictures[0]},
         "a part": {"messages": [{"role": "user", "content": [{"type": "image", "image": within}]}, said]},
         "no bytes": {"messages": turns, "images": [{"bytes": None, "path": "a.png"}]},
@@ -528,7 +517,7 @@ def test_images_stay_with_their_turns_and_tell_rows_apart(rows, tmp_path):
     assert same[0].group != same[1].group
 
 
-@pytest.mark.parametrize("empty", ["", [None], [{}], [{"bytes": None, "path": ""}], {"path": None}])
+@pytest.mark.parametrize("empty", ["", [None], [{"bytes": None, "path": ""}]])
 def test_places_of_images_without_any_are_passed_over(rows, tmp_path, empty):
     (plain, seen), _ = rows({"instruction": "u", "output": "a", "image": empty}, {**PICTURED["parts"], "image": empty})
     assert plain[0] == [ASK]
@@ -633,7 +622,7 @@ def test_missing_values_that_are_written_as_words_are_noted(rows):
     assert notes[1:] == []
 
 
-NUMBERS = ("12.50", '{"price": 12.50}', '[1.10, 3, true, "\u00e9"]', '{"a": [{"b": 1E5}, null]}', "[]")
+NUMBERS = ("12.50", '{"a": [{"b": 1E5}, null, true, "\u00e9"]}', "[]")
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -646,14 +635,6 @@ def test_a_number_is_learnt_as_the_file_writes_it(number, tmp_path):
     (tmp_path / "results.jsonl").write_text(f'{{"messages": {turns}}}\n' * 2, encoding="utf-8")
     task = Chat(validation_file=str(tmp_path / "results.jsonl"))
     assert task.messages(task.dataset("validation")[0])[1]["content"] == number
-
-
-def test_the_splits_of_a_folder_are_trained_on_and_evaluated(tmp_path):
-    for split, count in {"train": 3, "test": 2}.items():
-        (tmp_path / f"{split}.jsonl").write_text(f'{{"prompt": "u", "completion": "{split}"}}\n' * count)
-    task = Chat(train_file=str(tmp_path), validation_file=str(tmp_path))
-    targets = {split: [task.target(row) for row in task.dataset(split)] for split in ("train", "validation")}
-    assert targets == {"train": ["train"] * 3, "validation": ["test"] * 2}
 
 
 def test_raw_text_has_no_prompt_and_is_scored_by_perplexity(tmp_path):

@@ -27,8 +27,8 @@ COLUMNS = {
     "input": ("input", "context"),
     "output": ("output", "response"),
     "history": ("history",),
-    "system": ("system", "system_prompt", "systemInstruction", "system_instruction"),
-    "tools": ("tools", "functions", "toolConfig"),
+    "system": ("system", "system_prompt"),
+    "tools": ("tools", "functions"),
     "images": ("images", "image"),
     "text": ("text",),
 }
@@ -48,7 +48,7 @@ _HALVES = (("prompt", "completion"), ("instruction", "output"), ("completion", "
 _ASKS = ("question", "query", "problem", "source", "input", "text")
 _ANSWERS = ("answer", "response", "output", "reply", "solution", "target")
 """Names that are proposed for `--columns`, as other programs write prompts and answers under them."""
-_SAID = ("content", "parts", "tool_calls", "function_call")
+_SAID = ("content", "tool_calls", "function_call")
 _LABEL = "no label beside raw text; --columns prompt={0},completion={1} learns the label, text={0} the text"
 _OF_TREE = "no {1} beside raw text: join the tree's branches into messages, or --columns text={0} for texts alone"
 _PICTURE = "no image beside raw text: give messages with the image, or --columns text={0} for texts alone"
@@ -245,8 +245,6 @@ def _text(row: Mapping[str, Any], column: str, remarks: Remarks, *, needed: bool
 def _system(row: Mapping[str, Any], column: str, remarks: Remarks) -> str:
     """The system prompt of a column: a text, a message or, as Anthropic has it, a part; or a list of them."""
     value = row.get(column)
-    if isinstance(value, dict) and isinstance(value.get("parts"), list):
-        value = value["parts"]  # Gemini's, whatever its role
     if not value:
         return ""
     held = _messages_in(value) or (value if isinstance(value, list) else [value])
@@ -354,16 +352,12 @@ def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
             raise RowProblem(column, f"JSON of a list of tools ({error})") from None
     if not value:
         return None
-    if isinstance(value, dict):
-        value = value.get("tools", value)  # in Bedrock's toolConfig
     tools = []
     for tool in value if isinstance(value, list) else [value]:
         if isinstance(tool, str):
             with contextlib.suppress(ValueError):  # refused below
                 tool = json_in(tool)
-        held = tool if isinstance(tool, dict) else {}
-        declared = held.get("functionDeclarations", held.get("function_declarations"))  # Gemini's
-        tools += declared if isinstance(declared, list) else [held.get("toolSpec", tool)]
+        tools.append(tool)
     for number, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -379,13 +373,9 @@ def _stand_in(system_text: str, turns: list[Turn], tools: list[dict[str, Any]]) 
 
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """A flat schema of a tool, such as Anthropic's, MCP's or Bedrock's, with its parameters under OpenAI's key."""
+    """A flat schema of a tool, such as Anthropic's or MCP's, with its parameters under OpenAI's key."""
     named = {"input_schema": "parameters", "inputSchema": "parameters"}
-    renamed = {named.get(name, name): value for name, value in tool.items() if (name, value) != ("type", "function")}
-    match renamed:
-        case {"parameters": {"json": dict(schema)}}:  # Bedrock's
-            renamed["parameters"] = schema
-    return renamed
+    return {named.get(name, name): value for name, value in tool.items() if (name, value) != ("type", "function")}
 
 
 def _variables(row: Mapping[str, Any]) -> dict[str, Any] | None:

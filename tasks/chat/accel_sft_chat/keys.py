@@ -38,6 +38,7 @@ REFUSED_IN_TURNS = {
     **dict.fromkeys(("training", "trainable"), _MARK),
     "channel": "an answer's thinking as its reasoning_content: no channel is read",
     **dict.fromkeys(("image", "images"), "images as parts of the content, or in the row's column images"),
+    "parts": "a content; Gemini's parts are not read",
 }
 REFUSED_IN_PARTS = {**_MASKS, **_WEIGHTS}
 AS_JSON = "with numbers, lists or objects in place of texts, which are read as JSON"
