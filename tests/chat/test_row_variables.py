@@ -65,6 +65,8 @@ def test_each_row_sets_its_own_template_variables(tokenizer, family):
 
 
 def test_variables_that_the_template_does_not_read_are_reported(tokenizer):
+    plain, continued = encoded(tokenizer, ([ASK], "no"), ([{**ASK, "continued": True}], "no")).kept
+    assert plain.input_ids == continued.input_ids, "which no template reads"
     (note,) = [line for line in encoded(tokenizer, ([ASK], "no", {"persona": "x"})).notes if "persona" in line]
     assert note == "warning: the chat template takes no persona; what chat_template_kwargs sets is not in the prompts"
 
@@ -172,8 +174,3 @@ def test_server_gets_no_row_without_its_variables():
 def test_template_variables_are_an_object_of_the_rows_own(given, problem):
     with pytest.raises(UserError, match=rf"train example 0: chat_template_kwargs\(\) gave {problem}"):
         conversation(Rows(), [([ASK], "no", given)], "train", 0)
-
-
-def test_a_continued_text_is_a_user_turn_for_a_template(tokenizer):
-    plain, continued = encoded(tokenizer, ([ASK], "no"), ([{**ASK, "continued": True}], "no")).kept
-    assert plain.input_ids == continued.input_ids

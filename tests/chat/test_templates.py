@@ -98,23 +98,17 @@ def test_template_without_a_generation_prompt_is_warned_of_with_fix(tokenizer):
 
 
 @pytest.mark.parametrize("assistant", SOUND.values(), ids=SOUND)
-def test_an_answer_that_is_reproduced_to_the_token_is_right(tokenizer, assistant):
+def test_answers_are_scored_without_what_surrounds_them(tokenizer, assistant):
     own = with_template(tokenizer, assistant)
     reproduced = learnt(own, ANSWERS)
     evaluation = scored(own, ANSWERS, reproduced)
     assert [sample["generated"] for sample in evaluation.samples] == ANSWERS
     assert evaluation.metrics["right"] == 1.0
     # a server, or a limit, may leave the end-of-turn token out
-    unended = [ids[:-1] for ids in reproduced]
-    assert scored(own, ANSWERS, unended).metrics["right"] == 1.0
-
-
-@pytest.mark.parametrize("assistant", SOUND.values(), ids=SOUND)
-def test_other_answer_is_scored_without_what_surrounds_it(tokenizer, assistant):
-    own = with_template(tokenizer, assistant)
-    said = ["even", "final", "m and <b>m</b>", "a\n\nb."]
-    evaluation = scored(own, ["odd"] * len(said), learnt(own, said))
-    assert [sample["generated"] for sample in evaluation.samples] == said
+    assert scored(own, ANSWERS, [ids[:-1] for ids in reproduced]).metrics["right"] == 1.0
+    others = ["even", "final", "m and <b>m</b>", "a\n\nb."]
+    evaluation = scored(own, ["odd"] * len(others), learnt(own, others))
+    assert [sample["generated"] for sample in evaluation.samples] == others
     assert evaluation.metrics["right"] == 0.0
 
 

@@ -17,7 +17,7 @@ from conftest import accel_sft, finished, stopped
 from fake_plugins import GOOD, install
 from families import FAMILIES
 from models import encode
-from thinking_families import DAY, MODES, of_family
+from thinking_families import DAY, MODES, NAMES, of_family
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
@@ -70,7 +70,7 @@ def learnt(encoding):
 
 
 @pytest.mark.parametrize("thinking", MODES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_family_learns_answers_and_scores_them_in_every_mode(any_tokenizer, name, thinking):
     own, ends = of_family(any_tokenizer, name)
     encoding = encoded(own, ends, ANSWERS, thinking)
@@ -88,7 +88,7 @@ def test_every_family_learns_answers_and_scores_them_in_every_mode(any_tokenizer
     assert wrong.metrics["right"] == 0.0
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_family_learns_thinking_and_scores_the_answer_alone(any_tokenizer, name):
     own, ends = of_family(any_tokenizer, name)
     encoding = encoded(own, ends, THOUGHTS, "keep")
@@ -101,22 +101,16 @@ def test_every_family_learns_thinking_and_scores_the_answer_alone(any_tokenizer,
     assert [sample["generated"] for sample in evaluation.samples] == ["odd", "<b>odd</b>"]
     assert [sample["expected"] for sample in evaluation.samples] == ["odd", "<b>odd</b>"]
     assert evaluation.metrics["right"] == 1.0
+    text = own.decode(learnt(encoding)[0])
+    cut = own(text[: text.index("two") + 2], add_special_tokens=False)["input_ids"]
+    evaluation = scored(own, encoding, THOUGHTS, [cut, cut], "keep")
+    assert [sample["generated"] for sample in evaluation.samples] == ["", ""], "thinking without an end"
 
 
 def test_scoring_check_leaves_out_kept_thinking():
     check_scoring(Says(), THOUGHTS, "keep")
     with pytest.raises(UserError, match=r"score\(\) failed on '<think>two"):
         check_scoring(Says(), THOUGHTS, "template")
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_thinking_without_an_end_scores_as_nothing(tokenizer, name):
-    own, ends = of_family(tokenizer, name)
-    encoding = encoded(own, ends, THOUGHTS[:1], "keep")
-    text = own.decode(learnt(encoding)[0])
-    cut = own(text[: text.index("two") + 2], add_special_tokens=False)["input_ids"]
-    (sample,) = scored(own, encoding, THOUGHTS[:1], [cut], "keep").samples
-    assert sample["generated"] == ""
 
 
 JOB = ("--max-steps", "6", "--global-batch-size", "8", "--train-examples", "24", "--validation-examples", "5")
@@ -257,7 +251,7 @@ def test_departures_from_the_template_are_one_line(tokenizer, name, thinking, sa
         assert [note for note in notes if said.replace(r"\\n", r"\n") in note]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_texts_make_no_control_tokens(any_tokenizer, name):
     own, ends = of_family(any_tokenizer, name)
     control = ControlTokens(own)
@@ -280,7 +274,7 @@ def test_texts_make_no_control_tokens(any_tokenizer, name):
     assert len([token for token in row.input_ids if token in control.special_ids]) > len(special[0])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_prompts_of_training_are_what_is_generated_from(tokenizer, name):
     own, ends = of_family(tokenizer, name)
     rendering = Rendering(own, "template", DAY)
@@ -290,26 +284,6 @@ def test_prompts_of_training_are_what_is_generated_from(tokenizer, name):
     ids = own.apply_chat_template(given, add_generation_prompt=True, return_dict=True)["input_ids"]
     (example,) = encoded(own, ends, ["odd"], "template").kept
     assert example.input_ids[: example.prompt_length] == ids
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_conversations_with_turns_or_without_system_message_are_learnt(tokenizer, name):
-    class Talks(Says):
-        def messages(self, example):
-            talk = [("user", "Hello."), ("assistant", "Good day."), ("user", "What?")]
-            turns = [{"role": role, "content": content} for role, content in talk]
-            return [{"role": "system", "content": "Say it."}, *turns] if example == "odd" else turns
-
-    own, ends = of_family(tokenizer, name)
-    for thinking in MODES:
-        encoding = encoded(own, ends, ["odd", "even"], thinking, Talks())
-        for example, answer in zip(encoding.kept, ("odd", "even"), strict=True):
-            prompt, rest = texts(own, example)
-            assert answer in rest
-            assert ("Say it." in prompt) == (answer == "odd")
-            assert prompt.index("Hello.") < prompt.index("Good day.") < prompt.index("What?")
-        evaluation = scored(own, encoding, ["odd", "even"], learnt(encoding), thinking, Talks())
-        assert evaluation.metrics["right"] == 1.0
 
 
 DROPPING = [("DeepSeek-R1", "template"), ("EXAONE 4", "off"), ("QwQ", "template"), ("Qwen3", "off"), ("Qwen3.5", "off")]

@@ -106,12 +106,15 @@ def test_a_large_file_is_checked_once(file, way, own_cache, capsys):
     assert "damaged (places.bin has other bytes than were written); it is made again" in capsys.readouterr().out
 
 
-def test_without_a_cache_rows_are_checked_every_time(file, way, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("content", [json.dumps(ROWS), "answer\n" + "\n".join(row["answer"] for row in ROWS)])
+def test_without_a_cache_rows_are_checked_every_time(file, way, monkeypatch, tmp_path, capsys, content):
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(file("{}") / "cache"))
-    path = tmp_path / "other.json"
-    path.write_text(json.dumps(ROWS))
+    path = tmp_path / ("other.json" if content.startswith("[") else "other.csv")
+    path.write_text(content)
     assert read_rows(path, answer) == [row["answer"] for row in ROWS]
-    assert ("rows cannot be kept here (Not a directory)" in capsys.readouterr().out) == (way != "held")
+    is_held = way == "held" and content.startswith("[")
+    assert ("rows cannot be kept here (Not a directory)" in capsys.readouterr().out) != is_held
+    assert read_rows(path, lambda row: row["answer"])[0] == ROWS[0]["answer"]  # no fingerprint: nothing to find
 
 
 def test_row_changed_while_in_use_is_not_taken_unchecked(file, way):

@@ -71,11 +71,7 @@ FORMS = {
         ({"conversations": [ASK, ANSWER], "system": "s"}, [SYSTEM, ASK], "a"),
     ],
     "messages (column conversation: input, output)": [
-        (
-            {"conversation": [{"input": "u", "output": "a"}, {"output": "a2", "input": "u2"}]},
-            [ASK],
-            [ANSWER, AGAIN, MORE],
-        ),
+        ({"conversation": [{"input": "u", "output": "a"}]}, [ASK], "a"),
     ],
     "ShareGPT (column conversations: from, value)": [
         (sharegpt(("system", "s"), ("human", "u"), ("gpt", "a")), [SYSTEM, ASK], "a"),
@@ -107,22 +103,17 @@ CALLING = [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"ro
 PARIS = {"name": "weather", "arguments": {"city": "Paris"}}
 WRITTEN = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
 CALLS = {
-    "OpenAI's": messages(ASK, {"role": "assistant", "content": None, "tool_calls": [WRITTEN]}, CALLING[2], ANSWER)
-    | {"tools": [TOOL]},
-    "ShareGPT's": sharegpt(("human", "u"), ("function_call", json.dumps(PARIS)), ("observation", "21"), ("gpt", "a"))
-    | {"tools": json.dumps([chats.WEATHER])},
+    "OpenAI's": messages(ASK, {"role": "assistant", "content": None, "tool_calls": [WRITTEN]}, CALLING[2], ANSWER),
+    "ShareGPT's": sharegpt(("human", "u"), ("function_call", json.dumps(PARIS)), ("observation", "21"), ("gpt", "a")),
     "functions": messages(
-        ASK,
-        {"role": "assistant", "content": "", "function_call": PARIS},
-        {"role": "function", "content": "21"},
-        ANSWER,
-    )
-    | {"functions": [chats.WEATHER]},
+        ASK, {**ANSWER, "content": "", "function_call": PARIS}, {"role": "function", "content": "21"}, ANSWER
+    ),
 }
+OFFERED = ({"tools": [TOOL]}, {"tools": json.dumps([chats.WEATHER])}, {"functions": [chats.WEATHER]})
 
 
 def test_calls_of_tools_are_learnt_and_their_results_are_not(rows):
-    chats, _ = rows(*CALLS.values())
+    chats, _ = rows(*(row | tools for row, tools in zip(CALLS.values(), OFFERED, strict=True)))
     assert chats == [(CALLING[:1], CALLING[1:], [TOOL])] * len(CALLS)
 
 
@@ -231,14 +222,6 @@ def test_columns_by_other_names(rows):
     assert notes[1] == "1 row without the column who, which --columns names"
     with pytest.raises(UserError, match="got question, answer, persona; name others"):
         rows({"question": "u", "answer": "a", "persona": "s"})
-    for first, second, option in (
-        ("query", "reply", "prompt=query,completion=reply"),
-        ("prompt", "response", "completion=response"),
-        ("input", "output", "instruction=input"),
-    ):
-        with pytest.raises(UserError, match=f"--columns {option}$"):
-            rows({first: "u", second: "a"})
-        rows({first: "u", second: "a"}, columns=option)
     with pytest.raises(UserError, match="expected a column answr, which --columns names, got question, answer"):
         rows({"question": "u", "answer": "a"}, columns="prompt=question,completion=answr")
 
@@ -283,14 +266,7 @@ def test_options_that_do_not_fit_are_refused(options, expected):
 
 
 UNLIKE = [("!", "?"), ("x", ""), ("-1", "1"), ("C", "C++"), ("C#", "C++"), ("A-", "A"), ("10", "10%"), ("1.5", "5.1")]
-UNLIKE += [
-    ("01/02/2026", "02/01/2026"),
-    ("12:30", "30:12"),
-    (".5", "5"),
-    ("3-4", "4-3"),
-    ("दिन", "दान"),
-    ("كِتَاب", "كُتَّاب"),
-]
+UNLIKE += [("01/02/2026", "02/01/2026"), (".5", "5"), ("3-4", "4-3"), ("दिन", "दान"), ("كِتَاب", "كُتَّاب")]
 SIGNS = [("==", "!="), ("≥", "<"), ("👍", "👎")]
 OPERATORS = [("*", "+", 2 / 3), ("//", "/", 2 / 3), ("*", "-", 0.8), ("+", "-", 0.8)]
 SCORES = {
@@ -437,6 +413,9 @@ def test_rows_trained_on_and_evaluated_are_a_leak(called, tmp_path):
         audit = called("check", "chat", "--train-file", rows, *mode)
         assert (audit.status, "D404" in audit.output) == (code, bool(code))
         assert ("are evaluated that are trained on too" in audit.output) is not bool(code)
+    once = ("--max-steps", "1", "--eval-every", "off", "--save-every", "off")
+    run = finished("chat", "--train-file", rows, "--validation-file", rows, *once, run_dir=tmp_path / "run")
+    assert "D404" in run.output
 
 
 def part(path=None):
@@ -452,10 +431,7 @@ PICTURED = {
     "OpenAI's parts": messages(
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}, text("what?")]}, ANSWER
     ),
-    "parts and a column": {
-        **messages({"role": "user", "content": [part(), text("what?")]}, ANSWER),
-        "images": ["a.png"],
-    },
+    "a column": messages({"role": "user", "content": [part(), text("what?")]}, ANSWER) | {"images": ["a.png"]},
     "marks and a column": {**sharegpt(("human", "<image>what?"), ("gpt", "a")), "images": ["a.png"]},
     "a column alone": {"prompt": "what?", "completion": "a", "images": [{"path": "a.png", "bytes": None}]},
     "one image": {"instruction": "<image>what?", "output": "a", "image": "a.png"},
@@ -469,16 +445,10 @@ def test_images_of_every_form_are_parts_of_the_messages(rows, tmp_path, row):
     assert user["content"] == [part(str(tmp_path / "a.png")), text("what?")]
     assert target == "a"
     assert any("no <image> in their texts" in note for note in notes) == ("prompt" in row)
-
-
-def test_images_are_looked_for_beside_the_file_that_names_them(tmp_path):
-    question = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        jsonl(tmp_path / folder / "rows.jsonl", [messages(question, ANSWER)])
-    task = Chat(validation_file=f"{tmp_path}/one/rows.jsonl,{tmp_path}/two")
-    paths = [task.messages(example)[0]["content"][0]["image"] for example in task.dataset("validation")]
-    assert paths == [f"{tmp_path}/one/a.png", f"{tmp_path}/two/a.png"]
+    (tmp_path / "other").mkdir()
+    task = Chat(validation_file=f"{tmp_path}/rows.jsonl,{jsonl(tmp_path / 'other' / 'rows.jsonl', [row])}")
+    _, beside = (task.messages(example)[0]["content"][0] for example in task.dataset("validation"))
+    assert beside == part(str(tmp_path / "other" / "a.png")), "beside the file that names them"
 
 
 def test_images_within_a_parquet_file_win_over_files_beside_it(tmp_path):
@@ -558,18 +528,10 @@ def test_answers_of_one_word_are_best_scored_by_another_metric(tmp_path):
     assert notes(tmp_path / "short", metric="exact") == notes(tmp_path / "long") == []
 
 
-@pytest.mark.parametrize(
-    ("options", "answers", "warned"),
-    [
-        ({"metric": "regex", "regex": r"#### (\d+)"}, ["\\boxed{1}"] * 3, True),
-        ({"metric": "regex", "regex": r"#### (\d+)"}, ["1", "#### 2"], False),
-        ({"metric": "json"}, ["yes"], True),
-        ({"metric": "json"}, ["yes", "{}"], False),
-    ],
-)
-def test_a_metric_that_matches_no_own_answer_is_named(tmp_path, options, answers, warned):
+@pytest.mark.parametrize(("answers", "warned"), [(["\\boxed{1}"] * 3, True), (["1", "#### 2"], False)])
+def test_a_metric_that_matches_no_own_answer_is_named(tmp_path, answers, warned):
     rows = ({"prompt": "u", "completion": answer} for answer in answers)
-    task = Chat(validation_file=jsonl(tmp_path / "rows.jsonl", rows), **options)
+    task = Chat(validation_file=jsonl(tmp_path / "rows.jsonl", rows), metric="regex", regex=r"#### (\d+)")
     lines = check_scoring(task, task.dataset("validation"))
     assert [line.split(":")[0] for line in lines] == ["warning"] * warned
 
@@ -615,9 +577,8 @@ def test_missing_values_that_are_written_as_words_are_noted(rows):
     words = (("None", 3), ("nan", 1), ("null", 4))
     line = "1 row with a text that is '{}', which is learnt as a word (line {})"
     assert sorted(notes[1:]) == [line.format(*word) for word in words]
-    for value in (r"\N", "NULL", "#N/A", "#REF!", "<noinput>"):
-        _, notes = rows({**word, "output": value})
-        assert f"with a text that is {value!r}" in notes[1]
+    _, notes = rows({**word, "output": r"\N"})
+    assert r"with a text that is '\\N'" in notes[1]
     _, notes = rows({**word, "output": "It returns:\nNone"}, {**word, "input": "nano"})
     assert notes[1:] == []
 
@@ -660,7 +621,7 @@ def test_raw_text_column_by_another_name_is_read(tmp_path):
     assert {"2 rows read as raw text (column body)", "not read: label (2 rows)"} <= {*rows.notes}
 
 
-@pytest.mark.parametrize("name", ["book.txt", "book.md", "book.txt.gz"])
+@pytest.mark.parametrize("name", ["book.md", "book.txt.gz"])
 def test_a_text_file_is_one_document(tmp_path, name):
     content = "\ufeffOnce upon a time.\r\n\n  And so on: é.\n".encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
@@ -683,6 +644,3 @@ def test_texts_of_a_folder_are_data_without_other_files(tmp_path):
     assert [row.prompt[0]["content"] for row in rows()] == ["a", "c"]
     jsonl(tmp_path / "rows.txt", pairs)
     assert len(rows("rows.txt")) == 2  # JSON under another name
-    (tmp_path / "latin.txt").write_bytes("One.\nTwö.".encode("latin-1"))
-    with pytest.raises(UserError, match=r"latin.txt:2: not UTF-8"):
-        rows("latin.txt")

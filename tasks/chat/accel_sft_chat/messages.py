@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_sft import RowProblem
 from accel_sft_chat.keys import REFUSED_IN_PARTS, REFUSED_IN_TURNS, Remarks, RowRefused
-from accel_sft_chat.values import as_json, functions_in, has_rewritten_numbers, json_in, kind, text_of
+from accel_sft_chat.values import as_json, functions_in, json_in, kind, text_of
 
 Turn = dict[str, Any]
 """A message with `role` (system, user, assistant or tool) and `content`.
@@ -47,7 +47,6 @@ _CALL_MARK = re.compile(
     re.IGNORECASE,
 )
 """How templates begin a call of a tool as text."""
-REWRITTEN = "with numbers in calls of tools that templates write in another form (1.50 as 1.5)"
 OTHERS_MARKED = "with turns marked to be learnt that are not the assistant's, which are not learnt"
 _ROLES = {
     "system": "system",
@@ -314,12 +313,9 @@ def read_calls(value: Any, field: str, remarks: Remarks) -> list[Turn]:
             _look_at_part(keys, _IN_CALLS, f"{field}[{number}]", remarks)
         arguments = next((function[name] for name in _ARGUMENTS if function.get(name) is not None), None)
         where = f"{field}[{number}].arguments"
-        given = arguments
         arguments = {} if arguments in (None, "") else _json(arguments, where)
         if not isinstance(arguments, dict):
             raise RowProblem(where, f"an object, or JSON of one, got {kind(arguments)}")
-        if arguments and has_rewritten_numbers(given if isinstance(given, str) else as_json(given)):
-            remarks.notes[REWRITTEN] = None
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         calls.append({"type": "function", **named, "function": {"name": function["name"], "arguments": arguments}})
     if not calls:
