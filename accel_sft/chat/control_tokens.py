@@ -45,8 +45,6 @@ class ControlTokens:
     the rendering, control tokens without a guard are therefore the template's own. They are respelled, with OWN around
     them, guards are removed, and the result is tokenized by a copy of the tokenizer that knows only that spelling.
 
-    Args:
-        as_text: whether control tokens in texts are to be read as characters; if not, texts are never guarded.
     Attributes:
         as_text: whether texts are guarded: if asked for, and if the tokenizer is fast (of the library tokenizers).
         pattern: finds any special token.

@@ -8,7 +8,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.chat.conversation import Conversation, Turn, Turns, divided, split_thinking
 from accel_sft.chat.pictures import IMAGE_MARK
 from accel_sft.chat.rendering import Rendered
-from accel_sft.chat.template import MARK, lost
+from accel_sft.chat.template import MARK
 from accel_sft.io.text import common_length, one_line
 
 _QUOTED = 32
@@ -42,8 +42,10 @@ def check_all_kept(where: str, chat: Conversation, text: Rendered, *, keeps_thin
     wanted = [thinking or "", answer] if keeps_thinking or "reasoning_content" in chat.answer else [chat.target]
     if text.apart or text.form.drops_answer or not all(holds(text.prompt, text.rest, part) for part in wanted):
         raise _refusal(where, text, chat.target, thinks=fixable)
-    if name := lost(chat.calls, text.rest):
-        raise _refusal(where, text, f"the call of a tool, with {name}", thinks=False)
+    functions = [call["function"] for call in chat.calls]
+    names = [name for function in functions for name in (function["name"], *function["arguments"])]
+    if lost := next((name for name in names if name not in text.rest), None):
+        raise _refusal(where, text, f"the call of a tool, with {lost}", thinks=False)
     if text.prompt and (missing := _missing(chat.turns, text.prompt)):  # rows without any prompt are left out
         role, words = missing
         raise TextDropped(
@@ -64,11 +66,8 @@ def unwritten(turns: Turns, prompt: str) -> list[str]:
 
 
 def holds(prompt: str, rest: str, target: str) -> bool:
-    """Whether `rest`, which follows a rendered prompt, contains the answer `target`; white space is ignored.
-
-    Templates strip white space around an answer, and move it around a thinking block, whose opening mark may end the
-    prompt. Text is compared, not tokens, so the tokenizer's normalization makes no difference.
-    """
+    """Whether `rest`, which follows a rendered prompt, contains the answer `target`; white space is ignored, which
+    templates strip around an answer, and move around a thinking block, whose opening mark may end the prompt."""
     if target.strip() in rest:
         return True
     opened = MARK.findall(prompt)[-1:]

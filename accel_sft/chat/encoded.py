@@ -57,14 +57,11 @@ class Encoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What decides an example's tokens besides its text.
+    """What decides an example's tokens besides its text: options, and two sets of tokens.
 
     Attributes:
         eos_ids: `end_of_turn_ids`, and the token that ends the template's turns; if the template ends answers with none
             of them, answers get the tokenizer's eos.
-        max_length: maximum number of tokens in a row.
-        truncation: "drop", "right" or "error": what happens to examples with longer rows.
-        thinking, day, control_tokens: as `Rendering` takes them.
         served_ends: those of `eos_ids` that the model's own generation settings name.
     """
 

@@ -82,13 +82,8 @@ class Form:
         return prompt[: len(prompt) - len(self.unwritten)] + self.instead
 
     def rest_of(self, full_text: str, prompt: str, head: str | None) -> str | None:
-        """What is learnt after the prompt; None if the rendering with the answer does not begin with the prompt.
-
-        Args:
-            full_text: the rendering of prompt and answer.
-            prompt: the rendering of the prompt.
-            head: `full_text` up to the answer if the system text moves, else None.
-        """
+        """What is learnt after the rendered prompt; None if `full_text`, the rendering with the answer, does not begin
+        with the prompt. `head` is `full_text` up to the answer if the system text moves, else None."""
         if head is not None:
             begins = head[: len(head) - len(self.lead)]
         elif self.sound and prompt.endswith(self.unwritten):
@@ -107,27 +102,21 @@ class Form:
     def given(self, turns: Turns) -> Turns:
         """The turns as the template takes them."""
         if self.folds_system:
-            system_texts = [turn["content"] for turn in turns if turn["role"] == "system" and turn["content"].strip()]
-            turns, system = [turn for turn in turns if turn["role"] != "system"], "\n\n".join(system_texts)
-            if not system_texts:
-                return dataclasses.replace(self, folds_system=False).given(turns)
-            at = next((at for at, turn in enumerate(turns) if turn["role"] == "user"), None)
-            if at is None:
-                turns = [{"role": "user", "content": system}, *turns]
-            else:
-                first_question = {**turns[at], "content": f"{system}\n\n{turns[at]['content']}"}
-                turns = [*turns[:at], first_question, *turns[at + 1 :]]
+            texts = [turn["content"] for turn in turns if turn["role"] == "system" and turn["content"].strip()]
+            turns = [turn for turn in turns if turn["role"] != "system"]
+            at = next((at for at, turn in enumerate(turns) if turn["role"] == "user"), -1)
+            if texts and at < 0:
+                turns = [{"role": "user", "content": "\n\n".join(texts)}, *turns]
+            elif texts:
+                question = {**turns[at], "content": "\n\n".join([*texts, turns[at]["content"]])}
+                turns = [*turns[:at], question, *turns[at + 1 :]]
         if self.parts:
             return [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
         return turns
 
     def with_answer(self, turns: Turns, answer: str, thinking: str | None = None, more: Turn | None = None) -> Turns:
-        """The turns and an answer, as the template takes them.
-
-        Args:
-            thinking: given in a field of its own, `reasoning_content`.
-            more: further fields of the answer's turn, such as tool calls.
-        """
+        """The turns and an answer, as the template takes them; `thinking` is given in a field of its own, and `more`
+        are further fields of the answer's turn, such as tool calls."""
         given = self.given([*turns, {**(more or {}), "role": "assistant", "content": answer}])
         if thinking is not None:
             given = [*given[:-1], {**given[-1], "reasoning_content": thinking}]
@@ -136,11 +125,7 @@ class Form:
 
 class Forms:
     """Finds the forms of conversations. They depend only on the template, `--thinking`, whether there are tools, and on
-    the order of roles, calls and empty texts beside calls.
-
-    Args:
-        note: called with a line for each thing that the trainer does beside what the template itself does.
-    """
+    the order of roles, calls and empty texts beside calls. `note` is called with each line for the user."""
 
     def __init__(self, template: ChatTemplate, thinking: str, note: Callable[[str], None]) -> None:
         self._template, self._thinking, self._note = template, thinking, note
@@ -296,8 +281,6 @@ def _remarks(form: Form, turns: Turns) -> list[str]:
     lines = []
     if form.folds_system:
         lines.append("chat template: it takes no system message; its text is put before the first user turn's")
-    if form.parts:
-        lines.append("chat template: it takes lists of parts; each content is given as one text part")
     if form.system_moves:
         lines.append("chat template: it puts the system message elsewhere once an answer follows; it stays as asked")
     if form.unwritten and (form.sound or form.system_moves):

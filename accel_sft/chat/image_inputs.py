@@ -29,11 +29,9 @@ _TYPES = "token_type_ids"
 
 @dataclasses.dataclass(frozen=True)
 class RowImages:
-    """The images of a row.
+    """The images of a row: the first `count` of the example at `index` of the split.
 
     Attributes:
-        index: the example's place in the split.
-        count: how many of the example's images the row has: its first ones.
         digest: 128 bits of the SHA-256 of the images and of the processor's settings.
         source: reads the images again; None until the row is read back.
     """

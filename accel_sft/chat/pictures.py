@@ -8,8 +8,6 @@ import functools
 import hashlib
 import io
 import os
-import urllib.parse
-import urllib.request
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -130,8 +128,6 @@ def _file_or_bytes(value: str, what: str, *, encoded: bool) -> str | bytes:
             return base64.b64decode(value.partition(",")[2] if value.startswith("data:") else value)
         except (binascii.Error, ValueError) as error:
             raise UserError(f"{what} gave an image in base64 that cannot be decoded ({error})") from None
-    if value.lower().startswith(("file:///", "file://localhost/")):
-        value = urllib.request.url2pathname(urllib.parse.urlsplit(value).path)
     if "://" in value[:10]:
         raise UserError(
             f"{what} gave the image {value[:80]!r}, which would be fetched again in every epoch; download it, and give "

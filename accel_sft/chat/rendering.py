@@ -8,7 +8,10 @@ from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.conversation import Conversation, Tools, Turns, divided
 from accel_sft.chat.form import ANSWER, Form, Forms
 from accel_sft.chat.pictures import Picture, parted
-from accel_sft.chat.template import ARGUMENTS, CALL, ChatTemplate
+from accel_sft.chat.template import ChatTemplate
+
+_ARGUMENTS = {"of": "a call"}
+_CALL: dict[str, Any] = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": _ARGUMENTS}}
 
 
 class Rendered(NamedTuple):
@@ -28,16 +31,10 @@ class Rendered(NamedTuple):
 
 
 class Rendering:
-    """A tokenizer's chat template, used alike in training and evaluation, with `--thinking` and the day fixed.
+    """A tokenizer's chat template, used alike in training and evaluation, with `--thinking`, the day (YYYY-MM-DD) and
+    `--control-tokens` fixed.
 
     `notes` has a line for each thing that is done here beside what the template itself does.
-
-    Args:
-        thinking: "off", "template" or "keep".
-        day: YYYY-MM-DD that the template is told; None: the day on which it is rendered.
-        control_tokens: "text" or "tokens": what control tokens in texts are read as.
-    Attributes:
-        form: gives the form of a conversation.
     """
 
     def __init__(
@@ -125,13 +122,13 @@ class Rendering:
     def call_ends(self) -> list[int]:
         """The special tokens behind a turn's last call, if the last of them is written once for two calls, and so ends
         the turn, as `<|call|>`; else [], also if the template takes no calls."""
-        for calls in () if self.template.concatenates else ([CALL, CALL], [CALL]):
+        for calls in () if self.template.concatenates else ([_CALL, _CALL], [_CALL]):
             turns: Turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
             try:
                 text = self.template.text(turns, "prompt", prompt=False, offered={"tools": []})
             except UserError:  # some take one call alone
                 continue
-            _, called, tail = text.rpartition(ARGUMENTS["of"])
+            _, called, tail = text.rpartition(_ARGUMENTS["of"])
             marks = [match[0] for match in self.control.pattern.finditer(tail)]
             if called and marks and text.rpartition("?")[2].count(marks[-1]) == 1:
                 return [token for ids in self.control.ids(marks) for token in ids]
@@ -145,11 +142,7 @@ class Rendering:
 
 
 def _joined(form: Form, chat: Conversation, prompt: str, full_text: str, head: str | None) -> Rendered:
-    """Return `prompt`, and what follows it in `full_text`, the template's rendering with the answer.
-
-    Args:
-        head: `full_text` up to the answer if the system text moves, else None.
-    """
+    """Return `prompt`, and what follows it in `full_text`; `head` as `Form.rest_of` takes it."""
     thinking, answer = divided(chat) if form.thinking_as == "written" else (None, "")
     if thinking is not None and (form.sound or form.system_moves):
         opening, mark = ("", form.closing_mark) if form.closing_mark else ("<think>", "</think>")

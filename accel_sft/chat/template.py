@@ -1,10 +1,6 @@
-"""Calls a tokenizer's chat template on turns: with a fixed day, and calls of tools in the form that it takes.
-
-A template's failure becomes an error of one line.
-"""
+"""Calls a tokenizer's chat template on turns, with a fixed day; its failure becomes an error of one line."""
 
 import datetime
-import functools
 import itertools
 import json
 import re
@@ -25,8 +21,6 @@ _DIRECTIVES = "aAbBcdDeFGgHIjmMpSuUVwWxXyYZ"
 """Letters of strftime's directives; those of the time of day are rendered as 00:00:00."""
 _ESCAPED_GUARD = GUARD.encode("unicode_escape").decode()
 """GUARD as it appears if a template prints a list or an object as Python does: `{{ tools }}`."""
-ARGUMENTS = {"of": "a call"}
-CALL: dict[str, Any] = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": ARGUMENTS}}
 
 
 def no_template(name: str) -> str:
@@ -42,11 +36,9 @@ class Rejected(UserError):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, with `--thinking` and the day fixed. It takes guarded texts.
+    """A tokenizer's chat template, with `--thinking` and the day (None: that of the rendering) fixed. It takes guarded
+    texts.
 
-    Args:
-        thinking: "off", "template" or "keep".
-        day: YYYY-MM-DD that the template is told; None: the day on which it is rendered.
     Attributes:
         arguments: the template's variables that `--thinking` sets, such as `enable_thinking`.
         concatenates: the tokenizer has no chat template; a text and the answer that continues it are concatenated.
@@ -87,22 +79,10 @@ class ChatTemplate:
         self, chats: Sequence[Turns], offered: Sequence[dict[str, Any]], split: str, *, prompt: bool
     ) -> list[str]:
         """Render each conversation with what it offers; neighbours that offer the same are rendered in one call.
-
-        Args:
-            prompt: also write what begins the answer (the generation prompt).
-        Raises:
-            Rejected: the template rejects the messages, or fails on them.
-        """
+        `prompt`: also write what begins the answer (the generation prompt)."""
         rendered: list[str] = []
         for variables, group in itertools.groupby(zip(chats, offered, strict=True), key=itemgetter(1)):
-            given = {**variables, **self.arguments}
-            batch = [turns for turns, _ in group]
-            if (
-                any("tool_calls" in turn for turns in batch for turn in turns)
-                and self._takes_text_only["tools" in variables]
-            ):
-                batch = [_with_text_arguments(turns) for turns in batch]
-            rendered += self._written(batch, given, split, prompt)
+            rendered += self._written([turns for turns, _ in group], {**variables, **self.arguments}, split, prompt)
         return rendered
 
     def _written(self, chats: Sequence[Turns], given: dict[str, Any], split: str, prompt: bool) -> list[str]:
@@ -121,23 +101,12 @@ class ChatTemplate:
                 f"{split}: the model's chat template {verb} these messages (roles {roles}): "
                 f"{one_line(cause, LONGEST_ERROR)}; {fix}"
             ) from error
+        if any(_has_python_arguments(turns, text) for turns, text in zip(chats, texts, strict=True)):
+            raise Rejected(
+                f"{split}: the model's chat template writes the arguments of calls as Python, not as JSON; choose "
+                "another --chat-template"
+            )
         return [text.replace(_ESCAPED_GUARD, GUARD) for text in texts] if self._control.as_text else texts
-
-    @functools.cached_property
-    def _takes_text_only(self) -> list[bool]:
-        """Whether the template, without and with tools, writes a call's arguments only if they are given as JSON text.
-        Given an object, such a template writes nothing or Python's repr, or fails (DeepSeek's add text to them)."""
-        turns: Turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-        both: list[dict[str, Any]] = [self.arguments, {**self.arguments, "tools": []}]
-        as_text = _with_text_arguments(turns)
-        return [not self._writes_call(turns, given) and self._writes_call(as_text, given) for given in both]
-
-    def _writes_call(self, turns: Turns, given: dict[str, Any]) -> bool:
-        try:
-            (text,) = self._written([turns], given, "train", False)
-        except Rejected:
-            return False
-        return not lost([CALL], text) and str(ARGUMENTS) not in text
 
 
 def dated(template: str, day: str | None) -> str:
@@ -155,21 +124,7 @@ def dated(template: str, day: str | None) -> str:
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
 
 
-def _with_text_arguments(turns: Turns) -> Turns:
-    """The turns with the arguments of tool calls as JSON text."""
-    return [
-        {**turn, "tool_calls": [_with_text(call) for call in turn["tool_calls"]]} if "tool_calls" in turn else turn
-        for turn in turns
-    ]
-
-
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
-
-
-def lost(calls: Sequence[dict[str, Any]], text: str) -> str | None:
-    """Return the first name, of a called tool or of an argument, that a text lacks; None if it lacks no name."""
-    functions = [call["function"] for call in calls]
-    names = [name for function in functions for name in (function["name"], *function["arguments"])]
-    return next((name for name in names if name not in text), None)
+def _has_python_arguments(turns: Turns, text: str) -> bool:
+    """Whether a template wrote a call's arguments, an object, as Python's repr; it may expect them as JSON text."""
+    functions = (call["function"] for turn in turns for call in turn.get("tool_calls", ()))
+    return any(function["arguments"] and str(function["arguments"]) in text for function in functions)

@@ -2,7 +2,7 @@
 
 The hash covers all files of the packages that the code is in and, if these import libraries, the versions of all
 installed packages. If something else may decide what the code does, there is no fingerprint, and every start reads all
-rows or messages again. Needs only the standard library.
+rows or messages again.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """Reads files by their suffix (JSON, CSV, Parquet and text, compressed or not), and yields their values with places.
 
 Each data format has a reader in READERS, each compression its sign in COMPRESSIONS. pyarrow is imported only for files
-that need it; for the others the standard library is enough.
+that need it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from accel_sft.api.errors import UserError
-from accel_sft.rows.json_stream import MAX_ROW_BYTES, Located, RowProblem, decoded, is_array, located, not_utf8
+from accel_sft.rows.json_stream import MAX_ROW_BYTES, Located, decoded, is_array, located, not_utf8
 
 Reader = Callable[[BinaryIO, str], Iterator[Located]]
 """Takes a seekable stream and the file's name in messages, and yields the values as `located` does."""
@@ -37,13 +37,8 @@ _IMAGES = ("image", "images", "bytes")
 
 
 class Format(NamedTuple):
-    """How a file is read.
-
-    Attributes:
-        suffix: the suffix without the compression, ".jsonl" for rows.jsonl.gz; "" if READERS lacks it, and the file
-            is read as JSON.
-        compression: the suffix of the compression, or "".
-    """
+    """How a file is read: the suffix without the compression, ".jsonl" for rows.jsonl.gz, "" if READERS lacks it, and
+    the file is read as JSON; and the suffix of the compression, or ""."""
 
     suffix: str
     compression: str
@@ -59,8 +54,6 @@ def format_of(path: Path, begin: bytes = b"") -> Format:
     *_, before, last = ("", "", *(suffix.lower() for suffix in path.suffixes))
     compression = last if last in COMPRESSIONS else ""
     suffix = before if compression else last
-    if begin.startswith((b"PAR1\x15", _ARROW_FILE)):  # "not text" would be poor advice about these
-        return Format(".parquet", "")
     compression = compression or next((name for name, sign in COMPRESSIONS.items() if re.match(sign, begin)), "")
     return Format(suffix if suffix in READERS else "", compression)
 
@@ -71,12 +64,7 @@ def is_data_file(path: Path) -> bool:
 
 
 def decompress(path: Path, compression: str, target: BinaryIO) -> None:
-    """Write the decompressed content of a file to `target`.
-
-    Raises:
-        UserError: the file is damaged or truncated, or this Python cannot decompress it.
-        OSError: `target` cannot be written.
-    """
+    """Write the decompressed content of a file to `target`. A damaged file is a UserError, a full disk an OSError."""
     try:
         with _opened(path, compression) as stream:
             while piece := stream.read(1 << 20):
@@ -117,11 +105,10 @@ def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located
     delimiter = next((mark for mark in delimiters if mark.encode() in header_line), delimiters[0])
     stream.seek(0)
     csv.field_size_limit(min(sys.maxsize, (1 << 31) - 1))  # a cell may hold a chat; the default is 128 KiB
-    by_line = delimiter == "\t" and not _has_quoted_cells(stream)
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     header, line = None, 0
     try:
-        for count, record in _tabbed(text) if by_line else _quoted(text, delimiter):
+        for count, record in _records(text, delimiter):
             begin, line = line + 1, line + count
             if not record:  # an empty line
                 continue
@@ -140,45 +127,16 @@ def _delimited(stream: BinaryIO, name: str, delimiters: str) -> Iterator[Located
                 row = dict(zip(header, record, strict=True))
                 yield Located(row, begin, json.dumps(row).encode())
     except csv.Error as error:
-        yield Located(ValueError(f"not CSV ({error}); the rest is unread"), line + 1)
+        yield Located(ValueError(f"not CSV ({error}); the rest is unread; write JSON Lines"), line + 1)
     except UnicodeDecodeError as error:
         raise not_utf8(f"{name}:{line + 1}", "here or in the lines after", error.object) from None
     finally:
         text.detach()  # otherwise `text` would close the caller's stream
 
 
-_QUOTED_CELL = r'"[^"]*(?:""[^"]*)*"'
-_CELL = rf'(?:{_QUOTED_CELL}|[^"\t\r\n]*)'
-
-
-def _has_quoted_cells(stream: BinaryIO) -> bool:
-    """Whether all quotes of a table with tabs are a CSV writer's: around a cell or doubled within one, in records as
-    wide as the header. A file that ends within a cell is cut off, if cells before it have several lines."""
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="", errors="replace")
-    taken, form = list[str](), ""
-    is_open = has_joined = False
-    for line in text:
-        taken.append(line)
-        is_open ^= line.count('"') % 2 == 1
-        if is_open:
-            continue
-        record = "".join(taken)
-        has_joined |= len(taken) > 1
-        if not form and record.strip():
-            width = len(next(csv.reader(taken, delimiter="\t")))
-            form = rf"({_CELL}\t){{{width - 1}}}{_CELL}[\r\n]*"
-        if '"' in record and not re.fullmatch(form, record):
-            break
-        taken.clear()
-    text.detach()
-    stream.seek(0)
-    if is_open:
-        return has_joined and bool(re.fullmatch(rf"({_CELL}\t)*{_QUOTED_CELL}", "".join(taken) + '"'))
-    return not taken
-
-
-def _quoted(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """The records of a table whose quotes may hold delimiters and line breaks, each after its number of lines."""
+def _records(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """The records of a table, each after its number of lines. Quotes may hold delimiters and line breaks; but tables
+    with tabs are often written without quoting, so that those around what looks like several rows are refused."""
     taken = list[str]()
 
     def recorded() -> Iterator[str]:
@@ -186,48 +144,18 @@ def _quoted(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[st
             taken.append(line)
             yield line
 
-    cell = re.compile(rf"(^|{re.escape(delimiter)}){_QUOTED_CELL}")
+    cell = re.compile(rf'(^|{re.escape(delimiter)})"[^"]*(?:""[^"]*)*"')
     apart = re.compile(rf'{re.escape(delimiter)} +"')
+    width = 0
     for record in csv.reader(recorded(), delimiter=delimiter, strict=True):
         text = "".join(taken)
         if apart.search(text) and apart.search(cell.sub("", text)):
             raise csv.Error(f"a blank between {delimiter!r} and a quote, which is then no quote: take these out")
+        if delimiter == "\t" and len(taken) > 1 < width and all(line.count("\t") == width - 1 for line in taken):
+            raise csv.Error("quotes around tabs and line breaks may be characters of several rows")
+        width = width or len(record)
         yield len(taken), record
         taken.clear()
-
-
-def _tabbed(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """The records of a table with tabs, of which not all quotes are a CSV writer's. One is a character like any other,
-    if it would join lines of which each has as many fields as the header, or if the quotes of a line do not close."""
-    rest, width = iter(lines), 0
-    taken, again = list[str](), list[str]()
-
-    def following() -> Iterator[str]:
-        while line := again.pop() if again else next(rest, ""):
-            taken.append(line)
-            yield line
-
-    for line in following():
-        taken[:], plain = [line], _fields(line)
-        try:
-            quoted = csv.reader(itertools.chain([line], following()), delimiter="\t", strict=True)
-            record = next(quoted) if '"' in line else plain
-            is_plain = len(taken) > 1 < width and all(len(_fields(row)) == width for row in taken)
-        except csv.Error:
-            is_plain = 1 < width == len(plain)
-            if not is_plain:
-                raise
-        if is_plain:
-            again += reversed(taken[1:])
-            yield 1, plain
-        else:
-            width = width or len(record)
-            yield len(taken), record
-
-
-def _fields(line: str) -> list[str]:
-    text = line.rstrip("\r\n")
-    return text.split("\t") if text else []
 
 
 def _doubled(columns: list[str]) -> str:
@@ -273,13 +201,9 @@ def arrow_rows(tables: Iterable[Any], name: str) -> Iterator[Located]:
         described = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}"))
         features = described.get("info", {}).get("features", {})
         for row in table.to_pylist():
-            number = next(numbers)
-            try:
-                row = {field.name: _as_written(row[field.name], field.type, field.name) for field in table.schema}
-                row = {name: _labelled(value, features.get(name)) for name, value in row.items()}
-                yield row_as_json(row, number)
-            except ValueError as problem:
-                yield Located(problem, number)
+            row = {field.name: _as_written(row[field.name], field.type, field.name) for field in table.schema}
+            row = {name: _labelled(value, features.get(name)) for name, value in row.items()}
+            yield row_as_json(row, next(numbers))
 
 
 def _labelled(value: Any, feature: Any) -> Any:
@@ -296,12 +220,8 @@ def _labelled(value: Any, feature: Any) -> Any:
 
 def _as_written(value: Any, type: Any, name: str) -> Any:
     """A value as it was before Arrow gave all objects of a column the same keys: without nulls, unless Arrow knows no
-    other value of the key. Of JSON that `datasets` keeps as a text, the value; of bytes that are UTF-8, the text; of a
-    float of 32 or 16 bits, the shortest number that it stands for: 0.1, not 0.10000000149011612.
-
-    Raises:
-        RowProblem: JSON of the key `name` is malformed.
-    """
+    other value of the key. Of bytes that are UTF-8, the text; of a float of 32 or 16 bits, the shortest number that it
+    stands for: 0.1, not 0.10000000149011612."""
     if isinstance(value, dict):
         given = [field for field in type if value[field.name] is not None or str(field.type) == "null"]
         return {field.name: _as_written(value[field.name], field.type, field.name) for field in given}
@@ -319,12 +239,7 @@ def _as_written(value: Any, type: Any, name: str) -> Any:
     if isinstance(value, bytes) and name not in _IMAGES and b"\0" not in value:  # other programs write texts so
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()
-    if not value or getattr(type, "extension_name", "") != "arrow.json":
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise RowProblem(name, f"JSON, as the column's type says ({error})") from None
+    return value
 
 
 def row_as_json(row: dict[str, Any], number: int) -> Located:

@@ -1,11 +1,9 @@
 """Reads the values of a JSON array or of JSON Lines one by one, each with its number and its bytes.
 
-Lines are read one at a time. The text of an array is held in memory, its values are not. Needs only
-the standard library.
+Lines are read one at a time. The text of an array is held in memory, its values are not.
 """
 
 import codecs
-import contextlib
 import itertools
 import json
 import re
@@ -22,12 +20,6 @@ _MAX_NAME = 80
 _BLANK = re.compile(r"[ \t\r\n]*")
 _WRAPPED = re.compile(rb'(?m)^\s*\{\s*"(data|rows|examples|instances)"\s*:\s*\[\s*[{\]]')
 """How an object with the rows under its only key begins."""
-
-
-_OF_SPLITS = re.compile(
-    rb'(?m)^\s*\{\s*"(train|training|validation|valid|val|dev|tests?|eval|evaluation)"\s*:\s*\[\s*[{\]]'
-)
-"""How an object with a split of the rows under each of its keys begins."""
 
 
 class Located(NamedTuple):
@@ -86,10 +78,9 @@ class ParsedRow(NamedTuple):
     """What `parse` may return around an example.
 
     Attributes:
-        group: rows of one group, such as those with one prompt, stay together when some are held out; "": only equal
-            rows form a group.
-        notes: what was done to the row; each note is counted over all rows and reported with the first of them.
-        unread: names of the row's keys that were not read; one line names and counts those of all rows.
+        group: rows of one group, such as those with one prompt, are all held out or all trained on; "": equal rows.
+        notes: what was done to the row; each note is counted over all rows.
+        unread: names of the row's keys that were not read.
     """
 
     example: Any
@@ -99,16 +90,12 @@ class ParsedRow(NamedTuple):
 
 
 def located(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """Yield the values of a JSON array, also one in {"data": [...]}, or of JSON Lines, as the content decides.
-
-    Args:
-        stream: read from its beginning; a byte-order mark is accepted.
-        name: the file's name in messages.
-    """
+    """Yield the values of a JSON array, also one in {"data": [...]}, or of JSON Lines, as the content decides; `name`
+    is the file's in messages."""
     end, begin = _array_end(stream)
     stream.seek(begin)
     if end is not None:
-        yield from array(decoded(stream.read(), name, 1, begin), end)
+        yield from _array(decoded(stream.read(), name, 1, begin), end)
         return
     is_first = True
     for line in itertools.count(1):
@@ -118,27 +105,13 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
             raise UserError(f"{name}:{line}: a line of more than {MAX_ROW_BYTES >> 20} MiB; give each row its own line")
         text = decoded(raw, name, line, begin)
         text = text.removeprefix("\ufeff")  # of a file that was joined to another
+        if is_first and text.strip() == "{":
+            yield Located(ValueError("an object over several lines; one line for each row: jq -c . FILE > NEW"), line)
+            return
         if text.strip():
-            value = _decoded(text.removesuffix("\n"))
-            if isinstance(value, ValueError) and is_first and _is_over_lines(stream, begin):
-                yield Located(
-                    ValueError("an object over several lines; one line for each row: jq -c . FILE > NEW"), line
-                )
-                return
-            yield Located(value, line, raw, begin)
+            yield Located(_decoded(text.removesuffix("\n")), line, raw, begin)
             is_first = False
         begin += len(raw)
-
-
-def _is_over_lines(stream: BinaryIO, begin: int) -> bool:
-    """Whether a JSON value with line breaks in it begins at this byte. The stream stays where it is."""
-    at = stream.tell()
-    stream.seek(begin)
-    text = stream.read(MAX_ROW_BYTES).decode(errors="replace").lstrip("\ufeff \t\r\n")
-    stream.seek(at)
-    with contextlib.suppress(ValueError, RecursionError):
-        return "\n" in text[: _DECODER.raw_decode(text)[1]]
-    return False
 
 
 def is_array(stream: BinaryIO) -> bool:
@@ -156,46 +129,11 @@ def _array_end(stream: BinaryIO) -> tuple[str | None, int]:
         pass
     if mark == b"[":
         return "", begin
-    return ("}" if _begins_once(stream, _WRAPPED, begin) else None), begin
-
-
-def _begins_once(stream: BinaryIO, opening: re.Pattern[bytes], begin: int) -> bool:
-    """Whether JSON is one object that begins so; if more lines do, they are JSON Lines, each with such a key."""
     stream.seek(begin)
-    if not (match := opening.match(stream.read(_MAX_NAME))):
-        return False
-    stream.seek(begin + match.end())
-    return not opening.search(stream.read(MAX_ROW_BYTES))
-
-
-def arrays_of_splits(stream: BinaryIO, name: str) -> dict[str, str]:
-    """The text of each split's array in an object such as {"train": [...], "test": [...]}; {} if it is none."""
-    _, begin = _array_end(stream)
-    if not _begins_once(stream, _OF_SPLITS, begin):
-        return {}
-    stream.seek(begin)
-    text = decoded(stream.read(), name, 1, begin)
-    arrays: dict[str, str] = {}
-    at, mark = text.index("{"), "{"
-    try:
-        while mark != "}":
-            key, at = _DECODER.raw_decode(text, _behind_blanks(text, at + 1))
-            begin = _behind_blanks(text, _behind_blanks(text, at) + 1)  # behind the colon
-            rows, at = _DECODER.raw_decode(text, begin)
-            is_list = isinstance(rows, list)
-            if not (is_list or any(name.startswith("train") for name in arrays)):
-                return {}  # a row, whose tests are for its answer
-            if not is_list or key in arrays:
-                raise ValueError(f"the key {key!r:.80} {'twice' if key in arrays else 'without an array of rows'}")
-            arrays[key], at = text[begin:at], _behind_blanks(text, at)
-            mark = text[at : at + 1]
-            if mark not in (",", "}"):
-                raise ValueError("expected ',' or '}' behind an array; is the file cut off?")
-        if rest := text[at + 1 :].strip():
-            raise ValueError(f"text after its end: {rest[:20]!r}")
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name}: not an object with an array of rows for each split: {_reason(error)}") from None
-    return arrays
+    wrapped = _WRAPPED.match(stream.read(_MAX_NAME))
+    stream.seek(begin + (wrapped.end() if wrapped else 0))
+    # if more lines begin so, they are JSON Lines, each with such a key
+    return ("}" if wrapped and not _WRAPPED.search(stream.read(MAX_ROW_BYTES)) else None), begin
 
 
 def decoded(raw: bytes, name: str, line: int, begin: int) -> str:
@@ -266,9 +204,8 @@ def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
             yield from _problems_in(part, depth + 1)
 
 
-def array(text: str, end: str = "") -> Iterator[Located]:
-    """Yield the elements of the array that `text` begins with, numbered from 1; a syntax error is yielded last. `end`
-    follows the array."""
+def _array(text: str, end: str) -> Iterator[Located]:
+    """The elements of the array in `text`, numbered from 1, then a syntax error if there is one; `end` follows it."""
     number, at, mark = 0, text.index("["), "["
     while mark != "]":
         at = _behind_blanks(text, at + 1)

@@ -1,7 +1,7 @@
 """Reads one file of rows: each row is checked at the first reading, and its place is kept in the cache.
 
 Small files of JSON are held in memory, large ones of JSON Lines stay where they are, and all others are converted to
-JSON Lines in the cache. Needs only the standard library, except for the hub.
+JSON Lines in the cache.
 """
 
 from __future__ import annotations
@@ -24,25 +24,16 @@ from accel_sft.api.errors import UserError
 from accel_sft.io import cache
 from accel_sft.rows.fingerprint import code_fingerprint
 from accel_sft.rows.formats import BATCH_ROWS, READERS, Format, arrow_rows, decompress, format_of, has_lines
-from accel_sft.rows.json_stream import (
-    Located,
-    ParsedRow,
-    RowLeftOut,
-    RowProblem,
-    array,
-    arrays_of_splits,
-    is_array,
-    located,
-)
+from accel_sft.rows.json_stream import Located, ParsedRow, RowLeftOut, RowProblem, located
 from accel_sft.rows.row_file import PLACE, UNREAD, BadRow, OpenFile, RowFile, Tally, left_out_rows, more, named
-from accel_sft.rows.sources import EXPECTED, chosen_split, load_dataset, split_by_name, unreadable
+from accel_sft.rows.sources import EXPECTED, load_dataset, unreadable
 
 MAX_PROBLEMS = 20
 IN_MEMORY_BYTES = 1 << 20
 """JSON files of fewer bytes are held in memory and checked at every start, which takes no longer than finding them in
 the cache."""
 _ANNOUNCED_BYTES = 64 << 20
-"""Files of at least this many bytes are announced by a line when their rows are converted."""
+"""Files of at least this many bytes are announced by a line when their rows are checked."""
 _KIND, _PLACES, _TEXT, _PLAIN = "rows", "places.bin", "rows.jsonl", "decompressed"
 _FORM = 8
 """Version of a cache entry's form; it changes when older entries can no longer be read."""
@@ -55,66 +46,39 @@ Read = Callable[[Path, contextlib.ExitStack], Iterable[Located]]
 """Reads the rows of a file, with a folder for what it needs on the way; both last until the stack closes."""
 
 
-def read_file(path: Path, parse: Parse, use: str, lines: list[str]) -> RowFile:
-    """Open a file, and check its rows unless the cache shows that they were checked before.
-
-    Args:
-        use: "train" or "validation": which split is read of JSON that has several, as {"train": [...], "test": [...]}.
-        lines: a line on the other splits is added.
-    """
+def read_file(path: Path, parse: Parse) -> RowFile:
+    """Open a file, and check its rows unless the cache shows that they were checked before."""
     with _opened(path) as stream:
         format, before = format_of(path, stream.peek(16)), os.fstat(stream.fileno())
         sha256, plain = hashlib.file_digest(stream, "sha256").hexdigest(), format.is_json and not format.compression
-        split, text = _of_splits(stream, path, use, lines) if plain else ("", "")
-        name = f"{path}:{split}" if split else str(path)
-        rows = RowFile(name, _key(sha256 + split, parse, format), sha256)
-        rows.has_lines = not plain or not (split or is_array(stream))
+        rows = RowFile(str(path), _key(sha256, parse, format), sha256)
+        if plain:
+            rows.has_lines = has_lines(format.suffix, stream)
 
         def check_unchanged() -> None:
             after = os.fstat(stream.fileno())
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise UserError(f"{path}: was changed while it was read; start again")
 
-        def values(*_: Any) -> Iterable[Located]:
-            return array(text) if split else located(stream, name)
-
-        def converted(folder: Path, stack: contextlib.ExitStack) -> Iterable[Located]:
+        def values(folder: Path, stack: contextlib.ExitStack) -> Iterable[Located]:
             if before.st_size >= _ANNOUNCED_BYTES:
                 cache.log(f"{path}: reading {before.st_size >> 20:,} MiB, once")
-            if plain:
-                return values()
             source: Any = stream
             if format.compression:
                 source = stack.enter_context((folder / _PLAIN).open("w+b"))
                 decompress(path, format.compression, source)
-            if format.is_json and (splits := arrays_of_splits(source, str(path))):
-                raise UserError(f"{path}: has the splits {', '.join(splits):.60}; decompress it, to read one of them")
             rows.has_lines = has_lines(format.suffix, source)
-            return READERS.get(format.suffix, located)(source, name)
+            return READERS.get(format.suffix, located)(source, rows.name)
 
         if plain and before.st_size < IN_MEMORY_BYTES:
             written = io.BytesIO()
-            _check(rows, values(), parse, written)
+            _check(rows, located(stream, rows.name), parse, written)
             check_unchanged()
             rows.text = written.getvalue()
             return rows
-        in_place = plain and rows.has_lines
-        if in_place:
+        if plain and rows.has_lines:
             rows.text = OpenFile(os.dup(stream.fileno()))
-        return _through_cache(rows, parse, values if in_place else converted, check_unchanged)
-
-
-def _of_splits(stream: BinaryIO, path: Path, use: str, lines: list[str]) -> tuple[str, str]:
-    """The split that is read of JSON with several, and the text of its array; "" and "" if it has none."""
-    arrays = arrays_of_splits(stream, str(path))
-    if not arrays:
-        return "", ""
-    names = {split_by_name(key): key for key in arrays}
-    if len(names) < len(arrays):  # as with "test" and "eval"
-        names = {key: key for key in arrays}
-    split, others = chosen_split(str(path), sorted(names), use)
-    lines += others
-    return split, arrays[names[split]]
+        return _through_cache(rows, parse, values, check_unchanged)
 
 
 @contextlib.contextmanager
@@ -138,9 +102,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def read_dataset(path: Path, parse: Parse, use: str, lines: list[str]) -> RowFile:
-    """Like `read_file`, for a data set of the hub, read for `use` ("train" or "validation"); what `load_dataset` notes
-    is added to `lines`.
-    """
+    """Like `read_file`, for a data set of the hub; what `load_dataset` notes is added to `lines`."""
     dataset, notes = load_dataset(str(path), use)
     lines += notes
     sha256 = dataset._fingerprint

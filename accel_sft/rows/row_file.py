@@ -1,7 +1,4 @@
-"""The rows of one file: where each stands, which cannot be used and why, and each row, parsed when it is used.
-
-Needs only the standard library.
-"""
+"""The rows of one file: where each stands, which cannot be used and why, and each row, parsed when it is used."""
 
 from __future__ import annotations
 

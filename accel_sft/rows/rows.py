@@ -1,7 +1,6 @@
 """Reads rows of files as a sequence that holds no parsed row: each is parsed when it is used.
 
-A source is a file or a folder (JSON, JSON Lines, CSV or Parquet, compressed or not), or a data set of the hub. Needs
-only the standard library, except for the hub and formats that need pyarrow.
+A source is a file or a folder (JSON, JSON Lines, CSV or Parquet, compressed or not), or a data set of the hub.
 """
 
 from __future__ import annotations
@@ -111,10 +110,7 @@ class Rows(Sequence[Row]):
         """Split the rows in two: the ones to keep, and about `rows` held-out ones, drawn at random by `seed`.
 
         All rows of a group (`ParsedRow.group`) stay on one side. So fewer than `rows` may be held out, or more if
-        every group has more than `rows` rows.
-
-        Raises:
-            UserError: all rows are of one group.
+        every group has more than `rows` rows; if there is one group, this raises UserError.
         """
         import numpy as np  # not at the top: authors of tasks import this module
 
@@ -198,21 +194,14 @@ def read_rows(
     """Read the rows of a file, or of all data files in a folder, and parse each row once.
 
     Args:
-        path: a .parquet, .arrow, .csv or .tsv file; any other is a JSON array of objects or JSON Lines, by
-            content. A .txt or .md file is one row, {"text": ...}. Compressed by gzip, bzip2, xz or zstandard, it is
-            decompressed. Text is UTF-8, or UTF-16 with a byte-order mark. In FOLDER or FOLDER:SPLIT and its subfolders,
-            the files with these suffixes or .json, .jsonl, .jsonlines, .jl, .ndjson are read in the order of their
-            names, but no copies. ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT that is no path is a data set of the
-            Hugging Face hub, read by the library `datasets`. Several names, joined by commas, are read in this order.
+        path: files of any format in READERS, compressed or not; folders, FOLDER:SPLIT; data sets of the Hugging Face
+            hub, ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT. Several names, joined by commas, are read in order.
         parse: turns an object into an example (or a ParsedRow), raises RowProblem for a malformed one and RowLeftOut
             for one to do without; a pure function, called again for each use. A CSV row has text in every column.
         with_folder: `parse` has an argument `folder`, to which paths in a row are relative: the folder `path`, or the
             folder that the file `path` is in.
         split: "train" or "validation": which split of a folder or data set is read where it has several and `path`
             names none; a line says so. For "validation" that may be its split test.
-    Returns:
-        The examples. Rows of a large file are read again whenever they are used, so that a million take no memory; rows
-        of formats other than JSON are kept in the cache as JSON.
     Raises:
         UserError: a file cannot be read, has no row, or bad rows: the first twenty problems, by file, line and field.
     """
@@ -223,10 +212,11 @@ def read_rows(
     for name in row_names(path):
         folder, of_folder = folder_of(name) or (os.path.dirname(name), None)
         parser = functools.partial(parse, folder=folder) if with_folder else parse
-        reader = read_dataset if is_dataset_name(str(name)) else read_file
+        from_hub = functools.partial(read_dataset, use=split, lines=lines)
+        reader = from_hub if is_dataset_name(str(name)) else read_file
         files, beside = ([name], []) if of_folder is None else data_files(Path(folder), of_folder, split)
         lines += beside
-        of_name, refused = _read_files(files, reader, parser, split, lines, problems)
+        of_name, refused = _read_files(files, reader, parser, lines, problems)
         if refused and of_name:
             problems.append(f"{folder}: if {', '.join(refused)} is no data, take it out, or name the files to read")
         read += of_name
@@ -245,21 +235,17 @@ def _read_files(
     files: Sequence[Any],
     reader: Callable[..., RowFile],
     parser: Callable[..., Any],
-    split: str,
     lines: list[str],
     problems: list[str],
 ) -> tuple[list[RowFile], list[str]]:
-    """Return the files of one name, without copies, and the names of those that are refused; add to lines and problems.
-
-    Raises:
-        UserError: there are MAX_PROBLEMS problems.
-    """
+    """Return the files of one name, without copies, and the names of those that are refused; add to lines and problems,
+    of which MAX_PROBLEMS are raised at once."""
     of_name: list[RowFile] = []
     refused: list[str] = []
     alike: dict[bytes, RowFile] = {}
     for file in files:
         try:
-            of_file = reader(file, parser, split, lines)
+            of_file = reader(file, parser)
             groups = array.array("I", of_file.groups() if len(files) > 1 else ()).tobytes()
             earlier = alike.setdefault(groups, of_file) if groups else of_file
             if earlier is not of_file and all(of_file.row(n) == earlier.row(n) for n in range(len(of_file))):

@@ -1,12 +1,9 @@
-"""Finds what an option's names stand for: files, folders with the split of each file, and data sets of the hub.
-
-Needs only the standard library, except for the hub.
-"""
+"""Finds what an option's names stand for: files, folders with the split of each file, and data sets of the hub."""
 
 from __future__ import annotations
 
 import difflib
-import fnmatch
+import glob
 import itertools
 import mimetypes
 import os
@@ -49,17 +46,12 @@ EXPECTED = "a JSON, JSONL, CSV, Parquet or text file"
 
 def row_names(names: str | Path) -> list[Path]:
     """Return the files, folders and data sets of the hub that an option names, with commas between several."""
-    parts, joined = [os.path.expanduser(part) for part in str(names).split(",")], []
-    while parts:  # the name of an existing file may contain commas
-        several = range(len(parts), 1, -1)
-        count = next((count for count in several if os.path.exists(",".join(parts[:count]))), 1)
-        joined.append(",".join(parts[:count]))
-        parts = parts[count:]
-    if not all(joined):
+    parts = str(names).split(",")
+    if not all(parts):
         raise UserError(
             f"{str(names)!r}: an empty name; give a file, a folder or a data set, with commas between several"
         )
-    return [Path(name) for name in joined]
+    return [Path(os.path.expanduser(part)) for part in parts]
 
 
 def absent_rows(names: str, flag: str) -> list[str]:
@@ -101,15 +93,11 @@ def chosen_split(name: str, splits: Collection[str], use: str) -> tuple[str, lis
     others = [split for split in splits if split not in usual[:1]]
     if not usual:
         near = next((split for split in others if split.startswith(use)), others[0])
-        way = "write one to a file of its own" if os.path.isfile(name) else f"name one: {name}:{near}"
-        raise UserError(f"{name}: has no split {use}, but {', '.join(others)}; {way}")
+        raise UserError(f"{name}: has no split {use}, but {', '.join(others)}; name one: {name}:{near}")
     if not others or use == "validation":
         return usual[0], [f"{name}: the split {usual[0]} is read"] * bool(others)
-    offered = f"; to use it: --validation-file {name}:{min(others, key='validation'.__ne__)}"
-    if os.path.isfile(name):
-        is_usual = use == "train" and not set(_USUAL["validation"]).isdisjoint(others)
-        offered = f"; to evaluate: --validation-file {name}" if is_usual else "; for another, write it to a file"
-    return usual[0], [f"{name}: the split {usual[0]} is read, not {' or '.join(others)}{offered}"]
+    offered = f"to use it: --validation-file {name}:{min(others, key='validation'.__ne__)}"
+    return usual[0], [f"{name}: the split {usual[0]} is read, not {' or '.join(others)}; {offered}"]
 
 
 def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[Path], list[str]]:
@@ -120,21 +108,19 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
     "", it is chosen by `use`, "train" or "validation".
     """
     paths, others = _all_files(folder)
-    names = {path: path.relative_to(folder).as_posix() for path in paths}
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
     if (folder / "dataset_dict.json").is_file():  # written by `save_to_disk`
-        exact = {path: name.partition("/")[0] for path, name in names.items() if "/" in name}
+        exact = {name: name.partition("/")[0] for name in names if "/" in name}
     else:
-        exact = {path: shard[1] for path, name in names.items() if (shard := _SHARD.fullmatch(name))}
+        exact = {name: shard[1] for name in names if (shard := _SHARD.fullmatch(name))}
     configs = _configurations(folder / "README.md")
-    by_card, lines = _by_card(folder, names, configs)
-    exact = by_card or exact
+    exact = _by_card(folder, names, configs) or exact
     splits: dict[str, list[Path]] = {}
-    for path, name in names.items():
-        splits.setdefault(exact.get(path, "") if exact else split_by_name(name), []).append(path)
-    beside = splits.pop("", [])
+    for name, path in names.items():
+        splits.setdefault(exact.get(name, "") if exact else _split_by_name(name), []).append(path)
+    beside, lines = splits.pop("", []), list[str]()
     if not split:
-        split, notes = chosen_split(str(folder), sorted(splits), use)
-        lines = notes + lines
+        split, lines = chosen_split(str(folder), sorted(splits), use)
     if split not in splits:
         raise UserError(f"{folder}: has no split {split}; it has {', '.join(sorted(splits))}")
     if beside:
@@ -147,31 +133,15 @@ def data_files(folder: Path, split: str = "", use: str = "train") -> tuple[list[
     return splits[split], lines
 
 
-def _by_card(folder: Path, names: dict[Path, str], configs: list[dict[str, Any]]) -> tuple[dict[Path, str], list[str]]:
-    """The split of each file that the folder's card names, and a line on patterns that match none."""
-    exact: dict[Path, str] = {}
-    unmatched = []
+def _by_card(folder: Path, names: Collection[str], configs: list[dict[str, Any]]) -> dict[str, str]:
+    """The split of each file that the folder's card names."""
+    exact: dict[str, str] = {}
     for pattern, split in _splits_by_card(configs):
-        matched = [path for path, name in names.items() if _matches(name.split("/"), pattern.split("/"))]
-        for path in matched:
-            if (other := exact.setdefault(path, split)) != split:
-                both = f"{names[path]} is in its splits {other} and {split}"
+        for name in {*glob.glob(pattern, root_dir=folder, recursive=True)}.intersection(names):
+            if (other := exact.setdefault(name, split)) != split:
+                both = f"{name} is in its splits {other} and {split}"
                 raise UserError(f"{folder}/README.md: {both}; name the files of one configuration")
-        if not matched:
-            unmatched.append(pattern)
-    if not unmatched:
-        return exact, []
-    absent = f"{unmatched[0]:.60}{more(len(unmatched) - 1)}"
-    return exact, [f"{folder}/README.md: data_files that are not there: {absent}"]
-
-
-def _matches(name: list[str], pattern: list[str]) -> bool:
-    """Whether a path matches a pattern as `datasets` reads it, both by their parts: only ** stands for several."""
-    if not pattern:
-        return not name
-    if pattern[0] == "**":
-        return any(_matches(name[at:], pattern[1:]) for at in range(len(name) + 1))
-    return bool(name) and fnmatch.fnmatch(name[0], pattern[0]) and _matches(name[1:], pattern[1:])
+    return exact
 
 
 def _configurations(card: Path) -> list[dict[str, Any]]:
@@ -201,7 +171,7 @@ def _splits_by_card(configs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
                     yield path.removeprefix("./"), str(of_split.get("split", "train"))
 
 
-def split_by_name(name: str) -> str:
+def _split_by_name(name: str) -> str:
     """The split of a file by its path in the folder. If anything in it names another split than train, it is that; a
     folder that names train too, such as train_test_split, is of both."""
     *folders, file = name.split("/")
@@ -258,11 +228,7 @@ def is_dataset_name(name: str) -> bool:
 
 
 def load_dataset(name: str, use: str) -> tuple[Any, list[str]]:
-    """The `datasets.Dataset` called `name`, and a line on the other splits if `name` has none.
-
-    Args:
-        use: "train" or "validation", by which the split is chosen.
-    """
+    """The `datasets.Dataset` called `name`, and a line on the other splits if `name` has none: `use` chooses it."""
     try:
         import datasets
     except ImportError:

@@ -32,13 +32,6 @@ def test_pad_token_equal_to_end_of_turn_changes_nothing(tokenizer):
     assert [e.input_ids for e in encoded(same).kept] == [e.input_ids for e in encoded(tokenizer).kept]
 
 
-def test_prompt_that_is_no_prefix_is_refused_with_its_token(tokenizer):
-    asks_otherwise = "<|im_start|>{{ m['role'] }}{{ '?' if add_generation_prompt else '!' }}{{ m['content'] }}"
-    odd = with_template(tokenizer, f"{{% for m in messages %}}{asks_otherwise}{{% endfor %}}")
-    with pytest.raises(UserError, match=r"train example 0: the prompt is not a prefix of prompt \+ answer: .* becomes"):
-        encoded(odd)
-
-
 def test_long_examples_are_counted_and_named(tokenizer):
     lengths = [len(row.input_ids) for row in encoded(tokenizer, examples=[5, 24, 7]).kept]
     longest = max(lengths)

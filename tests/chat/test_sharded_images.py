@@ -91,7 +91,7 @@ def ranks_without_an_image_keep_nobody_waiting_and_change_no_loss(trained, made,
 
 def every_layout_draws_the_curve_of_one_process(trained, layout, family):
     skip_unless_it_runs_here(layout)
-    if family != "qwen2_vl" and layout in ("z2", "z3_offload"):
+    if family != "qwen2_vl" and layout in ("ddp", "z2", "z3_offload"):
         pytest.skip("what differs between families is seen where their layers are shared out")
     assert_same_curve(trained(layout, family=family), trained(None, family=family))
 
@@ -147,7 +147,7 @@ def a_run_goes_on_under_another_layout(trained, tmp_path, first, then):
     *(
         partial(every_layout_draws_the_curve_of_one_process, family=family, layout=name)
         for family in vision.FAMILIES
-        for name in ("z2", "z3", "z3_offload", "fsdp2")
+        for name in ("ddp", "z2", "z3", "z3_offload", "fsdp2")
     ),
     *(partial(parts_of_what_reads_images_are_trained_by_name, layout=name) for name in ("ddp", "z2", "z3", "fsdp2")),
     *(

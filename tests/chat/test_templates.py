@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-from accelerate import Accelerator
 from answered import by_characters, scored_answers
 from models import Says, encode
 from models import with_template as tokenizer_with
@@ -15,10 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from accel_sft import UserError
 from accel_sft.chat.answer_text import AnswerText
 from accel_sft.chat.conversation import Conversation
-from accel_sft.chat.encoded import Rules
 from accel_sft.chat.form import HEADER_LEARNT
 from accel_sft.chat.rendering import Rendering
-from accel_sft.data import tokenization
 
 TURNS = (
     "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -32,14 +29,12 @@ THINKS_WITHIN = (  # a block in the content is taken for the thinking, its white
 )
 SOUND = {
     "nothing around it": "{{ m.content }}<|im_end|>\n",
-    "stripped": "{{ m.content | trim }}<|im_end|>\n",
     "no end of turn": "{{ m.content }}\n",
     "an empty thinking block": THINKS_EMPTY,
     "a thinking block that is filled in": THINKS_WITHIN,
     "an empty block on one line": "\n<think></think>\n{{ m.content.strip() }}<|im_end|>",
     "the end of a block only": "\n</think>\n\n{{ m.content }}<|im_end|>",
     "a channel": "<|channel|>final<|message|>{{ m.content }}<|im_end|>",
-    "a line break": "\n{{ m.content }}<|im_end|>",
     "a blank on both sides": " {{ m.content | trim }} <|im_end|>",
     "an element": "<think>\n\n</think>\n<answer>\n{{ m.content }}\n</answer><|im_end|>\n",
     "two ends": "{{ m.content }}<|end|>\n<|im_end|>",
@@ -103,23 +98,17 @@ def test_template_without_a_generation_prompt_is_warned_of_with_fix(tokenizer):
 
 
 @pytest.mark.parametrize("assistant", SOUND.values(), ids=SOUND)
-def test_an_answer_that_is_reproduced_to_the_token_is_right(tokenizer, assistant):
+def test_answers_are_scored_without_what_surrounds_them(tokenizer, assistant):
     own = with_template(tokenizer, assistant)
     reproduced = learnt(own, ANSWERS)
     evaluation = scored(own, ANSWERS, reproduced)
     assert [sample["generated"] for sample in evaluation.samples] == ANSWERS
     assert evaluation.metrics["right"] == 1.0
     # a server, or a limit, may leave the end-of-turn token out
-    unended = [ids[:-1] for ids in reproduced]
-    assert scored(own, ANSWERS, unended).metrics["right"] == 1.0
-
-
-@pytest.mark.parametrize("assistant", SOUND.values(), ids=SOUND)
-def test_other_answer_is_scored_without_what_surrounds_it(tokenizer, assistant):
-    own = with_template(tokenizer, assistant)
-    said = ["even", "final", "m and <b>m</b>", "a\n\nb."]
-    evaluation = scored(own, ["odd"] * len(said), learnt(own, said))
-    assert [sample["generated"] for sample in evaluation.samples] == said
+    assert scored(own, ANSWERS, [ids[:-1] for ids in reproduced]).metrics["right"] == 1.0
+    others = ["even", "final", "m and <b>m</b>", "a\n\nb."]
+    evaluation = scored(own, ["odd"] * len(others), learnt(own, others))
+    assert [sample["generated"] for sample in evaluation.samples] == others
     assert evaluation.metrics["right"] == 0.0
 
 
@@ -139,7 +128,7 @@ def test_tokenizer_that_decodes_blanks_behind_tokens_confuses_no_answers():
         assert AnswerText(Rendering(tokenizer))(chat, ids) == scored
 
 
-@pytest.mark.parametrize("name", ["an empty thinking block", "a thinking block that is filled in", "an element"])
+@pytest.mark.parametrize("name", ["an empty thinking block", "an element"])
 @pytest.mark.parametrize(
     ("generated", "text"),
     [
@@ -188,6 +177,7 @@ def test_thinking_that_is_the_tasks_own_is_scored(tokenizer):
 def test_a_template_that_loses_the_answer_is_refused(tokenizer, name):
     own = with_template(tokenizer, LOSING[name])
     losing = {"keeps what is behind a mark": "<b>odd</b> 1", "drops the thinking": "<think>two</think>odd"}
+    losing["drops it"] = "m"  # though its letter is in the prompt
     with pytest.raises(UserError, match=r"^validation example 1: the answer would not be trained on: ") as refused:
         encoded(own, ["  ", losing.get(name, "odd")])
     (line,) = refused.value.problems
@@ -220,7 +210,7 @@ def test_indentation_that_a_token_takes_is_named(tokenizer, taken):
     own.add_tokens([AddedToken("<|a|>", special=True, rstrip=taken)])
     own.chat_template = own.chat_template.replace("<|im_start|>assistant\n", "<|a|>")
     notes = encoding(own, ["odd", "    odd\n    even"]).notes
-    assert [note for note in notes if "begin with white space that is not learnt" in note] == notes[: int(taken)]
+    assert [note for note in notes if "white space that answers begin with" in note] == notes[: int(taken)]
     assert bool(notes) == taken
 
 
@@ -233,11 +223,6 @@ def test_thinking_that_the_prompt_opens_is_not_lost(tokenizer):
     own.chat_template = own.chat_template.replace("'<think>'", "'</think>'")
     with pytest.raises(UserError, match="the answer would not be trained on"):
         encoded(own, [answer])
-
-
-def test_template_dropping_answers_is_refused_though_their_letters_appear(tokenizer):
-    with pytest.raises(UserError, match=r'the chat template makes "<\|im_end\|>\\n" of "m"'):
-        encoded(with_template(tokenizer, LOSING["drops it"]), ["m"])
 
 
 def test_answer_naming_the_end_of_turn_is_not_cut(tokenizer):
@@ -277,23 +262,3 @@ def test_row_whose_characters_become_a_control_token_is_refused():
     assert own.decode(example.input_ids[example.prompt_length :]) == "ab</s>"
     with pytest.raises(UserError, match="validation example 1: a control token is written in a text"):
         encoded(own, ["ab", "a</s>b"])
-
-
-def test_sound_template_is_not_refused_where_answers_are_cut(tokenizer):
-    own = with_template(tokenizer, THINKS_EMPTY)
-    (whole,) = encoded(own, ["odd and even"])
-    (cut,) = encoded(own, ["odd and even"], truncation="right", max_length=whole.prompt_length + 2)
-    assert cut.input_ids == whole.input_ids[: whole.prompt_length + 2]
-
-
-def test_rows_that_an_earlier_version_kept_are_looked_at_again(tiny, monkeypatch, own_cache):
-    own = with_template(AutoTokenizer.from_pretrained(tiny), LOSING["cuts it"])
-    rules = Rules(frozenset([own.eos_token_id]), 99, "drop")
-    encoder = tokenization.SplitEncoder(Accelerator(cpu=True), own, Says(), rules)
-    with monkeypatch.context() as earlier:  # which looked at nothing, and whose code was another
-        earlier.setattr("accel_sft.chat.dropped.holds", lambda *_: True)
-        earlier.setattr(encoder, "_decided", [*encoder._decided, "earlier"])
-        assert len(encoder(["odd", "even"], "train").kept) == 2
-        assert "tokens from the cache" in encoder(["odd", "even"], "train").lines()[0]
-    with pytest.raises(UserError, match="train example 0: the answer would not be trained on"):
-        encoder(["odd", "even"], "train")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import re
 import shutil
@@ -18,7 +17,7 @@ from conftest import accel_sft, finished, stopped
 from fake_plugins import GOOD, install
 from families import FAMILIES
 from models import encode
-from thinking_families import DAY, MODES, of_family
+from thinking_families import DAY, MODES, NAMES, of_family
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
@@ -71,7 +70,7 @@ def learnt(encoding):
 
 
 @pytest.mark.parametrize("thinking", MODES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_family_learns_answers_and_scores_them_in_every_mode(any_tokenizer, name, thinking):
     own, ends = of_family(any_tokenizer, name)
     encoding = encoded(own, ends, ANSWERS, thinking)
@@ -89,7 +88,7 @@ def test_every_family_learns_answers_and_scores_them_in_every_mode(any_tokenizer
     assert wrong.metrics["right"] == 0.0
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_family_learns_thinking_and_scores_the_answer_alone(any_tokenizer, name):
     own, ends = of_family(any_tokenizer, name)
     encoding = encoded(own, ends, THOUGHTS, "keep")
@@ -102,22 +101,16 @@ def test_every_family_learns_thinking_and_scores_the_answer_alone(any_tokenizer,
     assert [sample["generated"] for sample in evaluation.samples] == ["odd", "<b>odd</b>"]
     assert [sample["expected"] for sample in evaluation.samples] == ["odd", "<b>odd</b>"]
     assert evaluation.metrics["right"] == 1.0
+    text = own.decode(learnt(encoding)[0])
+    cut = own(text[: text.index("two") + 2], add_special_tokens=False)["input_ids"]
+    evaluation = scored(own, encoding, THOUGHTS, [cut, cut], "keep")
+    assert [sample["generated"] for sample in evaluation.samples] == ["", ""], "thinking without an end"
 
 
 def test_scoring_check_leaves_out_kept_thinking():
     check_scoring(Says(), THOUGHTS, "keep")
     with pytest.raises(UserError, match=r"score\(\) failed on '<think>two"):
         check_scoring(Says(), THOUGHTS, "template")
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_thinking_without_an_end_scores_as_nothing(tokenizer, name):
-    own, ends = of_family(tokenizer, name)
-    encoding = encoded(own, ends, THOUGHTS[:1], "keep")
-    text = own.decode(learnt(encoding)[0])
-    cut = own(text[: text.index("two") + 2], add_special_tokens=False)["input_ids"]
-    (sample,) = scored(own, encoding, THOUGHTS[:1], [cut], "keep").samples
-    assert sample["generated"] == ""
 
 
 JOB = ("--max-steps", "6", "--global-batch-size", "8", "--train-examples", "24", "--validation-examples", "5")
@@ -130,7 +123,7 @@ THINKS = GOOD.replace("return str(example)", "return f'<think>{example}?</think>
 )
 
 
-def test_thinking_in_targets_is_trained_evaluated_and_generated_with(tiny, tmp_path):
+def test_thinking_in_targets_is_trained_and_generated_with(tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "model")
     own, _ = of_family(AutoTokenizer.from_pretrained(tiny), "Qwen2.5")
     own.save_pretrained(tmp_path / "model")
@@ -140,12 +133,7 @@ def test_thinking_in_targets_is_trained_evaluated_and_generated_with(tiny, tmp_p
     job = ("good", *size, "--thinking", "keep", "--model", str(tmp_path / "model"), "--max-steps", "60")
     job += ("--global-batch-size", "4", "--learning-rate", "1e-2", "--eval-every", "60")
     run = finished(*job, run_dir=tmp_path / "run", environment=plugin)
-    after = run.result()["after"]
-    assert after["accuracy"] == 1.0
-    command = ("evaluate", "good", *size, "--model", str(run.run_dir))
-    evaluated = finished(*command, run_dir=tmp_path / "own", environment=plugin)
-    assert evaluated.result()["after"]["accuracy"] == 1.0
-    assert evaluated.result()["after"]["eval_loss"] == pytest.approx(after["eval_loss"], rel=1e-4)
+    assert run.result()["after"]["accuracy"] == 1.0
     lines = re.search(r"```python\n(.*?)```", (run.run_dir / "final" / "README.md").read_text(), re.S)[1]
     done = subprocess.run([sys.executable, "-c", lines], cwd=run.run_dir / "final", capture_output=True, text=True)
     assert re.fullmatch(r"<think>(\d)\?</think>\1", done.stdout.strip()), done.stdout + done.stderr
@@ -182,7 +170,7 @@ def test_run_with_a_dated_template_resumes_on_another_day(whole_run, tmp_path):
     assert "this run is finished" in again.output
 
 
-def test_evaluating_a_run_asks_as_the_run_did(whole_run, tmp_path):
+def test_evaluation_and_card_of_a_run_ask_as_it_did(whole_run, tmp_path):
     run, _ = whole_run
     command = ("evaluate", "math", "--model", str(run.run_dir), "--validation-examples", "5")
     evaluated = finished(*command, run_dir=tmp_path / "own")
@@ -191,21 +179,12 @@ def test_evaluating_a_run_asks_as_the_run_did(whole_run, tmp_path):
     assert evaluated.result()["weights"] == {"model": str(run.run_dir / "best")}
     after = evaluated.result()["after"]
     assert after["eval_loss"] == pytest.approx(run.result()["after"]["eval_loss"], rel=1e-4)
-    other = finished(*command, "--thinking", "template", run_dir=tmp_path / "other")
-    assert other.result()["after"]["eval_loss"] != pytest.approx(after["eval_loss"], rel=1e-4)
-
-
-def test_the_cards_lines_ask_as_training_did(whole_run):
-    run, _ = whole_run
     (block,) = re.findall(r"^```python\n(.*?)^```", (run.run_dir / "final" / "README.md").read_text(), re.S | re.M)
-    assert "enable_thinking=False" in block
-    done = subprocess.run([sys.executable, "-c", block], cwd=run.run_dir / "final", capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert "enable_thinking=False" in block, "the card's lines ask as training did, too"
 
 
 SPELT = [
     ("Qwen2.5", "template", "odd", "<|im_start|>assistant\n", "odd<|im_end|>"),
-    ("Qwen3", "template", "odd", "<|im_start|>assistant\n", "<think>\n\n</think>\n\nodd<|im_end|>"),
     ("Qwen3", "off", "odd", "assistant\n<think>\n\n</think>\n\n", "odd<|im_end|>"),
     ("Qwen3", "keep", THOUGHTS[0], "assistant\n", "<think>\ntwo\n</think>\n\nodd<|im_end|>"),
     ("Qwen3.5", "template", "odd", "assistant\n<think>\n", "\n</think>\n\nodd<|im_end|>"),
@@ -215,18 +194,13 @@ SPELT = [
     ("DeepSeek-R1", "off", "odd", "<|Assistant|><think>\n\n</think>\n\n", "odd<|eos|>"),
     ("DeepSeek-R1", "keep", THOUGHTS[0], "<|Assistant|><think>\n", "two</think>odd<|eos|>"),
     ("DeepSeek-V3.1", "template", "odd", "What?<|Assistant|></think>", "odd<|eos|>"),
-    ("DeepSeek-V3.1", "keep", "odd", "What?<|Assistant|><think>", "</think>odd<|eos|>"),
     ("DeepSeek-V3.1", "keep", THOUGHTS[0], "What?<|Assistant|><think>", "two</think>odd<|eos|>"),
-    ("EXAONE 4", "keep", THOUGHTS[0], "[|assistant|]\n<think>\n", "two</think>odd[|endofturn|]"),
-    ("Nemotron 3", "template", "odd", "assistant\n<think>\n", "</think>odd<|im_end|>"),
-    ("MiniMax-M2", "template", "odd", "]~b]ai\n<think>\n", "\n</think>\n\nodd[e~["),
     (
         *("Gemma 2", "template", "odd"),
         *("<bos><start_of_turn>user\nSay it.\n\nWhat?<end_of_turn>\n<start_of_turn>model\n", "odd<end_of_turn>"),
     ),
     ("Gemma 4", "template", "odd", "<|turn>model\n<|channel>thought\n<channel|>", "odd<turn|>"),
     ("Mistral v0.3", "template", "odd", "<s>[INST] Say it.\n\nWhat?[/INST]", " odd</s>"),
-    ("Phi-3", "template", "odd", "<|assistant|>\n", "odd<|end|>"),
     (
         *("SmolVLM", "template", "odd", "System: Say it.<end_of_utterance>\nUser: What?<end_of_utterance>\nAssistant:"),
         " odd<end_of_utterance>",
@@ -255,7 +229,6 @@ def test_prompts_and_answers_are_right_to_the_letter(tokenizer, name, thinking, 
 
 NOTES = [
     ("Qwen2.5", "off", None),
-    ("Qwen3", "template", None),
     ("Qwen3.5", "template", "answers are tokenized apart from prompts"),
     ("DeepSeek-R1", "template", r'prompts end with "<think>\\n", which it leaves out once an answer follows'),
     ("DeepSeek-R1", "template", r'"\\n</think>\\n\\n" is learnt before an answer that has no thinking'),
@@ -263,7 +236,6 @@ NOTES = [
     ("DeepSeek-V3.1", "keep", "the chat template drops thinking; it is written behind the prompt as it is"),
     ("Gemma 2", "template", "it takes no system message; its text is put before the first user turn's"),
     ("Mistral v0.3", "template", "it puts the system message elsewhere once an answer follows"),
-    ("SmolVLM", "template", "each content is given as one text part"),
 ]
 
 
@@ -279,7 +251,7 @@ def test_departures_from_the_template_are_one_line(tokenizer, name, thinking, sa
         assert [note for note in notes if said.replace(r"\\n", r"\n") in note]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_texts_make_no_control_tokens(any_tokenizer, name):
     own, ends = of_family(any_tokenizer, name)
     control = ControlTokens(own)
@@ -302,19 +274,7 @@ def test_texts_make_no_control_tokens(any_tokenizer, name):
     assert len([token for token in row.input_ids if token in control.special_ids]) > len(special[0])
 
 
-def test_prompt_written_as_a_python_object_keeps_its_characters(tokenizer):
-    """Its control tokens are characters, and what kept them apart is not in the text."""
-    own, _ = of_family(tokenizer, "Qwen2.5")
-    own.chat_template = "{{ messages }}{% if add_generation_prompt %} answer: {% endif %}"
-    rendering = Rendering(own, "template", DAY)
-    ids = rendering.control.ids([rendering.prompt([{"role": "user", "content": "is <|im_start|> odd?"}])])[0]
-    text = own.decode(ids)
-    assert "<|im_start|>" in text.replace(" ", "")
-    assert "ue008" not in text
-    assert not rendering.control.special_ids & {*ids}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_prompts_of_training_are_what_is_generated_from(tokenizer, name):
     own, ends = of_family(tokenizer, name)
     rendering = Rendering(own, "template", DAY)
@@ -326,30 +286,10 @@ def test_prompts_of_training_are_what_is_generated_from(tokenizer, name):
     assert example.input_ids[: example.prompt_length] == ids
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_conversations_with_turns_or_without_system_message_are_learnt(tokenizer, name):
-    class Talks(Says):
-        def messages(self, example):
-            talk = [("user", "Hello."), ("assistant", "Good day."), ("user", "What?")]
-            turns = [{"role": role, "content": content} for role, content in talk]
-            return [{"role": "system", "content": "Say it."}, *turns] if example == "odd" else turns
-
-    own, ends = of_family(tokenizer, name)
-    for thinking in MODES:
-        encoding = encoded(own, ends, ["odd", "even"], thinking, Talks())
-        for example, answer in zip(encoding.kept, ("odd", "even"), strict=True):
-            prompt, rest = texts(own, example)
-            assert answer in rest
-            assert ("Say it." in prompt) == (answer == "odd")
-            assert prompt.index("Hello.") < prompt.index("Good day.") < prompt.index("What?")
-        evaluation = scored(own, encoding, ["odd", "even"], learnt(encoding), thinking, Talks())
-        assert evaluation.metrics["right"] == 1.0
+DROPPING = [("DeepSeek-R1", "template"), ("EXAONE 4", "off"), ("QwQ", "template"), ("Qwen3", "off"), ("Qwen3.5", "off")]
 
 
-DROPPING = [*itertools.product(("DeepSeek-R1", "DeepSeek-V3.1", "EXAONE 4", "QwQ"), ("off", "template"))]
-
-
-@pytest.mark.parametrize(("name", "thinking"), [*DROPPING, ("Qwen3", "off"), ("Qwen3.5", "off")])
+@pytest.mark.parametrize(("name", "thinking"), DROPPING)
 def test_dropped_thinking_is_refused_unless_it_is_kept(tokenizer, name, thinking):
     own, ends = of_family(tokenizer, name)
     with pytest.raises(UserError, match=r"would not be trained on: .*; give --thinking keep"):
@@ -385,11 +325,7 @@ def test_prompt_that_is_never_a_prefix_is_refused(tokenizer, unsound):
 FAILING = {
     "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
     "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}": "RecursionError: maximum recursion depth",
-    "{% include 'file' %}": "TypeError: no loader",
     "{{ nothing.there }}": "'nothing' is undefined",
-    "{{ no_function() }}": "'no_function' is undefined",
-    "{% for i in range(10 ** 9) %}{% endfor %}": "OverflowError: Range too big",
-    "{{ 'a' * 10 ** 15 }}": "MemoryError",
     "{% if %}": "Expected an expression",
     "{{ raise_exception('no\nthanks \x1b[2J') }}": r"no\\nthanks \\x1b\[2J",
 }
@@ -487,7 +423,7 @@ def test_marks_that_open_a_block_and_those_that_close_it():
     assert closing_mark("<|im_start|>assistant\n") is closing_mark("<think>\nSo") is closing_mark("[/INST]") is None
 
 
-@pytest.mark.parametrize("day", ["today", "2024-02-30", "20240229", "2024-2-9", ""])
+@pytest.mark.parametrize("day", ["today", "2024-02-30", "20240229"])
 def test_a_day_that_is_none_is_refused(day):
     (line,) = TrainConfig(template_date=day).problems()
     assert "--template-date" in line
@@ -496,14 +432,10 @@ def test_a_day_that_is_none_is_refused(day):
 
 def test_the_settings_of_the_templates_are_part_of_the_run():
     before = TrainConfig(template_date=DAY).resolved({}).as_dict()
-    assert before["thinking"] == "template"
     assert changed(before, {**before}) == []
     (line,) = changed(before, {**before, "thinking": "keep"})
     assert line == "--thinking: the run was started with template, not keep"
-    (line,) = changed(before, {**before, "template_date": "2024-03-01"})
-    assert line == f"--template-date: the run was started with {DAY}, not 2024-03-01"
     earlier = {key: value for key, value in before.items() if key not in ("thinking", "template_date")}
     assert changed(earlier, before) == []
-    assert changed(earlier, {**before, "thinking": "off"}) != []
     assert EvaluateConfig(model="run").thinking is None  # the run's own
     assert {"thinking", "template_date"} <= TOOLS["evaluate"].takes

@@ -10,25 +10,23 @@ import pytest
 import torch
 from accelerate import Accelerator
 from answered import scored_answers
-from conftest import finished
-from fake_plugins import install
-from families import FAMILIES
 from forwards import WAYS, batching_of, loss_and_gradients
 from models import Given, encode, with_template
-from thinking_families import DAY, MODES, of_family
+from thinking_families import DAY, MODES, NAMES, of_family
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from accel_sft import UserError, read_rows
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import exact_batchings
-from accel_sft.chat.answer_tokens import PieceTokenizer
+from accel_sft.chat.answer_tokens import AnswerTokens
 from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.conversation import Conversation, conversation, limited_examples
 from accel_sft.chat.encoded import Rules
-from accel_sft.chat.rendering import Rendering
+from accel_sft.chat.form import Form
+from accel_sft.chat.rendering import Rendered, Rendering
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.models.prefix_attention import install as install_attention
@@ -103,19 +101,21 @@ APART = {
 
 
 @pytest.mark.parametrize("thinking", MODES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_answer_is_learnt_as_answer_to_its_predecessors(tokenizer, name, thinking):
     own, ends = of_family(tokenizer, name)
-    chats = encoded(own, [(CHAT[:2], CHAT[2:])], ends=ends, thinking=thinking)
-    single = encoded(own, [(CHAT[:at], CHAT[at]["content"]) for at in (2, 4, 6)], ends=ends, thinking=thinking)
-    answers = [(row.input_ids[:end], begin) for row in chats.kept for begin, end in row.spans]
-    assert answers == [(row.input_ids, row.prompt_length) for row in single.kept]
-    assert chats.kept[-1].input_ids == single.kept[-1].input_ids
-    assert (len(chats.kept) == 1) == (name not in APART[thinking])
-    assert sum(row.supervised_tokens for row in chats.kept) == sum(row.supervised_tokens for row in single.kept)
+    for chat, first in ((CHAT, 2), (CHAT[1:], 1)):  # with a system turn, and without
+        single = [(chat[:at], chat[at]["content"]) for at in range(first, len(chat), 2)]
+        single = encoded(own, single, ends=ends, thinking=thinking)
+        chats = encoded(own, [(chat[:first], chat[first:])], ends=ends, thinking=thinking)
+        answers = [(row.input_ids[:end], begin) for row in chats.kept for begin, end in row.spans]
+        assert answers == [(row.input_ids, row.prompt_length) for row in single.kept]
+        assert chats.kept[-1].input_ids == single.kept[-1].input_ids
+        assert first == 1 or (len(chats.kept) == 1) == (name not in APART[thinking])
+        assert sum(row.supervised_tokens for row in chats.kept) == sum(row.supervised_tokens for row in single.kept)
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3", "gpt-oss", "Gemma 3", "Llama 3.2", "Phi-3", "SmolLM3"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma 3", "Llama 3.2", "SmolLM3"])
 def test_single_row_is_the_rendering_and_begins_with_every_prompt(tokenizer, name):
     own, ends = of_family(tokenizer, name)
     own.chat_template = own.chat_template.replace("strftime_now('%Y-%m-%d')", repr(DAY))
@@ -159,22 +159,16 @@ def test_turns_of_weight_0_and_of_others_carry_no_loss(tokenizer):
     ("messages", "target", "message"),
     [
         ("5=", "5", "messages() gave"),
-        ([{"role": "user"}], "5", "messages() gave"),
         ([said("x")], "5", "messages() ends with an assistant turn"),
         ([user("\udfff")], "5", "a lone surrogate"),
         ([user("5=")], 5, "target() gave int"),
-        ([user("5=")], "a \ud800", "a lone surrogate"),
         ([], [], "target() gave turns of which the last is not an assistant's"),
         ([user("5=")], [said("5"), user("6=")], "the last is not an assistant's"),
-        *(
-            ([user("5=")], [said("5", weight=weight)], f'a turn with "weight": {weight}, expected 0 or 1')
-            for weight in (-0.5, 0.5, 1.5, 1e-7, float("nan"), float("inf"), "0.5")
-        ),
+        ([user("5=")], [said("5", weight=0.5)], 'a turn with "weight": 0.5, expected 0 or 1'),
         ([user("5=")], [said("5", weight=0)], 'every assistant turn of target() has "weight": 0'),
         ([], [said("5")], "the first turn of all is an answer"),
         ([user("5="), said("5", weight=1)], [user("6="), said("6")], 'messages() gave a turn with "weight"'),
         ([user("5=")], [said(None)], "target() gave"),
-        ([user("5=")], [said(["5"])], "target() gave"),
         ([user("5=")], [{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "{"}]}], "call"),
         ([user("5=", tool_calls=[CALL])], [said("5")], "only an assistant calls"),
         ([user("5=")], [said("5", reasoning_content=5)], "reasoning_content '5', expected text"),
@@ -185,9 +179,6 @@ def test_turns_that_are_none_are_refused_by_example(messages, target, message):
     with pytest.raises(UserError, match=r"^train example 1: ") as refused:
         conversation(Chats(), [(messages, target)] * 2, "train", 1)
     assert message in str(refused.value)
-
-
-def test_schemas_that_are_none_are_refused():
     with pytest.raises(UserError, match=r"^train example 0: tools\(\) gave 'weather', expected a list of schemas"):
         conversation(Chats(), [([user("5=")], "5", "weather")], "train", 0)
 
@@ -227,8 +218,9 @@ def test_thinking_in_its_own_field_is_learnt_or_refused(tokenizer):
 
 CALLING = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls %}<call>{{ call.function.name }} ARGUMENTS"
-    "</call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls %}<call>{{ call.function.name }} {{ call.function.arguments | tojson }}</call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CALLED = [
     user("Rain?"),
@@ -238,12 +230,8 @@ CALLED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "arguments", ["{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}", "as Python has it"]
-)
-def test_calls_of_tools_are_learnt_and_their_results_are_not(tokenizer, arguments):
-    written = arguments.replace("as Python has it", "{{ call.function.arguments }}")
-    own = with_template(tokenizer, CALLING.replace("ARGUMENTS", written))
+def test_calls_of_tools_are_learnt_and_their_results_are_not(tokenizer):
+    own = with_template(tokenizer, CALLING)
     (row,) = encoded(own, [([], CALLED, TOOLS)]).kept
     learnt = [own.decode(row.input_ids[begin:end]) for begin, end in row.spans]
     assert learnt == ['<call>weather {"town": "Ulm"}</call><|im_end|>', "No.<|im_end|>"]
@@ -255,15 +243,27 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(tokenizer, argument
     assert sample["generated"] == sample["expected"] == '<call>weather {"town": "Ulm"}</call>'
 
 
-@pytest.mark.parametrize("arguments", ["{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}"])
-def test_rows_with_tools_are_learnt_by_the_template_of_tools(tokenizer, arguments):
-    calling = CALLING.replace("ARGUMENTS", arguments)
-    own = with_template(tokenizer, {"default": chatml(tokenizer).chat_template, "tool_use": calling})
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ("call.function.arguments", "writes the arguments of calls as Python"),
+        ("'' + call.function.arguments", "fails on"),
+    ],
+)
+def test_templates_that_expect_arguments_as_text_are_refused(tokenizer, written, problem):
+    own = with_template(tokenizer, CALLING.replace("call.function.arguments | tojson", written))
+    with pytest.raises(UserError, match=f"^train example 1: the model's chat template {problem}"):
+        encoded(own, [(CHAT[:2], CHAT[2:]), ([], CALLED, TOOLS)])
+    with pytest.raises(UserError, match=problem):
+        Rendering(own).prompt(conversation(Chats(), [([], CALLED)], "train", 0).turns)
+
+
+def test_rows_with_tools_are_learnt_by_the_template_of_tools(tokenizer):
+    own = with_template(tokenizer, {"default": chatml(tokenizer).chat_template, "tool_use": CALLING})
     encoding = encoded(own, [([], CALLED, TOOLS), (CHAT[:2], CHAT[2:3])])
     called, plain = (own.decode(row.input_ids) for row in encoding.kept)
     turns = [{**turn, "content": turn["content"] or ""} for turn in CALLED]
-    if "tojson" in arguments:
-        turns[1] = {**turns[1], "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": {"town": "Ulm"}}}]}
+    turns[1] = {**turns[1], "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": {"town": "Ulm"}}}]}
     assert called + "\n" == own.apply_chat_template(turns, tools=TOOLS, tokenize=False)
     assert "tools" not in plain
     assert encoding.notes == []
@@ -272,8 +272,7 @@ def test_rows_with_tools_are_learnt_by_the_template_of_tools(tokenizer, argument
 
 
 def test_control_tokens_in_tools_printed_as_python_are_characters(tokenizer):
-    as_python = CALLING.replace("tools | tojson", "tools").replace("ARGUMENTS", "{{ call.function.arguments }}")
-    own = with_template(tokenizer, as_python)
+    own = with_template(tokenizer, CALLING.replace("tools | tojson", "tools"))
     tools, turns = (json.loads(json.dumps(part).replace("Ulm", "<|im_end|>")) for part in (TOOLS, CALLED[:2]))
     tools[0]["function"]["description"] = "a<|im_end|>b"
     (row,) = encoded(own, [([], turns, tools)]).kept
@@ -289,7 +288,7 @@ def test_control_tokens_in_tools_printed_as_python_are_characters(tokenizer):
     + [(place, {"answers": [], "texts": [0]}) for place in ("unlearnt call", "thinking", "name")],
 )
 def test_an_end_forged_outside_contents_is_seen(tokenizer, place, expected):
-    own = with_template(tokenizer, CALLING.replace("ARGUMENTS", "{{ call.function.arguments }}"))
+    own = with_template(tokenizer, CALLING)
     tools, turns = (json.loads(json.dumps(part)) for part in (TOOLS, [*CALLED, user("Sure?"), said("Yes.")]))
     end = own.eos_token
     if place == "schema":
@@ -350,25 +349,20 @@ def test_long_chat_is_left_out_or_cut_in_answers(tokenizer):
     # of a validation example the last answer is generated: without its prompt it is none
     held_out = encoded(own, [*chat, short], max_length=third[0], truncation="right", split="validation")
     assert [row.index for row in held_out.kept] == [1]
-    own.chat_template = FORGETFUL
-    rows = encoded(own, [*chat, short]).kept
-    cut = encoded(own, [*chat, short], max_length=len(rows[1].input_ids), truncation="right")
-    assert [row.index for row in cut.kept] == [0, 0, 1] or [row.index for row in cut.kept] == [0, 0, 0, 1]
-    assert cut.cut == [0]
-    dropped = encoded(own, [*chat, short], max_length=len(rows[1].input_ids))
-    assert [row.index for row in dropped.kept] == [1]
 
 
 def test_texts_are_tokenized_in_pieces_only_where_exact():
     pieces = {piece: at for at, piece in enumerate(["a", "b", "<", "s", ">", "b<"])}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(pieces, [("b", "<")])))
     tokenizer.add_tokens(["<s>"], special_tokens=True)
-    texts, chat = ["ab", "ab<s>a", "ab<s>ab<s>b", "b<s>"], [0, 1, 2]
+    texts = [Rendered(*pair, "", Form()) for pair in (("ab", "<s>a"), ("ab<s>a", "b<s>b"), ("b<s>", "b"))]
     for split_special_tokens in (False, True):  # the latter reads "b<" across the beginning of a special token
         tokenizer.split_special_tokens = split_special_tokens
-        whole = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        assert (pieces["b<"] in whole[2]) == split_special_tokens
-        assert PieceTokenizer(ControlTokens(tokenizer))(texts, [chat]) == whole
+        written = [part for text in texts for part in (text.prompt, text.prompt + text.rest)]
+        whole = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in written]
+        assert (pieces["b<"] in whole[3]) == split_special_tokens
+        tokens = AnswerTokens(Rendering(with_template(tokenizer, "x")), frozenset()).of_texts(texts, [2, 1])
+        assert [ids for pair in tokens for ids in pair] == whole
 
 
 # --- the mathematics ---
@@ -453,70 +447,13 @@ def test_last_learnt_turn_alone_is_generated_and_scored(tokenizer, template):
     samples = [(sample["index"], sample["generated"], sample["expected"]) for sample in evaluation.samples]
     assert samples == [(0, "a\n\nb", "a\n\nb"), (1, "odd", "<b>even</b>")]
     assert evaluation.metrics["right"] == 0.5
-
-
-def test_eval_limit_counts_examples_not_rows(tokenizer):
-    own = with_template(tokenizer, FORGETFUL)
-    examples = [(CHAT[:2], CHAT[2:]), (CHAT[:2], CHAT[2:5]), (CHAT[:2], "odd")]
-    encoding = encoded(own, examples, split="validation")
-    config = TrainConfig(eval_limit=2).resolved({})
+    config = TrainConfig(eval_limit=1).resolved({})
     evaluator = Evaluator(Accelerator(cpu=True), own, Chats(), examples, encoding.kept, config, None)
-    assert [row.index for row in evaluator.encoded] == [1, 1, 2]  # drawn by a fixed seed
-    assert [row.index for row in evaluator.answered] == [1, 2]
+    rows = [row for row in encoding.kept if row.index == evaluator.answered[0].index]
+    assert (list(evaluator.encoded), evaluator.answered) == (rows, rows[-1:]), "--eval-limit counts examples, not rows"
 
 
-# --- a whole run ---
-
-TASK = """
-from dataclasses import dataclass
-from accel_sft import Task
-
-@dataclass(kw_only=True)
-class Talks(Task):
-    \"\"\"Count on.\"\"\"
-    main_metric = "right"
-
-    def dataset(self, split):
-        return list(range(40) if split == "train" else range(40, 44))
-
-    def messages(self, example):
-        return [{"role": "system", "content": "Count on."}]
-
-    def target(self, example):
-        return [
-            {"role": role, "content": str(example + at)}
-            for at in range(1 + example % 3)
-            for role in ("user", "assistant")
-        ]
-
-    def score(self, example, text):
-        return {"right": float(text == str(example + example % 3))}
-"""
-
-
-def test_a_run_on_chats_is_the_mathematics_of_their_turns(tmp_path):
-    (tmp_path / "site").mkdir()
-    install(tmp_path / "site", "accel-sft-talks", "talks = accel_sft_talks:Talks", TASK)
-    options = ("--max-steps", "2", "--global-batch-size", "40", "--save-every", "off")
-    run = finished("talks", *options, run_dir=tmp_path / "run", environment={"PYTHONPATH": str(tmp_path / "site")})
-    base = tmp_path / "run" / "base"
-    own, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
-    answers = []
-    for example in range(40):
-        turns = [{"role": "system", "content": "Count on."}]
-        for at in range(1 + example % 3):
-            turns.append(user(str(example + at)))
-            prompt = own.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-            answers.append((prompt + own(f"{example + at}<|im_end|>")["input_ids"], len(prompt)))
-            turns.append(said(str(example + at)))
-    total, _ = plain_loss_and_gradients(model, answers)
-    tokens = sum(len(ids) - begin for ids, begin in answers)
-    line = run.lines()[0]
-    assert line["supervised_tokens"] == tokens
-    assert line["loss"] == pytest.approx(total / tokens, rel=1e-5)
-    samples = [json.loads(sample) for sample in next((tmp_path / "run" / "samples").iterdir()).read_text().splitlines()]
-    expected = [str(at + at % 3) for at in range(40, 44)]
-    assert [(sample["index"], sample["expected"]) for sample in samples] == [*enumerate(expected)]
+# --- what is shown, and how much is trained on ---
 
 
 def test_the_prompt_of_an_answer_is_shown_turn_by_turn():
@@ -530,7 +467,7 @@ def test_the_prompt_of_an_answer_is_shown_turn_by_turn():
 
 @pytest.mark.parametrize(
     ("limit", "left"),
-    [(None, 25), ("7", 7), ("25", 25), ("900", 25), ("10%", 2), ("0.1%", 1), ("29%", 7), ("100%", 25)],
+    [(None, 25), ("7", 7), ("900", 25), ("0.1%", 1), ("29%", 7)],
 )
 def test_train_limit_takes_the_first_examples_of_any_sequence(limit, left):
     class Squares:
@@ -556,7 +493,7 @@ def test_train_limit_draws_rows_of_a_file_sorted_by_label(tmp_path):
     assert few.notes == rows.notes
 
 
-@pytest.mark.parametrize("limit", ["0", "0%", "100.1%", "-3", "some", "1.5", "%"])
+@pytest.mark.parametrize("limit", ["0", "100.1%", "some"])
 def test_train_limit_neither_number_nor_share_is_refused(limit):
     (line,) = TrainConfig(train_limit=limit).problems()
     assert line.startswith(f"--train-limit {limit}: expected a number of examples, or a share")

@@ -13,7 +13,7 @@ from accel_sft import UserError, read_rows
 from accel_sft.api.errors import what_and_where
 from accel_sft.rows import json_stream
 from accel_sft.rows import reading as row_reading
-from accel_sft.rows.sources import absent_rows, row_names
+from accel_sft.rows.sources import absent_rows
 
 
 @pytest.fixture(autouse=True, params=["held", "from the file"])
@@ -46,8 +46,7 @@ def problems(path):
 ROWS = [{"answer": "1 + 4"}, {"answer": "王大丫丫\u2028", "more": [1.5, None, {"x": "😀"}]}]
 WELL_FORMED = {
     "array": json.dumps(ROWS),
-    "array, indented": json.dumps(ROWS, indent=4, ensure_ascii=False),
-    "array, leading blank lines": "\n\r\n " + json.dumps(ROWS),
+    "array, indented": "\n\r\n " + json.dumps(ROWS, indent=4, ensure_ascii=False),
     "lines": "\n".join(map(json.dumps, ROWS)),
     "lines, not escaped": "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n",
     "lines with CRLF and blank ones": "\r\n\r\n".join(map(json.dumps, ROWS)) + "\r\n",
@@ -107,12 +106,15 @@ def test_a_large_file_is_checked_once(file, way, own_cache, capsys):
     assert "damaged (places.bin has other bytes than were written); it is made again" in capsys.readouterr().out
 
 
-def test_without_a_cache_rows_are_checked_every_time(file, way, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("content", [json.dumps(ROWS), "answer\n" + "\n".join(row["answer"] for row in ROWS)])
+def test_without_a_cache_rows_are_checked_every_time(file, way, monkeypatch, tmp_path, capsys, content):
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(file("{}") / "cache"))
-    path = tmp_path / "other.json"
-    path.write_text(json.dumps(ROWS))
+    path = tmp_path / ("other.json" if content.startswith("[") else "other.csv")
+    path.write_text(content)
     assert read_rows(path, answer) == [row["answer"] for row in ROWS]
-    assert ("rows cannot be kept here (Not a directory)" in capsys.readouterr().out) == (way != "held")
+    is_held = way == "held" and content.startswith("[")
+    assert ("rows cannot be kept here (Not a directory)" in capsys.readouterr().out) != is_held
+    assert read_rows(path, lambda row: row["answer"])[0] == ROWS[0]["answer"]  # no fingerprint: nothing to find
 
 
 def test_row_changed_while_in_use_is_not_taken_unchecked(file, way):
@@ -147,57 +149,42 @@ def test_pipe_or_device_is_refused(tmp_path, path):
         read_rows(path, answer)
 
 
-MALFORMED_LINES = {
-    "field missing": ("{}", ":2: field 'answer': expected text, got NoneType"),
-    "field of a wrong type": ('{"answer": 3}', ":2: field 'answer': expected text, got int"),
-    "not an object": ("[1]", ":2: expected a JSON object, got list"),
-    "a bare word": ("answer", ":2: not JSON at column 1: Expecting value"),
-    "cut off": ('{"answer": "1', ":2: not JSON at column 12: Unterminated string starting at"),
-    "single quotes": ("{'answer': '1'}", ":2: not JSON at column 2: Expecting property name enclosed in double quotes"),
-    "two objects": ('{"answer": "1"} {"answer": "2"}', ":2: not JSON at column 17: Extra data"),
-    "key twice": ('{"answer": "1", "answer": "2"}', ":2: field 'answer': expected each key once, it stands here twice"),
-    "key twice, inside": ('{"answer": "1", "x": {"y": 1, "y": 2}}', ":2: field 'y': expected each key once"),
-    "NaN": ('{"answer": "1", "x": NaN}', ":2: NaN is not JSON; use null or a number"),
-    "-Infinity": ('{"answer": "1", "x": [-Infinity]}', ":2: -Infinity is not JSON; use null or a number"),
-    "half a surrogate pair": (r'{"answer": "\ud83d"}', ":2: a lone surrogate (\\ud800-\\udfff) is not text; remove it"),
-    "half a surrogate pair in a key": (r'{"answer": "1", "\ude00": 1}', ":2: a lone surrogate"),
-    "nested too deeply": ('{"answer": "1", "x": ' + "[" * 120 + "]" * 120 + "}", ":2: nested too deeply"),
-    "nested beyond reading": ('{"answer": "1", "x": ' + "[" * 200_000 + "]" * 200_000 + "}", ":2: nested too deeply"),
-    "control character": ('{"answer": "a\tb"}', ":2: not JSON at column 14: Invalid control character at"),
-    "a number too long to read": ('{"answer": "1", "x": ' + "9" * 5000 + "}", ":2: Exceeds the limit"),
+MALFORMED = {
+    "field missing": ("{}", " field 'answer': expected text, got NoneType"),
+    "not an object": ("[1]", " expected a JSON object, got list"),
+    "key twice, inside": ('{"answer": "1", "x": {"y": 1, "y": 2}}', " field 'y': expected each key once"),
+    "NaN": ('{"answer": "1", "x": [NaN]}', " NaN is not JSON; use null or a number"),
+    "half a surrogate pair": (r'{"answer": "\ud83d"}', " a lone surrogate (\\ud800-\\udfff) is not text; remove it"),
+    "half a surrogate pair in a key": (r'{"answer": "1", "\ude00": 1}', " a lone surrogate"),
+    "nested too deeply": ('{"answer": "1", "x": ' + "[" * 120 + "]" * 120 + "}", " nested too deeply"),
+}
+MALFORMED_LINES = MALFORMED | {
+    "cut off": ('{"answer": "1', " not JSON at column 12: Unterminated string starting at"),
+    "single quotes": ("{'answer': '1'}", " not JSON at column 2: Expecting property name enclosed in double quotes"),
+    "two objects": ('{"answer": "1"} {"answer": "2"}', " not JSON at column 17: Extra data"),
+    "nested beyond reading": ('{"answer": "1", "x": ' + "[" * 200_000 + "]" * 200_000 + "}", " nested too deeply"),
+    "a number too long to read": ('{"answer": "1", "x": ' + "9" * 5000 + "}", " Exceeds the limit"),
 }
 
 
 @pytest.mark.parametrize(("line", "expected"), MALFORMED_LINES.values(), ids=MALFORMED_LINES)
 def test_malformed_line_is_named_and_others_are_read(file, line, expected):
-    content = '{"answer": "first"}\n' + line + '\n\n{"answer": 4.5}\n'
-    first, last = problems(file(content))
-    assert first.startswith(expected)
+    first, last = problems(file('{"answer": "first"}\n' + line + '\n\n{"answer": 4.5}\n'))
+    assert first.startswith(f":2:{expected}")
     assert last == ":4: field 'answer': expected text, got float"
 
 
-MALFORMED_ELEMENTS = {
-    name: (element, expected.replace(":2:", " row 2:"))
-    for name, (element, expected) in MALFORMED_LINES.items()
-    if name.startswith(("field", "not an object", "key", "NaN", "-Inf", "half", "nested too"))
-}
-
-
-@pytest.mark.parametrize(("element", "expected"), MALFORMED_ELEMENTS.values(), ids=MALFORMED_ELEMENTS)
+@pytest.mark.parametrize(("element", "expected"), MALFORMED.values(), ids=MALFORMED)
 def test_malformed_element_is_named_by_number_and_others_are_read(file, element, expected):
-    content = '[{"answer": "first"},\n' + element + ',\n\n{"answer": 4.5}\n]'
-    first, last = problems(file(content))
-    assert first.startswith(expected)
+    first, last = problems(file('[{"answer": "first"},\n' + element + ',\n\n{"answer": 4.5}\n]'))
+    assert first.startswith(f" row 2:{expected}")
     assert last == " row 3: field 'answer': expected text, got float"
 
 
 BROKEN_ARRAYS = {
     "comma missing": ('[{"answer": "1"}\n{"answer": "2"}]', " row 1: expected ',' or ']' behind it; is the file cut"),
-    "cut off after an element": ('[{"answer": "1"}\n', " row 1: expected ',' or ']' behind it; is the file cut off?"),
     "cut off inside": ('[{"answer": "1"},\n{"answer":\n "2', " row 2: not JSON at line 3, column 2: Unterminated str"),
-    "cut off after a comma": ('[{"answer": "1"},\n', " row 2: not JSON at line 2, column 1: Expecting value; the rest"),
     "comma at the end": ('[{"answer": "1"},\n]', " row 1: a comma behind it announces a row that is not there"),
-    "comma twice": ('[{"answer": "1"},\n,{"answer": "1"}]', " row 2: not JSON at line 2, column 1: Expecting value"),
     "text behind": ('[{"answer": "1"}]\n[]', " row 1: text after the end of the array: '[]'"),
     "never closed": ("[", " row 1: not JSON at column 2: Expecting value; the rest is unread"),
     "nested beyond reading": ("\n" + "[" * 200_000, " row 1: nested too deeply; the rest is unread"),
@@ -233,7 +220,7 @@ def test_objects_over_several_lines_are_one_problem(file, mark):
     (problem,) = problems(file(mark + 30 * content))
     at = 1 + mark.count("\n")
     assert problem == f":{at}: an object over several lines; one line for each row: jq -c . FILE > NEW"
-    assert len(problems(file(mark + '{"answer": "a"\n' + content))) == 4, "the first row is cut off"
+    assert len(problems(file(mark + '{"answer": "a"\n{}\n'))) == 2, "the first row is cut off"
 
 
 @pytest.mark.parametrize("content", ["", "  \n\n", "[]", " [ ] "])
@@ -268,29 +255,19 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 
 def test_several_files_are_read_in_order_with_their_names(tmp_path):
-    names = [tmp_path / name for name in ("b.jsonl", "a, with a comma.jsonl", "c")]
-    names[2].mkdir()
-    files = [names[0], names[1], names[2] / "d.jsonl"]
-    for number, path in enumerate(files):
-        path.write_text("".join(json.dumps({"answer": f"{number}{row}"}) + "\n" for row in range(2)))
-    assert list(read_rows(names[1], answer)) == ["10", "11"]
-    rows = read_rows(f"{names[0]},{names[2]}", answer)
-    assert list(rows) == ["00", "01", "20", "21"]
-    assert [str(place) for place in rows.places([1, 2])] == [f"{files[0]}:2", f"{files[2]}:1"]
-    assert rows.fingerprint != read_rows(f"{names[2]},{names[0]}", answer).fingerprint
-    files[0].write_text('{"answer": 1}\n')
-    files[2].write_text('{"answer": "x"}\n{"answer": 2}\n')
+    (tmp_path / "c").mkdir()
+    file, folder, within = tmp_path / "b.jsonl", tmp_path / "c", tmp_path / "c" / "d.jsonl"
+    for path in (file, within):
+        path.write_text("".join(json.dumps({"answer": f"{path.stem}{row}"}) + "\n" for row in range(2)))
+    rows = read_rows(f"{file},{folder}", answer)
+    assert list(rows) == ["b0", "b1", "d0", "d1"]
+    assert [str(place) for place in rows.places([1, 2])] == [f"{file}:2", f"{within}:1"]
+    assert rows.fingerprint != read_rows(f"{folder},{file}", answer).fingerprint
+    file.write_text('{"answer": 1}\n')
+    within.write_text('{"answer": "x"}\n{"answer": 2}\n')
     with pytest.raises(UserError) as caught:
-        read_rows(f"{names[0]},{names[2]}", answer)
-    assert [line.split(" field")[0] for line in caught.value.problems] == [f"{files[0]}:1:", f"{files[2]}:2:"]
-
-
-def test_names_with_commas_are_found_among_several(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("a,b", "b", "c"):
-        (tmp_path / name).touch()
-    for expected in (["a,b", "c"], ["c", "a,b"], ["b", "c", "a"], ["a,b"], ["c", "b"]):
-        assert [*map(str, row_names(",".join(expected)))] == expected
+        read_rows(f"{file},{folder}", answer)
+    assert [line.split(" field")[0] for line in caught.value.problems] == [f"{file}:1:", f"{within}:2:"]
 
 
 @pytest.mark.parametrize("names", ["", "rows.json,", ",rows.json"])

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 from families import FAMILIES
 
 DAY = "2024-02-29"
 MODES = ("off", "template", "keep")
+_ALIKE = {"Gemma 3", "Llama 3.2", "Phi-3", "SmolLM3", "EXAONE 4", "Nemotron 3", "MiniMax-M2", "QwQ"}
+"""Families whose templates do what those of others do, too."""
+NAMES = [pytest.param(name, marks=pytest.mark.long) if name in _ALIKE else name for name in FAMILIES]
 
 
 def of_family(tokenizer, name):

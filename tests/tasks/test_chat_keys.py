@@ -10,10 +10,9 @@ from chats import jsonl
 
 from accel_sft import RowLeftOut, RowProblem, UserError
 from accel_sft.chat.conversation import conversation
-from accel_sft.rows.json_stream import Written
 from accel_sft_chat import Chat
 from accel_sft_chat.keys import AS_JSON, RowRefused, without_numbers
-from accel_sft_chat.messages import OTHERS_MARKED, REWRITTEN
+from accel_sft_chat.messages import OTHERS_MARKED
 from accel_sft_chat.task import parse_row
 from accel_sft_chat.turns import JOINED
 
@@ -45,16 +44,9 @@ def text(words, **more):
     return {"type": "text", "text": words, **more}
 
 
-SYSTEM_COLUMNS = {
-    "parts": [text("s")],
-    "a message": SYSTEM,
-    "messages as JSON": json.dumps([SYSTEM]),
-}
+SYSTEM_COLUMNS = {"parts": [text("s")], "a message": SYSTEM, "messages as JSON": json.dumps([SYSTEM])}
 PLAIN = {
     "loss: null": said(loss=None),
-    "a ShareGPT weight": {
-        "conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a", "weight": 1}]
-    },
     "parts marked as learnt": said(content=[text("a", train=True, weight=1)]),
     "a refusal": said(content=None, refusal="a"),
     "Qwen's parts without types": messages({**ASK, "content": [{"text": "u"}]}, ANSWER),
@@ -67,12 +59,10 @@ PLAIN = {
 THINKING = {
     "thinking": said(thinking="t"),
     "reasoning": said(reasoning="t", thinking=""),
-    "thinking in a part": said(content=[{"type": "thinking", "thinking": "t"}, text("a")]),
     "thinking in parts of a part": said(content=[{"type": "thinking", "thinking": [text("t")]}, text("a")]),
 }
 CALLING = [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
 READ = {
-    "a system_prompt column": (messages(ASK, ANSWER, system_prompt="s"), [SYSTEM, ASK], [ANSWER]),
     **{
         f"a system column of {form}": (messages(ASK, ANSWER, system=system), [SYSTEM, ASK], [ANSWER])
         for form, system in SYSTEM_COLUMNS.items()
@@ -115,132 +105,21 @@ def test_keys_that_are_read_become_turns(row):
     assert parsed(given, strict=True) == got
 
 
-BEDROCK = messages(
-    {"role": "user", "content": [{"text": "u"}]},
-    {
-        "role": "assistant",
-        "content": [
-            {"reasoningContent": {"reasoningText": {"text": "t"}}},
-            {"text": "I look."},
-            {"toolUse": {"toolUseId": "1", "name": "w", "input": {"city": "Paris"}}},
-        ],
-    },
-    {"role": "user", "content": [{"toolResult": {"toolUseId": "1", "content": [{"json": {"t": 21}}]}}]},
-    {"role": "assistant", "content": [{"text": "a2"}]},
-    system=[{"text": "s"}],
-    toolConfig={"tools": [{"toolSpec": {**SCHEMA, "parameters": None, "inputSchema": {"json": SCHEMA["parameters"]}}}]},
-)
-GEMINI = {
-    "systemInstruction": {"role": "user", "parts": [{"text": "s"}]},
-    "contents": [
-        {"role": "user", "parts": [{"text": "u"}]},
-        {
-            "role": "model",
-            "parts": [
-                {"text": "t", "thought": True},
-                {"text": "I look."},
-                {"functionCall": {"id": "1", "name": "w", "args": {"city": "Paris"}}},
-            ],
-        },
-        {"role": "user", "parts": [{"functionResponse": {"id": "1", "name": "w", "response": {"t": 21}}}]},
-        {"role": "model", "parts": [{"text": "a2"}]},
-    ],
-    "tools": [{"functionDeclarations": [SCHEMA]}],
-}
-CLOUDS = {
-    "Bedrock": BEDROCK,
-    "Bedrock as JSON": {name: json.dumps(BEDROCK[name]) for name in ("messages", "toolConfig")} | {"system": "s"},
-    "Gemini": GEMINI,
+OF_A_TOOL = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "document", "source": {"data": "aQ=="}}]}
+OTHER_PARTS = {
+    "Gemini's": (messages({"role": "user", "parts": [{"text": "u"}]}, ANSWER), RowRefused, "messages[0].parts"),
+    "a call of Gemini's": (said(content=[text("a"), {"functionCall": {"name": "w"}}]), RowRefused, "functionCall"),
+    "Bedrock's": (said(content={"toolUse": {"name": "w", "input": {}}}), RowRefused, "toolUse"),
+    "a document": (said(content=[{"document": {"source": {"bytes": "aQ=="}}}]), RowProblem, "document"),
+    "a file alone": (said(content={"type": "document", "source": {"data": "aQ=="}}), RowProblem, "source"),
+    "a file of a tool": (messages(ASK, ANSWER, {"role": "user", "content": [OF_A_TOOL]}, MORE), RowProblem, "source"),
+    "a label beside a text": (said(content=[{"text": "a", "label": "x"}]), RowProblem, "label"),
 }
 
 
-@pytest.mark.parametrize("row", CLOUDS.values(), ids=CLOUDS)
-def test_rows_of_clouds_become_calls_results_and_thinking(row):
-    dialogue, _, _, unread = parsed(row)
-    called, result, answer = dialogue.answered
-    assert (dialogue.prompt, answer, unread) == ([SYSTEM, ASK], MORE, ())
-    thought = {"role": "assistant", "content": "I look.", "reasoning_content": "t"}
-    assert called == {**thought, "tool_calls": [{"id": "1", **CALL}]}
-    assert (result["role"], result["content"], result["tool_call_id"]) == ("tool", '{"t": 21}', "1")
-    (tool,) = dialogue.tools
-    assert {name: value for name, value in tool["function"].items() if value} == SCHEMA
-
-
-IMAGES = (
-    {"image": {"format": "png", "source": {"bytes": "aQ=="}}},
-    {"inlineData": {"mimeType": "image/png", "data": "aQ=="}},
-    {"inline_data": {"mime_type": "image/png", "data": "aQ=="}, "text": None},
-)
-
-
-@pytest.mark.parametrize("part", IMAGES)
-@pytest.mark.parametrize("texts", [[{"text": "u"}], []])
-@pytest.mark.parametrize("key", ["content", "parts"])
-def test_images_of_clouds_are_images(part, texts, key):
-    example = parsed(messages({"role": "user", key: [part, *texts]}, ANSWER)).example
-    assert example.prompt[0]["images"] == ["data:image/*;base64,aQ=="]
-    assert example.prompt[0]["content"] == "<image>" + "u" * len(texts)
-
-
-def in_parts(*parts, key="parts"):
-    return messages(ASK, {"role": "assistant", key: list(parts)})
-
-
-CLOUDS_TEXTS = {
-    "Gemini's signature": (in_parts({"text": "a", "thoughtSignature": "x"}), ("messages[].parts[].thoughtSignature",)),
-    "no thought": (in_parts({"text": "a", "thought": False}), ()),
-    "null beside a text": (in_parts({"text": "a", "inline_data": None, "thought": None}), ()),
-    "strings": (in_parts("a"), ()),
-}
-
-
-@pytest.mark.parametrize("row", CLOUDS_TEXTS.values(), ids=CLOUDS_TEXTS)
-def test_texts_of_clouds_are_read_whatever_is_beside(row):
-    given, unread = row
-    found = parsed(given)
-    assert (found.example.answered, found.unread) == ([ANSWER], unread)
-    assert AS_JSON not in found.notes
-
-
-@pytest.mark.parametrize("key", ["parts", "content"])
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize(
-    ("part", "name"),
-    [
-        ({"inlineData": {"mimeType": "audio/wav", "data": "aQ=="}}, "inlineData"),
-        ({"fileData": {"fileUri": "gs://x", "mimeType": "image/png"}}, "fileData"),
-        ({"document": {"format": "pdf", "source": {"bytes": "aQ=="}}}, "document"),
-        ({"image": {"format": "png", "source": {"s3Location": {"uri": "s3://x"}}}}, "image"),
-    ],
-)
-def test_parts_of_another_kind_are_refused_by_name(part, name, key, asks):
-    turn = {"role": "user" if asks else "assistant", key: [part]}
-    with pytest.raises(RowProblem, match=rf"{key}\[0\].*not '{name}'"):
-        parsed(messages(turn, ANSWER) if asks else messages(ASK, turn), strict=True)
-
-
-HALF_READ = {
-    "a label beside a text": in_parts({"text": "a", "label": "x"}, key="content"),
-    "a call beside a text": in_parts({"text": "a", "functionCall": {"name": "w", "args": {}}}),
-    "a mark": in_parts({"text": "a", "weight": 0}),
-    "a file alone": said(content={"type": "document", "source": {"type": "base64", "data": "aQ=="}}),
-    "a file of a tool": messages(
-        ASK,
-        {"role": "assistant", "content": [{"toolUse": {"toolUseId": "1", "name": "w", "input": {}}}]},
-        {
-            "role": "user",
-            "content": [
-                {"toolResult": {"toolUseId": "1", "content": [{"document": {"source": {"bytes": "aQ=="}}}]}},
-            ],
-        },
-        ANSWER,
-    ),
-}
-
-
-@pytest.mark.parametrize("row", HALF_READ.values(), ids=HALF_READ)
-def test_parts_that_are_not_wholly_understood_are_refused(row):
-    with pytest.raises(RowProblem):
+@pytest.mark.parametrize(("row", "refusal", "name"), OTHER_PARTS.values(), ids=OTHER_PARTS)
+def test_parts_that_are_not_read_are_refused_by_name(row, refusal, name):
+    with pytest.raises(refusal, match=re.escape(f"{name}'")):
         parsed(row, strict=True)
 
 
@@ -271,9 +150,7 @@ def test_agents_traces_become_calls_results_and_thinking():
     assert example.tools == [{"type": "function", "function": SCHEMA}]
 
 
-@pytest.mark.parametrize(
-    "schema", [{"type": "function", **SCHEMA}, SCHEMA, {"type": "function", "function": SCHEMA}, json.dumps(SCHEMA)]
-)
+@pytest.mark.parametrize("schema", [{"type": "function", **SCHEMA}, json.dumps(SCHEMA)])
 def test_a_flat_schema_of_a_tool_has_no_second_type(schema):
     assert parsed(messages(ASK, ANSWER, tools=[schema])).example.tools == [{"type": "function", "function": SCHEMA}]
 
@@ -282,27 +159,17 @@ MARKED = "a turn's mark: weight, train or loss"
 PAIR = {"prompt": "u", "completion": "a"}
 MARKS_OF_TURNS = {
     "mask": said(mask=True),
-    "loss_mask": said(loss_mask=0),
     "train_detail": said(train_detail=[{"begin_offset": 0}]),
-    "masked": said(masked=True),
     "training": said(training=False),
     "content[0].train": said(content=[text("a", train=False)]),
     "tool_calls[0].loss_mask": said(tool_calls=[{**CALL, "loss_mask": [0]}]),
 }
 REFUSED = {
-    "a label beside raw text": ({"text": "u", "label": 1}, "label", "no label beside raw text; --columns prompt="),
-    "a message of a tree": ({"text": "u", "parent_id": None, "role": "x"}, "role", "no role beside raw text: join the"),
-    "an answer in a tree": ({"text": "a", "parent_id": "m0"}, "parent_id", "no parent_id beside raw text: join the"),
-    "a file of a caption": (
-        {"file_name": "0.png", "text": "u"},
-        "file_name",
-        "no image beside raw text: give messages",
-    ),
-    "an image of a caption": ({"image": {"base64": "eQ=="}, "text": "u"}, "image", "no image beside raw text: give"),
+    "a label beside raw text": ({"text": "u", "label": 1}, "label", "no label beside raw text; to learn it: --c"),
+    "a message of a tree": ({"text": "u", "parent_id": None, "role": "x"}, "role", "no role beside raw text"),
+    "a file of a caption": ({"file_name": "0.png", "text": "u"}, "file_name", "no file_name beside raw text"),
     "loss_mask": (messages(ASK, ANSWER, loss_mask=[0, 1]), "loss_mask", MARKED),
-    "completion_mask": ({**PAIR, "completion_mask": [1]}, "completion_mask", MARKED),
     "videos": (messages({**ASK, "content": "<video>"}, ANSWER, videos=["a.mp4"]), "videos", "text and images alone"),
-    "audios beside raw text": ({"text": "<audio>", "audios": ["a.wav"]}, "audios", "text and images alone"),
     **{f"a turn's {name}": (row, f"messages[1].{name}", MARKED) for name, row in MARKS_OF_TURNS.items()},
     "thinking that is not learnt": (
         said(content=[{"type": "thinking", "thinking": "t", "train": False}, text("a")]),
@@ -313,23 +180,18 @@ REFUSED = {
     "KTO's label": ({**PAIR, "label": "False"}, "label", "no judgement of the answer"),
     "KTO's tag": (messages(ASK, ANSWER, kto_tag=True), "kto_tag", "no judgement of the answer"),
     "ms-swift's second answer": (messages(ASK, ANSWER, rejected_response="b"), "rejected_response", "one answer: "),
-    "ms-swift's second messages": (messages(ASK, ANSWER, rejected_messages=[ASK]), "rejected_messages", "one answer: "),
     "LLaMA-Factory's preferences": (messages(ASK, ANSWER, chosen=MORE, rejected=ANSWER), "chosen", "one answer, got "),
     **{
         f"a row's {name} {value!r}": (messages(ASK, ANSWER, **{name: value}), name, MARKED)
         for name, value in (
-            *((name, 0) for name in ("weight", "train", "loss", "loss_scale", "loss_weight", "mask")),
-            *(("weight", 0.5), ("weight", " 0 "), ("train", "False"), ("mask", True), ("loss", [1])),
+            *(("loss_scale", 0), ("weight", 0.5), ("weight", " 0 "), ("train", "False"), ("mask", True), ("loss", [1])),
         )
     },
     "a weight of raw text": ({"text": "u", "weight": 0}, "weight", MARKED),
     "tokens": ({**PAIR, "input_ids": [1, 2], "labels": [-100, 2]}, "labels", MARKED),
+    "a switch of templates": (messages(ASK, ANSWER, enable_thinking=False), "enable_thinking", "it in chat_template_k"),
     "a turn's channel": (said(channel="analysis"), "messages[1].channel", "an answer's thinking"),
-    "lists of texts": (
-        {"prompt": ["u"] * 2, "completion": ["a"] * 2},
-        "prompt",
-        "one text, got 2 here and in completion",
-    ),
+    "lists of texts": ({"prompt": ["u"] * 2, "completion": ["a"] * 2}, "prompt", "one text, got 2 here and in comp"),
     "Python's repr": ({"prompt": "u", "completion": repr([ANSWER])}, "completion", "JSON of messages, got Python's "),
     "preferences": ({"prompt": "u", "chosen": "a", "rejected": "b"}, None, "one answer, got chosen and rejected"),
     "an unknown form": ({"words": "x"}, None, "columns messages or conversations"),
@@ -366,94 +228,50 @@ BAD_TURNS = {
     "null": (said(content=None), "messages[].content", "text, got null or nothing"),
     "bytes": (said(content={"base64": "/w=="}), "messages[].content", "text, got bytes that are no UTF-8"),
     "an empty list": (said(content=[]), "messages[].content", "text, got an empty list"),
-    "a part of a video": (
-        messages({**ASK, "content": [{"type": "video"}, text("u")]}, ANSWER),
-        "messages[].content[]",
-        "a part of type text or image, not 'video'",
-    ),
+    "a video": (messages({**ASK, "content": [{"type": "video"}, text("u")]}), "messages[].content[]", "a part of type"),
     "two thinkings": (said(thinking="t", reasoning="s"), "messages[]", "one thinking, got another text in each of "),
     "thinking of the user": (messages({**ASK, "thinking": "t"}, ANSWER), "messages[].thinking", "no thinking in a "),
-    "a text behind a call": (
-        said(content=[{"type": "tool_use", **USED}, text("a")]),
-        "messages[].content",
-        "thinking or",
-    ),
+    "a text behind a call": (said(content=[{"type": "tool_use", **USED}, text("a")]), "messages[].content", "thinking"),
     "thinking in two places": (said(content="<think>t</think>a", thinking="t"), "messages[].content", "no <think>, as"),
     **{
-        f"a call {way} as text {text}": (messages(ASK, *turns), "messages[]", "calls in tool_calls alone, not as text")
-        for text in (
-            *("I look. <tool_call>w<arg_key>city</arg_key>", '[TOOL_CALLS][{"name": "w"', "<function=w>"),
-            'ok {"name": "w", "parameters": {"city": "Paris"}}',
-        )
-        for way, turns in enumerate(
-            (
-                [{**ANSWER, "content": text, "tool_calls": [CALL]}],
-                [{**ANSWER, "content": text, "function_call": CALL["function"]}],
-                [{**ANSWER, "content": [{"type": "text", "text": text}, {"type": "tool_use", **CALL["function"]}]}],
-                [{**ANSWER, "content": text}, {**ANSWER, "content": None, "tool_calls": [CALL]}],
-            )
-        )
+        f"a call {way} as text": (messages(ASK, *turns), "messages[]", "calls in tool_calls alone, not as text")
+        for way, turns in {
+            "beside it": [{**ANSWER, "content": "I look. <tool_call>w<arg_key>city</arg_key>", "tool_calls": [CALL]}],
+            "with brackets": [{**ANSWER, "content": '[TOOL_CALLS][{"name": "w"', "function_call": CALL["function"]}],
+            "in a part": [{**ANSWER, "content": [text("<function=w>"), {"type": "tool_use", **CALL["function"]}]}],
+            "before it": [
+                {**ANSWER, "content": 'ok {"name": "w", "parameters": {"city": "Paris"}}'},
+                {**ANSWER, "content": None, "tool_calls": [CALL]},
+            ],
+        }.items()
     },
     "marks that differ": (said(weight=1, loss=False), "messages[].loss", "the same as weight 1, got False"),
     "a role with a name in it": (messages({"role": "Bob", "content": "u"}, ANSWER), "messages[].role", "system, user"),
-    **{
-        f"a system column of {system}": ({**PAIR, "system_prompt": system}, "system_prompt", "a system prompt")
-        for system in (ASK, 5, ["s", 5])
-    },
-    **{
-        f"a template variable {given}": (
-            messages(ASK, ANSWER, chat_template_kwargs=given),
-            "chat_template_kwargs.enable_thinking",
-            "true or false as JSON",
-        )
-        for given in ({"enable_thinking": "no"}, '{"enable_thinking": "false"}')
-    },
+    "a user's system": ({**PAIR, "system_prompt": ASK}, "system_prompt", "a system prompt, got a turn of the user"),
+    "a system of numbers": ({**PAIR, "system_prompt": ["s", 5]}, "system_prompt", "a system prompt"),
+    "a variable as text": (messages(ASK, chat_template_kwargs='{"a": "false"}'), "chat_template_kwargs.a", "true or f"),
     "a begun answer": ({"prompt": [ASK, ANSWER], "completion": "b"}, "prompt", "no begun answer at its end"),
-    "a switch that is no word of JSON": (messages(ASK, ANSWER, enable_thinking="no"), "enable_thinking", "true or"),
-    "a budget that is true": (messages(ASK, ANSWER, thinking_budget=True), "thinking_budget", "a whole number"),
-    "two efforts": (
-        messages(ASK, ANSWER, chat_template_kwargs={"reasoning_effort": "low"}, reasoning_effort="high"),
-        "reasoning_effort",
-        "the same as in chat_template_kwargs",
-    ),
     "a null text": ({"text": None, "id": 3}, None, f"columns {FORMS}, got text (null), id; name others"),
     "not a list": ({"messages": 3}, "messages", "a list of messages, got int"),
-    "not JSON": ({"messages": "[{"}, "messages", "a list of messages, or JSON of one"),
+    "a key twice": ({"messages": '[{"role": "x", "role": "y"}]'}, "messages", "a list of messages, or JSON of one (a"),
     "not a message": (messages("x"), "messages[]", "a message, an object with role and content, got 'x'"),
     "no role": (messages({"content": "x"}), "messages[].role", "system, user, assistant or tool"),
     "an unknown role": (sharegpt(("narrator", "x")), "conversations[].from", "system, user, assistant or tool"),
-    **{
-        f"a weight of {weight!r}": (
-            messages(ASK, {**ANSWER, "weight": weight}),
-            "messages[].weight",
-            f"0 or 1, false or true (a turn is learnt or not), got {weight!r}",
-        )
-        for weight in (0.5, "1")
-    },
-    **{
-        f"a call {call}": (
-            said(content=None, tool_calls=[{"function": call}]),
-            f"messages[].tool_calls[]{key}",
-            expected,
-        )
-        for call, key, expected in (
-            ({"arguments": "{}"}, "", "a call with a name and arguments"),
-            ({"name": "f", "arguments": "{"}, ".arguments", "JSON of a call"),
-        )
-    },
+    "half a weight": (said(weight=0.5), "messages[].weight", "0 or 1, false or true (a turn is learnt or not), got 0"),
+    "a call without a name": (said(tool_calls=[{"arguments": "{}"}]), "messages[].tool_calls[]", "a call with a name"),
+    "a call that is cut off": (
+        said(tool_calls=[{"name": "f", "arguments": "{"}]),
+        "messages[].tool_calls[].arguments",
+        "JSON of a call",
+    ),
     "a call that is no JSON": (sharegpt(("human", "u"), ("function_call", "f()")), "conversations[].value", "JSON of "),
     "half a history": ({"instruction": "u", "output": "a", "history": [["x"]]}, "history[]", "[question, answer]"),
     "a history that is no JSON": ({"instruction": "u", "output": "a", "history": "none"}, "history", "JSON of a list"),
-    "JSON with a key twice": (
-        {"messages": '[{"role": "user", "content": "a", "content": "b"}]'},
-        "messages",
-        "a list of messages, or JSON of one (a key twice among role, content, content)",
-    ),
     "JSON without a bottom": (messages(ASK, ANSWER, tools="[" * 99_999), "tools", "JSON of a list of tools (nest"),
     "calls in two words": (
-        said(tool_calls=[CALL], function_call=CALL["function"]),
+        said(tool_calls=[CALL], function_call=USED),
         "messages[].function_call",
-        "calls in it or in tool_calls, not in both",
+        "calls in it or in",
     ),
     "a tool without a name": (messages(ASK, ANSWER, tools=[{}]), "tools[]", "a tool's schema"),
     "a user's call": (messages({**ASK, "tool_calls": [CALL]}, ANSWER), "messages[].tool_calls", "no call in a turn of"),
@@ -500,7 +318,7 @@ UNREAD = {
         said() | {"weight": 1, "mask": "x", "labels": ["x"], "rejected": False},
         ("weight", "mask", "labels", "rejected"),
     ),
-    **{f"a weight of {weight!r}": (said() | {"weight": weight}, ("weight",)) for weight in (1.0, True, "1", "x")},
+    **{f"a weight of {weight!r}": (said() | {"weight": weight}, ("weight",)) for weight in (1.0, "x")},
     "a null weight": (said() | {"weight": None, "train": "null", "loss": ""}, ("train",)),
     "a second answer": ({"instruction": "u", "output": "a", "response": "b"}, ("response",)),
     "OpenAI's": (
@@ -508,12 +326,8 @@ UNREAD = {
         ("messages[].refusal", "messages[].annotations", "parallel_tool_calls"),
     ),
     "Anthropic's": (
-        said(content=[text("a", cache_control={"type": "ephemeral"})], stop_reason="end_turn"),
-        ("messages[].stop_reason", "messages[].content[].cache_control"),
-    ),
-    "of thinking": (
-        said(content=[{"type": "thinking", "thinking": "t", "signature": "x", "train": True}, text("a")]),
-        ("messages[].content[].signature",),
+        said(content=[{"type": "thinking", "thinking": "t", "signature": "x"}, text("a", citations=[1])], stop="x"),
+        ("messages[].stop", "messages[].content[].citations", "messages[].content[].signature"),
     ),
     "nothing said": (messages(ASK, {**ANSWER, "name": None}, id=None, tags=[], videos=[], audios=None), ()),
 }
@@ -542,13 +356,6 @@ def test_numbers_lists_and_objects_are_read_as_json():
     assert AS_JSON not in parsed(messages(ASK, {"role": "tool", "content": {"a": 1}}, ANSWER)).notes
 
 
-def test_numbers_in_calls_that_templates_rewrite_are_noted():
-    for rewritten, arguments in ((True, Written("1.50")), (False, Written("1.5")), (True, '{"x": 1.50}'), (False, {})):
-        arguments = arguments if isinstance(arguments, (str, dict)) else {"x": [arguments]}
-        found = parsed(said(content="", tool_calls=[{"name": "w", "arguments": arguments}]))
-        assert (REWRITTEN in found.notes) is rewritten, arguments
-
-
 @pytest.mark.parametrize("system", [["s", "t"], [SYSTEM, {**SYSTEM, "content": "t"}]])
 def test_several_system_prompts_of_a_column_are_joined(system):
     got = parsed({"instruction": "u", "output": "a", "system": system})
@@ -575,24 +382,12 @@ def test_mark_on_a_turn_of_others_is_reported():
     assert OTHERS_MARKED not in parsed(messages({**ASK, "weight": 0, "loss": None}, ANSWER)).notes
 
 
-def test_video_mark_without_a_video_is_reported():
-    question = {**ASK, "content": "What is <video> in HTML?"}
-    assert any("<video>" in note for note in parsed(messages(question, ANSWER, videos=[])).notes)
-    assert len(parsed(messages(question, ANSWER)).notes) == len(parsed(messages(ASK, ANSWER, videos=None)).notes) == 1
-
-
 def test_template_variables_of_a_row_reach_its_conversation():
     given = {"enable_thinking": False, "of_another_row": None}
     for value in (given, json.dumps(given)):
         example = parsed(messages(ASK, ANSWER, chat_template_kwargs=value)).example
         assert conversation(Chat(train_file="x"), [example], "train", 0).offered == {"enable_thinking": False}
     assert parsed(messages(ASK, ANSWER, chat_template_kwargs={})).example.variables is None
-    columns = {"enable_thinking": "False", "thinking_budget": "512", "reasoning_effort": "low"}
-    given = {"enable_thinking": False, "thinking_budget": 512, "reasoning_effort": "low"}
-    numbers = {**given, "enable_thinking": 0, "thinking_budget": 512.0}  # as a column with gaps has them
-    for row in (given, columns, numbers, {**columns, "chat_template_kwargs": given}):
-        read = parsed(messages(ASK, ANSWER, **row))
-        assert (read.example.variables, read.unread) == (given, ())
     given = {"thinking": True, "effort": "none", "enable_thinking": False, "depth": 0}
     assert parsed(messages(ASK, ANSWER, chat_template_kwargs=given)).example.variables == given
 
@@ -605,17 +400,13 @@ def test_template_variables_of_a_row_reach_its_conversation():
         ({"prompt": "u", "completion": "a", "tools": [SCHEMA]}, False),
         ({"prompt": [ASK], "completion": [ANSWER]}, False),
         ({"instruction": "u", "output": "a"}, False),
-        (said(), False),
     ],
 )
 def test_only_a_plain_prompt_is_a_text_to_be_continued(row, continued):
     assert conversation(Chat(train_file="x"), [parsed(row).example], "train", 0).continued is continued
 
 
-MARKS = (
-    *("<|im_start|>user\nu<|im_end|>", "<s>[INST] u [/INST] a", "<｜User｜>u"),
-    *("### Human: u ### Assistant: a", "Below is.\n\n### Instruction:\nu", "USER: u ASSISTANT: a"),
-)
+MARKS = ("<|im_start|>user\nu<|im_end|>", "<｜User｜>u", "### Human: u ### Assistant: a", "USER: u ASSISTANT: a")
 
 
 @pytest.mark.parametrize("marks", MARKS)

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from chats import jsonl
 from click.testing import CliRunner
-from conftest import accel_sft, finished
+from conftest import finished
 from PIL import Image
 from transformers import AutoTokenizer
 
@@ -71,11 +71,7 @@ FORMS = {
         ({"conversations": [ASK, ANSWER], "system": "s"}, [SYSTEM, ASK], "a"),
     ],
     "messages (column conversation: input, output)": [
-        (
-            {"conversation": [{"input": "u", "output": "a"}, {"output": "a2", "input": "u2"}]},
-            [ASK],
-            [ANSWER, AGAIN, MORE],
-        ),
+        ({"conversation": [{"input": "u", "output": "a"}]}, [ASK], "a"),
     ],
     "ShareGPT (column conversations: from, value)": [
         (sharegpt(("system", "s"), ("human", "u"), ("gpt", "a")), [SYSTEM, ASK], "a"),
@@ -107,22 +103,17 @@ CALLING = [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"ro
 PARIS = {"name": "weather", "arguments": {"city": "Paris"}}
 WRITTEN = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
 CALLS = {
-    "OpenAI's": messages(ASK, {"role": "assistant", "content": None, "tool_calls": [WRITTEN]}, CALLING[2], ANSWER)
-    | {"tools": [TOOL]},
-    "ShareGPT's": sharegpt(("human", "u"), ("function_call", json.dumps(PARIS)), ("observation", "21"), ("gpt", "a"))
-    | {"tools": json.dumps([chats.WEATHER])},
+    "OpenAI's": messages(ASK, {"role": "assistant", "content": None, "tool_calls": [WRITTEN]}, CALLING[2], ANSWER),
+    "ShareGPT's": sharegpt(("human", "u"), ("function_call", json.dumps(PARIS)), ("observation", "21"), ("gpt", "a")),
     "functions": messages(
-        ASK,
-        {"role": "assistant", "content": "", "function_call": PARIS},
-        {"role": "function", "content": "21"},
-        ANSWER,
-    )
-    | {"functions": [chats.WEATHER]},
+        ASK, {**ANSWER, "content": "", "function_call": PARIS}, {"role": "function", "content": "21"}, ANSWER
+    ),
 }
+OFFERED = ({"tools": [TOOL]}, {"tools": json.dumps([chats.WEATHER])}, {"functions": [chats.WEATHER]})
 
 
 def test_calls_of_tools_are_learnt_and_their_results_are_not(rows):
-    chats, _ = rows(*CALLS.values())
+    chats, _ = rows(*(row | tools for row, tools in zip(CALLS.values(), OFFERED, strict=True)))
     assert chats == [(CALLING[:1], CALLING[1:], [TOOL])] * len(CALLS)
 
 
@@ -203,7 +194,7 @@ def test_a_system_prompt_is_for_rows_without_one(rows):
     assert "1 row without a system prompt, which get --system-prompt (line 1)" in notes
 
 
-@pytest.mark.parametrize("text", ['[{"name": "Bob", "role": "father"}]', "[[1, 2], [3, 4]]", "[]", "[{", " [1]"])
+@pytest.mark.parametrize("text", ['[{"name": "Bob", "role": "father"}]', "[]", "[{"])
 def test_text_that_is_another_json_list_stays_text(rows, text):
     ((prompt, target, _),), _ = rows({"prompt": text, "completion": text})
     assert prompt == [{"role": "user", "content": text, "continued": True}]
@@ -231,15 +222,6 @@ def test_columns_by_other_names(rows):
     assert notes[1] == "1 row without the column who, which --columns names"
     with pytest.raises(UserError, match="got question, answer, persona; name others"):
         rows({"question": "u", "answer": "a", "persona": "s"})
-    for first, second, option in (
-        ("query", "reply", "prompt=query,completion=reply"),
-        ("instruction", "answer", "output=answer"),
-        ("prompt", "response", "completion=response"),
-        ("input", "output", "instruction=input"),
-    ):
-        with pytest.raises(UserError, match=f"--columns {option}$"):
-            rows({first: "u", second: "a"})
-        rows({first: "u", second: "a"}, columns=option)
     with pytest.raises(UserError, match="expected a column answr, which --columns names, got question, answer"):
         rows({"question": "u", "answer": "a"}, columns="prompt=question,completion=answr")
 
@@ -264,12 +246,10 @@ OPTIONS = [
     ({"train_file": None}, "--train-file: a file, a folder or a data set of the hub is needed"),
     ({"validation_file": "y", "held_out": 1}, "--held-out: --validation-file replaces it"),
     ({"held_out": -0.1}, "--held-out -0.1: expected a share from 0 to 1, or a"),
-    ({"held_out": 1.5}, "--held-out 1.5: expected a share"),
     ({"columns": "prompt"}, "--columns prompt: prompt has no column; write prompt=NAME"),
     ({"columns": "a=b"}, "--columns a=b: 'a' is not one of messages, prompt,"),
     ({"columns": "input=b,input=c"}, "--columns input=b,input=c: input is named twice"),
     ({"columns": "prompt=b,completion=b"}, "--columns prompt=b,completion=b: the column b is named for two things"),
-    ({"metric": "regex"}, "--regex: goes with --metric regex"),
     ({"regex": "x"}, "--regex: goes with --metric regex"),
     ({"metric": "regex", "regex": "("}, "--regex (: not a regular expression"),
     ({"metric": "bleu"}, "--metric bleu: not one of f1, exact, accuracy, chrf, json, regex, loss"),
@@ -286,17 +266,9 @@ def test_options_that_do_not_fit_are_refused(options, expected):
 
 
 UNLIKE = [("!", "?"), ("x", ""), ("-1", "1"), ("C", "C++"), ("C#", "C++"), ("A-", "A"), ("10", "10%"), ("1.5", "5.1")]
-UNLIKE += [("01/02/2026", "02/01/2026"), ("12:30", "30:12"), ("2026-11-12", "2026-12-11"), (".5", "5"), ("3-4", "4-3")]
-UNLIKE += [("दिन", "दान"), ("தமிழ்", "தமழ"), ("كِتَاب", "كُتَّاب"), ("हूँ", "हो")]
-SIGNS = [("<", ">"), ("==", "!="), ("≥", "<"), ("👍", "👎")]
-OPERATORS = [
-    ("*", "+", 2 / 3),
-    ("*", "/", 2 / 3),
-    ("//", "/", 2 / 3),
-    ("*", "-", 0.8),
-    ("/", "-", 0.8),
-    ("+", "-", 0.8),
-]
+UNLIKE += [("01/02/2026", "02/01/2026"), (".5", "5"), ("3-4", "4-3"), ("दिन", "दान"), ("كِتَاب", "كُتَّاب")]
+SIGNS = [("==", "!="), ("≥", "<"), ("👍", "👎")]
+OPERATORS = [("*", "+", 2 / 3), ("//", "/", 2 / 3), ("*", "-", 0.8), ("+", "-", 0.8)]
 SCORES = {
     "accuracy": [("a", " a\n", 1.0), ("a", "A", 0.0)],
     "f1": [
@@ -413,10 +385,8 @@ def test_training_by_loss_alone_generates_nothing(tmp_path, files):
         "chat", "--train-file", str(files["alpaca"]), "--metric", "loss", "--max-steps", "2", "--eval-every", "1",
         run_dir=tmp_path / "run",
     )  # fmt: skip
-    assert [line.split()[0] for line in run.output.splitlines()[:2]] == ["run", "settings"]
     (data,) = (line for line in run.output.splitlines() if line.startswith("data "))
     assert data.index("; 2 steps of ") < data.index(" rows read as ") < data.index(" rows are held out of ")
-    assert run.lines("eval_loss")[-1]["eval_loss"] < run.lines("eval_loss")[0]["eval_loss"]
     assert [set(line) for line in run.lines("eval_loss")] == [{"step", "eval_loss"}] * 3
     assert run.result()["best"]["eval_loss"] == min(line["eval_loss"] for line in run.lines("eval_loss"))
     assert "validation loss" in (run.run_dir / "report.md").read_text()
@@ -439,14 +409,13 @@ def test_check_names_rows_of_chat_files_by_line(tmp_path, called):
 
 def test_rows_trained_on_and_evaluated_are_a_leak(called, tmp_path):
     rows = jsonl(tmp_path / "rows.jsonl", ({"prompt": f"u{n}", "completion": f"a {n}"} for n in range(30)))
-    once = ("--max-steps", "1", "--eval-every", "off", "--save-every", "off")
     for mode, code in ((("--held-out", "0"), 0), (("--validation-file", rows), 1)):
-        command = ("chat", "--train-file", rows, *mode)
-        audit = called("check", *command)
-        run = accel_sft(*command, *once, run_dir=tmp_path / f"run{code}")
-        assert (audit.status, run.status) == (code, 0)
-        assert ["D404" in audit.output, "D404" in run.output] == [bool(code)] * 2
+        audit = called("check", "chat", "--train-file", rows, *mode)
+        assert (audit.status, "D404" in audit.output) == (code, bool(code))
         assert ("are evaluated that are trained on too" in audit.output) is not bool(code)
+    once = ("--max-steps", "1", "--eval-every", "off", "--save-every", "off")
+    run = finished("chat", "--train-file", rows, "--validation-file", rows, *once, run_dir=tmp_path / "run")
+    assert "D404" in run.output
 
 
 def part(path=None):
@@ -462,10 +431,7 @@ PICTURED = {
     "OpenAI's parts": messages(
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}, text("what?")]}, ANSWER
     ),
-    "parts and a column": {
-        **messages({"role": "user", "content": [part(), text("what?")]}, ANSWER),
-        "images": ["a.png"],
-    },
+    "a column": messages({"role": "user", "content": [part(), text("what?")]}, ANSWER) | {"images": ["a.png"]},
     "marks and a column": {**sharegpt(("human", "<image>what?"), ("gpt", "a")), "images": ["a.png"]},
     "a column alone": {"prompt": "what?", "completion": "a", "images": [{"path": "a.png", "bytes": None}]},
     "one image": {"instruction": "<image>what?", "output": "a", "image": "a.png"},
@@ -479,16 +445,10 @@ def test_images_of_every_form_are_parts_of_the_messages(rows, tmp_path, row):
     assert user["content"] == [part(str(tmp_path / "a.png")), text("what?")]
     assert target == "a"
     assert any("no <image> in their texts" in note for note in notes) == ("prompt" in row)
-
-
-def test_images_are_looked_for_beside_the_file_that_names_them(tmp_path):
-    question = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        jsonl(tmp_path / folder / "rows.jsonl", [messages(question, ANSWER)])
-    task = Chat(validation_file=f"{tmp_path}/one/rows.jsonl,{tmp_path}/two")
-    paths = [task.messages(example)[0]["content"][0]["image"] for example in task.dataset("validation")]
-    assert paths == [f"{tmp_path}/one/a.png", f"{tmp_path}/two/a.png"]
+    (tmp_path / "other").mkdir()
+    task = Chat(validation_file=f"{tmp_path}/rows.jsonl,{jsonl(tmp_path / 'other' / 'rows.jsonl', [row])}")
+    _, beside = (task.messages(example)[0]["content"][0] for example in task.dataset("validation"))
+    assert beside == part(str(tmp_path / "other" / "a.png")), "beside the file that names them"
 
 
 def test_images_within_a_parquet_file_win_over_files_beside_it(tmp_path):
@@ -502,7 +462,6 @@ def test_images_within_a_parquet_file_win_over_files_beside_it(tmp_path):
     turns = [{"role": "user", "content": [part(), text("what?")]}, said]
     forms = {
         "bytes and path": {"messages": turns, "images": [within]},
-        "no path": {"messages": turns, "images": [{"bytes": pictures[0], "path": None}]},
         "bytes alone": {"prompt": "<image>what?", "completion": "a", "image": pictures[0]},
         "a part": {"messages": [{"role": "user", "content": [{"type": "image", "image": within}]}, said]},
         "no bytes": {"messages": turns, "images": [{"bytes": None, "path": "a.png"}]},
@@ -528,7 +487,7 @@ def test_images_stay_with_their_turns_and_tell_rows_apart(rows, tmp_path):
     assert same[0].group != same[1].group
 
 
-@pytest.mark.parametrize("empty", ["", [None], [{}], [{"bytes": None, "path": ""}], {"path": None}])
+@pytest.mark.parametrize("empty", ["", [None], [{"bytes": None, "path": ""}]])
 def test_places_of_images_without_any_are_passed_over(rows, tmp_path, empty):
     (plain, seen), _ = rows({"instruction": "u", "output": "a", "image": empty}, {**PICTURED["parts"], "image": empty})
     assert plain[0] == [ASK]
@@ -569,18 +528,10 @@ def test_answers_of_one_word_are_best_scored_by_another_metric(tmp_path):
     assert notes(tmp_path / "short", metric="exact") == notes(tmp_path / "long") == []
 
 
-@pytest.mark.parametrize(
-    ("options", "answers", "warned"),
-    [
-        ({"metric": "regex", "regex": r"#### (\d+)"}, ["\\boxed{1}"] * 3, True),
-        ({"metric": "regex", "regex": r"#### (\d+)"}, ["1", "#### 2"], False),
-        ({"metric": "json"}, ["yes"], True),
-        ({"metric": "json"}, ["yes", "{}"], False),
-    ],
-)
-def test_a_metric_that_matches_no_own_answer_is_named(tmp_path, options, answers, warned):
+@pytest.mark.parametrize(("answers", "warned"), [(["\\boxed{1}"] * 3, True), (["1", "#### 2"], False)])
+def test_a_metric_that_matches_no_own_answer_is_named(tmp_path, answers, warned):
     rows = ({"prompt": "u", "completion": answer} for answer in answers)
-    task = Chat(validation_file=jsonl(tmp_path / "rows.jsonl", rows), **options)
+    task = Chat(validation_file=jsonl(tmp_path / "rows.jsonl", rows), metric="regex", regex=r"#### (\d+)")
     lines = check_scoring(task, task.dataset("validation"))
     assert [line.split(":")[0] for line in lines] == ["warning"] * warned
 
@@ -626,14 +577,13 @@ def test_missing_values_that_are_written_as_words_are_noted(rows):
     words = (("None", 3), ("nan", 1), ("null", 4))
     line = "1 row with a text that is '{}', which is learnt as a word (line {})"
     assert sorted(notes[1:]) == [line.format(*word) for word in words]
-    for value in (r"\N", "NULL", "#N/A", "#REF!", "<noinput>"):
-        _, notes = rows({**word, "output": value})
-        assert f"with a text that is {value!r}" in notes[1]
+    _, notes = rows({**word, "output": r"\N"})
+    assert r"with a text that is '\\N'" in notes[1]
     _, notes = rows({**word, "output": "It returns:\nNone"}, {**word, "input": "nano"})
     assert notes[1:] == []
 
 
-NUMBERS = ("12.50", '{"price": 12.50}', '[1.10, 3, true, "\u00e9"]', '{"a": [{"b": 1E5}, null]}', "[]")
+NUMBERS = ("12.50", '{"a": [{"b": 1E5}, null, true, "\u00e9"]}', "[]")
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -646,14 +596,6 @@ def test_a_number_is_learnt_as_the_file_writes_it(number, tmp_path):
     (tmp_path / "results.jsonl").write_text(f'{{"messages": {turns}}}\n' * 2, encoding="utf-8")
     task = Chat(validation_file=str(tmp_path / "results.jsonl"))
     assert task.messages(task.dataset("validation")[0])[1]["content"] == number
-
-
-def test_the_splits_of_a_folder_are_trained_on_and_evaluated(tmp_path):
-    for split, count in {"train": 3, "test": 2}.items():
-        (tmp_path / f"{split}.jsonl").write_text(f'{{"prompt": "u", "completion": "{split}"}}\n' * count)
-    task = Chat(train_file=str(tmp_path), validation_file=str(tmp_path))
-    targets = {split: [task.target(row) for row in task.dataset(split)] for split in ("train", "validation")}
-    assert targets == {"train": ["train"] * 3, "validation": ["test"] * 2}
 
 
 def test_raw_text_has_no_prompt_and_is_scored_by_perplexity(tmp_path):
@@ -679,7 +621,7 @@ def test_raw_text_column_by_another_name_is_read(tmp_path):
     assert {"2 rows read as raw text (column body)", "not read: label (2 rows)"} <= {*rows.notes}
 
 
-@pytest.mark.parametrize("name", ["book.txt", "book.md", "book.txt.gz"])
+@pytest.mark.parametrize("name", ["book.md", "book.txt.gz"])
 def test_a_text_file_is_one_document(tmp_path, name):
     content = "\ufeffOnce upon a time.\r\n\n  And so on: é.\n".encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
@@ -702,6 +644,3 @@ def test_texts_of_a_folder_are_data_without_other_files(tmp_path):
     assert [row.prompt[0]["content"] for row in rows()] == ["a", "c"]
     jsonl(tmp_path / "rows.txt", pairs)
     assert len(rows("rows.txt")) == 2  # JSON under another name
-    (tmp_path / "latin.txt").write_bytes("One.\nTwö.".encode("latin-1"))
-    with pytest.raises(UserError, match=r"latin.txt:2: not UTF-8"):
-        rows("latin.txt")

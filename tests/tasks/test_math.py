@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from accel_sft import Task, UserError
+from accel_sft import UserError
 from accel_sft_math import Example, Math
 
 PREFIX = Math().answer_prefix
@@ -33,12 +33,6 @@ def complaint(action):
     with pytest.raises(UserError) as caught:
         action()
     return caught.value.problems
-
-
-def test_is_a_task_that_needs_no_torch():
-    assert isinstance(Math(), Task)
-    code = "import sys, accel_sft_math; accel_sft_math.Math().dataset('train'); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_rows_look_like_series_a():
@@ -76,12 +70,12 @@ def test_examples_are_a_function_of_the_options():
     assert first.dataset("train") == again.dataset("train")
     assert first.dataset("validation") != other.dataset("validation")
     assert first.dataset("validation") == Math(train_examples=10).dataset("validation")
-    code = (
-        "from accel_sft_math import Math; t = Math(train_examples=300); print(*map(t.dataset, ('train', 'validation')))"
-    )
+    code = "import sys; from accel_sft_math import Math; task = Math(train_examples=300)\n"
+    code += "print(*map(task.dataset, ('train', 'validation')), 'torch' in sys.modules)"
     command = [sys.executable, "-c", code]
     printed = [subprocess.check_output(command, env={"PYTHONHASHSEED": seed, "PYTHONUTF8": "1"}) for seed in "12"]
     assert printed[0] == printed[1]
+    assert printed[0].endswith(b" False\n"), "it needs no torch"
 
 
 @pytest.mark.parametrize(
@@ -89,10 +83,8 @@ def test_examples_are_a_function_of_the_options():
     [
         (f" {PREFIX} 2+3\n", (1.0, 1.0)),
         (f"{PREFIX}-2 + 7", (1.0, 1.0)),
-        (f"{PREFIX}7 + -2", (1.0, 1.0)),
         (f"{PREFIX}2 + 2", (0.0, 1.0)),
         ("1 + 4", (0.0, 0.0)),
-        (f"{PREFIX}5", (0.0, 0.0)),
         (f"{PREFIX}1 + 4 + 0", (0.0, 0.0)),
         (f"{PREFIX}__import__('os') + 4", (0.0, 0.0)),
         (f"{PREFIX}٣ + ٢", (0.0, 0.0)),
@@ -116,12 +108,10 @@ def test_scores_are_json_and_degenerate_answers_show():
     assert task.aggregate([]) == {}
 
 
-@pytest.mark.parametrize("lines", [True, False])
-def test_files_of_both_forms_with_keys_of_their_own(tmp_path, lines):
-    train = [row(n, source="mine") for n in range(2, 9)]
+def test_files_of_both_forms_with_keys_of_their_own(tmp_path):
     validation = [row(9), row(10) | {"instruction": "", "input": "10="}]
-    files = {"train_file": write(tmp_path / "a.json", train, lines)}
-    task = Math(**files, validation_file=write(tmp_path / "b.jsonl", validation, lines))
+    files = {"train_file": write(tmp_path / "a.json", [row(n, source="mine") for n in range(2, 9)])}
+    task = Math(**files, validation_file=write(tmp_path / "b.jsonl", validation, lines=True))
     assert [example.number for example in task.dataset("train")] == list(range(2, 9))
     assert [example.number for example in task.dataset("validation")] == [9, 10]
     assert task.messages(task.dataset("validation")[1])[1]["content"] == "10="
@@ -151,7 +141,6 @@ def test_built_in_training_leaves_out_the_validation_files_numbers(tmp_path):
         ({**row(5), "instruction": "five="}, ["'instruction'", "'5='"]),
         (row(5, "1 + 4"), ["'output'", "--answer-prefix"]),
         (row(5, f"{PREFIX}1 + 5"), ["'output'", "sum to 5", "'1 + 5'"]),
-        (row(5, f"{PREFIX}one + four"), ["'output'", "sum to 5"]),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, bad, words):
@@ -167,7 +156,6 @@ def test_malformed_rows_are_named(tmp_path, bad, words):
     ("options", "words"),
     [
         ({"max_number": 2}, ["--max-number", "at least 3"]),
-        ({"addends": "carry"}, ["--addends", "no-carry"]),
         ({"validation_examples": 50, "max_number": 50}, ["--validation-examples", "--max-number"]),
         ({"answer_prefix": "Answer 1"}, ["--answer-prefix"]),
         ({"train_file": "a.json"}, ["--validation-file"]),

@@ -21,9 +21,8 @@ def ner():
     return Ner(train_sentences=3_000, validation_sentences=100)
 
 
-def write(path, *rows, array=False):
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    path.write_text("[" + ",\n".join(lines) + "]" if array else "\n".join(lines), encoding="utf-8")
+def write(path, *rows):
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
     return str(path)
 
 
@@ -77,17 +76,14 @@ def test_a_second_process_makes_the_same_sentences_without_importing_torch():
         "print(zlib.crc32(repr([task.dataset('train'), task.dataset('validation')]).encode()), 'torch' in sys.modules)"
     )
     printed = {subprocess.check_output([sys.executable, "-c", program], text=True) for _ in range(2)}
-    assert len(printed) == 1
-    assert printed.pop().split()[1] == "False"
+    assert [line.split()[1] for line in printed] == ["False"]
 
 
 # Rows of files
 
 
-@pytest.mark.parametrize("array", [False, True], ids=["jsonl", "array"])
-def test_published_rows_are_read_whatever_the_file_is_called(tmp_path, array):
-    train = write(tmp_path / "train.json", ROW, array=array)
-    task = Ner(train_file=train, validation_file=write(tmp_path / "dev.json", OTHER, array=array))
+def test_published_rows_are_read_whatever_the_file_is_called(tmp_path):
+    task = from_rows(tmp_path, ROW)
     (example,) = task.dataset("train")
     assert task.messages(example)[-1] == {"role": "user", "content": ROW["text"]}
     assert "JSON" in task.messages(example)[0]["content"]
@@ -104,7 +100,6 @@ def test_published_rows_are_read_whatever_the_file_is_called(tmp_path, array):
         ({"text": "a b", "label": {"name": ["a"]}}, "label.name", "got ['a']"),
         ({"text": "a b", "label": {"": {"a": [[0, 0]]}}}, "label", "a name for each type"),
         ({"text": "a b", "label": {"name": {"a": []}}}, "label.name.a", "with at least one, got []"),
-        ({"text": "a b", "label": {"name": {"a": [0, 0]}}}, "label.name.a", "two integers, got 0"),
         ({"text": "a b", "label": {"name": {"a": [[False, 0]]}}}, "label.name.a", "two integers, got [False, 0]"),
         ({"text": "a b", "label": {"name": {"b": [[2, 3]]}}}, "label.name.b", "last < 3 (the text's length)"),
         ({"text": "a b", "label": {"name": {"a": [[0, 1]]}}}, "label.name.a", "'a', got 'a ' at [0, 1]"),
@@ -195,11 +190,15 @@ def test_an_invented_type_lowers_micro_precision_only():
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "Sure! " + json.dumps(GOLD), "```json\n" + json.dumps(GOLD) + "\n```", json.dumps(GOLD)[:-1]),
-        *('{"name": {"Ann": [[0, NaN]]}}', '{"name": {"Ann": [[0, 2]]}, "name": {"Bo": [[4, 5]]}}'),
-        *('{"name": {"\\ud800": [[0, 0]]}}', '{"name": {"\ud800": [[0, 0]]}}'),
+        "",
+        "```json\n" + json.dumps(GOLD) + "\n```",
+        '{"name": {"Ann": [[0, NaN]]}}',
+        '{"name": {}, "name": {"Bo": [[4]]}}',
+        '{"name": {"\\ud800": [[0, 0]]}}',
+        '{"name": {"\ud800": [[0, 0]]}}',
         '{"a":' * 500 + '{"\\ud800": 0}' + "}" * 500,
-        *("[" * 100_000, '{"a":' * 100_000, '{"name": {"Ann": [[0, ' + "9" * 10_000 + "]]}}"),
+        "[" * 100_000,
+        '{"name": {"Ann": [[0, ' + "9" * 10_000 + "]]}}",
     ],
 )
 def test_an_answer_that_is_not_valid_json_holds_no_entities(text):
@@ -209,16 +208,14 @@ def test_an_answer_that_is_not_valid_json_holds_no_entities(text):
     assert scores["unseen"] == [0, 0, 3]
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "null", '"Ann"', '{"name": "Ann"}', '{"name": ["Ann"]}', '[{"name": {}}]'])
+@pytest.mark.parametrize("text", ["[]", "3", '{"name": "Ann"}', '[{"name": {}}]'])
 def test_valid_json_of_another_shape_predicts_nothing(text):
     scores = scorer.score(GOLD, text, ())
     assert (scores["valid_json"], scores["valid_shape"]) == (1, 0)
     assert scores["entity"] == {"name": [0, 0, 2], "book": [0, 0, 1]}
 
 
-@pytest.mark.parametrize(
-    "spans", ["null", "[]", "{}", "[null]", "[[4]]", "[[4, 5.0]]", "[[true, 5]]", "[[4, 1e999], 7]"]
-)
+@pytest.mark.parametrize("spans", ["null", "[]", "[[4]]", "[[true, 5]]", "[[4, 1e999], 7]"])
 def test_spans_of_another_shape_count_as_entity_not_strictly(spans):
     scores = scorer.score(GOLD, f' {{"name": {{"Bo": {spans}}}, "book": 7}}\n', ())
     assert (scores["valid_json"], scores["valid_shape"]) == (1, 0)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from accel_sft import RowProblem
 from accel_sft_chat.images import with_images
-from accel_sft_chat.keys import AS_JSON, VIDEOS, Remarks, RowRefused, is_empty, preferred, refused_in
+from accel_sft_chat.keys import AS_JSON, Remarks, RowRefused, is_empty, preferred, refused_in
 from accel_sft_chat.messages import IN_PROMPT, Turn, content_of, read_turns
 from accel_sft_chat.turns import JOINED
 from accel_sft_chat.values import json_in, kind, text_of
@@ -27,8 +27,8 @@ COLUMNS = {
     "input": ("input", "context"),
     "output": ("output", "response"),
     "history": ("history",),
-    "system": ("system", "system_prompt", "systemInstruction", "system_instruction"),
-    "tools": ("tools", "functions", "toolConfig"),
+    "system": ("system", "system_prompt"),
+    "tools": ("tools", "functions"),
     "images": ("images", "image"),
     "text": ("text",),
 }
@@ -37,27 +37,10 @@ RAW_TEXT = "raw text"
 _LISTS = ("conversation", "dialogue", "dialog", "contents")
 """Names of columns with messages only where they hold a list: others write a text under them."""
 _VARIABLES = "chat_template_kwargs"
-_SWITCHES = {"enable_thinking": bool, "thinking_budget": int, "reasoning_effort": str}
-"""Columns that templates take as variables of the same names, with their types."""
-_TYPES = {bool: "true or false", int: "a whole number", str: "a text"}
-_VIDEO_MARKS = ("<video>", "<audio>")
-_NO_VIDEO = "with <video> or <audio> in a text and none in the row, where it stays a word"
 _FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
-_HALVES = (("prompt", "completion"), ("instruction", "output"), ("completion", "prompt"), ("output", "instruction"))
-"""A column, and the one that its form needs beside it."""
-_ASKS = ("question", "query", "problem", "source", "input", "text")
-_ANSWERS = ("answer", "response", "output", "reply", "solution", "target")
-"""Names that are proposed for `--columns`, as other programs write prompts and answers under them."""
-_SAID = ("content", "parts", "tool_calls", "function_call")
-_LABEL = "no label beside raw text; --columns prompt={0},completion={1} learns the label, text={0} the text"
-_OF_TREE = "no {1} beside raw text: join the tree's branches into messages, or --columns text={0} for texts alone"
-_PICTURE = "no image beside raw text: give messages with the image, or --columns text={0} for texts alone"
-_NO_RAW_TEXT = {
-    **dict.fromkeys(("label", "labels", "sentiment", "intent"), _LABEL),
-    **dict.fromkeys(("role", "parent_id"), _OF_TREE),
-    **dict.fromkeys(("image", "images", "file_name"), _PICTURE),
-}
-"""Columns beside a text by which it is no raw text, unless --columns names it, and what is expected."""
+_SAID = ("content", "tool_calls", "function_call")
+_NO_RAW_TEXT = ("label", "labels", "sentiment", "intent", "role", "parent_id", "image", "images", "file_name")
+"""Columns beside a text by which it is no raw text, unless --columns names it: of labels, trees and captions."""
 _TOOLS_IN_TEXT = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
 _NAME_OF_TOOL = re.compile(r"""["']name["']\s*:\s*["']([^"']+)["']""")
 _REPR = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
@@ -134,14 +117,15 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
         for name in () if "text" in named else _NO_RAW_TEXT:
             is_other_file = name == "file_name" and not _names_image(row.get(name))
             if not (is_empty(row.get(name)) or is_other_file):
-                raise RowRefused(name, _NO_RAW_TEXT[name].format(first, name))
+                way = f"--columns prompt={first},completion={name}; the texts alone: --columns text={first}"
+                raise RowRefused(name, f"no {name} beside raw text; to learn it: {way}")
         refused = refused_in(row)
         refused.pop("label", None)  # of a text, not of an answer
         remarks.look(row, {first}, refused)
         turns = [{"role": "assistant", "content": _text(row, first, remarks, needed=True)}]
         return RowTurns(f"{RAW_TEXT} (column {first})", turns, "", None, tuple(remarks.notes), tuple(remarks.unread))
     system_text, tools = _system(row, others[0], remarks), _tools(row, others[1])
-    read = {first, *others, _VARIABLES, *_SWITCHES}
+    read = {first, *others, _VARIABLES}
     if form[0] == "messages":
         pairs = _turns_of_pairs(row[first])
         turns, is_sharegpt = read_turns(pairs or row[first], first, remarks)
@@ -169,8 +153,6 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     if tools and _stand_in(system_text, turns, tools):
         tools = None
         remarks.notes[f"with tools in <tools> of the system prompt: the column {others[1]} is left out"] = None
-    if any(name in row for name in VIDEOS) and any(mark in turn["content"] for turn in turns for mark in _VIDEO_MARKS):
-        remarks.notes[_NO_VIDEO] = None
     turns, notes = with_images(turns, row.get(others[2]), others[2], folder)
     missing = (f"without the column {name}, which --columns names" for name in named.values() if name not in row)
     if system_text and others[0] not in ("system", *named.values()):
@@ -218,15 +200,10 @@ def _unknown(row: Mapping[str, Any], named: Iterable[str], *, has_form: bool) ->
         return RowRefused(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
     if row.keys() >= {"chosen", "rejected"}:
         return RowRefused(None, preferred(row))
-    asks, answers = (next((name for name in names if name in row), "") for names in (_ASKS, _ANSWERS))
-    if not [*named] and (half := next((pair for pair in _HALVES if pair[0] in row and pair[1] not in row), None)):
-        what = f"a column {half[1]} beside {half[0]}, got {there}"
-        name = answers if half[1] in ("completion", "output") else asks
-        return RowRefused(None, f"{what}; complete the row, or name its column: --columns {half[1]}={name or 'COLUMN'}")
     return (RowProblem if has_form else RowRefused)(
         None,
         "columns messages or conversations, prompt and completion, instruction and output, or text, "
-        f"got {there}; name others: --columns prompt={asks or 'question'},completion={answers or 'answer'}",
+        f"got {there}; name others: --columns prompt=question,completion=answer",
     )
 
 
@@ -245,8 +222,6 @@ def _text(row: Mapping[str, Any], column: str, remarks: Remarks, *, needed: bool
 def _system(row: Mapping[str, Any], column: str, remarks: Remarks) -> str:
     """The system prompt of a column: a text, a message or, as Anthropic has it, a part; or a list of them."""
     value = row.get(column)
-    if isinstance(value, dict) and isinstance(value.get("parts"), list):
-        value = value["parts"]  # Gemini's, whatever its role
     if not value:
         return ""
     held = _messages_in(value) or (value if isinstance(value, list) else [value])
@@ -354,16 +329,12 @@ def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
             raise RowProblem(column, f"JSON of a list of tools ({error})") from None
     if not value:
         return None
-    if isinstance(value, dict):
-        value = value.get("tools", value)  # in Bedrock's toolConfig
     tools = []
     for tool in value if isinstance(value, list) else [value]:
         if isinstance(tool, str):
             with contextlib.suppress(ValueError):  # refused below
                 tool = json_in(tool)
-        held = tool if isinstance(tool, dict) else {}
-        declared = held.get("functionDeclarations", held.get("function_declarations"))  # Gemini's
-        tools += declared if isinstance(declared, list) else [held.get("toolSpec", tool)]
+        tools.append(tool)
     for number, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -379,17 +350,13 @@ def _stand_in(system_text: str, turns: list[Turn], tools: list[dict[str, Any]]) 
 
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """A flat schema of a tool, such as Anthropic's, MCP's or Bedrock's, with its parameters under OpenAI's key."""
+    """A flat schema of a tool, such as Anthropic's or MCP's, with its parameters under OpenAI's key."""
     named = {"input_schema": "parameters", "inputSchema": "parameters"}
-    renamed = {named.get(name, name): value for name, value in tool.items() if (name, value) != ("type", "function")}
-    match renamed:
-        case {"parameters": {"json": dict(schema)}}:  # Bedrock's
-            renamed["parameters"] = schema
-    return renamed
+    return {named.get(name, name): value for name, value in tool.items() if (name, value) != ("type", "function")}
 
 
 def _variables(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the row sets in the chat template: TRL's `chat_template_kwargs`, an object or JSON of one, and _SWITCHES."""
+    """What the row sets in the chat template: TRL's `chat_template_kwargs`, an object or JSON of one."""
     value = row.get(_VARIABLES)
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -401,18 +368,4 @@ def _variables(row: Mapping[str, Any]) -> dict[str, Any] | None:
         if as_text or (name.startswith("enable_") and not isinstance(held, (bool, type(None)))):
             raise RowProblem(f"{_VARIABLES}.{name}", f"true or false as JSON, no text or number, got {held!r:.40}")
     variables = {name: held for name, held in (value or {}).items() if held is not None}
-    for name, wanted in _SWITCHES.items():
-        if is_empty(held := row.get(name)):
-            continue
-        if isinstance(held, str) and wanted is not str:  # as in a CSV cell
-            with contextlib.suppress(ValueError):
-                held = json_in(held.strip().lower())
-        if isinstance(held, float) and held.is_integer():  # as in a column with gaps
-            held = int(held)
-        if wanted is bool and isinstance(held, int) and held in (0, 1):
-            held = bool(held)
-        if not isinstance(held, wanted) or (wanted is int and isinstance(held, bool)):
-            raise RowProblem(name, f"{_TYPES[wanted]}, got {held!r:.40}")
-        if variables.setdefault(name, held) != held:
-            raise RowProblem(name, f"the same as in {_VARIABLES}, got {held!r:.40}")
     return variables or None

@@ -28,6 +28,9 @@ _JUDGED = (
     f"no judgement of the answer: {_NO_PREFERENCES} the good answers alone, keep rows with true and drop this column"
 )
 _SECOND = f"one answer: {_NO_PREFERENCES} the other answer alone, drop this column"
+_SWITCHES = dict.fromkeys(
+    ("enable_thinking", "thinking_budget", "reasoning_effort"), "it in chat_template_kwargs, an object"
+)
 _ROW_MARKS = ("weight", "train", "loss", "mask", *_WEIGHTS)
 REFUSED_IN_TURNS = {
     **VIDEOS,
@@ -38,6 +41,7 @@ REFUSED_IN_TURNS = {
     **dict.fromkeys(("training", "trainable"), _MARK),
     "channel": "an answer's thinking as its reasoning_content: no channel is read",
     **dict.fromkeys(("image", "images"), "images as parts of the content, or in the row's column images"),
+    "parts": "a content; Gemini's parts are not read",
 }
 REFUSED_IN_PARTS = {**_MASKS, **_WEIGHTS}
 AS_JSON = "with numbers, lists or objects in place of texts, which are read as JSON"
@@ -45,7 +49,7 @@ AS_JSON = "with numbers, lists or objects in place of texts, which are read as J
 
 def refused_in(row: Mapping[str, Any]) -> dict[str, str]:
     """What is expected in place of the columns of a row that are refused, some of them by what they hold."""
-    refused = {**VIDEOS, **_MASKS, **dict.fromkeys(("rejected_response", "rejected_messages"), _SECOND)}
+    refused = {**VIDEOS, **_MASKS, **_SWITCHES, **dict.fromkeys(("rejected_response", "rejected_messages"), _SECOND)}
     refused |= {name: _JUDGED for name in ("label", "kto_tag") if isinstance(_in_cell(row.get(name)), bool)}
     for name in _ROW_MARKS:
         value = _in_cell(row.get(name))  # 1 or true does not change what is learnt, unless it masks

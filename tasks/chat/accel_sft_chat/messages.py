@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_sft import RowProblem
 from accel_sft_chat.keys import REFUSED_IN_PARTS, REFUSED_IN_TURNS, Remarks, RowRefused
-from accel_sft_chat.values import as_json, functions_in, has_rewritten_numbers, json_in, kind, text_of
+from accel_sft_chat.values import as_json, functions_in, json_in, kind, text_of
 
 Turn = dict[str, Any]
 """A message with `role` (system, user, assistant or tool) and `content`.
@@ -31,35 +31,22 @@ _ORDER = {"thinking": 0, "tool_result": 0, "": 1, "tool_use": 2}
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 _MARKS = ("weight", "train", "loss")
 _BESIDE = {"name", "tool_call_id", "tool_calls", "function_call", *_THINKING, *_MARKS}
-_READ = {names: _BESIDE | {*names} for names in (("role", "content"), ("from", "value"), ("role", "parts"))}
-_READ_WITHOUT_CONTENT = _BESIDE | {"role", "content", "from", "value", "parts", "refusal"}
+_READ = {names: _BESIDE | {*names} for names in (("role", "content"), ("from", "value"))}
+_READ_WITHOUT_CONTENT = _BESIDE | {"role", "content", "from", "value", "refusal"}
 _ARGUMENTS = ("arguments", "parameters", "input", "args")
 _IN_CALLS = {"id", "type", "index", "function", "name", *_ARGUMENTS}
-_CLOUDS = {
-    **dict.fromkeys(("toolUse", "functionCall", "function_call"), "tool_use"),
-    **dict.fromkeys(("toolResult", "functionResponse", "function_response"), "tool_result"),
-}
-"""Under which keys Bedrock's and Gemini's parts hold calls and results of tools, with Anthropic's types of these."""
-_CLOUDS_PARTS = {
+_OTHERS_PARTS = {
+    *("toolUse", "functionCall", "function_call", "toolResult", "functionResponse", "function_response"),
     *("reasoningContent", "inlineData", "inline_data", "fileData", "file_data", "guardContent", "cachePoint"),
-    *("citationsContent", "searchResult", "executableCode", "executable_code"),
-    *("codeExecutionResult", "code_execution_result", *_CLOUDS),
 }
-"""Under which keys Bedrock's and Gemini's parts hold an object."""
-_BESIDE_IN_PARTS = {"thought", "thoughtSignature", "thought_signature", "min_pixels", "max_pixels", *_MARKS}
-"""Keys by which an object with a text or an image is still a part, not the JSON of an answer."""
+"""Keys under which Bedrock's and Gemini's parts hold an object."""
 _FILES = ("image", "document", "video", "audio")
-_IN_FILES = {"bytes", "data", "base64", "fileUri", "file_uri", "s3Location"}
-_CLOUDS_KEYS = {
-    "tool_use": {"toolUseId": "id"},
-    "tool_result": {"toolUseId": "tool_use_id", "id": "tool_use_id", "response": "content"},
-}
+_IN_FILES = {"bytes", "data", "base64", "s3Location"}
 _CALL_MARK = re.compile(
     r"<\|?(?:\w+:)?(?:tool|function)_?calls?\b.*?>|\[TOOL_CALLS?\]|<｜tool▁calls?▁begin｜>|<\|python_tag\|>|<function=",
     re.IGNORECASE,
 )
 """How templates begin a call of a tool as text."""
-REWRITTEN = "with numbers in calls of tools that templates write in another form (1.50 as 1.5)"
 OTHERS_MARKED = "with turns marked to be learnt that are not the assistant's, which are not learnt"
 _ROLES = {
     "system": "system",
@@ -115,8 +102,6 @@ def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
     if not isinstance(message, dict):
         raise RowProblem(field, f"a message, an object with role and content, got {kind(message)}")
     names = ("from", "value") if message.get("from") is not None else ("role", "content")
-    if message.get("content") is None and message.get("parts") is not None:
-        names = ("role", "parts")
     role = message.get(names[0])
     if not isinstance(role, str) or role.lower() not in _ROLES:
         roles = "system, user, assistant or tool (human, gpt, function_call, observation)"
@@ -125,12 +110,8 @@ def _turns(message: Any, field: str, remarks: Remarks) -> list[Turn]:
     turn: Turn = {"role": role, "content": ""}
     given, where = message.get(names[1]), f"{field}.{names[1]}"
     remarks.look(message, _READ_WITHOUT_CONTENT if given is None else _READ[names], REFUSED_IN_TURNS, f"{field}.")
-    are_parts = names[1] == "parts"
-    if isinstance(given, dict) and (are_parts or _is_one_part(given)):
-        given = [given]
-    are_results = isinstance(given, list) and any(name in _CLOUDS for part in given for name in _kinds_of_cloud(part))
-    if isinstance(given, list) and (are_parts or are_results or role != "tool"):  # a tool's may be JSON
-        given = [_of_cloud(part, f"{where}[{number}]", is_part=are_parts) for number, part in enumerate(given)]
+    if role != "tool":  # a tool's may be any JSON
+        _refuse_other_parts(given, where)
     results: list[Turn] = []
     if role == "calls":
         turn = {"role": "assistant", "content": "", "tool_calls": read_calls(_json(given, where), where, remarks)}
@@ -176,83 +157,33 @@ def _result(block: Turn, field: str, remarks: Remarks) -> Turn:
     keys = {"tool_use_id": "tool_call_id", "name": "name"}
     named = {keys[key]: block[key] for key in keys if isinstance(block.get(key), str)}
     content, where = block.get("content") or "", f"{field}.content"
-    if isinstance(content, list) and any(isinstance(part, dict) and _is_one_part(part) for part in content):
-        content = [_of_cloud(part, f"{where}[{number}]", is_part=False) for number, part in enumerate(content)]
-        types = [part.get("type") for part in content if isinstance(part, dict) and _is_file(part.get("source"))]
-        if other := [name for name in types if name not in _IMAGES]:
-            raise _no_part(where, other[0])
+    if isinstance(content, list) and any(map(_is_file, content)):
+        _refuse_other_parts(content, where)
     return {"role": "tool", **named, **content_of(content, where, "tool", False, remarks)}
 
 
-def _kinds_of_cloud(part: Any) -> list[str]:
-    """The keys of an object by which it is a part of Bedrock's or Gemini's with something else than a text."""
-    if not isinstance(part, dict):
-        return []
-    objects = {name: value for name, value in part.items() if isinstance(value, dict)}
-    return [name for name, value in objects.items() if name in _CLOUDS_PARTS or (name in _FILES and _is_file(value))]
+def _refuse_other_parts(value: Any, field: str) -> None:
+    """Refuse parts of forms that are not read, in place of which JSON of them would be learnt."""
+    for number, part in enumerate(value if isinstance(value, list) else [value]):
+        given = {name: held for name, held in part.items() if held is not None} if isinstance(part, dict) else {}
+        others = [name for name in given if name in _OTHERS_PARTS and isinstance(given[name], dict)]
+        others += [name for name in _FILES if _is_file(given.get(name))]
+        if _is_file(given) and given.get("type") not in _IMAGES:
+            others.append("source")
+        if isinstance(value, list) and "type" not in given and len(given) > 1 and ("text" in given or "image" in given):
+            others += [name for name in given if name != "text"]
+        if others:
+            raise _no_part(f"{field}[{number}]", others[0])
 
 
 def _is_file(value: Any) -> bool:
-    return isinstance(value, dict) and (not value.keys().isdisjoint(_IN_FILES) or _is_file(value.get("source")))
-
-
-def _is_one_part(value: Turn) -> bool:
-    """Whether an object in place of a text is a part, not JSON."""
-    signed = {"text"} < value.keys() <= {"text", *_BESIDE_IN_PARTS}
-    return signed or bool(_kinds_of_cloud(value)) or ("type" in value and _is_file(value.get("source")))
-
-
-def _of_cloud(part: Any, field: str, *, is_part: bool) -> Any:
-    """A part of Bedrock's or Gemini's as Anthropic would have it; any other part as it is.
-
-    Args:
-        is_part: it is a part whatever it holds, as under `parts`; else it may be an item of a list that is JSON.
-    Raises:
-        RowProblem: a part has something that is not understood.
-    """
-    if is_part and isinstance(part, str):
-        return {"type": "text", "text": part}
-    given = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
-    if isinstance(given.get("type"), str) or not (is_part or given):
-        return part
-    kinds = _kinds_of_cloud(given)
-    kinds += [name for name in ("text", "image") if name in given and name not in kinds]
-    rest = {name: value for name, value in given.items() if name not in kinds}
-    if not kinds and not is_part:
-        return part
-    unknown = [name for name in rest if name not in _BESIDE_IN_PARTS] if kinds in (["text"], ["image"]) else []
-    if len(kinds) != 1 or (unknown and not is_part):
-        held = (unknown or kinds or [*rest] or [None])[0] if isinstance(part, dict) else type(part).__name__
-        raise _no_part(field, held)
-    (key,) = kinds
-    if key in _CLOUDS:
-        names = _CLOUDS_KEYS[_CLOUDS[key]]
-        block = {names.get(name, name): value for name, value in given[key].items()}
-        match block.get("content"):
-            case [{"json": content}]:
-                block["content"] = content
-        return {**rest, **block, "type": _CLOUDS[key]}
-    thought = rest.pop("thought", False)
-    match given:
-        case {"reasoningContent": {"reasoningText": {"text": str(text)}}}:
-            return {**rest, "type": "thinking", "thinking": text}
-        case {"text": str(text)} if thought:
-            return {**rest, "type": "thinking", "thinking": text}
-        case {"text": text}:
-            return {**rest, "type": "text", "text": text}
-        case {"image": {"source": {"bytes": data}}}:
-            return {**rest, "type": "image", "image": {"bytes": data}}
-        case {"image": image} if not (isinstance(image, dict) and "source" in image):
-            return {**rest, "type": "image", "image": image}
-        case {"inlineData": {"mimeType": str(mime), "data": data}} | {
-            "inline_data": {"mime_type": str(mime), "data": data}
-        } if mime.startswith("image/"):
-            return {**rest, "type": "image", "image": {"bytes": data}}
-    raise _no_part(field, key)
+    source = value.get("source") if isinstance(value, dict) else None
+    return isinstance(source, dict) and not source.keys().isdisjoint(_IN_FILES)
 
 
 def _no_part(field: str, held: Any) -> RowProblem:
-    return RowProblem(field, f"a part of type text or image, not {kind(held)}; give JSON as a text")
+    refusal = RowRefused if held in _OTHERS_PARTS else RowProblem
+    return refusal(field, f"a part of type text or image, not {kind(held)}; give JSON as a text")
 
 
 def _divided(value: Any, role: str, field: str) -> tuple[dict[str, list[Turn]], Any]:
@@ -382,12 +313,9 @@ def read_calls(value: Any, field: str, remarks: Remarks) -> list[Turn]:
             _look_at_part(keys, _IN_CALLS, f"{field}[{number}]", remarks)
         arguments = next((function[name] for name in _ARGUMENTS if function.get(name) is not None), None)
         where = f"{field}[{number}].arguments"
-        given = arguments
         arguments = {} if arguments in (None, "") else _json(arguments, where)
         if not isinstance(arguments, dict):
             raise RowProblem(where, f"an object, or JSON of one, got {kind(arguments)}")
-        if arguments and has_rewritten_numbers(given if isinstance(given, str) else as_json(given)):
-            remarks.notes[REWRITTEN] = None
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         calls.append({"type": "function", **named, "function": {"name": function["name"], "arguments": arguments}})
     if not calls:

@@ -34,13 +34,6 @@ def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def has_rewritten_numbers(text: str) -> bool:
-    """Whether a JSON text has a number that Python would write in another form: 1.50 as 1.5."""
-    others: list[bool] = []
-    json.loads(text, parse_float=lambda number: others.append(number != repr(float(number))))
-    return any(others)
-
-
 def kind(value: Any) -> str:
     """A value in an error message: a text by its beginning, anything else by its type."""
     if isinstance(value, str):
