@@ -122,15 +122,14 @@ def test_a_quantized_checkpoint_is_saved_as_it_loads_again(made, tmp_path):
     assert torch.equal(model(IDS).logits, again(IDS).logits)
 
 
-PLAIN_ROPE = {"rope_theta": 5.0, "rope_type": "default"}
 EYES = {"gemma3": "vision_tower, multi_modal_projector", "qwen2_5_vl": "visual"}
 
 
-@pytest.mark.parametrize("family", EYES)
-@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize(("family", "adapter"), [("gemma3", "lora"), ("qwen2_5_vl", "none")])
 def test_what_no_text_reaches_is_not_trained(made, family, adapter):
     model = loaded(made(family), lines := [], adapter=adapter)
-    assert any(EYES[family] in line and "no text reaches" in line for line in lines), lines
+    text = "the adapter leaves out" if adapter == "lora" else "not trained, as text does not reach it:"
+    assert f"{text} {EYES[family]}" in lines
     backward(model)
     for name, parameter in model.named_parameters():  # or data parallelism waits for a gradient that never comes
         assert (parameter.grad is not None) == parameter.requires_grad, name
@@ -171,16 +170,9 @@ def test_language_model_out_of_a_multimodal_one_is_named(made):
 
 
 LEFT_OUT = {
-    "falcon_h1": "mamba.out_proj (used without being called)",
-    "mamba2": "mixer.out_proj (used without being called)",
-    "mamba": "mixer.x_proj, mixer.dt_proj, mixer.out_proj (used without being called)",
-    "nemotron_h": "mixer.out_proj (used without being called); "
-    "mixer.experts.up_proj, mixer.experts.down_proj (experts in one tensor)",
-    "llama4": "feed_forward.router (no plain linear layer); "
-    "feed_forward.experts.gate_up_proj, feed_forward.experts.down_proj (experts in one tensor)",
-    "gpt_oss": "mlp.experts.gate_up_proj, mlp.experts.down_proj (experts in one tensor)",
-    "deepseek_v4": "self_attn.o_a_proj (no plain linear layer); "
-    "mlp.experts.gate_up_proj, mlp.experts.down_proj (experts in one tensor)",
+    "falcon_h1": "mamba.out_proj",  # whose weights are used without calling it
+    "mamba": "mixer.x_proj, mixer.dt_proj, mixer.out_proj",
+    "llama4": "feed_forward.router, feed_forward.experts.gate_up_proj, feed_forward.experts.down_proj",
 }
 
 
@@ -188,12 +180,11 @@ LEFT_OUT = {
 def test_adapter_on_all_linear_layers_names_omitted_ones(made, family):
     model = loaded(made(family), lines := [], adapter="lora")
     assert f"the adapter leaves out {LEFT_OUT[family]}" in lines
-    if family != "deepseek_v4":  # which has nothing to compress in so few tokens
-        backward(model)
-        assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+    backward(model)
+    assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt2", "deepseek_v3", "qwen3_moe"])
 def test_an_adapter_on_all_linear_layers_stands_where_pefts_would(made, family):
     theirs = get_peft_model(
         architectures.load(made(family)), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
@@ -231,12 +222,10 @@ def test_balance_loss_of_experts_that_is_not_trained_is_named(made, tmp_path):
 
 
 BROKEN = {
-    "a number's name": ("config.json", '{"model_type": "llama", "hidden_size": "big"}', "expected int, got str"),
     "a list": ("config.json", "[]", "must be a mapping, not list"),
     "weights": ("pytorch_model.bin", "PK\x03\x04 and no more", "cannot be loaded"),
-    "tokenizer settings": ("tokenizer_config.json", "[]", "'list' object has no attribute"),
+    "no vocabulary": ("tokenizer.json", "", "its tokenizer has no vocabulary; is its tokenizer.json there"),
     "a template": ("tokenizer_config.json", '{"chat_template": 5, "eos_token": "<|im_end|>"}', "chat template is int"),
-    "generation": ("generation_config.json", "{", "not a valid JSON file"),
     "an end": ("generation_config.json", '{"eos_token_id": "x"}', "generation_config.json: eos_token_id 'x' is no num"),
 }
 
@@ -248,25 +237,20 @@ def test_broken_model_files_are_one_line(made, tmp_path, name, content, message)
         (folder / "chat_template.jinja").unlink()
     if name.endswith(".bin"):
         (folder / "model.safetensors").unlink()
-    (folder / name).write_text(content)
-    config = TrainConfig(model=str(folder)).resolved({})
+    if content:
+        (folder / name).write_text(content)
+    else:
+        (folder / name).unlink()
+    source = find_source(str(folder))
 
     def load():
-        source = find_source(config.model)
-        encoding_rules(load_tokenizer(source, trust_remote_code=False), source, config)
+        encoding_rules(load_tokenizer(source, trust_remote_code=False), source, TrainConfig().resolved({}))
         loaded(folder)
 
     with pytest.raises(UserError) as raised:
         load()
     (line,) = raised.value.problems
     assert message in line
-
-
-def test_a_tokenizer_without_its_vocabulary_is_refused(made, tmp_path):
-    folder = shutil.copytree(made("llama"), tmp_path / "empty")
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"its tokenizer has no vocabulary; is its tokenizer\.json there"):
-        load_tokenizer(find_source(str(folder)), trust_remote_code=False)
 
 
 def test_train_only_changes_named_weights_and_resumes_to_same_bits(tmp_path):
@@ -313,12 +297,6 @@ def test_names_that_differ_in_numbers_are_one_with_these_numbers():
     ]
 
 
-def test_type_is_float32_where_the_configuration_names_none(made, tmp_path):
-    config = json.loads((made("llama") / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in config if "dtype" not in key}))
-    assert stored_dtype(AutoConfig.from_pretrained(tmp_path)) == torch.float32
-
-
 def test_train_only_needs_an_expression_and_no_adapter():
     (line,) = TrainConfig(train_only="layers.(").problems()
     assert line.startswith("--train-only layers.(: not a regular expression (")
@@ -340,8 +318,7 @@ def types_in(folder):
     return {name: weight.dtype for name, weight in load_file(folder / "model.safetensors").items()}
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3"])
+@pytest.mark.parametrize(("family", "precision"), [("deepseek_v3", "bf16"), ("gemma3", "no")])
 def test_exports_have_their_bases_names_and_types(made, tmp_path, family, precision):
     base = in_bf16(made(family), tmp_path / "base")
     model = loaded(base, precision=precision, deepspeed=precision != "no")
@@ -391,20 +368,17 @@ def test_configurations_are_read_alike_by_older_and_newer_keys(made, tmp_path):
     assert written["gemma3"]["rope_scaling"]["factor"] == 4.0
 
 
-@pytest.mark.parametrize(
-    ("rope", "written"),
-    [
+def test_positions_by_layer_get_old_keys_where_those_exist(tmp_path):
+    plain = {"rope_theta": 5.0, "rope_type": "default"}
+    for rope, written in (
         ({"main": {"rope_theta": 5.0}, "compress": {"rope_theta": 6.0}}, {}),
         ({"full_attention": None, "sliding_attention": {"rope_theta": 5.0}}, {"rope_local_base_freq": 5.0}),
-        ({"full_attention": PLAIN_ROPE, "sliding_attention": None}, {"rope_theta": 5.0}),
-    ],
-    ids=["other layers", "full attention has none", "sliding attention has none"],
-)
-def test_positions_by_layer_get_old_keys_where_those_exist(tmp_path, rope, written):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "rope_parameters": rope}))
-    complete_config(tmp_path, None, {})
-    content = json.loads((tmp_path / "config.json").read_text())
-    assert {key: content[key] for key in content if key.startswith("rope_")} == {"rope_parameters": rope, **written}
+        ({"full_attention": plain, "sliding_attention": None}, {"rope_theta": 5.0}),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "rope_parameters": rope}))
+        complete_config(tmp_path, None, {})
+        content = json.loads((tmp_path / "config.json").read_text())
+        assert {key: content[key] for key in content if key.startswith("rope_")} == {"rope_parameters": rope, **written}
 
 
 def test_exports_keep_keys_that_only_older_readers_know(made, tmp_path):
