@@ -113,8 +113,7 @@ def _untried(trial: Trial, layout: Layout) -> str | None:
 
 
 def _plain(trial: Trial, row: Encoded) -> Batching:
-    """Padded rows with the first head whose loss equals that of logits at every token, compared on HEAD_TOKENS tokens:
-    the logits of a full row may not fit."""
+    """Padded rows with the first head whose loss equals that of logits at every one of HEAD_TOKENS tokens."""
     exhaustive = Batching("padded", UNLIMITED, head="everywhere")
     if not row.images:  # placeholders of images cannot be cut
         row = row._replace(input_ids=row.input_ids[:HEAD_TOKENS], prompt_length=1, earlier=())
@@ -148,8 +147,7 @@ def _problem(
 
 
 def _refuse_image_by_image(trial: Trial, batching: Batching, row_sets: Sequence[Sequence[Encoded]]) -> None:
-    """Raise UserError if the image layers are called more often for more images: where ranks gather weights together, a
-    rank with more images than another would wait forever."""
+    """Raise UserError if the image layers are called more often for more images: ranks would wait for each other."""
     base = without_adapter(trial.accelerator.unwrap_model(trial.model))
     of_images = {base.get_submodule(name.rpartition(".")[0]) for name in beyond_text(base)}
     calls = list[int]()
@@ -181,10 +179,7 @@ def enough(examples: Sequence[Encoded]) -> list[Encoded]:
 
 
 def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
-    """Two sets of rows: some short rows; and a short row with the longest, which may exceed a sliding window.
-
-    The short rows have images, if any rows do; the second set then puts a row without images beside the longest.
-    """
+    """Some short rows, with images if any have them; and a short row without, with the longest."""
     among = _shortest([row for row in examples if row.images] or examples)
     longest = max(examples, key=lambda example: (len(example.input_ids), example.index))
     beside = next((row for row in _shortest(examples) if not row.images), among[0])
@@ -192,8 +187,7 @@ def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
 
 
 def _dropout(trial: Trial, plain: Batching) -> str | None:
-    """The module or setting that has dropout, or a phrase if only the forward's randomness reveals it (which an
-    untrained adapter's does not); None without dropout."""
+    """The module or setting that has dropout, or a phrase if only the forward's randomness reveals it; or None."""
     trial.model.train()
     batch = trial.batch(plain, enough(trial.examples))
     is_random = any_rank(not _farthest(nll(trial.model, batch), nll(trial.model, batch)) <= _rounding(trial))
@@ -231,8 +225,7 @@ def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Enco
 
 
 def _goes_wrong_behind(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> str | None:
-    """Why rows cannot be trained from a prefix's cache, or that the loss or the gradients of embedded tokens differ
-    from those of padded rows: a layer may continue from a state that is detached from its backward."""
+    """Why rows cannot be trained from a prefix's cache, whose state a layer may detach from its backward."""
     prefix = batching.way.prefix(rows)
     if not prefix or not trial.train:
         return None

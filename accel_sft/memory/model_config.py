@@ -116,8 +116,7 @@ def _walked(model: Any) -> ModelShape:
 
 
 def _block(module: Any, active: int | None, config: Any) -> Block:
-    """One block: its linear layers and experts as matrices, the rest as vectors. A token is sent to `active` experts;
-    `config` is the text configuration."""
+    """One block: its linear layers and experts as matrices, the rest as vectors. A token has `active` experts."""
     import torch
 
     matrices: list[Matrix] = []
@@ -154,12 +153,8 @@ def _block(module: Any, active: int | None, config: Any) -> Block:
 
 
 def _kept_bytes(layer: Any, config: Any, itemsize: int, tokens: int) -> float:
-    """Bytes that a row of so many tokens keeps in a layer with a state, which is on the meta device.
-
-    Such layers compute by chunks, and keep products of a chunk's tokens and states between chunks, far more than inputs
-    and outputs of matrices. So the layer runs, as transformers implements it in torch; other packages' kernels, which
-    keep less, cannot run there.
-    """
+    """Bytes that a row keeps in a layer with a state, run on the meta device: such layers compute by chunks, and keep
+    products of a chunk's tokens, and states between chunks."""
     import torch
 
     dtype, saved = torch.float32 if itemsize == 4 else torch.bfloat16, {}

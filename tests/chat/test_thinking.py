@@ -217,16 +217,12 @@ SPELT = [
     ("DeepSeek-V3.1", "template", "odd", "What?<|Assistant|></think>", "odd<|eos|>"),
     ("DeepSeek-V3.1", "keep", "odd", "What?<|Assistant|><think>", "</think>odd<|eos|>"),
     ("DeepSeek-V3.1", "keep", THOUGHTS[0], "What?<|Assistant|><think>", "two</think>odd<|eos|>"),
-    ("EXAONE 4", "keep", THOUGHTS[0], "[|assistant|]\n<think>\n", "two</think>odd[|endofturn|]"),
-    ("Nemotron 3", "template", "odd", "assistant\n<think>\n", "</think>odd<|im_end|>"),
-    ("MiniMax-M2", "template", "odd", "]~b]ai\n<think>\n", "\n</think>\n\nodd[e~["),
     (
         *("Gemma 2", "template", "odd"),
         *("<bos><start_of_turn>user\nSay it.\n\nWhat?<end_of_turn>\n<start_of_turn>model\n", "odd<end_of_turn>"),
     ),
     ("Gemma 4", "template", "odd", "<|turn>model\n<|channel>thought\n<channel|>", "odd<turn|>"),
     ("Mistral v0.3", "template", "odd", "<s>[INST] Say it.\n\nWhat?[/INST]", " odd</s>"),
-    ("Phi-3", "template", "odd", "<|assistant|>\n", "odd<|end|>"),
     (
         *("SmolVLM", "template", "odd", "System: Say it.<end_of_utterance>\nUser: What?<end_of_utterance>\nAssistant:"),
         " odd<end_of_utterance>",

@@ -115,7 +115,7 @@ def test_every_answer_is_learnt_as_answer_to_its_predecessors(tokenizer, name, t
     assert sum(row.supervised_tokens for row in chats.kept) == sum(row.supervised_tokens for row in single.kept)
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3", "gpt-oss", "Gemma 3", "Llama 3.2", "Phi-3", "SmolLM3"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma 3", "Llama 3.2", "SmolLM3"])
 def test_single_row_is_the_rendering_and_begins_with_every_prompt(tokenizer, name):
     own, ends = of_family(tokenizer, name)
     own.chat_template = own.chat_template.replace("strftime_now('%Y-%m-%d')", repr(DAY))

@@ -44,14 +44,12 @@ EYES: dict[str, Any] = {
 HYBRID = ["linear_attention", "full_attention"] * 2
 FAMILIES: dict[str, dict[str, Any]] = {
     # dense
-    **{name: {} for name in ("llama", "qwen2", "qwen3", "olmo2", "granite", "glm4", "smollm3", "stablelm", "seed_oss")},
-    **{name: {} for name in ("phi", "phi3", "gemma", "cohere", "starcoder2", "gpt2", "gpt_neox", "opt", "falcon")},
-    **{name: {} for name in ("nemotron", "ernie4_5", "hunyuan_v1_dense", "helium", "apertus", "bloom")},
+    **{name: {} for name in ("llama", "qwen2", "qwen3", "olmo2", "granite", "glm4", "stablelm", "phi3", "gemma")},
+    **{name: {} for name in ("cohere", "gpt2", "gpt_neox", "opt", "falcon", "nemotron", "bloom")},
     # windows
-    **{name: {} for name in ("mistral", "gemma2", "gemma3_text", "cohere2", "olmo3", "exaone4")},
+    **{name: {} for name in ("mistral", "gemma2", "gemma3_text", "cohere2", "exaone4")},
     # experts
-    **{name: {} for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")},
-    **{name: {} for name in ("glm4_moe", "dots1", "phimoe")},
+    **{name: {} for name in ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe", "phimoe")},
     "gpt_oss": {"intermediate_size": 64},  # in its published weights, each 32 numbers share a scale
     # latent attention
     "deepseek_v2": LATENT,
