@@ -243,8 +243,7 @@ class Batching:
         return alone + [examples[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
     def _least_largest(self, lengths: list[int], prefix: int, count: int) -> list[int] | None:
-        """Divide rows, longest first, into at most `count` groups of consecutive rows after a `prefix`, with the
-        largest group as small as possible (by bisection); the groups' ends, or None if one would exceed `tokens`."""
+        """Ends of at most `count` groups of consecutive rows, the largest as small as possible; None if none fits."""
 
         def ends_within(allowed: int) -> list[int] | None:
             ends: list[int] = []

@@ -100,8 +100,7 @@ def weights_bytes(job: Job) -> float:
 
 
 def _data_parallel(job: Job) -> Placed:
-    """DDP, or one process: autocast casts float32 weights in each forward, and DDP's buckets hold the gradients. Under
-    tensor parallelism a rank has its part of all (norms, which are whole, are left out), and no buckets."""
+    """DDP, whose buckets hold the gradients, or one process; under tensor parallelism a rank has its part of all."""
     cut = job.launch.tensor_ranks
     trained, several = job.trained / cut, job.ranks > 1 and cut == 1
     itemsize = FLOAT32 if job.is_frozen else job.loaded_bytes
@@ -158,8 +157,7 @@ def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
 
 
 def _stage_3(job: Job) -> tuple[Placed, Placed]:
-    """Parameters are sharded; those used again within `stage3_max_reuse_distance` stay gathered, half a billion of them
-    (DeepSpeed's estimator counts the largest layer only)."""
+    """Parameters are sharded; those used again within `stage3_max_reuse_distance` stay gathered."""
     trained, e, n = job.trained, job.computes_bytes, job.ranks
     share = trained / n
     bucket = _zero(job, "reduce_bucket_size", _ZERO_BUCKET)
@@ -197,9 +195,8 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
 
 
 def _stays(job: Job, share: float) -> float:
-    """Elements of a rank's part that Twin-Flow steps on the device: whole sub-groups, of which vectors are one. On a
-    CPU the host's Adam steps everything."""
-    if job.on_cpu:
+    """Elements of a rank's part that Twin-Flow steps on the device: whole sub-groups, of which vectors are one."""
+    if job.on_cpu:  # the host's Adam steps everything
         return 0.0
     size = _zero(job, "sub_group_size", _SUB_GROUP)
     groups = math.ceil(share / size) + (not job.is_frozen)

@@ -51,8 +51,7 @@ def know_tokens(
 
 
 def _enlarged(weight: torch.nn.Parameter, size: int, spare: list[int], seed: int) -> torch.nn.Parameter:
-    """A matrix (V, H), or a vector (V,), enlarged to `size` rows; rows in `spare` are new too. The result is unsharded
-    under ZeRO-3; DeepSpeed shards it at its start, as it does an adapter."""
+    """A matrix (V, H), or a vector (V,), enlarged to `size` rows and unsharded; rows in `spare` are new too."""
     with _gathered(weight):
         old = weight.detach().clone()
     some = old[:: -(-len(old) // _SAMPLED)].double()

@@ -9,10 +9,8 @@ import itertools
 import pytest
 import torch
 from accelerate import Accelerator
-from checkpoints import saved
 from models import loaded
 from peft import AdaLoraConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -20,9 +18,7 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.limits import ADAPTERS, launch_problem
 from accel_sft.api.options import settings
-from accel_sft.checkpoint import checkpoint, shards
-from accel_sft.io.run_dir import RunDir
-from accel_sft.models.adapters import TYPES, adapter_of, type_of
+from accel_sft.models.adapters import TYPES, type_of
 from accel_sft.training.optimizer import Stepper
 
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
@@ -85,33 +81,6 @@ def test_an_adapter_that_is_trained_on_keeps_type_and_rank(tiny, tmp_path, name)
         loaded(tmp_path, 10, adapter=name, lora_r=3, **same)
     with pytest.raises(UserError, match=rf"--adapter {other.upper()}: the adapter in .* has {name.upper()}; give"):
         loaded(tmp_path, 10, adapter=other, lora_r=2, **same)
-
-
-@pytest.mark.parametrize(("steps", "known"), [(10, {"ipt", "exp_avg_ipt", "exp_avg_unc"}), (26, {"rank_pattern"})])
-def test_adalora_sensitivities_come_back_from_a_checkpoint(tiny, tmp_path, steps, known):
-    model = adapted(tiny, AdaLoraConfig(**ADALORA, **LORA))
-    accelerator = Accelerator(cpu=True)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    stepper = Stepper(accelerator, model, optimizer, 1.0)
-    for step in range(steps):  # after 25 the ranks are final, and their importance is forgotten
-        stepper.backward(model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss)
-        stepper.update(step)
-    before = adapter_of(model).extra_state(model)
-    assert known <= {kind for kind, tensors in before.items() if tensors}
-    path = saved(accelerator, model, optimizer, RunDir(tmp_path), {"step": steps}, extra=before)
-    (file,) = path.glob("*.safetensors")
-    with safe_open(file, framework="pt") as stored:
-        written = {tuple(key.split(":", 2)) for key in stored.keys()}  # noqa: SIM118, not a mapping
-    assert {(kind, "0", name) for kind, tensors in before.items() for name in tensors} <= written
-    fresh = adapted(tiny, AdaLoraConfig(**ADALORA, **LORA))
-    optimizer = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad], lr=0.01)
-    checkpoint.load(accelerator, fresh, optimizer, path)
-    adapter_of(fresh).set_extra_state(fresh, shards.read_extra(path), accelerator.device)
-    after = adapter_of(fresh).extra_state(fresh)
-    assert before.keys() == after.keys()
-    for kind, tensors in before.items():
-        assert tensors.keys() == after[kind].keys()
-        assert all(torch.equal(tensor, after[kind][name]) for name, tensor in tensors.items())
 
 
 def test_final_ranks_of_adalora_wait_for_a_finite_gradient(tiny, tmp_path):

@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from conftest import accel_sft, finished
 from models import Sums, encode, make_base, make_tiny
 from peft import AutoPeftModelForCausalLM
-from peft.tuners.trainable_tokens import TrainableTokensLayer
 from reference_job import FP32, goes_on_to_the_same_bits, same_curve
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -107,31 +106,21 @@ def loaded(source, tokenizer, template, **options):
     return load_model(source, config, precision="no", deepspeed=False, total_steps=3, **tokens)
 
 
-def adapter_with_rows(folder, **options):
-    """An adapter on a base model, with its new rows as training might leave them, and its tokenizer."""
-    tokenizer, template, source = given(folder, "chatml")
-    model = loaded(source, tokenizer, template, adapter="lora", **options)
+@pytest.mark.parametrize("ends", [{"tied": False}, *(pytest.param(ends, marks=LONG) for ends in TIED)])
+def test_adapter_carries_new_rows_into_peft_and_merged_weights(tmp_path, ends):
+    tokenizer, template, source = given(make_base(tmp_path / "base", **ends), "chatml")
+    model = loaded(source, tokenizer, template, adapter="lora").eval()
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "trainable_tokens" in name or "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval(), tokenizer
-
-
-@pytest.mark.parametrize("ends", [{"tied": False}, *(pytest.param(ends, marks=LONG) for ends in TIED)])
-def test_adapter_carries_new_rows_into_peft_and_merged_weights(tmp_path, ends):
-    model, tokenizer = adapter_with_rows(make_base(tmp_path / "base", **ends))
     rows = {name: p for name, p in model.named_parameters() if "trainable_tokens" in name}
     assert [tuple(p.shape) for p in rows.values()] == [(2, 32)] * (1 if ends.get("tied", True) else 2)
     assert model.get_base_model().config.vocab_size == len(tokenizer) + max(ends.get("spare", 2) - 2, 0)
     ids = tokenizer.apply_chat_template(ASKED, return_tensors="pt", return_dict=True)["input_ids"]
     with torch.no_grad():
         ours = model(input_ids=ids).logits
-        for layer in [layer for layer in model.modules() if isinstance(layer, TrainableTokensLayer)]:
-            del layer.forward_adapters
-        torch.testing.assert_close(model(input_ids=ids).logits, ours)  # peft's own forward
-    accelerator = Accelerator(cpu=True)
-    checkpoint.export(accelerator, model, tokenizer, tmp_path / "adapter", "")
+    checkpoint.export(Accelerator(cpu=True), model, tokenizer, tmp_path / "adapter", "")
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert not any("base_layer" in name or name.endswith("embed_tokens.weight") for name in saved)
     plain = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.machinery
-import importlib.util
 import sys
 import types
 
@@ -12,10 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from click.testing import CliRunner
-from conftest import accel_sft, finished
 from forwards import rows
-from places import SUPPORT
-from reference_job import FP32, ONCE
 from transformers import AutoModelForCausalLM
 
 from accel_sft import UserError
@@ -24,10 +20,6 @@ from accel_sft.batching.trial import Trial
 from accel_sft.cli.group import cli
 from accel_sft.models import kernels
 from accel_sft.training.checks import use_liger_kernels
-
-JOB = ("math", "--train-examples", "8", "--validation-examples", "2", "--max-steps", "2", "--global-batch-size", "2")
-JOB += ("--batching", "padded", *ONCE)
-INSTALLED = importlib.util.find_spec("liger_kernel") and importlib.util.find_spec("triton")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +75,7 @@ def trial(model, **settings):
 def test_what_cannot_be_is_refused_before_loading(monkeypatch, tmp_path):
     (line,) = TrainConfig(use_liger_kernel=True, compile=True).problems()
     assert line == "--use-liger-kernel and --compile would fuse the same layers: leave one of them out"
-    command = (*JOB, "--use-liger-kernel", "--output-dir", str(tmp_path / "run"))
+    command = ("math", "--train-examples", "8", "--use-liger-kernel", "--output-dir", str(tmp_path / "run"))
     with pytest.raises(UserError, match="--use-liger-kernel: its kernels need a GPU; leave it out"):
         CliRunner().invoke(cli, command, catch_exceptions=False)
     monkeypatch.setattr(kernels, "device_count", lambda: 1)
@@ -119,17 +111,3 @@ def test_family_without_fitting_kernels_is_refused(model, package):
     other.config.model_type = "bloom"
     with pytest.raises(UserError, match="no kernels for models of type bloom; leave it out"):
         use_liger_kernels(trial(other))
-
-
-@pytest.mark.skipif(not INSTALLED, reason="pip install 'accel-sft[liger]'")
-@pytest.mark.long
-@pytest.mark.parametrize(("yaml", "options"), [("z2", ("--adapter", "lora")), ("z3", ())])
-def test_its_own_kernels_in_tritons_interpreter_draw_the_same_curve(yaml, options, tmp_path):
-    job = {"yaml": yaml, "launcher": FP32}
-    plain = accel_sft(*JOB, *options, run_dir=tmp_path / "plain", **job)
-    job |= {"module": "liger_on_cpu", "real": True, "environment": {"PYTHONPATH": str(SUPPORT)}}
-    run = finished(*JOB, *options, "--use-liger-kernel", run_dir=tmp_path / "run", **job)
-    (line,) = [line for line in run.output.splitlines() if line.startswith("Liger's kernels compute ")]
-    assert ("of their norm" in line) == (yaml != "z3"), line
-    losses, expected = ([step["loss"] for step in launch.lines()] for launch in (run, plain))
-    assert losses == pytest.approx(expected, rel=2e-5)

@@ -69,13 +69,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "moe_shared_expert_intermediate_size": 16}
     | {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 8},
-    "zamba2": {
-        "layers_block_type": ["mamba", "hybrid"] * 2,
-        "n_mamba_heads": 4,
-        "mamba_ngroups": 1,
-        "num_mem_blocks": 1,
-    }
-    | {"use_mem_rope": True, "adapter_rank": 4},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 4, "mamba_ngroups": 1}
+    | {"num_mem_blocks": 1, "use_mem_rope": True, "adapter_rank": 4},
     # vision; the fields are the language model's
     **{name: {} for name in ("gemma3", "mistral3")},
     "qwen2_5_vl": {"rope_parameters": SECTIONS},
@@ -86,8 +81,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 RANDOM = {"phimoe"}
 """Families whose forward is random in training even without dropout, since they draw experts at random."""
-
-
 BROKEN = {"5.24.0": {"llama4"}}
 """Families that a release of transformers cannot compute: Llama 4 reads an output that its language model lacks."""
 
